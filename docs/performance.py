@@ -22,16 +22,16 @@ HEAD = """# Performance
 
 <!-- made by `make docs` from bench/results, do not edit -->
 
-Every number stands beside a baseline that was measured in the same run, in turn with it; *ratio* is value by baseline.
-*met* is against the target: a target with x is of the ratio. Numbers are medians, without a GPU unless the heading names
-one. [kernels](kernels.md) explains the sections and how to take the numbers yourself; [transports](transports.md)
-compares staged and direct over every transport.
+Every number stands beside a baseline that was measured in the same run, in turn with it. *ratio* is value by
+baseline. *met* is against the target: a target with x is of the ratio. Numbers are medians, without a GPU unless the
+heading names one. [kernels](kernels.md) explains the sections and how to take the numbers yourself;
+[transports](transports.md) compares staged and direct over every transport.
 
 Targets were missed on two shared cores for these reasons:
 
-* Staged cannot be 6 x and 20 x direct where the raw bulk write itself is 5 x (1 KiB runs) and 9 to 14 x (256 B runs), as
-  over TCP. Direct spans are coalesced and posted as arrays, so direct is fast too. With one process a side, TP4 -> TP2,
-  staged is 5.3 x and 21 x direct ([transports](transports.md)).
+* Staged cannot be 6 x and 20 x direct where the raw bulk write itself is 5 x (1 KiB runs) and 9 to 14 x (256 B runs),
+  as over TCP. Direct spans are coalesced and posted as arrays, so direct is fast too. With one process a side, TP4 ->
+  TP2, staged is 5.3 x and 21 x direct ([transports](transports.md)).
 * Gather, the transport's own copy and scatter share one memory. Two processes that copy at once get 4 GB/s each; one
   alone gets 7 GB/s. Staging moves about three times the raw write's bytes.
 * Beside a busy main thread, a bare echo over the same kind of socket already takes longer than the target of 2 ms.

@@ -1,11 +1,11 @@
-"""Caches and states of which an engine gives addresses only, as its own transfer code takes them: SGLang's KVArgs.
+"""Caches and states of engines that give only addresses, as SGLang's KVArgs does for its own transfer code.
 
     states = setup_state_components(token_to_kv_pool, kind="mamba", request_pool=req_to_token_pool, tp=(4, rank))
     layout = build(sglang_mha(k, v, ...), *states.parts)
     layout = build(kv_pages({"k": k_buffers, "v": v_buffers}, page_size=64, axis=axis, format="bf16"), *states.parts)
 
-Of a pool only the methods of `StatePool` are used. Where an engine has tensors, the constructors of `tensors` say more
-of them and refuse more that is wrong.
+Only the methods of `StatePool` are used of a pool. If an engine has tensors, the constructors of `tensors` describe
+them better and catch more mistakes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Buffers(NamedTuple):
-    """Buffers of one role, one a layer: addresses, lengths and bytes of an item. `layers` are their numbers."""
+    """Buffers of one role, one per layer: addresses, lengths, and bytes per item. `layers` are the layers' numbers."""
 
     data_ptrs: Sequence[int]
     data_lens: Sequence[int]
@@ -44,10 +44,10 @@ def kv_pages(
     component: str = "kv",
     device: tuple[str, int] = ("cpu", 0),
 ) -> Part:
-    """Caches whose items are pages `[page_size, heads, dim]`: `axis` is this rank's heads, and how long a head is
-    follows from the item length, buffer by buffer. Bytes after the last whole page are left out.
+    """Caches whose items are pages `[page_size, heads, dim]`. `axis` is this rank's heads. Each buffer's item length
+    gives the size of a head. Bytes after the last whole page are left out.
 
-    Raises `UsageError` for an item that is not of so many tokens and heads.
+    Raises `UsageError` for an item length that is not a multiple of tokens and heads.
     """
     parts = []
     for role, held in roles.items():
@@ -69,11 +69,11 @@ def kv_pages(
 
 
 class Slicing(NamedTuple):
-    """How a buffer's items are sliced over TP, in the words of SGLang's KVArgs.
+    """How a buffer's items are sliced over TP, in the terms of SGLang's KVArgs.
 
     `dim` is this rank's size of the sliced dimension (`state_dim_per_tensor`; 0 for a state that every rank holds
-    whole), `outer` how many rows lie before it (`state_slice_outer_counts`), and `groups` the whole model's sizes of
-    what the dimension is made of, each sliced by itself (`state_conv_shard_groups`).
+    whole). `outer` is how many rows precede that dimension (`state_slice_outer_counts`). `groups` are the whole model's
+    sizes of the parts of the dimension, each sliced separately (`state_conv_shard_groups`).
     """
 
     dim: int = 0
@@ -82,8 +82,8 @@ class Slicing(NamedTuple):
 
 
 class Paging(NamedTuple):
-    """Items that are pages of `tokens` tokens. Pages of one row for each token (`by_token`) meet pages of any size;
-    others, such as `[keys][scales]`, move whole.
+    """Items that are pages of `tokens` tokens. Pages with one row per token (`by_token`) match pages of any size;
+    others, such as `[keys][scales]`, are transferred whole.
     """
 
     tokens: int
@@ -91,10 +91,10 @@ class Paging(NamedTuple):
 
 
 class StatePool(Protocol):
-    """What is used of an engine's pool: addresses, lengths and item lengths of its state buffers, tensor by tensor.
+    """The part of an engine's pool that is used: addresses, lengths and item lengths of its state buffers, by tensor.
 
-    If it has them, `get_state_dim_per_tensor`, `get_state_slice_outer_counts`, `get_state_conv_shard_groups` and
-    `get_state_layer_ids` too, each with one entry a buffer.
+    Optional are `get_state_dim_per_tensor`, `get_state_slice_outer_counts`, `get_state_conv_shard_groups` and
+    `get_state_layer_ids`, each with one entry per buffer.
     """
 
     def get_state_buf_infos(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]: ...
@@ -102,9 +102,9 @@ class StatePool(Protocol):
 
 @dataclass
 class StateComponents:
-    """The state components of one rank, in the making. `tp` is its (size, rank), `device` where its pools are.
+    """Collects the state components of one rank. `tp` is its (size, rank), `device` is where its pools are.
 
-    `parts` go into `build`; `names` are all components appended, those without a single buffer too.
+    `parts` go into `build`; `names` are all components appended, also those without buffers.
     """
 
     tp: tuple[int, int]
@@ -115,9 +115,9 @@ class StateComponents:
     _addresses: set[tuple[str, int]] = field(default_factory=set)
 
     def add(self, name: str, given: Part) -> None:
-        """Adds the views of `given` that are not here yet: a pool that two paths lead to is registered once.
+        """Adds the views of `given` that are new: a pool that is reached by two paths is registered once.
 
-        Raises `UsageError` for a view known at another address.
+        Raises `UsageError` for a view that is known at another address.
         """
         views = []
         for view in given.views:
@@ -155,13 +155,13 @@ def append_state_component(
     format: str = "bytes",
     whole: Axis = REPLICATED,
 ) -> None:
-    """Appends a component of `kind`, one buffer a layer and tensor; the arguments are SGLang's of that name.
+    """Appends a component of `kind`, one buffer per layer and tensor. The arguments are SGLang's of the same names.
 
-    No buffers at all, and buffers of no bytes, are a component with nothing to send. Buffers of one layer are told
-    apart by their order; without `layer_ids` a buffer's place in the list is its layer. Kinds with positions need
-    `paging`. `format` is all that says that the two sides' bytes mean the same. `whole` is the axis of what is not
-    sliced: replicated, or this rank's place where every rank holds another part in an order that is not told. Raises
-    `UsageError` for an unknown kind and for lengths that do not fit.
+    No buffers, or only empty ones, mean a component with nothing to send. The order of buffers of one layer
+    distinguishes them; without `layer_ids` a buffer's index is its layer. Kinds with positions need `paging`. Only
+    `format` says that the two sides' bytes mean the same. `whole` is the axis of states that are not sliced:
+    replicated, or this rank's place if every rank holds another part in an unknown order. Raises `UsageError` for an
+    unknown kind and for lengths that do not fit.
     """
     known = StateType.of(kind)
     if known is StateType.NONE:
@@ -185,7 +185,7 @@ def append_state_component(
     for i, (ptr, nbytes, item) in enumerate(zip(data_ptrs, data_lens, item_lens, strict=True)):
         role = f"state.{seen[layers[i]]}"
         seen[layers[i]] += 1
-        if not nbytes or not item:  # a layer that shares another's state keeps its place in the engine's lists
+        if not nbytes or not item:  # a layer that shares another's state has an empty entry in the engine's lists
             continue
         if nbytes % item:
             raise refused(f"data_ptrs[{i}]", f"has items of {item} bytes in {nbytes}", "correct the lengths")
@@ -208,8 +208,8 @@ def setup_state_components(
     paging: Paging | None = None,
     device: tuple[str, int] = ("cpu", 0),
 ) -> StateComponents:
-    """The state components of an engine's pools: of `kind` those of the main pool, and those of the draft model's, as
-    layers from `n_layers` on; of "mamba" those of the request-indexed pool that the main pool did not give already.
+    """The state components of an engine's pools: `kind` from the main pool and from the draft model's, whose layers are
+    numbered from `n_layers`; and "mamba" from the request-indexed pool, unless the main pool gave it already.
 
     Pools without `get_state_buf_infos`, or None, have no state. Source: setup_state_kv_args of SGLang 0.5.23.
     """
@@ -250,7 +250,7 @@ _MAX_UNITS = 128
 def _pieces(
     array: Array, slicing: Slicing, tp: tuple[int, int], paging: Paging | None, whole: Axis
 ) -> dict[str, Piece]:
-    """The pieces of a buffer's items by the ends of their roles: one, or one for each group."""
+    """The pieces of a buffer's items by the suffixes of their roles: one, or one per group."""
     n_items, item = array.shape
     tokens, by_token = paging or (1, False)
     if by_token and item % tokens:
@@ -282,8 +282,8 @@ def _pieces(
 
 
 def _units(total: int) -> int:
-    """Into how many equal pieces both sides cut a dimension, whatever their TP sizes: halved towards 128, but odd
-    factors stay, and 32 of the even ones, so that every TP size up to 32 that divides the dimension divides these.
+    """The number of equal pieces into which both sides cut a dimension, whatever their TP sizes. It is halved towards
+    128, but keeps odd factors and 32 of the even ones: every TP size up to 32 that divides the dimension divides it.
     """
     while total > _MAX_UNITS and total % 64 == 0:
         total //= 2

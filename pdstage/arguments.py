@@ -1,7 +1,7 @@
-"""What callers give, as the types it must have: each is read where it enters, before anything is changed.
+"""Checks and converts callers' arguments, where they enter and before anything is changed.
 
-Integers are all that `operator.index` takes, numpy's too. Every function raises a `UsageError` that names the argument
-and quotes its value, whatever the value's own methods raise.
+An integer is whatever `operator.index` accepts, numpy's too. Every function raises a `UsageError` that names the
+argument and quotes its value, whatever the value's own methods raise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def integer(what: str, value: object, low: int = 0, high: int = MAX_INTEGER) -> 
 
 
 def number(what: str, value: object, *, above: float = -math.inf) -> float:
-    """A finite number beyond `above`."""
+    """A finite number greater than `above`."""
     wanted = "give a finite number" + (f" above {above:g}" if above > -math.inf else "")
     try:
         if isinstance(value, str | bytes | bytearray):
@@ -48,14 +48,14 @@ def number(what: str, value: object, *, above: float = -math.inf) -> float:
 
 
 def timeout(what: str, value: object) -> float | None:
-    """Seconds, of which fewer than 0 are over already; None, and infinity, for ever."""
+    """Seconds; a negative number means an expired timeout, None and infinity mean no limit."""
     if value is None or (isinstance(value, float) and value == math.inf):
         return None
     return number(what, value)
 
 
 def flag(what: str, value: object) -> bool:
-    """True or false, numpy's too."""
+    """True or False, numpy's too."""
     if isinstance(value, bool):
         return value
     if type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy":
@@ -71,7 +71,7 @@ def choice(what: str, value: object, names: Sequence[str]) -> str:
 
 
 def path(what: str, value: object) -> str:
-    """A file's path: a string, or what `os.fspath` makes one of."""
+    """A file's path: a string, or a value that `os.fspath` converts to one."""
     try:
         found = os.fspath(value)  # type: ignore[call-overload]
     except Exception as error:
@@ -89,7 +89,7 @@ def instance(what: str, value: object, kind: type[T]) -> T:
 
 
 def text(what: str, value: object) -> str:
-    """A string that UTF-8 can say."""
+    """A string that UTF-8 can encode."""
     if not isinstance(value, str) or not _is_encodable(value):
         raise _wrong(what, value, "give a string without surrogates")
     return value
@@ -116,19 +116,19 @@ def pair(what: str, value: object, low: int = 0, high: int = MAX_INTEGER) -> tup
 
 
 def sayable(words: object) -> str:
-    """Any words as text that UTF-8 can say: a reason may quote a file's name, which is any bytes."""
+    """Any words as text that UTF-8 can encode: a reason may quote a file's name, which is arbitrary bytes."""
     try:
         said = str(words)
-    except Exception as error:  # noqa: BLE001  (its own method's)
+    except Exception as error:  # noqa: BLE001  (raised by its own method)
         said = f"{type(words).__name__} whose text raised {type(error).__name__}"
     return said if _is_encodable(said) else said.encode(errors="backslashreplace").decode()
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it."""
+    """A value as errors quote it."""
     try:
         said = repr(value)
-    except Exception as error:  # noqa: BLE001  (its own method's)
+    except Exception as error:  # noqa: BLE001  (raised by its own method)
         said = f"a {type(value).__name__} whose repr raised {type(error).__name__}"
     return said if len(said) <= _MAX_SHOWN else f"{said[:_MAX_SHOWN]}..."
 

@@ -1,8 +1,8 @@
-"""Tensors as checked arrays of byte strides, and arrays as the views of a `Part`; `build` makes one layout of parts.
+"""Converts tensors to checked arrays with byte strides, and arrays to the views of a `Part`; `build` makes a layout.
 
-What the constructors of kv_shapes and state_shapes stand on; users import `tensors`. Of tensors only their methods are
-used; numpy arrays will do. Regions are whole allocations: caches that alias one allocation, at whatever addresses,
-share its region.
+The constructors of kv_shapes and state_shapes use it; users import `tensors`. Only methods of tensors are used, and
+numpy arrays work too. Regions are whole allocations: caches that alias one allocation, at whatever addresses, share its
+region.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Storage(Protocol):
 
 
 class StridedTensor(Protocol):
-    """What is used of a torch tensor."""
+    """The part of a torch tensor that is used."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -57,11 +57,11 @@ Tensors: TypeAlias = "Iterable[TensorLike] | NDArray[np.generic]"
 
 
 class Naming(TypedDict, total=False):
-    """How a part's views are named; all may be left out."""
+    """How a part's views are named; everything is optional."""
 
     component: str  # "kv"
-    first_layer: int  # 0; the number of the first tensor's layer, as on a later pipeline stage
-    layers: Sequence[int]  # the tensors' layer numbers, where they are not consecutive
+    first_layer: int  # 0; the first tensor's layer number, as on a later pipeline stage
+    layers: Sequence[int]  # the tensors' layer numbers, if they are not consecutive
     format: str  # from the dtype: "bf16", "fp16", "fp8_e4m3", ...
 
 
@@ -95,15 +95,15 @@ def build(
 ) -> Layout:
     """One layout of all parts; `slots`, `exact` and `owned` as in `Layout.of`.
 
-    Components of a registered state kind need not be named: the kind says whether they are slots, and exact. Regions
-    that overlap become one. Raises `UsageError` for parts on different devices, and what `Layout.of` refuses.
+    Components of a registered state kind need not be listed: the kind says whether they are slots, and exact.
+    Overlapping regions become one. Raises `UsageError` for parts on different devices, and what `Layout.of` raises.
     """
     given = sorted({region for part in parts for region in part.regions}, key=lambda region: region.base)
     devices = sorted({f"{region.kind}:{region.device}" for region in given})
     if len(devices) != 1:
         raise UsageError(
             f"the parts of a layout are on {' and '.join(devices) or 'no device'}",
-            remedy="give the caches of one rank, all on its device; state kept elsewhere needs a layout of its own",
+            remedy="give the caches of one rank, all on its device; state on another device needs another layout",
         )
     held: list[Region] = []
     for region in given:
@@ -139,7 +139,7 @@ class Array:
         return replace(self, shape=shape, strides=strides)
 
     def dense_nbytes(self, axis: int) -> int:
-        """Bytes of all axes from `axis` on. Raises `UsageError` unless they lie without gaps."""
+        """Bytes of all axes from `axis` on. Raises `UsageError` if there are gaps between them."""
         nbytes = self.itemsize
         for size, stride in zip(reversed(self.shape[axis:]), reversed(self.strides[axis:]), strict=True):
             if size > 1 and stride != nbytes:
@@ -162,7 +162,7 @@ class Array:
 
 
 def arrays_of(argument: str, tensors: Tensors, axes: str, *, fewer: bool = False) -> list[Array]:
-    """Checks one tensor a layer: number of axes (one less if `fewer`, any more after "..."), sizes, strides, device."""
+    """Checks one tensor per layer: number of axes (one less if `fewer`, any after "..."), sizes, strides, device."""
     arrays = []
     names = axes.split(", ")
     least, most = (len(names) - 1, 64) if names[-1] == "..." else (len(names) - fewer, len(names))
@@ -233,7 +233,7 @@ def _check_strides(array: Array) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What becomes a view: a part of an array, from byte `at` of it on; the fields' meaning is `View`'s."""
+    """A part of an array, from byte `at`, that becomes a view; the fields mean the same as `View`'s."""
 
     array: Array
     at: int = 0
@@ -250,7 +250,7 @@ class Piece:
 
 
 def pages(array: Array, axis: Axis, tokens_per_row: int = 1) -> Piece:
-    """The piece that is the whole of an array `[pages, rows, heads, dim]`; `axis` is this rank's heads."""
+    """The piece that covers all of an array `[pages, rows, heads, dim]`; `axis` is this rank's heads."""
     (n_pages, rows, heads, dim), (item_stride, row_stride, head_stride, _) = array.shape, array.strides
     check_heads(array, heads, axis)
     return Piece(
@@ -260,7 +260,7 @@ def pages(array: Array, axis: Axis, tokens_per_row: int = 1) -> Piece:
 
 
 def check_heads(array: Array, heads: int, axis: Axis) -> None:
-    """Raises `UsageError` unless `heads` is what this rank holds of `axis`."""
+    """Raises `UsageError` unless this rank holds `heads` of `axis`."""
     if heads != axis.count:
         raise refused(
             array.name,
@@ -276,7 +276,7 @@ def layers_of(naming: Naming, n: int) -> Sequence[int]:
 
 
 def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = "kv") -> Part:
-    """The views of `roles`, each a list of one piece a layer; `component` is what they are of if `naming` is silent.
+    """The views of `roles`, each a list of one piece per layer; `component` is the default name.
 
     A format is the naming's, else the piece's, else the dtype's.
     """

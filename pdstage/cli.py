@@ -1,7 +1,7 @@
 """The `pdstage` command: demo, bench, top, plot, judge, calibrate, doctor, bootstrap, instances, keys, sim.
 
-Reads arguments and prints; each command's module is imported when that command is given, so that `--help` needs nothing
-installed.
+It parses arguments and prints. Each command's module is imported only for that command, so that `--help` needs no
+package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_BIND = "127.0.0.1:8998"
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; argparse's own puts the whole usage before it."""
+    """Reports errors in one line; argparse prints the whole usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -44,7 +44,7 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"pdstage {_version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_demo(commands.add_parser("demo", help="move a real model's KV cache between ranks and go on decoding from it"))
-    # Named in no help, and gone with the next release. All that follows is positional: options of old are not judged.
+    # Hidden, and removed in the next release. Everything after it is positional: old options are not checked.
     gone = commands.add_parser("serve", add_help=False, prefix_chars="\0")
     gone.add_argument("rest", nargs="*")
     gone.set_defaults(run=_serve_is_gone)
@@ -229,7 +229,7 @@ def _add_judge(command: argparse.ArgumentParser) -> None:
 
 
 def _judge(given: argparse.Namespace) -> int:
-    """The exit code is 1 where something was wrong, 2 where nothing was judged."""
+    """The exit code is 1 if something was wrong, 2 if nothing was judged."""
     from pdstage.tools.judge import judge  # noqa: PLC0415
 
     verdict = judge(given.journals)
@@ -305,7 +305,7 @@ def _add_doctor(command: argparse.ArgumentParser) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    """The exit code is 1 where something that was asked for cannot work."""
+    """The exit code is 1 if something that was asked for cannot work."""
     if given.serve is not None:
         from pdstage.tools.calibrate.peer import Peer  # noqa: PLC0415
 
@@ -405,9 +405,9 @@ def _version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 good, 1 the demo's check or the doctor's verdict is red, 2 bad arguments or a `PdstageError`.
+    """The exit code: 0 success, 1 the demo's check or the doctor's verdict failed, 2 bad arguments or a `PdstageError`.
 
-    An error is told in one line.
+    An error is printed in one line.
     """
     given = parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # warnings and worse, to stderr

@@ -1,9 +1,9 @@
-"""The columns of a request's aux row: where each lies, and which of them two sides have in common.
+"""The columns of a request's aux row: where each lies, and which of them both sides have.
 
-A row is one run of bytes: its columns in the order of their names, each at a multiple of 16 bytes, the row a multiple
-of 64 long. So two sides with the same columns have the same row, whatever order they gave them in, and one span is all
-of it. What travels between two that differ is the columns both have, matched by name: one more on either side moves
-nothing.
+A row is one run of bytes. Its columns are in the order of their names, each at a multiple of 16 bytes; the row's length
+is a multiple of 64. So two sides with the same columns have the same row, whatever order they gave them in, and one
+span covers it. Two sides that differ transfer the columns that both have, matched by name: an additional column on
+either side moves nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ITEMSIZES = {
     "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
 }  # fmt: skip
-"""The dtypes a column may have, by their names in torch, and bytes an element."""
+"""The dtypes that a column may have, by their names in torch, and bytes per element."""
 
 MAX_COLUMNS = 64
 MAX_ROW_NBYTES = 1 << 26
@@ -36,7 +36,8 @@ _ALIGNMENT, _ROW_ALIGNMENT = 16, 64
 class Column(NamedTuple):
     """One named value of every row: `shape` elements of `dtype` ("int32", "bfloat16", ...).
 
-    `required`: a peer that has no such column is refused when it is met; else the column is left out with it.
+    `required`: a peer without such a column is refused in the handshake; otherwise the column is left out with that
+    peer.
     """
 
     name: str
@@ -46,12 +47,12 @@ class Column(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of one row's value."""
+        """Bytes of one row's value."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 class Placed(NamedTuple):
-    """A column and where it lies in its rows, as peers tell each other. Its dtype may be one known to the peer only."""
+    """A column and its place in a row, as peers send each other. Only the peer may know its dtype."""
 
     name: Annotated[str, Meta(max_length=256)]
     dtype: Annotated[str, Meta(max_length=256)]
@@ -65,10 +66,10 @@ class Placed(NamedTuple):
 
 
 class Columns:
-    """A side's columns, placed."""
+    """The columns of one side, with their places."""
 
     def __init__(self, columns: Iterable[Column]) -> None:
-        """Raises `UsageError` for a column given twice, of an unknown dtype or of no bytes, and for too many."""
+        """Raises `UsageError` for a repeated column, an unknown dtype, an empty column, or too many."""
         self.given = tuple(sorted(_columns(columns)))
         names = [column.name for column in self.given]
         if len(set(names)) != len(names) or not 0 < len(names) <= MAX_COLUMNS:
@@ -107,7 +108,7 @@ def _shape(column: Column) -> tuple[int, ...]:
 
 
 class Span(NamedTuple):
-    """Bytes of a row here that belong in a row there."""
+    """Bytes of a row here and their place in a row there."""
 
     src_offset: int
     dst_offset: int
@@ -116,21 +117,21 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """What prefill's rows (`src`) and decode's (`dst`) have in common, in the order of the names: the same on both."""
+    """What prefill's rows (`src`) and decode's (`dst`) have in common, in name order: the same on both sides."""
 
     src: tuple[Placed, ...] = ()
     dst: tuple[Placed, ...] = ()
     left_out: tuple[str, ...] = ()
-    """What is not common, in words."""
+    """What is not common, for the log."""
 
     @cached_property
     def nbytes(self) -> int:
-        """Of the common columns one after the other, as they travel in a message."""
+        """Bytes of the common columns one after the other, as in a message."""
         return sum(column.nbytes for column in self.src)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What a write from row to row is: one span where both sides have just these columns."""
+        """The spans of a write from row to row: one if both sides have exactly these columns."""
         spans: list[Span] = []
         for src, dst in zip(self.src, self.dst, strict=True):
             if spans:
@@ -143,7 +144,7 @@ class Shared:
         return tuple(spans)
 
     def pack(self, row: memoryview) -> bytes:
-        """The common columns of a row of prefill's, one after the other."""
+        """The common columns of one of prefill's rows, one after the other."""
         return b"".join(row[column.offset : column.offset + column.nbytes] for column in self.src)
 
     def unpack(self, packed: bytes) -> Iterator[tuple[Placed, memoryview]]:
@@ -158,7 +159,7 @@ NOTHING = Shared()
 
 
 def share(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> Shared:
-    """What prefill's columns and decode's have in common."""
+    """The columns that prefill and decode have in common."""
     at_prefill, at_decode = ({column.name: column for column in columns} for columns in (src, dst))
     common, left_out = [], []
     for name in sorted({*at_prefill, *at_decode}):
@@ -173,7 +174,7 @@ def share(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> Shared:
 
 
 def lacking(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> str:
-    """Which required column the two do not have in common, in words; empty if none."""
+    """Which required column the two sides do not have in common; empty if none."""
     shared = {column.name for column in share(src, dst).src}
     for side, columns in (("prefill", src), ("decode", dst)):
         for column in columns:
@@ -185,7 +186,7 @@ def lacking(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> str:
 
 
 def problem(columns: tuple[Placed, ...], row_nbytes: int) -> str:
-    """What is wrong with a peer's columns of rows of `row_nbytes`, in words; empty if nothing is."""
+    """What is wrong with a peer's columns in rows of `row_nbytes`; empty if nothing is."""
     if len({column.name for column in columns}) != len(columns):
         return "an aux column named twice"
     end = 0

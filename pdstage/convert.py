@@ -1,15 +1,15 @@
-"""Change of precision in flight: which formats become which, and in what form a pair stages its bytes.
+"""Change of precision in flight: which formats convert into which, and the form in which a pair stages its bytes.
 
 docs/convert.md defines every format to the bit, kernels/convert_reference.py computes it. No torch.
 
-One side keeps bf16, the other fp8; the fp8 form is what is staged, so that half the bytes cross the wire. A bf16 source
-encodes while it gathers, a bf16 destination decodes while it scatters, and the fp8 side moves its bytes plainly: it
-need not know that anything was converted. A format that can be converted names its scales:
+One side has bf16, the other fp8. The fp8 form is staged, so half the bytes cross the wire. A bf16 source encodes while
+it gathers, and a bf16 destination decodes while it scatters. The fp8 side only copies its bytes and need not know of
+the conversion. A format that can be converted names its scales:
 
     fp8_e4m3:tensor:0x1.99999ap-4:divide     one scale a view, here 0.1, given by the engine
     fp8_e4m3:token_head                      a float32 scale behind each head's data
     fp8_e4m3:mx32:floor                      an E8M0 scale for each 32 values, behind each head's data
-    fp8_e4m3:mx32:floor:data                 the data alone; a view `fp8_e4m3:mx32:floor:scale:k` has the scales of "k"
+    fp8_e4m3:mx32:floor:data                 only the data; a view `fp8_e4m3:mx32:floor:scale:k` has the scales of "k"
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ RULES = {TENSOR: ("divide", "bf16"), TOKEN_HEAD: ("",), MX: ("floor", "ceil")}
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One view's fp8 format: `kind` says what a scale is of, `part` whether data, scales or both are in the view.
+    """One view's fp8 format. `kind` says what a scale applies to, `part` whether the view has data, scales or both.
 
-    `scale` is the one scale of kind "tensor"; `rule` picks between two definitions of a kind; `of` is the role whose
-    scales a view of part "scale" has.
+    `scale` is the one scale of kind "tensor"; `rule` picks one of two definitions of a kind; `of` is the role to which
+    the scales of part "scale" belong.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Encoding:
 
     @classmethod
     def parse(cls, format: str) -> Encoding | None:
-        """The encoding that a view's format names; None if it names none that can be converted."""
+        """The encoding that a view's format names; None if it cannot be converted."""
         return _parse(format)
 
     @property
@@ -74,7 +74,7 @@ class Encoding:
         return int(struct.unpack("<I", struct.pack("<f", self.scale))[0])
 
     def nbytes(self, n: int) -> int:
-        """Bytes of `n` encoded values; 0 where that many cannot be."""
+        """Bytes of `n` encoded values; 0 if `n` is impossible."""
         if self.kind == TENSOR:
             return n if self.part == INLINE else 0
         if self.kind == MX and n % BLOCK:
@@ -84,10 +84,10 @@ class Encoding:
 
 
 def fp8_tensor(scale: float, rule: str = "divide") -> str:
-    """The format of a view with one scale: `x` is stored as fp8 of `x / scale`, engines' `k_scale`, `v_scale`.
+    """The format of a view with one scale: `x` is stored as fp8 of `x / scale`; engines call it `k_scale`, `v_scale`.
 
-    `rule`: "divide" rounds the float32 quotient, as vLLM does; "bf16" multiplies by the reciprocal and rounds to bf16
-    first, as dividing a bf16 tensor by a number does on a GPU, and so SGLang.
+    `rule`: "divide" rounds the float32 quotient, as vLLM does. "bf16" multiplies by the reciprocal and rounds to bf16
+    first, as a GPU does when it divides a bf16 tensor by a number, and so does SGLang.
     """
     rounded = _float32(scale)
     if not 2.0**-126 <= rounded <= 2.0**126:
@@ -96,9 +96,9 @@ def fp8_tensor(scale: float, rule: str = "divide") -> str:
 
 
 def fp8_token_head(part: str = INLINE, of: str = "") -> str:
-    """The format of vLLM's `fp8_per_token_head` caches: each head's data, then a float32 scale of it.
+    """The format of vLLM's `fp8_per_token_head` caches: each head's data, then its float32 scale.
 
-    `part` "data" or "scale" (`of` a role) where the two are views of their own.
+    `part` is "data" or "scale" (`of` a role) if the two are separate views.
     """
     return str(_checked(Encoding(TOKEN_HEAD, part=part, of=of)))
 
@@ -106,14 +106,14 @@ def fp8_token_head(part: str = INLINE, of: str = "") -> str:
 def mxfp8(rule: str = "floor", part: str = INLINE, of: str = "") -> str:
     """The format of MXFP8: blocks of 32 values with a shared power of two, an E8M0 byte.
 
-    `rule`: "floor" is the OCP specification's, "ceil" takes the least power with which nothing saturates, as SGLang's
-    pool does. `part` as in `fp8_token_head`.
+    `rule`: "floor" is the OCP specification's; "ceil" takes the smallest power that saturates nothing, as SGLang's pool
+    does. `part` as in `fp8_token_head`.
     """
     return str(_checked(Encoding(MX, rule, part=part, of=of)))
 
 
 def reformat(layout: Layout, formats: Mapping[Key, str]) -> Layout:
-    """`layout` with other formats for the views named: the way to give each layer's scale.
+    """`layout` with other formats for the named views. It is the way to set each layer's scale.
 
     Raises `UsageError` for a key that the layout does not have.
     """
@@ -124,10 +124,10 @@ def reformat(layout: Layout, formats: Mapping[Key, str]) -> Layout:
 
 
 class StagedPair(NamedTuple):
-    """What a source offers and a destination takes, both in the formats in which their bytes are staged.
+    """The layouts of a source and of a destination, both in the formats in which their bytes are staged.
 
-    Where nothing is converted these are the two layouts themselves. Else their views tell sizes, shards and keys, and
-    only those that are as before tell addresses; `staged_only` are the components with such a view.
+    Without conversion they are the two layouts themselves. Otherwise their views give sizes, shards and keys, and only
+    unchanged views give addresses; `staged_only` are the components with a changed view.
     """
 
     offered: Layout
@@ -136,17 +136,17 @@ class StagedPair(NamedTuple):
 
     @property
     def order(self) -> str | None:
-        """The staged order where conversion asks for one."""
+        """The staged order if conversion demands one."""
         return TOKEN_MAJOR if self.staged_only else None
 
     def made_of(self, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-        """The views of both ranks' own layouts, under the keys of the staged ones."""
+        """The views of both ranks' own layouts, under the keys of the staged views."""
         return (feeding(src, self.offered), feeding(dst, self.taken)) if self.staged_only else (src, dst)
 
     def undecodable(self, dst: Layout) -> str:
-        """Why decode's layout `dst` cannot decode what is staged, in words; empty if it can.
+        """Why decode's layout `dst` cannot decode the staged bytes; empty if it can.
 
-        Data and its scales must be scattered by one plan; cut pages that are not all numbered alike take several.
+        One plan must scatter data and its scales. Cut pages with unequal numbering need several plans.
         """
         if not self.staged_only:
             return ""
@@ -166,7 +166,7 @@ class StagedPair(NamedTuple):
 
 
 def pair(src: Layout, dst: Layout) -> StagedPair:
-    """How two layouts meet once both sides agreed to convert. Formats that cannot be converted stay as they are."""
+    """Pairs two layouts whose sides have agreed to convert. Formats that cannot be converted stay unchanged."""
     held, wanted = src.by_key(), dst.by_key()
     held_scales, wanted_scales = _scale_views(src.views()), _scale_views(dst.views())
     offered: dict[Key, View] = {}
@@ -185,9 +185,9 @@ def pair(src: Layout, dst: Layout) -> StagedPair:
 
 
 def feeding(own: Layout, staged: Layout) -> Layout:
-    """For each view of `staged` the view of `own` that it is made of, or becomes, under the staged view's key.
+    """For each view of `staged`, under its key, the view of `own` that it is made from or becomes.
 
-    What no view of `own` feeds is left out; feeding the result again changes nothing.
+    Views that no view of `own` feeds are left out. Feeding the result again changes nothing.
     """
     views, fed = own.by_key(), {}
     for view in staged.views():
@@ -199,9 +199,9 @@ def feeding(own: Layout, staged: Layout) -> Layout:
 
 
 class Coding(NamedTuple):
-    """How one staged view of a plan is made: `encoding` is None where its bytes are copied.
+    """How one staged view of a plan is made: `encoding` is None if its bytes are copied.
 
-    `scales` is the place in the plan's selection of the view with this one's scales; -1 for none.
+    `scales` is the index, in the plan's selection, of the view with this view's scales; -1 for none.
     """
 
     encoding: Encoding | None
@@ -210,12 +210,12 @@ class Coding(NamedTuple):
 
     @property
     def decodable(self) -> bool:
-        """Whether what it stages can be scattered: data needs its scales."""
+        """Whether its staged form can be scattered: data needs its scales."""
         return self.encoding is None or self.encoding.part != DATA or self.scales >= 0
 
 
 def codings(own: Layout, staged: Layout, select: Iterable[Select]) -> list[Coding]:
-    """One coding for each selected view of `staged`; a view whose bytes are copied has no encoding."""
+    """One coding for each selected view of `staged`; a copied view has no encoding."""
     chosen = {key: (at, start, count) for at, (key, start, count) in enumerate(select)}
     views, mine, scales = staged.by_key(), own.by_key(), _scale_views(staged.views())
     found = []
@@ -231,20 +231,20 @@ def codings(own: Layout, staged: Layout, select: Iterable[Select]) -> list[Codin
 
 
 def _data_key(view: View) -> Key:
-    """The key of the data whose scales a view has; of any other view its own."""
+    """For a view of scales, the key of its data; for any other view its own key."""
     encoding = Encoding.parse(view.format)
     return view.key._replace(role=encoding.of) if encoding is not None and encoding.part == SCALE else view.key
 
 
 def _whole(data: View, encoding: Encoding, scales: View | None) -> tuple[View, ...]:
-    """The views that hold encoded values: `data`, and its scales if they are apart; none if those are missing."""
+    """The views that hold encoded values: `data`, and its scales if separate; empty if those are missing."""
     if encoding.part == INLINE:
         return (data,)
     return (data, scales) if scales is not None and _have_scales(data, scales) else ()
 
 
 def _stage(side: Mapping[Key, View], plain: View, coded: tuple[View, ...], into: dict[Key, View]) -> None:
-    """Adds to `into`, for the bf16 side that has `plain`, views of the other side's formats, all or none."""
+    """Adds to `into` the other side's views for the bf16 side that has `plain`, all or none."""
     widths = [_parsed(view).nbytes(plain.width // 2) for view in coded]
     apart = all(view.key == plain.key or view.key not in side for view in coded)
     if apart and plain.width % 2 == 0 and all(widths) and all(view.segs == 1 for view in (plain, *coded)):
@@ -255,13 +255,13 @@ def _stage(side: Mapping[Key, View], plain: View, coded: tuple[View, ...], into:
 
 
 def _scale_views(views: Iterable[View]) -> dict[Key, View]:
-    """By the key of the data that they are of, the views of scales alone."""
+    """The views of scales only, by the key of their data."""
     keyed = ((view, _data_key(view)) for view in views)
     return {key: view for view, key in keyed if key != view.key}
 
 
 def _have_scales(data: View, scales: View) -> bool:
-    """Whether `scales` are those of `data`: of its encoding, its shards and its rows. Inline data has its own."""
+    """Whether `scales` belong to `data`: same encoding, shards and rows. Inline data has its own scales."""
     if _parsed(data).part != DATA or (scales.axis, scales.tokens_per_row) != (data.axis, data.tokens_per_row):
         return False
     return _parsed(scales) == replace(_parsed(data), part=SCALE, of=data.key.role)
@@ -277,7 +277,7 @@ def _parse(format: str) -> Encoding | None:
     part, of = words[0] if words else "", words[1] if len(words) > 1 else ""
     found = Encoding(kind, rule, scale, part or INLINE, of)
     known = found.part in (INLINE, DATA, SCALE) and rule in RULES[kind]
-    # Written back it must be the same: so nothing is left out, and each encoding has one name.
+    # It must print as the same text: then nothing is missing, and each encoding has one name.
     return found if known and not math.isnan(scale) and str(found) == format else None
 
 
@@ -312,7 +312,7 @@ def _float32(number: float) -> float:
 
 
 def _scale_of(word: str) -> float:
-    """A scale as written by `float.hex`; NaN for any other word."""
+    """A scale as written by `float.hex`; NaN for any other text."""
     try:
         scale = float.fromhex(word)
     except (ValueError, OverflowError):

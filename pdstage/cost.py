@@ -1,6 +1,6 @@
-"""Staged or direct: what each path would cost, as seconds.
+"""Staged or direct: the cost of each path in seconds.
 
-Its numbers come from a transport's traits or from a calibration.
+The numbers come from a transport's traits or from a calibration.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pdstage.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What bytes cost between two hosts: seconds, and bytes per second.
+    """The cost of bytes between two hosts: seconds, and bytes per second.
 
-    A write takes `post_s` and what its descriptors take. `descriptors` says that of one by its length, as (bytes,
-    seconds) with rising bytes: between two of them a straight line, below the first as much as that, beyond the last in
-    proportion. No one line fits them all, since fabrics change their protocol with the length: NIXL over TCP takes
-    longer for 64 KiB than for twice 32 KiB. A single descriptor out of a send buffer that was just filled moves
-    `bulk_bytes_per_s` (None: as `descriptors` say). `gather_*` and `scatter_*` are the copies' bytes per second and
-    seconds a run. `lease_s` is what a staged transfer takes longer however small it is, and `chunk_s` what each of
-    its chunks adds, its post included. `overlap`, from 0 to 1, is the share of the shorter
-    stages that hides behind the longest, of other chunks and other rooms: 1 where each of gather, write and scatter has
-    a processor or a card of its own, 0 where they take turns.
+    A write takes `post_s` plus the time of its descriptors. `descriptors` gives the time of one descriptor by its
+    length, as (bytes, seconds) with rising bytes. Between two points it is linear; below the first it is constant;
+    beyond the last it is proportional. One line does not fit them all, since fabrics change their protocol with the
+    length: NIXL over TCP takes longer for 64 KiB than for twice 32 KiB. A single descriptor from a send buffer that was
+    just filled moves `bulk_bytes_per_s` (None: by `descriptors`). `gather_*` and `scatter_*` are the copies' bytes per
+    second and seconds per run. `lease_s` is the constant extra time of a staged transfer; `chunk_s` is what each of its
+    chunks adds, its post included. `overlap`, from 0 to 1, is the share of the shorter stages that is hidden behind the
+    longest one, of other chunks and rooms. It is 1 if gather, write and scatter each have their own processor or card,
+    and 0 if they take turns.
 
-    All of it is of rooms several of which are under way: a choice hardly matters to a node that is idle.
+    All of it assumes several rooms in flight: the choice hardly matters to an idle node.
 
-    Raises `UsageError` for a number that cannot be, naming it.
+    Raises `UsageError`, naming the number, for an impossible number.
     """
 
     descriptors: tuple[tuple[int, float], ...]
@@ -43,7 +43,7 @@ class CostModel:
 
     @classmethod
     def linear(cls, bytes_per_s: float, descriptor_s: float, post_s: float) -> CostModel:
-        """Of a transport that was not measured: a descriptor of b bytes takes `descriptor_s + b / bytes_per_s`."""
+        """For a transport that was not measured: a descriptor of b bytes takes `descriptor_s + b / bytes_per_s`."""
         far = 1 << 40
         return cls(((0, descriptor_s), (far, descriptor_s + far / bytes_per_s)), post_s)
 
@@ -77,7 +77,7 @@ class CostModel:
         return n_chunks * self.post_s + n_descriptors * self.descriptor_s(nbytes / max(n_descriptors, 1))
 
     def descriptor_s(self, nbytes: float) -> float:
-        """What one descriptor of so many bytes takes."""
+        """The time of one descriptor of that many bytes."""
         points = self.descriptors
         at = bisect_left(points, nbytes, key=lambda point: point[0])
         if at == 0:
@@ -89,7 +89,7 @@ class CostModel:
         return less + (more - less) * (nbytes - before) / (after - before)
 
     def staged_s(self, nbytes: int, n_runs: int, n_chunks: int = 1) -> float:
-        """A pipeline of three stages, which other rooms keep filled. `n_runs` are copied on either side."""
+        """A pipeline of three stages that other rooms keep filled. `n_runs` are copied on either side."""
         write_s = nbytes / self.bulk_bytes_per_s if self.bulk_bytes_per_s else self.descriptor_s(nbytes)
         stages_s = (
             n_runs * self.gather_run_s + nbytes / self.gather_bytes_per_s,
@@ -100,14 +100,14 @@ class CostModel:
         return self.lease_s + n_chunks * self.chunk_s + sum(stages_s) - hidden_s
 
     def pieces(self, nbytes: int) -> int:
-        """In how many to hand over bytes that are computed one after the other, such as a prefill step's layers.
+        """The best number of pieces for bytes that are computed one after the other, such as a prefill step's layers.
 
-        When the last are there the others have gone, so what is left takes nbytes / n; but each piece adds `chunk_s`.
-        Their sum is least at the square root of the one by the other.
+        When the last piece is ready the others have gone, so nbytes / n is left; but each piece adds `chunk_s`. The sum
+        is minimal at the square root of their quotient.
         """
         moved_s = self.staged_s(nbytes, 0) - self.lease_s - self.chunk_s
         return max(1, int((moved_s / self.chunk_s) ** 0.5)) if self.chunk_s else 1
 
     def prefers_direct(self, nbytes: int, n_descriptors: int, n_chunks: int = 1) -> bool:
-        """Whether `nbytes` that fall into `n_descriptors` runs, sent in `n_chunks` chunks, should skip the staging."""
+        """Whether `nbytes` in `n_descriptors` runs, sent in `n_chunks` chunks, should go direct."""
         return self.direct_s(nbytes, n_descriptors, n_chunks) <= self.staged_s(nbytes, n_descriptors, n_chunks)

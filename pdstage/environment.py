@@ -1,6 +1,6 @@
-"""The environment variables this project reads: one table, and the one way to read them.
+"""The environment variables of this project: one table, and the only code that reads them.
 
-`docs/environment.md` shows the table; what is not in it is warned of, once.
+`docs/environment.md` shows the table. An unknown variable with our prefix is logged once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class Variable(Generic[T_co]):
-    """One variable. `parse` makes its value of the text, or raises `ValueError` saying what is wrong with it.
+    """One variable. `parse` converts the text, or raises `ValueError` with the reason.
 
-    `values` says what may be given, `unset` what holds without it, `read_by` who looks at it, and when.
+    `values` says what it may be, `unset` the default, `read_by` what reads it, and when.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Variable(Generic[T_co]):
     read_by: str
 
     def read(self) -> T_co | None:
-        """Its value as of now; None where it is unset or empty. Raises `UsageError` for one that it cannot have."""
+        """Its current value; None if it is unset or empty. Raises `UsageError` for an invalid value."""
         _warn_of_unknown()
         text = os.environ.get(self.name, "")
         if not text:
@@ -73,7 +73,7 @@ def _path(may_be: Callable[[Path], bool], why_not: str) -> Callable[[str], Path]
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) <= 65535):
-        raise ValueError("it is no port")
+        raise ValueError("it is not a port")
     return int(text)
 
 
@@ -81,26 +81,26 @@ def _options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON: {error}") from error
+        raise ValueError(f"it is not JSON: {error}") from error
     if not (isinstance(options, dict) and isinstance(options.get("config", {}), dict)):
-        raise ValueError("it is no object, or its config is none")  # noqa: TRY004  (what `Variable.read` expects of a parser)
+        raise ValueError("it is not an object, or its config is not")  # noqa: TRY004  (as `Variable.read` expects)
     return options
 
 
 NATIVE = Variable(
-    "PDSTAGE_NATIVE", _one_of("yes", "no"), "`yes` or `no`", "goes on with numpy where there is no extension",
+    "PDSTAGE_NATIVE", _one_of("yes", "no"), "`yes` or `no`", "uses numpy if there is no extension",
     "Whether the C++ extension is built and used: `yes` makes its absence an error, `no` leaves it out.",
     "`setup.py`, and the first import of `pdstage.native`",
 )  # fmt: skip
 CALIBRATION = Variable(
     "PDSTAGE_CALIBRATION", _path(Path.is_file, "there is no such file"),
     "a file that `pdstage calibrate --out` wrote", "the transports' own estimates",
-    "What each transport costs here, by which `path=\"auto\"` chooses.",
-    "`PrefillNode(calibration=None)`, as it is made",
+    "The measured cost of each transport here, by which `path=\"auto\"` chooses.",
+    "`PrefillNode(calibration=None)`, when it is created",
 )  # fmt: skip
 CACHE_DIR = Variable(
-    "PDSTAGE_CACHE_DIR", _path(lambda path: path.is_dir() or not path.exists(), "it is no folder"),
-    "a folder, which is made if need be",
+    "PDSTAGE_CACHE_DIR", _path(lambda path: path.is_dir() or not path.exists(), "it is not a folder"),
+    "a folder, created if missing",
     "`pdstage` in `XDG_CACHE_HOME`, by default `~/.cache`",
     "Where compiled CUDA kernels are kept.",
     "the first copy by the CUDA kernels",
@@ -123,22 +123,22 @@ SGLANG_STAGING = Variable(
 )  # fmt: skip
 DEVICE_MEMORY = Variable(
     "PDSTAGE_DEVICE_MEMORY", _one_of("cudaMalloc", "cuMemCreate"), "`cudaMalloc` or `cuMemCreate`", "`cudaMalloc`",
-    "What a node's own memory on an NVIDIA GPU is of, its staging memory above all. NVLink between hosts (IMEX) wants "
+    "How a node allocates memory on an NVIDIA GPU, its staging memory above all. NVLink between hosts (IMEX) needs "
     "memory with fabric handles: `cuMemCreate`.",
-    "a node with a pool on a GPU, as it is made",
+    "a node with a pool on a GPU, when it is created",
 )  # fmt: skip
 NVTX = Variable(
     "PDSTAGE_NVTX", _one_of("0", "1"), "`1` or `0`", "none",
-    "NVTX ranges around what a node asks of its device, for Nsight Systems.",
-    "a node with a pool on a device, as it is made",
+    "NVTX ranges around a node's work on its device, for Nsight Systems.",
+    "a node with a pool on a device, when it is created",
 )  # fmt: skip
 NODE = Variable(
     "PDSTAGE_NODE", _options,
     "a JSON object of arguments of `PrefillNode` and `DecodeNode`, `config` as an object inside, and `trust_layout`",
     "their defaults",
-    "What an engine's operator says of the nodes that an adapter makes, where the engine has no option for it: "
+    "An operator's options for the nodes that an engine's adapter creates, if the engine has no option for them: "
     '`{"transport": "nixl", "keys": "cluster.key", "config": {"drain_s": 10}}`.',
-    "the adapters of engines, as a rank's node is made",
+    "the adapters of engines, when a rank's node is created",
 )  # fmt: skip
 TEST_TRANSPORTS = Variable(
     "PDSTAGE_TEST_TRANSPORTS", str.split, "names with spaces between", "the project's own only",
@@ -147,13 +147,13 @@ TEST_TRANSPORTS = Variable(
 )  # fmt: skip
 GPU_TESTS = Variable(
     "PDSTAGE_GPU_TESTS", _one_of("few"), "`few`", "all cases",
-    "Draws few cases a test, as many as a sanitizer has time for.",
+    "Draws few cases per test, as many as a sanitizer has time for.",
     "`pytest tests/gpu`",
 )  # fmt: skip
 
 METRICS_PORT = Variable(
     "PDSTAGE_METRICS_PORT", _port, "0 to 65535; 0: a free port", "nothing is served",
-    "The first port of the metrics endpoints that a bench's ranks serve, as `--metrics-port` asks for them.",
+    "The first port of the metrics endpoints that a bench's ranks serve, as `--metrics-port` does.",
     "each rank of `pdstage bench`",
 )  # fmt: skip
 
@@ -166,7 +166,7 @@ _warned_of: set[str] = set()
 
 
 def _warn_of_unknown() -> None:
-    """A name that nothing reads is most often one that was misspelt."""
+    """Logs unknown names: most are misspelt."""
     known = {variable.name for variable in VARIABLES}
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         if name not in known and name not in _warned_of:

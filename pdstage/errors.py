@@ -1,8 +1,7 @@
-"""The library's errors: whose fault, which culprit, what to do.
+"""The library's errors: who is at fault, what failed, and the remedy.
 
-Every error is a `PdstageError` whose text is one sentence that names the culprit and one that names the remedy, and
-whose `fields` carry the same facts for programs. The split by blame follows h11's
-LocalProtocolError/RemoteProtocolError.
+Every error is a `PdstageError`. Its text is one sentence that names the culprit and one that names the remedy; its
+`fields` carry the same facts for programs. The split by blame follows h11's LocalProtocolError/RemoteProtocolError.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 class PdstageError(Exception):
     """Base of every error this library raises.
 
-    `what` names the culprit, `remedy` what to do about it; `fields` are the same facts by name.
+    `what` names the culprit, `remedy` the way to fix it; `fields` are the same facts by name.
     """
 
     def __init__(self, what: str, *, remedy: str = "", **fields: object) -> None:
@@ -22,11 +21,11 @@ class PdstageError(Exception):
 
 
 class UsageError(PdstageError, ValueError):
-    """The caller's mistake: nothing was changed by the refused call."""
+    """The caller's mistake. The refused call changed nothing."""
 
 
 class PeerError(PdstageError):
-    """The other side broke the protocol, or cannot be talked to."""
+    """The peer broke the protocol, or cannot be reached."""
 
 
 class TransportError(PdstageError):
@@ -34,7 +33,7 @@ class TransportError(PdstageError):
 
 
 class Aborted(PdstageError):
-    """The room was given up on purpose, here or at the peer."""
+    """The room was aborted on purpose, here or at the peer."""
 
 
 class DeadlineExceeded(PdstageError, TimeoutError):

@@ -1,4 +1,4 @@
-"""The items that a room names of each component, and how engines come by them: one builder for each kind of state.
+"""The items that a room names of each component, and one builder of item lists for each kind of state.
 
     receiver.bind({
         "kv": prefix_items(token_slots, page_size=64),
@@ -6,11 +6,11 @@
         "mamba": slot_items(mamba_slot),
     }, tokens={"kv": (0, n_tokens), "swa": (max(0, n_tokens - 4096), n_tokens)})
 
-Pages do not say where a sequence ends or a window starts, so `tokens` does: without it a room has all that its items
-cover, whole pages, and where prefill's are smaller it fails for want of the rest.
+Pages do not say where a sequence ends or a window starts, so `tokens` does. Without it a room covers whole pages, and
+fails if prefill has fewer tokens.
 
-`token_slots` is the request's row of an engine's token table: at p the slot, in the pool, of the token at position p.
-Engines that keep lists of pages name them as they are: `Items(pages, first_token)`.
+`token_slots` is the request's row of an engine's token table: entry p is the slot, in the pool, of the token at
+position p. Engines that keep lists of pages pass them unchanged: `Items(pages, first_token)`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 class Items:
     """Pages or slots of one component: item i covers tokens `[first_token + i*T, first_token + (i+1)*T)`.
 
-    Of components with positions, `first_token` is a multiple of T: both sides then cut a sequence at the same places,
-    on which the head-major staged order relies.
+    In components with positions, `first_token` is a multiple of T: both sides then cut a sequence at the same places,
+    which the head-major staged order requires.
 
-    Under context parallelism, a rank that holds every other block of tokens (`TokenShard`) counts in its own tokens:
-    item i covers number `first_token + i*T` of these onwards. Token ranges, such as `Sender.chunk` and `Receiver.bind`
-    take, are positions in the sequence on every rank.
+    Under context parallelism, a rank with interleaved tokens (`TokenShard`) counts only its own: item i covers its own
+    tokens from number `first_token + i*T` on. Token ranges, as in `Sender.chunk` and `Receiver.bind`, are positions in
+    the sequence on every rank.
 
     `pages` is a one-dimensional sequence of integers; it is copied, never modified.
     """
@@ -47,16 +47,16 @@ class Items:
 
 
 def slot_items(*slots: int) -> Items:
-    """States that a request has once: its mamba slot, its row of a request-indexed pool. None at all is an empty list,
-    which says that there is nothing to move.
+    """States that a request has once: its mamba slot, or its row of a request-indexed pool. Without slots the list is
+    empty: nothing to transfer.
     """
     return Items(np.array(slots, np.int64))
 
 
 def prefix_items(token_slots: npt.ArrayLike, *, page_size: int, stop: int | None = None, held: int = 0) -> Items:
-    """Pages of the whole prefix `[0, stop)` (all of `token_slots` if None), as caches and index keys (NSA) want them.
+    """Pages of the whole prefix `[0, stop)` (all of `token_slots` if None), for caches and index keys (NSA).
 
-    Of a destination that has tokens `[0, held)` already, only the pages from that of token `held` on.
+    If the destination has tokens `[0, held)` already, only the pages from that of token `held` on.
     """
     row = _row(token_slots, stop)
     slots, first = _one_a_page(row, held, page_size)
@@ -70,12 +70,12 @@ def window_items(
     window: int,
     stop: int | None = None,
     held: int = 0,
-    mapping: Any = None,  # noqa: ANN401  (whatever one can index: an array, or a tensor)
+    mapping: Any = None,  # noqa: ANN401  (anything that can be indexed: an array, or a tensor)
 ) -> Items:
-    """Pages of the last `window` tokens before `stop`, from the page on in which the window starts.
+    """Pages of the last `window` tokens before `stop`, from the page in which the window starts.
 
-    `mapping`, indexed by slots of the full pool, gives those of the sliding-window pool, if it has its own. Tokens
-    below `held` are at the destination already.
+    `mapping`, indexed by slots of the full pool, gives the slots of the sliding-window pool, if that is separate. The
+    destination has the tokens below `held` already.
     """
     if window < 1:
         raise UsageError(f"window is {window}", remedy="give the tokens of a window", window=window)
@@ -110,9 +110,9 @@ def _row(token_slots: npt.ArrayLike, stop: int | None) -> npt.NDArray[np.integer
 def _one_a_page(
     row: npt.NDArray[np.integer[Any]], start: int, page_size: int
 ) -> tuple[npt.NDArray[np.integer[Any]], int]:
-    """The slot of one token of each page from that of token `start` on, and the first page's first token.
+    """The slot of one token of each page, from the page of token `start` on, and the first page's first token.
 
-    Of the first page the slot of `start` itself: those before it may be gone, and their entries anything.
+    For the first page it is the slot of `start` itself: earlier tokens may be gone, and their entries invalid.
     """
     if page_size < 1:
         raise UsageError(f"page_size is {page_size}", remedy="give the tokens of a page", page_size=page_size)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def sglang_mha(
     k: Tensors, v: Tensors, *, page_size: int, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]
 ) -> Part:
-    """SGLang's `[slots, heads, dim]` pools; every `page_size` slots are a page."""
+    """SGLang's pools `[slots, heads, dim]`; every `page_size` slots form a page."""
     roles = {
         name: [_paginated(array, page_size) for array in arrays_of(name, given, "slots, heads, dim")]
         for name, given in (("k", k), ("v", v))
@@ -54,9 +54,9 @@ def vllm_blocks(
 ) -> Part:
     """vLLM 0.33's logical `[blocks, heads, block_size, content]` views, in any of its six physical layouts.
 
-    Those are LBHNC, LBNHC, LHBNC, BLHNC, BLNHC and BHLNC (vllm/v1/kv_cache_layout.py, RFC vllm#42082): one shape,
-    other strides. Content is a head's K, of `key_nbytes` (half by default), then its V. vLLM registers raw bytes, so
-    `format` must be given. Blocks may be padded; groups may alias the same bytes, each a component of its own.
+    The layouts are LBHNC, LBNHC, LHBNC, BLHNC, BLNHC and BHLNC (vllm/v1/kv_cache_layout.py, RFC vllm#42082): one shape
+    with different strides. Content is a head's K, of `key_nbytes` (half by default), then its V. vLLM registers raw
+    bytes, so `format` is required. Blocks may be padded. Groups may alias the same bytes, each as a separate component.
     """
     halves: dict[str, list[Array]] = {"k": [], "v": []}
     for cache in arrays_of("caches", caches, "blocks, heads, block_size, content"):
@@ -79,12 +79,12 @@ def vllm_blocks(
 def vllm_cpu_blocks(
     caches: Tensors, *, total_heads: int, tp: tuple[int, int], packed: bool = False, **naming: Unpack[Naming]
 ) -> Part:
-    """vLLM's CPU_ATTN caches: tensors of the shape `[blocks, heads, block_size, 2 * dim]` that hold another order.
+    """vLLM's CPU_ATTN caches: tensors of the shape `[blocks, heads, block_size, 2 * dim]` with another memory order.
 
-    Of each block and head there is all K, then all V: K as `[dim, block_size]`, V as `[block_size, dim]` (instruction
-    sets vec and vec16). Where AMX is used they are `packed` for its tiles: K as `[block_size / 16, dim / 2, 16, 2]`, V
-    as `[dim / 16, block_size / 2, 16, 2]`, its last axis two tokens; then V is a view for every 16 elements, in roles
-    "v.0", "v.1", ... Sources: vllm/v1/attention/backends/cpu_attn.py, csrc/cpu/cpu_attn_{vec,amx}.hpp; the writer
+    A block holds all K of a head, then all its V: K as `[dim, block_size]`, V as `[block_size, dim]` (instruction sets
+    vec and vec16). With AMX they are `packed` for its tiles: K as `[block_size / 16, dim / 2, 16, 2]`, V as `[dim / 16,
+    block_size / 2, 16, 2]`, whose last axis is two tokens. V is then one view per 16 elements, in roles "v.0", "v.1",
+    ... Sources: vllm/v1/attention/backends/cpu_attn.py, csrc/cpu/cpu_attn_{vec,amx}.hpp; the writer
     `cpu_attn_reshape_and_cache` shows both orders on any machine with AVX-512.
     """
     axis = shard_axis("kv_head", total_heads, *tp)
@@ -111,7 +111,7 @@ def vllm_cpu_blocks(
 
 
 class _Rows(NamedTuple):
-    """Where a token's row lies in a head's block of CPU_ATTN; the fields' meaning is `Piece`'s."""
+    """Where a token's row lies in a head's block of CPU_ATTN; the fields mean the same as `Piece`'s."""
 
     at: int
     rows: tuple[RowLevel, ...]
@@ -147,13 +147,14 @@ def kv_scales(
     heads_first: bool = False,
     **naming: Unpack[Naming],
 ) -> Part:
-    """The scales of a quantized cache, one or several for each token and head, as views beside its K and V.
+    """The scales of a quantized cache, one or several per token and head, as views beside its K and V.
 
-    Same component, so they go wherever the data goes, at any TP. Shapes are those of the cache with the scales in place
-    of `dim`: `[slots, heads, n]` given `page_size`, else `[pages, page_size, heads, n]`, or `[pages, heads, page_size,
-    n]` if `heads_first`. Heads and scales may be one axis, as in SGLang's NVFP4 `[slots, heads * n]`, and n = 1 may be
-    left out, as in per-token-head `[slots, heads]`. Sources: SGLang's MHATokenToKVPoolMXFP8 (blocks of 32, page_size
-    other than 128) and MHATokenToKVPoolFP4 (16); vLLM's nvfp4_split_data_scale and per-token-head scales.
+    They belong to the same component, so they are transferred with the data, at any TP. Shapes are those of the cache
+    with the scales in place of `dim`: `[slots, heads, n]` given `page_size`, else `[pages, page_size, heads, n]`, or
+    `[pages, heads, page_size, n]` if `heads_first`. Heads and scales may be one axis, as in SGLang's NVFP4 `[slots,
+    heads * n]`, and an axis of n = 1 may be omitted, as in per-token-head `[slots, heads]`. Sources: SGLang's
+    MHATokenToKVPoolMXFP8 (blocks of 32, page_size other than 128) and MHATokenToKVPoolFP4 (16); vLLM's
+    nvfp4_split_data_scale and per-token-head scales.
     """
     slots = page_size is not None
     axes = "slots, heads, n" if slots else f"pages, {'heads, page_size' if heads_first else 'page_size, heads'}, n"
@@ -169,8 +170,8 @@ def kv_scales(
 
 
 def mxfp8_scales(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]) -> Part:
-    """MXFP8 scales as FlashAttention 4 reads them: `[pages, heads, 32, page_size / 32, n]`, token t of a page at
-    `[t % 32, t // 32]`. They meet `kv_scales` of any shape. Source: SGLang's MHATokenToKVPoolMXFP8, page_size 128.
+    """MXFP8 scales as FlashAttention 4 reads them: `[pages, heads, 32, page_size / 32, n]`, token t of a page at `[t %
+    32, t // 32]`. They match `kv_scales` of any shape. Source: SGLang's MHATokenToKVPoolMXFP8, page_size 128.
     """
     axis = shard_axis("kv_head", total_heads, *tp)
     roles: dict[str, list[Piece]] = {"k_scale": [], "v_scale": []}
@@ -203,7 +204,7 @@ def mla(
 ) -> Part:
     """Replicated pools `[pages, rows, dim]`, or SGLang's `[slots, 1, dim]` if `page_size` is given.
 
-    In a compressed cache a row covers `tokens_per_row` tokens; `page_size` counts tokens all the same. Pages may be
+    In a compressed cache a row covers `tokens_per_row` tokens, and `page_size` still counts tokens. Pages may be
     padded. Sources: MLA pools; vLLM's MLAAttentionSpec and SlidingWindowMLASpec (`cache[:, 0]`); SGLang's
     QSATokenToKVPool (`cache.flatten(1)[:, None]`).
     """
@@ -211,7 +212,7 @@ def mla(
         held = [_one_head(array) for array in arrays_of("caches", caches, "pages, rows, dim")]
     elif tokens_per_row < 1 or page_size % tokens_per_row:
         raise UsageError(
-            f"a page of {page_size} tokens is not of whole rows of {tokens_per_row}",
+            f"a page of {page_size} tokens is not a whole number of rows of {tokens_per_row}",
             remedy="give the engine's page size in tokens, and how many a row covers",
         )
     else:
@@ -221,7 +222,7 @@ def mla(
 
 
 class Field(NamedTuple):
-    """`nbytes` of each row, kept together with the same field of a block's other rows; its role and its encoding."""
+    """`nbytes` of each row, stored together with the same field of a block's other rows; its role and its encoding."""
 
     role: str
     nbytes: int
@@ -237,11 +238,11 @@ def block_pages(
     tokens_per_row: int = 1,
     **naming: Unpack[Naming],
 ) -> Part:
-    """Replicated pages `[pages, bytes]` of blocks, each of which has one field of all its rows, then the next field.
+    """Replicated pages `[pages, bytes]` of blocks; a block has one field of all its rows, then the next field.
 
-    A block is what a kernel calls a page: `[rows of field 0][rows of field 1]...`, of `block_size` tokens (all of the
-    page's if None); a page has `page_size / block_size` of them, one after the other, then maybe padding. Both sizes
-    count tokens, of which a row covers `tokens_per_row`.
+    A block is what a kernel calls a page: `[rows of field 0][rows of field 1]...`, of `block_size` tokens (the whole
+    page if None). A page has `page_size / block_size` blocks, one after the other, and optional padding. Both sizes
+    count tokens; a row covers `tokens_per_row` of them.
     """
     block = page_size if block_size is None else block_size
     roles: dict[str, list[Piece]] = {field.role: [] for field in fields}
@@ -281,9 +282,9 @@ def dsa_index(
 ) -> Part:
     """Index keys of DeepSeek sparse attention with their scales, component "dsa": pages of `[keys][scales]` blocks.
 
-    `block_size` tokens are a kernel page. Layers that share another's index have no rows: they are left out, with their
-    numbers. Pooled index keys have one row for `tokens_per_row` tokens. Sources: SGLang's DSATokenToKVPool (keys fp8,
-    one fp32 scale for 128); vLLM's indexer cache, whose block is the page.
+    `block_size` tokens form a kernel's page. Layers that share another layer's index have no rows: they are left out,
+    with their numbers. Pooled index keys have one row per `tokens_per_row` tokens. Sources: SGLang's DSATokenToKVPool
+    (keys fp8, one fp32 scale per 128); vLLM's indexer cache, whose block is the page.
     """
     fields = Field("index_k", key_nbytes, "fp8_e4m3"), Field("index_scale", scale_nbytes, "fp32")
     held, numbers = _with_rows(caches, naming)
@@ -302,9 +303,9 @@ def deepseek_v4_latent(
     tokens_per_row: int = 1,
     **naming: Unpack[Naming],
 ) -> Part:
-    """DeepSeek-V4's pages `[latents][scales][padding]`: 448 fp8 + 64 bf16 a row, then 7 scales and a byte of padding.
+    """DeepSeek-V4's pages `[latents][scales][padding]`: 448 fp8 + 64 bf16 per row, then 7 scales and a byte of padding.
 
-    Compressed layers have one row for `tokens_per_row` tokens (4 or 128); `page_size` counts tokens. Sources: SGLang's
+    Compressed layers have one row per `tokens_per_row` tokens (4 or 128); `page_size` counts tokens. Sources: SGLang's
     DeepSeekV4SingleKVPool (pages padded to 576 bytes); vLLM's fp8_ds_mla of model version deepseek_v4.
     """
     fields = Field("latent", data_nbytes, "fp8_bf16_ds4"), Field("latent_scale", scale_nbytes, "ue8m0")
@@ -318,7 +319,7 @@ def _heads(roles: Mapping[str, Sequence[Array]], total_heads: int, tp: tuple[int
 
 
 def _with_rows(caches: Tensors, naming: Naming) -> tuple[list[TensorLike], list[int]]:
-    """The tensors that have any rows, and their layers' numbers."""
+    """The tensors that have rows, and their layers' numbers."""
     given = list(caches)
     numbers = layers_of(naming, len(given))
     if len(numbers) != len(given):
@@ -332,7 +333,7 @@ def _with_rows(caches: Tensors, naming: Naming) -> tuple[list[TensorLike], list[
 
 
 def _scales_apart(array: Array, axes: str, heads: int, heads_first: bool) -> Array:
-    """An array of scales with its heads and its n scales on axes of their own."""
+    """An array of scales with its heads and its n scales on separate axes."""
     missing = len(axes.split(", ")) - len(array.shape)
     if not missing:
         return array
@@ -360,7 +361,7 @@ def _paginated(array: Array, page_size: int) -> Array:
 
 
 def _rows_first(array: Array) -> Array:
-    """`[pages, heads, page_size, dim]` with its two middle axes exchanged."""
+    """`[pages, heads, page_size, dim]` with its two middle axes swapped."""
     return array.seen(*((a, c, b, d) for a, b, c, d in (array.shape, array.strides)))
 
 

@@ -4,8 +4,9 @@ A *region* is registered memory. A *view* is affine addressing of one region:
 
     address = region.base + offset + item*item_stride + row_offset(t) + shard*shard_stride + seg*seg_stride + byte
 
-`rows` holds one or two `(tokens, stride)` levels that t, a token within its item, runs through in turn: with levels
-(n1, s1), (n2, s2) the row offset is (t // n1)*s1 + (t % n1 // n2)*s2. The last level's `tokens` is what one row covers.
+`rows` holds one or two levels `(tokens, stride)`, applied in turn to t, a token within its item. With levels (n1, s1),
+(n2, s2) the row offset is (t // n1)*s1 + (t % n1 // n2)*s2. The last level's `tokens` is how many tokens one row
+covers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Key(NamedTuple):
 
 
 class RowLevel(NamedTuple):
-    """One level of a view's row addressing: every `tokens` tokens lie `stride` bytes further."""
+    """One level of a view's row addressing: every `tokens` tokens are `stride` bytes apart."""
 
     tokens: int
     stride: int
@@ -60,9 +61,9 @@ class Region:
 class View:
     """Affine addressing of one region; every size and stride in bytes. The module's docstring gives the formula.
 
-    `region` indexes `Layout.regions`. `n_items` pages or slots of `tokens_per_item` tokens; `shards` local shards of
-    `axis`; `segs` runs of `width` bytes inside a shard. `format` names the encoding ("bf16", "fp8_e4m3", ...), compared
-    for equality.
+    `region` indexes `Layout.regions`. There are `n_items` pages or slots of `tokens_per_item` tokens, `shards` local
+    shards of `axis`, and `segs` runs of `width` bytes inside a shard. `format` names the encoding ("bf16", "fp8_e4m3",
+    ...), compared for equality.
     """
 
     key: Key
@@ -91,7 +92,7 @@ class View:
         if min(self.n_items, self.tokens_per_item, self.shards, self.segs, self.width) < 1:
             return "has a size below 1"
         if any(row.tokens < 1 for row in self.rows):
-            return "has a row level of no tokens"
+            return "has a row level of 0 tokens"
         if self.tokens_per_item % self.rows[-1].tokens:
             return (
                 f"has {self.tokens_per_item} tokens per item, not a multiple of the {self.rows[-1].tokens} a row covers"
@@ -106,12 +107,12 @@ class View:
 
     @property
     def tokens_per_row(self) -> int:
-        """Tokens that one row covers; 1 but for compressed caches."""
+        """Tokens that one row covers: 1, except in compressed caches."""
         return self.rows[-1].tokens
 
     @property
     def rows_per_item(self) -> int:
-        """Rows that one item has; of caches that compress, fewer than tokens."""
+        """Rows per item: fewer than tokens in caches that compress."""
         return self.tokens_per_item // self.tokens_per_row
 
     @property
@@ -128,7 +129,7 @@ class View:
         return offset
 
     def _corners(self) -> set[int]:
-        """Tokens of an item between whose rows all others lie: offsets are linear in each level."""
+        """The tokens of an item whose rows bound all others: offsets are linear in each level."""
         outer, row, tokens = self.rows[0].tokens, self.tokens_per_row, self.tokens_per_item
         whole = tokens - tokens % outer
         last = {min(outer, tokens) - row, tokens - row}
@@ -152,14 +153,14 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """The tokens of a sequence that a rank holds under context parallelism; all of them with `size` 1.
+    """The tokens of a sequence that a rank holds under context parallelism; with `size` 1, all of them.
 
-    Of `size` ranks, `rank` holds every token t with `t // interleave % size == rank`: DCP's and PCP's interleaved
-    ownership. `interleave` 0 means contiguous parts: of a sequence of n tokens, `[rank*n // size, (rank+1)*n // size)`.
+    Of `size` ranks, `rank` holds every token t with `t // interleave % size == rank`: the interleaved ownership of DCP
+    and PCP. `interleave` 0 means contiguous parts: of a sequence of n tokens, `[rank*n // size, (rank+1)*n // size)`.
 
-    Items of a rank that holds every other block only store its own tokens one after the other, and `Items.first_token`
-    counts these: token t of the sequence is its own number t minus those before t that others hold. A rank with a
-    contiguous part stores it at absolute positions, its first page the one that its first token falls into.
+    A rank with interleaved tokens stores only its own, one after the other, and `Items.first_token` counts these: token
+    t of the sequence has the number t minus the tokens before t that other ranks hold. A rank with a contiguous part
+    stores it at absolute positions; its first page is the one that holds its first token.
     """
 
     size: int = 1
@@ -173,17 +174,17 @@ class TokenShard:
                 f"rank {self.rank} of {self.size} holds tokens by blocks of {self.interleave}",
                 remedy=f"give 1 <= size <= {_MAX_RANKS}, 0 <= rank < size, 0 <= interleave <= {_MAX_INTERLEAVE}",
             )
-        if self.size == 1:  # equal, whatever its blocks
+        if self.size == 1:  # all are equal, whatever the interleave
             object.__setattr__(self, "interleave", 0)
 
     @classmethod
     def by(cls, topology: Topology, interleave: int = 1) -> TokenShard:
-        """What engines of `topology.cp_size` ranks have rank `topology.cp_rank` hold; `interleave` 0 for contiguous."""
+        """What rank `topology.cp_rank` of `topology.cp_size` ranks holds in engines; `interleave` 0 for contiguous."""
         return cls(topology.cp_size, topology.cp_rank, interleave)
 
     @property
     def interleaved(self) -> bool:
-        """Whether ranks take turns, `interleave` tokens at a time."""
+        """Whether ranks alternate, `interleave` tokens at a time."""
         return self.size > 1 and self.interleave > 0
 
     @property
@@ -209,9 +210,9 @@ ALL_TOKENS = TokenShard()
 class Component:
     """The views indexed together: one list of items (pages or slots) serves them all.
 
-    `positional` items carry token positions and are intersected between the two sides; the others are slots, matched by
-    order, and must be as many on both sides if `exact`, else the longer list is trimmed. `owned` says which tokens of a
-    sequence this rank holds.
+    `positional` items carry token positions and are intersected between the two sides. Other items are slots, matched
+    by order; with `exact` both sides must have the same number, else the longer list is trimmed. `owned` gives the
+    tokens of a sequence that this rank holds.
     """
 
     name: str
@@ -225,8 +226,8 @@ class Component:
             raise UsageError(f"component {self.name!r} has no views", remedy="give it at least one view")
         if self.owned.size > 1 and not self.positional:
             raise UsageError(
-                f"component {self.name!r} has no token positions, yet a part of the tokens is said to be here",
-                remedy="give `owned` for components with positions only",
+                f"component {self.name!r} has no token positions, but `owned` gives this rank a part of the tokens",
+                remedy="give `owned` only for components with positions",
             )
         first = self.views[0]
         for view in self.views:
@@ -247,12 +248,12 @@ class Component:
 
     @property
     def tokens_per_item(self) -> int:
-        """Tokens of a page; the same in all its views."""
+        """Tokens per page; the same in all its views."""
         return self.views[0].tokens_per_item
 
     @property
     def n_items(self) -> int:
-        """Pages or slots there are."""
+        """The number of pages or slots."""
         return self.views[0].n_items
 
 
@@ -276,9 +277,9 @@ class Layout:
         exact: Iterable[str] = (),
         owned: Mapping[str, TokenShard] | None = None,
     ) -> Layout:
-        """Groups `views` by component. Those named in `slots` have no token positions; of those in `exact` both sides
-        must have as many slots; `owned` gives the tokens held of those of which this rank does not hold all. A kind's
-        alias ("nsa") becomes its component's name ("dsa"), so that two sides meet by either.
+        """Groups `views` by component. `slots` names the components without token positions, `exact` those of which
+        both sides must have the same number of slots. `owned` gives this rank's tokens of components that it holds only
+        in part. An alias of a kind ("nsa") becomes the component's name ("dsa"), so that two sides may use either.
 
         Raises `UsageError` for a repeated key, an unknown region, or a view that leaves its region.
         """
@@ -314,7 +315,7 @@ class Layout:
             yield from component.views
 
     def by_key(self) -> Mapping[Key, View]:
-        """Every view, by what identifies it on both sides."""
+        """Every view by its key, which is the same on both sides."""
         return self._by_key
 
     @cached_property
@@ -323,12 +324,12 @@ class Layout:
 
     @cached_property
     def row_tokens(self) -> Mapping[str, int]:
-        """Of each component, how many tokens lie between places that split no row: 1 but for compressed caches."""
+        """By component, the tokens between positions that split no row: 1, except in compressed caches."""
         return {c.name: math.lcm(*(view.tokens_per_row for view in c.views)) for c in self.components}
 
     @cached_property
     def layers(self) -> Mapping[str, tuple[int, ...]]:
-        """The numbers of the layers that each component has views of, ascending."""
+        """The layer numbers of each component's views, ascending."""
         return {c.name: tuple(sorted({view.key.layer for view in c.views})) for c in self.components}
 
     @cached_property
@@ -350,7 +351,7 @@ class Layout:
         return component
 
     def digest(self) -> str:
-        """16 hex digits of everything but addresses: equal digests mean equal geometry."""
+        """16 hex digits over everything but addresses: equal digests mean equal geometry."""
         shape = [
             (c.name, c.positional, c.exact, astuple(c.owned), [astuple(v)[0:1] + astuple(v)[3:] for v in c.views])
             for c in self.components
@@ -372,7 +373,7 @@ def check_inside(view: View, regions: tuple[Region, ...]) -> None:
 
 
 def with_views(layout: Layout, changed: Mapping[Key, View]) -> Layout:
-    """`layout` with these views instead of its own of the same keys, or besides them."""
+    """`layout` with these views: they replace views of the same keys, or are added."""
     components = []
     for component in layout.components:
         views = {view.key: view for view in component.views}
@@ -382,14 +383,14 @@ def with_views(layout: Layout, changed: Mapping[Key, View]) -> Layout:
 
 
 def merged(layout: Layout, others: Iterable[Layout]) -> Layout:
-    """`layout` with the views of `others` that it lacks: what some sessions stage besides what it wants."""
+    """`layout` with those views of `others` that it lacks, which some sessions stage besides its own."""
     held = layout.by_key()
     more = {view.key: view for other in others for view in other.views() if view.key not in held}
     return with_views(layout, more) if more else layout
 
 
 def mismatch(src: View, dst: View) -> str:
-    """Why bytes of `src` cannot become bytes of `dst`, in words; empty if they can."""
+    """Why bytes of `src` cannot become bytes of `dst`; empty if they can."""
     if src.format != dst.format:
         return f"{dst.key}: format {src.format} at prefill, {dst.format} at decode"
     if (src.width, src.segs) != (dst.width, dst.segs):

@@ -1,4 +1,4 @@
-"""Which of many warnings are logged: a log must bear a peer that does the same wrong thing a thousand times a second.
+"""Limits which warnings are logged: a peer may repeat the same fault a thousand times a second.
 
 The clock is an argument.
 """
@@ -19,13 +19,13 @@ class _Window(NamedTuple):
 
 
 class LogLimit:
-    """Each warning about each peer once a minute, and about one peer at most `MAX_A_PEER` in that time."""
+    """Each warning about each peer once a minute, and at most `MAX_A_PEER` per peer in that time."""
 
     def __init__(self) -> None:
         self._windows: OrderedDict[str, _Window] = OrderedDict()
 
     def due(self, peer: str, text: str, now: float) -> str:
-        """What to say of `text` about `peer` now (monotonic seconds); empty for nothing."""
+        """The line to log for `text` about `peer` now (monotonic seconds); empty for none."""
         window = self._windows.get(peer)
         if window is None or now - window.began_at >= AGAIN_S:
             window = self._windows[peer] = _Window(now, set())

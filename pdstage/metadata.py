@@ -1,10 +1,10 @@
-"""Metadata buffers: rows of named columns in registered memory, one row a request.
+"""Metadata buffers: rows of named columns in registered memory, one row per request.
 
-It holds memory and says which rows are whose.
+They hold memory, and record which rows belong to which rooms.
 
-Where rows live follows the way they travel (`row_device`). The usual columns are those of SGLang's MetadataBuffers
-(disaggregation/utils.py, 0.5): the first output token, cached-token counts, log probabilities, what speculative
-decoding hands on, and the room's id, by which an engine may check that a row is the room's.
+The transfer path of rows decides where they are (`row_device`). The usual columns are those of SGLang's MetadataBuffers
+(disaggregation/utils.py, 0.5): the first output token, cached-token counts, log probabilities, data for speculative
+decoding, and the room's id, by which an engine can check that a row is the room's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Held: TypeAlias = Any
 _NUMPY = frozenset(name for name in ITEMSIZES if name != "bfloat16" and not name.startswith("float8"))
 
 WAYS = ("tcp", "rdma", "nvlink")
-"""How a row travels: in a control message; by the data transport, from memory to memory; the same, on the device."""
+"""How a row is sent: in a control message; by the data transport, from memory to memory; the same, on the device."""
 
 
 class RowsExhausted(PdstageError):
@@ -44,11 +44,11 @@ class RowInUse(UsageError):
 
 
 class RowNotAllocated(UsageError):
-    """A row was freed twice, or is of other buffers."""
+    """A row was freed twice, or belongs to other buffers."""
 
 
 def row_device(aux: str, pool_device: str, kinds: Collection[str]) -> str:
-    """Where rows belong: with the pool for "nvlink", if a transport of these memory `kinds` can register them there;
+    """Where rows should be: with the pool for "nvlink", if a transport of these memory `kinds` can register them there;
     else "cpu".
     """
     kind = pool_device.partition(":")[0]
@@ -58,8 +58,9 @@ def row_device(aux: str, pool_device: str, kinds: Collection[str]) -> str:
 def usual_columns(
     hidden_size: int = 0, hidden_dtype: str = "bfloat16", top_logprobs: int = 128, speculative: bool = False
 ) -> tuple[Column, ...]:
-    """The columns most engines need: the first token, cached tokens (total, device, host, storage), its log probability
-    and the `top_logprobs` largest; what a draft model starts from if `speculative`; hidden states if `hidden_size`.
+    """The columns that most engines need: the first token, cached tokens (total, device, host, storage), its log
+    probability and the `top_logprobs` largest; a draft model's start state if `speculative`; hidden states if
+    `hidden_size`.
     """
     columns = [
         Column("output_ids", "int32", (16,), required=True),
@@ -83,8 +84,8 @@ def usual_columns(
 class AuxRow:
     """One request's row. `row[name]` is a view of a column, shaped; `row[name] = value` fills its first elements.
 
-    Views are numpy arrays in host memory and tensors on a device; `tensor(name)` is a tensor in both. A row that was
-    received holds the columns in `names`, which both sides have: others are not in it.
+    Views are numpy arrays in host memory and tensors on a device; `tensor(name)` is a tensor in both. A received row
+    has only the columns in `names`, which both sides have.
     """
 
     __slots__ = ("_at", "memory", "names", "number")
@@ -120,7 +121,7 @@ class AuxRow:
             self.tensor(name).view(-1)[: len(flat)].copy_(flat if is_tensor else torch.as_tensor(flat))
 
     def tensor(self, name: str) -> Held:
-        """A column as a tensor, of the same memory."""
+        """A column as a tensor over the same memory."""
         import torch  # noqa: PLC0415
 
         column = self._column(name)
@@ -129,12 +130,12 @@ class AuxRow:
         return flat.view(getattr(torch, column.dtype)).view(column.shape)
 
     def read(self) -> memoryview:
-        """The row's bytes, in host memory: copied there if it lies on a device."""
+        """The row's bytes in host memory, copied there from a device."""
         here: Held = self.memory if isinstance(self.memory, np.ndarray) else self.memory.cpu().numpy()
         return memoryview(here).cast("B")
 
     def take(self, packed: bytes, shared: Shared) -> None:
-        """Fills the common columns with what came packed in a message."""
+        """Fills the common columns from a message."""
         for column, data in shared.unpack(packed):
             array = np.frombuffer(data, np.uint8)
             if isinstance(self.memory, np.ndarray):
@@ -145,7 +146,7 @@ class AuxRow:
                 self._bytes(column).copy_(torch.from_numpy(array.copy()))
 
     def of(self, columns: Iterable[Placed]) -> AuxRow:
-        """The same row, with only these columns in it."""
+        """The same row, with only these columns."""
         return AuxRow(columns, self.memory, self.number)
 
     def _column(self, name: str) -> Placed:
@@ -160,13 +161,13 @@ class AuxRow:
 class MetadataBuffers:
     """`n_rows` rows of `columns` in one piece of memory on `device` ("cpu", "cuda:0").
 
-    A row is *allocated* by the engine, and *lent* while a room has it: from `bind` or `finish` until that room is
-    `released`. It is freed by the engine, after that. Used by one thread at a time, but for what nodes do. A context
-    manager; the node goes inside it.
+    The engine *allocates* a row. It is *lent* while a room has it: from `bind` or `finish` until that room is
+    `released`. After that the engine frees it. One thread uses the buffers at a time, apart from the nodes' own
+    accesses. A context manager; the node goes inside it.
     """
 
     def __init__(self, columns: Iterable[Column], n_rows: int, device: str = "cpu") -> None:
-        """Raises `UsageError` for columns that make no row, or no rows."""
+        """Raises `UsageError` for columns or a number of rows that cannot be."""
         self.columns = Columns(columns)
         n_rows = arguments.integer("n_rows", n_rows, low=1, high=1 << 30)
         kind, _, number = arguments.text("device", device).partition(":")
@@ -189,13 +190,13 @@ class MetadataBuffers:
         self._closed = False
 
     def close(self) -> None:
-        """Hands out no more rows. The memory goes with the last row that somebody holds or a room has.
+        """Gives out no more rows. The memory is freed with the last row that is held, or that a room has.
 
         Close the node first. May be repeated.
         """
         self._free.clear()
         self._closed = True
-        if not self._lent:  # else a room has one that its peer may still write
+        if not self._lent:  # else a room's peer may still write a row
             self._memory = None
 
     def __enter__(self) -> Self:
@@ -210,7 +211,7 @@ class MetadataBuffers:
         return len(self._free)
 
     def allocate(self) -> AuxRow:
-        """A row for one request, holding what the last one left. Raises `RowsExhausted`."""
+        """A row for one request, with its previous content. Raises `RowsExhausted`."""
         if self._closed:
             raise UsageError("these metadata buffers are closed", remedy="make new ones")
         if not self._free:
@@ -230,7 +231,7 @@ class MetadataBuffers:
             self._free.append(row.number)
 
     def lend(self, row: AuxRow) -> None:
-        """A room has the row from now on. Raises as `free` does."""
+        """A room has the row from now on. Raises the same as `free`."""
         self._check(row)
         if row.number in self._lent:
             raise RowInUse(f"aux row {row.number} is in use by a room", remedy="give each room a row of its own")
@@ -241,9 +242,9 @@ class MetadataBuffers:
         self._lent.discard(row.number)
 
     def address(self, row: AuxRow) -> int:
-        """Where the row begins, in the memory of `region`."""
+        """The row's address, in the memory of `region`."""
         return self.region.base + row.number * self.row_nbytes
 
     def _check(self, row: AuxRow) -> None:
-        if row.memory is not self._allocated.get(row.number):  # whose number may be another's by now
+        if row.memory is not self._allocated.get(row.number):  # its number may be another row's by now
             raise RowNotAllocated(f"aux row {row.number} is not allocated", remedy="allocate a row, and free it once")

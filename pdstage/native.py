@@ -1,9 +1,9 @@
-"""The one door to the C++ extension `pdstage._native`, and the word on whether it is open.
+"""The only access to the C++ extension `pdstage._native`, and whether it is active.
 
-Each caller keeps the same function in numpy behind it.
+Each caller has the same function in numpy too.
 
-The extension is optional. PDSTAGE_NATIVE=no at run time closes the door, so that the numpy half can be tried on a
-machine that has both; PDSTAGE_NATIVE=yes makes a missing extension an error at import instead of a slow run.
+The extension is optional. PDSTAGE_NATIVE=no at run time disables it, so that the numpy functions can be tried on a
+machine that has both. PDSTAGE_NATIVE=yes makes a missing extension an error at import instead of a slow run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _open() -> ModuleType | None:
         if wanted == "yes":
             raise UsageError(
                 f"the C++ extension cannot be imported ({error})",
-                remedy="build it with `make native`, or unset PDSTAGE_NATIVE to go on with numpy",
+                remedy="build it with `make native`, or unset PDSTAGE_NATIVE to use numpy",
             ) from error
         return None
 
@@ -37,5 +37,5 @@ ext: ModuleType | None = _open()
 
 
 def active() -> str:
-    """Which host code runs in this process: "c++" or "numpy"."""
+    """The host code of this process: "c++" or "numpy"."""
     return "numpy" if ext is None else "c++"

@@ -1,11 +1,11 @@
 """Which tokens of a sequence two ranks both hold, under context parallelism on either side.
 
-Between two ranks, the tokens of a component that both hold are *numbered* in order, from 0. Staged bytes, leases and
-kernels count these numbers; rectangles, tags and coverage name absolute positions, and mean by `[start, stop)` the
-tokens in it that both ranks hold. Where both hold every token the two are the same.
+The tokens of a component that two ranks both hold are *numbered* in order, from 0. Staged bytes, leases and kernels use
+these numbers. Rectangles, tags and coverage use absolute positions: `[start, stop)` means the tokens in it that both
+ranks hold. If both hold every token the two are the same.
 
-Contiguous parts need no numbers. They depend on a sequence's length, which is the `stop` of what decode asks for, and
-cut what is asked of a writer: see `Common.part`.
+Contiguous parts need no numbers. They depend on a sequence's length, which is the `stop` of decode's request, and limit
+what a writer sends: see `Common.part`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MAX_GRAINS = 1 << 14
 class CommonTokens:
     """The tokens that two ranks both hold of any sequence, numbered in order from 0.
 
-    They repeat every `period` tokens, `per_period` in each, and come in pieces of `grain` tokens that begin at its
-    multiples; `starts` lists the first token of each piece of a period. Contiguous parts count as all tokens.
+    They repeat every `period` tokens, `per_period` in each, in pieces of `grain` tokens that start at multiples of
+    `grain`. `starts` lists the first token of each piece of a period. Contiguous parts count as all tokens.
     """
 
     def __init__(self, src: TokenShard, dst: TokenShard) -> None:
@@ -57,8 +57,8 @@ class CommonTokens:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(src: TokenShard, dst: TokenShard = ALL_TOKENS) -> CommonTokens:
-        """The numbering of a pair, kept; of one rank's own tokens by itself. Raises `UsageError` for interleaves that
-        hardly ever meet.
+        """The numbering of a pair, cached; with one argument, of one rank's own tokens. Raises `UsageError` for
+        interleaves with too long a common period.
         """
         return CommonTokens(src, dst)
 
@@ -71,14 +71,14 @@ class CommonTokens:
         return periods * self.per_period + self._before[grain] * self.grain + (past if self._held[grain] else 0)
 
     def token(self, number: int) -> int:
-        """The absolute position of numbered token `number`. Only where there are any."""
+        """The absolute position of numbered token `number`. There must be numbered tokens."""
         if self.whole:
             return number
         periods, within = divmod(number, self.per_period)
         return periods * self.period + self._first[within // self.grain] + within % self.grain
 
     def reach(self, n: int) -> int:
-        """Of how many consecutive tokens, wherever they start, at most `n` are numbered; 0 where none ever is."""
+        """How many consecutive tokens, wherever they start, hold at most `n` numbered ones; 0 if none is numbered."""
         if not self.per_period:
             return 0
         return n // self.per_period * self.period + n % self.per_period
@@ -95,14 +95,14 @@ _EVERY_TOKEN = CommonTokens(ALL_TOKENS, ALL_TOKENS)
 
 
 def meets(src: TokenShard, dst: TokenShard) -> bool:
-    """Whether there is a sequence of which both hold a token."""
+    """Whether both hold a token of some sequence."""
     if src.contiguous and dst.contiguous:
         return src.rank * dst.size < (dst.rank + 1) * src.size and dst.rank * src.size < (src.rank + 1) * dst.size
     return CommonTokens.of(src, dst).per_period > 0
 
 
 class TokenRange(Protocol):
-    """Some tokens of a component, in absolute positions: a `plan.Rect`, for one."""
+    """Some tokens of a component, in absolute positions, such as `plan.Rect`."""
 
     @property
     def component(self) -> str: ...
@@ -126,12 +126,12 @@ class Common:
 
     @classmethod
     def of(cls, src: Layout, dst: Layout) -> Common:
-        """What ranks of these layouts have in common; `EVERYTHING` where each holds every token.
+        """What ranks with these layouts have in common; `EVERYTHING` if each holds every token.
 
         Raises `UsageError` as `CommonTokens` does.
         """
         theirs = {component.name: component.owned for component in src.components}
-        # Of what only the destination has there are no common tokens to number, but asked for are its own.
+        # A component that only the destination has has no common tokens: its own tokens are numbered.
         wanted = (c for c in dst.components if c.name in theirs or c.owned.contiguous)
         pairs = {c.name: (theirs.get(c.name, ALL_TOKENS), c.owned) for c in wanted}
         parted = {name: pair for name, pair in pairs.items() if pair != (ALL_TOKENS, ALL_TOKENS)}
@@ -141,7 +141,7 @@ class Common:
         return self._numberings.get(component, _EVERY_TOKEN)
 
     def tokens(self, rects: Iterable[TokenRange]) -> dict[str, tuple[int, int]]:
-        """The numbers of a chunk's tokens by component: token ranges as `Staging` and the kernels take them."""
+        """The numbers of a chunk's tokens by component, as `Staging` and the kernels take token ranges."""
         if not self._numberings:
             return {rect.component: (rect.start, rect.stop) for rect in rects}
         numbered = ((rect, self.numbers(rect.component)) for rect in rects)
@@ -153,7 +153,7 @@ class Common:
         return any(self._contiguous.values())
 
     def part(self, component: str, start: int, stop: int) -> tuple[int, int]:
-        """What of `[start, stop)` lies in both ranks' contiguous parts of a sequence of `stop` tokens."""
+        """The part of `[start, stop)` that lies in both ranks' contiguous parts of a sequence of `stop` tokens."""
         low, high = start, stop
         for owned in self._contiguous.get(component, ()):
             first, end = owned.part_of(stop)

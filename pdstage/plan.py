@@ -1,10 +1,9 @@
 """Who sends which bytes to whom, and in what order they are staged.
 
-Two questions are answered here. *Ownership*: of the source ranks that hold a shard, exactly one sends it to each
-destination rank that wants it, and replicas share that work; under context parallelism exactly one of each part of the
-tokens. *Staged order*: the bytes of a chunk lie view by view in
-key order, each view from the next 128-byte multiple, in an order that depends on neither side's strides; so gather and
-scatter need no knowledge of each other's layout.
+This module answers two questions. *Ownership*: of the source ranks that hold a shard, exactly one sends it to each
+destination rank that wants it, and replicas share that work. Under context parallelism that holds for each part of the
+tokens. *Staged order*: a chunk's bytes lie view by view in key order. Each view starts at the next multiple of 128
+bytes, in an order that depends on neither side's strides. So gather and scatter need not know each other's layout.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ def shard_overlap(
 ) -> ShardSlice | None:
     """What `src_rank` sends to `dst_rank` when both sides shard `total` by `shard_range`; None for nothing.
 
-    Each destination shard has exactly one owner among the source replicas that hold it. Replicas are dealt out to the
-    destinations as evenly as `shard_range` deals; where a destination is dealt several, `turn` (a layer, say) says
-    whose it is.
+    Each destination shard has exactly one owner among the source replicas that hold it. Replicas are distributed over
+    the destinations as evenly as `shard_range` allows. If a destination has several, `turn` (a layer, say) picks one.
     """
     src, dst = (shard_axis("", total, tp, rank) for tp, rank in ((src_tp, src_rank), (dst_tp, dst_rank)))
     first, stop = max(src.first, dst.first), min(src.first + src.count, dst.first + dst.count)
@@ -68,15 +66,16 @@ def _replicas(total: int, tp: int, shard: int) -> range:
 
 
 def owner_of(src: Sequence[int], dst: Sequence[int], dst_rank: int, turn: int) -> int:
-    """Of the ranks `src` that hold a shard, the one that sends it to `dst_rank`, of the ranks `dst` that want it."""
+    """The rank of `src`, which hold a shard, that sends it to `dst_rank`, one of the ranks `dst` that want it."""
     start, end = shard_range(len(src), len(dst), dst.index(dst_rank))
     return src[start + turn % (end - start)]
 
 
 class Share(NamedTuple):
-    """What one writer owns of one destination rank: shards `[first, first + count)`, numbered globally, of some layers.
+    """What one writer sends to one destination rank: shards `[first, first + count)`, numbered globally, of some
+    layers.
 
-    `layers` is `(start, stop, step)`. Decode computes shares once a session and announces them in Open.
+    `layers` is `(start, stop, step)`. Decode computes shares once per session and announces them in Open.
     """
 
     component: str
@@ -87,16 +86,15 @@ class Share(NamedTuple):
 
 
 def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) -> dict[int, tuple[Share, ...]]:
-    """Deals every (view, shard) of `dst` to exactly one writer, or to one of each part of the tokens (`TokenShard`).
+    """Assigns every (view, shard) of `dst` to exactly one writer, or to one per part of the tokens (`TokenShard`).
 
-    `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view sharded otherwise
-    than by `shard_range` at the destination is dealt as if no other destination wanted it: right, if less even.
-    Replicas take a component's layers in turn, by their order and not their number: hybrid models skip numbers
-    regularly. All roles of a layer are of one turn, also where some layers lack a role, so that data and its scales
-    come of one writer.
-    Holders of different tokens are no replicas, and a holder of none that `dst` holds gets nothing.
-    Raises `UsageError` naming the first shard, or part of the tokens, that no writer holds. That bytes mean the same is
-    `layout.mismatch`'s to say.
+    `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view that the
+    destination shards otherwise than by `shard_range` is assigned as if there were no other destination, which is
+    correct but less even. Replicas take a component's layers in turn, by index and not by number, since hybrid models
+    skip numbers regularly. All roles of a layer have the same turn, even if some layers lack a role, so that data and
+    its scales come from one writer. Holders of different tokens are not replicas, and a holder of none of `dst`'s
+    tokens gets nothing. Raises `UsageError` naming the first shard, or part of the tokens, that no writer holds.
+    `layout.mismatch` checks that bytes mean the same.
     """
     holders: dict[Key, list[_Holder]] = defaultdict(list)
     for number, layout in sorted(writers.items()):
@@ -158,10 +156,10 @@ def _deal(
 
 @lru_cache(maxsize=1024)
 def token_parts(held: tuple[TokenShard, ...], wanted: TokenShard, component: str) -> tuple[TokenShard, ...]:
-    """Of the parts of the tokens that ranks hold, those of which `wanted` needs some, all of one partition.
+    """Those parts of the tokens held by ranks that `wanted` needs, all from one partition.
 
-    Where ranks cut sequences in several ways, the coarsest that is complete serves. Raises `UsageError` where tokens
-    are missing.
+    If ranks partition sequences in several ways, the coarsest complete one is used. Raises `UsageError` if tokens are
+    missing.
     """
     missing = ALL_TOKENS
     for size, interleave in sorted({(owned.size, owned.interleave) for owned in held}):
@@ -179,7 +177,7 @@ def token_parts(held: tuple[TokenShard, ...], wanted: TokenShard, component: str
 
 
 def _progressions(layers: list[int]) -> list[tuple[int, int, int]]:
-    """Ascending layers as few `(start, stop, step)` runs."""
+    """Ascending layers as the fewest `(start, stop, step)` runs."""
     runs: list[tuple[int, int, int]] = []
     at = 0
     while at < len(layers):
@@ -202,7 +200,7 @@ class Rect(NamedTuple):
     layer_stop: int
 
     def overlaps(self, other: Rect, row_tokens: int = 1) -> bool:
-        """Whether the two share a token of a layer, or a row where one covers `row_tokens` of them."""
+        """Whether the two share a token of a layer, or a row if one covers `row_tokens` of them."""
         return (
             self.component == other.component
             and self.start // row_tokens * row_tokens < other.stop
@@ -221,8 +219,8 @@ class Select(NamedTuple):
 
 
 def selects(layout: Layout, owned: Iterable[Share], rects: Iterable[Rect]) -> tuple[Select, ...]:
-    """The views and local shards of `layout` that a chunk of `rects` carries for a destination dealt `owned`, in key
-    order.
+    """The views and local shards of `layout`, in key order, that a chunk of `rects` carries for a destination with the
+    shares `owned`.
     """
     by_key = layout.by_key()
     layers = {rect.component: (rect.layer_start, rect.layer_stop) for rect in rects}
@@ -238,7 +236,7 @@ def selects(layout: Layout, owned: Iterable[Share], rects: Iterable[Rect]) -> tu
 
 @dataclass(frozen=True, slots=True)
 class _Sized:
-    """What staging needs to know of one selected view."""
+    """What staging needs of one selected view."""
 
     component: str
     tokens_per_row: int
@@ -247,7 +245,7 @@ class _Sized:
 
 class Staging:
     """Staged sizes and offsets of one selection, for any token ranges. Both sides compute the same from their own
-    layout.
+    layouts.
     """
 
     def __init__(self, layout: Layout, select: Iterable[Select]) -> None:
@@ -268,9 +266,7 @@ class Staging:
             self._groups[sized] += 1
 
     def nbytes(self, tokens: Tokens) -> int:
-        """Staged bytes of token ranges `{component: (start, stop)}`; a multiple of 128. A component left out has
-        none.
-        """
+        """Staged bytes of token ranges `{component: (start, stop)}`, a multiple of 128; none if omitted."""
         nbytes = 0
         for sized, n in self._groups.items():
             nbytes += n * _staged_nbytes(sized, tokens)
@@ -285,14 +281,14 @@ class Staging:
         return starts
 
     def row_tokens(self, component: str) -> int:
-        """How many tokens lie between places where `component` can be cut and no row is cut: 1 but for compressed
+        """The tokens between positions where `component` can be cut without splitting a row: 1, except for compressed
         caches.
         """
         return math.lcm(*(sized.tokens_per_row for sized in self._groups if sized.component == component))
 
     def tokens_within(self, component: str, nbytes: int) -> int:
-        """The most tokens of `component` alone whose staged bytes fit `nbytes` wherever they start in a row; 0 for
-        none.
+        """The largest number of tokens of `component` alone whose staged bytes fit `nbytes`, wherever they start in a
+        row; 0 for none.
         """
         groups = [(sized, n) for sized, n in self._groups.items() if sized.component == component]
         if not groups:
@@ -307,7 +303,7 @@ class Staging:
 
 
 class Stagings:
-    """The `Staging` of each (shares, layer ranges) a session really uses, made once."""
+    """The `Staging` of each (shares, layer ranges) that a session uses, made once."""
 
     _MAX = 1024
 
@@ -333,7 +329,7 @@ _layers_of_one = attrgetter("component", "layer_start", "layer_stop")
 
 
 def layers_of(rects: Iterable[Rect]) -> Iterator[tuple[str, int, int]]:
-    """The layer ranges of a chunk: what plans are made for once, whatever its tokens."""
+    """The layer ranges of a chunk: plans are made once for each, whatever the tokens."""
     return map(_layers_of_one, rects)
 
 
@@ -362,17 +358,17 @@ def _aligned(nbytes: int) -> int:
 
 
 def wire_order(src: Layout, dst: Layout) -> str:
-    """The pair's staged order: head-major where both sides keep heads outermost in pages of one size, else token-major.
+    """The pair's staged order: head-major if both sides keep heads outermost in pages of one size, else token-major.
 
     Head-major is `[item][shard][row][seg][byte]` and gives both kernels runs of a whole page; token-major is
-    `[row][shard][seg][byte]`. A pure function of both layouts, so each side computes it alone.
+    `[row][shard][seg][byte]`. It depends only on the two layouts, so each side computes it alone.
     """
     held = src.by_key()
     return order_of([(held[view.key], view) for view in dst.views() if view.key in held])
 
 
 def order_of(pairs: Sequence[tuple[View, View]]) -> str:
-    """`wire_order` of pairs of views that stand for each other."""
+    """`wire_order` of pairs of views with equal keys."""
     same = all(a.tokens_per_item == b.tokens_per_item for a, b in pairs)
     return HEAD_MAJOR if pairs and same and all(_heads_outermost(v) for pair in pairs for v in pair) else TOKEN_MAJOR
 

@@ -3,11 +3,11 @@
     prove_layout(layout, [LayerProbe("model.layers.0.attn", "FLASH_ATTN", keys, write), ...])
 
 A tensor's shape does not say where a backend keeps K and V inside it: vLLM's CPU_ATTN stores K transposed in a tensor
-whose shape says otherwise. So a layout is never believed. `write` is the engine's own cache-write operation; the engine
-or its adapter supplies it. This module chooses pages and tokens, has them written, reads them back by the formula of
-`View`, compares every byte, and puts the pages back as they were. Call it before the memory is used.
+whose shape says otherwise. So every layout is checked. `write` is the engine's own cache-write operation, supplied by
+the engine or its adapter. This module chooses pages and tokens, calls the writer, and reads the values back by the
+formula of `View`. It compares every byte, and restores the pages. Call it before the memory is used.
 
-To read: `LayerProbe`, then `prove_layout`.
+Read `LayerProbe`, then `prove_layout`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TELLING_NBYTES = 8
 
 
 class Cell(NamedTuple):
-    """One token of one page; `token` counts from the page's start. Of a slot, token 0."""
+    """One token of one page; `token` counts from the page's start. For a slot, token 0."""
 
     item: int
     token: int
@@ -47,11 +47,11 @@ class Writer(Protocol):
     def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
         """Stores values drawn from `rng` for all `cells`.
 
-        Returns, for every view of the layer, the bytes that were stored, `[cell, shard, byte]`, `byte` as long as the
-        view's `shard_nbytes`. Draw values that the cache's encoding keeps exactly, and that differ everywhere.
+        Returns, for every view of the layer, the stored bytes `[cell, shard, byte]`; `byte` is as long as the view's
+        `shard_nbytes`. Draw values that the cache's encoding keeps exactly, and that differ everywhere.
 
-        Returns None where only the engine knows the encoding. Then the same values are written once more, the cells in
-        reverse, and every row must have moved to where its cell is. That proves the place of whole rows, so it is for
+        Returns None if only the engine knows the encoding. Then the same values are written again with the cells in
+        reverse order, and every row must have moved with its cell. That proves the place of whole rows, so it works for
         views of one shard.
         """
 
@@ -60,9 +60,9 @@ class Writer(Protocol):
 class LayerProbe:
     """How one layer's views are proved.
 
-    `name` and `backend` are the engine's names, for errors. `keys` are the layer's views. `write` is None where no
-    writer of the backend runs here; `verified` then says how the layout was verified elsewhere, empty if it was not.
-    Pages before `first_item` are not written: engines keep some for padding, which writers may skip.
+    `name` and `backend` are the engine's names, for errors. `keys` are the layer's views. `write` is None if no writer
+    of the backend runs here. `verified` then says how the layout was verified elsewhere; empty if it was not. Pages
+    before `first_item` are not written: engines keep some for padding, which writers may skip.
     """
 
     name: str
@@ -74,7 +74,7 @@ class LayerProbe:
 
 
 class Proof(NamedTuple):
-    """Layers by what vouches for them: their own writer, a verification elsewhere, or the operator's word."""
+    """Layers by how they were verified: by their own writer, elsewhere, or by the operator's word."""
 
     proved: tuple[str, ...]
     verified: tuple[str, ...]
@@ -87,14 +87,14 @@ class Proof(NamedTuple):
 
 
 def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: bool = False, seed: int = 0) -> Proof:
-    """Proves every view of `layout`, layer by layer; the memory is afterwards as it was.
+    """Proves every view of `layout`, layer by layer, and restores the memory.
 
     `trust_layout` admits layers that have neither a writer nor a verification. It does not admit a layer whose writer
-    shows another layout. Of each layer a few tokens of three pages are written.
+    shows another layout. A few tokens of three pages are written for each layer.
 
-    Raises `UsageError` that names layer, backend, what was expected and what was found, for the first byte that is not
-    where its view says, for a byte that the writer changed and no view covers, for a layer that nothing vouches for,
-    and for a view of no probe.
+    Raises `UsageError` that names layer, backend, and the expected and found bytes, for the first byte that is not
+    where its view says. Raises it also for a byte that the writer changed and no view covers, for an unverified layer,
+    and for a view without a probe.
     """
     given = list(probes)
     views = layout.by_key()
@@ -137,7 +137,7 @@ def _check_complete(views: Mapping[Key, View], probes: Sequence[LayerProbe]) -> 
 
 
 def _prove(probe: LayerProbe, views: Sequence[View], memory: Mapping[int, Memory], seed: tuple[int, int]) -> None:
-    """One layer: saves its pages, has them written, compares, and puts them back whatever comes of it."""
+    """Proves one layer: saves its pages, calls the writer, compares, and always restores the pages."""
     assert probe.write is not None
     cells = _cells(views, probe.first_item)
     pages = [_Saved(page) for page in _pages(views, cells, memory)]
@@ -157,7 +157,7 @@ def _prove(probe: LayerProbe, views: Sequence[View], memory: Mapping[int, Memory
 
 
 def _cells(views: Sequence[View], first: int) -> list[Cell]:
-    """Several tokens of the first page, some of the last, one between."""
+    """Several tokens of the first page, some of the last, one in between."""
     n_items = min(view.n_items for view in views)
     first = min(first, n_items - 1)
     step = max(view.tokens_per_row for view in views)
@@ -172,13 +172,13 @@ def _bytes_of(region: Region) -> Memory:
     """A region's memory as uint8, without a copy."""
     if region.kind == "cpu":
         return np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.base))
-    import torch  # noqa: PLC0415  (importing pdstage brings no torch)
+    import torch  # noqa: PLC0415  (importing pdstage does not import torch)
 
     return torch.as_tensor(_DeviceMemory(region), device=f"{region.kind}:{region.device}")
 
 
 class _DeviceMemory:
-    """A region as the array that CUDA array interface 3 describes."""
+    """A region as an object with CUDA array interface 3."""
 
     def __init__(self, region: Region) -> None:
         self.__cuda_array_interface__ = {
@@ -187,7 +187,7 @@ class _DeviceMemory:
 
 
 def _cell(memory: Memory, view: View, cell: Cell) -> Memory:
-    """`[shard, seg, byte]` of a token, where `View`'s formula says."""
+    """`[shard, seg, byte]` of a token, by `View`'s formula."""
     at = view.offset + cell.item * view.item_stride + view.row_offset(cell.token)
     shape, strides = (view.shards, view.segs, view.width), (view.shard_stride, view.seg_stride, 1)
     if isinstance(memory, np.ndarray):
@@ -196,7 +196,7 @@ def _cell(memory: Memory, view: View, cell: Cell) -> Memory:
 
 
 class _Saved:
-    """Some memory, and what was there."""
+    """A piece of memory, and its saved content."""
 
     def __init__(self, memory: Any) -> None:  # noqa: ANN401  (a numpy array, or a tensor)
         self._memory = memory
@@ -215,7 +215,7 @@ def _on_host(part: Memory) -> NDArray[np.uint8]:
 
 
 def _read(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, Memory]) -> dict[Key, NDArray[np.uint8]]:
-    """What each view has of the cells, `[cell, shard, byte]`."""
+    """Each view's bytes of the cells, `[cell, shard, byte]`."""
     found = {}
     for view in views:
         rows = np.stack([_on_host(_cell(memory[view.region], view, cell)) for cell in cells])
@@ -224,7 +224,7 @@ def _read(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, Mem
 
 
 def _pages(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, Memory]) -> Iterator[Memory]:
-    """The whole memory of the cells' pages, also what no view covers; each byte once."""
+    """The whole memory of the cells' pages, including bytes that no view covers; each byte once."""
     spans = []
     for view in views:
         low, high = replace(view, n_items=1).extent()
@@ -243,7 +243,7 @@ def _pages(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, Me
 def _check_stored(
     probe: LayerProbe, views: Sequence[View], cells: Sequence[Cell], stored: Mapping[Key, NDArray[np.uint8]]
 ) -> None:
-    """Raises `UsageError` for a writer that does not say what it stored, or whose values prove nothing."""
+    """Raises `UsageError` for a writer that does not return what it stored, or whose values prove nothing."""
     for view in views:
         wanted = (len(cells), view.shards, view.shard_nbytes)
         shape = stored[view.key].shape if view.key in stored else None
@@ -313,7 +313,7 @@ def _hex(row: bytes, at: int) -> str:
 def _explained(
     row: bytes, views: Sequence[View], cells: Sequence[Cell], stored: Mapping[Key, NDArray[np.uint8]]
 ) -> str:
-    """What was found instead, in words."""
+    """What was found instead, for the error."""
     for view in views:
         for at, cell in enumerate(cells):
             for shard in range(view.shards):
@@ -323,7 +323,7 @@ def _explained(
 
 
 def _check_rest(probe: LayerProbe, rows: Sequence[_Saved], pages: Sequence[_Saved]) -> None:
-    """Raises `UsageError` where the writer changed a byte of the pages that no view covers."""
+    """Raises `UsageError` if the writer changed a byte of the pages that no view covers."""
     for row in rows:
         row.put_back()
     n_changed = sum(page.n_changed() for page in pages)

@@ -1,4 +1,4 @@
-"""Packages, and names in modules, as they were called before, for one release: the same things, and a warning."""
+"""Old names of packages and of names in modules, for one release: the same objects, with a warning."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def renamed(old: str, new: str) -> None:
-    """Makes `old`, whose body calls this, and every module in it the modules of `new`."""
+    """Makes `old`, whose body calls this, and every module in it aliases of `new`'s."""
     warnings.warn(f"{old} is {new} now", DeprecationWarning, stacklevel=3)
     package = sys.modules[old] = import_module(new)
     for part in pkgutil.iter_modules(package.__path__):
-        with contextlib.suppress(ImportError):  # it wants a package that is not installed
+        with contextlib.suppress(ImportError):  # it needs a package that is not installed
             sys.modules[f"{old}.{part.name}"] = import_module(f"{new}.{part.name}")
 
 
 def old_names(module: str, names: Mapping[str, Any]) -> Callable[[str], object]:
-    """A `__getattr__` for `module`: `names` are the old names, and what each is now."""
+    """A `__getattr__` for `module`: `names` maps the old names to the current objects."""
 
     def find(name: str) -> object:
         if name not in names:

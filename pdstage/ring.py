@@ -1,4 +1,4 @@
-"""One staging lane as a ring: which bytes are leased, and up to where they are free again. It touches no memory.
+"""One staging lane as a ring: which bytes are leased, and up to where they are free. It touches no memory.
 
 A *cursor* is a byte count that never wraps and never restarts; the byte it names is `cursor % capacity`. Leases are
 granted in cursor order, each contiguous. The *watermark* is the cursor below which everything is released. A lease
@@ -12,14 +12,14 @@ A closed lease lies on bytes that belong to leases of the lap before. In a lane 
              [  A  ][      B      ][  C   ][   D    ]      D has the bytes of A. It opens when A is released,
              lap 0                         lap 1           since the watermark is then 256, and 256 + 1024 = 1280.
 
-Only unreleased leases are stored. The watermark is the cursor of the first of them, or the head when there is none.
-A lease may skip bytes, to stay contiguous or to avoid a carved-out span. That padding is not stored, so nothing ever
-waits for it.
+Only unreleased leases are stored. The watermark is the cursor of the first of them, or the head if there is none. A
+lease may skip bytes, to stay contiguous or to avoid a carved-out span. That padding is not stored, so nothing waits for
+it.
 
-A *quarantined* lease may still be written by a writer that nobody hears of. Its bytes are *carved out*: no later lease
-gets them until `release`. The watermark may pass it, unless a live lease has the same bytes one lap on: that lease
-would open. So if B is quarantined and A is released, the watermark goes on to C at 768; but had D the bytes of B, the
-watermark would stay at 256 until D is returned (`in_the_way`).
+A *quarantined* lease may still be written by a lost writer. Its bytes are *carved out*: no later lease gets them until
+`release`. The watermark may pass it, unless a live lease has the same bytes one lap on, because that lease would open.
+So if B is quarantined and A is released, the watermark goes on to C at 768. But if D had the bytes of B, the watermark
+would stay at 256 until D is returned (`in_the_way`).
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ class Lane:
         self.head = 0
         """The cursor the next grant starts from, before any padding."""
         self.watermark = 0
-        """The cursor below which all is released or carved out. Never falls (I4); equals `head` in an idle lane."""
+        """The cursor below which everything is released or carved out. Never falls (I4); equals `head` in an idle lane.
+        """
         self._ahead: OrderedDict[int, _Lease] = OrderedDict()  # unreleased, from the watermark on; cursors rise
         self._passed: dict[int, _Lease] = {}  # quarantined and passed by the watermark
-        self._gaps: list[tuple[int, int]] | None = [(0, capacity)]  # what `_find_gaps` found; None once that is old
+        self._gaps: list[tuple[int, int]] | None = [(0, capacity)]  # of `_find_gaps`; None once outdated
         self._largest = capacity  # of the gaps
 
     @property
@@ -84,7 +85,7 @@ class Lane:
         return self.capacity - sum(stop - start for start, stop in self._find_gaps())
 
     def largest(self) -> int:
-        """The largest lease the lane can ever grant as things stand: its largest span not carved out."""
+        """The largest lease that the lane can grant now: its largest span that is not carved out."""
         if self._gaps is None:
             self._find_gaps()
         return self._largest
@@ -104,7 +105,7 @@ class Lane:
         return cursor if cursor + size <= self.watermark + 2 * self.capacity else None
 
     def grant(self, nbytes: int) -> int | None:
-        """The cursor of a new lease of `nbytes` (rounded up to 256), or None if it must wait; then nothing changed.
+        """The cursor of a new lease of `nbytes` (rounded up to 256). None if it must wait; then nothing changed.
 
         Raises `UsageError` if `nbytes` is below 1 or above `largest()`: such a lease would wait for ever.
         """
@@ -118,7 +119,7 @@ class Lane:
         return cursor
 
     def is_open(self, cursor: int, nbytes: int) -> bool:
-        """Whether a writer may begin to write a lease: the bytes one lap before it are all free."""
+        """Whether a writer may start to write a lease: the bytes one lap before it are all free."""
         return cursor + nbytes <= self.watermark + self.capacity
 
     def land(self, cursor: int) -> None:
@@ -126,7 +127,7 @@ class Lane:
         self._lease(cursor, GRANTED).state = LANDED
 
     def release(self, cursor: int) -> bool:
-        """Nothing will write or read the lease any more; True if the watermark advanced."""
+        """Nothing will write or read the lease any more. Returns whether the watermark advanced."""
         lease = self._lease(cursor, GRANTED, LANDED, QUARANTINED)
         (self._ahead if cursor in self._ahead else self._passed).pop(cursor)
         if lease.state == QUARANTINED:
@@ -134,16 +135,17 @@ class Lane:
         return self._advance()
 
     def quarantine(self, cursor: int) -> bool:
-        """A granted lease's writer may still write, and nobody wants the bytes: granted -> quarantined, carved out.
+        """A granted lease is not needed, but its writer may still write: granted -> quarantined, carved out.
 
-        True if the watermark advanced. Call `in_the_way` next: those leases hold the watermark until they come back.
+        Returns whether the watermark advanced. Call `in_the_way` next: those leases hold the watermark until they
+        return.
         """
         self._lease(cursor, GRANTED).state = QUARANTINED
         self._gaps = None
         return self._advance()
 
     def in_the_way(self) -> list[int]:
-        """Granted leases that have a quarantined one's bytes one lap on. All are closed, so they can be recalled."""
+        """Granted leases that have a quarantined lease's bytes one lap on. All are closed, so they can be recalled."""
         quarantined = [lease for lease in self._ahead.values() if lease.state == QUARANTINED]
         if not quarantined:
             return []
@@ -166,9 +168,9 @@ class Lane:
             yield lease.cursor, lease.nbytes, lease.state
 
     def blocker(self) -> int | None:
-        """The granted or landed lease the watermark stands at; None in an idle lane.
+        """The granted or landed lease at which the watermark stands; None in an idle lane.
 
-        None also while the watermark waits at a quarantined lease: then `in_the_way` names who holds it.
+        It is also None while the watermark waits at a quarantined lease; `in_the_way` then names the holders.
         """
         first = next(iter(self._ahead.values()), None)
         return first.cursor if first and first.state != QUARANTINED else None
@@ -186,7 +188,10 @@ class Lane:
     def _first_fit(self, size: int) -> int:
         """The lowest cursor from the head on whose `size` bytes are contiguous and not carved out."""
         lap = self.head // self.capacity * self.capacity
-        for base in (lap, lap + self.capacity):  # the second lap offers every gap whole, so the largest is found there
+        for base in (
+            lap,
+            lap + self.capacity,
+        ):  # the second lap has every gap whole, so the largest is found there
             for start, stop in self._gaps or self._find_gaps():
                 cursor = max(self.head, base + start)
                 if cursor + size <= base + stop:
@@ -200,7 +205,7 @@ class Lane:
     def _find_gaps(self) -> list[tuple[int, int]]:
         """The spans of the lane's memory that are not carved out, ascending.
 
-        Found when asked for, since many leases are quarantined at once. Quarantined spans may overlap, one lap apart.
+        Computed on demand, since many leases are quarantined at once. Quarantined spans may overlap, one lap apart.
         """
         if self._gaps is not None:
             return self._gaps
@@ -217,7 +222,7 @@ class Lane:
         return gaps
 
     def _is_blocked(self, old: _Lease) -> bool:
-        """Whether a live lease has the bytes of `old` one lap on. Such leases are the last of `_ahead`."""
+        """Whether a live lease has the bytes of `old` one lap on. Such leases are the last ones in `_ahead`."""
         for lease in reversed(self._ahead.values()):
             if lease.end <= old.cursor + self.capacity:
                 return False

@@ -1,7 +1,7 @@
-"""Host memory that other processes of this host can map: a file without a name (memfd_create(2)) that cannot shrink.
+"""Host memory that other processes of this host can map: an unnamed file (memfd_create(2)) that cannot shrink.
 
-Memory that is mapped elsewhere is never given to anything else while one mapping is left: what a peer writes after its
-owner let go lands in pages that nobody has any more.
+Mapped memory is never reused while a mapping is left. A peer that writes after the owner released it writes into pages
+that nobody else has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Backing(NamedTuple):
-    """What memory is of: bytes `[offset, offset + nbytes)` of the file that is open here as `fd`."""
+    """Where memory comes from: bytes `[offset, offset + nbytes)` of the file that is open here as `fd`."""
 
     fd: int
     inode: int
@@ -43,10 +43,10 @@ _held: dict[int, _Held] = {}
 def allocate(nbytes: int) -> NDArray[np.uint8]:
     """`nbytes` of zeros, page-aligned; the file is closed with the array's last reference.
 
-    Raises `OSError` where the system has no such files.
+    Raises `OSError` if the system has no such files.
     """
     if not hasattr(os, "memfd_create"):
-        raise OSError(errno.ENOSYS, "memfd_create is Linux's")
+        raise OSError(errno.ENOSYS, "memfd_create exists on Linux only")
     fd = os.memfd_create("pdstage", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -59,15 +59,15 @@ def allocate(nbytes: int) -> NDArray[np.uint8]:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         held.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(held, np.uint8)
-    memory[:: mmap.PAGESIZE] = 0  # touched now, so that no first write pays for its pages
+    memory[:: mmap.PAGESIZE] = 0  # touched now, so that first writes do not pay for the pages
     base = memory.ctypes.data
     _held[base] = _Held(base, nbytes, fd, inode)
-    weakref.finalize(memory, _let_go, base)  # not `held`: that is unmapped first, and the next may lie there by then
+    weakref.finalize(memory, _let_go, base)  # not `held`: it is unmapped first, and other memory may lie there by then
     return memory
 
 
 def backing(base: int, nbytes: int) -> Backing | None:
-    """What `[base, base + nbytes)` is of, if it was allocated here."""
+    """The backing of `[base, base + nbytes)`, if it was allocated here."""
     for one in list(_held.values()):
         if one.base <= base and base + nbytes <= one.base + one.nbytes:
             return Backing(one.fd, one.inode, base - one.base, nbytes)
@@ -75,14 +75,14 @@ def backing(base: int, nbytes: int) -> Backing | None:
 
 
 def attach(pid: int, told: Backing) -> NDArray[np.uint8]:
-    """Memory of process `pid`, as it tells of it, mapped here; unmapped with the array's last reference.
+    """Maps memory of process `pid` by the backing that it describes; unmapped with the array's last reference.
 
-    Raises `OSError` if it is not there, is of another kind, or this process may not: a file that its owner could
-    shrink would end this process, and one with a name may be anybody's.
+    Raises `OSError` if it is absent, of another kind, or not accessible. A file that its owner could shrink would crash
+    this process, and a file with a name may be anybody's.
     """
     path = Path(f"/proc/{pid}/fd/{told.fd}")
-    strange = FileNotFoundError(f"{path} is not the memory that was told of")
-    if not _is_its(path.stat(), told):  # before it is opened, which of some files is an act
+    strange = FileNotFoundError(f"{path} is not the memory described")
+    if not _is_its(path.stat(), told):  # before opening: opening some files has side effects
         raise strange
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     try:
@@ -95,7 +95,7 @@ def attach(pid: int, told: Backing) -> NDArray[np.uint8]:
 
 
 def _is_its(found: os.stat_result, told: Backing) -> bool:
-    """No directory holds it (so that a name given later makes no difference), and it is as large as was told."""
+    """Whether no directory holds it (so that a later name makes no difference), and its size is as described."""
     same = found.st_ino == told.inode and found.st_nlink == 0
     return same and 0 <= told.offset < told.offset + told.nbytes <= found.st_size
 

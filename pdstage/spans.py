@@ -1,6 +1,6 @@
-"""Contiguous runs: of item lists, and of the bytes that the direct path writes from pool to pool.
+"""Contiguous runs of item lists, and of the bytes that the direct path writes from pool to pool.
 
-Numpy, or the C++ of csrc/host/spans.hpp where it was built; both give the same answers.
+In numpy, or in the C++ of csrc/host/spans.hpp if it was built; both give the same results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Spans(NamedTuple):
 def coalesce(src_items: NDArray[Any], dst_items: NDArray[Any]) -> tuple[Int64s, Int64s, Int64s]:
     """Groups positions where both lists step by one: `(src_start, dst_start, count)` of each group, in order.
 
-    Lists of int32 or int64, contiguous, of one length; anything else raises `UsageError`.
+    The lists are int32 or int64, contiguous, of one length; anything else raises `UsageError`.
     """
     for items in (src_items, dst_items):
         if items.ndim != 1 or items.dtype not in (np.int32, np.int64) or not items.flags.c_contiguous:
@@ -63,9 +63,9 @@ def coalesce(src_items: NDArray[Any], dst_items: NDArray[Any]) -> tuple[Int64s, 
 
 
 def split(spans: Spans, *, max_descriptors: int | None = None, max_nbytes: int | None = None) -> Iterator[Spans]:
-    """`spans` in order, in batches of at most that many descriptors and bytes; a longer span is cut.
+    """`spans` in order, in batches of at most that many descriptors and bytes; longer spans are cut.
 
-    For transports that cap a post: Mooncake rejects batches above about 2,000 descriptors with half the bytes landed.
+    For transports that cap a post: Mooncake rejects batches above about 2,000 descriptors after half the bytes landed.
     """
     for name, limit in (("max_descriptors", max_descriptors), ("max_nbytes", max_nbytes)):
         if limit is not None and limit < 1:
@@ -103,26 +103,26 @@ class _Pair:
 
     @property
     def cell(self) -> int:
-        """Bytes of one shard of one row, where they are one run on both sides; else 0."""
+        """Bytes of one shard of one row if they are one run on both sides; else 0."""
         return self.src.width if self.src.segs == 1 else 0
 
     @property
     def rows_join(self) -> bool:
-        """Whether a row's bytes go on in the next row of the same item, on both sides, shard by shard."""
+        """Whether a row's bytes continue in the next row of the same item, on both sides, shard by shard."""
         return self.cell > 0 and self.src.inner_stride == self.dst.inner_stride == self.cell
 
     @property
     def shards_first(self) -> bool:
-        """Whether writing shard by shard makes longer spans than writing row by row."""
+        """Whether the order shard by shard gives longer spans than row by row."""
         return self.rows_join and self.src.shards > 1
 
 
 class DirectPlan:
-    """The direct path between selected views of a source and a destination layout, asked for spans many times.
+    """The direct path between selected views of a source and a destination layout, for many chunks.
 
-    `src_select` and `dst_select` name the same keys with as many shards each; shard i of one goes to shard i of the
-    other. Page sizes, strides and first tokens may differ. Raises `UsageError` for selections that do not match, and
-    where bytes of one side cannot become bytes of the other, in words.
+    `src_select` and `dst_select` name the same keys with equally many shards; shard i of one goes to shard i of the
+    other. Page sizes, strides and first tokens may differ. Raises `UsageError` for selections that do not match, and,
+    with the reason, if bytes of one side cannot become bytes of the other.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class DirectPlan:
         return native.ext.DirectPlan(sides[0][0], sides[1][0], how, sides[0][1], sides[1][1])
 
     def spans(self, tokens: Tokens, src_indexes: Mapping[str, Index], dst_indexes: Mapping[str, Index]) -> Spans:
-        """Descriptors for `tokens`, with absolute addresses, joined as far as both sides are contiguous.
+        """Descriptors for `tokens`, with absolute addresses, joined where both sides are contiguous.
 
-        No descriptor crosses a region's end. Raises `UsageError` for an index that does not cover `tokens` or names an
-        item outside its pool, or a destination twice.
+        No descriptor crosses a region's end. Raises `UsageError` for an index that does not cover `tokens`, or names an
+        item outside its pool, or repeats a destination.
         """
         src = self.src.parts(src_indexes, tokens)
         dst = self.dst.parts(dst_indexes, tokens)
@@ -175,7 +175,7 @@ class DirectPlan:
         return Spans(*arrays)
 
     def _spans(self, src: Sequence[ComponentArgs], dst: Sequence[ComponentArgs]) -> Spans:
-        """The numpy twin of DirectPlan::spans in csrc/host/spans.hpp."""
+        """The numpy counterpart of DirectPlan::spans in csrc/host/spans.hpp."""
         src_items, dst_items = self.src.resolve(src, unique=False), self.dst.resolve(dst, unique=True)
         found, allocations = [Spans(*(np.empty(0, np.int64) for _ in range(3)))], [np.empty(0, np.int64)]
         for pair in self._pairs:
@@ -190,10 +190,10 @@ class DirectPlan:
         return _joined(Spans(*map(np.concatenate, zip(*found, strict=True))), np.concatenate(allocations))
 
     def n_descriptors(self, tokens: Tokens) -> int:
-        """How many descriptors `spans` gives where no items are neighbours: at most so many otherwise.
+        """How many descriptors `spans` gives if no items are adjacent; an upper bound otherwise.
 
-        For the cost model, before the destination's items are known: no index is read, and first tokens are taken to be
-        multiples of the page size.
+        For the cost model, before the destination's items are known: it reads no index, and assumes that first tokens
+        are multiples of the page size.
         """
         total = 0
         for shape, n in self._shapes.items():
@@ -204,10 +204,10 @@ class DirectPlan:
 
 
 class _Shape(NamedTuple):
-    """What the number of a pair's descriptors depends on.
+    """What determines the number of a pair's descriptors.
 
-    `runs` go with each row, or with each piece that `cuts`, a multiple of rows for each side, leave of the rows; a
-    piece of `page` rows, if that is not 0, is one descriptor.
+    `runs` are the runs of each row, or of each piece that `cuts` leaves (a multiple of rows per side). A piece of
+    `page` rows, if not 0, is one descriptor.
     """
 
     component: str
@@ -217,7 +217,7 @@ class _Shape(NamedTuple):
     page: int
 
     def descriptors(self, first: int, last: int) -> int:
-        """Of rows `[first, last)`."""
+        """Descriptors of rows `[first, last)`."""
         if self.cuts is None:
             return self.runs * (last - first)
         whole = max(0, last // self.page - -(-first // self.page)) if self.page else 0
@@ -249,7 +249,7 @@ def _check_pair(src: View, dst: View) -> None:
 
 
 def _collapsed(pair: _Pair) -> _Pair:
-    """Segments, then shards, that are contiguous on both sides become width."""
+    """Merges segments, then shards, that are contiguous on both sides into width."""
     src, dst = pair.src, pair.dst
     if src.segs > 1 and src.seg_stride == dst.seg_stride == src.width:
         src, dst = (row._replace(width=row.width * row.segs, segs=1) for row in (src, dst))
@@ -259,7 +259,7 @@ def _collapsed(pair: _Pair) -> _Pair:
 
 
 def _fused(pairs: Iterable[_Pair]) -> list[_Pair]:
-    """Pairs that are each other's neighbours on both sides, such as K and V of one fused row, become one."""
+    """Merges pairs that are adjacent on both sides, such as K and V of one fused row."""
     fused: list[_Pair] = []
     ending: dict[tuple[object, ...], int] = {}
     for pair in pairs:
@@ -276,7 +276,7 @@ def _fused(pairs: Iterable[_Pair]) -> list[_Pair]:
 
 
 def _cells(pair: _Pair, src_rows: Int64s, dst_rows: Int64s) -> Spans:
-    """One span for each run of `width` bytes, in the order in which they are written."""
+    """One span per run of `width` bytes, in the order of writing."""
     shape = (src_rows.size, pair.src.shards, pair.src.segs)
     shard, seg = np.arange(shape[1])[:, None], np.arange(shape[2])
     sides = [
@@ -291,7 +291,7 @@ def _cells(pair: _Pair, src_rows: Int64s, dst_rows: Int64s) -> Spans:
 
 
 def _shards_first(pair: _Pair, src_rows: Int64s, dst_rows: Int64s) -> NDArray[np.intp]:
-    """The order of `[row][shard]` cells that takes, of each run of rows contiguous on both sides, shard after shard."""
+    """The order of `[row][shard]` cells that goes shard by shard through each run of rows contiguous on both sides."""
     goes_on = (np.diff(src_rows) == pair.src.inner_stride) & (np.diff(dst_rows) == pair.dst.inner_stride)
     run = np.cumsum(np.r_[False, ~goes_on][: src_rows.size])
     shards = pair.src.shards
@@ -300,7 +300,7 @@ def _shards_first(pair: _Pair, src_rows: Int64s, dst_rows: Int64s) -> NDArray[np
 
 
 def _joined(cells: Spans, allocation: Int64s) -> Spans:
-    """Each span joined to the one before it where both sides go on without a gap, within one allocation."""
+    """Joins each span to the one before it if both sides continue without a gap, within one allocation."""
     if not cells.nbytes.size:
         return cells
     gap = cells.src[1:] != cells.src[:-1] + cells.nbytes[:-1]

@@ -1,9 +1,7 @@
 """Staging memory and the kernels that fill and empty it.
 
-It turns a selection, items and a token range into copied bytes.
-
-Host copies are done when `gather` or `scatter` returns; copies on a device's stream are done when `poll` says so. The
-manager treats both alike.
+It turns a selection, items and a token range into copied bytes. Host copies are done when `gather` or `scatter`
+returns. Copies on a device's stream are done when `poll` reports them. The manager treats both alike.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ log = logging.getLogger(__name__)
 
 ALIGNMENT = 256
 DEFAULT_MAX_SMS = 8
-"""Enough for a 400 Gb NIC (50 GB/s) with the slowest of the kernels, and 6 % of an H200: modelled, not measured."""
+"""Enough for a 400 Gb NIC (50 GB/s) with the slowest kernel, and 6 % of an H200: modelled, not measured."""
 _MAX_PLANS = 1024
 _STAGED = 4  # of a plan's key
 _LARGE_NBYTES = 512 << 10
@@ -53,15 +51,15 @@ _NO_SUM = np.zeros(1, np.uint64)
 
 
 _released: WeakKeyDictionary[Runtime, dict[int, list[int]]] = WeakKeyDictionary()
-"""Staging memory on a device that nobody uses any more, by its bytes. Another process may have it open still, so it
-cannot be freed (cudaIpcCloseMemHandle): the next node has it.
+"""Unused staging memory on a device, by size. Another process may still have it open, so it cannot be freed
+(cudaIpcCloseMemHandle): the next node reuses it.
 """
 
 
 def place_of(staging: object, device: str, staging_on: str) -> str:
-    """Where the staging memory of a pool on `device` lies: as the tensor `staging`, or else as `staging_on` says.
+    """Where the staging memory of a pool on `device` lies: where the tensor `staging` is, else as `staging_on` says.
 
-    "pool" is the pool's device, "host" page-locked memory of this host.
+    "pool" is the pool's device, "host" is page-locked memory of this host.
     """
     if staging is None:
         return "cpu" if staging_on == "host" else device
@@ -71,9 +69,9 @@ def place_of(staging: object, device: str, staging_on: str) -> str:
 class Memory:
     """Staging memory of this process: page-aligned, or a caller's tensor or array of bytes.
 
-    It is on `device`, as the pool, or in host memory, which is page-locked then so that the pool's kernels reach it;
-    `runtime` is that device's. `mappable`: host memory is allocated such that peers on this host can map it, where the
-    system has such memory. Raises `UsageError` for a tensor that is elsewhere.
+    It is on the pool's `device`, or in host memory, which is then page-locked so that the pool's kernels reach it;
+    `runtime` is that device's. `mappable` allocates host memory that peers on this host can map, if the system has such
+    memory. Raises `UsageError` for a tensor on another device.
     """
 
     def __init__(
@@ -112,7 +110,7 @@ class Memory:
             self._kept = base
             return base, nbytes
         here = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-        if nbytes > here:  # what is touched beyond it ends the process
+        if nbytes > here:  # touching more than that ends the process
             what = f"staging_nbytes is {nbytes}, and this machine has {here} bytes of memory"
             raise UsageError(what, remedy="give less")
         array = _granted(nbytes, "on cpu", lambda: _host_memory(nbytes, mappable))
@@ -120,7 +118,7 @@ class Memory:
         return array.ctypes.data, array.nbytes
 
     def release(self) -> None:
-        """Nobody uses it any more; what was allocated here goes back to the system, or to the next node."""
+        """Nothing uses it any more: memory allocated here goes back to the system, or to the next node."""
         runtime, region = self._runtime, self.region
         if runtime is not None and self._locked:
             runtime.page_unlock(region.base)
@@ -149,7 +147,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _granted(nbytes: int, where: str, ask: Callable[[], T]) -> T:
-    """What `ask` gives; raises `UsageError` where the system has not so much."""
+    """The result of `ask`. Raises `UsageError` if the system has not enough memory."""
     try:
         return ask()
     except (OSError, MemoryError, RuntimeError) as error:
@@ -162,7 +160,7 @@ def _host_memory(nbytes: int, mappable: bool) -> NDArray[np.uint8]:
     if mappable:
         with contextlib.suppress(OSError):
             return shared.allocate(nbytes)
-    # Private, so that it may be of huge pages; touched now, so that no first write pays for its pages.
+    # Private, so that it may have huge pages; touched now, so that first writes do not pay for the pages.
     held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         held.madvise(mmap.MADV_HUGEPAGE)
@@ -175,7 +173,9 @@ def _address_of(tensor: object) -> tuple[int, int, str]:
     """Address, bytes and device."""
     if isinstance(tensor, np.ndarray):
         if not tensor.flags.c_contiguous or not tensor.flags.writeable:
-            raise UsageError("staging memory that is not contiguous, or read-only", remedy="give all of an own array")
+            raise UsageError(
+                "staging memory that is not contiguous, or read-only", remedy="give a whole contiguous array"
+            )
         return tensor.ctypes.data, tensor.nbytes, "cpu"
     try:
         return int(tensor.data_ptr()), int(tensor.nbytes), str(getattr(tensor, "device", "cpu"))  # type: ignore[attr-defined]
@@ -184,10 +184,10 @@ def _address_of(tensor: object) -> tuple[int, int, str]:
 
 
 class Copied(NamedTuple):
-    """A gather or scatter that ended: its error or None, and the checksum of what moved, where one was asked for.
+    """A gather or scatter that ended: its error or None, and the checksum of its bytes if requested.
 
-    Times are 0 without a clock, and where it never began. On a device it began when it was launched, and ended when
-    that was seen.
+    Times are 0 without a clock, and for a copy that never began. On a device it begins at its launch, and ends when its
+    end is seen.
     """
 
     ticket: int
@@ -205,12 +205,12 @@ class Copied(NamedTuple):
         began_at: float = 0.0,
         ended_at: float = 0.0,
     ) -> list[Copied]:
-        """One copy's end, for each of its tickets."""
+        """One copy's end, once per ticket."""
         return [cls(ticket, error, checksum, began_at, ended_at) for ticket in tickets]
 
 
 class _What(NamedTuple):
-    """What one copy is of. `tokens` are numbers of the tokens that `cut` is for; without a cut the rectangles' own."""
+    """What one copy moves. `tokens` are numbers of the tokens of `cut`; without a cut they are the rectangles' own."""
 
     owned: tuple[Share, ...]
     rects: tuple[Rect, ...]
@@ -223,10 +223,10 @@ class _What(NamedTuple):
 
 
 class Passes:
-    """From pages of one pool straight to those of another that is mapped here: plans for both, by their cuts' classes.
+    """Copies from pages of one pool directly to pages of another pool that is mapped here: both plans, by class of cut.
 
-    `pools` are the two, `cuts` how their pages are cut for each other, `selects` what moves. Raises `UsageError` where
-    what one stores cannot become what the other does in one pass.
+    `pools` are the two, `cuts` how their pages are cut for each other, `selects` what moves. Raises `UsageError` if one
+    pass cannot turn the stored form of one into that of the other.
     """
 
     def __init__(
@@ -252,12 +252,12 @@ class Passes:
 
 
 class Stager:
-    """Gathers out of and scatters into one pool, through plans made once per session and layer range.
+    """Gathers from and scatters into one pool, through plans made once per session and layer range.
 
-    `submit`, if given, runs a function on another thread: copies of `_LARGE_NBYTES` or more in host memory go there, so
-    that the caller can write one chunk while the next is gathered. A plan may be used from several threads at once.
-    `runtime` is the device's, for pools on one: all copies go to one stream of its own, each on at most `max_sms`
-    multiprocessors. `clock` times copies, for who wants to know.
+    `submit`, if given, runs a function on another thread. Copies of `_LARGE_NBYTES` or more in host memory go there, so
+    that the caller can write one chunk while the next is gathered. Several threads may use a plan at once. `runtime` is
+    the device's, for pools on one: all copies go to one separate stream, each on at most `max_sms` multiprocessors.
+    `clock` times the copies if given.
     """
 
     def __init__(
@@ -292,15 +292,15 @@ class Stager:
         cut: Cut | None = None,
         staged: Layout | None = None,
     ) -> None:
-        """Starts one gather into `dst`; `poll` gives `ticket` once its bytes are there.
+        """Starts one gather into `dst`; `poll` returns `ticket` once its bytes are there.
 
-        `also` are more destinations of the same bytes, by tickets of their own, each as long as `dst`. On a device they
-        are one gather, as `Plan.gather` says: they end together, and an error is each one's. In host memory nothing is
-        gained by that, and each is a gather of its own.
+        `also` are more destinations of the same bytes, by their own tickets, each as long as `dst`. On a device they
+        are one gather, as in `Plan.gather`: they end together, with one error for all. In host memory that gains
+        nothing, and each is a separate gather.
 
-        `items` are whole pages or slots. `cut` says how they are cut for a peer that holds other tokens, and `tokens`
-        are then the numbers of what both hold. `staged` is the pool's side of the session's `StagedPair`; `cut` is of
-        what it is made of.
+        `items` are whole pages or slots. `cut` says how they are cut for a peer that holds other tokens; `tokens` are
+        then the numbers of the common tokens. `staged` is the pool's side of the session's `StagedPair`; `cut` belongs
+        to the views it is made of.
         """
         tokens = tokens_of(rects) if tokens is None else tokens
         what, into = _What(owned, rects, tokens, order, items, checksum, cut, staged), {ticket: dst} | dict(also or {})
@@ -331,7 +331,7 @@ class Stager:
         cut: Cut | None = None,
         staged: Layout | None = None,
     ) -> None:
-        """Starts one scatter out of `src`; `poll` gives `ticket` once its bytes are in place."""
+        """Starts one scatter from `src`; `poll` returns `ticket` once its bytes are in place."""
         tokens = tokens_of(rects) if tokens is None else tokens
 
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
@@ -351,7 +351,7 @@ class Stager:
         *,
         nbytes: int,
     ) -> Copied | None:
-        """Copies about `nbytes` from the pool's pages to a peer's. None: it has begun, and `poll` gives `ticket`."""
+        """Copies about `nbytes` from the pool's pages to a peer's. None: it has begun, and `poll` returns `ticket`."""
 
         def run(stream: int | None, sum_ptr: int) -> None:
             del sum_ptr
@@ -361,7 +361,7 @@ class Stager:
         return failed[0] if failed else None
 
     def poll(self) -> list[Copied]:
-        """What ended since the last call. Never waits."""
+        """The copies that ended since the last call. Never waits."""
         if self._stream is not None:
             self._done += self._stream.ended()
         done = []
@@ -371,23 +371,23 @@ class Stager:
 
     @property
     def launched(self) -> bool:
-        """Whether copies are under way on a device: their end is announced to nobody, so `poll` must be asked."""
+        """Whether copies are in flight on a device: nothing announces their end, so `poll` must be called."""
         return self._stream is not None and self._stream.launched
 
     def reserve(self) -> None:
-        """A session begins, whose plans will be made as its chunks come: what those need is allocated here."""
+        """A session begins, whose plans are made as its chunks come: allocates what they need."""
         if self._stream is not None:
             self._stream.reserve()
 
     def forget(self, *staged: Layout) -> None:
-        """Drops the plans of other layouts than the pool's, whose session is over: nobody asks for them again."""
+        """Drops the plans of layouts other than the pool's, whose session is over."""
         gone = {id(layout) for layout in staged}
         self._plans = {key: plans for key, plans in self._plans.items() if key[_STAGED] not in gone}
 
     def _start(self, tickets: tuple[int, ...], what: _What, nbytes: int, copy: _Copy) -> None:
         try:
             plans = self._plan(what)
-        except Exception as error:  # noqa: BLE001  (nothing was begun: it is this copy's alone)
+        except Exception as error:  # noqa: BLE001  (nothing began: only this copy fails)
             self._done += Copied.each(tickets, _failed(error))
             return
 
@@ -399,7 +399,7 @@ class Stager:
     def _begin(
         self, tickets: tuple[int, ...], copy: Callable[[int | None, int], None], nbytes: int, *, checksum: bool
     ) -> list[Copied]:
-        """Calls `copy(stream, sum_ptr)`, here or on the other thread; none where its end is `poll`'s to tell."""
+        """Calls `copy(stream, sum_ptr)`, here or on the other thread. Returns [] if `poll` reports its end."""
         if self._stream is not None:
             try:
                 self._stream.start(tickets, copy, checksum)
@@ -411,7 +411,7 @@ class Stager:
             total, began_at = np.zeros(1, np.uint64) if checksum else _NO_SUM, self._clock()
             try:
                 copy(None, total.ctypes.data if checksum else 0)
-            except Exception as error:  # noqa: BLE001  (it is over, and this copy's alone)
+            except Exception as error:  # noqa: BLE001  (it is over, and only this copy fails)
                 return Copied.each(tickets, _failed(error))
             return Copied.each(tickets, None, int(total[0]), began_at, self._clock())
 
@@ -421,7 +421,7 @@ class Stager:
         return []
 
     def _plan(self, what: _What) -> _Plans:
-        # A layout by its identity, which no other has while a plan holds it: hashing one is slow.
+        # A layout is keyed by its id, which stays unique while a plan holds it: hashing a layout is slow.
         cut, staged = what.cut.key if what.cut is not None else (), id(self._staged(what))
         key = (what.owned, what.order, what.checksum, cut, staged, *layers_of(what.rects))
         plans = self._plans.get(key)
@@ -432,7 +432,7 @@ class Stager:
         return plans
 
     def _staged(self, what: _What) -> Layout | None:
-        """None where bytes are staged as the pool has them."""
+        """None if bytes are staged as the pool has them."""
         return None if what.staged is self.pool.layout else what.staged
 
     def _new_plans(self, what: _What) -> _Plans:
@@ -461,7 +461,7 @@ def _no_clock() -> float:
 
 
 def _copy_all(plans: _Plans, what: _What, copy: _Copy, stream: int | None, sum_ptr: int) -> None:
-    """Each plan's part of the staged bytes, one after the other; they add to one checksum."""
+    """Runs each plan's part of the staged bytes in turn; all add to one checksum."""
     if what.cut is None or not what.cut.key:
         copy(plans[0][1], 0, what.items, stream, sum_ptr)
         return
@@ -485,7 +485,7 @@ def _copy_passes(
 
 
 class _Running(NamedTuple):
-    """A copy in the stream: `event` is behind it; `total`, page-locked memory at `sum_ptr`, takes its checksum."""
+    """A copy in the stream. `event` follows it; `total`, page-locked memory at `sum_ptr`, receives its checksum."""
 
     tickets: tuple[int, ...]
     event: object
@@ -495,7 +495,7 @@ class _Running(NamedTuple):
 
 
 class _Stream:
-    """Copies on a device, in one stream, each followed by an event that is asked for and never waited for."""
+    """Copies in one stream of a device, each followed by an event that is queried and never waited for."""
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float]) -> None:
         self._runtime = runtime
@@ -509,7 +509,7 @@ class _Stream:
         return bool(self._running)
 
     def start(self, tickets: tuple[int, ...], copy: Callable[[int, int], None], checksum: bool) -> None:
-        """Launches `copy(stream, sum_ptr)`; raises its `UsageError`, and then nothing is in the stream."""
+        """Launches `copy(stream, sum_ptr)`. Raises its `UsageError`; then nothing is in the stream."""
         if not self._spare:
             self._spare = self._more()
         spare = self._spare.pop()
@@ -526,7 +526,7 @@ class _Stream:
         self._runtime.reserve()
 
     def _more(self) -> list[_Running]:
-        """For more copies at once than ever before."""
+        """Grows the pool for more concurrent copies than before."""
         words = self._runtime.pinned(8 * _AT_ONCE).view(np.uint64)
         totals = [words[n : n + 1] for n in range(_AT_ONCE)]
         return [_Running((), self._runtime.event(), total, total.ctypes.data) for total in totals]

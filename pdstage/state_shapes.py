@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Section(NamedTuple):
     """Some of a conv state's channels: `heads` of the whole model, each `head_dim` channels.
 
-    A rank holds what `shard_range` gives it of the heads, or all of them if `replicated`. Channels without heads are
-    cut into any number of equal pieces that every TP size on both sides divides.
+    A rank holds the heads that `shard_range` gives it, or all if `replicated`. Channels without heads are cut into
+    equal pieces, as many as every TP size on both sides divides.
     """
 
     name: str
@@ -52,12 +52,12 @@ def mamba_conv(
 ) -> Part:
     """Conv states `[slots, channels, rows]`, or `[slots, rows, channels]` if `channels_last`; component "mamba".
 
-    `sections` divide the channels in order, `[q | k | v]` or `[x | B | C]`, each sliced or replicated by itself. Of the
-    rows the first `window`, the kernel's width less one, carry state (all if None): engines that decode speculatively
-    keep more, which the other side need not have. Each row of the window is a view for each section, so that the two
-    orders meet; with `whole` a section is one view, of longer runs where channels come first, and both sides must keep
-    one order. Sources: SGLang's MambaPool (channels first; last for Kimi); vLLM's MambaSpec ("DS" and "SD"), where
-    causal_conv1d leaves the state in the leading rows.
+    `sections` divide the channels in order, `[q | k | v]` or `[x | B | C]`; each is sliced or replicated separately.
+    The first `window` rows carry state (all if None), where the window is the kernel's width less one. Engines that
+    decode speculatively keep more rows, which the other side need not have. Each row of the window is a view per
+    section, so that the two memory orders match. With `whole` a section is one view, with longer runs if channels come
+    first, and both sides must have the same order. Sources: SGLang's MambaPool (channels first; last for Kimi); vLLM's
+    MambaSpec ("DS" and "SD"), where causal_conv1d leaves the state in the leading rows.
     """
     roles: dict[str, list[Piece]] = {}
     for array in arrays_of("states", states, "slots, rows, channels" if channels_last else "slots, channels, rows"):
@@ -78,7 +78,7 @@ def mamba_conv(
 
 @dataclass(frozen=True, slots=True)
 class _Conv:
-    """An array of conv states by what its axes mean; steps are byte strides."""
+    """An array of conv states by the meaning of its axes; steps are byte strides."""
 
     array: Array
     channels: int
@@ -98,7 +98,7 @@ class _Conv:
         )
 
     def pieces(self, first: int, unit: int, axis: Axis, *, whole: bool) -> list[tuple[str, Piece]]:
-        """Channels from `first` on, `unit` a shard, as one piece or one for each row; with the ends of their roles."""
+        """Channels from `first` on, `unit` per shard, as one piece or one per row; with the suffixes of their roles."""
         size, array = self.array.itemsize, self.array
         held = first + unit * axis.count
         if held > self.channels:
@@ -131,9 +131,9 @@ def mamba_ssm(
     """SSM states `[slots, heads, head_dim, state]` sliced by heads, or `[slots, heads, state, head_dim]` if
     `state_first`; component "mamba".
 
-    Mamba-1's `[slots, channels, state]` will do: `total_heads` cuts the channels into equal pieces. Both sides must
-    keep one order, unless both say `by_element`, which moves element by element, as a component of its own:
-    "mamba_ssm", of the same slots. A state that every rank holds is given `tp=(1, 0)`. Sources: SGLang's MambaPool
+    Mamba-1's `[slots, channels, state]` works too: `total_heads` cuts the channels into equal pieces. Both sides must
+    have the same order, unless both set `by_element`, which moves element by element, as a separate component
+    "mamba_ssm" with the same slots. A state that every rank holds gets `tp=(1, 0)`. Sources: SGLang's MambaPool
     (temporal, ReplaySSM rings), vLLM's MambaSpec.
     """
     axis = shard_axis("ssm_head", total_heads, *tp)
@@ -160,7 +160,7 @@ def mamba_ssm(
 
 
 def _by_heads(array: Array, axis: Axis) -> Array:
-    """`[slots, heads, a, b]`, of which heads and a may be one axis of channels."""
+    """`[slots, heads, a, b]`; heads and a may be one axis of channels."""
     if len(array.shape) == 3:
         channels, step = array.shape[1], array.strides[1]
         if channels % axis.count:
@@ -173,8 +173,9 @@ def _by_heads(array: Array, axis: Axis) -> Array:
 
 
 def slot_states(states: Tensors, *, role: str = "state", **naming: Unpack[Naming]) -> Part:
-    """States `[slots, ...]` that every rank holds and that move whole: request rows, pending groups, convolutions of
-    replicated layers. Component "request_row" if not named; a component of no registered kind needs `build`'s `slots`.
+    """States `[slots, ...]` that every rank holds and that are transferred whole: request rows, pending groups,
+    convolutions of replicated layers. The default component is "request_row"; a component of no registered kind must be
+    listed in `build`'s `slots`.
     """
     roles = {
         role: [
@@ -190,10 +191,9 @@ def slot_states(states: Tensors, *, role: str = "state", **naming: Unpack[Naming
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How the rows of ring buffers are numbered as items: position p of slot s is item
-    `s * slot_step + p % rows * row_step`.
+    """The numbers of ring-buffer rows as items: position p of slot s is item `s * slot_step + p % rows * row_step`.
 
-    Items of one token each, so rings of unequal size meet by positions; `pdstage.items.ring_items` lists them.
+    Each item is one token, so rings of unequal size match by position; `pdstage.items.ring_items` lists them.
     """
 
     rows: int
@@ -209,9 +209,9 @@ class Ring:
 def rings(buffers: Tensors, *, rows: int | None = None, role: str = "ring", **naming: Unpack[Naming]) -> Part:
     """Replicated ring buffers `[slots, rows, ...]`, or flat `[slots * rows, ...]` given `rows`; a row is a token.
 
-    A component with positions, "swa_ring" if not named, each row an item numbered by `Ring`; several rings indexed
-    together are several calls with one component. Sources: SGLang's unified SWA ring and DSATokenToKVPool's compress
-    tail; vLLM's CircularBufferSpec, one block a request.
+    A component with positions, by default "swa_ring"; each row is an item numbered by `Ring`. Several rings that are
+    indexed together take several calls with one component. Sources: SGLang's unified SWA ring and DSATokenToKVPool's
+    compress tail; vLLM's CircularBufferSpec, one block per request.
     """
     held = _ring_arrays(buffers, rows)
     numbering = _ring(held[0])

@@ -1,10 +1,10 @@
-"""The kinds of state that a request has besides its KV cache, and how a component of each kind is indexed.
+"""The kinds of state that a request has besides its KV cache, and how the items of each kind are matched.
 
     StateType.of("nsa").component     # "dsa": one name on both sides, whichever of the two an engine uses
     StateType.register(StateType("rwkv", components=("rwkv",), positional=False, exact=True))
 
-A kind says nothing of bytes: those are the views'. Kinds are only names and rules of matching; a component may have any
-name, of a kind or not. docs/states.md lists them.
+A kind does not describe bytes: views do. Kinds are only names and matching rules; a component may have any name, with
+or without a kind. docs/states.md lists them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pdstage.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class StateType:
-    """A kind of state: the components it is kept in, and how two sides match their items.
+    """A kind of state: the components that hold it, and how two sides match their items.
 
-    `components` are the names that both sides know it by, the usual one first. `positional`: items carry token
-    positions and both sides intersect those. Without, items are slots matched by order, and `exact` says that both
-    sides must name as many: a shorter list would be a part of a state. `aliases` are other names of the kind, and of
-    its first component.
+    `components` are the names that both sides use, the usual one first. `positional`: items carry token positions, and
+    both sides intersect them. Otherwise items are slots matched by order, and `exact` means that both sides must give
+    the same number: a shorter list would be a part of a state. `aliases` are other names of the kind, and of its first
+    component.
     """
 
     name: str
@@ -39,14 +39,14 @@ class StateType:
 
     @property
     def component(self) -> str:
-        """The name of its usual component. Raises `UsageError` for a kind that keeps nothing."""
+        """The name of its usual component. Raises `UsageError` for a kind without a component."""
         if not self.components:
             raise UsageError(f"state kind {self.name!r} has no component", remedy="leave it out", kind=self.name)
         return self.components[0]
 
     @staticmethod
     def of(kind: StateType | str) -> StateType:
-        """The registered kind of that name or alias. Raises `UsageError` naming all that are registered."""
+        """The registered kind of that name or alias. Raises `UsageError` that lists all registered kinds."""
         name = kind.name if isinstance(kind, StateType) else str(kind).lower()
         found = _BY_NAME.get(name)
         if found is None:
@@ -58,9 +58,9 @@ class StateType:
 
     @staticmethod
     def register(kind: StateType) -> StateType:
-        """Adds a kind, for this process; both sides must. Once more with equal content changes nothing.
+        """Adds a kind in this process; both sides must do so. Repeating it with equal content has no effect.
 
-        Raises `UsageError` where a name, an alias or a component belongs to another kind.
+        Raises `UsageError` if a name, an alias or a component belongs to another kind.
         """
         names = dict.fromkeys((kind.name, *kind.aliases, *kind.components))
         for name in names:
@@ -86,12 +86,12 @@ def registered() -> tuple[StateType, ...]:
 
 
 def kind_of(component: str) -> StateType | None:
-    """The kind whose component that is, by canonical name; None for components of no kind, such as "kv"."""
+    """The kind with that component, by canonical name; None for components of no kind, such as "kv"."""
     return _BY_COMPONENT.get(canonical(component))
 
 
 def canonical(component: str) -> str:
-    """The one name under which both sides meet: a kind's alias stands for its usual component."""
+    """The name that both sides use: for a kind's alias, its usual component."""
     if component in _BY_COMPONENT:
         return component
     kind = _BY_NAME.get(component)
@@ -110,7 +110,7 @@ StateType.SWA = StateType.register(StateType("swa", ("swa",)))
 StateType.NSA = StateType.DSA = StateType.register(StateType("nsa", ("dsa",), aliases=("dsa",)))
 
 # The other kinds of SGLang 0.5.23 (StateType in its disaggregation/base/conn.py). The rings are rows in position order,
-# so that their sizes may differ; scales of a quantized cache travel best as views of the cache's own component.
+# so their sizes may differ. Scales of a quantized cache are best sent as views of the cache's own component.
 for _kind in (
     StateType("qsa_pending", ("qsa_pending",), positional=False, exact=True),
     StateType("qsa_compressed", ("qsa_compressed",)),

@@ -1,9 +1,9 @@
-"""Selected views as rows of integers, and the checks every index passes before a byte moves.
+"""Selected views as rows of integers, and the checks that every index passes before a byte moves.
 
 Numpy only.
 
-The native code (csrc/host/views.hpp) and its numpy twins read the same tables and answer with the same faults, so that
-one place has the words.
+The native code (csrc/host/views.hpp) and its numpy counterparts read the same tables and return the same fault codes.
+The error texts are only here.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
     Int64s: TypeAlias = NDArray[np.int64]
 
 
-# As dtypes, not types: comparing an array's dtype with a type makes a new one each time.
+# As dtypes, not types: comparing an array's dtype with a type creates a new dtype each time.
 _INDEXES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 class Index(NamedTuple):
-    """A list of items in memory: `n` integers of `bits` bits at address `ptr`; item 0 covers `first_token` onwards.
+    """A list of items in memory: `n` integers of `bits` bits at address `ptr`; item 0 covers tokens from `first_token`
+    on.
 
-    `keep` holds the memory's owner. For components without positions `first_token` is 0. `device` says where the list
-    is: "cpu", or the pool's own device; the host cannot check a list that it would have to wait for.
+    `keep` holds the memory's owner. For components without positions `first_token` is 0. `device` is where the list is:
+    "cpu", or the pool's device. The host cannot check a list on a device without waiting for it.
     """
 
     ptr: int
@@ -51,7 +52,7 @@ class Index(NamedTuple):
 
     @classmethod
     def of(cls, items: NDArray[Any], first_token: int = 0) -> Index:
-        """The index over a one-dimensional int32 or int64 array, which it keeps alive and does not copy."""
+        """The index over a one-dimensional int32 or int64 array, which is kept alive and not copied."""
         if items.dtype not in _INDEXES or items.ndim != 1 or not items.flags.c_contiguous:
             raise UsageError(
                 f"items are a {items.ndim}-dimensional array of {items.dtype}",
@@ -63,15 +64,15 @@ class Index(NamedTuple):
 def _address_of(items: NDArray[Any]) -> int:
     if native.ext is not None:
         return int(native.ext.address_of(items))
-    return int(items.__array_interface__["data"][0])  # a fifth of the time that ctypes.data takes
+    return int(items.__array_interface__["data"][0])  # takes a fifth of the time of ctypes.data
 
 
 class ComponentArgs(NamedTuple):
     """One component's part in a call; csrc/host/views.hpp reads it as six integers.
 
-    `ptr` lists `n` items of `bits` bits, the first of which begins at `first_token`, a multiple of every row's tokens.
-    Tokens `[start, stop)` are meant, none where they are equal: by their positions in the sequence, for kernels on a
-    device by those after `first_token`.
+    `ptr` lists `n` items of `bits` bits. The first begins at `first_token`, a multiple of every row's tokens. `[start,
+    stop)` are the tokens to copy; none if they are equal. They are positions in the sequence; kernels on a device take
+    them relative to `first_token`.
     """
 
     ptr: int
@@ -82,7 +83,7 @@ class ComponentArgs(NamedTuple):
     stop: int
 
     def from_item_0(self) -> ComponentArgs:
-        """The same with `start` and `stop` counted from `first_token`."""
+        """The same, with `start` and `stop` relative to `first_token`."""
         return self._replace(start=self.start - self.first_token, stop=self.stop - self.first_token)
 
 
@@ -93,10 +94,10 @@ FAULT_RANGE, FAULT_FIRST_TOKEN, FAULT_TOO_FEW, FAULT_ITEM, FAULT_REPEATED, FAULT
 
 
 class Row(NamedTuple):
-    """A selected view as csrc/host/views.hpp has it.
+    """A selected view in the form of csrc/host/views.hpp.
 
     Row r of an item lies at `r // outer_rows * outer_stride + r % outer_rows * inner_stride`. `first_shard` is the
-    first selected shard's number on the whole axis, `seed` 64 bits that name the view's key: checksums are of these.
+    first selected shard's number on the whole axis, `seed` is 64 bits of the view's key; checksums use both.
     """
 
     component: int
@@ -125,7 +126,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows and the components they are of. `side` follows a component's name in errors, where there are two sides."""
+    """Rows and their components. With two sides, `side` follows a component's name in errors."""
 
     names: tuple[str, ...]
     sizes: tuple[Size, ...]
@@ -134,7 +135,7 @@ class Table:
 
     @classmethod
     def of(cls, layout: Layout, select: Iterable[Select]) -> Table:
-        """The rows of `select` in key order. Raises `UsageError` for shards that `layout` does not hold."""
+        """The rows of `select` in key order. Raises `UsageError` for shards that `layout` does not have."""
         chosen = Staging(layout, select).select
         names = tuple(dict.fromkeys(key.component for key, _, _ in chosen))
         components = [layout.component(name) for name in names]
@@ -146,12 +147,12 @@ class Table:
         return cls(names, tuple(Size(c.tokens_per_item, c.n_items) for c in components), tuple(rows))
 
     def arrays(self) -> tuple[Int64s, Int64s]:
-        """Rows and sizes as the native code takes them."""
+        """Rows and sizes in the form of the native code."""
         rows = np.array(self.rows, dtype=np.int64).reshape(-1, len(Row._fields))
         return rows, np.array(self.sizes, dtype=np.int64).reshape(-1, len(Size._fields))
 
     def parts(self, indexes: Mapping[str, Index], tokens: Tokens) -> list[ComponentArgs]:
-        """One part for each component, in the order of `names`. A component without tokens needs no index."""
+        """One part per component, in the order of `names`. A component without tokens needs no index."""
         parts = []
         for name in self.names:
             start, stop = tokens.get(name, (0, 0))
@@ -171,7 +172,7 @@ class Table:
         return parts
 
     def refuse(self, fault: int, component: int, position: int, value: int) -> NoReturn:
-        """Raises the `UsageError` of a verdict of the native code or of `resolve`."""
+        """Raises the `UsageError` for a fault code of the native code or of `resolve`."""
         name = self.names[component]
         of = f"of component {name!r}{self.side}"
         if fault == FAULT_TOO_SMALL:
@@ -206,7 +207,7 @@ class Table:
         raise UsageError(what, remedy=remedy, component=name, position=position, value=value)
 
     def resolve(self, parts: Sequence[ComponentArgs], *, unique: bool) -> list[Int64s]:
-        """The items each part touches, as int64; the numpy twin of resolve() in csrc/host/views.hpp.
+        """The items that each part touches, as int64; the numpy counterpart of resolve() in csrc/host/views.hpp.
 
         `unique` refuses repeated items. Raises `UsageError` naming component, position and value.
         """
@@ -266,7 +267,7 @@ def _row(view: View, component: int, region_base: int, start: int, count: int) -
 
 @lru_cache(maxsize=4096)
 def _seed(key: Key) -> int:
-    """64 bits of a key, as a signed integer; equal wherever the key is."""
+    """64 bits of a key, as a signed integer, equal in every process."""
     name = "\0".join((key.component, key.role, str(key.layer))).encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
 
@@ -280,7 +281,7 @@ def rows_touched(row: Row, part: ComponentArgs) -> tuple[int, int]:
 
 
 def row_addresses(row: Row, part: ComponentArgs, items: Int64s) -> Int64s:
-    """Address of each row that `part` touches, in sequence order; `items` are those `resolve` gave."""
+    """The address of each row that `part` touches, in sequence order; `items` come from `resolve`."""
     start, stop = rows_touched(row, part)
     if start == stop:
         return np.empty(0, np.int64)
@@ -301,5 +302,5 @@ def integers(part: ComponentArgs | Index) -> NDArray[Any]:
 
 
 def memory(ptr: int, nbytes: int) -> NDArray[np.uint8]:
-    """Host memory as bytes, without a copy. The caller vouches that it is mapped and stays so."""
+    """Host memory as bytes, without a copy. The caller guarantees that it is mapped and stays mapped."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(ptr))

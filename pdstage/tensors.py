@@ -1,12 +1,12 @@
-"""From the tensors an engine has to a `Layout`: one named constructor for each shape engines really use.
+"""Makes a `Layout` from an engine's tensors: one named constructor for each shape that engines use.
 
     layout = build(sglang_mha(k, v, page_size=64, total_heads=8, tp=(4, 0)))
     layout = build(mla(latents), paged_hnd(draft_k, draft_v, total_heads=8, tp=(4, 0), component="draft"))
 
-A constructor takes one tensor a layer (a list, or one tensor stacked over layers), checks them and returns a `Part`;
+A constructor takes one tensor per layer (a list, or one tensor stacked over layers), checks them and returns a `Part`.
 `build` makes one layout of any number of parts. `tp` is this rank's (size, rank), `total_heads` the whole model's KV
-heads; `Naming` lists what every constructor takes besides. The two sides agree on component names and layer numbers
-only: page sizes, strides and head counts may differ.
+heads; `Naming` lists the arguments common to all constructors. The two sides must agree only on component names and
+layer numbers: page sizes, strides and head counts may differ.
 
 | constructor | tensors of one layer | engine |
 |---|---|---|
@@ -26,11 +26,11 @@ only: page sizes, strides and head counts may differ.
 | `slot_states` | `[slots, ...]` | request rows, pending groups |
 | `rings` | `[slots, rows, ...]` | unified SWA rings, compress tails, vLLM's CircularBufferSpec |
 
-Each refuses with `UsageError`, naming the tensor, a wrong shape, stride, device or dtype, page counts or sizes that
-differ between layers, and a head count that is not what `tp` gives this rank. `addressed` makes parts where an engine
-gives no tensors, only addresses and item lengths.
+Each raises `UsageError`, naming the tensor, for a wrong shape, stride, device or dtype, for page counts or sizes that
+differ between layers, and for a head count other than `tp` gives this rank. `addressed` makes parts for engines that
+give only addresses and item lengths.
 
-This module only names what `arrays`, `kv_shapes` and `state_shapes` hold.
+This module only re-exports names of `arrays`, `kv_shapes` and `state_shapes`.
 """
 
 from __future__ import annotations

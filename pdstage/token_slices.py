@@ -2,15 +2,15 @@
 
 Numpy only.
 
-Where two ranks hold different tokens of a sequence, one side's pages, or both's, hold tokens between the common ones
-that the other lacks. Its views are then *cut*: a piece of `grain` common tokens, consecutive in one page, becomes an
-item, and pages become lists of pieces. A cut view addresses the same region by
+If two ranks hold different tokens of a sequence, pages on one or both sides contain tokens that the other side lacks
+between the common ones. The views of such a side are *cut*: a piece of `grain` common tokens, consecutive in one page,
+becomes an item, and lists of pages become lists of pieces. A cut view addresses the same region by
 
     item number = page * page_step + piece // per_block * block_step + piece % per_block * piece_step
 
 in units of the largest stride that divides all three. Views of one component with other steps (keys and scales of one
-page, say) are of another *class* and take a list of their own; a copy is then several, one for each run of views of
-one class. Staged order, keys and checksums stay as they are.
+page, say) form another *class* and take another list. A copy then consists of several, one per run of views of one
+class. Staged order, keys and checksums do not change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_ITEMS = 1 << 31
 
 
 class _Steps(NamedTuple):
-    """How a class of views numbers its pieces; `lowest` is the least number, and `n_items` their span."""
+    """How a class of views numbers its pieces; `lowest` is the smallest number, `n_items` their range."""
 
     per_block: int
     page: int
@@ -54,7 +54,7 @@ class _Steps(NamedTuple):
 
 
 class _Pieces:
-    """The common tokens of one component on one side: which page holds number n, and where in it."""
+    """The common tokens of one component on one side: the page that holds number n, and the place in it."""
 
     def __init__(self, component: Component, numbers: CommonTokens) -> None:
         owned, tokens_per_item = component.owned, component.tokens_per_item
@@ -116,8 +116,8 @@ class _Pieces:
         return view, number
 
     def find(self, start: int, stop: int) -> tuple[Int64s, int]:
-        """Own numbers of the first tokens of the pieces that hold common tokens `[start, stop)`, and the first's common
-        number.
+        """Own numbers of the first tokens of the pieces that hold common tokens `[start, stop)`, and the common number
+        of the first piece's first token.
         """
         first = start // self.grain * self.grain
         numbers = np.arange(first, stop, self.grain, dtype=np.int64)
@@ -130,7 +130,7 @@ class _Pieces:
         return own + self._places[runs] + (within - runs * self._run), first
 
     def place(self, own: Int64s, index: Index, component: str) -> tuple[Int64s, Int64s]:
-        """Page and piece of the page of each of these own tokens. Raises `UsageError` where `index` lacks its page."""
+        """The page, and the piece in it, of each of these own tokens. Raises `UsageError` if `index` lacks a page."""
         at = (own - index.first_token) // self.grain
         position = at // self.per_item
         on_host = index.device == "cpu" and index.first_token % self.grain == 0
@@ -156,13 +156,13 @@ class _Pieces:
 
 
 class Cut:
-    """One side's layout for the tokens it has in common with another: as it is, or with pages cut into pieces.
+    """One side's layout for its common tokens with another: unchanged, or with pages cut into pieces.
 
-    `key` names the cut among those of one layout; it is empty where nothing is cut.
+    `key` identifies the cut among those of one layout; it is empty if nothing is cut.
     """
 
     def __init__(self, layout: Layout, common: Common) -> None:
-        """Raises `UsageError` where strides cannot be numbered, naming the view."""
+        """Raises `UsageError`, naming the view, for strides that cannot be numbered."""
         self._layout = layout
         self._pieces: dict[str, _Pieces] = {}
         self._classes: dict[Key, int] = {}
@@ -181,7 +181,7 @@ class Cut:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """One for each class number: the views of that class; views that are not cut are in the first."""
+        """One layout per class, with the views of that class; uncut views are in the first."""
         if not self._pieces:
             return (self._layout,)
         n = max(self._classes.values()) + 1
@@ -196,26 +196,26 @@ class Cut:
         return tuple(Layout(self._layout.regions, tuple(components)) for components in by_class)
 
     def class_of(self, key: Key) -> int:
-        """Which of `layouts` holds a view."""
+        """The index in `layouts` of the one that holds a view."""
         return self._classes.get(key, 0)
 
     def view(self, key: Key) -> View | None:
-        """A view as it is after cutting."""
+        """A view after cutting."""
         return self._views.get(key) or self._layout.by_key().get(key)
 
     def runs(self, select: Sequence[Select]) -> list[tuple[int, list[Select]]]:
-        """`select` in order, cut where the class changes: (class, selected views)."""
+        """`select` in order, split where the class changes: (class, selected views)."""
         if not self._pieces:
             return [(0, list(select))]
         return [(number, list(run)) for number, run in groupby(select, lambda s: self.class_of(s.key))]
 
     def indexes(self, items: Mapping[str, Index], tokens: Tokens) -> _Indexes:
-        """Lists for the token ranges of one chunk, out of those of whole pages; both in host memory."""
+        """Item lists for one chunk's token ranges, from lists of whole pages; all in host memory."""
         return _Indexes(self._pieces, items, tokens)
 
 
 class _Indexes:
-    """The lists of one chunk, by class; pages are looked up once for all classes."""
+    """The item lists of one chunk, by class; pages are looked up once for all classes."""
 
     def __init__(self, pieces: Mapping[str, _Pieces], items: Mapping[str, Index], tokens: Tokens) -> None:
         self._pieces = pieces
@@ -228,7 +228,7 @@ class _Indexes:
                 self._found[name] = *pieces[name].place(own, items[name], name), first
 
     def of(self, number: int) -> Mapping[str, Index]:
-        """The lists that the views of class `number` take."""
+        """The item lists for the views of class `number`."""
         if not self._found:
             return self._items
         if number not in self._lists:
@@ -245,10 +245,10 @@ class _Indexes:
 
 
 class Pair:
-    """How two layouts meet: the staged order, and each side's pages as the common tokens see them."""
+    """Two layouts together: the staged order, and each side's pages cut for the common tokens."""
 
     def __init__(self, src: Layout, dst: Layout, common: Common, order: str | None = None) -> None:
-        """`order` is the order where it does not follow from the layouts."""
+        """`order` overrides the order that follows from the layouts."""
         self.src, self.dst = Cut(src, common), Cut(dst, common)
         held = src.by_key()
         pairs = [(self.src.view(view.key), self.dst.view(view.key)) for view in dst.views() if view.key in held]
@@ -259,7 +259,7 @@ class DirectPlans:
     """The direct path between two cut layouts: a `DirectPlan` for each pair of classes."""
 
     def __init__(self, src: Cut, src_select: Iterable[Select], dst: Cut, dst_select: Iterable[Select]) -> None:
-        """As `DirectPlan`, and raises what it raises."""
+        """Takes and raises the same as `DirectPlan`."""
         self._src, self._dst = src, dst
         pairs: dict[tuple[int, int], tuple[list[Select], list[Select]]] = {}
         for ours, theirs in zip(sorted(src_select), sorted(dst_select), strict=True):
@@ -271,7 +271,7 @@ class DirectPlans:
         ]
 
     def spans(self, tokens: Tokens, src_items: Mapping[str, Index], dst_items: Mapping[str, Index]) -> Spans:
-        """As `DirectPlan.spans`, of items that are whole pages."""
+        """`DirectPlan.spans` for items that are whole pages."""
         ours, theirs = self._src.indexes(src_items, tokens), self._dst.indexes(dst_items, tokens)
         found = [plan.spans(tokens, ours.of(i), theirs.of(j)) for i, j, plan in self._plans]
         return found[0] if len(found) == 1 else Spans(*map(np.concatenate, zip(*found, strict=True)))
@@ -281,7 +281,7 @@ class DirectPlans:
 
 
 def tokens_problem(src: Layout, dst: Layout) -> str:
-    """Why the tokens that ranks of these layouts hold cannot be brought together, in words; empty if they can."""
+    """Why the tokens of ranks with these layouts cannot be matched; empty if they can."""
     try:
         common = Common.of(src, dst)
         Cut(src, common)

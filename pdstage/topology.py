@@ -1,4 +1,4 @@
-"""Who a rank is among the ranks of its engine, and which shards of an axis it holds by default."""
+"""A rank's place among the ranks of its engine, and which shards of an axis it holds by default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdstage.arguments import integer
 from pdstage.errors import UsageError
 
 MAX_RANKS = 1 << 15
-"""Of one kind; so the number of a place among all four kinds has at most 60 bits."""
+"""Per kind: so the number of a place among all four kinds has at most 60 bits."""
 
 
 class Axis(NamedTuple):
@@ -25,14 +25,14 @@ class Axis(NamedTuple):
 
 
 def shard_range(total: int, tp: int, rank: int) -> tuple[int, int]:
-    """Shards `[start, end)` of `total` that `rank` of `tp` holds. Any two sizes, dividing or not.
+    """Shards `[start, end)` of `total` that `rank` of `tp` holds. Neither number need divide the other.
 
     With more ranks than shards, every rank holds exactly one and replicas are consecutive ranks, as SGLang, vLLM and
     Megatron place GQA replicas.
     """
     if total < 1 or tp < 1 or not 0 <= rank < tp:
         raise UsageError(
-            f"shard_range(total={total}, tp={tp}, rank={rank}) has no answer",
+            f"shard_range(total={total}, tp={tp}, rank={rank}) is impossible",
             remedy="give total >= 1, tp >= 1 and 0 <= rank < tp",
             total=total,
             tp=tp,
@@ -55,8 +55,8 @@ REPLICATED = Axis("replicated", 1, 0, 1)
 class Topology:
     """A rank's place in its engine. `tp` is the KV rank's: the attention TP under DP attention.
 
-    `unique_rank` encodes all four places without collision; a decode engine's ranks of one dp replica form the group
-    that receives a room together.
+    `unique_rank` encodes all four places without collision. The ranks of one dp replica form the group that receives a
+    room together.
     """
 
     tp_size: int = 1
@@ -92,5 +92,5 @@ class Topology:
 
     @property
     def group_size(self) -> int:
-        """How many ranks serve one request together."""
+        """The number of ranks that serve one request together."""
         return self.pp_size * self.cp_size * self.tp_size

@@ -101,7 +101,7 @@ def test_row_levels():
     [
         ({"rows": ()}, "0 row levels"),
         ({"rows": (RowLevel(4, 1), RowLevel(2, 1), RowLevel(1, 1))}, "3 row levels"),
-        ({"rows": (RowLevel(0, 1),)}, "row level of no tokens"),
+        ({"rows": (RowLevel(0, 1),)}, "row level of 0 tokens"),
         ({"rows": (RowLevel(3, 1),)}, "4 tokens per item, not a multiple of the 3"),
         ({"rows": (RowLevel(3, 1), RowLevel(2, 1))}, "not a multiple of the second"),
         ({"n_items": 0}, "size below 1"),
