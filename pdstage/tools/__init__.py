@@ -1,4 +1,4 @@
-"""What operators run beside the library: demo, doctor, calibrate, watch (exporter and top), trace.
+"""Commands beside the library: demo, doctor, calibrate, watch (exporter and top), trace, judge.
 
-Nothing of the library imports it; it imports the library as a user's program does.
+The library does not import it; it imports the library as a user's program does.
 """

@@ -1,6 +1,6 @@
-"""Who one side of a conversation between two hosts is: releases, and what is installed there.
+"""Describes one side of a conversation between two hosts: its releases and what is installed there.
 
-Imports no transport: a broken one must not end the process that is asked.
+Imports no transport: a broken one must not end the process that answers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _Word = Annotated[str, Meta(max_length=256)]
 class Side(msgspec.Struct, frozen=True, kw_only=True):
     """`wire` and `oldest_wire`: versions of the protocol. `host_code`: "c++" or "numpy".
 
-    `transports` that are installed, with the version of what they need, or of the distribution that brings one by an
-    entry point; `features` that this release can offer at Hello, and "curve" where the control plane can be encrypted.
+    `transports` maps installed transports to the version of what they need, or of the distribution that provides one by
+    an entry point. `features` are those that this release can offer at Hello, and "curve" if the control plane can be
+    encrypted.
     """
 
     host: _Word
@@ -68,7 +69,7 @@ def _own_version() -> str:
 
 
 def _version_at(name: str, spec: ModuleSpec) -> str:
-    """Of the distribution beside a package that is named after it; which files are whose takes a second to ask."""
+    """The version of the distribution with the package's name: asking which files belong to which takes a second."""
     folders = [Path(place).parent for place in spec.submodule_search_locations or ()]
     found = sorted(path for folder in folders for path in folder.glob(f"{name}*.dist-info"))
     return PathDistribution(found[0]).version if found else ""

@@ -1,6 +1,6 @@
-"""The asking side of a calibration: a prefill node, the sweep, and the file it makes.
+"""The asking side of a calibration: a prefill node, the sweep, and the resulting file.
 
-Times copies by themselves and rooms by either path end to end: medians of repeats in turn.
+Times copies alone, and rooms by either path end to end: medians of repeats, taken in turn.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ _PATHS = ("direct", "staged")
 FULL = (pools.RUNS, (256 << 10, 1 << 20, 4 << 20, 16 << 20), 6)
 QUICK = (pools.RUNS[::3], (256 << 10, 2 << 20, 8 << 20), 3)
 AT_ONCE = 4
-"""Rooms that are timed together: alone, a room waits for its lease and its copies for one another, and a busy node does
-something else meanwhile."""
+"""Rooms that are timed together: a single room waits for its lease and its copies in turn, while a busy node does other
+work meanwhile.
+"""
 
 
 class Caller:
@@ -90,12 +91,12 @@ class Caller:
         self.close()
 
     def close(self) -> None:
-        """Hangs up. May be repeated."""
+        """Disconnects. May be repeated."""
         self._socket.close()
 
     @contextlib.contextmanager
     def started(self, transport: str, *, wait_s: float = 2 * WAIT_S) -> Iterator[PrefillNode]:
-        """A node here, and one at the peer that it may `room` with. Raises what either raises at its start."""
+        """A node here, and one at the peer that `room` may use. Raises what either raises at its start."""
         self.ask(Start(transport), wait_s=wait_s)
         with PrefillNode(
             self.pool, Topology(), transport=transport, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
@@ -105,10 +106,10 @@ class Caller:
         self.ask(Stop(), wait_s=wait_s)
 
     def measure(self, transport: str, *, quick: bool = False) -> CostModel:
-        """What `transport` costs from here to the peer. Raises what its nodes raise on either side."""
+        """The cost of `transport` from here to the peer. Raises what its nodes raise on either side."""
         runs, sizes, repeats = QUICK if quick else FULL
         with self.started(transport) as node:
-            self.room(node, "staged", runs[0], pools.tokens(runs[0], sizes[0]))  # the two meet
+            self.room(node, "staged", runs[0], pools.tokens(runs[0], sizes[0]))  # connects the two
             gather, scatter = self._copies(node, runs, sizes, repeats)
             direct, staged = self._rooms(node, runs, sizes, repeats)
         return fit.model(Timings(gather, scatter, direct, staged))
@@ -124,7 +125,7 @@ class Caller:
     def _rooms(
         self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
     ) -> Iterator[list[Timed]]:
-        """Direct rooms, then staged ones; timed in turn, so that the machine's slow spells hit both alike."""
+        """Direct rooms, then staged ones; timed in turn, so that the machine's slow phases affect both alike."""
         cases = _cases(runs, sizes)
         took: dict[tuple[str, int, int], list[float]] = {}
         for number in range(repeats + 1):
@@ -148,7 +149,7 @@ class Caller:
         look: bool = False,
         at_once: int = 1,
     ) -> Took:
-        """`at_once` rooms to the peer. `look`: raises `TransportError` unless the last brought what was sent."""
+        """Sends `at_once` rooms to the peer. `look`: raises `TransportError` unless the last arrived unchanged."""
         numbers = [self.next_room() for _ in range(at_once)]
         node.path = path
         senders = [node.send(number) for number in numbers]
@@ -171,21 +172,21 @@ class Caller:
         return self._next
 
     def about(self, wait_s: float = WAIT_S) -> Side:
-        """Who the peer is. Raises `TransportError` where it cannot say that: it is older."""
+        """Describes the peer. Raises `TransportError` if the peer is too old to answer."""
         answer = self._answer(About(), None, wait_s)
         if not isinstance(answer, Known):
             raise _other_answer(self._endpoint)
         return answer.side
 
     def ask(self, question: Question, node: PrefillNode | None = None, *, wait_s: float = 2 * WAIT_S) -> Took:
-        """What it took at the peer; `node` goes on meanwhile. Raises `TransportError` with the peer's own reason."""
+        """The peer's answer; `node` goes on meanwhile. Raises `TransportError` with the peer's own reason."""
         answer = self._answer(question, node, wait_s)
         if not isinstance(answer, Took):
             raise _other_answer(self._endpoint)
         return answer
 
     def _answer(self, question: Question, node: PrefillNode | None, wait_s: float) -> Took | Known:
-        if self._unanswered is not None:  # what comes now may answer that question
+        if self._unanswered is not None:  # the next answer may belong to that question
             raise self._unanswered
         self._socket.send(self._route, [msgspec.msgpack.encode(question)])
         until = time.monotonic() + wait_s
@@ -209,7 +210,7 @@ class Caller:
 
 
 def _cases(runs: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs and tokens; of long runs one token is more than the smaller sizes."""
+    """Runs and tokens; with long runs, one token exceeds the smaller sizes."""
     return list(dict.fromkeys((run, pools.tokens(run, size)) for run in runs for size in sizes))
 
 
@@ -225,10 +226,10 @@ def _timed(run: int, tokens: int, took: list[float], chunk_nbytes: int = 1 << 62
 def calibrate(
     caller: Caller, transports: Sequence[str], *, decode_host: str = "", quick: bool = False
 ) -> tuple[Calibration, list[str]]:
-    """Measures each of `transports`; of ["all"] those that can be used here, and says why the others cannot.
+    """Measures each of `transports`; with ["all"], those that work here, and says why the others do not.
 
-    Raises what a named one does, and `TransportError` where none of all can be measured: no file is better than an
-    empty one in the place of the last.
+    Raises what a named one raises, and `TransportError` if none of all can be measured: an empty file must not replace
+    the last one.
     """
     every, reasons = list(transports) == ["all"], available()
     found: dict[str, CostModel] = {}
@@ -251,7 +252,7 @@ def calibrate(
 
 
 def table(made: Calibration) -> str:
-    """The numbers as text, a line each and a column a transport."""
+    """The numbers as text, one per line and one column per transport."""
     units = {"bytes_per_s": (1e-9, "GB/s"), "run_s": (1e9, "ns"), "_s": (1e6, "us"), "": (1.0, "")}
     lines, costs = [["", *made.transports, ""]], made.transports.values()
     for nbytes in sorted({nbytes for cost in costs for nbytes, _ in cost.descriptors}):
@@ -265,7 +266,7 @@ def table(made: Calibration) -> str:
 
 @contextlib.contextmanager
 def own_peer(device: str = "cpu", keys: Path | None = None) -> Iterator[str]:
-    """The endpoint of a peer in a process of its own on this host, which ends with the context."""
+    """The endpoint of a peer in another process on this host, which ends with the context."""
     command = [sys.executable, "-m", "pdstage.cli", "calibrate", "--serve", "tcp://127.0.0.1:0", "--device", device]
     command += ["--keys", str(keys)] if keys is not None else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""Least squares: from what was timed to a `CostModel`."""
+"""Least squares: fits a `CostModel` to timings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-_LEAST = 1e-13  # seconds a byte: what is too cheap to be measured
+_LEAST = 1e-13  # seconds a byte: for costs too small to measure
 _TURNS = 5
 
 
 class Timed(NamedTuple):
-    """Something that moved `nbytes` in `n_runs` contiguous runs, and in `n_chunks` chunks."""
+    """A timed operation that moved `nbytes` in `n_runs` contiguous runs and `n_chunks` chunks."""
 
     nbytes: int
     n_runs: int
@@ -33,7 +33,7 @@ class Timed(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """All that is timed of one transport: copies by themselves, and whole rooms by either path."""
+    """All timings of one transport: copies alone, and whole rooms by either path."""
 
     gather: list[Timed]
     scatter: list[Timed]
@@ -42,10 +42,10 @@ class Timings(NamedTuple):
 
 
 def non_negative(columns: Sequence[ArrayLike], target: ArrayLike, unit: ArrayLike) -> list[float]:
-    """Coefficients of at least 0 with which `columns` add up to `target`, each row's error counted in its `unit`.
+    """Coefficients >= 0 with which `columns` sum to `target`; each row's error is weighted by its `unit`.
 
-    Where the best one would be below 0, the one that is so by most is 0 and the others are fitted again: no price makes
-    up for another.
+    If a coefficient would be negative, the most negative one is set to 0 and the others are fitted again: no cost may
+    compensate for another.
     """
     units = np.array(unit, np.float64)
     rows, wanted = np.array(columns, np.float64).T / units[:, None], np.array(target, np.float64) / units
@@ -64,7 +64,7 @@ def non_negative(columns: Sequence[ArrayLike], target: ArrayLike, unit: ArrayLik
 
 
 def model(timed: Timings) -> CostModel:
-    """Copies by themselves, then direct rooms, then what staged rooms take beyond their copies."""
+    """Fits copies alone, then direct rooms, then what staged rooms take beyond their copies."""
     _, gather_run_s, gather_byte_s = _priced(timed.gather, lambda one: (1.0, one.n_runs, one.nbytes))
     _, scatter_run_s, scatter_byte_s = _priced(timed.scatter, lambda one: (1.0, one.n_runs, one.nbytes))
     lengths = sorted({one.run_nbytes for one in timed.direct})
@@ -81,10 +81,10 @@ def model(timed: Timings) -> CostModel:
 
 
 def _pipelined(stages: CostModel, staged: list[Timed], room_s: float) -> CostModel:
-    """Of staged rooms: what a lease, a chunk and a byte's write add, and how far the stages overlap.
+    """From staged rooms: the cost of a lease, of a chunk and of writing a byte, and how far the stages overlap.
 
-    A room by either path takes `room_s` besides. What the write adds depends on whether it is the longest stage, which
-    depends on what it adds: a few turns settle that.
+    A room by either path takes `room_s` in addition. The write's cost depends on whether it is the longest stage, which
+    depends on its cost: a few iterations settle that.
     """
     nbytes, n_runs, n_chunks, seconds = (np.array(column, np.float64) for column in zip(*staged, strict=True))
     gather_s = n_runs * stages.gather_run_s + nbytes / stages.gather_bytes_per_s

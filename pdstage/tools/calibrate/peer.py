@@ -1,8 +1,8 @@
-"""The served side of a calibration, and of the doctor's check with a peer: a decode node that receives what it is told
-to, and says how long that took.
+"""The serving side of a calibration, and of the doctor's check with a peer: a decode node that receives as asked, and
+reports how long that took.
 
-The caller asks for one thing at a time. Questions and answers are msgpack, one frame each, over a control socket, with
-keys where that has them. Fields are only ever added, with a default: releases meet.
+The caller asks one question at a time. Questions and answers are msgpack, one frame each, over a control socket,
+encrypted if it has keys. Fields are only ever added, with defaults, so that releases can be mixed.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=600)]
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """A new node over `transport`, instead of the one there was."""
+    """Start a new node over `transport`, instead of the last one."""
 
     transport: Annotated[str, Meta(max_length=64)]
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):
-    """Receive `n_rooms` from `room` on, of that many runs a view; the answer is the seconds from `bind` to Success.
+    """Receive `n_rooms` from `room` on, with that many runs per view; the answer is the seconds from `bind` to Success.
 
-    `look`: and a digest of what has come with the last.
+    `look`: also return a digest of the last room's data.
     """
 
     room: int
@@ -64,17 +64,17 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
 
 
 class About(msgspec.Struct, frozen=True, tag=True):
-    """Who are you."""
+    """Describe yourself."""
 
 
 class Find(msgspec.Struct, frozen=True, tag=True):
-    """Ask the directory at the caller; the answer is the seconds that took."""
+    """Ask the directory at the caller; the answer is the seconds it took."""
 
     directory: Address
 
 
 class Meet(msgspec.Struct, frozen=True, tag=True):
-    """Agree with the caller's node, for a room that is given up then; the answer is the seconds to Welcome."""
+    """Connect to the caller's node, by a room that is then given up; the answer is the seconds to Welcome."""
 
     room: int
     directory: Address
@@ -82,7 +82,7 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
-    """Scatter that many runs a view out of staging memory; the answer is the seconds of each of `repeats`."""
+    """Scatter that many runs per view from staging memory; the answer is the seconds of each of `repeats`."""
 
     run: Run
     tokens: Count
@@ -113,7 +113,7 @@ _questions = msgspec.msgpack.Decoder(Question)
 
 
 class Peer:
-    """Answers one question after the other, at `bind`; its node listens on the same host, at a port of its own.
+    """Answers one question at a time at `bind`; its node listens on the same host, at another port.
 
     A context manager.
     """
@@ -127,10 +127,10 @@ class Peer:
         self.endpoint = self._socket.endpoint
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Answers until `until()`, which is asked several times a second."""
+        """Answers until `until()`, which is called several times a second."""
         while not until():
             if self._node is not None:
-                self._node.turn(5e-4)  # what is written here lands on some fabrics only while it is asked for
+                self._node.turn(5e-4)  # on some fabrics writes to this process land only while it polls
                 if not self._socket.wait(0.0).messages:
                     continue
             elif not self._socket.wait(0.2).messages:
@@ -209,7 +209,7 @@ class Peer:
         return Took([took])
 
     def _connected(self, asked: Meet | Pull, room: int) -> Receiver:
-        """A room whose writer has agreed, or that has failed."""
+        """A room whose writer has agreed, or which has failed."""
         node = self._started()
         receiver = node.receive(room, asked.directory, deadline_s=asked.deadline_s)
         while receiver.state is State.BOOTSTRAPPING:
@@ -237,7 +237,7 @@ class Peer:
 
 
 def copies(stager: Stager, pool: Pool, staging: list[Region], asked: Copy, *, into_pool: bool) -> list[float]:
-    """Seconds of each gather into `staging`, or scatter out of it, each of other pages and at another place."""
+    """Seconds of each gather into `staging`, or scatter from it, each with other pages at another place."""
     owned, what = pools.shares(asked.run), (pools.rect(asked.run, asked.tokens),)
     name = pools.component(asked.run)
     took = []

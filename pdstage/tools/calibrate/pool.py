@@ -1,4 +1,4 @@
-"""The pool that both sides of a calibration hold: one allocation, seen as runs of many lengths."""
+"""The pool on both sides of a calibration: one allocation, viewed as runs of many lengths."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pdstage.topology import Axis
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RUNS = (*(256 << n for n in range(9)), 256 << 10)  # 256 B to 64 KiB, and what is as long as whole pages
-POOL_NBYTES = 128 << 20  # several times what a core's own caches hold, and than what one room takes
+RUNS = (*(256 << n for n in range(9)), 256 << 10)  # 256 B to 64 KiB, and whole pages
+POOL_NBYTES = 128 << 20  # several times a core's caches, and larger than a room
 LAYERS, PAGE = 8, 16
 N_VIEWS = 2 * LAYERS
 
@@ -26,10 +26,10 @@ def component(run_nbytes: int) -> str:
 
 
 def make(device: str, nbytes: int = POOL_NBYTES) -> Pool:
-    """One component for each of `RUNS` that `nbytes` have room for, all of the same bytes.
+    """One component for each of `RUNS` that fits into `nbytes`, all over the same bytes.
 
-    Each is K and V of 8 layers in pages of 16 rows of one run.
-    Rows are two runs apart, as where one side holds twice the heads of the other, so that no two runs join.
+    Each is K and V of 8 layers in pages of 16 rows of one run. Rows are two runs apart, as if one side held twice the
+    heads of the other, so that no two runs join.
     """
     kind, _, number = device.partition(":")
     held, base = allocate(device, nbytes)
@@ -63,12 +63,12 @@ def n_items(run_nbytes: int, pool_nbytes: int = POOL_NBYTES) -> int:
 
 
 def tokens(run_nbytes: int, nbytes: int) -> int:
-    """How many tokens of this component hold about `nbytes`; at least one, at most half of the pool's."""
+    """How many tokens of this component are about `nbytes`: at least one, at most half of the pool."""
     return max(1, min(nbytes // (N_VIEWS * run_nbytes), n_items(run_nbytes) * PAGE // 2))
 
 
 def pages(run_nbytes: int, n_tokens: int, seed: int) -> NDArray[np.int32]:
-    """Items for `n_tokens`, in an order that has no neighbours to speak of."""
+    """Items for `n_tokens`, in an order with hardly any neighbours."""
     order = np.random.default_rng(seed).permutation(n_items(run_nbytes))
     return order[: -(-n_tokens // PAGE)].astype(np.int32)
 
@@ -82,7 +82,7 @@ def rect(run_nbytes: int, n_tokens: int) -> Rect:
 
 
 def fill(pool: Pool, seed: int) -> None:
-    """Random bytes, so that no two places of a pool from `make` hold the same."""
+    """Random bytes: no two places of a pool from `make` hold the same."""
     held: Any = pool.keep
     draw = np.random.Generator(np.random.SFC64(seed))
     data = draw.integers(0, 1 << 64, -(-len(held) // 8), np.uint64).view(np.uint8)[: len(held)]
@@ -95,7 +95,7 @@ def fill(pool: Pool, seed: int) -> None:
 
 
 def content(pool: Pool, run_nbytes: int, n_tokens: int, items: NDArray[np.int32]) -> bytes:
-    """What the first `n_tokens` of `items` hold in a pool from `make`: view after view, token after token."""
+    """The content of the first `n_tokens` of `items` in a pool from `make`: view by view, token by token."""
     held: Any = pool.keep
     n = n_items(run_nbytes, len(held))
     rows = held[: N_VIEWS * n * 2 * PAGE * run_nbytes].reshape(N_VIEWS, n, PAGE, 2, run_nbytes)

@@ -1,11 +1,10 @@
-"""Real models' caches moved between two layouts, by real processes: `pdstage demo`.
+"""`pdstage demo`: real processes transfer real models' caches between two layouts.
 
-The Llama is computed by its ranks together, split over TP and PP. Of the six other models, each with kinds of state of
-its own, every prefill rank computes the whole model; it stores and moves only its share, and decode has nothing but
-what came.
+The ranks compute the Llama together, split over TP and PP. For the six other models, each with its kinds of state,
+every prefill rank computes the whole model, and stores and sends only its share. Decode has only what arrived.
 
-May use the public API only; nothing below may know it. Read `options.py` for what can be asked, `families.py` for what
-the models keep, `llama.py` for the sharded Llama, `pools.py` and `holding.py` for where a rank keeps its share,
-`cache.py` and `whole.py` for the others' caches, `transfer.py` for the calls an engine makes, `ranks.py` for what one
-process does, `run.py` for the whole.
+It may use the public API only; the library must not know it. Read `options` (the arguments), `families` (what the
+models keep), `llama` over `group` (the sharded Llama), `pools` and `holding` (where a rank keeps its share), `cache`,
+`whole` and `engine` (the engines), `transfer` (an engine's calls), `ranks` (one process), `crew` (all of them),
+`reference` (the expected tokens), and `run` with `report` (the whole).
 """

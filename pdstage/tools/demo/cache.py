@@ -1,7 +1,7 @@
-"""What a transformers cache holds of a request, read out as tensors by component, role and layer, and written back.
+"""Reads what a transformers cache holds of a request, as tensors by component, role and layer, and writes it back.
 
-A cache is a `DynamicCache` made for its model's configuration; written with its own `update` methods, those that the
-models call.
+A cache is a `DynamicCache` made for its model's configuration. It is written with its own `update` methods, as the
+models do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdstage.tools.demo.families import Family
     from pdstage.tools.demo.holding import Spans, States
 
-# How a role lies in a layer of the cache, for one sequence: as `[tokens, heads, width]`, or `[parts, *inner]`.
+# The layout of a role in a layer of the cache, for one sequence: `[tokens, heads, width]`, or `[parts, *inner]`.
 _READ: dict[str, Callable[[Any], torch.Tensor]] = {
     "k": lambda layer: layer.keys[0].transpose(0, 1),
     "v": lambda layer: layer.values[0].transpose(0, 1),
@@ -32,7 +32,7 @@ _READ: dict[str, Callable[[Any], torch.Tensor]] = {
 
 
 def read(cache: Any, family: Family, kv_heads: int, spans: Spans) -> States:  # noqa: ANN401  (transformers is untyped)
-    """The tokens `spans` of every component, all heads and layers; components not named are left out."""
+    """The tokens `spans` of every component, all heads and layers; components that are not named are left out."""
     states: States = {}
     for number, layer in enumerate(cache.layers):
         for field in family.fields(number, kv_heads):
@@ -41,14 +41,14 @@ def read(cache: Any, family: Family, kv_heads: int, spans: Spans) -> States:  # 
             held = _READ[field.role](layer)
             if field.kept != SLOT:
                 start, stop = spans[field.component]
-                first = layer.get_seq_length() - held.shape[0]  # a sliding window has lost those before
+                first = layer.get_seq_length() - held.shape[0]  # a sliding window has dropped earlier tokens
                 held = held[start - first : stop - first]
             states[Key(field.component, field.role, number)] = held
     return states
 
 
 def write(cache: Any, states: States, n_tokens: int) -> None:  # noqa: ANN401
-    """Fills an empty cache with what `read` gave at the end of a prompt of `n_tokens`."""
+    """Fills an empty cache with what `read` returned at the end of a prompt of `n_tokens`."""
     for number, layer in enumerate(cache.layers):
         held = {key.role: state for key, state in states.items() if key.layer == number}
         if "latent" in held:

@@ -1,4 +1,4 @@
-"""The demo's processes: started together, heard through one pipe each, and never left behind."""
+"""The demo's processes: started together, read through one pipe each, and always ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOIN_S = 10.0
 
 
 class Ended(NamedTuple):
-    """A process's last words; `error` is None when its work returned."""
+    """A process's last message; `error` is None if its work returned."""
 
     error: PdstageError | None
 
@@ -37,10 +37,10 @@ class _Member:
 
 
 class Crew:
-    """Use as a context: leaving it ends every process that is still there, whatever happened.
+    """A context manager that on exit ends every process that is left, whatever happened.
 
-    The modules `preload` are imported once, in this order, before the processes are forked from it: a dozen imports of
-    torch would cost more than the demo itself.
+    The modules `preload` are imported once, in this order, before the processes are forked: a dozen imports of torch
+    would cost more than the demo itself.
     """
 
     def __init__(self, *preload: str, deadline_s: float) -> None:
@@ -50,7 +50,7 @@ class Crew:
         self._deadline_at = time.monotonic() + deadline_s
 
     def start(self, name: str, work: Work, job: object) -> None:
-        """Runs `work(job, pipe)` in a process of its own; both are pickled."""
+        """Runs `work(job, pipe)` in another process; both are pickled."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(work, job, theirs), name=name, daemon=True)
         process.start()
@@ -58,13 +58,13 @@ class Crew:
         self._members[name] = _Member(name, process, ours)
 
     def tell(self, message: object, *, to: str = "", but: str = "") -> None:
-        """Sends `message` to every process that still runs whose name begins with `to`, except the one named `but`."""
+        """Sends `message` to every running process whose name begins with `to`, except the one named `but`."""
         for member in self._members.values():
             if not member.ended and member.name.startswith(to) and member.name != but:
                 member.pipe.send(message)
 
     def hear(self) -> Iterator[tuple[str, Any]]:
-        """What the processes say, as `(name, message)`, until all have ended.
+        """Messages of the processes, as `(name, message)`, until all have ended.
 
         Raises the error of the first process that failed, or `DeadlineExceeded` naming those still running.
         """
@@ -108,11 +108,11 @@ class Crew:
 
 def _run(work: Work, job: object, pipe: Connection) -> None:
     logging.basicConfig(format="%(processName)s: %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     with pipe:
         try:
             work(job, pipe)
-        except PdstageError as error:  # any other is a bug: it ends the process with its traceback
+        except PdstageError as error:  # any other error is a bug and ends the process with its traceback
             pipe.send(Ended(error))
         else:
             pipe.send(Ended(None))

@@ -1,6 +1,6 @@
-"""What an engine does besides moving KV: chunked prefill, and greedy decoding of several rooms.
+"""The engine's work apart from transfers: chunked prefill, and greedy decoding of several rooms.
 
-`LlamaEngine` computes with all ranks of its side together; `whole.py` has the other.
+`LlamaEngine` computes with all ranks of its side together; `whole` has the other engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPONENT = "kv"
 
 
 class Step(NamedTuple):
-    """Tokens `[start, stop)` of a prompt are computed, and `token` comes next; `spans` are in the pools now."""
+    """Tokens `[start, stop)` of a prompt are computed, and `token` is next; `spans` are now in the pools."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Context(NamedTuple):
-    """A room to go on with: `n_tokens` of it are in the pools, and `first` comes next."""
+    """A room to decode: `n_tokens` of it are in the pools, and `first` is next."""
 
     room: Room
     n_tokens: int
@@ -39,21 +39,21 @@ class Context(NamedTuple):
 
 
 class Engine(Protocol):
-    """One rank. All ranks of a side make the same calls."""
+    """One rank's engine. All ranks of a side make the same calls."""
 
     @property
     def pools(self) -> Mapping[str, Pool]:
-        """This rank's, by component."""
+        """This rank's pools, by component."""
 
     @property
     def components(self) -> Sequence[str]:
-        """Those of the whole model."""
+        """The components of the whole model."""
 
     @property
     def group(self) -> Group: ...
 
     def admit(self, n_tokens: int, room_for: int) -> Room:
-        """Allocates pages and slots for a prompt and `room_for` tokens more."""
+        """Allocates pages and slots for a prompt and `room_for` more tokens."""
 
     def release(self, room: Room) -> None: ...
 
@@ -61,18 +61,18 @@ class Engine(Protocol):
         """Computes `prompt` chunk by chunk."""
 
     def decode(self, contexts: Sequence[Context], n_tokens: int, stepped: Callable[[], None] = ...) -> list[list[int]]:
-        """Continues all rooms together by `n_tokens`; `stepped` is called after each.
+        """Continues all rooms together by `n_tokens`; calls `stepped` after each token.
 
         Returns each room's tokens, the first one included. May be called again for the same contexts.
         """
 
     def spoil(self, component: str, room: Room, seed: int) -> Callable[[], None]:
-        """Overwrites a page or slot of the room with noise on one rank. Returns what puts it back."""
+        """Overwrites a page or slot of the room with noise on one rank. Returns a function that restores it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaEngine:
-    """One rank of the sharded Llama: its model, its pool, and the ranks it computes with."""
+    """One rank of the sharded Llama: its model, its pool and its group."""
 
     model: ShardedLlama
     kv: PagedPool

@@ -1,10 +1,10 @@
-"""The demo's models besides Llama: tiny configurations, and what each layer keeps of a request.
+"""The demo's models other than Llama: tiny configurations, and what each layer keeps of a request.
 
 Pure data.
 
-A layer keeps a few tensors. Those of components with pages are `[tokens, parts, *inner]`, those of slots
-`[parts, *inner]`; the axis of parts is what tensor-parallel ranks divide, in sections that each divide by themselves: a
-conv state's channels are `[q | k | v]` or `[x | B | C]`.
+A layer keeps a few tensors: `[tokens, parts, *inner]` in components with pages, `[parts, *inner]` in components with
+slots. Tensor-parallel ranks divide the axis of parts, in sections that are divided separately: a conv state's channels
+are `[q | k | v]` or `[x | B | C]`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KV_HEADS = 4
 HEAD_DIM = 32
 WINDOW = 40
 FP64, FP32 = "float64", "float32"
-# How long a tensor of a layer is kept: for every token, for the last ones, or one state for the whole sequence.
+# What a layer keeps of a tensor: every token, the last tokens, or one state of the whole sequence.
 PAGES, WINDOW_PAGES, SLOT = "pages", "window", "slot"
 
 
@@ -35,7 +35,7 @@ def stage_layers(n_layers: int, place: Topology) -> range:
 
 
 class Run(NamedTuple):
-    """`n_parts` parts of a rank's tensor from `own` on are those of the whole tensor from `whole` on."""
+    """`n_parts` parts, from `own` on in a rank's tensor and from `whole` on in the whole tensor."""
 
     whole: int
     own: int
@@ -44,8 +44,8 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a layer. `role` is its name within `component`, `inner` the shape of one part, `kept` for how long
-    it is kept.
+    """One tensor of a layer. `role` is its name within `component`, `inner` the shape of one part, `kept` what is kept
+    of it.
     """
 
     component: str
@@ -56,7 +56,7 @@ class Field:
     dtype: str = FP64
 
     def runs(self, tp: tuple[int, int] = (1, 0)) -> list[Run]:
-        """A rank's parts, one run a section; `tp` is its (size, rank)."""
+        """A rank's parts, one run per section; `tp` is its (size, rank)."""
         runs, whole, own = [], 0, 0
         for section in self.sections:
             axis, unit = section.axis(tp), section.unit()
@@ -66,14 +66,14 @@ class Field:
         return runs
 
     def n_parts(self, tp: tuple[int, int] = (1, 0)) -> int:
-        """Parts that a rank holds, of all sections."""
+        """The number of parts that a rank holds, over all sections."""
         return sum(run.n_parts for run in self.runs(tp))
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model. `package` is its folder in transformers, `config` and `model` its classes there; `settings` makes the
-    configuration for a number of KV heads. `kinds` says which of `kept` each layer keeps.
+    """One model. `package` is its folder in transformers, `config` and `model` are its classes there; `settings` makes
+    the configuration for a number of KV heads. `kinds` selects what of `kept` each layer keeps.
     """
 
     package: str
@@ -84,14 +84,14 @@ class Family:
     kept: Callable[[int], Mapping[str, tuple[Field, ...]]]
     has_heads: bool = True
     cache_argument: str = "past_key_values"
-    # Whether its top-k indexer leaves ties, which the smallest change in how a prompt is computed decides otherwise.
+    # Whether its top-k indexer leaves ties. Then the slightest change in how a prompt is computed changes the choice.
     ties: bool = False
     window: int = 0
     layers: range = field(default=range(N_LAYERS))
 
     @property
     def modules(self) -> tuple[str, str]:
-        """transformers' modules of its configuration and of its network."""
+        """transformers' modules of its configuration and of its model."""
         where = f"transformers.models.{self.package}"
         return f"{where}.configuration_{self.package}", f"{where}.modeling_{self.package}"
 
@@ -99,7 +99,7 @@ class Family:
         return self.kept(kv_heads)[self.kinds[layer]]
 
     def components(self, kv_heads: int) -> dict[str, tuple[Field, ...]]:
-        """Every component's fields; the layers that keep a component keep all of it."""
+        """Every component's fields; a layer that keeps a component keeps all of it."""
         fields = [field for layer in self.layers for field in dict.fromkeys(self.fields(layer, kv_heads))]
         return {
             name: tuple(f for f in dict.fromkeys(fields) if f.component == name)
@@ -115,13 +115,13 @@ class Family:
         )
 
 
-# As in the demo's Llama, weights so large that every token depends on its whole context.
+# As in the demo's Llama, the weights are so large that every token depends on its whole context.
 _COMMON = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": N_LAYERS, "initializer_range": 0.15}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def _attention(kv_heads: int) -> dict[str, Any]:
-    """Two queries a KV head; the hidden size as transformers asks for: a multiple of the heads."""
+    """Two queries per KV head; transformers requires a hidden size that is a multiple of the heads."""
     heads = 2 * kv_heads
     return {
         **_COMMON,

@@ -1,4 +1,4 @@
-"""The ranks of one side, joined by torch.distributed over loopback: what an engine's TP and PP groups do."""
+"""The ranks of one side, joined by torch.distributed over loopback, as an engine's TP and PP groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class Group:
-    """The ranks of `place`'s side, who meet at the file `meeting`; alone, every call is the identity."""
+    """The ranks of `place`'s side, which rendezvous at the file `meeting`. For a single rank every call is the
+    identity.
+    """
 
     def __init__(self, place: Topology, meeting: Path, deadline_s: float) -> None:
         self.size, self.rank = place.group_size, place.group_rank
@@ -29,18 +31,18 @@ class Group:
         self._stage: distributed.ProcessGroup | None = None
         if not self._joined:
             return
-        # gloo else picks the address that the host's name resolves to, which need not exist in a container.
+        # By default gloo uses the address that the host's name resolves to, which may not exist in a container.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         distributed.init_process_group(
             "gloo", f"file://{meeting}", timedelta(seconds=deadline_s), world_size=self.size, rank=self.rank
         )
-        for stage in range(self._pp if self._pp > 1 else 0):  # every rank makes all groups, as torch asks for
+        for stage in range(self._pp if self._pp > 1 else 0):  # torch requires every rank to make all groups
             members = distributed.new_group(list(range(stage * self._tp, (stage + 1) * self._tp)))
             if stage == place.pp_rank:
                 self._stage = members
 
     def sum(self, partial: torch.Tensor) -> None:
-        """Adds up `partial` of this stage's ranks in place."""
+        """Sums `partial` over this stage's ranks in place."""
         if self._tp > 1:
             held = partial.cpu()  # gloo's memory; ranks that share a GPU have no NCCL
             distributed.all_reduce(held, group=self._stage)
@@ -48,14 +50,14 @@ class Group:
                 partial.copy_(held)
 
     def hand_on(self, hidden: torch.Tensor, stage: int) -> None:
-        """Puts `stage`'s `hidden` in place of every other stage's."""
+        """Replaces every other stage's `hidden` by that of `stage`."""
         if self._pp > 1:
             held = hidden.cpu()
             distributed.broadcast(held, src=stage * self._tp)
             if held is not hidden:
                 hidden.copy_(held)
 
-    def gather(self, part: Any) -> list[Any]:  # noqa: ANN401  (whatever can be pickled)
+    def gather(self, part: Any) -> list[Any]:  # noqa: ANN401  (anything that can be pickled)
         """Every rank's `part` in the order of ranks, at rank 0; nothing elsewhere."""
         if not self._joined:
             return [part]
@@ -64,14 +66,14 @@ class Group:
         return parts or []
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """Rank 0's `values`, on every rank: a token is chosen once, whatever the last bit of a sum is elsewhere."""
+        """Rank 0's `values`, on every rank: a token is chosen once, even if sums differ in the last bit elsewhere."""
         chosen = torch.tensor(values)
         if self._joined:
             distributed.broadcast(chosen, src=0)
         return chosen.tolist()
 
     def lowest(self, states: NDArray[np.int8]) -> NDArray[np.int8]:
-        """Elementwise minimum over the ranks: a room has come when it has come on all of them."""
+        """Elementwise minimum over the ranks: a room has arrived when it has arrived on all of them."""
         held = torch.from_numpy(states.copy())
         if self._joined:
             distributed.all_reduce(held, op=distributed.ReduceOp.MIN)

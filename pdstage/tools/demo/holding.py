@@ -1,4 +1,4 @@
-"""What one rank keeps of a model's state: its layers, its parts of every tensor, in pools of its own."""
+"""What one rank keeps of a model's state: its layers and its parts of every tensor, in its own pools."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 States: TypeAlias = "dict[Key, torch.Tensor]"
 """Tensors `[tokens, parts, *inner]` or `[parts, *inner]`, by component, role and layer."""
 Spans: TypeAlias = "Mapping[str, tuple[int, int]]"
-"""Tokens `[start, stop)` by component; of a slot `(0, 1)`."""
+"""Tokens `[start, stop)` by component; `(0, 1)` for a slot."""
 
 SPARE_PAGES = 16
 
 
 class Holding:
-    """One rank's share of `family` with `kv_heads` KV heads; `lengths` are the prompts' that may be held at once."""
+    """One rank's share of `family` with `kv_heads` KV heads; `lengths` are those of the prompts held at once."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Holding:
         )  # fmt: skip
 
     def admit(self, n_tokens: int) -> Room:
-        """Pages and slots for a prompt; of a sliding window only the pages that its end lies in."""
+        """Pages and slots for a prompt; of a sliding window only the pages of its end."""
         return {name: pool.allocate(*self._asked(name, n_tokens)) for name, pool in self.pools.items()}
 
     def release(self, room: Room) -> None:
@@ -76,9 +76,9 @@ class Holding:
             self.pools[component].free(table)
 
     def fresh(self, start: int, stop: int, n_tokens: int) -> Spans:
-        """What there is of each component of the model once tokens `[start, stop)` of `n_tokens` are computed.
+        """The tokens of each component that are ready once tokens `[start, stop)` of `n_tokens` are computed.
 
-        Windows and slots are complete at the end only, and of no use before.
+        Windows and slots are ready only at the end.
         """
         spans = {}
         for component, fields in self._fields.items():
@@ -92,13 +92,13 @@ class Holding:
         match self._fields[component][0].kept:
             case "slot":
                 return 0, 1
-            case "window":  # the next token sees itself and window - 1 before it
+            case "window":  # the next token sees itself and the window - 1 tokens before
                 return max(0, n_tokens - self.family.window + 1), n_tokens
             case _:
                 return 0, n_tokens
 
     def keep(self, room: Room, states: States, spans: Spans) -> None:
-        """Stores this rank's parts of `states`, whole tensors of the tokens `spans`, in its pools."""
+        """Stores in its pools this rank's parts of `states`, which are whole tensors of the tokens `spans`."""
         for component, table in room.items():
             if component not in spans:
                 continue
@@ -108,7 +108,7 @@ class Holding:
                 pool.store(layer, table, spans[component][0], *parts)
 
     def parts(self, room: Room) -> States:
-        """All that this rank holds of a room."""
+        """Everything that this rank holds of a room."""
         held: States = {}
         for component, table in room.items():
             pool = self.pools[component]
@@ -131,15 +131,15 @@ def cut(whole: torch.Tensor, field: Field, place: Topology) -> torch.Tensor:
 def put_together(
     family: Family, kv_heads: int, places: Sequence[Topology], held: Sequence[States]
 ) -> tuple[States, set[Key]]:
-    """The whole tensors, from what the ranks at `places` hold; and those of which two ranks hold different copies.
+    """The whole tensors, assembled from the ranks at `places`; and the keys of which two ranks hold different copies.
 
-    Of several copies the first rank's is taken. What no rank holds is NaN.
+    Of several copies the first rank's is used. Missing parts are NaN.
     """
     fields = {(f.component, f.role): f for named in family.components(kv_heads).values() for f in named}
     whole: States = {}
     differing: set[Key] = set()
     seen: set[tuple[Key, int]] = set()
-    # Backwards, so that the first rank's copy is the last one written.
+    # Backwards, so that the first rank's copy is written last.
     for place, states in sorted(zip(places, held, strict=True), key=lambda one: -one[0].group_rank):
         for key, part in states.items():
             field = fields[key.component, key.role]

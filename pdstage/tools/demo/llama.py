@@ -1,7 +1,7 @@
-"""A Llama split over tensor-parallel ranks and pipeline stages, attending over a paged pool: a small honest engine.
+"""A Llama split over tensor-parallel ranks and pipeline stages, attending over a paged pool: a small real engine.
 
-Weights come as a state dict, sums over ranks go through a group given from outside. The arithmetic follows
-transformers' `modeling_llama.py` step by step.
+Weights come as a state dict; sums over ranks go through a given group. The arithmetic follows transformers'
+`modeling_llama.py` step by step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HeadShare(NamedTuple):
 def head_share(shape: ModelShape, tp: int, rank: int) -> HeadShare:
     """KV heads by `shard_range`; each query head goes to exactly one of the ranks that hold its KV head.
 
-    With more ranks than KV heads the replicas of a head divide its queries; a replica may be left with none.
+    With more ranks than KV heads the replicas of a head divide its queries; a replica may have none.
     """
     start, stop = shard_range(shape.kv_heads, tp, rank)
     replicas = [r for r in range(tp) if shard_range(shape.kv_heads, tp, r) == (start, stop)]
@@ -49,14 +49,14 @@ def head_share(shape: ModelShape, tp: int, rank: int) -> HeadShare:
 
 
 def _even(total: int, parts: int, at: int) -> tuple[int, int]:
-    """Part `at` of `total` cut into `parts` ranges that cover it once; unlike `shard_range` a part may be empty."""
+    """Part `at` of `total` cut into `parts` ranges that cover it once; unlike in `shard_range` a part may be empty."""
     return at * total // parts, (at + 1) * total // parts
 
 
 def slice_weights(full: Mapping[str, torch.Tensor], shape: ModelShape, place: Topology) -> Weights:
     """One rank's part of a transformers Llama state dict: columns of q, k, v, gate, up; rows of o and down; its layers.
 
-    Embedding, norms and the head are held whole. Names are kept.
+    Embedding, norms and the head are kept whole. Names do not change.
     """
     tp, rank, layers = place.tp_size, place.tp_rank, stage_layers(shape.layers, place)
     share, dim = head_share(shape, tp, rank), shape.head_dim

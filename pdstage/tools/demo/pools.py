@@ -1,6 +1,7 @@
-"""A rank's own pools: pages of tokens in one of the memory orders engines use, and slots of state.
+"""A rank's own pools: pages of tokens in one of the memory orders of engines, and slots of state.
 
-Every pool is full of NaN at first: what is read before it came spoils its room. Every free list is shuffled.
+Every pool is filled with NaN at first, so reading data that has not arrived spoils the room. Every free list is
+shuffled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HND = "hnd"
 
 class Table(NamedTuple):
     """Where a room is in one pool: page i of `items` covers tokens `[first_token + i*page_size, ...)`, and the room has
-    tokens `[start, stop)` of the prompt. Of slots, a room has one: tokens `[0, 1)`.
+    tokens `[start, stop)` of the prompt. A room has one slot, as tokens `[0, 1)`.
     """
 
     items: NDArray[np.int32]
@@ -55,11 +56,12 @@ class _Shuffled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedShape:
-    """`order` "nhd": `[slots, heads, width]`, as SGLang does; "hnd": `[pages, heads, page_size, width]`, as FlashInfer.
+    """`order` "nhd" is `[slots, heads, width]`, as in SGLang; "hnd" is `[pages, heads, page_size, width]`, as in
+    FlashInfer.
 
-    `layers` are the numbers of the layers held, `widths` the last axis by role, in the order in which `store` takes
-    them; `total_heads` those of the whole model, of which this rank holds `heads`. Replicated: 1 of 1. What is stored
-    becomes `dtype`, and what is loaded float64 again.
+    `layers` are the numbers of the layers held, `widths` the last axis by role, in the order of `store`. `total_heads`
+    are the whole model's heads, of which this rank holds `heads`; 1 of 1 if replicated. Stored values become `dtype`,
+    loaded ones float64 again.
     """
 
     order: str
@@ -74,7 +76,7 @@ class PagedShape:
 
 
 class PagedPool:
-    """`tensors`: by role, one a layer of `shape.layers`."""
+    """`tensors`: by role, one per layer of `shape.layers`."""
 
     def __init__(self, shape: PagedShape, seed: int) -> None:
         self.shape = shape
@@ -90,7 +92,7 @@ class PagedPool:
         self._at = {layer: i for i, layer in enumerate(shape.layers)}
 
     def allocate(self, start: int, stop: int, *, room_for: int = 0) -> Table:
-        """Pages, scattered over the pool, for tokens `[start, stop)` and `room_for` more. Begins at a whole page."""
+        """Pages scattered over the pool, for tokens `[start, stop)` and `room_for` more. Starts at a whole page."""
         size = self.shape.page_size
         first = start // size
         return Table(self._free.take(pages_for(stop + room_for, size) - first), first * size, start, stop)
@@ -99,7 +101,7 @@ class PagedPool:
         self._free.give_back(table.items)
 
     def store(self, layer: int, table: Table, start: int, *parts: torch.Tensor) -> None:
-        """Writes one `[n, heads, width]` a role at tokens `start..start+n` of the sequence."""
+        """Writes one `[n, heads, width]` per role at tokens `start..start+n` of the sequence."""
         for held, new in zip(self._of(layer), parts, strict=True):
             page, row = self._places(table, start, start + new.shape[0])
             if self.shape.order == NHD:
@@ -116,9 +118,9 @@ class PagedPool:
         return tuple(held[page, :, row].double() for held in self._of(layer))
 
     def spoil(self, table: Table, seed: int) -> Callable[[], None]:
-        """Replaces the page in the middle of a room, every tensor of it, by noise: the negative control.
+        """Overwrites all tensors of the page in the middle of a room with noise: the negative control.
 
-        Returns what puts it back.
+        Returns a function that restores the page.
         """
         page = int(table.items[((table.start + table.stop) // 2 - table.first_token) // self.shape.page_size])
         size = self.shape.page_size
@@ -140,10 +142,10 @@ class PagedPool:
 
 
 class SlotPool:
-    """State of a fixed size: `tensors`, by role, one `[slots, parts, *inner]` a layer of `layers`.
+    """State of a fixed size: `tensors`, by role, one `[slots, parts, *inner]` per layer of `layers`.
 
-    `shapes` gives `[parts, *inner]` and dtype of this rank's, `sections` of what the whole model's parts consist. In
-    memory a conv state's channels come last with `order` "nhd", as vLLM's "SD", else before its rows, as SGLang's.
+    `shapes` gives `[parts, *inner]` and dtype on this rank, `sections` the sections of the whole model's parts. In
+    memory a conv state's channels come last with `order` "nhd", as in vLLM's "SD", else before its rows, as in SGLang.
     """
 
     def __init__(
@@ -173,14 +175,14 @@ class SlotPool:
         return torch.full(shape, torch.nan, dtype=dtype)
 
     def allocate(self, start: int = 0, stop: int = 1) -> Table:
-        """One slot: it has no positions, so `[0, 1)` is all there can be."""
+        """One slot. It has no positions, so the range is always `[0, 1)`."""
         return Table(self._free.take(stop - start), start, start, stop)
 
     def free(self, table: Table) -> None:
         self._free.give_back(table.items)
 
     def store(self, layer: int, table: Table, start: int, *parts: torch.Tensor) -> None:
-        """One `[parts, *inner]` a role. `start` as a paged pool takes it; here it is 0."""
+        """Writes one `[parts, *inner]` per role. `start` is 0; it exists for the interface of paged pools."""
         for tensors, new in zip(self.tensors.values(), parts, strict=True):
             tensors[self._at[layer]][int(table.items[0])] = new
 
@@ -189,7 +191,7 @@ class SlotPool:
         return tuple(tensors[self._at[layer]][int(table.items[0])] for tensors in self.tensors.values())
 
     def spoil(self, table: Table, seed: int) -> Callable[[], None]:
-        """As of a paged pool: the room's slot, in every layer."""
+        """The same as in a paged pool: the room's slot, in every layer."""
         slot = int(table.items[0])
         return _spoil((held[slot] for tensors in self.tensors.values() for held in tensors), seed)
 
@@ -198,7 +200,7 @@ Pool: TypeAlias = "PagedPool | SlotPool"
 
 
 def _spoil(parts: Iterable[torch.Tensor], seed: int) -> Callable[[], None]:
-    """Noise of the same size as what was there: the check must feel values that look plausible."""
+    """Noise of the same magnitude as the data: the check must also detect plausible values."""
     noise = torch.Generator().manual_seed(seed)
     kept = [(part, part.clone()) for part in parts]
     for part, was in kept:

@@ -1,6 +1,6 @@
-"""What one rank's process does, prefill or decode: make its engine, announce itself, work, report, leave.
+"""One rank's process, prefill or decode: makes its engine, announces itself, works, reports and ends.
 
-A decode rank is told the prompts' lengths and nothing else of them: all it knows of a prompt came through the transfer.
+A decode rank gets only the prompts' lengths: all it knows of a prompt came through the transfer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRACE = ".trace.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One rank's work. `prompts` is empty at decode; `folder` holds the weights and the groups' meeting points."""
+    """One rank's work. `prompts` is empty at decode; `folder` holds the weights and the groups' rendezvous files."""
 
     side: str
     place: Topology
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def trace(self) -> Path | None:
-        """Where this rank's part of the run's trace goes, if one was asked for."""
+        """The file for this rank's part of the run's trace, if requested."""
         return self.folder / f"{self.side}-{self.rank}{TRACE}" if self.options.trace is not None else None
 
     def reach(self, bootstrap: str, observers: tuple[Observer, ...]) -> Place:
@@ -87,7 +87,7 @@ class Job:
 
 
 class Ready(NamedTuple):
-    """The rank is announced and waits to be told to start."""
+    """The rank is announced and waits for the start."""
 
 
 class Prefilled(NamedTuple):
@@ -95,7 +95,7 @@ class Prefilled(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A prefill rank is done with a room, given by its place in `Job.rooms`; times as in `report.RoomReport`."""
+    """A prefill rank is done with a room, given by its index in `Job.rooms`; times as in `report.RoomReport`."""
 
     room: int
     moved: Moved
@@ -111,7 +111,7 @@ class Arrived(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Digests of the rows that a decode rank has, by room."""
+    """Digests of a decode rank's rows, by room."""
 
     digests: tuple[int, ...]
 
@@ -121,9 +121,10 @@ class Decoded(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A rank has done its work. Decode rank 0 tells the tokens of all rooms; those of room 0 decoded once more from
-    the same pages (`again`); and those of room 0 after one of its pages, or its slot, was spoilt in one component, once
-    for each component (`controls`)."""
+    """A rank has done its work. Decode rank 0 reports the tokens of all rooms. It decodes room 0 once more from the
+    same pages (`again`). It also decodes room 0 with a spoilt page or slot of one component, once for each component
+    (`controls`).
+    """
 
     tokens: tuple[list[int], ...] = ()
     again: tuple[int, ...] = ()
@@ -131,7 +132,7 @@ class Finished(NamedTuple):
 
 
 class Again(NamedTuple):
-    """A prefill rank has sent all rooms once more, from `began_at` on."""
+    """A prefill rank has sent all rooms once more, starting at `began_at`."""
 
     began_at: float
     descriptors: int
@@ -139,11 +140,11 @@ class Again(NamedTuple):
 
 
 STOP = ""
-"""Instead of the path of another move."""
+"""Sent instead of the path of another transfer."""
 
 
 def prefill_rank(work: tuple[Job, str], pipe: Connection) -> None:
-    """Prefills prompt by prompt, handing each chunk over as soon as it is computed. `work`: the job, the directory."""
+    """Prefills prompt by prompt, and sends each chunk as soon as it is computed. `work`: the job, the directory."""
     job, bootstrap = work
     with tracing(job.trace) as observers:
         _prefill(job, job.reach(bootstrap, observers), pipe)
@@ -173,7 +174,7 @@ def _prefill(job: Job, place: Place, pipe: Connection) -> None:
 def _send_room(
     job: Job, engine: Engine, side: SendingSide, room: str, prompt: Sequence[int], *, kept: Kept, pipe: Connection
 ) -> tuple[Moved, float, float]:
-    """What was moved, when its first chunk was handed over, and when its last. `kept` gets what each chunk was of."""
+    """What was moved, and when its first and last chunks were handed over. `kept` receives each chunk's spans."""
     tables, chunks = kept
     side.open(room)
     handed_at, token = [], 0
@@ -188,7 +189,7 @@ def _send_room(
 
 
 def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
-    """Waits until every room is complete on every rank, continues all of them, then runs the negative controls."""
+    """Waits until every room is complete on every rank, decodes all of them, then runs the negative controls."""
     job, bootstrap = work
     with tracing(job.trace) as observers:
         _decode(job, job.reach(bootstrap, observers), pipe)
@@ -234,10 +235,10 @@ def _decode(job: Job, place: Place, pipe: Connection) -> None:
 
 
 def _engine(job: Job, lengths: list[int]) -> Engine:
-    # One thread a rank: a dozen ranks share a machine that may have two cores.
+    # One thread per rank: a dozen ranks share a machine that may have two cores.
     torch.set_num_threads(1)
     options, group = job.options, Group(job.place, job.folder / f"{job.side}-group", job.options.deadline_s)
-    # Every rank shuffles differently: page numbers mean nothing outside their own pool.
+    # Every rank shuffles differently: page numbers mean nothing outside their pool.
     seed = options.seed * 1000 + 10 * job.rank + (500 if job.side == "decode" else 0)
     if options.model == "llama":
         return _llama(job, lengths, group, seed)
@@ -271,7 +272,7 @@ def _llama(job: Job, lengths: list[int], group: Group, seed: int) -> LlamaEngine
 
 
 def _await_rooms(job: Job, side: ReceivingSide, group: Group, pipe: Connection) -> None:
-    """As an engine's scheduler does: poll, take the minimum over the ranks, go on when all agree."""
+    """Polls as an engine's scheduler does: takes the minimum over the ranks, and goes on when all agree."""
     here = np.zeros(len(job.rooms), dtype=bool)
     while True:
         complete = side.poll()
@@ -284,7 +285,7 @@ def _await_rooms(job: Job, side: ReceivingSide, group: Group, pipe: Connection) 
 
 
 def _next_move(pipe: Connection, turn: Callable[[], None]) -> str:
-    """Keeps the node answering its peers until the parent names the path of another move, or `STOP`."""
+    """Keeps the node answering its peers until the parent sends the path of another transfer, or `STOP`."""
     while not pipe.poll(LISTEN_S):
         turn()
     path: str = pipe.recv()

@@ -1,6 +1,6 @@
-"""The models, as transformers computes them, and the judge: one process with a cache of its own.
+"""The models as transformers computes them, and the expected tokens: one process with its own cache.
 
-The only module that imports transformers.
+Only this module imports transformers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pdstage.errors import UsageError
 from pdstage.tools.demo import cache as caches
 from pdstage.tools.demo.families import FAMILIES
 
-# transformers looks for Hugging Face's package `kernels`. Where Python starts in this project's checkout, it would find
-# the folder of that name instead, which is no package of its own: hide it.
+# transformers looks for Hugging Face's package `kernels`. If Python starts in this project's checkout, it would find
+# the folder of that name, which is not a package: hide it.
 _found = find_spec("kernels")
 if _found and _found.origin and Path(_found.origin).samefile(Path(pdstage.__path__[0], "kernels", "__init__.py")):
     sys.modules["kernels"] = None  # type: ignore[assignment]
@@ -39,7 +39,7 @@ logging.set_verbosity_error()  # a default generation configuration, printed for
 
 
 class _KeptAs(DynamicCache):  # type: ignore[misc]
-    """A cache that keeps of keys and values what a pool of another dtype would."""
+    """A cache that rounds keys and values as a pool of another dtype would."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
         super().__init__(config=config)
@@ -51,7 +51,7 @@ class _KeptAs(DynamicCache):  # type: ignore[misc]
 
 
 class Model:
-    """One of transformers' models, run on one sequence. `kept_as`: the dtype of its cache, if not its own."""
+    """One of transformers' models, run on one sequence. `kept_as`: the dtype of its cache, if another."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Model:
 def build_model(options: Options) -> Model:
     """A model of random weights, the same in every process for the same options: nothing is downloaded.
 
-    Raises `UsageError` where this transformers does not have it.
+    Raises `UsageError` if the installed transformers does not have it.
     """
     if options.model == "llama":
         return Model(build_llama(options.shape, options.seed), kept_as=getattr(torch, options.kept_as))
@@ -129,7 +129,7 @@ class Truth:
 
 
 def true_continuation(model: Model, options: Options, prompt: Sequence[int]) -> Truth:
-    """What decode has to say after `prompt`."""
+    """The tokens that decode must produce after `prompt`."""
     n_tokens = options.new_tokens + 1
     if options.ties:
         return continue_transplanted(
@@ -140,7 +140,7 @@ def true_continuation(model: Model, options: Options, prompt: Sequence[int]) -> 
 
 
 def continue_greedily(model: Model, prompt: Sequence[int], n_tokens: int) -> Truth:
-    """The whole prompt at once, then token by token."""
+    """Computes the whole prompt at once, then token by token."""
     cache = model.new_cache()
     return _greedily(model, model.forward(prompt, cache), cache, n_tokens)
 
@@ -148,10 +148,11 @@ def continue_greedily(model: Model, prompt: Sequence[int], n_tokens: int) -> Tru
 def continue_transplanted(
     model: Model, prompt: Sequence[int], n_tokens: int, *, family: Family, kv_heads: int, chunk_tokens: int
 ) -> Truth:
-    """The prompt in chunks as the prefill ranks compute it, then on from a copy of that cache, written as decode does.
+    """Computes the prompt in chunks like the prefill ranks, then continues from a copy of that cache, written as decode
+    does.
 
-    For a model whose top-k leaves ties: there the same tokens follow from the same cache only, and another way to
-    compute the prompt makes another one.
+    For a model whose top-k leaves ties: the same tokens follow only from the same cache, and another way to compute the
+    prompt makes another cache.
     """
     cache = model.new_cache()
     for start in range(0, len(prompt), chunk_tokens):

@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar while it works, one table, one JSON file."""
+"""The demo's output: a progress bar while it works, one table, one JSON file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RoomReport:
-    """One room's way. `rows`: digests of its aux row on all ranks, one if all is well.
+    """One room's transfer. `rows`: digests of its aux row on all ranks; there is one if they agree.
 
-    Times are seconds on the machine's monotonic clock, the same one in every process.
+    Times are seconds on the machine's monotonic clock, which all processes share.
 
     `began_at`: its first chunk was handed over; `handed_at`: its last one; `came_at`: the last decode rank had all.
     """
@@ -44,7 +44,7 @@ class RoomReport:
 
     @property
     def wait_s(self) -> float:
-        """What decode still had to wait for after prefill was done."""
+        """How long decode still waited after prefill was done."""
         return max(0.0, self.came_at - self.handed_at)
 
 
@@ -60,11 +60,11 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The run's JSON, key for key. `new_tokens` counts all rooms'; `seconds`: first chunk to last room.
+    """The run's JSON, key by key. `new_tokens` counts those of all rooms; `seconds`: first chunk to last room.
 
-    `rows_identical`: of each room every decode rank has the aux row that prefill gave; `aux_rows` of them were written
-    by the transport, `aux_fallbacks` were to be, and came by message. `moves`: the same rooms afterwards, on each path
-    in turn.
+    `rows_identical`: for each room every decode rank has the aux row that prefill gave. The transport wrote `aux_rows`
+    of them; `aux_fallbacks` should have gone that way, and came by message. `moves`: the same rooms afterwards, on each
+    path in turn.
     """
 
     transport: str
@@ -150,7 +150,7 @@ def show(console: Console, options: Options, report: Report, rooms: Sequence[Roo
 
 
 def _show_moves(console: Console, report: Report) -> None:
-    """The two paths side by side, each by its median move."""
+    """The two paths side by side, each by its median transfer."""
     console.print()
     console.print("the same caches once more, whole, with nothing else going on:", highlight=False)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -189,7 +189,7 @@ def _legend(options: Options, report: Report, margin: float) -> list[str]:
 
 
 def _pools(options: Options) -> list[str]:
-    """Where each component is kept, and for what stands beside the Llama what is computed where."""
+    """Where each component is kept, and, for models other than Llama, what is computed where."""
     prefill, decode = options.prefill, options.decode
     kept = "pages of {0.page} tokens in {1}" if options.components != ("mamba",) else "slots in {1}"
     lines = [

@@ -1,4 +1,4 @@
-"""The whole demo: start the processes, compare what they decoded with one process's own answer, report."""
+"""The whole demo: starts the processes, compares their tokens with those of one process, and reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DIRECTORY = "directory"
 
 @dataclass(slots=True)
 class Outcome:
-    """What the ranks told and what should be: per room what moved and when, and what decode rank 0 finished with."""
+    """The ranks' reports and the expected tokens: per room what moved and when, and decode rank 0's result."""
 
     rooms: list[RoomReport]
     truths: list[Truth] = field(default_factory=list)
@@ -82,7 +82,7 @@ def run(options: Options) -> Report:
 
 
 def check_device(device: str) -> None:
-    """Raises `UsageError` for a GPU that is not here."""
+    """Raises `UsageError` for a GPU that does not exist here."""
     n_devices = torch.cuda.device_count()
     if device != "cpu" and (torch.device(device).index or 0) >= n_devices:
         raise UsageError(
@@ -104,7 +104,7 @@ def _preload(options: Options) -> tuple[str, ...]:
 
 
 def identical(decoded: Sequence[Sequence[int]], truths: Sequence[Truth]) -> bool:
-    """The check: every room's tokens are those of the single process, token for token."""
+    """The check: every room's tokens equal the single process's, token for token."""
     return [list(tokens) for tokens in decoded] == [truth.tokens for truth in truths]
 
 
@@ -120,11 +120,11 @@ def _jobs(options: Options, folder: Path, prompts: list[list[int]]) -> list[Job]
 
 
 def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]], jobs: list[Job]) -> None:
-    """Starts everybody, works out the truth meanwhile, and listens until every rank has finished."""
+    """Starts all processes, computes the expected tokens, and reads messages until every rank has finished."""
     crew.start(DIRECTORY, serve_directory, None)
     from pdstage.tools.demo.reference import build_model, true_continuation  # noqa: PLC0415  (seconds, while processes start)
 
-    torch.set_num_threads(1)  # the ranks have the other cores; two threads that wait for each other would wait for them
+    torch.set_num_threads(1)  # the ranks use the other cores, and two threads here would wait for them
     options = jobs[0].options
     model = build_model(options)
     heard = crew.hear()
@@ -149,9 +149,9 @@ def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]],
 
 
 def _move_again(crew: Crew, heard: Iterator[tuple[str, object]], jobs: list[Job], path: str) -> Move:
-    """All rooms once more, whole and at once, nothing else going on: into the pages where they are already."""
+    """All rooms once more, whole and at once, on the idle machine, into the pages that hold them already."""
     crew.tell(path, to="decode")
-    messages: list[object] = [next(heard)[1] for job in jobs if job.side == "decode"]  # each has asked for all
+    messages: list[object] = [next(heard)[1] for job in jobs if job.side == "decode"]  # each has requested all rooms
     crew.tell(path, to="prefill")
     n_prefill, n_rooms = sum(job.side == "prefill" for job in jobs), len(jobs[0].rooms)
     messages += [next(heard)[1] for _ in range(n_prefill + n_rooms * (len(jobs) - n_prefill))]
@@ -167,7 +167,7 @@ def _move_again(crew: Crew, heard: Iterator[tuple[str, object]], jobs: list[Job]
 
 def _start(crew: Crew, jobs: list[Job], full: dict[str, torch.Tensor], bootstrap: str) -> None:
     for job in jobs:
-        if job.options.model == "llama":  # a rank of another model makes the whole of it by the seed
+        if job.options.model == "llama":  # a rank of another model makes the whole model from the seed
             torch.save(slice_weights(full, job.options.shape, job.place), job.weights)
         crew.start(job.name, prefill_rank if job.side == "prefill" else decode_rank, (job, bootstrap))
 

@@ -1,6 +1,6 @@
-"""How the demo's ranks use the public API: the part of an engine that a reader would copy.
+"""How the demo's ranks use the public API: the part of an engine that a reader can copy.
 
-The only module here that calls the manager.
+Only this module calls the manager.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ COLUMNS = usual_columns(top_logprobs=0)
 
 
 class Moved(NamedTuple):
-    """What a prefill rank wrote for one room, and over which transports it reaches its peers.
+    """What a prefill rank wrote for one room, and the transports to its peers.
 
-    `row`: a digest of the row that it gave. `aux_rows` of those rows went by the transport, `aux_fallbacks` were to.
+    `row`: a digest of the row that it gave. The transport wrote `aux_rows` of those rows; `aux_fallbacks` should have
+    gone that way.
     """
 
     nbytes: int
@@ -54,7 +55,7 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank among its side's, and how it reaches the other side. `bootstrap` is HOST:PORT of the directory."""
+    """A rank's place on its side, and how it reaches the other side. `bootstrap` is HOST:PORT of the directory."""
 
     topology: Topology
     transport: str
@@ -68,14 +69,14 @@ class Place:
 
 
 def serve_directory(_: None, pipe: Connection) -> None:
-    """Runs the bootstrap directory on a free loopback port, says which, and ends on the first message."""
+    """Runs the bootstrap directory on a free loopback port, reports the port, and ends on the first message."""
     with BootstrapServer() as server:
         pipe.send(server.address)
         pipe.recv()
 
 
 def pool_of(pools: Mapping[str, demo_pools.Pool], place: Topology, device: str = "cpu") -> Pool:
-    """Describes a rank's tensors to pdstage, every pool as a component, by the memory order it is in."""
+    """Describes a rank's tensors to pdstage: every pool is a component, in its memory order."""
     tp = (place.tp_size, place.tp_rank)
     parts: list[Part] = []
     for component, pool in pools.items():
@@ -86,7 +87,7 @@ def pool_of(pools: Mapping[str, demo_pools.Pool], place: Topology, device: str =
 def _paged(component: str, pool: PagedPool, tp: tuple[int, int]) -> Part:
     shape, tensors = pool.shape, pool.tensors
     naming: Naming = {"component": component, "layers": shape.layers}
-    if "k" not in tensors:  # latents, or index keys: one row a token, which every rank holds
+    if "k" not in tensors:  # latents, or index keys: one row per token, which every rank holds
         ((role, caches),) = tensors.items()
         if shape.order == NHD:
             return mla(caches, page_size=shape.page_size, role=role, **naming)
@@ -109,22 +110,22 @@ def _states(component: str, pool: SlotPool, tp: tuple[int, int]) -> list[Part]:
 
 
 def _stored(device: str) -> CudaEvent | None:
-    """An event behind all that this rank has asked its GPU to compute and store; None on the CPU, which has done it."""
+    """An event after all that this rank has launched on its GPU; None on the CPU, where it is done."""
     if device == "cpu":
         return None
-    import torch  # noqa: PLC0415  (the ranks have it; who reads how a node is used needs none)
+    import torch  # noqa: PLC0415  (only the GPU path needs it)
 
     event: CudaEvent = torch.cuda.current_stream(device).record_event()
     return event
 
 
 def digest(row: AuxRow) -> int:
-    """Of all its columns' bytes."""
+    """Over all its columns' bytes."""
     return zlib.crc32(b"".join(row[name].tobytes() for name in sorted(row.names)))
 
 
 class SendingSide:
-    """A prefill rank's node. Rooms are sent one at a time, so that what each moved can be told apart."""
+    """A prefill rank's node. Rooms are sent one at a time, so that the counters show what each moved."""
 
     def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place) -> None:
         self._pages = {name: pool.shape.page_size for name, pool in pools.items() if isinstance(pool, PagedPool)}
@@ -150,7 +151,7 @@ class SendingSide:
         self._sender = self._node.send(room)
 
     def chunk(self, room: demo_pools.Room, spans: Spans) -> None:
-        """Hands over what is new in the pools; the write goes on while the next chunk is computed."""
+        """Sends what is new in the pools; the write goes on while the next chunk is computed."""
         self._give(self._sender, room, spans)
         self.turn()
 
@@ -160,7 +161,7 @@ class SendingSide:
         sender.chunk(items, tokens=ours, ready=_stored(self._device))
 
     def _items(self, component: str, table: Table, start: int, stop: int) -> Items:
-        """The pages that tokens `[start, stop)` lie in, or the slot."""
+        """The pages that hold tokens `[start, stop)`, or the slot."""
         page = self._pages.get(component)
         if page is None:
             return Items(table.items)
@@ -174,7 +175,7 @@ class SendingSide:
         self._sender.finish(aux=self._row)
 
     def settle(self) -> Moved:
-        """Waits until the room's pages may be reused; says what was moved for it."""
+        """Waits until the room's pages may be reused, and returns what was moved for it."""
         try:
             self._sender.wait(self._deadline_s)
             self._sender.wait_released(self._deadline_s)
@@ -191,7 +192,7 @@ class SendingSide:
         return Moved(moved["bytes_written"], moved["descriptors"], row, *rows, paths, over)
 
     def send_again(self, rooms: Mapping[str, tuple[demo_pools.Room, Sequence[Spans]]], path: str) -> tuple[int, int]:
-        """Sends all that `rooms` name on `path`, once each is asked for; returns descriptors and bytes."""
+        """Sends all `rooms` on `path` once each is requested; returns descriptors and bytes."""
         self._node.path = path
         before, senders = self._node.stats(), []
         for name, (room, chunks) in rooms.items():
@@ -215,7 +216,7 @@ class SendingSide:
 
 
 class ReceivingSide:
-    """A decode rank's node: asks for rooms, each into pages of its own."""
+    """A decode rank's node: requests rooms, each into its own pages."""
 
     def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place, n_rooms: int) -> None:
         self._bootstrap = place.bootstrap
@@ -235,7 +236,7 @@ class ReceivingSide:
         self._receivers: dict[str, Receiver] = {}
 
     def expect(self, room: str, tables: demo_pools.Room, *, with_row: bool = True) -> None:
-        """Asks for `room`, to be put where `tables` say."""
+        """Requests `room` into the pages of `tables`."""
         receiver = self._node.receive(room, prefill=self._bootstrap)
         receiver.bind(
             {name: Items(table.items, table.first_token) for name, table in tables.items()},
@@ -245,11 +246,11 @@ class ReceivingSide:
         self._receivers[room] = receiver
 
     def forget(self) -> None:
-        """All rooms asked for so far are over; `poll` asks for those to come."""
+        """Drops all rooms requested so far, which are over; `poll` then reports the next ones."""
         self._receivers.clear()
 
     def poll(self) -> NDArray[np.bool_]:
-        """Per room, in the order asked for: whether all of it is here. Raises the error of a room that failed."""
+        """Per room, in the order requested: whether it has arrived completely. Raises the error of a failed room."""
         receivers = list(self._receivers.values())
         states, _ = self._node.poll_many(receivers)
         for receiver in receivers:
@@ -259,7 +260,7 @@ class ReceivingSide:
         return complete
 
     def row(self, room: str) -> AuxRow:
-        """What prefill gave beside the caches."""
+        """The row that prefill gave with the caches."""
         row = self._receivers[room].aux
         assert isinstance(row, AuxRow), "a Success without the row that prefill gave"
         return row
@@ -269,7 +270,7 @@ class ReceivingSide:
         return int(self.row(room)["output_ids"][0])
 
     def pause(self) -> None:
-        """Waits a moment, or until something comes."""
+        """Waits briefly, or until something arrives."""
         self._node.turn(PAUSE_S)
 
     def turn(self) -> None:

@@ -1,10 +1,10 @@
-"""The engine of every model but Llama: each rank computes the whole model, and stores and moves only its share.
+"""The engine of every model but Llama: each rank computes the whole model, and stores and sends only its share.
 
-Splitting six models' arithmetic over ranks would be six engines; what is to be shown here is the cache. So a prefill
-rank runs transformers' own model on the whole prompt, and keeps in its own pools what a rank of its place in TP and PP
-would hold: its KV heads, its layers, its channels and heads of the states, the window's pages of sliding layers,
-latents and index keys as everybody. A decode rank's pools get nothing but what pdstage brings. Decode rank 0 then puts
-the ranks' parts together into a fresh cache and goes on with transformers' own model.
+Splitting six models' arithmetic over ranks would take six engines, and the demo is about the cache. So a prefill rank
+runs transformers' own model on the whole prompt. It keeps in its pools what a rank at its place in TP and PP would
+hold: its KV heads, its layers, its channels and heads of the states, the window's pages of sliding layers, and latents
+and index keys like every rank. A decode rank's pools get only what pdstage transfers. Decode rank 0 then assembles the
+ranks' parts in a fresh cache and continues with transformers' own model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class WholeEngine:
-    """One rank: the model, what it keeps, and the ranks of its side."""
+    """One rank: the model, its pools, and its group."""
 
     def __init__(self, model: Model, holding: Holding, group: Group) -> None:
         self.group = group
@@ -42,7 +42,7 @@ class WholeEngine:
         return tuple(self._holding.family.components(self._holding.kv_heads))
 
     def admit(self, n_tokens: int, room_for: int) -> Room:
-        """`room_for` is of no use here: what decode adds stays in its cache."""
+        """`room_for` is unused: decode's new tokens stay in its cache."""
         return self._holding.admit(n_tokens)
 
     def release(self, room: Room) -> None:
@@ -61,7 +61,7 @@ class WholeEngine:
     def decode(
         self, contexts: Sequence[Context], n_tokens: int, stepped: Callable[[], None] = lambda: None
     ) -> list[list[int]]:
-        """Rank 0 computes; the others give their parts, and hear the tokens."""
+        """Rank 0 computes; the others send their parts and receive the tokens."""
         held = [self._gather(context) for context in contexts]
         rooms = [[context.first] for context in contexts]
         for _ in range(n_tokens):
@@ -77,7 +77,7 @@ class WholeEngine:
         return rooms
 
     def spoil(self, component: str, room: Room, seed: int) -> Callable[[], None]:
-        """On the first rank of the first stage that has the component: its copy is the one that rank 0 reads."""
+        """Spoils the first rank of the first stage that has the component: rank 0 reads that copy."""
         layers = self._holding.family.layers_of(component, self._holding.kv_heads)
         first = self._holding.place.tp_rank == 0 and layers[0] in self._holding.layers
         restore = self.pools[component].spoil(room[component], seed) if first else lambda: None
@@ -90,9 +90,9 @@ class WholeEngine:
         return put_back
 
     def _gather(self, context: Context) -> object:
-        """A fresh cache with the room as all ranks together hold it, at rank 0; nothing elsewhere.
+        """A fresh cache with the room as all ranks together hold it, at rank 0; None elsewhere.
 
-        Raises `PdstageError` if two ranks' copies of the same part differ, but where one was spoilt on purpose.
+        Raises `PdstageError` if two ranks' copies of the same part differ, unless one was spoilt on purpose.
         """
         held = self._holding
         everyone = self.group.gather((held.place, held.parts(context.room)))

@@ -1,7 +1,7 @@
-"""The check with a peer, step by step: reached, understood, met, and written to by both paths, byte for byte.
+"""The check with a peer, step by step: connect, compare releases, open a session, and write by both paths, compared
+byte for byte.
 
-A probe runs it in a process of its own, which the transport may take down. Uses the conversation of
-`pdstage calibrate`.
+A probe runs it in another process, which the transport may crash. It uses the conversation of `pdstage calibrate`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _CONNECT_S = 5.0
 
 
 class Steps:
-    """Says each step's beginning and end, what it took, and a sentence on what came of it."""
+    """Reports each step's beginning and end, its duration, and a sentence on its result."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """What is put into the list is the sentence."""
+        """The sentence is what the caller puts into the list."""
         self._say.step(name)
         begun, words, level = time.monotonic(), list[str](), "ok"
         try:
@@ -70,7 +70,7 @@ def caller(
     insecure: bool,
     wait_s: float,
 ) -> None:
-    """Tells a "stage NAME" for each, "here" and "there", "over", "round_trip_s" and a "path NAME" for each path."""
+    """Reports a "stage NAME" for each, "here" and "there", "over", "round_trip_s" and a "path NAME" for each path."""
     steps, address = Steps(say), Address.parse(peer, "tcp")
     with ExitStack() as stack:
         with steps.step("connect") as words:
@@ -109,7 +109,7 @@ def _plain(side: Side) -> object:
 
 
 def _reach(address: Address) -> str:
-    """A connection and no more; this side's own address in it."""
+    """Only connects, and returns this side's own address of the connection."""
     try:
         with socket.create_connection((address.host, address.port), _CONNECT_S) as probe:
             return str(probe.getsockname()[0])
@@ -132,7 +132,7 @@ def _timed(talk: Caller, wait_s: float) -> float:
 
 
 def _agree(here: Side, there: Side, transport: str) -> str:
-    """A sentence on both releases. Raises `PeerError` where they cannot talk, or lack the transport."""
+    """A sentence on both releases. Raises `PeerError` if they are incompatible, or lack the transport."""
     if not (talks_with(there.wire, there.oldest_wire) and there.oldest_wire <= here.wire):
         raise PeerError(
             f"pdstage {there.pdstage} there speaks wire version {there.wire} and talks with {there.oldest_wire} and "
@@ -167,14 +167,14 @@ def _met(say: Say, node: PrefillNode) -> str:
 
 
 def _move(say: Say, talk: Caller, node: PrefillNode, path: str, wait_s: float) -> str:
-    """Rooms of one token and large ones by one path, the first of each size looked into at the peer."""
+    """Rooms of one token and large ones by one path; the peer checks the first of each size."""
     tokens = pools.tokens(_RUN, _NBYTES)
     nbytes = tokens * pools.N_VIEWS * _RUN
     took: dict[str, list[float]] = {"small": [], "large": []}
     for number in range(_REPEATS + 1):
         for kind, run, n in (("small", _SMALL_RUN, 1), ("large", _RUN, tokens)):
             seconds = talk.room(node, path, run, n, wait_s=wait_s, look=number < 2).seconds
-            took[kind] += seconds if number else []  # the first warms up
+            took[kind] += seconds if number else []  # the first round warms up
     latency_s, large_s = statistics.median(took["small"]), statistics.median(took["large"])
     say.found(**{f"path {path}": {"nbytes": nbytes, "bytes_per_s": nbytes / large_s, "latency_s": latency_s}})
     return f"every byte compared; {nbytes / large_s / 1e9:.2f} GB/s, a small room in {latency_s * 1e6:.0f} us"

@@ -1,7 +1,7 @@
-"""Asks a question in a process of its own: what may crash, hang or kill its process there harms nobody here.
+"""Runs a probe in another process, so that a crash or hang harms only that process.
 
-`probes` holds them by name. A probe says lines of JSON over a pipe, so that what libraries print does not mix with
-them: which step it is at, what it has found, and at the end that it is done.
+`probes` holds them by name. A probe writes lines of JSON to a pipe, so that output of libraries does not mix with them:
+its current step, its findings, and at the end that it is done.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ End = Literal["done", "failed", "crashed", "hung", "crashed at exit"]
 
 @dataclass(slots=True)
 class Told:
-    """How a probe ended, at which of its steps, and what it had found until then.
+    """How a probe ended, at which step, and what it had found by then.
 
-    "failed": it said why, in `why` and `remedy`; "crashed at exit": it was done, and then died, or did not end.
+    "failed": it gave a reason, in `why` and `remedy`. "crashed at exit": it was done, and then died or did not end.
     """
 
     end: End = "crashed"
@@ -40,7 +40,7 @@ class Told:
     why: str = ""
     remedy: str = ""
     printed: str = ""
-    """The last that it wrote to stderr."""
+    """The last lines of its stderr."""
 
     @property
     def good(self) -> bool:
@@ -48,7 +48,7 @@ class Told:
 
 
 class Children:
-    """The probes under way; `close` ends those that are left, whichever thread waits for them."""
+    """The probes in progress; `close` ends those that are left, whichever thread waits for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Children:
     def ask(
         self, probe: str, given: Mapping[str, object], *, deadline_s: float, environment: Mapping[str, str]
     ) -> Told:
-        """Runs a probe to its end, or ends it and all that it started after `deadline_s`."""
+        """Runs a probe to its end, or ends it and everything it started after `deadline_s`."""
         reading, writing = os.pipe()
         command = [sys.executable, "-m", "pdstage.tools.doctor.probes", str(writing), probe, json.dumps(given)]
         with tempfile.TemporaryFile() as errors, os.fdopen(reading, "rb", buffering=0) as said:
@@ -91,7 +91,7 @@ class Children:
         return child
 
     def _end(self, child: subprocess.Popen[bytes]) -> None:
-        """Ends the whole session of the probe: it may have started a process of its own."""
+        """Ends the probe's whole session: it may have started other processes."""
         with self._lock:
             self._running.discard(child)
             with contextlib.suppress(ProcessLookupError):
@@ -102,7 +102,7 @@ class Children:
         with self._lock:
             self._closed = True
             for child in self._running:
-                os.killpg(child.pid, signal.SIGKILL)  # not reaped yet, so that the number is still its own
+                os.killpg(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +112,7 @@ class Children:
 
 
 def _listen(said: int, told: Told, until: float) -> bool:
-    """Takes what the probe says until it hangs up or has said its last word; False if the time was up first."""
+    """Reads the probe's lines until it closes the pipe or reports its end; False if the time ran out first."""
     waiting, held = select.poll(), b""
     waiting.register(said, select.POLLIN)
     while True:
@@ -124,7 +124,7 @@ def _listen(said: int, told: Told, until: float) -> bool:
         *lines, held = (held + data).split(b"\n")
         for line in lines:
             _take(told, json.loads(line))
-        if told.end != "crashed":  # its last word; whoever inherited the pipe may hold it open
+        if told.end != "crashed":  # it reported its end; another process may hold the pipe open
             return True
 
 
@@ -136,7 +136,7 @@ def _take(told: Told, line: dict[str, Any]) -> None:
 
 
 def _ends(child: subprocess.Popen[bytes], deadline_s: float) -> bool:
-    """Whether it ends in time. Not reaped yet: until then nobody else has its number."""
+    """Whether it ends in time. It is not reaped yet, so that its pid is not reused."""
     pidfd = os.pidfd_open(child.pid)
     try:
         waiting = select.poll()

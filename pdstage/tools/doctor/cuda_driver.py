@@ -1,4 +1,4 @@
-"""The CUDA driver asked directly, by ctypes: its version, its devices, who reaches whose memory, and CUDA IPC.
+"""The CUDA driver, called directly by ctypes: version, devices, access between devices' memory, and CUDA IPC.
 
 Needs no CUDA package; the functions and constants are those of cuda.h (CUDA Driver API).
 """
@@ -31,7 +31,7 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """libcuda.so.1, whose every failure is an error with its name."""
+    """libcuda.so.1; every failure is an error with its name."""
 
     def __init__(self) -> None:
         try:
@@ -54,14 +54,14 @@ class Driver:
             )
 
     def number(self, name: str, *args: object) -> int:
-        """What a function writes to its first argument, an int."""
+        """The int that a function writes to its first argument."""
         value = ctypes.c_int()
         self.call(name, ctypes.byref(value), *args)
         return value.value
 
 
 def driver(say: Say) -> None:
-    """Tells "version" as cuda.h counts it (13000 is 13.0), "devices" and "peers": who may reach whose memory."""
+    """Reports "version" as in cuda.h (13000 is 13.0), "devices", and "peers": which devices may access which memory."""
     say.step("load")
     cuda = Driver()
     say.step("cuInit")
@@ -88,9 +88,9 @@ def _device(cuda: Driver, handle: int) -> dict[str, object]:
 
 
 def ipc(say: Say, *, device: int) -> None:
-    """Memory of one process read by another through an IPC handle, and compared."""
+    """Reads memory of one process in another through an IPC handle, and compares."""
     ours, theirs = Pipe()
-    pid = os.fork()  # before the driver is there: it does not survive a fork
+    pid = os.fork()  # before the driver is loaded: it does not survive a fork
     if not pid:
         ours.close()
         _lend(theirs, device)
@@ -129,7 +129,7 @@ def _lend(pipe: Connection, device: int) -> None:
         pipe.send((error.what, b"", b""))
         return
     pipe.send(("", bytes(handle), data))
-    pipe.poll(_WAIT_S)  # until the other end hangs up
+    pipe.poll(_WAIT_S)  # until the other end closes the pipe
 
 
 def _start(device: int) -> Driver:

@@ -1,6 +1,6 @@
-"""What a check says, and the report that all of them make: the schema of `--json`.
+"""The result of a check, and the report of all checks: the schema of `--json`.
 
-docs/doctor.md describes these fields; `VERSION` rises when one of them goes or changes its meaning, not when one is
+docs/doctor.md describes these fields. `VERSION` rises when a field is removed or changes its meaning, not when one is
 added.
 """
 
@@ -19,7 +19,7 @@ _ORDER: tuple[Level, ...] = ("ok", "warn", "fail")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One check's answer: a sentence, what to do unless all is well, and the same facts for programs."""
+    """One check's result: a sentence, a remedy unless all is well, and the same facts for programs."""
 
     level: Level
     says: str
@@ -35,7 +35,7 @@ class Found(Result, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one transport. `usable`: bytes were moved by it here; `ways`: by what (tcp, shm, rdma, ...)."""
+    """On one transport. `usable`: it moved bytes here; `ways`: by tcp, shm, rdma, ..."""
 
     usable: bool
     ways: list[str]
@@ -43,7 +43,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a check with a peer. `seconds`: what it took, or how long it was waited for."""
+    """One step of a check with a peer. `seconds`: its duration, or how long it was waited for."""
 
     name: str
     level: Level
@@ -52,7 +52,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """What one path carried, checked byte by byte: bytes a second of a large room, seconds of a small one (median)."""
+    """One path's transfers, compared byte by byte: bytes a second of a large room, median seconds of a small one."""
 
     nbytes: int
     bytes_per_s: float
@@ -60,7 +60,7 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A check with a peer. `failed_at` names the stage that failed; `over` the transport that carried the bytes."""
+    """A check with a peer. `failed_at` names the failed stage, `over` the transport that moved the bytes."""
 
     endpoint: str
     failed_at: str
@@ -74,7 +74,7 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. `verdict` is the worst level of `checks`; `made_at` is ISO 8601 in UTC."""
+    """The whole report. `verdict` is the worst level of `checks`; `made_at` is ISO 8601 in UTC."""
 
     version: int
     made_at: str

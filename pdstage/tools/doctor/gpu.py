@@ -1,6 +1,6 @@
-"""Area "gpu": the driver, the devices, whether they reach each other's memory, and CUDA IPC between processes.
+"""Area "gpu": the driver, the devices, access between their memory, and CUDA IPC between processes.
 
-Asks no CUDA library in this process.
+Loads no CUDA library in this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NVIDIA = "0x10de"
 
 
 def driver(site: Site) -> Result:
-    """Without a device asked for, a host without GPUs is a host of pools in host memory, which is no fault."""
+    """A host without GPUs has its pools in host memory, which is a fault only if a device was asked for."""
     told = site.ask("driver")
     wanted = site.asked.device != "cpu"
     if told.step == "load" and not told.good:
@@ -56,7 +56,7 @@ def devices(site: Site) -> Result | None:
 
 
 def peer_access(site: Site) -> Result | None:
-    """Which devices may read and write each other's memory: what NVLink, or PCIe between them, gives."""
+    """Which devices may access each other's memory over NVLink or PCIe."""
     peers = site.ask("driver").facts.get("peers") or []
     if len(peers) < 2:
         return None
@@ -72,7 +72,7 @@ def peer_access(site: Site) -> Result | None:
 
 
 def ipc(site: Site) -> Result | None:
-    """CUDA IPC really tried on each device."""
+    """Tries CUDA IPC on each device."""
     found = site.ask("driver").facts.get("devices")
     if not found:
         return None
@@ -89,7 +89,7 @@ def ipc(site: Site) -> Result | None:
 
 
 def _cards(root: Path = Path("/sys/bus/pci/devices")) -> int:
-    """NVIDIA's display and 3D controllers on the bus, driver or not."""
+    """NVIDIA's display and 3D controllers on the bus, with or without a driver."""
     found = 0
     for folder in root.glob("*"):
         vendor, kind = folder / "vendor", folder / "class"

@@ -1,6 +1,6 @@
-"""Area "host": releases, limits, what one process may do to another, shared memory, and the files nodes are given.
+"""Area "host": releases, limits, access between processes, shared memory, and the files that nodes are given.
 
-Reads what the kernel says (proc(5), getrlimit(2)); nothing here is slow or can harm this process.
+It reads the kernel's tables (proc(5), getrlimit(2)). Nothing here is slow or can harm this process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from pdstage.tools.doctor.site import Site
 
 _FDS_A_PEER = 4
-"""A connection of the control plane, and of the data plane two sockets (UCX over TCP) or a socket and a pidfd (local),
-and one more for a session that comes while its predecessor is not yet gone."""
+"""Per peer: one connection of the control plane, two descriptors of the data plane (two sockets with UCX over TCP; a
+socket and a pidfd with local), and one more for a session that arrives before its predecessor is gone.
+"""
 _OWN_FDS = 256
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 _SHM, _LEAST_SHM = Path("/dev/shm"), 64 << 20
@@ -47,7 +48,7 @@ def pdstage_version() -> str:
 
 
 def versions(site: Site) -> Result:
-    """What is installed, and that the control plane can be encrypted."""
+    """The installed releases, and whether the control plane can be encrypted."""
     del site
     facts = {
         "pdstage": pdstage_version(), "wire": VERSION, "oldest_wire": OLDEST, "python": platform.python_version(),
@@ -65,7 +66,7 @@ def versions(site: Site) -> Result:
 
 
 def memlock(site: Site) -> Result:
-    """RDMA pins what is registered: staging memory, and pools that are written in place."""
+    """RDMA pins registered memory: staging memory, and pools that are written in place."""
     del site
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     staging = inspect.signature(DecodeNode).parameters["staging_nbytes"].default
@@ -86,7 +87,7 @@ def memlock(site: Site) -> Result:
 
 
 def files(site: Site) -> Result:
-    """Descriptors: some for each peer, of which a node may have `Config.max_peers`."""
+    """Descriptors: several per peer, and a node may have `Config.max_peers` peers."""
     del site
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = limit if limit != resource.RLIM_INFINITY else 1 << 30
@@ -100,7 +101,7 @@ def files(site: Site) -> Result:
 
 
 def process_memory(site: Site) -> Result:
-    """Whether one process may write another's memory, tried by transport `local`; and what would forbid it."""
+    """Whether one process may write another's memory, as transport `local` does, and what forbids it."""
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "absent"
     seccomp = _SECCOMP.get(int(_status("Seccomp") or 0), "unknown")
     told = local_pair(site)
@@ -116,7 +117,7 @@ def process_memory(site: Site) -> Result:
 
 
 def shared_memory(site: Site) -> Result:
-    """/dev/shm, where UCX keeps queues between processes of one host; pdstage's own memory does not lie there."""
+    """/dev/shm, where UCX keeps queues between processes of one host; pdstage's own memory is not there."""
     del site
     if not _SHM.is_dir():
         return warn("no /dev/shm: UCX has no shared memory between processes", "mount a tmpfs there")
@@ -131,7 +132,7 @@ def shared_memory(site: Site) -> Result:
 
 
 def keys(site: Site) -> Result | None:
-    """The key file and the allow list that were named: whole, and nobody else's to read or write."""
+    """The key file and the allow list that were named: valid, and accessible to nobody else."""
     asked = site.asked
     if not asked.keys:
         return None

@@ -1,6 +1,6 @@
-"""Area "kernels": what gathers and scatters here, each backend really tried.
+"""Area "kernels": what gathers and scatters here; each backend is tried.
 
-Imports no compiler and no GPU library: `try_kernels` does, in processes of their own.
+Imports no compiler and no GPU library: `try_kernels` does, in other processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pdstage.tools.doctor.found import Result, fail, ok, warn
 if TYPE_CHECKING:
     from pdstage.tools.doctor.site import Site
 
-_SOME_ARCHITECTURE = "sm_90"  # where no device says which
+_SOME_ARCHITECTURE = "sm_90"  # if no device says which
 
 
 def host(site: Site) -> Result:
@@ -32,7 +32,7 @@ def host(site: Site) -> Result:
 
 
 def nvrtc(site: Site) -> Result:
-    """CuPy and NVRTC compile one of our kernels, which needs no GPU."""
+    """Whether CuPy and NVRTC compile one of our kernels, which needs no GPU."""
     needed = _has_devices(site)
     if find_spec("cupy") is None:
         says, remedy = (
@@ -81,7 +81,7 @@ def torch(site: Site) -> Result:
 
 
 def device(site: Site) -> Result | None:
-    """Gather and scatter on a GPU, compared byte for byte."""
+    """Gathers and scatters on a GPU, and compares byte for byte."""
     if not _has_devices(site) or find_spec("torch") is None or not site.ask("torch").facts.get("gpus"):
         return None
     where = site.asked.device if site.asked.device != "cpu" else "cuda:0"

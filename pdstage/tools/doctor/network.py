@@ -1,6 +1,6 @@
-"""Area "network": addresses, ports that can be bound, RDMA devices and what state they are in.
+"""Area "network": addresses, ports that can be bound, RDMA devices and their state.
 
-Asks the kernel (sysfs-class-infiniband in its documentation) and binds ports for a moment.
+It reads the kernel's tables (sysfs-class-infiniband in its documentation) and binds ports briefly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FEW_PORTS = 8192
 
 
 class RdmaPort(NamedTuple):
-    """One port of an RDMA device, in the kernel's words."""
+    """One port of an RDMA device, in the kernel's terms."""
 
     device: str
     port: str
@@ -75,12 +75,12 @@ def rdma(site: Site, root: Path = Path("/")) -> Result:
 
 
 def own_host() -> str:
-    """The address of this host's default route; nothing is sent to learn it."""
+    """The address of this host's default route, found without sending."""
     return Address("", 1).reachable().host
 
 
 def address(site: Site) -> Result:
-    """The address that peers would be told, and whether this host's name leads to it."""
+    """The address that peers would get, and whether this host's name resolves to it."""
     del site
     own, name = own_host(), socket.gethostname()
     try:
@@ -102,7 +102,7 @@ def address(site: Site) -> Result:
 
 
 def ports(site: Site) -> Result:
-    """Whether a node can listen: on loopback, on this host's own address, and, as a directory, on the usual port."""
+    """Whether a node can listen: on loopback, on this host's address, and, as a directory, on the usual port."""
     del site
     own = own_host()
     problems, taken = [], False
@@ -124,7 +124,7 @@ def ports(site: Site) -> Result:
 
 
 def _cannot_bind(host: str, port: int) -> int:
-    """The errno that stands in the way; 0 if nothing does."""
+    """The errno of a failed bind; 0 if it succeeds."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

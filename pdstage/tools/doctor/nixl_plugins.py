@@ -1,7 +1,7 @@
-"""Which of the plugins that NIXL lists can really be started here.
+"""Which of the plugins that NIXL lists start here.
 
-pdstage uses UCX alone; the others are tried for who uses NIXL beside it. One that takes the process down is named by
-the step that its parent last heard of.
+pdstage uses only UCX; the others are tried for those who use NIXL beside it. If one crashes the process, the last step
+that the parent read names it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def plugins(say: Say, *, leave_out: list[str]) -> None:
-    """Tells the version, and of each plugin but those of `leave_out` an empty string, or why it does not start."""
+    """Reports the version, and for each plugin except `leave_out` an empty string, or why it does not start."""
     say.step("import")
     api: Any = import_module("nixl._api")
     bindings: Any = import_module("nixl._bindings")

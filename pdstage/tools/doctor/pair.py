@@ -1,7 +1,7 @@
-"""Bytes really moved between two processes by one transport, by each of its ways: registered, written, and compared.
+"""Moves bytes between two processes by one transport and each of its ways: registers, writes and compares.
 
-The process splits in two before any library is loaded: one end holds memory, the other writes to it. What goes wrong
-with one way is a finding; what ends the process is the parent's to see.
+The process forks before it loads any library: one end holds memory, the other writes to it. A failure of one way is a
+finding; the parent sees a crash of the process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAIT_S = 30.0
 
 
 class Way(msgspec.Struct, frozen=True):
-    """`environment` while both ends open their transports; `shared`: memory that peers can map."""
+    """`environment` is set while both ends open their transports; `shared`: memory that peers can map."""
 
     name: str
     environment: dict[str, str] = {}
@@ -44,7 +44,7 @@ class Way(msgspec.Struct, frozen=True):
 
 
 def pair(say: Say, *, transport: str, ways: list[dict[str, Any]]) -> None:
-    """Tells if it is "installed", its "caveat", and under "way NAME" of each way `{"error", "remedy", "seconds"}`."""
+    """Reports if it is "installed", its "caveat", and "way NAME" of each way: `{"error", "remedy", "seconds"}`."""
     asked = [msgspec.convert(way, Way) for way in ways]
     ours, theirs = Pipe()
     pid = os.fork()
@@ -102,7 +102,7 @@ def _write(say: Say, pipe: Connection, name: str, way: Way) -> None:
 
 
 def _post(transport: Transport, src: int, dst: int) -> None:
-    """One write of all the memory, to its end."""
+    """Writes all the memory once, and waits for its end."""
     spans = Spans(*(np.array([value], np.int64) for value in (src, dst, NBYTES)))
     ticket = transport.post("peer", spans, b"doctor" if transport.traits.notifies else b"")
     until = time.monotonic() + WAIT_S
@@ -116,7 +116,7 @@ def _post(transport: Transport, src: int, dst: int) -> None:
 
 
 def _hold(pipe: Connection, name: str, ways: list[Way]) -> None:
-    """The other end: opens the same, and lets it move on until it was looked at."""
+    """The other end: opens the same transport, and polls it until the memory was checked."""
     try:
         for way in ways:
             try:
@@ -160,7 +160,7 @@ def _opened(name: str, way: Way) -> Iterator[tuple[Transport, NDArray[np.uint8]]
 
 @contextmanager
 def environment(added: Mapping[str, str]) -> Iterator[None]:
-    """These variables added meanwhile, as a library reads them that is opened now."""
+    """Sets these variables inside the block, for a library that is opened there."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
@@ -174,7 +174,7 @@ def environment(added: Mapping[str, str]) -> Iterator[None]:
 
 
 def _answer(pipe: Connection, way: Way) -> Any:  # noqa: ANN401
-    """What the other end says of this way; of one before it something may be left."""
+    """The other end's answer for this way, after skipping answers left from earlier ways."""
     while pipe.poll(2 * WAIT_S):
         name, answer = pipe.recv()
         if name == way.name:

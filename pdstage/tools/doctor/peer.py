@@ -1,6 +1,6 @@
-"""Area "peer": whether this node and another can work together, tried from end to end.
+"""Area "peer": whether this node and another can work together, tried end to end.
 
-The conversation itself is `caller`, in a process of its own.
+`caller` holds the conversation, in another process.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pdstage.tools.doctor.child import Told
     from pdstage.tools.doctor.site import Asked, Site
 
-_STEPS = 3  # the conversation may last so many probes' deadlines
+_STEPS = 3  # the conversation may last this many deadlines of a probe
 
 
 def check(site: Site) -> Result:
-    """With the first transport asked for, else by "auto"."""
+    """Uses the first transport asked for, else "auto"."""
     asked = site.asked
     transport = asked.transports[0] if asked.transports else "auto"
     told = site.ask(
@@ -31,11 +31,11 @@ def check(site: Site) -> Result:
 
 
 def judge(asked: Asked, told: Told) -> Result:
-    """From what the conversation told to one line, whose facts hold a `PeerReport`."""
+    """The result of the conversation in one line, whose facts hold a `PeerReport`."""
     stages = [msgspec.convert(held, Stage) for key, held in told.facts.items() if key.startswith("stage ")]
     failed_at = "" if told.end == "done" else told.step
     remedy = told.remedy
-    if told.end in ("crashed", "hung"):  # it could not say so itself
+    if told.end in ("crashed", "hung"):  # the probe could not report it
         remedy = f"run `pdstage doctor` on both sides: it says which transport is broken; at {failed_at} try another"
         stages = [stage for stage in stages if stage.name != failed_at]
         stages.append(Stage(name=failed_at, level="fail", seconds=0.0, says=told.why))

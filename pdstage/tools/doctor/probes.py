@@ -1,8 +1,7 @@
-"""The child's half of `child`: runs one question and says what it learns as it goes.
+"""The child's half of `child`: runs one probe and reports as it goes.
 
-`python -m pdstage.tools.doctor.probes FD NAME JSON`. A question is a function of a module below, called with a `Say`
-and what JSON holds; what it raises besides this project's errors ends the process with a trace, as a broken library
-would.
+`python -m pdstage.tools.doctor.probes FD NAME JSON`. A probe is a function of a module below, called with a `Say` and
+the JSON's arguments. Errors other than this project's end the process with a traceback, as a broken library would.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ PROBES = {
     "torch": "pdstage.tools.doctor.try_kernels",
     "triton": "pdstage.tools.doctor.try_kernels",
 }
-"""In which module the question of that name is, by its own name."""
+"""The module of each probe, by the probe's name."""
 
 
 class Say:
-    """What a probe tells its parent."""
+    """Reports from a probe to its parent."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def step(self, name: str) -> None:
-        """What comes next: named if the process gets no further."""
+        """The next step: it is named if the process gets no further."""
         self._write({"step": name})
 
     def found(self, **facts: object) -> None:

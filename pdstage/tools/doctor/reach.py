@@ -1,7 +1,7 @@
-"""What a peer of NIXL can reach: where UCX listens for him, and whether he is kept to memory that was registered.
+"""What a NIXL peer can reach: the addresses on which UCX listens, and whether writes are limited to registered memory.
 
-Both are tried: the first is read from the kernel; for the second a description is altered as a forger would, so that it
-offers memory that nobody registered, and a write goes there.
+Both are tried. The kernel says where UCX listens. For the second, a description is forged so that it offers memory that
+was never registered, and a write goes there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LISTEN = "0A"
 
 
 def reach(say: Say, *, host: str, ways: list[dict[str, Any]]) -> None:
-    """Tells the addresses that UCX "listens" on in a node at `host`, and under "way NAME" of each way whether memory
+    """Reports the addresses on which UCX "listens" in a node at `host`, and as "way NAME" of each way whether memory
     that was not registered could be written.
     """
     say.step("listen")
@@ -66,7 +66,7 @@ def _lands_beside() -> bool:
 
 
 def _forged(description: bytes, registered: int, address: int) -> bytes:
-    """The same, but that what was registered there lies at another address."""
+    """The same description, with the registered memory moved to another address."""
     kind: Any = load("nixl")
     honest = read_description("owner", description, kind.description_type, kind.traits)
     metadata = honest.metadata.replace(registered.to_bytes(8, "little"), address.to_bytes(8, "little"))
@@ -76,7 +76,7 @@ def _forged(description: bytes, registered: int, address: int) -> bytes:
 
 
 def listens() -> list[str]:
-    """The addresses on which this process listens for TCP, as the kernel tells (proc_net(5))."""
+    """The addresses on which this process listens for TCP, from the kernel (proc_net(5))."""
     inodes = set()
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

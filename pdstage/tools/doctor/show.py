@@ -1,4 +1,4 @@
-"""The report for people: plain lines, or with colours where rich is installed and somebody looks."""
+"""The report for people: plain lines, or colours if rich is installed and the output is a terminal."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _WORDS = {"ok": "all is well", "warn": "works, with something to look at", "fail
 
 class Show(Protocol):
     def line(self, found: Found) -> None:
-        """One check's answer, as soon as it is there."""
+        """One check's result, as soon as it is known."""
 
     def end(self, report: Report) -> None:
-        """The verdict on each transport, the peer's steps, and the whole."""
+        """The verdict on each transport, the peer's steps, and the overall verdict."""
 
 
 def show(write: Callable[[str], None]) -> Show:
-    """What fits where the output goes; `write` prints a plain line."""
+    """The form that suits the output; `write` prints a plain line."""
     return Coloured() if sys.stdout.isatty() and find_spec("rich") is not None else Plain(write)
 
 
 class Plain:
-    """Lines that grep understands: level, area, name, sentence; and under it what to do."""
+    """Lines for grep: level, area, name, sentence; and below them the remedy."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -80,7 +80,7 @@ class Coloured:
 
 
 def summary(report: Report) -> Iterator[tuple[Level | str, str]]:
-    """Lines at the end, each with its level, or none."""
+    """The last lines, each with its level, or none."""
     for name, verdict in report.transports.items():
         level = next(line.level for line in report.checks if (line.area, line.name) == ("transports", name))
         yield level, f"transport {name}: {verdict.says}"

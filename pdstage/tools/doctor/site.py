@@ -1,4 +1,4 @@
-"""What a run of the doctor was asked for, and the probes of this host, each made once whoever asks."""
+"""The options of a run of the doctor, and this host's probes, each run once for all checks that ask."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """`transports`: those that must work; none: whatever is installed. `device`: where pools will lie.
+    """`transports` must work; if empty, all that are installed are tried. `device` is where pools will be.
 
-    `peer` and `bind` are control addresses. `deadline_s`: of one probe.
+    `peer` and `bind` are control addresses. `deadline_s` is for one probe.
     """
 
     areas: tuple[str, ...] = AREAS
@@ -34,7 +34,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Site:
-    """This host, asked by several checks at once. A context manager: what it has started ends with it."""
+    """This host, shared by concurrent checks. A context manager: everything it started ends with it."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -49,7 +49,7 @@ class Site:
         self.close()
 
     def close(self) -> None:
-        """Ends the probes that still run; whoever waits for one gets what it had found."""
+        """Ends the probes that still run; callers that wait for one get what it had found."""
         self._children.close()
 
     def ask(
@@ -60,7 +60,7 @@ class Site:
         deadline_s: float | None = None,
         **given: object,
     ) -> Told:
-        """The probe's answer; whoever asks the same while it runs waits for the same answer."""
+        """The probe's result. A second caller with the same question waits for the same result."""
         question = json.dumps([probe, environment, given], sort_keys=True)
         with self._lock:
             answer = self._answers.get(question)

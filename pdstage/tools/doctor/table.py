@@ -1,6 +1,6 @@
-"""The checks, as a table, and the report that they make.
+"""The table of checks, and the report of their results.
 
-A check is a function of the `Site`; one that does not apply to this host returns nothing and has no line.
+A check is a function of the `Site`. A check that does not apply to this host returns None and has no line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MAX_S = 600
-_AT_ONCE = 3  # each waits for processes of its own most of the time
+_AT_ONCE = 3  # each mostly waits for its processes
 
 
 class Check(NamedTuple):
@@ -58,7 +58,7 @@ CHECKS = (
 
 
 def checks(asked: Asked) -> list[Check]:
-    """Those of the areas asked for, a line for each transport and one for the peer among them."""
+    """The checks of the areas asked for; one per transport, and one for the peer."""
     unknown = [area for area in asked.areas if area not in AREAS]
     if unknown:
         raise UsageError(f"no area {unknown[0]!r}", remedy=f"choose of {', '.join(AREAS)}", field="only")
@@ -78,12 +78,12 @@ def checks(asked: Asked) -> list[Check]:
 
 
 def examine(asked: Asked, tell: Callable[[Found], None] = lambda found: None) -> Report:
-    """Makes the checks, several at a time, and tells each line in the table's order. Raises `UsageError`."""
+    """Runs the checks, several at a time, and reports each line in the table's order. Raises `UsageError`."""
     lines: list[Found] = []
     with Site(asked) as site, ThreadPoolExecutor(_AT_ONCE) as pool:
         try:
             wanted = checks(asked)
-            # The peer is last, and alone: what it measures is this host's too.
+            # The peer's check is last, and alone, since it also measures this host.
             running = [pool.submit(check.look, site) for check in wanted if check.area != "peer"]
             for check, answer in zip(wanted, running, strict=False):
                 _add(lines, check, answer.result(), tell)

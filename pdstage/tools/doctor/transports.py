@@ -1,4 +1,4 @@
-"""Area "transports": of each known name, whether bytes really move by it between two processes of this host.
+"""Area "transports": for each known transport, whether it moves bytes between two processes of this host.
 
 Opens nothing in this process. Knows the shipped transports by name, for their ways, remedies and caveats.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pdstage.tools.doctor.child import Told
     from pdstage.tools.doctor.site import Site
 
-EXPECTED = ("nixl",)  # what `auto` wants on every node, so that its absence is worth a warning
+EXPECTED = ("nixl",)  # `auto` expects it on every node, so its absence is a warning
 CAVEATS = {"mori": "this project has tested it over a double of MORI-IO only, never on hardware"}
 _WHEELS = {
     "nixl": 'install it anew, one pair of wheels for your CUDA: pip install --force-reinstall "pdstage[nixl]"',
@@ -37,7 +37,7 @@ _DRIVERS = "/etc/libibverbs.d"
 
 
 def chosen(wanted: tuple[str, ...]) -> list[str]:
-    """The transports to look at: those wanted, else all. Raises `UsageError` for a name that nothing has."""
+    """The transports to check: `wanted`, else all. Raises `UsageError` for an unknown name."""
     known = names()
     for name in wanted:
         if name not in known:
@@ -61,7 +61,7 @@ def check(name: str) -> Callable[[Site], Result]:
 
 
 def local_pair(site: Site) -> Told:
-    """What transport `local` can do between two processes."""
+    """The probe of transport `local` between two processes."""
     return site.ask("pair", transport="local", ways=_ways("local", has_rdma=False))
 
 
@@ -69,7 +69,7 @@ def _ways(name: str, *, has_rdma: bool) -> list[dict[str, object]]:
     if name == "local":
         return [{"name": "process_vm_writev"}, {"name": "shared memory", "shared": True}]
     found: list[dict[str, object]] = [{"name": "default"}]
-    if name == "nixl" and "UCX_TLS" not in os.environ:  # between hosts neither shared memory nor loopback helps
+    if name == "nixl" and "UCX_TLS" not in os.environ:  # between hosts neither shared memory nor loopback works
         found.append({"name": "tcp", "environment": {"UCX_TLS": "tcp,self"}})
         if has_rdma:
             found.append({"name": "rdma", "environment": {"UCX_TLS": "ib,self"}})
@@ -77,7 +77,7 @@ def _ways(name: str, *, has_rdma: bool) -> list[dict[str, object]]:
 
 
 def judge(name: str, told: Told, *, lanes: list[str], has_rdma: bool, wanted: tuple[str, ...]) -> Result:
-    """From what its probe told to one line."""
+    """The result of its probe in one line."""
     if told.facts.get("installed") is False:
         return _absent(name, told, wanted)
     tried = {key[4:]: way for key, way in told.facts.items() if key.startswith("way ")}
@@ -132,7 +132,7 @@ def _facts(*, usable: bool, ways: list[str], says: str, told: Told) -> dict[str,
 
 
 def nixl_plugins(site: Site) -> Result | None:
-    """Which of NIXL's plugins start. One that takes its process down is left out of the next try."""
+    """Which of NIXL's plugins start. One that crashes its process is left out of the next try."""
     if find_spec("nixl") is None:
         return None
     found: dict[str, str] = {}
@@ -165,7 +165,7 @@ def _plugins_of(told: Told) -> dict[str, str]:
 
 
 def nixl_reach(site: Site) -> Result | None:
-    """Where UCX listens in a node of this host, and whether a peer is kept to memory that was registered."""
+    """Where UCX listens in a node of this host, and whether a peer's writes are limited to registered memory."""
     if find_spec("nixl") is None:
         return None
     named = Address.parse(site.asked.bind, "tcp", listening=True).ip if site.asked.bind else ""
@@ -196,7 +196,7 @@ def nixl_reach(site: Site) -> Result | None:
 
 
 def _is_of(address: str, host: str) -> bool:
-    """Whether both are addresses of one interface, or this one is of loopback."""
+    """Whether both are addresses of one interface, or the first is a loopback address."""
     return Address(address, 1).is_loopback or interface_of(address) == interface_of(host)
 
 
@@ -224,7 +224,7 @@ def two_libnl(site: Site, root: Path = Path("/")) -> Result | None:
 
 
 def from_outside(site: Site) -> Result | None:
-    """The transports that other packages bring by entry points."""
+    """The transports that other packages provide by entry points."""
     del site
     points = {name: point.value for name, point in plugins().items()}
     return ok(f"brought by other packages: {', '.join(sorted(points))}", points=points) if points else None

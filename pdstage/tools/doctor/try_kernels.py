@@ -1,6 +1,6 @@
-"""Gather and scatter really tried by each backend, and the compilers behind them.
+"""Tries gather and scatter with each backend, and the compilers behind them.
 
-What a backend copies is compared byte for byte with what the pool holds.
+The copies are compared byte for byte with the pool.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MACROS = {
 
 
 def host_copy(say: Say) -> None:
-    """Tells which host code is "active", and copies in host memory."""
+    """Reports which host code is "active", and copies in host memory."""
     say.found(active=native.active())
     say.step("copy")
     _copy("cpu", "auto")
 
 
 def device_copy(say: Say, *, device: str) -> None:
-    """Copies by each backend for GPUs that can be used here; tells "backend NAME": empty, or why not."""
+    """Copies with each usable GPU backend; reports "backend NAME": empty, or why not."""
     for name in ("cuda", "triton"):
         say.step(name)
         why = kernels.backends()[name]
@@ -73,7 +73,7 @@ def _wait(device: str) -> None:
 
 
 def nvrtc(say: Say, *, architecture: str) -> None:
-    """Compiles the copy kernel anew, without the cache; tells versions, seconds and bytes."""
+    """Compiles the copy kernel without the cache; reports versions, seconds and bytes."""
     say.step("import cupy")
     import cupy  # noqa: PLC0415
     from cupy.cuda import nvrtc as binding  # noqa: PLC0415

@@ -1,8 +1,7 @@
-"""What UCX says of the ways it took, and the environment in which it says so.
+"""UCX's report of the lanes that it chose, and the environment that makes it report them.
 
-With UCX_LOG_LEVEL=info UCX 1.14 and later name the lanes of each endpoint they make: `NAME intra-node cfg#1
-rma_am(tcp/lo) am(tcp/lo cma/memory) ka(tcp/lo)`, each a transport and its device. The file is whole when its process
-has ended.
+With UCX_LOG_LEVEL=info, UCX 1.14 and later name the lanes of each endpoint: `NAME intra-node cfg#1 rma_am(tcp/lo)
+am(tcp/lo cma/memory) ka(tcp/lo)`, each a transport and its device. The file is complete when its process has ended.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _WAYS = {
 
 
 def lanes(log: str) -> list[str]:
-    """The transports of the first worker's endpoints to other processes, in order, each once."""
+    """The transports of the first worker's endpoints to other processes, in order, without repeats."""
     lines = _LINE.findall(log)
     return list(dict.fromkeys(lane for name, line in lines if name == lines[0][0] for lane in _LANE.findall(line)))
 
 
 def ways(named: list[str]) -> list[str]:
-    """The kinds of way that these lanes are, in one order: tcp, shm, rdma, cuda, rocm."""
+    """The kinds of these lanes, in a fixed order: tcp, shm, rdma, cuda, rocm."""
     kinds = {lane.partition("_")[0] for lane in named}
     return [way for way, prefixes in _WAYS.items() if kinds & set(prefixes)]

@@ -1,11 +1,11 @@
-"""Judges a real run by the model: what nodes wrote down, replayed against the state tables and the invariants.
+"""Judges a real run: replays the nodes' journals against the state tables and the invariants.
 
     nodes = [PrefillNode(..., journal=folder), DecodeNode(..., journal=folder)]  # or PDSTAGE_NODE, for an engine's
     verdict = judge([folder])  # or on the command line: pdstage judge FOLDER
 
-Read `read` (the files), `replay` (one node's lines, in their order), `arrivals` (what a room needs, and what came),
-`lane` (which leases share bytes) and `across` (both ends of a session). The rules are written anew here, and share no
-code with the cores they judge but the state tables.
+Read `read` (the files), `replay` (one node's lines, in order), `arrivals` (what a room needs, and what arrived), `lane`
+(which leases share bytes), `across` (both ends of a session) and `verdict` (the result). The rules are written
+independently here: only the state tables are shared with the cores.
 """
 
 from pdstage.tools.judge.verdict import Verdict, judge

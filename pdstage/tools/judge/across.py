@@ -1,7 +1,7 @@
-"""Both ends of a session: what decode took for written, and for over, by what prefill wrote down of the same chunks.
+"""Checks both ends of a session: what decode took as written or ended, against prefill's journal of the same chunks.
 
-No clock is asked. A write of which prefill had sent `sent` frames when it ended is over for a decode that has heard
-more frames than that: prefill said the next one afterwards.
+No clock is used. If prefill had sent `sent` frames when a write ended, the write is over for a decode that has received
+more frames than that: prefill sent the next frame afterwards.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Across:
-    """One decode node against the prefill nodes whose journals are here, by incarnation."""
+    """One decode node against the prefill nodes whose journals are present, by incarnation."""
 
     def __init__(self, writers: Mapping[str, Replay], wrong: Callable[[Place, str, str], None]) -> None:
         self.n_writes = 0
-        """Writes that were found at both ends."""
+        """Writes found at both ends."""
         self._writers = writers
         self._wrong = wrong
 
@@ -35,7 +35,7 @@ class Across:
                 continue
             if line.after == LANDED or line.what == "tag":
                 self._written(place, name, line, writer)
-            elif line.proved:  # the process is dead or fenced, or said so: `Replay` judges what it said
+            elif line.proved:  # the process is dead or fenced, or reported it: `Replay` judges its reports
                 continue
             elif line.what == "lease" and line.after == RELEASED and line.before != LANDED:
                 self._over(place, name, line, _flights(writer, line, staged=True))
@@ -66,7 +66,7 @@ class Across:
 
 
 def _flights(writer: Replay, line: Line, *, staged: bool) -> Iterator[Flight]:
-    """What was written into a lease, or into the memory of a room."""
+    """The writes into a lease, or into the memory of a room."""
     claim: Claim = (line.session, line.epoch)
     where = (line.lane, line.cursor) if staged else None
     return (one for one in writer.flights.get(claim, ()) if one.where == where)

@@ -1,4 +1,4 @@
-"""What a room needs of its writers, and what of it has come: tokens of layers, never a count (I5)."""
+"""What a room needs from its writers and what has arrived: tokens of layers, never a count (I5)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Arrivals:
-    """Of one writer of one room."""
+    """Arrivals from one writer of one room."""
 
     needs: tuple[Piece, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
-    """Of how many slots of a component the writer said that it has no more."""
+    """By component: how many slots the writer said are its last."""
     _came: dict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=dict)
     """By component and layer."""
 
@@ -27,7 +27,7 @@ class Arrivals:
                 self._came.setdefault((piece.component, layer), []).append((piece.first, piece.end))
 
     def missing(self) -> str:
-        """The first thing that never came, in words; empty if nothing."""
+        """Describes the first thing that never arrived; empty if everything did."""
         for need in self.needs:
             end = min(need.end, self.counts.get(need.component, need.end))
             for layer in range(need.start, need.stop, need.step):

@@ -1,4 +1,4 @@
-"""One lane of decode's staging memory, by what became of its leases: which of them lie on the same bytes (I3)."""
+"""One lane of decode's staging memory, from its leases' journal lines: which leases share bytes (I3)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Lane:
         self.landed: dict[int, Span] = {}
 
     def before(self, lease: Span) -> list[int]:
-        """Those not released that were lent before `lease` and lie on its bytes."""
+        """Unreleased leases granted before `lease` that share bytes with it."""
         return [one.start for one in self.live.values() if one.start < lease.start and self._meet(one, lease)]
 
     def after(self, lease: Span) -> list[int]:
-        """Those that landed, were lent after `lease`, and lie on its bytes."""
+        """Landed leases granted after `lease` that share bytes with it."""
         return [one.start for one in self.landed.values() if one.start > lease.start and self._meet(one, lease)]
 
     def land(self, lease: Span) -> None:
@@ -34,6 +34,6 @@ class Lane:
             del self.landed[old]
 
     def _meet(self, one: Span, other: Span) -> bool:
-        """Whether they have a byte of memory in common; neither goes over the lane's end."""
+        """Whether they share a byte of memory; neither crosses the lane's end."""
         first, second = one.start % self.capacity, other.start % self.capacity
         return first < second + other.stop - other.start and second < first + one.stop - one.start

@@ -1,7 +1,7 @@
-"""Journals as they lie on disk: each node's lines in order, and what of them is missing.
+"""Journals on disk: each node's lines in order, and which are missing.
 
-A file may end in the midst of a line, where its process was killed; a node's first lines may be gone, where it kept
-only the latest. Neither is an error. Anything else that is not a journal is.
+A file may end in the middle of a line, if its process was killed. A node's first lines may be gone, if it kept only the
+latest. Neither is an error; any other file that is not a journal is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _line = msgspec.json.Decoder(Line)
 
 
 class Place(NamedTuple):
-    """Where a line stands."""
+    """The file and number of a line."""
 
     path: Path
     number: int
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Node:
-    """One node's journal. `lines` are in order; `first` is the number of the first of them: above 0, older are gone."""
+    """One node's journal. `lines` are in order; `first` is the first one's number: above 0, older lines are gone."""
 
     head: Head
     first: int = 0
@@ -46,12 +46,12 @@ class Node:
 
     @property
     def whole(self) -> bool:
-        """Whether it has all from the node's begin."""
+        """Whether it is complete from the node's start."""
         return self.first == 0
 
 
 def read(paths: Iterable[Path]) -> list[Node]:
-    """The journals in files and folders, one a node. Raises `UsageError` for a file that is none."""
+    """The journals in files and folders, one per node. Raises `UsageError` for a file that is not a journal."""
     parts: dict[str, list[Node]] = {}
     for path in _files(paths):
         part = _part(path)
@@ -61,7 +61,7 @@ def read(paths: Iterable[Path]) -> list[Node]:
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:
-    """Decode's first, by name: what they have heard is in prefill's by then, even while all are being written."""
+    """Decode's files first, by name: prefill's journals then contain what decode has received, even during the run."""
     found: dict[Path, None] = {}
     for path in paths:
         inside = sorted(one for end in (SUFFIX, OLDER) for one in path.rglob(f"*{end}")) if path.is_dir() else [path]
@@ -70,7 +70,7 @@ def _files(paths: Iterable[Path]) -> list[Path]:
 
 
 def _part(path: Path) -> Node | None:
-    """One file; None for one whose process was killed before its first line was whole."""
+    """One file; None if its process was killed before its first line was complete."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -97,7 +97,7 @@ def _part(path: Path) -> Node | None:
 
 
 def _joined(parts: list[Node]) -> Node:
-    """The files of one node as one; what is before a gap between two of them is left out."""
+    """The files of one node as one; lines before a gap between two files are left out."""
     parts.sort(key=lambda part: part.first)
     whole = Node(parts[-1].head, parts[0].first)
     for part in parts:

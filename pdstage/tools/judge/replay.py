@@ -1,7 +1,7 @@
-"""One node's lines, replayed in their order: each move against its state table, and what holds within one node.
+"""Replays one node's lines in order: each move against its state table, and the invariants within one node.
 
-What a journal that lost its beginning does not say is not judged: a thing that is first seen amid its life is taken as
-it is found, and a room whose begin is gone needs nothing.
+If a journal lost its beginning, what it does not say is not judged: an object first seen in the middle of its life is
+taken as it is, and a room without its beginning needs nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TABLES: dict[str, dict[tuple[str, str], str]] = {
     }
     for machine in (states.ROOM, states.DESTINATION, states.CHUNK, states.WRITER, states.LEASE)
 }
-"""Of each machine, what follows on an event in a state."""
+"""For each machine, the state that follows an event in a state."""
 BEGINS = {
     "room": "BOOTSTRAPPING", "destination": "WAITING", "chunk": "RESERVING", "writer": "UNOPENED", "lease": "GRANTED",
 }  # fmt: skip
 FLYING = {ChunkPhase.GATHERING.name, ChunkPhase.WRITING.name}
-"""A gather counts as a write: it may go straight into its lease."""
+"""A gather counts as a write: it may write directly into its lease."""
 ENDED = {State.SUCCESS.name, State.FAILED.name}
 LANDED, RELEASED = LeasePhase.LANDED.name, LeasePhase.RELEASED.name
 QUIET = WriterPhase.QUIET.name
@@ -47,7 +47,7 @@ Claim = tuple[str, int]
 
 @dataclass(slots=True)
 class RoomSeen:
-    """A room of the node. `begun`: the journal has it from its begin."""
+    """A room of the node. `begun`: the journal has its beginning."""
 
     name: str
     begun: bool
@@ -58,7 +58,7 @@ class RoomSeen:
 
 @dataclass(slots=True)
 class Flight:
-    """A chunk's gather or write at prefill, from the line of its begin to that of its end."""
+    """A chunk's gather or write at prefill, from the line of its start to that of its end."""
 
     began: Line
     place: Place
@@ -71,7 +71,7 @@ class Flight:
 
 
 class Replay:
-    """What one node's journal says; `run` adds to `wrong` what must not be. Afterwards `flights` are for `across`.
+    """One node's journal; `run` adds violations to `wrong`. Afterwards `across` uses `flights`.
 
     `nbytes` arrived at decode: scattered, or written in place.
     """
@@ -95,9 +95,9 @@ class Replay:
         self._flying: dict[tuple[str, int, int], Flight] = {}
         """By session, epoch and chunk."""
         self._used: dict[tuple[str, int, int], tuple[int, int]] = {}
-        """Which chunk began to write a lease."""
+        """Which chunk started to write a lease."""
         self._over: set[str] = set()
-        """Sessions of which this node said that nothing is in flight."""
+        """Sessions for which this node reported that nothing is in flight."""
 
     def run(self) -> Replay:
         on = {
@@ -122,7 +122,7 @@ class Replay:
     # The tables.
 
     def _move(self, line: Line) -> None:
-        if line.event in ("OPENED", "RELEASED"):  # of a room; no table has these
+        if line.event in ("OPENED", "RELEASED"):  # of a room; they are in no table
             return
         self.moves += 1
         key = _key(line)
@@ -136,7 +136,7 @@ class Replay:
         if line.what == "room" and line.before in ENDED and line.after != line.before:
             self._say("I1", f"{_named(line)} ended as {line.before} and is {line.after or '?'} now")
         if line.what == "lease" and line.after == RELEASED:
-            self._states.pop(key, None)  # its cursor never comes again: `_lease` sees to that
+            self._states.pop(key, None)  # its cursor never returns: `_lease` checks that
         else:
             self._states[key] = line.after or line.before
 
@@ -235,8 +235,8 @@ class Replay:
         self._writers.setdefault((line.session, line.epoch), Arrivals()).add(line.pieces)
 
     def _lease(self, line: Line) -> None:
-        """Leases of a lane are lent in the order of their cursors; one is written once those before it that lie on its
-        bytes are released (I3).
+        """Leases of a lane are granted in cursor order. One is written only after the earlier leases on its bytes are
+        released (I3).
         """
         if not 0 <= line.lane < len(self.node.head.lanes):
             self._say("I3", f"{_named(line)} lies in no lane")

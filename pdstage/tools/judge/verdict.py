@@ -1,4 +1,4 @@
-"""What came of it: how much was judged, and what was wrong, with file and line."""
+"""The result: how much was judged, and what was wrong, with file and line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Verdict:
-    """`wrong` is in words, one a line; `counts` are of what was judged, `rooms` by their last state."""
+    """`wrong` has one violation per line; `counts` is what was judged, `rooms` counts rooms by their last state."""
 
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -29,7 +29,7 @@ class Verdict:
 
     @property
     def judged(self) -> bool:
-        """Whether there was anything: a verdict about nothing is none."""
+        """Whether anything was judged: an empty verdict means nothing."""
         return self.counts["moves"] > 0
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ _COUNTED = ("nodes", "moves", "leases", "writes", "writes seen at both ends", "b
 
 
 def judge(paths: Iterable[Path]) -> Verdict:
-    """Replays the journals in `paths`, files and folders. Raises `UsageError` for a file that is no journal."""
+    """Replays the journals in `paths`, files and folders. Raises `UsageError` for a file that is not a journal."""
     verdict = Verdict()
     found: set[tuple[Place, str, str]] = set()
 

@@ -1,6 +1,6 @@
-"""What a node's observers can make of its events: traces for Perfetto, pictures of them, spans for OpenTelemetry.
+"""Observers of a node's events: traces for Perfetto, pictures of them, spans for OpenTelemetry.
 
-Read `model` (what a trace holds), `tracer` (how a run makes one, in one process or many), `chrome` (the file), `plot`
+Read `model` (a trace's content), `tracer` (how a run makes one, in one process or many), `chrome` (the file), `plot`
 (the picture) and `otel` (spans). Importing this imports neither matplotlib nor opentelemetry.
 """
 

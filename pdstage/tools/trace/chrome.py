@@ -1,10 +1,10 @@
 """The trace file: Chrome's JSON trace format, which Perfetto (https://ui.perfetto.dev) opens.
 
-A process of the file is a rank's node. A track is a lane of one peer, or all that goes to a peer without staging; where
-chunks of a lane overlap it has a second row, since slices of one track must nest. Lease waits and rooms, many of which
-pass at once, are asynchronous slices, which viewers stack. A flow leads from a chunk's gather to its write to its
-scatter. Sources: the Trace Event Format document of the Chromium project, and Perfetto's docs/getting-started/
-other-formats.md for what of it is drawn.
+A process of the file is a rank's node. A track is a lane of one peer, or all direct transfers to a peer. If chunks of a
+lane overlap, the lane has a second row, since slices of one track must nest. Lease waits and rooms overlap often, so
+they are asynchronous slices, which viewers stack. A flow leads from a chunk's gather to its write to its scatter.
+Sources: the Trace Event Format document of the Chromium project, and Perfetto's docs/getting-started/other-formats.md
+for the parts of it that are drawn.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VERSION = 1
-_LEAST_US = 0.01  # flows are tied to the middle of a slice, so it must have one
+_LEAST_US = 0.01  # flows attach to the middle of a slice, so it must have one
 _TRACKS = 1000
-"""The most tracks of one process; their ids are a process's own, as some viewers ask."""
+"""The most tracks of one process; some viewers need ids that are unique per process."""
 _Json: TypeAlias = dict[str, Any]
 
 
 class Track(NamedTuple):
-    """Slices side by side: those of a `lane` of `peer`, or without staging. At decode, a lane is of all its peers."""
+    """A row of slices: of a `lane` of `peer`, or of direct transfers. At decode, a lane belongs to all its peers."""
 
     peer: int
     lane: int | None
@@ -41,7 +41,7 @@ class Track(NamedTuple):
 
 
 def tracks(trace: Trace, node: Node) -> dict[Track, list[Stage]]:
-    """The slices of a node that lie on its tracks, in the order to draw them: all but lease waits."""
+    """The slices on a node's tracks, in drawing order: all but lease waits."""
     units: dict[tuple[int, int | None], dict[tuple[int, ...], list[Stage]]] = {}
     for stage in trace.stages:
         if stage.incarnation == node.incarnation and stage.kind != "lease_wait":
@@ -84,7 +84,7 @@ def document(trace: Trace) -> _Json:
 
 
 def _us(at: float) -> float:
-    """Whole nanoseconds, so that what ended when another began does not overlap it."""
+    """Whole nanoseconds, so that a slice does not overlap one that began when it ended."""
     return round(at * 1e9) / 1e3
 
 
@@ -126,7 +126,7 @@ def _waits(trace: Trace, node: Node, pid: int) -> Iterator[_Json]:
 
 
 def _rooms(trace: Trace, node: Node, pid: int) -> Iterator[_Json]:
-    """From its opening to its end; what the end of the trace cut off ends with it."""
+    """From its opening to its end, or to the end of the trace."""
     mine = [life for life in trace.rooms if life.incarnation == node.incarnation]
     last = max((s.ended_at for s in trace.stages if s.incarnation == node.incarnation), default=0.0)
     for life in mine:
@@ -146,14 +146,14 @@ def _flows(slices: dict[tuple[int, ...], list[tuple[Stage, int, int]]]) -> Itera
         ordered = sorted(chunk, key=lambda one: one[0].began_at)
         for place, (stage, pid, tid) in enumerate(ordered) if len(ordered) > 1 else ():
             phase = "s" if not place else "f" if place == len(ordered) - 1 else "t"
-            # A write's end may be seen after its chunk was scattered: so the arrow touches the write as it begins.
+            # A write's end may be seen after its chunk was scattered, so the arrow attaches to the write's beginning.
             inside = _us(stage.began_at) + (min(0.5, _lasted(stage) / 2) if phase == "t" else _lasted(stage) / 2)
             arrow = {"ph": phase, "name": "chunk", "cat": "chunk", "id": number, "pid": pid, "tid": tid}
             yield arrow | {"ts": round(inside, 3)} | ({"bp": "e"} if phase == "f" else {})
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Raises `UsageError` where the file cannot be written."""
+    """Raises `UsageError` if the file cannot be written."""
     try:
         path.write_text(json.dumps(document(trace), separators=(",", ":")) + "\n")
     except OSError as error:
@@ -171,7 +171,9 @@ def read(path: Path) -> Trace:
         raise UsageError(f"cannot read {path} ({error.strerror})", remedy="name a trace file", field="trace") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} is no trace of this version of pdstage: {error!r}", remedy="make one with --trace", field="trace"
+            f"{path} is not a trace of this version of pdstage: {error!r}",
+            remedy="make one with --trace",
+            field="trace",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A trace: which nodes there were, what each of their chunks' stages took, and the lives of their rooms.
+"""A trace: its nodes, the stages of their chunks, and the lives of their rooms.
 
 `chrome` writes and reads them.
 """
@@ -20,7 +20,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(NamedTuple):
-    """A host's monotonic clock, named by the host's boot. `wall_offset_s` added to its times is the time of day."""
+    """A host's monotonic clock, named by the host's boot. Its times plus `wall_offset_s` are the time of day."""
 
     name: str
     wall_offset_s: float
@@ -32,7 +32,7 @@ class Clock(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One rank's node in one process. `place` says its topology in words, `incarnation` tells it from all others."""
+    """One rank's node in one process. `place` is its topology as text; `incarnation` is unique."""
 
     incarnation: int
     role: str
@@ -48,7 +48,7 @@ class Node(NamedTuple):
 
 class Stage(NamedTuple):
     """A `StageOver` of the node with this `incarnation`; (`decode`, `writer`, `epoch`, `chunk`) is one chunk on both
-    sides. Times in seconds of the trace's clock.
+    sides. Times are seconds of the trace's clock.
     """
 
     incarnation: int
@@ -71,7 +71,7 @@ class Stage(NamedTuple):
 
 
 class RoomLife(NamedTuple):
-    """A room at the node with this `incarnation`. What never happened, or had not when the trace ended, is None."""
+    """A room at the node with this `incarnation`. None: it never happened, or had not when the trace ended."""
 
     incarnation: int
     number: int
@@ -87,7 +87,7 @@ class RoomLife(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """Times of every part are of `clock`; `n_dropped` older events did not fit the tracer."""
+    """All times are of `clock`; `n_dropped` older events did not fit into the tracer."""
 
     clock: Clock
     nodes: dict[int, Node] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Trace:
     n_dropped: int = 0
 
     def moved_to(self, clock: Clock) -> Trace:
-        """The same in times of another host's clock, as exact as the hosts' times of day agree."""
+        """The same trace on another host's clock, as exact as the hosts' times of day agree."""
         if clock.name == self.clock.name:
             return self
         by = self.clock.wall_offset_s - clock.wall_offset_s
@@ -116,7 +116,7 @@ class Trace:
 
     @property
     def ordered_nodes(self) -> list[Node]:
-        """Prefill above decode, then by rank, then by who came first."""
+        """Prefill before decode, then by rank, then by time of start."""
         first: dict[int, float] = {}
         for at, incarnation in [(s.began_at, s.incarnation) for s in self.stages] + [
             (life.opened_at, life.incarnation) for life in self.rooms
@@ -129,7 +129,7 @@ class Trace:
         )
 
     def chunks(self) -> dict[tuple[int, int, int, int], list[Stage]]:
-        """The stages of each chunk, of both sides, by when they began."""
+        """The stages of each chunk, of both sides, by start time."""
         found: dict[tuple[int, int, int, int], list[Stage]] = {}
         for stage in self.stages:
             found.setdefault(stage.claim, []).append(stage)
@@ -139,7 +139,7 @@ class Trace:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """All of them on the clock of the first. At least one."""
+    """All traces on the clock of the first. There must be at least one."""
     whole = Trace(traces[0].clock)
     for trace in traces:
         moved = trace.moved_to(whole.clock)
@@ -151,14 +151,14 @@ def merged(traces: Sequence[Trace]) -> Trace:
 
 
 def room_text(room: RoomId) -> str:
-    """How a room is written: bytes that are no text in hexadecimal."""
+    """A room's name for display: bytes that are not text in hexadecimal."""
     if isinstance(room, bytes):
         return room.decode() if room.isascii() and room.decode().isprintable() else room.hex()
     return str(room)
 
 
 def rows(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """The row of each span, such that none overlap in one: the lowest that is free when it begins."""
+    """The row of each span, so that no two in a row overlap: the lowest row that is free when it begins."""
     ends: list[float] = []
     given = [0] * len(spans)
     for number in sorted(range(len(spans)), key=lambda number: spans[number]):

@@ -1,8 +1,9 @@
 """Spans for OpenTelemetry: one for each room on each side, and below it one for each stage of a chunk.
 
-How spans are exported is the application's provider's, which the SDK configures.
+The application's provider, which the SDK configures, exports the spans.
 
-Names and attributes follow OpenTelemetry's: dots between words, units in words. Source: the opentelemetry-api package.
+Names and attributes follow OpenTelemetry's conventions: dots between words, units in words. Source: the
+opentelemetry-api package.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ NAME = "pdstage"
 
 
 def room_context(room: RoomId) -> SpanContext:
-    """What both sides' spans of a room link to: a span that nobody records, made of the room's name alone.
+    """The context that both sides' spans of a room link to: an unrecorded span derived from the room's name alone.
 
-    A router may link the request's span to it too, and all of them are found by its trace id.
+    A router may link the request's span to it too; its trace id finds them all.
     """
     from opentelemetry.trace import SpanContext, TraceFlags  # noqa: PLC0415
 
@@ -45,8 +46,8 @@ def room_context(room: RoomId) -> SpanContext:
 class Spans:
     """An `Observer` that makes spans.
 
-    `provider`: None is the application's global one. `parent` gives the context that a room's span belongs under, as
-    the request's, which the application knows; None there, or no `parent`: the span begins a trace of its own. It is
+    `provider`: None is the application's global one. `parent` returns the context for a room's span, such as the
+    request's, which the application knows. If it returns None, or without `parent`, the span starts a new trace. It is
     called on the node's thread. Raises `UsageError` without opentelemetry.
     """
 
@@ -84,7 +85,7 @@ class Spans:
         return round(at * 1e9) + self._offset_ns
 
     def _of(self, key: tuple[int, RoomId], number: int) -> Span:
-        """The room's span; one that records nothing if its name has another room by now."""
+        """The room's span; a non-recording span if its name belongs to another room by now."""
         held = self._spans.get(key)
         return held[1] if held is not None and held[0] == number else self._api.INVALID_SPAN
 

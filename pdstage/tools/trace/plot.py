@@ -1,6 +1,6 @@
-"""A trace as a picture: a band for each rank, a row for each lane, and every chunk's way across them.
+"""A trace as a picture: a band for each rank, a row for each lane, and every chunk's path across them.
 
-matplotlib draws; its figures are made without pyplot, so nothing is left open.
+matplotlib draws; its figures are made without pyplot, so that nothing stays open.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Row:
 
 
 def window_of(trace: Trace, room: str | None, from_ms: float | None, to_ms: float | None) -> Window:
-    """What is drawn: the trace, or one room's stages, or from and to so many milliseconds after that begins."""
+    """What is drawn: the trace, or one room's stages, or from and to that many milliseconds after its beginning."""
     lives = [life for life in trace.rooms if room in (None, life.room)]
     stages = [stage for stage in trace.stages if room in (None, stage.room)]
     if room is not None and not lives:
@@ -165,7 +165,7 @@ class _Picture:
         )  # fmt: skip
 
     def _rooms(self, line: _Row) -> None:
-        """Each from when it could begin until its end; where they overlap, later ones lie on top."""
+        """Each from its earliest possible start to its end; where they overlap, later ones are on top."""
         last = self.window.stop
         mine = [life for life in self.trace.rooms if life.incarnation == line.node.incarnation]
         for life in sorted(mine, key=lambda life: life.opened_at):

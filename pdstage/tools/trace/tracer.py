@@ -1,4 +1,4 @@
-"""How a run makes a trace: a tracer observes the nodes of one process, and files of several become one."""
+"""How a run makes a trace: a tracer observes the nodes of one process, and several files are merged into one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_EVENTS = 200_000
 
 
 class Tracer:
-    """An `Observer` that remembers the latest `max_events` events of this process's nodes: some 100 MB of them."""
+    """An `Observer` that keeps the latest `max_events` events of this process's nodes: about 100 MB of them."""
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
         self._clock = Clock.here()
@@ -36,7 +36,7 @@ class Tracer:
         self._events.append((origin, event))
 
     def trace(self) -> Trace:
-        """What was observed so far."""
+        """The trace of what was observed so far."""
         events = list(self._events)
         trace = Trace(self._clock, n_dropped=max(0, self._n_events - len(events)))
         lives: dict[tuple[int, int], RoomLife] = {}
@@ -59,7 +59,7 @@ def _node(origin: Origin) -> Node:
 
 
 def place(topology: Topology) -> str:
-    """A topology in words: of each axis that has more than one rank."""
+    """A topology as text: each axis with more than one rank."""
     axes = ((axis, getattr(topology, f"{axis}_rank"), getattr(topology, f"{axis}_size")) for axis in _AXES)
     return ", ".join(f"{axis} {rank}/{size}" for axis, rank, size in axes if size > 1)
 
@@ -76,7 +76,7 @@ def _stage(origin: Origin, event: StageOver) -> Stage:
 
 def _lived(life: RoomLife | None, origin: Origin, event: RoomOpened | RoomBound | RoomEnded | RoomReleased) -> RoomLife:
     at = event.opened_at if isinstance(event, RoomEnded) else event.at
-    if life is None:  # where earlier events were dropped, the room begins with the first that was not
+    if life is None:  # if earlier events were dropped, the room begins with the first one kept
         life = RoomLife(origin.incarnation, event.number, room_text(event.room), at)
     match event:
         case RoomOpened():
@@ -94,9 +94,9 @@ def _lived(life: RoomLife | None, origin: Origin, event: RoomOpened | RoomBound 
 
 @contextmanager
 def tracing(path: Path | None) -> Iterator[tuple[Observer, ...]]:
-    """What `--trace FILE` means to a process: observers for its nodes, and the file once the nodes are closed.
+    """Implements `--trace FILE` in one process: observers for its nodes, and the file once the nodes are closed.
 
-    None: no observers, and nothing is timed. Raises `UsageError` at once where the file could not be written.
+    None: no observers, and no timing. Raises `UsageError` at once if the file could not be written.
     """
     if path is None:
         yield ()
@@ -110,7 +110,7 @@ def tracing(path: Path | None) -> Iterator[tuple[Observer, ...]]:
 
 
 def check(path: Path | None) -> None:
-    """Raises `UsageError` where no file could be written at `path`: before a run, not after it."""
+    """Raises `UsageError` if `path` is not writable: before a run, not after it."""
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise UsageError(
             f"--trace {path}: no file can be written there", remedy="name a file in a folder that exists", field="trace"

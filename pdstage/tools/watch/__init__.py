@@ -1,11 +1,11 @@
 """Watching nodes in production: Prometheus metrics, and `pdstage top`.
 
-Read `catalogue` (what is exported), `timings` (histograms, by observing a node), `exporter` and `server` (how), then
+Read `catalogue` (the metrics), `timings` (histograms, by observing a node), `exporter` and `server` (the export), then
 `scrape` and `frame` (what `pdstage top` reads and draws).
 
     from pdstage.tools.watch import Timings, expose, register
 
-    node = PrefillNode(..., observers=[Timings()])  # without: everything but times
+    node = PrefillNode(..., observers=[Timings()])  # without it: everything but times
     expose(node, port=9470)                         # http://127.0.0.1:9470/metrics, and /rooms for `pdstage top`
     register(node, labels={"engine": "a"})          # or into the registry that an engine exports already
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Endpoint", "Registration", "Timings", "expose", "register"]
 
-_LAZY = {  # commands that may be asked for metrics import `option` where prometheus_client need not be
+_LAZY = {  # commands with an optional --metrics-port import `option`, where prometheus_client may be absent
     "Endpoint": "pdstage.tools.watch.server",
     "Registration": "pdstage.tools.watch.exporter",
     "Timings": "pdstage.tools.watch.timings",

@@ -1,6 +1,6 @@
-"""Every metric: its name, type, labels and meaning, and where its value comes from.
+"""Every metric: its name, type, labels and meaning, and the source of its value.
 
-Names and units follow https://prometheus.io/docs/practices/naming/: base units, `_total` for what only grows.
+Names and units follow https://prometheus.io/docs/practices/naming/: base units, `_total` for counters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Series: TypeAlias = "Iterable[tuple[tuple[str, ...], float]]"
 """Values by the values of a metric's own labels."""
 
 NODE_LABELS = ("role", "rank")
-"""On every metric, before those that `register` is given: which node of the process it is of."""
+"""On every metric, before those given to `register`: which node of the process it belongs to."""
 
 
 def _nothing(_: object) -> Series:
@@ -34,9 +34,9 @@ class Metric(NamedTuple):
     labels: tuple[str, ...]
     read: Callable[[Status], Series] = _nothing
     timed: Callable[[NodeTimings], Iterable[tuple[tuple[str, ...], float | Histogram]]] = _nothing
-    """The same of the node's `Timings`, if it has that observer."""
+    """The same from the node's `Timings`, if it has that observer."""
     role: str = ""
-    """Whose it is; "" is both's."""
+    """The role that has it; "" means both."""
 
     @property
     def unit(self) -> str:
@@ -50,7 +50,7 @@ def _count(name: str, text: str, field: str, role: str = "", scale: float = 1.0)
 
 
 def _counts(name: str, text: str, label: str, fields: dict[str, str], role: str = "") -> Metric:
-    """Several fields of `Counters` under one name, told apart by `label`: its value by field."""
+    """Several fields of `Counters` under one name, distinguished by `label`: its value by field."""
     return Metric(
         name,
         "counter",
@@ -127,20 +127,20 @@ BYTES = (
     ),
     _count(
         "pdstage_chunks_altered_total",
-        "Staged chunks whose checksum at decode was not the one prefill told.",
+        "Staged chunks whose checksum at decode differed from prefill's.",
         "chunks_altered",
         "decode",
     ),
     _count("pdstage_descriptors_total", "Contiguous spans posted to the transport.", "descriptors", "prefill"),
     _count(
         "pdstage_aux_rows_total",
-        "Aux rows written straight into decode's by the data transport.",
+        "Aux rows written directly into decode's rows by the data transport.",
         "aux_rows",
         "prefill",
     ),
     _count(
         "pdstage_aux_fallbacks_total",
-        "Aux rows that went by message although the data transport was asked for.",
+        "Aux rows sent by message although the data transport was configured.",
         "aux_fallbacks",
     ),
     _count(
@@ -157,7 +157,7 @@ STAGING = (
     Metric(
         "pdstage_lane_leased_bytes",
         "gauge",
-        "Bytes of a lane that are lent: granted, and not written yet; ahead, and not to be written before the "
+        "Leased bytes of a lane: granted, and not written yet; ahead, and not writable before the "
         "watermark moves; landed, and being scattered.",
         ("lane", "state"),
         _leases,
@@ -165,7 +165,7 @@ STAGING = (
     ),
     _of_lanes(
         "pdstage_lane_quarantined_bytes",
-        "Bytes of a lane that a failed room's writer may still write: out of use until it is proved quiet.",
+        "Bytes of a lane that a failed room's writer may still write: unused until the writer is proved quiet.",
         "quarantined_nbytes",
     ),
     _of_lanes(
@@ -199,23 +199,21 @@ PEERS = (
     _count("pdstage_sessions_opened_total", "Sessions begun.", "sessions_opened"),
     _counts(
         "pdstage_sessions_closed_total",
-        "Sessions over: ended in order, or lost.",
+        "Sessions that ended in order, or were lost.",
         "reason",
         {"sessions_ended": "ended", "sessions_lost": "lost"},
     ),
     _count("pdstage_sessions_idle_total", "Of those ended: neither side needed it.", "sessions_idle"),
-    _count("pdstage_sessions_refused_total", "Greetings refused, here or by the peer.", "sessions_refused"),
+    _count("pdstage_sessions_refused_total", "Handshakes refused, here or by the peer.", "sessions_refused"),
     Metric(
         "pdstage_sessions_by_transport_total",
         "counter",
-        "Sessions begun, by transport; at decode by those its writer may choose of, as a+b.",
+        "Sessions begun, by transport; at decode by those its writer may choose from, as a+b.",
         ("transport",),
         lambda status: [((name,), n) for name, n in status.sessions_over.items()],
     ),
-    _count("pdstage_peers_crowded_total", "New peers that found `Config.max_peers` of them.", "peers_crowded"),
-    _count(
-        "pdstage_peers_refused_total", "Connections that came to nothing for want of the right keys.", "peers_refused"
-    ),
+    _count("pdstage_peers_crowded_total", "New peers that arrived at `Config.max_peers`.", "peers_crowded"),
+    _count("pdstage_peers_refused_total", "Connections that failed because the keys did not match.", "peers_refused"),
 )
 
 MESSAGES = (
@@ -227,14 +225,14 @@ MESSAGES = (
     ),
     _counts(
         "pdstage_frames_dropped_total",
-        "Frames that changed nothing: of another session or repeated, or malformed.",
+        "Frames without effect: of another session, repeated, or malformed.",
         "reason",
         {"frames_stale": "stale", "frames_malformed": "malformed"},
     ),
     _count("pdstage_tags_received_total", "Tags of chunks that arrived.", "tags_received", "decode"),
     _counts(
         "pdstage_tags_dropped_total",
-        "Tags that changed nothing: of another session or epoch, or malformed.",
+        "Tags without effect: of another session or epoch, or malformed.",
         "reason",
         {"tags_stale": "stale", "tags_malformed": "malformed"},
         "decode",
@@ -253,7 +251,7 @@ MESSAGES = (
     ),
     _control(
         "pdstage_control_connections_total",
-        "Connections of the control socket: ended because too much of what came by them had to be held.",
+        "Connections of the control socket: ended because too much of their input had to be held.",
         "what",
         ("ended",),
     ),
@@ -262,7 +260,7 @@ MESSAGES = (
 TRANSPORT = (
     _count(
         "pdstage_transport_posts_total",
-        "Posts that the transport measured, where it does.",
+        "Posts that the transport measured, if it does so.",
         "posts_measured",
         "prefill",
     ),
@@ -274,14 +272,14 @@ TRANSPORT = (
     ),
     _count(
         "pdstage_transport_post_seconds_total",
-        "What starting the measured posts took.",
+        "Time to start the measured posts.",
         "posts_measured_us",
         "prefill",
         1e-6,
     ),
     _count(
         "pdstage_transport_write_seconds_total",
-        "From then until each was seen to be done.",
+        "Time from then until each was seen to be done.",
         "writes_measured_us",
         "prefill",
         1e-6,
@@ -346,7 +344,7 @@ TIMINGS = (
 INFO = Metric(
     "pdstage_node_info",
     "info",
-    "Always 1: what the node is, in its labels.",
+    "Always 1; its labels describe the node.",
     ("version", "transport", "path", "tp", "pp", "cp", "dp"),
     lambda status: [(status.info, 1)],
 )
@@ -364,6 +362,6 @@ SECTIONS = {
 LEFT_OUT = {
     "refused": "the same connections as `peers_refused`, which the core counts",
 }
-"""Counters that are no metric, and why."""
+"""Counters that are not metrics, and why."""
 
 METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)

@@ -1,6 +1,6 @@
-"""Nodes' metrics into a `prometheus_client` registry.
+"""Exports nodes' metrics through a `prometheus_client` registry.
 
-Nodes are held weakly: watching one keeps none of its memory, and a closed one is simply no longer told of.
+Nodes are held weakly: watching a node keeps none of its memory, and a closed node is no longer exported.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Registration:
 
     @property
     def node(self) -> AnyNode | None:
-        """The node, while it is there and open."""
+        """The node, while it exists and is open."""
         node = self._node()
         return node if node is not None and not node.closed else None
 
     def close(self) -> None:
-        """The node is told of no more. May be repeated."""
+        """Stops exporting the node. May be repeated."""
         self._collector.forget(self)
 
     def __enter__(self) -> Self:
@@ -61,7 +61,7 @@ class Registration:
 
 
 class Collector:
-    """All nodes of one registry: a family is told once, with the samples of each."""
+    """All nodes of one registry: a metric family is exported once, with the samples of each node."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class Collector:
                 told = ", ".join(f"{name}={value!r}" for name, value in labels.items())
                 raise UsageError(
                     f"another node with the labels {told} is registered",
-                    remedy="tell them apart, as by labels={'engine': ...}",
+                    remedy="distinguish them, as by labels={'engine': ...}",
                     field="labels",
                 )
             self._registrations.append(made)
@@ -86,13 +86,13 @@ class Collector:
             self._registrations = [one for one in self._registrations if one is not registration]
 
     def nodes(self) -> list[tuple[AnyNode, dict[str, str]]]:
-        """The open nodes and the labels of each."""
+        """The open nodes and their labels."""
         with self._lock:
             held = list(self._registrations)
         return [(node, one.labels) for one in held if (node := one.node) is not None]
 
     def describe(self) -> Iterator[Family]:
-        """Every family without samples: so a registry knows the names before there is a node."""
+        """Every family without samples, so that a registry knows the names before there is a node."""
         return (_family(metric) for metric in METRICS)
 
     def collect(self) -> Iterator[Family]:
@@ -134,8 +134,9 @@ def register(
     """Exports the metrics of `node` through `registry`, which an engine serves already, or `expose` does.
 
     Its samples carry the labels role ("prefill" or "decode"), rank (the topology's `unique_rank`) and `labels`; two
-    nodes of one registry differ in one of them. Any number of nodes; each until its close. Scraping one reads a few
-    numbers under its lock. Times are told of nodes whose `observers` hold a `Timings`. Raises `UsageError`.
+    nodes of one registry must differ in one of them. A registry may have any number of nodes, each until its close.
+    Scraping a node reads a few numbers under its lock. Times are exported for nodes whose `observers` include a
+    `Timings`. Raises `UsageError`.
     """
     extra = dict(labels or {})
     for name in extra:
@@ -150,7 +151,7 @@ def register(
 
 
 def collector_of(registry: CollectorRegistry) -> Collector:
-    """The registry's one collector of nodes; made, and registered there, when first asked for."""
+    """The registry's one collector of nodes, created and registered on first use."""
     with _lock:
         found = _collectors.get(registry)
         if found is None:

@@ -1,4 +1,4 @@
-"""One frame of `pdstage top`: what endpoints said, drawn with rich for any width."""
+"""One frame of `pdstage top`: the endpoints' answers, drawn with rich for any width."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_BARS = 12
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _STATES = (("bootstrapping", "meet"), ("waiting_for_input", "wait"), ("transferring", "move"))
 _STAGES = ("lease_wait", "gather", "write", "direct", "aux", "scatter")
-_PROBLEMS = (  # metric, its label, what is said
+_PROBLEMS = (  # metric, its label, the text shown
     ("pdstage_frames_dropped_total", "reason", "frames"),
     ("pdstage_tags_dropped_total", "reason", "tags"),
     ("pdstage_control_messages_dropped_total", "reason", "messages"),
@@ -46,7 +46,7 @@ _EVENTS = (
 
 
 class View(NamedTuple):
-    """One node: as it is, and what was added over the last interval."""
+    """One node: its current values, and what was added over the last interval."""
 
     endpoint: str
     now: Node
@@ -156,7 +156,7 @@ def _over(view: View) -> str:
 
 
 def _memory(views: Sequence[View], width: int) -> RenderableType:
-    """One bar a lane; a prefill node's are its send buffers. The fullest of them, where they are many."""
+    """One bar per lane; a prefill node's bars are its send buffers. If there are many, the fullest."""
     rows: list[tuple[float, str, _Bar]] = []
     for view in views:
         capacity = view.now.by("pdstage_lane_capacity_bytes", "lane")
@@ -204,7 +204,7 @@ def _lane(node: Node, lane: str, capacity: float) -> tuple[float, str, _Bar]:
 
 
 def bar(n_cells: int, whole: float, shares: Mapping[str, float]) -> Text:
-    """`n_cells` cells of which each share, by its colour, takes its part of `whole`; one that is not zero shows."""
+    """`n_cells` cells, divided among the shares by colour as parts of `whole`; a nonzero share gets at least one."""
     made, left = Text(), n_cells
     for colour, share in shares.items():
         n = min(left, max(round(n_cells * share / whole), 1)) if share > 0 and whole > 0 else 0
@@ -300,7 +300,7 @@ def _table(*columns: str) -> Table:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character a value, the highest of them full."""
+    """One character per value, relative to the highest."""
     most = max(values, default=0.0)
     steps = len(_SPARKS) - 1
     return "".join(_SPARKS[round(steps * value / most)] if most > 0 else " " for value in values)

@@ -1,6 +1,6 @@
-"""What `--metrics-port PORT` means to commands whose ranks are processes of their own.
+"""The option `--metrics-port PORT` of commands whose ranks are separate processes.
 
-Imports nothing of what metrics need unless they are asked for.
+Imports what metrics need only when a port is given.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from pdstage.tools.watch.server import Endpoint
 
 VARIABLE = environment.METRICS_PORT.name
-"""How a command tells its benches' ranks."""
+"""How a command passes the port to its benches' ranks."""
 N_PORTS = 64
-"""Each process takes the first free port from the given one on, and looks at this many."""
+"""Each process takes the first free port from the given one on, and tries this many."""
 
 
 class Watching:
-    """One process's metrics, if a port was given: give its nodes `observers`, then show them to `expose`.
+    """One process's metrics, if a port was given: give its nodes `observers`, then pass them to `expose`.
 
-    With None nothing is observed and nothing is served. Close it after the nodes.
+    With None nothing is observed or served. Close it after the nodes.
     """
 
     def __init__(self, port: int | None) -> None:
@@ -41,7 +41,7 @@ class Watching:
             self.observers = (Timings(),)
 
     def expose(self, node: AnyNode, labels: Mapping[str, str] | None = None) -> None:
-        """The first call opens the endpoint; `labels` tell several nodes of one process apart."""
+        """The first call opens the endpoint; `labels` distinguish several nodes of one process."""
         if self._port is None:
             return
         from prometheus_client import CollectorRegistry  # noqa: PLC0415
@@ -65,7 +65,7 @@ class Watching:
 
 
 def checked(port: int | None) -> int | None:
-    """A port as the command line gave it. Raises `UsageError`, also where what metrics need is not installed."""
+    """A port from the command line. Raises `UsageError`, also if a package for metrics is missing."""
     if port is None:
         return None
     if not 0 <= port <= 65535:
@@ -76,5 +76,5 @@ def checked(port: int | None) -> int | None:
 
 
 def asked_by_environment() -> int | None:
-    """The port that the process above asked for."""
+    """The port that the parent process asked for."""
     return checked(environment.METRICS_PORT.read())

@@ -1,6 +1,6 @@
-"""A progress bar for commands that take long: on standard error, only while that is a terminal.
+"""A progress bar for slow commands: on standard error, and only if that is a terminal.
 
-What a command prints is the same with and without it.
+A command's output is the same with and without it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 class Advance(Protocol):
     def __call__(self, text: str = "", by: int = 1) -> None:
-        """`by` steps more are done; `text`, if any, is shown from now on."""
+        """`by` more steps are done; `text`, if any, is shown from now on."""
 
 
 @contextmanager
 def progress(text: str, total: int | None = None) -> Iterator[Advance]:
-    """Shows `text` and how many of `total` steps are done; None: nobody knows how many there will be.
+    """Shows `text` and how many of `total` steps are done; None: the total is unknown.
 
     Without a terminal, or without rich, nothing is shown.
     """

@@ -1,6 +1,6 @@
-"""Reads metrics endpoints over HTTP, and takes rates from two readings.
+"""Reads metrics endpoints over HTTP, and computes rates from two readings.
 
-Nothing of a node is imported: it may be of another release.
+It imports nothing of a node, which may be of another release.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Node:
         return dict(found)
 
     def since(self, before: Node | None) -> Node:
-        """What was added to every sample since `before`; a total that fell began anew, as Prometheus takes it."""
+        """What was added to every sample since `before`; a total that fell has restarted, as in Prometheus."""
         made = Node(self.name, self.role, self.at - (before.at if before else self.at), self.info)
         for metric, samples in self.samples.items():
             old = before.samples.get(metric, {}) if before else samples
@@ -97,7 +97,7 @@ def _quantile(q: float, buckets: Sequence[tuple[float, float]]) -> float | None:
 
 
 class Answer(NamedTuple):
-    """What one endpoint said: its nodes, or why it said nothing; and whether it tells rooms."""
+    """One endpoint's answer: its nodes, or why there is none; and whether it serves rooms."""
 
     endpoint: str
     nodes: tuple[Node, ...] = ()
@@ -106,7 +106,7 @@ class Answer(NamedTuple):
 
 
 class Endpoints:
-    """Several endpoints, asked side by side, so that one that hangs delays no other by more than `TIMEOUT_S`."""
+    """Several endpoints, read in parallel, so that a hanging one delays the others by at most `TIMEOUT_S`."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         self.urls = {endpoint: url_of(endpoint) for endpoint in endpoints}
@@ -135,7 +135,7 @@ def url_of(endpoint: str) -> str:
         good = False
     if not good:
         raise UsageError(
-            f"{endpoint!r} is no metrics endpoint",
+            f"{endpoint!r} is not a metrics endpoint",
             remedy="give HOST:PORT, as --metrics-port printed it",
             field="endpoint",
         )
@@ -156,7 +156,7 @@ def _read(endpoint: str, url: str) -> Answer:
     try:
         told = _take_rooms(nodes, json.loads(_get(f"{url}/rooms?n=10")))
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
-        told = False  # of an exporter that serves metrics alone, or that keeps rooms to itself
+        told = False  # the exporter serves only metrics, or hides rooms
     return Answer(endpoint, tuple(nodes), rooms_told=told)
 
 

@@ -1,6 +1,6 @@
 """The HTTP endpoint: /metrics for Prometheus, /rooms for `pdstage top`, /healthz.
 
-A thread a request and none that waits for ever; nothing here is on a room's way.
+One thread per request, and none waits for ever; nothing here is on a room's path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from pdstage.errors import UsageError
 from pdstage.tools.watch.exporter import collector_of, register
 
-from prometheus_client import REGISTRY, make_wsgi_app  # isort: skip  (after what says how to install it)
+from prometheus_client import REGISTRY, make_wsgi_app  # isort: skip  (after the check that says how to install it)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +36,7 @@ _STALLED_S = 10.0
 
 
 class Endpoint:
-    """A running endpoint of one registry; any number of nodes, as they are registered there.
+    """A running endpoint of one registry, for any number of nodes registered there.
 
     Close it, or use it as a context manager.
     """
@@ -59,7 +59,7 @@ class Endpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Nothing is served any more. May be repeated."""
+        """Stops serving. May be repeated."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -101,13 +101,13 @@ def expose(
     rooms: bool | None = None,
     n_ports: int = 1,
 ) -> Endpoint:
-    """Serves the metrics of `nodes`, and of all else in `registry`, at http://host:port/metrics; port 0: a free one.
+    """Serves the metrics of `nodes`, and of everything else in `registry`, at http://host:port/metrics; port 0: a free
+    one.
 
-    With `n_ports` at the first free port of that many, so that processes alike need not be told apart.
+    With `n_ports` it takes the first free one of that many ports, so that equal processes need no different options.
 
-    `rooms`: whether /rooms names the rooms that are open longest; None: on loopback only, as what a router names its
-    requests by may be nobody else's to know. Nothing is encrypted: what reaches the host reads the metrics. Raises
-    `UsageError`.
+    `rooms`: whether /rooms names the rooms that are open longest. None: on loopback only, since a router's names of
+    requests may be confidential. Nothing is encrypted: whoever reaches the host reads the metrics. Raises `UsageError`.
     """
     endpoint = Endpoint(port, registry, host, n_ports=n_ports, rooms=rooms)
     try:
@@ -147,7 +147,7 @@ def _say(start: Callable[..., object], status: str, text: str, kind: str = "text
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _STALLED_S  # a client that says nothing keeps no thread
+    timeout = _STALLED_S  # a silent client keeps no thread
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)
@@ -157,7 +157,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        # The stdlib's asks the resolver for the host's name, which may take seconds.
+        # The stdlib's method resolves the host's name, which may take seconds.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()

@@ -1,6 +1,6 @@
 """How long rooms and the stages of their chunks take, as histograms: an observer of nodes.
 
-A node tells its observers on its driving thread: adding a time here is a search among twenty bounds and takes no lock.
+A node calls its observers on its driving thread. Adding a time is a search among twenty bounds and takes no lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_WAITED = 4096
 
 
 class Histogram:
-    """Counts of seconds at or below each of `bounds`, and above the last. One thread adds, any reads."""
+    """Counts of seconds at or below each of `bounds`, and above the last. One thread adds, any thread reads."""
 
     __slots__ = ("bounds", "counts", "sum_s")
 
@@ -42,7 +42,7 @@ class Histogram:
 
 
 class NodeTimings:
-    """One node's. Every series is there from the start, so that a first event is a rise from zero."""
+    """One node's timings. Every series exists from the start, so that a first event is a rise from zero."""
 
     def __init__(self, role: str) -> None:
         stages = STAGES[role]
@@ -77,15 +77,15 @@ class NodeTimings:
             self.chunks["staged" if over.kind == "write" else "direct",].add(over.ended_at - began_at)
 
     def _wait(self, over: StageOver) -> None:
-        """Kept until its chunk is written; of rooms that fail in between none ever is."""
+        """Kept until its chunk is written; it never is in rooms that fail before."""
         self._waited[over.session, over.epoch, over.chunk] = over.began_at
         if len(self._waited) > _MAX_WAITED:
             del self._waited[next(iter(self._waited))]
 
 
 class Timings:
-    """Give it to a node's `observers`: `register` and `expose` then export its histograms too. One serves any number of
-    nodes.
+    """Put it into a node's `observers`: `register` and `expose` then export its histograms too. One serves any number
+    of nodes.
     """
 
     def __init__(self) -> None:
@@ -101,5 +101,5 @@ class Timings:
             found.room(event)
 
     def of(self, role: str, incarnation: int) -> NodeTimings:
-        """What was timed of a node so far."""
+        """The timings of a node so far."""
         return self._nodes.get(incarnation) or NodeTimings(role)

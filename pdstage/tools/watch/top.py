@@ -1,4 +1,4 @@
-"""`pdstage top`: reads endpoints again and again and shows each frame; or one frame, as text or a picture."""
+"""`pdstage top`: reads endpoints repeatedly and shows each frame; or shows one frame, as text or a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdstage.errors import UsageError
 from pdstage.tools.watch.frame import View, draw
 from pdstage.tools.watch.scrape import Endpoints
 
-from rich.console import Console  # isort: skip  (after what says how to install it)
+from rich.console import Console  # isort: skip  (after the check that says how to install it)
 from rich.live import Live  # isort: skip
 from rich.terminal_theme import TerminalTheme  # isort: skip
 
@@ -35,7 +35,7 @@ _THEME = TerminalTheme(
 
 
 class Top:
-    """What was read so far of some endpoints: enough for the next frame."""
+    """What was read of some endpoints so far: enough for the next frame."""
 
     def __init__(self, endpoints: Endpoints, interval_s: float) -> None:
         self._endpoints = endpoints
@@ -46,7 +46,7 @@ class Top:
         self._views: list[View] = []
 
     def read(self) -> None:
-        """Asks every endpoint. A node that was gone, or began anew, has no rates until it was read twice."""
+        """Reads every endpoint. A node that was gone, or restarted, has no rates until its second reading."""
         self._answers = self._endpoints.read()
         self._views, before = [], self._before
         self._before = {}
@@ -70,7 +70,7 @@ class Top:
 
 
 def _place(view: View) -> tuple[bool, list[tuple[bool, int, str]]]:
-    """Prefill first, then by rank: numbers by their value."""
+    """Prefill first, then by rank in numeric order."""
     parts = view.now.name.split()
     return view.now.role != "prefill", [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts]
 
@@ -88,7 +88,7 @@ def run(
 ) -> int:
     """Shows `endpoints` until interrupted, or `stop` is set; with `once` one frame, and with `svg` one into that file.
 
-    A frame is made from `frames` intervals, the last of which gives its rates. 0 if every endpoint answered the last
+    A frame covers `frames` intervals; its rates are those of the last. Returns 0 if every endpoint answered the last
     time, else 1. Raises `UsageError`.
     """
     if not 0.1 <= interval_s <= 3600 or frames < 1:
@@ -127,6 +127,6 @@ def _export(top: Top, file: Path, width: int) -> None:
         console.print(top.frame(width))
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="pdstage top", theme=_THEME), flags=re.DOTALL)
     try:
-        file.write_text(drawn)  # without fonts from elsewhere: any monospace one will do
+        file.write_text(drawn)  # without remote fonts: any monospace font will do
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}", remedy="give a file's path", field="svg") from error
