@@ -1,19 +1,18 @@
 """Gather scattered cells of a pool into dense staging bytes, and scatter them back.
 
-May import the layers below, and torch only inside the functions that take tensors.
+Imports only the layers below; torch only inside functions that take tensors.
 
-Two levels. Tensors, for engines and microbenchmarks: `gather`, `scatter`, `staged_nbytes`. Raw memory, for the manager:
-a `Pool` over a `Layout` makes a `Plan` for each selection once, and the plan gathers and scatters chunk after chunk.
-Backends give equal bytes; `reference` is the definition of correct, and `backends()` says which of them work here.
+There are two levels. For tensors, in engines and microbenchmarks: `gather`, `scatter`, `staged_nbytes`. For raw memory,
+in the manager: a `Pool` over a `Layout` makes a `Plan` for each selection once, and the plan gathers and scatters chunk
+after chunk. All backends give equal bytes. `reference` is the definition of correct, and `backends()` lists those that
+work here.
 
-To read: `reference`, `checksum` (what is right); `pool`, `buffers` (what callers hold); `backend` (what they ask of a
-backend); `host_copy`; then for GPUs `device` (tables), `arena` (where those lie), `index_ring` (lists on their way
-there), `cuda_copy` with `cuda_tables`, `cupy_runtime` and `nvrtc`, and `triton_copy` with `triton_kernels`,
-`triton_device` and `torch_runtime`; for both are `driver` (contexts, stream capture) and `device_memory` with
-`virtual_memory`.
-Change of precision, the one thing that is more than moving bytes, has modules of its own: `convert_reference` (what is
-right), `host_convert`, `cuda_convert`, and `triton_convert` with `triton_convert_kernels` and
-`triton_sum_kernels`.
+Read `reference` and `checksum` (what is correct); `pool`, `buffers` (what callers hold); `backend` (the interface of a
+backend); `host_copy`. Then for GPUs `device` (tables), `arena` (their memory), `index_ring` (uploads of item lists),
+`cuda_copy` with `cuda_tables`, `cupy_runtime` and `nvrtc`, and `triton_copy` with `triton_kernels`, `triton_device` and
+`torch_runtime`. Both use `driver` (contexts, stream capture) and `device_memory` with `virtual_memory`. Change of
+precision has its own modules: `convert_reference` (what is correct), `host_convert`, `cuda_convert`, and
+`triton_convert` with `triton_convert_kernels` and `triton_sum_kernels`.
 """
 
 from __future__ import annotations
@@ -48,22 +47,21 @@ def gather(
     max_sms: int | None = None,
     sum_out: torch.Tensor | None = None,
 ) -> None:
-    """Copies shards of the listed items of every buffer to `out`, dense.
+    """Copies shards of the listed items of every buffer to `out`, densely.
 
-    `buffers`: tensors `[item, row, shard, width]` of any strides and dtype with `width` contiguous; rows and widths
-    may differ. `items`: int32 or int64, one list for all. `tokens`: a range of the flattened item*row axis, by default
-    all of it; only where all buffers have as many rows. `out`: contiguous uint8, at least `staged_nbytes` long; each
-    buffer's bytes are `[token][shard][width]` and start at the next 128-byte multiple, and the bytes between are left
-    alone.
+    `buffers`: tensors `[item, row, shard, width]` of any strides and dtype with contiguous `width`; rows and widths may
+    differ. `items`: int32 or int64, one list for all. `tokens`: a range of the flattened item*row axis, by default all
+    of it; a range needs equal rows in all buffers. `out`: contiguous uint8, at least `staged_nbytes` long. Each
+    buffer's bytes are `[token][shard][width]` and start at the next multiple of 128; the bytes between are not touched.
 
-    Everything lies on one device; `items` may be in host memory too, where they are checked one by one. Those on a GPU
-    are not read by the host: the kernel leaves out what lies outside the buffers. A copy on a GPU is done once `stream`
-    (a torch or cupy stream, an integer, None for the current one) gets there, and uses at most `max_sms` of its
-    multiprocessors; the tensors must stay alive until then. `sum_out`, one int64 or uint64 beside the buffers, has the
-    checksum of what was copied added to it (modulo 2^64, see `kernels.checksum`; a buffer's place in the list, tokens
-    and shards name a cell, so that scattering the same elsewhere sums to the same).
+    Everything lies on one device, except that `items` may be in host memory, where each is checked. The host does not
+    read items on a GPU: the kernel skips those outside the buffers. A copy on a GPU is done in the order of `stream` (a
+    torch or cupy stream, an integer, None for the current one), and uses at most `max_sms` multiprocessors. The tensors
+    must stay alive until then. `sum_out`, one int64 or uint64 beside the buffers, gets the checksum of the copied bytes
+    added (modulo 2^64, see `kernels.checksum`). A cell is named by its buffer's place in the list, its token and its
+    shard, so scattering the same elsewhere gives the same sum.
 
-    Raises `UsageError`, and writes nothing, where an argument does not fit.
+    Raises `UsageError`, and writes nothing, for arguments that do not fit.
     """
     held = Buffers.of(buffers, items, shards, tokens)
     if choose(backend, held.device) == "reference" and sum_out is None:
@@ -87,9 +85,9 @@ def scatter(
     max_sms: int | None = None,
     sum_out: torch.Tensor | None = None,
 ) -> None:
-    """Copies `src`, laid out as `gather` leaves it, to shards of the listed items of every buffer: the way back.
+    """Copies `src`, laid out as by `gather`, to shards of the listed items of every buffer: the inverse of `gather`.
 
-    An item may be listed once only. Bytes outside the named items, shards and tokens are not touched.
+    An item may be listed only once. Bytes outside the named items, shards and tokens are not touched.
     """
     held = Buffers.of(buffers, items, shards, tokens)
     if choose(backend, held.device) == "reference" and sum_out is None:

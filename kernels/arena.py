@@ -1,11 +1,11 @@
-"""Device memory for plans' tables, so that to make a plan or to drop one allocates, frees and waits for nothing.
+"""Device memory for plans' tables, so that making or dropping a plan does not allocate, free or wait.
 
-An arena is slabs of device memory, each beside as much page-locked host memory. A table is written to its place in the
-host half and uploaded from there, in a stream of the arena's own; until that is known to be done, launches wait for it
-on the device. The place of a table that was dropped is used again once all that was launched with it has run.
+An arena consists of slabs of device memory, each with as much page-locked host memory. A table is written to its place
+in the host half and uploaded from there, in the arena's own stream. Until the upload is known to be done, launches wait
+for it on the device. The place of a dropped table is reused once everything launched with it has run.
 
-It has one slab from the start. `reserve`, for moments when nobody is in a hurry, sees to it that half a slab is free; a
-plan's making allocates another slab only where that was not enough, and one of its own for a larger table.
+It has one slab from the start. `reserve`, called when there is time, ensures that half a slab is free. Making a plan
+allocates another slab only if that was not enough, and a separate slab for a larger table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Slab:
 
 
 class _Place:
-    """A piece of a slab, and what its present table was launched in. `uploaded` is None once the upload is done."""
+    """A piece of a slab, and the streams its table was launched in. `uploaded` is None once the upload is done."""
 
     def __init__(self, slab: _Slab, nbytes: int) -> None:
         self.ptr = slab.ptr + slab.used
@@ -50,8 +50,8 @@ class _Place:
 
 
 class Table:
-    """A table on the device, at `ptr`. Launches that read it are put between `before` and `after`, which are given
-    their stream. Dropped, it makes no call: the collector may drop it anywhere.
+    """A table on the device, at `ptr`. A launch that reads it calls `before` and `after` with its stream. Dropping it
+    makes no call, since the garbage collector may drop it anywhere.
     """
 
     __slots__ = ("_arena", "_place", "ptr")
@@ -72,14 +72,14 @@ class Table:
 
 
 class _Gone:
-    """Places that were dropped, and events behind all that was launched with them."""
+    """Dropped places, and events after everything launched with them."""
 
     def __init__(self, places: list[_Place], events: list[object]) -> None:
         self.places, self.events = places, events
 
 
 class Arena:
-    """The tables of one device. Safe to use from several threads."""
+    """The tables of one device. Several threads may use it."""
 
     def __init__(self, runtime: Runtime, slab_nbytes: int = SLAB_NBYTES) -> None:
         self._runtime, self._slab_nbytes = runtime, slab_nbytes
@@ -92,7 +92,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def put(self, table: NDArray[np.uint8]) -> Table:
-        """A copy of `table`, bytes, on the device."""
+        """A copy of the bytes of `table` on the device."""
         runtime = self._runtime
         with runtime.current(), self._lock:
             place = self._take(max(_LEAST_NBYTES, 1 << (table.nbytes - 1).bit_length()))
@@ -104,15 +104,15 @@ class Arena:
         return Table(self, place)
 
     def reserve(self) -> None:
-        """As `Runtime.reserve`. Where there is no memory for it, a plan that needs some will say so."""
+        """See `Runtime.reserve`. Without enough memory it does nothing; a plan that needs some will raise."""
         with self._runtime.current():
             with self._lock:
                 self._sweep()
                 left = sum(slab.nbytes - slab.used for slab in self._slabs)
             if left >= self._slab_nbytes // 2:
                 return
-            with contextlib.suppress(RuntimeError, MemoryError):  # as CuPy, torch and the driver say it
-                slab = _Slab(self._runtime, self._slab_nbytes)  # not under the lock, for which a launch may wait
+            with contextlib.suppress(RuntimeError, MemoryError):  # raised by CuPy, torch and the driver
+                slab = _Slab(self._runtime, self._slab_nbytes)  # without the lock, which a launch may wait for
                 with self._lock:
                     self._slabs.append(slab)
 
@@ -130,7 +130,7 @@ class Arena:
         return place
 
     def _sweep(self) -> None:
-        """Looks which places are free by now."""
+        """Finds the places that are free by now."""
         if self._dropped:
             self._gone.append(self._collect())
         waiting, self._gone = self._gone, []
@@ -147,7 +147,7 @@ class Arena:
                 self._free.setdefault(place.nbytes, []).append(place)
 
     def _collect(self) -> _Gone:
-        """What was dropped since, but for what graphs were recorded with: they may be launched at any time."""
+        """The dropped places, except those that graphs were recorded with: these may be launched at any time."""
         places: list[_Place] = []
         events: list[object] = []
         streams = {self._stream}
@@ -157,7 +157,7 @@ class Arena:
                 places.append(place)
                 events += place.events.values()
                 streams |= place.own
-        for stream in streams:  # these live as long as the runtime does
+        for stream in streams:  # these live as long as the runtime
             events.append(self._event())
             self._runtime.record(events[-1], stream)
         return _Gone(places, events)
@@ -166,7 +166,7 @@ class Arena:
         return self._spare.pop() if self._spare else self._runtime.event()
 
     def _follow(self, place: _Place, stream: int) -> None:
-        """What comes in the stream comes after the upload."""
+        """Orders later work of the stream after the upload."""
         runtime = self._runtime
         with self._lock:
             event = place.uploaded
@@ -182,7 +182,7 @@ class Arena:
                 runtime.wait(event, stream)
 
     def _launched(self, place: _Place, stream: int) -> None:
-        """Notes the stream; behind what was launched in somebody else's, which may be gone one day, goes an event."""
+        """Notes the stream. For a foreign stream, which may be destroyed, it records an event after the launch."""
         runtime = self._runtime
         if runtime.owns(stream):
             place.own.add(stream)
@@ -197,7 +197,7 @@ class Arena:
             runtime.record(event, stream)
 
     def _forget_done(self, place: _Place) -> None:
-        """Streams are few and used again, but a process may make them without end."""
+        """Streams are few and reused, but a process may create them without end."""
         if len(place.events) >= _MAX_STREAMS:
             for stream, event in list(place.events.items()):
                 if self._runtime.done(event):

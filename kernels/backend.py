@@ -1,4 +1,4 @@
-"""What pools and backends share: what a plan is made of, how a call runs, and what a backend's module offers."""
+"""The interface between pools and backends: the input of a plan, the parameters of a call, a backend's module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 MAX_DESTINATIONS = 8
-"""Of one launch."""
+"""The most destinations of one launch."""
 
 
 class Launch(NamedTuple):
-    """How one call runs: on which stream, on how many multiprocessors, and where its checksum is added; 0 for nowhere.
+    """The parameters of one call: its stream, its number of multiprocessors, and where its checksum is added (0:
+    nowhere).
 
     `sum_ptr` is the address of a uint64 that the plan's device can write; only plans made with `checksum` take one.
     `also` are further destinations of a gather, fewer than MAX_DESTINATIONS, for plans that fan out.
@@ -32,7 +33,7 @@ class Launch(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """One selected view as the other side of a transfer knows it: whose shards, and in which pieces."""
+    """One selected view as the other side of a transfer sees it: its shards, and their pieces."""
 
     key: Key
     first_shard: int
@@ -43,9 +44,9 @@ class Cells(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What a backend makes a plan of. `select` is in key order; `threads` are the host's, where the host copies.
+    """The input from which a backend makes a plan. `select` is in key order; `threads` are the host's, for host copies.
 
-    `codings`, one for each selected view of layout `staged`, are there only where one of them converts.
+    `codings`, one for each selected view of layout `staged`, are given only if one of them converts.
     """
 
     layout: Layout
@@ -58,7 +59,7 @@ class Recipe(NamedTuple):
     codings: tuple[Coding, ...] = ()
 
     def cells(self) -> list[Cells]:
-        """What two plans must have in common for bytes of one to become bytes of the other."""
+        """What must be equal in two plans for the bytes of one to become bytes of the other."""
         views = self.layout.by_key()
         return [
             Cells(
@@ -69,11 +70,11 @@ class Recipe(NamedTuple):
 
 
 class Compiled(Protocol):
-    """A selection made ready by a backend. Checks everything before the first byte moves."""
+    """A selection prepared by a backend. It checks everything before the first byte moves."""
 
     @property
     def fans_out(self) -> bool:
-        """Whether a gather takes `Launch.also` and reads once for all of them; else each destination is a call."""
+        """Whether a gather takes `Launch.also` and reads once for all destinations; else each destination is a call."""
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
@@ -95,7 +96,7 @@ class Compiled(Protocol):
 
 
 class Backend(Protocol):
-    """What a backend's module offers to pools."""
+    """The interface of a backend's module."""
 
     def missing(self) -> str:
         """Why it cannot be used here; empty if it can."""
@@ -103,11 +104,13 @@ class Backend(Protocol):
     def compile_plan(self, recipe: Recipe) -> Compiled: ...
 
     def runtime_of(self, device: str) -> Runtime | None:
-        """The device's streams and events, by which one learns when a copy is done; None if it is when it returns."""
+        """The device's streams and events, which tell when a copy is done; None if copies are done when the call
+        returns.
+        """
 
 
 class Converting(Protocol):
-    """What a module that converts offers to pools, besides a backend's own plans."""
+    """The interface of a module that converts, in addition to a backend's own plans."""
 
     def missing(self) -> str: ...
 

@@ -1,6 +1,6 @@
-"""Tensors as a pool: what `gather` and `scatter` of the package's face are given, checked and described.
+"""Tensors as a pool: checks and describes the arguments of the package's `gather` and `scatter`.
 
-Imports no torch: it asks tensors for their addresses and strides.
+Imports no torch: it only uses tensors' addresses and strides.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _layout_of(geometry: tuple[Geometry, ...], chosen: Bounds) -> tuple[Layout, 
     regions, views, select = [], [], []
     component, shape = 0, geometry[0].shape[:2]
     for number, (ptr, device, (items, rows, shards, width), strides) in enumerate(geometry):
-        # A component's views share items and rows. Its number leads the key: staged order is the order of the buffers.
+        # A component's views share items and rows. Keys start with its number: staged order is buffer order.
         if (items, rows) != shape:
             component, shape = component + 1, (items, rows)
         first, end, by = slice(*chosen).indices(shards)
@@ -108,7 +108,7 @@ def _layout_of(geometry: tuple[Geometry, ...], chosen: Bounds) -> tuple[Layout, 
 
 
 def layout_of(geometry: tuple[Geometry, ...], shards: slice) -> tuple[Layout, tuple[Select, ...]]:
-    """Buffers as a layout, and `shards` of each selected. Raises `UsageError` for no shards or steps other than 1."""
+    """Buffers as a layout, and `shards` of each selected. Raises `UsageError` for no shards or a step other than 1."""
     return _layout_of(geometry, _bounds(shards))
 
 
@@ -175,7 +175,7 @@ class Buffers:
         return dense.data_ptr(), dense.numel()
 
     def sum_ptr(self, sum_out: torch.Tensor | None) -> int:
-        """Where the checksum is added; 0 for nowhere. Raises `UsageError` unless it is one 64-bit integer there."""
+        """Where the checksum is added; 0 for nowhere. Raises `UsageError` unless it is one 64-bit integer."""
         if sum_out is None:
             return 0
         kind = str(sum_out.dtype).removeprefix("torch.")
@@ -188,7 +188,7 @@ class Buffers:
         return sum_out.data_ptr()
 
     def check(self, dense: torch.Tensor, name: str, *, unique: bool) -> None:
-        """What plans check, for the reference, which has none."""
+        """Makes the checks of plans, for the reference, which has none."""
         _, nbytes = self.staging(dense, name)
         layout, select = layout_of(self.geometry, self.shards)
         table, ranges = Table.of(layout, select), self.ranges()
@@ -199,7 +199,7 @@ class Buffers:
 
 
 def _index_of(items: torch.Tensor | NDArray[Any], device: str) -> Index:
-    """Items as an index: host memory, or a tensor beside the buffers, which the host cannot look into."""
+    """Items as an index: in host memory, or in a tensor beside the buffers, which the host does not read."""
     if isinstance(items, np.ndarray):
         array = items
     elif items.device.type == "cpu":

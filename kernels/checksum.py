@@ -1,17 +1,17 @@
-"""What a chunk's checksum is: one definition for every layout, TP pair and backend.
+"""The definition of a chunk's checksum, for every layout, TP pair and backend.
 
-The reference and the numpy half use it, and judge the rest.
+The reference and the numpy code use it; other backends are tested against it.
 
 The checksum of some cells is a sum modulo 2^64 over their words, so that it does not depend on the order of staging,
 and the sums of several writers add up to the sum of the whole. A cell is `width` bytes at (view key, token, global
-shard, segment); word j of it is its bytes [8j, 8j+8) as a little-endian integer, filled up with zeros:
+shard, segment); word j of it is its bytes [8j, 8j+8) as a little-endian integer, padded with zeros:
 
     place = seed(key) + token*TOKEN + shard*SHARD + segment*SEGMENT
     term  = mix(word ^ (mix(place) + j*WORD))
 
-`token` is the absolute position of a row's first token (the place in the list, for components without positions), so
-both sides of a transfer name it alike. `mix` is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014). It finds lost, late, swapped and misplaced bytes; it is no defence
+`token` is the absolute position of a row's first token (the index in the list, for components without positions), so
+both sides of a transfer use the same. `mix` is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014). It detects lost, late, swapped and misplaced bytes; it does not protect
 against an adversary.
 """
 

@@ -1,7 +1,7 @@
-"""The definition of correct for conversions: bf16 to the formats of pdstage/convert.py and back, with torch's casts.
+"""The definition of correct conversions: bf16 to the formats of pdstage/convert.py and back, with torch's casts.
 
-docs/convert.md says the same in words. Every NaN is stored as 0x7F, as the conversion instructions of GPUs do, and
-comes back as 0x7FC0: torch alone would keep its sign.
+docs/convert.md describes the same. Every NaN is stored as 0x7F, as by the conversion instructions of GPUs, and decodes
+to 0x7FC0: torch alone would keep its sign.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def decode(encoding: Encoding, cells: torch.Tensor, scales: torch.Tensor | None 
 
 
 def _e4m3(x: torch.Tensor) -> torch.Tensor:
-    """float32 as e4m3fn bytes: to the nearest, ties to even, what is beyond 448 as 448."""
+    """float32 as e4m3fn bytes: to nearest, ties to even, saturated at 448."""
     import torch  # noqa: PLC0415
 
     cast = x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -86,7 +86,7 @@ def _bf16(x: torch.Tensor) -> torch.Tensor:
 
 
 def _e8m0(rule: str, amax: torch.Tensor) -> torch.Tensor:
-    """Each block's scale byte for its greatest magnitude: 127 + the exponent; 255 where that is not a number."""
+    """Each block's scale byte for its largest magnitude: 127 + the exponent; 255 for NaN."""
     import torch  # noqa: PLC0415
 
     if rule == "floor":
@@ -108,9 +108,9 @@ def _power(byte: torch.Tensor) -> torch.Tensor:
 
 
 class ConvertPlan(reference.ReferencePlan):
-    """A plan whose own views are bf16 where its staged ones are encoded: gather encodes, scatter decodes.
+    """A plan whose own views are bf16 and whose staged views are encoded: gather encodes, scatter decodes.
 
-    Token-major only. Checksums are of the staged cells.
+    Token-major only. Checksums cover the staged cells.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -165,5 +165,5 @@ missing = reference.missing
 
 
 def compile_plan(recipe: Recipe) -> ConvertPlan:
-    """Nothing is made ready, as in `reference`."""
+    """Prepares nothing, as in `reference`."""
     return ConvertPlan(recipe)

@@ -2,8 +2,8 @@
 
 Imports CuPy only when a plan is made.
 
-Plans are launched as those of `cuda_copy`: one launch a call, or two where some views need narrower accesses than
-others, and as many again where a checksum is asked for, which is of the staged cells.
+A call is launched as in `cuda_copy`: one launch, or two if some views need narrower accesses than others. With a
+checksum, which covers the staged cells, there are as many again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 missing = cuda_copy.missing
 SOURCE, SUM_SOURCE = "convert.cu", "sum.cu"
-# Units of a thread in flight: 64 bytes of the pool encoded, as many of staging decoded or summed.
+# Units of a thread in flight: 64 bytes of the pool when encoding, as many of staging when decoding or summing.
 UNITS = {TO_STAGING: 2, FROM_STAGING: 4}
 SUM_UNITS = 4
-_VALUES = 16  # of a unit
+_VALUES = 16  # values of a unit
 _WIDE, _WORDS_STAGED, _VALUES_AND_BYTES, _BYTES = range(4)
 _CODING = np.dtype(
     [
@@ -59,13 +59,13 @@ def compile_plan(recipe: Recipe) -> ConvertPlan:
 
 
 class _Coded(NamedTuple):
-    """Views that differ in address and scale alone. `width` is that of a staged cell; what is copied has no values."""
+    """Views that differ only in address and scale. `width` is that of a staged cell; copied views have no values."""
 
     group: Group
     coding: Coding
 
     def accessed(self, nbytes: int) -> _Coded:
-        """The same where a launch takes no more at a time."""
+        """The same, limited to accesses of `nbytes` at a time."""
         return self._replace(group=self.group._replace(access=nbytes))
 
     @property
@@ -87,7 +87,7 @@ class _Coded(NamedTuple):
 
     @property
     def numbered(self) -> int:
-        """Units of a cell with those that only keep a token's head together in lanes of one warp."""
+        """Units of a cell, including idle ones that keep a token's head within the lanes of one warp."""
         encoding = self.coding.encoding
         if encoding is None or encoding.kind != TOKEN_HEAD:
             return self.units
@@ -135,7 +135,7 @@ class ConvertPlan(CudaPlan):
         tokens: Tokens,
         launch: Launch,
     ) -> None:
-        raise AssertionError("plans that convert are refused before")
+        raise AssertionError("plans that convert are refused earlier")
 
     def _convert(  # noqa: PLR0917  (a call's own arguments)
         self, way: int, ptr: int, nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
@@ -167,9 +167,9 @@ class ConvertPlan(CudaPlan):
         macros_of: Callable[[Machine, Sequence[int]], dict[str, int]],
         *behind: NDArray[np.uint8],
     ) -> Tables:
-        """Groups of cells of `units` units each, with `behind` them what else the kernel reads of a group.
+        """Groups of cells of `units` units each; `behind` are further tables that the kernel reads per group.
 
-        Those of 16-byte access have a launch, and all others; each is compiled for the kinds it has.
+        Groups of 16-byte access have one launch, all others another; each is compiled for its kinds.
         """
         machine = self._machine
         if len(coded) > machine.threads:
@@ -200,7 +200,7 @@ class ConvertPlan(CudaPlan):
                 yield _Coded(group._replace(first_view=views[0], n_views=len(views)), self._codings[views[0]])
 
     def _how(self, place: int) -> tuple[object, ...]:
-        """What views of one group share besides their shape; scales apart keep their distance from the data."""
+        """What views of one group share besides their shape; separate scales keep their distance from the data."""
         coding = self._codings[place]
         if coding.encoding is None:
             return ()
@@ -212,7 +212,7 @@ class ConvertPlan(CudaPlan):
             yield self._sums if call.summed else tables, call
 
     def _fitted(self, tables: Tables, part: Part, call: Call) -> Fitted:
-        # One sum for both ways, which reads no list.
+        # One sum kernel for both directions, which reads no list.
         way, room = (TO_STAGING, 0) if call.summed else (call.way, call.room)
         n_units = SUM_UNITS if call.summed else UNITS[way]
         macros = {**part.macros, "PDSTAGE_WAY": way, "PDSTAGE_LISTED": room, "PDSTAGE_UNITS": n_units}
@@ -220,7 +220,7 @@ class ConvertPlan(CudaPlan):
 
 
 def convert_macros(machine: Sizes | type[Sizes], kinds: Sequence[int]) -> dict[str, int]:
-    """For groups of these kinds: where there are several, half the threads may have twice the registers."""
+    """For groups of these kinds: with several kinds, half the threads may have twice the registers."""
     bits = sum(1 << kind for kind in set(kinds))
     return {
         "PDSTAGE_KINDS": bits, "PDSTAGE_THREADS": machine.threads * (CTAS_PER_SM if bits.bit_count() == 1 else 1),
@@ -243,12 +243,12 @@ def _pack_codings(coded: Sequence[_Coded]) -> NDArray[np.uint8]:
 
 
 def _scales_of(one: _Coded, coded: Sequence[_Coded]) -> tuple[int, int]:
-    """The group that has the scales of a group's views, and which of its views is the first's."""
+    """The group with the scales of a group's views, and the index of the view for the first of them."""
     place = one.coding.scales
     for number, other in enumerate(coded):
         first = place - other.group.first_view
         if 0 <= first < other.group.n_views:
-            # They are made of the same views of the pool, so that they are as alike as their data.
+            # They come from the same views of the pool, so they are as equal as their data.
             assert first + one.group.n_views <= other.group.n_views
             return number, first
     return 0, 0

@@ -2,14 +2,14 @@
 
 Imports CuPy only when a plan is made.
 
-A plan compiles its kernels and uploads its tables when it is made. A call checks and makes one launch, or two where
-some views need narrower accesses than others; it waits for nothing and allocates nothing. Lists that lie on the host
-travel in the kernel's parameters, or are uploaded where they do not fit.
+A plan compiles its kernels and uploads its tables when it is made. A call checks its arguments and makes one launch, or
+two if some views need narrower accesses than others; it never waits or allocates. Item lists on the host are passed in
+the kernel's parameters, or are uploaded if they do not fit.
 
-A grid is a number of CTAs and `max_sms` one of multiprocessors. They are the same in a call that is held to few: each
-of its CTAs fills a multiprocessor, with 1,024 threads of more than 32 registers, or with the rings of a bulk copy, so
-that no two share one. Other calls of the plain kernel take CTAs of half that size, two a multiprocessor, which find
-room sooner beside a model's kernels.
+A grid is a number of CTAs, and `max_sms` a number of multiprocessors. They are equal in a call with a limit: each of
+its CTAs fills a multiprocessor, with 1,024 threads of more than 32 registers, or with the rings of a bulk copy. Other
+calls of the plain kernel use CTAs of half that size, two per multiprocessor, which find room sooner beside a model's
+kernels.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ CTAS_PER_SM = 2
 BULK_SOURCE = "bulk.cu"
 BULK_THREADS = 128
 BULK_FROM_NBYTES = {90: 2048, 100: 2048, 120: 0}
-"""The shortest runs that go by bulk copies, by compute capability: a device takes the last entry that is not above its
-own; 0 is never. 120 and later have 99 KiB of shared memory for a CTA, and the rings take 192.
+"""The shortest runs for bulk copies, by compute capability: a device uses the last entry that is not above its own; 0
+is never. From 120 on a CTA has 99 KiB of shared memory, and the rings take 192.
 
-A belief until the row "bulk copies are ahead from" in bench/results of such a device says otherwise: then that is what
-stands here.
+An assumption, until the row "bulk copies are ahead from" in bench/results of such a device replaces it.
 """
 
 
@@ -74,17 +73,17 @@ class Machine(Runtime, Protocol):
 
     n_sms: int
     threads: int
-    """Threads of a CTA where a multiprocessor has CTAS_PER_SM, and the most groups of a plan."""
+    """Threads of a CTA with CTAS_PER_SM per multiprocessor, and the maximal number of groups of a plan."""
     capability: int
     widest: int
     """Bytes of a thread's widest access: 16 or 32."""
     listed: tuple[int, ...]
-    """How many items a kernel's parameters may hold, ascending."""
+    """The numbers of items that a kernel's parameters may hold, ascending."""
     bulk: Bulk
 
     @property
     def tables(self) -> Arena:
-        """Where plans' tables lie."""
+        """Where plans' tables are stored."""
 
     def kernel(self, name: str, macros: Mapping[str, int], threads: int, shared_nbytes: int = 0) -> Kernel: ...
 
@@ -106,16 +105,16 @@ def runtime_of(device: str) -> Runtime:
 
 
 class Sizes(Protocol):
-    """What the kernels are compiled for."""
+    """The sizes that the kernels are compiled for."""
 
     threads: int
     bulk: Bulk
 
 
 def units(way: int, *, summed: bool, access: int = UNIT) -> int:
-    """Units of 16 bytes that a thread has in flight; beside a checksum or a second pool one less fits 64 registers.
+    """Units of 16 bytes that a thread has in flight. With a checksum or a second pool, one unit less fits 64 registers.
 
-    Accesses of 32 bytes have half the addresses, so that all fit.
+    Accesses of 32 bytes have half the addresses, so all fit.
     """
     return 4 if access > UNIT else 4 - summed - (way == TO_PEER)
 
@@ -135,27 +134,27 @@ def bulk_macros(machine: Sizes | type[Sizes]) -> dict[str, int]:
 
 
 def bulk_from_nbytes(capability: int) -> int:
-    """The shortest runs for bulk copies on a device; 0 where it has none."""
+    """The shortest runs for bulk copies on a device; 0 if it has none."""
     return BULK_FROM_NBYTES.get(max((known for known in BULK_FROM_NBYTES if known <= capability), default=0), 0)
 
 
 class Call(NamedTuple):
-    """What kernels differ in beside their groups."""
+    """What distinguishes kernels besides their groups."""
 
     way: int
     summed: bool
     few: bool
-    """Whether the call is held to few multiprocessors."""
+    """Whether the call has a limit on multiprocessors."""
     room: int
-    """The items that the parameters hold; 0 where lists lie in device memory."""
+    """The number of items in the parameters; 0 if lists are in device memory."""
     many: bool = False
     """Whether it is a gather to several destinations."""
     access: int = UNIT
-    """Bytes of the widest access that the device and all its places in staging allow."""
+    """Bytes of the widest access that the device and all staging addresses allow."""
 
 
 class Fitted(NamedTuple):
-    """A kernel as a call launches it: units of a tile, warps of a CTA, and the CTAs that fill the device."""
+    """A kernel as a call launches it: units per tile, warps per CTA, and the number of CTAs that fill the device."""
 
     kernel: Kernel
     tile_units: int
@@ -164,9 +163,9 @@ class Fitted(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The groups that one launch copies, and its kernels.
+    """The groups of one launch, and its kernels.
 
-    `access`: bytes of the widest access that all of them allow, where that is 16 or more.
+    `access`: bytes of the widest access that all of them allow, if at least 16.
     """
 
     groups: Sequence[Group]
@@ -177,7 +176,7 @@ class Part(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Groups and views on the device, and who copies them. Every launch reads all groups: what is whose in staging."""
+    """Groups and views on the device, and their launches. Every launch reads all groups, for offsets in staging."""
 
     addresses: tuple[int, int, int]
     parts: list[Part]
@@ -224,19 +223,19 @@ def _part(pairs: Sequence[tuple[Group, Group]], narrow: int, bulk_from: int, *, 
     macros = {
         "PDSTAGE_HEAD_MAJOR": int(head_major and not flat), "PDSTAGE_NARROW": narrow, "PDSTAGE_FLAT": int(flat),
     }  # fmt: skip
-    # Between pools of other page sizes head-major runs do not meet.
+    # Between pools of different page sizes head-major runs do not match.
     meets = not macros["PDSTAGE_HEAD_MAJOR"] or all(mine is other for mine, other in pairs)
     runs = min(run_nbytes(g, head_major=head_major) for g in both)
-    # One launch for all that are wide: one group of 16 bytes keeps it to those.
+    # One launch for all wide groups: a single group with 16-byte access limits it to 16 bytes.
     access = max(UNIT, min(access_of(*pair) for pair in pairs))
     return Part([mine for mine, _ in pairs], macros, meets and 0 < bulk_from <= runs, access, {})
 
 
 class CudaPlan:
-    """A plan on one device. The lock guards the one argument block, for the time of a launch."""
+    """A plan on one device. The lock guards the one argument block during a launch."""
 
     merges = True
-    """Whether cells that follow each other in memory may be one run, where nothing is summed."""
+    """Whether cells that are adjacent in memory may form one run, if nothing is summed."""
     fans_out = True
 
     def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing, bulk_from: int | None = None) -> None:
@@ -262,7 +261,7 @@ class CudaPlan:
         )
 
     def _ahead(self) -> Iterator[tuple[Tables, Call]]:
-        """What kernels are compiled for when the plan is made; those of a peer are with its first copy."""
+        """The kernels that are compiled when the plan is made; those for a peer are compiled with its first copy."""
         sums, rooms = {False, self._recipe.checksum}, (0, *self._machine.listed)
         ways = [(TO_STAGING, False), (FROM_STAGING, False)] + [(TO_STAGING, True)] * self.fans_out
         accesses = {UNIT, self._machine.widest}
@@ -271,7 +270,7 @@ class CudaPlan:
 
     @property
     def uses_bulk(self) -> bool:
-        """Whether calls without a checksum go by bulk copies, wherever accesses are wide."""
+        """Whether calls without a checksum use bulk copies, wherever accesses are wide."""
         return any(part.bulk for part in self._tables.parts)
 
     def gather(
@@ -315,7 +314,7 @@ class CudaPlan:
         return self.table.checked(indexes, tokens, unique=unique)
 
     def _paired(self, peer: CudaPlan) -> Tables:
-        """Tables of both pools; cold for the first copy to a plan, so engines make one before they are in a hurry."""
+        """Tables of both pools. Slow for the first copy to a plan, so engines make one in advance."""
         tables = self._peers.get(peer)
         if tables is None:
             pool, other = self.table.paired(peer.table, merged=not self._recipe.checksum)
@@ -328,7 +327,7 @@ class CudaPlan:
         return tables
 
     def _fitted(self, tables: Tables, part: Part, call: Call) -> Fitted:
-        """Cold for the first call of its kind, but for those of `_ahead`."""
+        """Slow for the first call of its kind, except those of `_ahead`."""
         machine = self._machine
         macros = {
             **part.macros, "PDSTAGE_WAY": call.way, "PDSTAGE_SUM": int(call.summed), "PDSTAGE_LISTED": call.room,
@@ -342,10 +341,10 @@ class CudaPlan:
         return self._resized(SOURCE, macros, tables, few=call.few)
 
     def _resized(self, source: str, macros: dict[str, int], tables: Tables, *, few: bool) -> Fitted:
-        """A kernel whose CTAs may have up to PDSTAGE_THREADS threads, and have them in a call held to few."""
+        """A kernel whose CTAs may have up to PDSTAGE_THREADS threads, and do in a call with limited multiprocessors."""
         machine = self._machine
         most, threads = macros["PDSTAGE_THREADS"], machine.threads
-        # Shared memory for any plan: an image is loaded once.
+        # Shared memory for the largest plan: an image is loaded once.
         kernel = machine.kernel(source, macros, threads, threads * EXTENT_NBYTES)._replace(
             threads=most if few else threads, shared_nbytes=tables.n_groups * EXTENT_NBYTES
         )
@@ -354,7 +353,7 @@ class CudaPlan:
     def _launches(
         self, tables: Tables, call: Call, spans: Sequence[ComponentArgs], max_sms: int | None
     ) -> list[tuple[Kernel, int]]:
-        """Kernels and their grids; none for views of which there is nothing to copy."""
+        """Kernels and their grids, for views that have something to copy."""
         launches = []
         for part in tables.parts:
             fitted = part.fitted.get(call)
@@ -392,7 +391,7 @@ class CudaPlan:
                     self._ring.give(slot, stream)
 
     def _room(self, side: Sequence[Checked]) -> int:
-        """The least room in parameters that holds all lists of a call; 0 where none does, or one is elsewhere."""
+        """The smallest parameter size that holds all lists of a call; 0 if none does, or a list is on the device."""
         n = 0
         for one in side:
             if one.elsewhere:
@@ -404,7 +403,7 @@ class CudaPlan:
         return 0
 
     def _listed(self, side: Sequence[Checked]) -> list[ComponentArgs]:
-        """Puts the lists into the parameters; the spans with the place there, in 32 bits, of each list's item 0."""
+        """Writes the lists into the parameters. Returns the spans with the 32-bit index there of each list's item 0."""
         at, spans, places = 0, [], self._arguments.listed
         for span, items, skipped, _ in side:
             if items is None:
@@ -419,7 +418,7 @@ class CudaPlan:
     def _uploaded(
         self, sides: Sequence[Sequence[Checked]], stream: int
     ) -> tuple[Slot | None, list[list[ComponentArgs]]]:
-        """The spans with lists that the device can read, and the slot that holds those until the kernel has run."""
+        """The spans with lists that the device can read, and the slot that holds them until the kernel has run."""
         lists = [(one.items.ctypes.data, one.items.nbytes) for side in sides for one in side if one.items is not None]
         if not lists:
             return None, [[one.span for one in side] for side in sides]

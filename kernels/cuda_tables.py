@@ -1,4 +1,4 @@
-"""Groups, views and calls as the structures of csrc/cuda/copy.cuh: the host half's arithmetic."""
+"""Groups, views and calls as the structures of csrc/cuda/copy.cuh, packed on the host."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _GROUP = np.dtype(
         *((name, "<u4") for name in ("first_view", "n_views", "width", "access", "tokens_per_row", "first_shard")),
     ]
 )
-# staging, sum, groups, views, n_groups; then as many spans for the pool, and again for its peer; in the peer's place,
-# for a gather that has them, several destinations.
+# staging, sum, groups, views, n_groups; then spans for the pool, and as many for its peer. A gather with several
+# destinations has them in the peer's place.
 _HEAD = struct.Struct("<QQQQQ")
 _SPAN = struct.Struct("<Qqqqq")
 _SEVERAL = struct.Struct(f"<Q{MAX_DESTINATIONS}q")
 _PEER_AT = _HEAD.size + MAX_COMPONENTS * _SPAN.size
 PARAMS_NBYTES = _HEAD.size + 2 * MAX_COMPONENTS * _SPAN.size
-# Items that parameters hold: 4 KiB of parameters every driver takes; 32,764 bytes that of CUDA 12.1 or later, on Volta
-# or later (NVIDIA, "CUDA 12.1 Supports Large Kernel Parameters"). `Params` is a multiple of 8 bytes long.
+# Items that parameters hold: every driver takes 4 KiB of parameters; that of CUDA 12.1 or later, on Volta or later,
+# takes 32,764 bytes (NVIDIA, "CUDA 12.1 Supports Large Kernel Parameters"). `Params` is a multiple of 8 bytes long.
 LISTED, LISTED_LARGE = ((most - PARAMS_NBYTES) // 8 * 2 for most in (4096, 32764))
 EXTENT_NBYTES = 88
-"""Shared memory that a CTA takes for each group."""
+"""Shared memory of a CTA per group."""
 MAX_UNITS = 2**31
 MAX_STEPS = 2**32
 
@@ -60,9 +60,9 @@ def divisor(by: int) -> tuple[int, int, int]:
 def pack_groups(
     pool: Sequence[Group], peer: Sequence[Group], *, head_major: bool, widths: Sequence[int] = ()
 ) -> NDArray[np.uint8]:
-    """`Group[n]`. Both sequences describe the same views; without a second pool give the first twice.
+    """`Group[n]`. Both sequences describe the same views; without a second pool pass the first twice.
 
-    `widths`: the bytes of each group's staged cells, where these are others than its own.
+    `widths`: the bytes of each group's staged cells, if they differ from its own.
     """
     packed = np.zeros(len(pool), _GROUP)
     for at, (mine, other) in enumerate(zip(pool, peer, strict=True)):
@@ -94,13 +94,13 @@ def _strides(group: Group) -> tuple[int, ...]:
 
 
 def access_of(mine: Group, other: Group) -> int:
-    """Bytes of one access to views of both pools: 16 or more only where kernels can count within an item in 32 bits."""
+    """Bytes of one access to views of both pools: 16 or more only if kernels can count within an item in 32 bits."""
     access = min(mine.access, other.access)
     return access if access < UNIT or (_counts(mine) and _counts(other)) else UNIT // 2
 
 
 def _counts(group: Group) -> bool:
-    """Whether an item's stride, and all that is within an item, are below 64 GiB."""
+    """Whether an item's stride and all offsets within an item are below 64 GiB."""
     last = (-(-group.rows_per_item // group.outer_rows), group.outer_rows, group.shards, group.segs)
     used = [stride * (n - 1) for stride, n in zip(_strides(group)[1:], last, strict=True)]
     steps = (sum(used) + group.width) // UNIT
@@ -108,7 +108,7 @@ def _counts(group: Group) -> bool:
 
 
 def joined_rows(group: Group) -> int:
-    """Rows of a shard that are one run: as many as follow each other without a gap, and divide an item."""
+    """Rows of a shard that form one run: as many as are contiguous and divide an item."""
     apart = group.inner_stride != group.width and group.outer_rows > 1
     if group.segs > 1 or apart:
         return 1
@@ -118,9 +118,10 @@ def joined_rows(group: Group) -> int:
 
 
 def run_nbytes(group: Group, *, head_major: bool) -> int:
-    """Bytes of a group's whole runs where pool and staging both hold them in one piece; 0 where bulk copies cannot go.
+    """Bytes of a group's whole runs that are contiguous in both pool and staging; 0 if bulk copies are impossible.
 
-    Token-major staging holds rows of one run each one after the other; head-major staging whole items of each shard.
+    Token-major staging holds rows of one run each, one after the other; head-major staging holds whole items of each
+    shard.
     """
     joined = joined_rows(group)
     if head_major and group.shards * group.segs > 1:
@@ -137,9 +138,9 @@ def pack_views(pool: Int64s, peer: Int64s) -> NDArray[np.uint8]:
 def pack_params(
     out: object, staging: int, sum_ptr: int, groups: tuple[int, int, int], spans: Sequence[Sequence[ComponentArgs]]
 ) -> None:
-    """Writes `Params` to the buffer `out`: `groups` are the addresses of groups and views and the number of groups.
+    """Writes `Params` to the buffer `out`. `groups` are the addresses of groups and views, and the number of groups.
 
-    `spans` are the pool's and, where there is one, the peer's.
+    `spans` are the pool's and, with two pools, the peer's.
     """
     _HEAD.pack_into(out, 0, staging, sum_ptr, *groups)  # type: ignore[arg-type]
     for side, held in enumerate(spans):
@@ -156,7 +157,7 @@ def pack_several(out: object, staging: int, also: Sequence[int]) -> None:
 
 
 def n_tiles(groups: Sequence[Group], spans: Sequence[ComponentArgs], tile_units: int) -> int:
-    """Tiles of a call, each the work of one warp at a time; 0 where there is nothing to copy.
+    """The number of tiles of a call, each processed by one warp at a time; 0 if there is nothing to copy.
 
     Raises `UsageError` for a view of 2^31 units or more: the kernel numbers them in 32 bits.
     """

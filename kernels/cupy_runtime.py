@@ -1,9 +1,9 @@
 """One CUDA device through CuPy: memory, streams, events, modules and launches.
 
-The one module that calls CuPy's runtime.
+Only this module calls CuPy's runtime.
 
-Addresses, streams and kernels are integers, as the driver has them: a launch costs one call and builds no object. Every
-call is made inside `Current`.
+Addresses, streams and kernels are integers, as in the driver: a launch is one call and builds no object. Every call is
+made inside `Current`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from .arena import Table
 
 
-# cudaErrorNotReady. That a thread records a graph and forbids the question (900) would be another answer, and not "not
-# yet": it has broken that recording. Inside `Current` the question is not forbidden.
+# cudaErrorNotReady. Error 900 is different from "not yet": a thread records a graph that forbids this query, and the
+# query has broken that recording. Inside `Current` the query is not forbidden.
 _NOT_READY = 600
-# From which on a kernel takes more than 4 KiB of parameters: CUDA 12.1, and Volta.
+# Kernels take more than 4 KiB of parameters from these on: CUDA 12.1, and Volta.
 _LARGE_CUDA, _LARGE_CAPABILITY = 12010, 70
 
 
 class Bulk(NamedTuple):
-    """A warp's ring in shared memory: 48 KiB, of which two thirds are being read into."""
+    """A warp's ring in shared memory: 48 KiB; two thirds of it are being filled."""
 
     stages: int = 6
     stage_nbytes: int = 8192
@@ -59,17 +59,17 @@ class Kernel(NamedTuple):
 
 
 class Library(driver.Library, Protocol):
-    """The driver as it is asked for CUDA's devices; `driver.Cuda` is one."""
+    """The driver's calls that CUDA devices need; `driver.Cuda` implements them."""
 
     def in_use(self, device: int) -> bool: ...
 
 
 class Current:
-    """A device made current with its context, and the one before it again at the end. Inside, the calling thread's
-    calls break nobody's recording of a graph.
+    """Makes a device and its context current, and restores the previous one at the end. Inside, the calling thread's
+    calls break no recording of a graph by another thread.
 
-    Unless nobody uses that one: in a new thread it is device 0, and to go back would make a context there, whose
-    hundreds of MiB every rank of a node would take from the first one's device.
+    An unused previous device is not restored: a new thread has device 0, and going back would create a context there.
+    Every rank of a node would take its hundreds of MiB from the first rank's device.
     """
 
     __slots__ = ("_cuda", "_device", "_device_before", "_library", "_mode_before")
@@ -80,7 +80,7 @@ class Current:
     def __enter__(self) -> None:
         self._device_before = self._cuda.getDevice()
         if self._device_before != self._device or not driver.thread.relaxed:
-            # Since CUDA 12 that makes the context, and makes it the thread's. An outer one has done so already.
+            # Since CUDA 12 this creates the context and makes it the thread's. An outer one has done so already.
             self._cuda.setDevice(self._device)
         self._mode_before = driver.relax(self._library)
 
@@ -91,7 +91,7 @@ class Current:
 
 
 class CupyRuntime(DeviceMemory):
-    """A device by its number. Safe to use from several threads; what it allocates it holds."""
+    """A device by its number. Several threads may use it. It holds everything it allocates."""
 
     threads = 512
     bulk = Bulk()
@@ -130,7 +130,7 @@ class CupyRuntime(DeviceMemory):
         return np.frombuffer(held, np.uint8, nbytes)
 
     def event(self) -> object:
-        with self.current():  # an event can be recorded in streams of its own device only
+        with self.current():  # an event can be recorded only in streams of its own device
             return self._event(block=False, disable_timing=True)
 
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
@@ -142,8 +142,8 @@ class CupyRuntime(DeviceMemory):
             self._cuda.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]
 
     def done(self, event: object) -> bool:
-        # Not CuPy's own `done`, to which a failed device looks like a busy one, for ever.
-        with self.current():  # asking alone makes a new thread a context, on whatever device it has
+        # Not CuPy's own `done`, which reports a failed device as busy for ever.
+        with self.current():  # in a new thread the query itself creates a context, on whatever device is current
             status = self._cuda.eventQuery(event.ptr)  # type: ignore[attr-defined]
         if status == _NOT_READY:
             return False
@@ -151,7 +151,7 @@ class CupyRuntime(DeviceMemory):
         return True
 
     def stream(self, stream: object) -> int:
-        """As `Runtime.stream`. None is CuPy's current stream; where that is the default one, torch's current one."""
+        """See `Runtime.stream`. None is CuPy's current stream; if that is the default one, torch's current one."""
         if stream is None:
             from cupy.cuda import get_current_stream  # noqa: PLC0415
 
@@ -179,7 +179,7 @@ class CupyRuntime(DeviceMemory):
 
     def new_stream(self) -> int:
         with self.current():
-            stream = self._stream(non_blocking=True, priority=-1000)  # the runtime clamps it to the greatest there is
+            stream = self._stream(non_blocking=True, priority=-1000)  # the runtime clamps it to the highest priority
         self._held.append(stream)
         self._own.add(int(stream.ptr))
         return int(stream.ptr)
@@ -194,7 +194,7 @@ class CupyRuntime(DeviceMemory):
         self._cuda.streamWaitEvent(stream, event.ptr)  # type: ignore[attr-defined]
 
     def kernel(self, name: str, macros: Mapping[str, int], threads: int, shared_nbytes: int = 0) -> Kernel:
-        """The kernel of csrc/cuda/`name`, compiled and loaded once. Cold."""
+        """The kernel of csrc/cuda/`name`, compiled and loaded once. Slow the first time."""
         key = (name, tuple(sorted(macros.items())))
         with self._lock:
             if key not in self._kernels:
@@ -211,8 +211,8 @@ class CupyRuntime(DeviceMemory):
             return self._kernels[key]
 
     def launch(self, kernel: Kernel, grid: int, stream: int, params: int, table: Table) -> None:
-        """`params` is the address of an array with the address of the kernel's one argument; it is read at once.
-        `table` is what of the plan's the kernel reads.
+        """`params` is the address of an array with the address of the kernel's one argument, which is read before this
+        returns. `table` is the plan's table that the kernel reads.
         """
         table.before(stream)
         self._driver.launchKernel(
@@ -223,7 +223,7 @@ class CupyRuntime(DeviceMemory):
 
 @lru_cache(maxsize=64)
 def held_runtime(device: str) -> tuple[CupyRuntime, IndexRing]:
-    """The process's one runtime and ring of a device; raises `UsageError` if it is not there."""
+    """The process's one runtime and ring of a device. Raises `UsageError` if the device does not exist."""
     from cupy.cuda import runtime as cuda  # noqa: PLC0415
 
     runtime = CupyRuntime(ordinal(device, cuda.getDeviceCount()))
@@ -247,9 +247,9 @@ def missing() -> str:
 
 
 class Arguments:
-    """A kernel's one argument, a structure of `nbytes` with room for `n_listed` items behind it.
+    """A kernel's one argument: a structure of `nbytes`, followed by room for `n_listed` items.
 
-    `params` is the address of the array of its address that launches take.
+    `params` is the address of the array with its address, as launches take it.
     """
 
     def __init__(self, nbytes: int, n_listed: int = 0) -> None:

@@ -1,10 +1,10 @@
-"""Selected views as the tables that GPU kernels read, and the checks made on the host before a launch.
+"""Selected views as the tables that GPU kernels read, and the host's checks before a launch.
 
-Both backends build on these tables.
+Both GPU backends use these tables.
 
-Views that follow each other in staged order and differ in nothing but their address form a *group*, so that a kernel
-walks a few groups instead of hundreds of views. Tables are uploaded once, when the plan is made; a call brings the
-numbers of `Spans` and the lists of items.
+Views that are adjacent in staged order and differ only in their address form a *group*, so that a kernel walks a few
+groups instead of hundreds of views. Tables are uploaded once, when the plan is made. A call passes the numbers of
+`Spans` and the lists of items.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from .backend import Recipe
 
 ALIGNMENT = 16
-"""Of staging, in bytes: as many as every device moves in one access."""
+"""Alignment of staging in bytes: every device moves that many in one access."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 MAX_COMPONENTS = 16
 
 
 class Group(NamedTuple):
-    """Views `[first_view, first_view + n_views)` of the table of views; as `tables.Row`, and in bytes.
+    """Views `[first_view, first_view + n_views)` of the table of views; fields as in `tables.Row`, in bytes.
 
     `access` is the widest power of two, at most the table's `widest`, that divides every address and length of the
-    group in the pool, and every length in staging: the size of one load or store. With `merged` tables adjacent
+    group in the pool, and every length in staging: the size of one load or store. In `merged` tables adjacent
     dimensions are collapsed into `width`.
     """
 
@@ -66,10 +66,10 @@ class Group(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """One component's part of a call, its tokens counted from item 0 of its list.
+    """One component's part of a call, with tokens counted from item 0 of its list.
 
-    `items` are those that the call reads of a list in host memory, `skipped` lie before them. None where the call has
-    no tokens of the component, or `elsewhere`: the list lies on the device.
+    `items` are those that the call reads of a list in host memory; `skipped` are before them. None if the call has no
+    tokens of the component, or `elsewhere`: the list is on the device.
     """
 
     span: ComponentArgs
@@ -82,11 +82,11 @@ class DeviceTable:
     """The groups and views of one recipe.
 
     `views` is int64 `[n_views, 2]`: the address of item 0, row 0 of the first selected shard, and the key's seed.
-    `groups` is int64 `[n_groups, len(Group._fields)]`. Both in staged order.
+    `groups` is int64 `[n_groups, len(Group._fields)]`. Both are in staged order.
     """
 
     def __init__(self, recipe: Recipe, *, merged: bool, widest: int = ALIGNMENT) -> None:
-        """`merged` collapses adjacent dimensions; not for kernels that need to tell cells apart (checksums).
+        """`merged` collapses adjacent dimensions; it is not for kernels that must distinguish cells (checksums).
 
         `widest`: bytes of the device's widest access.
         """
@@ -112,9 +112,10 @@ class DeviceTable:
         ]
 
     def paired(self, peer: DeviceTable, *, merged: bool) -> tuple[list[Group], list[Group]]:
-        """The groups of both, views of equal shape on both sides, for copies from one pool to the other.
+        """The groups of both tables, with views of equal shape on both sides, for copies from one pool to the other.
 
-        `peer` selects as many shards of the same views. The second list's `first_view` and `n_views` are the first's.
+        `peer` selects equally many shards of the same views. The second list's `first_view` and `n_views` are the
+        first's.
         """
         shaped = []
         for mine, other in zip(self.table.rows, peer.table.rows, strict=True):
@@ -124,7 +125,7 @@ class DeviceTable:
         return [mine for mine, _ in pairs], [other for _, other in pairs]
 
     def _collapsible(self, row: Row) -> int:
-        """How many dimensions are adjacent in memory to the bytes of a run: 0, 1 (segments) or 2 (and shards)."""
+        """How many dimensions are contiguous with the bytes of a run: 0, 1 (segments) or 2 (and shards)."""
         if row.segs > 1 and row.seg_stride != row.width:
             return 0
         return 2 if not self.head_major and (row.shards == 1 or row.shard_stride == row.width * row.segs) else 1
@@ -154,8 +155,8 @@ class DeviceTable:
     def checked(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Checked]:
         """One for each component, in the order of `Group.component`, everything checked that the host can see.
 
-        Lists in host memory are checked item by item (and for repeated items if `unique`); of those on the device only
-        their number is. Raises `UsageError` naming component, position and value.
+        Each item of a list in host memory is checked (and repeated items, if `unique`); of a list on the device only
+        the number of items. Raises `UsageError` naming component, position and value.
         """
         parts, checked = self.table.parts(indexes, tokens), []
         for number, (name, part) in enumerate(zip(self.table.names, parts, strict=True)):
@@ -173,7 +174,7 @@ class DeviceTable:
             first = span.start // per_item
             items = listed(index)[first : (span.stop - 1) // per_item + 1]
             if not _fits(items, n_items, unique):
-                self.table.resolve(parts[: number + 1], unique=unique)  # has the words
+                self.table.resolve(parts[: number + 1], unique=unique)  # raises the error
             checked.append(Checked(span, items, first))
         self._check_rows(parts)
         return checked
@@ -194,7 +195,7 @@ class DeviceTable:
                 self.table.refuse(FAULT_FIRST_TOKEN, group.component, group.tokens_per_row, first)
 
     def check_staging(self, ptr: int, nbytes: int, spans: Sequence[ComponentArgs]) -> None:
-        """Raises `UsageError` where staging is too small, or not aligned to what one access takes."""
+        """Raises `UsageError` if staging is too small, or not aligned for one access."""
         needed = sum(
             g.n_views * -(-rows(g, spans[g.component]) * g.row_nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
             for g in self.group_list
@@ -205,7 +206,7 @@ class DeviceTable:
 
 
 def _grouped(shaped: Sequence[tuple[Group, Group]]) -> list[tuple[Group, Group]]:
-    """Neighbours of equal shapes as one group; shapes come with `first_view` and `n_views` zero."""
+    """Merges adjacent groups of equal shape; shapes come with `first_view` and `n_views` zero."""
     groups, first = [], 0
     for (mine, other), same in groupby(shaped):
         n = len(list(same))
@@ -215,7 +216,7 @@ def _grouped(shaped: Sequence[tuple[Group, Group]]) -> list[tuple[Group, Group]]
 
 
 def _fits(items: NDArray[Any], n_items: int, unique: bool) -> bool:
-    """Whether the items are inside the pool, and none repeated if `unique`: far sooner than which."""
+    """Whether all items are inside the pool, and none repeated if `unique`. Much faster than finding which are not."""
     if np.maximum.reduce(items.view(_UNSIGNED[items.itemsize])) >= n_items:  # negative ones are huge
         return False
     if not unique:
@@ -225,13 +226,13 @@ def _fits(items: NDArray[Any], n_items: int, unique: bool) -> bool:
 
 
 def check_aligned(ptr: int, nbytes: int, what: str) -> None:
-    """Raises `UsageError` for an address that is no multiple of `nbytes`: an access there would end the context."""
+    """Raises `UsageError` for an address that is not a multiple of `nbytes`: an access there would end the context."""
     if ptr % nbytes:
         raise UsageError(f"{what} at {ptr:#x} is not aligned", remedy=f"align it to {nbytes} bytes", ptr=ptr)
 
 
 def listed(index: Index) -> NDArray[Any]:
-    """An index in host memory as an array; its own where it was made of one."""
+    """An index in host memory as an array; the original array if it was made of one."""
     kept = index.keep
     if not isinstance(kept, np.ndarray) or kept.size != index.n or kept.itemsize * 8 != index.bits:
         return integers(index)
@@ -247,7 +248,7 @@ def rows(group: Group, span: ComponentArgs) -> int:
 
 
 def ordinal(device: str, n_devices: int) -> int:
-    """The number of "cuda:1", 0 of "cuda"; raises `UsageError` if there are not as many devices."""
+    """The number of "cuda:1"; 0 for "cuda". Raises `UsageError` if there is no such device."""
     number = int(device.partition(":")[2] or 0)
     if number >= n_devices:
         raise UsageError(f"there is no {device} here", remedy=f"this process sees {n_devices} devices", device=device)

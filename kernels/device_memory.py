@@ -1,4 +1,4 @@
-"""What runtimes have of the driver for a device's memory, and for host memory that its kernels reach."""
+"""The driver's part of a runtime: a device's memory, and host memory that its kernels can reach."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 class DeviceMemory(ABC):
-    """That of one device."""
+    """Memory of one device."""
 
     _library: Library
 
     @abstractmethod
     def current(self) -> AbstractContextManager[None]:
-        """As `index_ring.Runtime.current`."""
+        """See `index_ring.Runtime.current`."""
 
     def allocate(self, nbytes: int) -> int:
-        # Not from CuPy's or torch's pool. What those give may be in use still for what it was before, in the stream
-        # that was current then; and other processes may not be able to open it.
+        # Not from CuPy's or torch's pool: its memory may still be used for earlier work of the stream that was current
+        # then, and other processes may not be able to open it.
         with self.current():
             if environment.DEVICE_MEMORY.read() == "cuMemCreate":
                 return virtual_memory.allocate(self._library, nbytes)
             return self._library.allocate(nbytes)
 
     def page_lock(self, ptr: int, nbytes: int) -> bool:
-        """As `index_ring.Runtime.page_lock`."""
+        """See `index_ring.Runtime.page_lock`."""
         last = ptr + nbytes - 1
         with self.current():
             if locks := not self._library.seen_at(ptr):

@@ -1,11 +1,11 @@
-"""A GPU driver's library by ctypes: the calls that CuPy and torch lack, or make otherwise than is right.
+"""A GPU driver's library by ctypes: calls that CuPy and torch lack, or make in an unsuitable way.
 
 Signatures and numbers are those of cuda.h (CUDA 13.1) and hip_runtime_api.h (ROCm 7).
 
-A thread's *stream capture mode* says what another thread's recording of a CUDA graph forbids it. By default
-(cudaStreamCaptureModeGlobal, which torch.cuda.graph takes too) every call that allocates, frees, waits or asks for an
-event is forbidden while any thread records, and made all the same it breaks that recording. In mode relaxed it is not:
-so all calls of this package are made inside `Relaxed`, as torch's allocator and NCCL's watchdog make theirs.
+A thread's *stream capture mode* says which of its calls are forbidden while another thread records a CUDA graph. By
+default (cudaStreamCaptureModeGlobal, which torch.cuda.graph uses too) every call that allocates, frees, waits or
+queries an event is forbidden while any thread records; a forbidden call breaks that recording. In relaxed mode it is
+allowed. So all calls of this package are made inside `Relaxed`, as those of torch's allocator and NCCL's watchdog are.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ _ADDRESS, _SIZE = ctypes.c_uint64, ctypes.c_size_t
 
 
 class Library(Protocol):
-    """What is asked of either driver."""
+    """The calls needed of either driver."""
 
     def capture_mode(self, mode: int) -> int:
-        """Sets the calling thread's, and returns the one before; -1 where it cannot be set, as on a device that failed:
-        that is for the next call to say.
+        """Sets the calling thread's mode, and returns the previous one; -1 if it cannot be set, as on a failed device.
+        The next call then raises.
         """
 
     def context(self) -> int:
-        """The calling thread's, 0 for none."""
+        """The calling thread's context, 0 for none."""
 
     def bind(self, context: int) -> None:
-        """Makes it the calling thread's, 0 for none."""
+        """Makes it the calling thread's context, 0 for none."""
 
     def primary(self, device: int) -> int:
-        """The device's context, which CUDA's runtime and torch use; made if need be, and kept for this process."""
+        """The device's context, which CUDA's runtime and torch use. Created if missing, and kept for this process."""
 
     def allocate(self, nbytes: int) -> int:
-        """Memory of the current device, as cudaMalloc gives it: other processes may open it, and NICs write it."""
+        """Memory of the current device, as from cudaMalloc: other processes can open it, and NICs can write it."""
 
     def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
-        """A copy of page-locked host memory to the device, in the stream."""
+        """Enqueues a copy of page-locked host memory to the device."""
 
     def seen_at(self, ptr: int) -> int:
-        """Where kernels find a byte of page-locked host memory; 0 for other memory."""
+        """The address by which kernels reach a byte of page-locked host memory; 0 for other memory."""
 
     def page_lock(self, ptr: int, nbytes: int) -> None: ...
 
     def page_unlock(self, ptr: int) -> None: ...
 
     def flushes(self, device: int) -> bool:
-        """Whether what a NIC wrote to the device's memory may be unseen by its kernels until `flush`, as on Ampere."""
+        """Whether kernels may not see a NIC's writes to the device's memory until `flush`, as on Ampere."""
 
     def flush(self) -> None:
-        """Waits until the current device sees all that NICs wrote to it before."""
+        """Waits until the current device sees all earlier writes by NICs."""
 
 
 class _Attributes(ctypes.Structure):
@@ -81,7 +81,7 @@ class _Attributes(ctypes.Structure):
     )  # fmt: skip
 
 
-# The source is read in the stream's order; better by the copy engines, beside what multiprocessors do.
+# The source is read in stream order, preferably by the copy engines, beside the multiprocessors' work.
 _IN_STREAM_ORDER, _PREFER_OVERLAP = 1, 1
 
 
@@ -94,7 +94,7 @@ thread = _Thread()
 
 
 def relax(library: Library) -> int:
-    """Relaxes the calling thread's capture mode; what `restore` takes. Inside another one it costs no call."""
+    """Relaxes the calling thread's capture mode. Returns the argument for `restore`. Costs no call if nested."""
     before = -1 if thread.relaxed else library.capture_mode(RELAXED)
     if before >= 0:
         thread.relaxed = True
@@ -102,14 +102,14 @@ def relax(library: Library) -> int:
 
 
 def restore(library: Library, before: int) -> None:
-    """A Ctrl-C between any two steps of the two leaves the thread relaxed at worst, which forbids it less."""
+    """A Ctrl-C between any two steps of `relax` and `restore` leaves the thread relaxed at worst, which is harmless."""
     if before >= 0:
         thread.relaxed = False
         library.capture_mode(before)
 
 
 class Relaxed:
-    """Inside, the calling thread's capture mode is relaxed; then as before."""
+    """Inside, the calling thread's capture mode is relaxed; at the end it is restored."""
 
     __slots__ = ("_before", "_library")
 
@@ -124,12 +124,12 @@ class Relaxed:
 
 
 class Cuda:
-    """libcuda. Raises `OSError` where there is no driver."""
+    """libcuda. Raises `OSError` without a driver."""
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
-        # What returns at once keeps the interpreter: to hand it over costs a busy process's node milliseconds.
+        # Calls that return at once keep the GIL: releasing it costs a node in a busy process milliseconds.
         self._quick, self._slow = ctypes.PyDLL(path), ctypes.CDLL(path)
-        # cuda.h: a batch of 12.8 also tells which of its copies is at fault; that of 13.0 does not, by another name.
+        # cuda.h: the batch call of 12.8 also reports which copy failed; that of 13.0 has another name and does not.
         self._batch = getattr(self._slow, "cuMemcpyBatchAsync_v2", None)
         self._fault: tuple[object, ...] = ()
         if self._batch is None:
@@ -155,7 +155,7 @@ class Cuda:
         return found.value or 0
 
     def call(self, name: str, *arguments: object) -> None:
-        """A function of cuda.h by the name it has in the library. Raises `DriverError`."""
+        """Calls a function of cuda.h by its name in the library. Raises `DriverError`."""
         check(name, getattr(self._slow, name)(*arguments))
 
     def allocate(self, nbytes: int) -> int:
@@ -172,7 +172,7 @@ class Cuda:
         return self._batch is not None
 
     def copy_batch(self, spans: Spans, stream: int) -> int:
-        """Puts copies that do not depend on each other in a stream of the current device by one call; its CUresult."""
+        """Enqueues independent copies in a stream of the current device by one call; returns its CUresult."""
         assert self._batch is not None
         columns = [np.ascontiguousarray(column, np.int64) for column in (spans.dst, spans.src, spans.nbytes)]
         attributes, first = _Attributes(_IN_STREAM_ORDER, flags=_PREFER_OVERLAP), _SIZE(0)
@@ -196,23 +196,23 @@ class Cuda:
         check("cuMemHostUnregister", self._slow.cuMemHostUnregister(ctypes.c_void_p(ptr)))
 
     def attribute(self, which: int, address: int) -> int:
-        """A CUpointer_attribute as an integer; 0 where the driver does not know the address or the attribute."""
-        found = ctypes.c_uint64()  # none is longer; what is shorter leaves the upper bytes 0
+        """A CUpointer_attribute as an integer; 0 if the driver does not know the address or the attribute."""
+        found = ctypes.c_uint64()  # no attribute is longer; shorter ones leave the upper bytes 0
         failed = self._quick.cuPointerGetAttribute(ctypes.byref(found), which, _ADDRESS(address))
         return 0 if failed else found.value
 
     def mapping(self, address: int) -> tuple[int, int]:
-        """Where the one mapping of cuMemMap begins that holds an address, and its bytes; (0, 0) where none does."""
+        """The start and bytes of the one mapping of cuMemMap that holds an address; (0, 0) if there is none."""
         start, nbytes = self.attribute(_MAPPING_START, address), self.attribute(_MAPPING_NBYTES, address)
         if nbytes:
             return start, nbytes
-        # What cuda.h points to where it says that RANGE_START and RANGE_NBYTES are those of the reservation.
+        # cuda.h refers to these: RANGE_START and RANGE_NBYTES describe the reservation.
         found, size = _ADDRESS(), _SIZE()
         failed = self._quick.cuMemGetAddressRange_v2(ctypes.byref(found), ctypes.byref(size), _ADDRESS(address))
         return (0, 0) if failed else (found.value, size.value)
 
     def uuid(self, device: int) -> bytes:
-        """The 16 bytes that name a GPU, or a MIG instance, to all processes."""
+        """The 16 bytes that identify a GPU, or a MIG instance, in all processes."""
         handle, found = ctypes.c_int(), ctypes.create_string_buffer(16)
         call = self._quick
         if call.cuDeviceGet(ctypes.byref(handle), device) or call.cuDeviceGetUuid_v2(found, handle):
@@ -232,7 +232,7 @@ class Cuda:
         return bool(supported) and ordering < _OWNER and bool(options & _FLUSH_BY_HOST)
 
     def device_attribute(self, which: int, device: int) -> int:
-        """A CUdevice_attribute; 0 where the driver does not know it."""
+        """A CUdevice_attribute; 0 if the driver does not know it."""
         found = ctypes.c_int()
         return 0 if self._quick.cuDeviceGetAttribute(ctypes.byref(found), which, device) else found.value
 
@@ -244,7 +244,7 @@ class Hip:
     """libamdhip64, by default the copy that torch has loaded. Its devices have no contexts to bind."""
 
     def __init__(self, path: str = "") -> None:
-        """Raises `OSError` where there is none."""
+        """Raises `OSError` without the library."""
         if not path:
             loaded = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
             path = next((name for name in loaded if "libamdhip64.so" in name), "libamdhip64.so")
@@ -292,13 +292,13 @@ class Hip:
 
 
 def check(call: str, status: int) -> None:
-    """Raises `DriverError` for a call that did not succeed."""
+    """Raises `DriverError` for a failed call."""
     if status:
         raise DriverError(call, status)
 
 
 class DriverError(PdstageError, RuntimeError):
-    """A call of the driver's failed; `status` is its CUresult or hipError_t."""
+    """A call of the driver failed; `status` is its CUresult or hipError_t."""
 
     def __init__(self, call: str, status: int) -> None:
         super().__init__(f"{call} failed with {status}", remedy="see the driver's documentation", status=status)
@@ -307,5 +307,5 @@ class DriverError(PdstageError, RuntimeError):
 
 @cache
 def cuda() -> Cuda:
-    """The process's one. Raises `OSError` where there is no driver."""
+    """The process's one instance. Raises `OSError` without a driver."""
     return Cuda()

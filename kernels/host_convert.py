@@ -1,6 +1,6 @@
 """Host half of csrc/host/convert.hpp: conversions of pools in host memory.
 
-Needs the extension: without it there is `reference`, far slower.
+It needs the extension; `reference` converts too, but is far slower.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def missing() -> str:
 
 
 def compile_plan(recipe: Recipe) -> NativePlan:
-    """The selection's tables, built once. What converts is copied to no pool: `Plan.copy_to` refuses it."""
+    """The selection's tables, built once. `Plan.copy_to` refuses plans that convert."""
     assert native.ext is not None
     assert recipe.staged is not None
     table = Table.of(feeding(recipe.layout, recipe.staged), recipe.select)

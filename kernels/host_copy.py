@@ -1,6 +1,6 @@
-"""Host half of csrc/host/copy.hpp: pools in host memory, with numpy where the extension was not built.
+"""Host half of csrc/host/copy.hpp: copies pools in host memory, with numpy if the extension was not built.
 
-Both halves give the same bytes and the same errors.
+Both give the same bytes and the same errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .backend import Compiled, Launch, Recipe
 
 
-DESTINATION = " of the destination"  # what errors about a peer's side say after the component's name
+DESTINATION = " of the destination"  # follows the component's name in errors about a peer's side
 
 
 def missing() -> str:
@@ -34,7 +34,7 @@ def missing() -> str:
 
 
 def compile_plan(recipe: Recipe) -> NativePlan | NumpyPlan:
-    """The selection's tables, built once: in C++ where it is there, else for numpy."""
+    """The selection's tables, built once: in C++ if the extension is there, else for numpy."""
     table = Table.of(recipe.layout, recipe.select)
     if native.ext is None:
         return NumpyPlan(table, recipe.order)
@@ -47,7 +47,7 @@ def runtime_of(device: str) -> None:
 
 
 class Moving(NamedTuple):
-    """What one call moves of one view: addresses of its cells, `[row, shard, segment]`."""
+    """One view's part of a call: the addresses of its cells, `[row, shard, segment]`."""
 
     row: Row
     part: ComponentArgs
@@ -55,7 +55,7 @@ class Moving(NamedTuple):
 
 
 class NativePlan:
-    """A plan held by the extension: a call takes one tuple for each component across the border and drops the GIL."""
+    """A plan held by the extension. A call passes one tuple per component and releases the GIL."""
 
     fans_out = False
 
@@ -97,7 +97,7 @@ class NativePlan:
 
 
 class NumpyPlan:
-    """The same with fancy indexing, a view at a time. Slower, with the same checks and the same bytes."""
+    """The same with fancy indexing, one view at a time: slower, with the same checks and the same bytes."""
 
     fans_out = False
 
@@ -142,7 +142,7 @@ class NumpyPlan:
         _add(launch.sum_ptr, dst)
 
     def _staged(self, nbytes: int, moving: list[Moving]) -> list[tuple[int, Moving]]:
-        """Each view with where its staged bytes begin."""
+        """Each view with the start of its staged bytes."""
         found, at = [], 0
         for view in moving:
             found.append((at, view))
@@ -152,7 +152,7 @@ class NumpyPlan:
         return found
 
     def _in_order(self, row: Row, part: ComponentArgs, cells: Int64s) -> Int64s:
-        """Cells `[row, shard, seg]` as they are staged: `[row][shard][seg]` or `[item][shard][row][seg]`."""
+        """Cells `[row, shard, seg]` in staged order: `[row][shard][seg]` or `[item][shard][row][seg]`."""
         if not self._head_major:
             return cells.reshape(-1)
         start, stop = rows_touched(row, part)
@@ -162,7 +162,7 @@ class NumpyPlan:
 
 
 def _moving(table: Table, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Moving]:
-    """What a call moves of each view that has tokens."""
+    """The part of a call for each view that has tokens."""
     parts = table.parts(indexes, tokens)
     items = table.resolve(parts, unique=unique)
     found = []
@@ -176,7 +176,7 @@ def _moving(table: Table, indexes: Mapping[str, Index], tokens: Tokens, *, uniqu
 
 
 def _add(sum_ptr: int, moved: list[Moving]) -> None:
-    """Adds the checksum of what lies in the cells now: what was read from them, or written to them."""
+    """Adds the checksum of the cells' present content: the bytes read from them, or written to them."""
     if not sum_ptr:
         return
     total = 0
@@ -190,7 +190,7 @@ def _add(sum_ptr: int, moved: list[Moving]) -> None:
 
 
 def _windows(cells: Int64s, width: int) -> tuple[NDArray[np.uint8], Int64s]:
-    """Memory around `cells` as overlapping rows of `width` bytes, and which of these rows the cells are."""
+    """Memory around `cells` as overlapping rows of `width` bytes, and which of these rows are the cells."""
     low = int(cells.min())
     flat = memory(low, int(cells.max()) - low + width)
     windows = np.lib.stride_tricks.as_strided(flat, (flat.size - width + 1, width), (1, 1), writeable=True)

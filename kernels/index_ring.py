@@ -1,7 +1,7 @@
-"""Lists of items on their way from the host to a device, in the caller's stream and without waiting.
+"""Uploads item lists from the host to a device, in the caller's stream and without waiting.
 
-A ring of slots, each a piece of pinned host memory beside as much device memory and an event. A list is copied to the
-next slot whose last kernel has run, its upload is put in the caller's stream, and the event is recorded behind the
+A ring of slots, each a piece of pinned host memory with as much device memory and an event. A list is copied to the
+next slot whose last kernel has run. Its upload is enqueued in the caller's stream, and the event is recorded after the
 kernel that reads it.
 """
 
@@ -26,71 +26,73 @@ SLOT_NBYTES = 64 << 10
 
 
 class Runtime(Protocol):
-    """The few calls of a device's runtime that this package needs; streams and events are integers or its own objects.
-    All may be made in any thread, and while another one records a graph.
+    """The calls of a device's runtime that this package needs; streams and events are integers or the runtime's
+    objects. Any thread may make them, also while another thread records a graph.
     """
 
     def current(self) -> AbstractContextManager[None]:
-        """Inside, the device is the calling thread's with its context, and no call of this thread breaks another
-        thread's recording of a graph; then both are as before. For whatever may call the device: a node's turn, its
-        transport, an engine's events.
+        """Inside, the device and its context are current in the calling thread, and its calls break no other thread's
+        recording of a graph. At the end the previous state is restored. It is for all code that calls the device: a
+        node's turn, its transport, an engine's events.
         """
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Page-locked host memory."""
 
     flushes: bool
-    """Whether kernels see what a NIC wrote to the device's memory only after `flush`."""
+    """Whether kernels see a NIC's writes to the device's memory only after `flush`."""
 
     def flush(self) -> None: ...
 
     def page_lock(self, ptr: int, nbytes: int) -> bool:
-        """Lets kernels read and write host memory, where it is, until `page_unlock(ptr)`; false where they may already.
+        """Lets kernels read and write host memory in place, until `page_unlock(ptr)`; false if they can already.
 
-        Raises `UsageError` where they could not.
+        Raises `UsageError` if that is impossible.
         """
 
     def page_unlock(self, ptr: int) -> None: ...
 
     def allocate(self, nbytes: int) -> int:
-        """Device memory, held as long as the runtime; its address. NICs write it, and other processes may open it."""
+        """The address of device memory that lives as long as the runtime. NICs can write it; other processes can open
+        it.
+        """
 
     def reserve(self) -> None:
-        """Plans are to come, and nobody waits yet: allocates what their tables may need."""
+        """Plans will follow: allocates what their tables may need, while nothing waits."""
 
     def event(self) -> object: ...
 
     def new_stream(self) -> int:
-        """A stream of its own, of the highest priority, as long as the runtime."""
+        """A new stream of the highest priority, which lives as long as the runtime."""
 
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
-        """Copies `src`, pinned, to the device, in the stream."""
+        """Enqueues a copy of `src`, which is pinned, to the device."""
 
     def owns(self, stream: int) -> bool:
-        """Whether it is of `new_stream`."""
+        """Whether it comes from `new_stream`."""
 
     def record(self, event: object, stream: int) -> None: ...
 
     def wait(self, event: object, stream: int) -> None:
-        """What comes in the stream comes after all before the event's last record; the host waits for nothing."""
+        """Later work of the stream waits for the event's last record; the host does not wait."""
 
     def done(self, event: object) -> bool:
-        """Whether everything before the event's last record has run; never waits."""
+        """Whether all work before the event's last record has run. Never waits."""
 
     def stream(self, stream: object) -> int:
         """A caller's stream (cupy, torch, an integer, or None for the current one) as the runtime's handle."""
 
     def capturing(self, stream: int) -> bool:
-        """Whether the stream records a graph: then nothing may be uploaded whose memory is used again later."""
+        """Whether the stream records a graph: then no upload may use memory that is reused later."""
 
     def push_range(self, name: str) -> None:
-        """Begins an NVTX range of the calling thread, for a profiler; `pop_range` ends the latest."""
+        """Begins an NVTX range of the calling thread, for a profiler; `pop_range` ends the innermost."""
 
     def pop_range(self) -> None: ...
 
 
 class Slot:
-    """One piece of the ring: belongs to one call from `put` to `give`, and to its kernel until the event is done."""
+    """One piece of the ring. One call has it from `put` to `give`, then its kernel has it until the event is done."""
 
     def __init__(self, runtime: Runtime, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -113,9 +115,8 @@ class IndexRing:
         self._lock = threading.Lock()
 
     def put(self, lists: Sequence[tuple[int, int]], stream: int) -> tuple[Slot, list[int]]:
-        """Uploads host lists, by address and bytes, in the stream; their device addresses.
-
-        The addresses are good for kernels put in the stream before `give`.
+        """Uploads host lists, given by address and bytes, in the stream. Returns their device addresses, which are
+        valid for kernels put in the stream before `give`.
 
         Raises `UsageError` while the stream is captured: a graph would read the slot's later contents.
         """

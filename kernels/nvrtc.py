@@ -1,9 +1,9 @@
-"""csrc/cuda compiled at run time through CuPy's binding of NVRTC, and kept on disk for the next process.
+"""Compiles csrc/cuda at run time through CuPy's binding of NVRTC, and caches the result on disk.
 
 Machine code for any architecture can be made anywhere. Imports CuPy only when used.
 
-The cache is a folder of files named by what they were made of, each with its own digest in front. Writers rename whole
-files into place, so any number of processes may share it; a file that is not what it says is made again.
+The cache is a folder of files named by their inputs, each with its digest in front. Writers rename complete files into
+place, so any number of processes may share it. A file whose digest does not match is made again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PTX_8_8 = 12090
 
 
 class CompileError(PdstageError):
-    """A kernel did not compile; `log` among its fields is the compiler's own."""
+    """A kernel did not compile; its field `log` is the compiler's log."""
 
 
 def compile_kernel(
@@ -41,9 +41,9 @@ def compile_kernel(
 ) -> bytes:
     """The image of csrc/cuda/`name` for `architecture`: machine code for "sm_90", PTX for "compute_90".
 
-    `options` are NVRTC's own, beside those of every kernel.
+    `options` are NVRTC's, in addition to those of every kernel.
 
-    Raises `CompileError` with the compiler's log, and `UsageError` where the sources or NVRTC are not installed.
+    Raises `CompileError` with the compiler's log, and `UsageError` if the sources or NVRTC are not installed.
     """
     texts = _texts(sources)
     if name not in texts:
@@ -63,10 +63,10 @@ def compile_kernel(
 
 
 def architecture_of(capability: int) -> str:
-    """What to compile for a device of compute capability `capability`, as 90: machine code where NVRTC knows it.
+    """The target for a device of compute capability `capability`, such as 90: machine code if NVRTC knows it.
 
-    A later device of a known major version runs machine code of that version's first, and not of any between (an
-    embedded one's, say, as 101 was); one of an unknown takes PTX.
+    A later device of a known major version runs the code of that version's first device, but not of any in between
+    (such as an embedded one, as 101 was). A device of an unknown major version gets PTX.
     """
     known = [arch for arch in _nvrtc().getSupportedArchs() if arch <= capability]
     if not known:
@@ -81,19 +81,19 @@ def architecture_of(capability: int) -> str:
 def widest_access(architecture: str) -> int:
     """Bytes that a thread can load or store at once in code for `architecture`.
 
-    32 from 100 on, as PTX ISA 8.8 has it, which NVRTC 12.9 is the first to write; ptxas refuses it before.
+    32 from 100 on, by PTX ISA 8.8, which NVRTC 12.9 is the first to emit; earlier ptxas refuse it.
     """
     return 32 if int(architecture.partition("_")[2]) >= 100 and version() >= _PTX_8_8 else 16
 
 
 def version() -> int:
-    """NVRTC's, as the driver writes its own: 12010 for 12.1."""
+    """NVRTC's version in the driver's form: 12010 for 12.1."""
     major, minor = _nvrtc().getVersion()
     return int(major) * 1000 + int(minor) * 10
 
 
 def cache_folder() -> Path:
-    """Where images are kept: PDSTAGE_CACHE_DIR, else pdstage under XDG_CACHE_HOME, by default ~/.cache."""
+    """The folder for images: PDSTAGE_CACHE_DIR, else pdstage in XDG_CACHE_HOME, by default ~/.cache."""
     named = environment.CACHE_DIR.read()
     if named is not None:
         return named
@@ -151,7 +151,7 @@ def _compile(texts: Mapping[str, str], name: str, options: tuple[str, ...], arch
 
 
 def _whole(image: bytes) -> bytes:
-    """The image with the last byte of its program headers, which CuPy 14 cuts off as if the image ended like text."""
+    """The image with the last byte of its program headers restored: CuPy 14 cuts it off, as if the image were text."""
     at, size, n = struct.unpack_from("<Q", image, 32)[0], *struct.unpack_from("<HH", image, 54)
     return image.ljust(at + size * n, b"\0")
 
@@ -166,7 +166,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, image: bytes) -> None:
-    # A cache that cannot be written costs a compilation in each process, and nothing else.
+    # A cache that cannot be written only costs a compilation in each process.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-")

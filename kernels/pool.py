@@ -1,4 +1,4 @@
-"""Raw memory: pools, and plans that copy one selection of a pool again and again."""
+"""Raw memory: pools, and plans that copy one selection of a pool repeatedly."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from .backend import Backend, Compiled, Converting
     from .index_ring import Runtime
 
-# Modules are the backends; the annotation has mypy hold each of them to the protocol.
+# Backends are modules; by the annotation mypy checks each of them against the protocol.
 _BACKENDS: dict[str, Backend] = {
     "host": host_copy,
     "cuda": cuda_copy,
     "triton": triton_copy,
     "reference": reference,
 }
-# What makes plans of recipes with codings, for the backends that convert.
+# The modules that make plans of recipes with codings, for the backends that convert.
 _CONVERTING: dict[str, Converting] = {
     "host": host_convert,
     "cuda": cuda_convert,
     "triton": triton_convert,
     "reference": convert_reference,
 }
-# In the order of preference.
+# In order of preference.
 _BY_KIND = {"cpu": ("host", "reference"), "cuda": ("cuda", "triton")}
 
 
@@ -57,7 +57,7 @@ def backends() -> dict[str, str]:
 
 
 def choose(backend: str, device: str) -> str:
-    """The backend that a caller's `backend`, "auto" or a name, means for memory on `device`."""
+    """The backend for memory on `device` that `backend` selects: "auto" or a name."""
     if backend != "auto" and backend not in _BACKENDS:
         raise UsageError(f"no backend {backend!r}", remedy=f"use auto, {', '.join(_BACKENDS)}", backend=backend)
     fitting = _BY_KIND.get(device.partition(":")[0], ())
@@ -79,7 +79,7 @@ def choose(backend: str, device: str) -> str:
 
 
 def choose_converting(backend: str, device: str) -> str:
-    """As `choose`, of the backends whose plans convert. "auto" never means the reference, which is very slow."""
+    """`choose` among the backends whose plans convert. "auto" never selects the reference, which is very slow."""
     kind = device.partition(":")[0]
     names = (choose(backend, device),) if backend != "auto" else [n for n in _BY_KIND[kind] if n != "reference"]
     problems = {}
@@ -99,7 +99,7 @@ def choose_converting(backend: str, device: str) -> str:
 class Pool:
     """A rank's registered memory on one device, from which plans are made.
 
-    `keep` holds whatever owns the memory for as long as the pool or one of its plans lives.
+    `keep` holds the memory's owner for as long as the pool or one of its plans lives.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Pool:
 
     @classmethod
     def of(cls, layout: Layout, device: str = "cpu", keep: object = None) -> Pool:
-        """The pool over a layout that exists already."""
+        """The pool over an existing layout."""
         pool = cls.__new__(cls)
         pool.layout, pool.device, pool.keep = layout, device, keep
         pool._check()
@@ -135,11 +135,11 @@ class Pool:
                 )
 
     def runtime(self, backend: str = "auto") -> Runtime | None:
-        """Streams and events of the pool's device, for callers that put copies in streams; None for host memory."""
+        """Streams and events of the pool's device, for callers that enqueue copies; None for host memory."""
         return _BACKENDS[choose(backend, self.device)].runtime_of(self.device)
 
     def check_converts(self) -> None:
-        """Raises `UsageError` where plans of this pool cannot convert."""
+        """Raises `UsageError` if plans of this pool cannot convert."""
         choose_converting("auto", self.device)
 
     def plan(
@@ -153,14 +153,14 @@ class Pool:
         staged: Layout | None = None,
         wire: str | None = None,
     ) -> Plan:
-        """A plan for some shards of some views, staged in `order`. Cold: make it once for each peer and selection.
+        """A plan for some shards of some views, staged in `order`. Slow: make it once for each peer and selection.
 
-        `staged` is this pool's side of a `convert.pair`, of which `select` then is: bf16 views of the pool are encoded
-        while they are gathered and decoded while they are scattered, in token-major order.
+        `staged` is this pool's side of a `convert.pair`, and `select` then selects from it. bf16 views of the pool are
+        encoded when gathered and decoded when scattered, in token-major order.
 
-        With `checksum` its calls may be given a `sum_ptr`. `threads` is how many a call in host memory may use at most,
-        the caller's among them; only the extension uses more than one, for copies of several MiB. Raises `UsageError`
-        for shards that the pool does not hold, an unknown order or a backend that is not for here. `wire` is the old
+        With `checksum`, calls may pass a `sum_ptr`. `threads` is the most that a call in host memory may use, the
+        caller's included; only the extension uses more than one, for copies of several MiB. Raises `UsageError` for
+        shards that the pool does not have, an unknown order or a backend that cannot be used here. `wire` is the old
         name of `order`, for one release.
         """
         if wire is not None:
@@ -183,18 +183,18 @@ class Pool:
 
 
 class Plan:
-    """One selection of one pool, ready to be copied chunk after chunk; safe to use from several threads at once.
+    """One selection of one pool, ready for chunk after chunk. Several threads may use it at once.
 
-    `indexes` holds an `Index` for each component that has tokens, and `tokens` ranges `(start, stop)` in absolute
-    positions of the sequence: item i of an index covers `[first_token + i*tokens_per_item, ...)`, and rows that a range
-    only touches move whole. Every method checks everything first and raises `UsageError`, naming component, position
-    and value, with nothing written. An index that is on the device already cannot be checked without waiting for it:
-    there the kernel leaves out what lies outside the pool.
+    `indexes` holds an `Index` for each component that has tokens; `tokens` are ranges `(start, stop)` in absolute
+    positions of the sequence. Item i of an index covers `[first_token + i*tokens_per_item, ...)`. Rows that a range
+    touches are copied whole. Every method checks everything first. It raises `UsageError`, naming component, position
+    and value, and then writes nothing. An index that is on the device cannot be checked without waiting for it: the
+    kernel skips items outside the pool.
 
-    On a device, copies are done once `stream` (a cupy or torch stream, a `cudaStream_t` as integer, None for the
-    current one) gets there; `max_sms` bounds the multiprocessors they use. A graph that recorded a call may be launched
-    after the plan is gone. Host backends ignore both. `sum_ptr`, for a plan made with `checksum`, is the address of a
-    uint64 to which the checksum of the cells that move is added.
+    On a device, copies are done in the order of `stream` (a cupy or torch stream, a `cudaStream_t` as integer, None for
+    the current one); `max_sms` limits the multiprocessors they use. A graph that recorded a call may be launched after
+    the plan is gone. Host backends ignore both. `sum_ptr`, for a plan made with `checksum`, is the address of a uint64
+    to which the checksum of the copied cells is added.
     """
 
     def __init__(self, pool: Pool, staging: Staging, backend: str, recipe: Recipe, compiled: Compiled) -> None:
@@ -224,9 +224,9 @@ class Plan:
     ) -> None:
         """Pool to staging. Padding between views is not written.
 
-        `also` are further destinations of the same bytes, as long as the first and aligned like it. A GPU's plan reads
-        the pool once for up to `MAX_DESTINATIONS` of them; host, reference and converting plans gather anew for each.
-        The checksum is added once. Triton uploads where they are, which no graph can record.
+        `also` are further destinations of the same bytes, as long as the first and equally aligned. A GPU's plan reads
+        the pool once for up to `MAX_DESTINATIONS` of them; host, reference and converting plans gather once per
+        destination. The checksum is added once. Triton uploads the destinations' addresses, which no graph can record.
         """
         launch = self._launch(stream, max_sms, sum_ptr)
         if not also:
@@ -255,7 +255,7 @@ class Plan:
         max_sms: int | None = None,
         sum_ptr: int = 0,
     ) -> None:
-        """Staging to pool. An item may be named once only; rows and shards that are not named stay as they are."""
+        """Staging to pool. An item may be listed only once; other rows and shards do not change."""
         if not self._decodable:
             raise UsageError("data is selected without its scales", remedy="select both to scatter them")
         self._compiled.scatter(src_ptr, src_nbytes, indexes, tokens, self._launch(stream, max_sms, sum_ptr))
@@ -271,11 +271,11 @@ class Plan:
         max_sms: int | None = None,
         sum_ptr: int = 0,
     ) -> None:
-        """Pool to pool in one pass, without staging: what `gather` here and `scatter` at `peer` would do.
+        """Pool to pool in one pass, without staging: the same as `gather` here and `scatter` at `peer`.
 
-        `peer` is a plan over memory that this plan's device can write, at addresses of this process (a peer GPU's pool
-        mapped by CUDA IPC, say), selecting as many shards of the same views; page size and strides are its own.
-        Raises `UsageError` where the two do not fit.
+        `peer` is a plan over memory that this plan's device can write, at addresses of this process (such as a peer
+        GPU's pool mapped by CUDA IPC). It selects equally many shards of the same views; its page size and strides may
+        differ. Raises `UsageError` if the two do not match.
         """
         self.check_peer(peer)
         launch = self._launch(stream, max_sms, sum_ptr)
@@ -290,7 +290,7 @@ class Plan:
         return Launch(stream, max_sms, sum_ptr)
 
     def check_peer(self, peer: Plan) -> None:
-        """Raises `UsageError` where `copy_to` this peer is not possible."""
+        """Raises `UsageError` if `copy_to` this peer is impossible."""
         if peer in self._peers:
             return
         ours, theirs = (f"{plan.backend} ({type(plan._compiled).__name__})" for plan in (self, peer))

@@ -1,7 +1,7 @@
-"""The definition of correct: gather and scatter as indexing that a reader believes at sight.
+"""The definition of correct: gather and scatter as plain indexing that a reader can check by eye.
 
-Every other backend must give bytes equal to these. Slow, and imports torch only when used.
-It shares no addressing code with the backends it judges.
+Every other backend must give the same bytes. Slow; imports torch only when used. It shares no addressing code with the
+backends that are tested against it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gather(
     out: torch.Tensor,
     tokens: tuple[int, int] | None,
 ) -> None:
-    """`pdstage.kernels.gather` for arguments that were checked."""
+    """`pdstage.kernels.gather`, for checked arguments."""
     at = 0
     for cells, item, row in _cells_of(buffers, items, shards, tokens):
         dense = cells[item, row].reshape(-1)
@@ -57,7 +57,7 @@ def scatter(
     shards: slice,
     tokens: tuple[int, int] | None,
 ) -> None:
-    """`pdstage.kernels.scatter` for arguments that were checked."""
+    """`pdstage.kernels.scatter`, for checked arguments."""
     at = 0
     for cells, item, row in _cells_of(buffers, items, shards, tokens):
         shape = (len(item), *cells.shape[2:])
@@ -83,7 +83,7 @@ def _padded(nbytes: int) -> int:
 
 
 def compile_plan(recipe: Recipe) -> ReferencePlan:
-    """Nothing is made ready: every call starts from the layout."""
+    """Prepares nothing: every call starts from the layout."""
     return ReferencePlan(recipe.layout, recipe.select, recipe.order)
 
 
@@ -92,10 +92,10 @@ def runtime_of(device: str) -> None:
 
 
 class Moving(NamedTuple):
-    """What one call moves of one view: its region's bytes, and of each byte moved the offset there.
+    """One view's part of a call: its region's bytes, and the offset there of each byte to move.
 
-    `staged` is in staged order and `canonical` is `[row, shard, segment, byte]`; `at` is where staging has the view,
-    `place` the view's in the selection, `tokens` the first token of each row.
+    `staged` is in staged order and `canonical` is `[row, shard, segment, byte]`. `at` is the view's offset in staging,
+    `place` its index in the selection, and `tokens` the first token of each row.
     """
 
     row: Row
@@ -107,7 +107,7 @@ class Moving(NamedTuple):
     tokens: list[int]
 
     def cells(self) -> torch.Tensor:
-        """What lies in the pool now."""
+        """The pool's present content."""
         return self.region[self.canonical]
 
 
@@ -117,7 +117,7 @@ class ReferencePlan:
     fans_out = False
 
     def __init__(self, layout: Layout, select: tuple[Select, ...], order: str, staging: Staging | None = None) -> None:
-        """`staging` is the selection's where it differs from what `layout` makes of it."""
+        """`staging` is the selection's, if it differs from that of `layout`."""
         self._staging = staging or Staging(layout, select)
         self._layout = layout
         self._select = select
@@ -196,7 +196,7 @@ def _byte_offsets(view: View, chosen: Select, index: Index, firsts: list[int]) -
 
 
 def _page_by_page(cells: torch.Tensor, pages: list[int]) -> torch.Tensor:
-    """Cells in head-major order: of each page, shard after shard."""
+    """Cells in head-major order: page by page, and in each page shard by shard."""
     import torch  # noqa: PLC0415
 
     of = torch.tensor(pages)
@@ -204,7 +204,7 @@ def _page_by_page(cells: torch.Tensor, pages: list[int]) -> torch.Tensor:
 
 
 def add(sum_ptr: int, moved: list[Moving], cells: Callable[[Moving], torch.Tensor]) -> None:
-    """Adds the checksum of the `cells` of what moved, where one was asked for."""
+    """Adds the checksum of the moved `cells`, if one was requested."""
     if sum_ptr:
         total = memory(sum_ptr, 8).view(np.uint64)
         sums = (checksum(v.row.seed, np.array(v.tokens), v.row.first_shard, cells(v).numpy()) for v in moved)

@@ -1,6 +1,6 @@
-"""A device's runtime through torch: pinned memory, streams and events where CuPy is not there, AMD's GPUs too.
+"""A device's runtime through torch: pinned memory, streams and events without CuPy, on AMD's GPUs too.
 
-Imports torch only when made. Implements `index_ring.Runtime`.
+Imports torch only when created. Implements `index_ring.Runtime`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# cudaStreamLegacy: torch writes the same stream as 0, and reads 1 as a number of its own.
+# cudaStreamLegacy: torch writes this stream as 0, and reads 1 as another stream.
 _LEGACY = 1
 
 
 class Current:
-    """As `cupy_runtime.Current`. Torch binds no context for a device that is current by number already, as device 0 is
-    in a new thread; so the context is bound by the driver.
+    """See `cupy_runtime.Current`. Torch binds no context for a device that is current by number already, such as device
+    0 in a new thread; so the driver binds the context.
     """
 
     __slots__ = ("_context", "_context_before", "_device", "_library", "_mode_before")
@@ -49,7 +49,9 @@ class Current:
 
 
 class TorchRuntime(DeviceMemory):
-    """Of "cuda:1", or of "cuda", the current one. Streams are `cudaStream_t` or `hipStream_t` as integers."""
+    """The runtime of "cuda:1", or of "cuda", the current device. Streams are `cudaStream_t` or `hipStream_t` as
+    integers.
+    """
 
     def __init__(self, device: str) -> None:
         import torch  # noqa: PLC0415
@@ -109,7 +111,7 @@ class TorchRuntime(DeviceMemory):
     def stream(self, stream: object) -> int:
         """The handle of a torch or cupy stream, an integer, or None for torch's current stream of the device.
 
-        Raises `UsageError` for what is no stream, and for a stream of another device.
+        Raises `UsageError` for an object that is not a stream, and for a stream of another device.
         """
         if stream is None:
             return int(self._torch.cuda.current_stream(self.device).cuda_stream)
@@ -136,14 +138,14 @@ class TorchRuntime(DeviceMemory):
         self._torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def _current(self, handle: int) -> AbstractContextManager[object]:
-        """Inside, the stream is the current one; to switch costs microseconds, so only where it is not already."""
+        """Inside, the stream is the current one. Switching costs microseconds, so it happens only if needed."""
         current = self._torch.cuda.current_stream()
         if (current.device, current.cuda_stream) == (self.device, handle):  # 0 is a stream of every device
             return nullcontext()
         return self._torch.cuda.stream(self._stream(handle))
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
-        """Torch's object for a handle. Streams are few and reused, but a process may make them without end."""
+        """Torch's object for a handle. Streams are few and reused, but a process may create them without end."""
         stream = self._streams.get(handle)
         if stream is None:
             if len(self._streams) > 64:

@@ -2,8 +2,8 @@
 
 Imports neither torch nor triton before a plan is made.
 
-Neighbours in staged order that differ in address and scale alone make one launch, those whose bytes are copied among
-them, and another where a checksum is asked for, which is of the staged cells.
+Views that are adjacent in staged order and differ only in address and scale make one launch, and so do copied ones
+among them. A checksum, which covers the staged cells, takes another launch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def compile_plan(recipe: Recipe) -> ConvertPlan:
 
 
 class _Run(NamedTuple):
-    """Views `[first, first + n)` of the selection, alike but for address and scale; `views` is their table."""
+    """Views `[first, first + n)` of the selection, equal but for address and scale; `views` is their table."""
 
     first: int
     n: int
@@ -125,7 +125,7 @@ class ConvertPlan:
         tokens: Tokens,
         launch: Launch,
     ) -> None:
-        raise AssertionError("plans that convert are refused before")
+        raise AssertionError("plans that convert are refused earlier")
 
     def _launch(  # noqa: PLR0917  (a call's own arguments)
         self, way: int, ptr: int, nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
@@ -168,7 +168,7 @@ class ConvertPlan:
     def _sums_of(
         self, ptr: int, offsets: list[int], spans: list[ComponentArgs], sum_ptr: int
     ) -> Iterator[tuple[SumVariant, int, tuple[int, ...]]]:
-        """The launches that sum what is staged: kernel, tiles, arguments."""
+        """The launches that sum the staged bytes: kernel, tiles, arguments."""
         for run in self._runs:
             row, span, variant = run.row, spans[run.row.component], run.summing
             units_per_cell = -(-run.coding.width // variant.UNIT)
@@ -196,7 +196,7 @@ class ConvertPlan:
 
 
 def _shape(place: int, row: Row, coding: Coding) -> tuple[object, ...]:
-    """What neighbours of one launch have in common. Scales apart keep their distance from the data."""
+    """What adjacent views of one launch have in common. Separate scales keep their distance from the data."""
     encoding, apart = coding.encoding, coding.scales - place if coding.scales >= 0 else 0
     how = (encoding.kind, encoding.rule, encoding.part) if encoding is not None else ()
     return (*row._replace(base=0, seed=0), apart, *how)

@@ -1,10 +1,10 @@
 """Device half of triton_convert.py: one kernel that encodes bf16 as fp8 in a gather, and decodes in a scatter.
 
-Imports triton, so it is imported only where a plan is made.
+Imports triton, so it is imported only when a plan is made.
 
-A program takes every `programs`-th tile of `CELLS` cells; a cell is one shard of one row, up to `BLOCK` values.
-Numbers are converted with integers and correctly rounded float32 operations, as in csrc/host/convert.hpp, so that bits
-depend on no GPU's own conversions.
+A program takes every `programs`-th tile of `CELLS` cells; a cell is one shard of one row, up to `BLOCK` values. Numbers
+are converted by integer operations and correctly rounded float32 operations, as in csrc/host/convert.hpp, so that the
+bits do not depend on a GPU's own conversions.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0912, PLR0915, PLR0917, SIM108
@@ -44,7 +44,7 @@ def _bits(value):
 
 @triton.jit
 def _to_bf16(value):
-    """The upper half of a float32, to the nearest, ties to even, as int32."""
+    """The upper half of a float32, rounded to nearest, ties to even, as int32."""
     bits = _bits(value)
     rounded = ((bits.to(tl.uint32, bitcast=True) + 0x7FFF + ((bits >> 16) & 1).to(tl.uint32)) >> 16).to(tl.int32)
     return tl.where((bits & MAGNITUDE) > INFINITY, QUIET_NAN >> 16, rounded)
@@ -82,7 +82,7 @@ def _power(byte):
 
 @triton.jit
 def _mx_scale(most, KIND: tl.constexpr):
-    """127 + a block's exponent, for the bits of its greatest magnitude."""
+    """127 + a block's exponent, for the bits of its largest magnitude."""
     if KIND == MX_FLOOR:
         byte = tl.maximum((most >> 23) - 8, 0)
     else:
@@ -102,11 +102,11 @@ def convert_kernel(
 ):  # fmt: skip
     """Converts tokens `[start, stop)`, counted from the index's first item, of `n_views` views of one shape.
 
-    `n_values` are those of a cell, of `width` bytes once encoded; what is only copied has values of one byte.
+    A cell has `n_values` values and `width` bytes once encoded; in copied cells each value is one byte.
 
-    `views` is the address of each one's (cell base, scale bits, seed of its checksum); view v is staged at
-    `staged + v*stride`, and its scales where they are apart at `scales + v*scales_stride`, cell after cell. ALIGNED:
-    every cell begins at a multiple of 16 bytes on both sides.
+    `views` is the address of each view's (cell base, scale bits, seed of its checksum). View v is staged at `staged +
+    v*stride`, and separate scales at `scales + v*scales_stride`, cell after cell. ALIGNED: every cell starts at a
+    multiple of 16 bytes on both sides.
     """
     first_row = start // tokens_per_row
     n_rows = (stop + tokens_per_row - 1) // tokens_per_row - first_row
@@ -114,7 +114,7 @@ def convert_kernel(
     tiles_per_view = (n_cells + CELLS - 1) // CELLS
     value = tl.arange(0, BLOCK)[None, :]
     if ALIGNED:
-        there = value // 16 < n_values // 16  # visibly the same for 16 neighbours: else each has an access of its own
+        there = value // 16 < n_values // 16  # visibly equal for 16 neighbours: otherwise each has a separate access
     else:
         there = value < n_values
     for tile in range(tl.program_id(0), n_views * tiles_per_view, tl.num_programs(0)):
@@ -144,7 +144,7 @@ def convert_kernel(
         at = staged + view.to(tl.int64) * stride + cell.to(tl.int64) * width
         data_at = at.to(tl.pointer_type(tl.uint8)) + value
         if ALIGNED:
-            # On the pointer: on the integer the hint is lost at the cast.
+            # On the pointer, since the cast drops the hint on the integer.
             own = tl.max_contiguous(tl.multiple_of(own, [16, 16]), [1, 16 if KIND == COPY else 8])
             data_at = tl.max_contiguous(tl.multiple_of(data_at, [16, 16]), [1, 16])
         scale = _float(tl.load((table + 8).to(tl.pointer_type(tl.int64))))

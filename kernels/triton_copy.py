@@ -2,9 +2,9 @@
 
 Imports neither torch nor triton before a plan is made.
 
-A plan has its tables on the device. A call uploads its lists of items at most, and where a gather has several
-destinations their distances, and makes one launch for each component and class of widths (16; 8 and 4; 2 and 1 bytes an
-access), on a grid of as many programs as multiprocessors.
+A plan has its tables on the device. A call uploads at most its item lists and, for a gather with several destinations,
+their distances. It makes one launch for each component and class of widths (16; 8 and 4; 2 and 1 bytes per access), on
+a grid of as many programs as multiprocessors.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from .index_ring import Runtime
     from .triton_device import Device, Held
 
-GATHER, SCATTER, COPY = range(3)  # as triton_kernels.py has them
+GATHER, SCATTER, COPY = range(3)  # as in triton_kernels.py
 # Units that a thread loads before it stores the first, by way and checksum: as many as 64 registers hold without
-# spilling on every target, which is 64 KiB a program for a gather.
+# spilling on every target, which is 64 KiB per program for a gather.
 DEPTH = {
     (GATHER, False): 4, (SCATTER, False): 4, (COPY, False): 1, (GATHER, True): 2, (SCATTER, True): 2, (COPY, True): 1,
 }  # fmt: skip
 _CLASSES = ((16,), (8, 4), (2, 1))
-# Units and tokens of a call are counted in 32 bits, a last tile beyond them included.
+# Units and tokens of a call are counted in 32 bits, including one more tile.
 _MAX_UNITS = 2**31 - 2**16
 
 
@@ -61,7 +61,7 @@ def missing() -> str:
 def compile_plan(recipe: Recipe) -> TritonPlan:
     """Uploads tables and compiles kernels, so that no call waits for either.
 
-    In Triton's interpreter plans are of host memory, elsewhere of a GPU's; raises `UsageError` for the other.
+    In Triton's interpreter plans are for host memory, elsewhere for a GPU's; raises `UsageError` for the other.
     """
     problem = missing()
     if not problem and interpreted() != (recipe.device == "cpu"):
@@ -76,7 +76,7 @@ def runtime_of(device: str) -> Runtime | None:
 
 
 class _Run(NamedTuple):
-    """Consecutive views that are alike: `own` in the plan's pool, `peer` in another's; the same where there is none."""
+    """Consecutive equal views: `own` in the plan's pool, `peer` in another pool; equal to `own` without one."""
 
     own: Group
     peer: Group
@@ -87,14 +87,14 @@ class _Run(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """What one launch copies: those `runs` whose column ACCESS_CLASS is the variant's ACCESS."""
+    """What one launch copies: the `runs` whose column ACCESS_CLASS is the variant's ACCESS."""
 
     variant: Variant
     runs: tuple[_Run, ...]
 
 
 class _Section(NamedTuple):
-    """The runs of one component, as a table, `groups`; for copies also one of the peer's views."""
+    """The runs of one component, as a table, `groups`; for copies also a table of the peer's views."""
 
     component: int
     runs: tuple[_Run, ...]
@@ -150,7 +150,7 @@ class TritonPlan:
         self._launch(self._paired(peer), 0, [src, dst], launch)
 
     def _paired(self, peer: TritonPlan) -> list[_Section]:
-        """Tables of both pools, on this one's device; cold for the first copy to a plan."""
+        """Tables of both pools, on this one's device. Slow for the first copy to a plan."""
         sections = self._peers.get(peer)
         if sections is None:
             pairs = zip(*self._table.paired(peer._table, merged=not self._recipe.checksum), strict=True)
@@ -201,7 +201,7 @@ class TritonPlan:
                 self._device.launch(chosen, min(n_tiles, most), arguments, stream)
 
     def _compile(self, way: int, runs: Sequence[_Run], peer_views: Held) -> Iterator[_Section]:
-        """The sections of a way of copying, tables uploaded and kernels ready."""
+        """The sections of one way of copying, with tables uploaded and kernels ready."""
         for number, of_component in groupby(runs, lambda run: run.own.component):
             held = tuple(of_component)
             classes = []
@@ -234,14 +234,14 @@ class TritonPlan:
 
 
 class _Side(NamedTuple):
-    """The lists of one plan in a call."""
+    """One plan's lists in a call."""
 
     plan: TritonPlan
     spans: list[ComponentArgs]
     indexes: Mapping[str, Index]
 
     def lists(self) -> Iterator[tuple[int, NDArray[Any], int]]:
-        """Of each list in host memory: whose span it is, the part that is read, and the bytes before that."""
+        """For each list in host memory: the index of its span, the part that is read, and the bytes before it."""
         table = self.plan._table.table
         for name, size, span in zip(table.names, table.sizes, self.spans, strict=True):
             if span.start < span.stop and self.indexes[name].device == "cpu":
@@ -250,7 +250,7 @@ class _Side(NamedTuple):
 
 
 def _columns(run: _Run, variant: Variant) -> list[int]:
-    """A line of the table of groups; triton_kernels.py names its columns."""
+    """A row of the table of groups; triton_kernels.py names its columns."""
     own, units_per_run = run.own, -(-run.own.width // variant.UNIT)
     line = [
         own.first_view, own.n_views, variant.ACCESS, own.tokens_per_row, own.width, own.segs, own.shards,
@@ -271,7 +271,7 @@ def reciprocal(divisor: int) -> int:
 
 
 def _n_tiles(one: _Class, span: ComponentArgs) -> int:
-    """Tiles that a launch has; raises `UsageError` where a view has more units than 32 bits count."""
+    """The number of tiles of a launch. Raises `UsageError` if a view has more units than 32 bits count."""
     n_tiles = 0
     for own, _ in one.runs:
         n_units = rows(own, span) * own.shards * own.segs * -(-own.width // one.variant.UNIT)

@@ -1,6 +1,6 @@
-"""Where Triton's kernels run: a GPU through torch, or host memory through Triton's interpreter.
+"""Where Triton's kernels run: on a GPU through torch, or in host memory through Triton's interpreter.
 
-Imports torch and triton only where one of the two is made.
+Imports torch and triton only when one of the two is created.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..tables import Int64s
     from .index_ring import Runtime, Slot
 
-# No block has more threads, and with as many ptxas keeps to 64 registers by itself.
+# The largest block; with that many threads ptxas limits itself to 64 registers.
 THREADS = 1024
 _INT32 = frozenset({
     "n_groups", "n_also", "bits", "start", "stop", "peer_bits", "peer_start", "n_views", "rows_per_item", "outer_rows",
@@ -35,7 +35,7 @@ _INT32 = frozenset({
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for: the constants of `triton_kernels.copy_kernel`, by its names."""
+    """The constants that a kernel is compiled for: those of `triton_kernels.copy_kernel`, by name."""
 
     WAY: int
     HEAD_MAJOR: bool
@@ -51,7 +51,7 @@ class Variant(NamedTuple):
 
 
 class ConvertVariant(NamedTuple):
-    """The constants of `triton_convert_kernels.convert_kernel`, by its names."""
+    """The constants of `triton_convert_kernels.convert_kernel`, by name."""
 
     WAY: int
     KIND: int
@@ -62,7 +62,7 @@ class ConvertVariant(NamedTuple):
 
 
 class SumVariant(NamedTuple):
-    """The constants of `triton_sum_kernels.sum_kernel`, by its names."""
+    """The constants of `triton_sum_kernels.sum_kernel`, by name."""
 
     ACCESS: int
     UNIT: int
@@ -87,10 +87,10 @@ def _kernel_of(variant: AnyVariant) -> Any:  # noqa: ANN401  (triton's, which ha
 
 
 def build(variant: AnyVariant, target: Any) -> Any:  # noqa: ANN401  (triton's, which has no types)
-    """The kernel compiled for `target`, a `GPUTarget`; no GPU need be there.
+    """The kernel compiled for `target`, a `GPUTarget`; no GPU is needed.
 
-    Nothing but `variant` and the types of arguments decides what is compiled: `triton.jit` by itself would look at
-    each argument's value (1, a multiple of 16) and compile again, on the hot path, when one is different.
+    Only `variant` and the types of the arguments decide what is compiled. `triton.jit` by itself would look at each
+    argument's value (1, a multiple of 16), and compile again on the hot path when one differs.
     """
     import triton  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
@@ -110,7 +110,7 @@ class Held(Protocol):
 
 
 class Device(Protocol):
-    """`n_programs` of `threads` threads fill it; `name` is what the device of a list there is called."""
+    """`n_programs` of `threads` threads fill it; `name` is the device name of a list on it."""
 
     name: str
     n_programs: int
@@ -118,13 +118,13 @@ class Device(Protocol):
 
     @property
     def runtime(self) -> Runtime | None:
-        """Its streams and events, where copies are not done when a launch returns."""
+        """Its streams and events, if copies are not done when a launch returns."""
 
     def put(self, table: Int64s) -> Held:
-        """A copy of `table` there, as long as what is returned lives."""
+        """A copy of `table` on the device, which lives as long as the returned object."""
 
     def prepare(self, variant: AnyVariant) -> None:
-        """Makes a kernel ready, so that no launch waits for a compiler."""
+        """Compiles a kernel, so that no launch waits for a compiler."""
 
     def stream(self, stream: object) -> int:
         """The handle of a caller's stream."""
@@ -132,7 +132,7 @@ class Device(Protocol):
     def call(
         self, tables: Iterable[Held], lists: Sequence[NDArray[Any]], stream: int
     ) -> AbstractContextManager[list[int]]:
-        """Around a call's launches, which read `tables`. Addresses of copies of `lists` there, good inside."""
+        """Around a call's launches, which read `tables`. Yields the addresses of copies of `lists`, valid inside."""
 
     def launch(self, variant: AnyVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None: ...
 
@@ -162,7 +162,7 @@ class Gpu:
         if variant not in self._kernels:
             kernel = build(variant, self._target)
             with self.runtime.current():
-                kernel.run  # noqa: B018  (loads the module, which would otherwise wait for the first launch)
+                kernel.run  # noqa: B018  (loads the module, which the first launch would otherwise do)
             self._kernels[variant] = kernel
 
     def stream(self, stream: object) -> int:
@@ -177,7 +177,7 @@ class Gpu:
             slot, placed = self._upload(lists, stream)
             try:
                 yield placed
-            finally:  # a launch may be under way even where a later one could not be made
+            finally:  # a launch may be in flight even if a later one failed
                 for table in held:
                     table.after(stream)
                 if slot is not None:
@@ -189,7 +189,7 @@ class Gpu:
         return self._ring.put([(one.__array_interface__["data"][0], one.nbytes) for one in lists], stream)
 
     def launch(self, variant: AnyVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
-        """Inside `call`."""
+        """Called inside `call`."""
         self.prepare(variant)
         self._kernels[variant][programs, 1, 1](*arguments, *variant, stream=stream)
 
@@ -229,7 +229,7 @@ class Interpreter:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter; it must have been asked for before triton was imported."""
+    """Whether kernels run in Triton's interpreter, which must be enabled before triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -1,11 +1,11 @@
 """Device half of triton_copy.py: one kernel that gathers, scatters and copies, for NVIDIA and AMD.
 
-Imports triton, so it is imported only where a plan is made.
+Imports triton, so it is imported only when a plan is made.
 
-A *unit* is up to 16 bytes of one run of `width` bytes, numbered in staged order, so that consecutive lanes touch
-consecutive staged bytes. A program takes every `programs`-th tile of `UNITS` units; a tile lies in one view. Runs,
-rows and items of a unit are found with multiplications by reciprocals from the table: a division by a number the
-compiler does not know costs more than all else here.
+A *unit* is up to 16 bytes of one run of `width` bytes, numbered in staged order, so that consecutive lanes access
+consecutive staged bytes. A program takes every `programs`-th tile of `UNITS` units; a tile lies in one view. Runs, rows
+and items of a unit are found by multiplications with reciprocals from the table. A division by a number that the
+compiler does not know would cost more than everything else here.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0912, PLR0915, PLR0917
@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the table of groups (int64), as triton_copy.py writes them: what is common, then the plan's own pool at
-# SIDE_1 and a peer's at SIDE_2. PER_ are reciprocals, see `_over`.
+# Columns of the table of groups (int64), as triton_copy.py writes them: common ones, then those of the plan's own pool
+# at SIDE_1 and of a peer's at SIDE_2. PER_ are reciprocals, see `_over`.
 FIRST_VIEW = tl.constexpr(0)
 N_VIEWS = tl.constexpr(1)
 ACCESS_CLASS = tl.constexpr(2)
@@ -49,7 +49,7 @@ GATHER = tl.constexpr(0)
 SCATTER = tl.constexpr(1)
 COPY = tl.constexpr(2)
 
-# See checksum.py, which defines them.
+# checksum.py defines these.
 TOKEN = tl.constexpr(0x9E3779B97F4A7C15)
 SHARD = tl.constexpr(0xC2B2AE3D27D4EB4F)
 SEGMENT = tl.constexpr(0x165667B19E3779F9)
@@ -92,7 +92,7 @@ def _item(items, bits, n, ok):
 
 @triton.jit
 def _cell(side, base, items, bits, row, shard, seg, ok, SEGS: tl.constexpr, SHARDS: tl.constexpr, LEVELS: tl.constexpr):
-    """Address of a run in a pool, and whether it lies there. `row` counts from the first row of the index."""
+    """The address of a run in a pool, and whether it is inside. `row` counts from the first row of the index."""
     n = _over(row, _at(side, PER_ITEM))
     within = row - n * _at(side, ROWS_PER_ITEM).to(tl.int32)
     item = _item(items, bits, n, ok)
@@ -117,13 +117,14 @@ def _reciprocal(divisor):
 
 @triton.jit
 def _head_major(cell, n_shards, skipped, rows_per_item, per_item, per_page, head, per_head, tail, per_tail, n_whole):
-    """Row and shard of a cell that is staged `[item][shard][row]`, first and last item clipped to `head` and `tail`.
+    """Row and shard of a cell that is staged `[item][shard][row]`, with the first and last item cut to `head` and
+    `tail`.
 
-    `cell` counts rows times shards. Rows count from the first row of the first item, of which `skipped` are left out;
+    `cell` counts rows times shards. Rows count from the first row of the first item, of which `skipped` are left out.
     `n_whole` items lie between the first and the last.
     """
     past = cell - head * n_shards
-    # Past the first item all begin as if they were whole.
+    # After the first item all begin as if they were whole.
     item = tl.minimum(_over(tl.maximum(past, 0), per_page), n_whole)
     rest = past - item * rows_per_item * n_shards
     in_tail = item == n_whole
@@ -149,7 +150,7 @@ def _place(seed, token, first_shard, shard, seg, SEGS: tl.constexpr, SHARDS: tl.
 
 @triton.jit
 def _terms(data, place, unit, ok, UNIT: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr):
-    """The checksum's terms of units of whole words; `place` is mixed, `unit` counts in the run."""
+    """The checksum's terms of units of whole words; `place` is mixed already, `unit` counts within the run."""
     WORDS: tl.constexpr = UNIT // 8
     PER_WORD: tl.constexpr = LANES // WORDS
     words = data.to(tl.uint64)
@@ -172,9 +173,9 @@ def copy_kernel(
     """Copies tokens `[start, stop)`, counted from the index's first item, of the groups of one class of one component.
 
     `groups`, `views`, `items` are addresses on the device; `staged` is that of the component's first view. `bits` is
-    the width of an item. ACCESS is the bytes of one load or store; SEGS, SHARDS and LEVELS say whether any group has
-    more than one of them. Peer's numbers count only if WAY is COPY. A gather that is MANY writes each unit at `n_also`
-    more places: `also` is a table of how far those lie from `staged`.
+    the width of an item. ACCESS is the bytes of one load or store. SEGS, SHARDS and LEVELS say whether any group has
+    more than one of them. The peer's arguments are used only if WAY is COPY. A gather that is MANY writes each unit to
+    `n_also` more places: `also` is a table of their distances from `staged`.
     """
     if ACCESS == 8:
         DTYPE: tl.constexpr = tl.uint64
@@ -214,7 +215,7 @@ def copy_kernel(
                 per_page = _reciprocal(rows_per_item * n_shards)
             for t in range(tile, n_tiles, programs):
                 view = t // tiles_per_view
-                # Numbers of the group are read again in each tile: the cache is near, registers are few.
+                # The group's numbers are read again in each tile: they are cached, and registers are scarce.
                 unit = (t - view * tiles_per_view) * UNITS + tl.arange(0, UNITS)[:, None]
                 ok = unit < n_units
                 run = _over(unit, _at(group, PER_RUN))
@@ -236,7 +237,7 @@ def copy_kernel(
                     row += first_row
                 table = views + (_at(group, FIRST_VIEW) + view) * 16
                 if CHECKSUM:
-                    # Here and not where it is used: row, shard and segment need no registers any more.
+                    # Computed here and not at its use, so that row, shard and segment no longer need registers.
                     token = first_token + row.to(tl.int64) * per_row
                     place = _place(
                         _at(table, 1), token, _at(group, FIRST_SHARD), shard, seg, SEGS, SHARDS or HEAD_MAJOR
@@ -257,7 +258,7 @@ def copy_kernel(
                 ours = (ours + byte).to(tl.pointer_type(DTYPE)) + lane
                 theirs = (theirs + byte).to(tl.pointer_type(DTYPE)) + lane
                 if ACCESS == 16:
-                    # On the pointer: on the integer the hint is lost at the cast, and accesses are scalar.
+                    # On the pointer, since the cast drops the hint on the integer, and accesses become scalar.
                     ours = tl.max_contiguous(tl.multiple_of(ours, [16, 16]), [1, 4])
                     theirs = tl.max_contiguous(tl.multiple_of(theirs, [16, 16]), [1, 4])
                 whole = ok
@@ -277,7 +278,7 @@ def copy_kernel(
                             tl.store(beside, data, mask=whole)
                 if CHECKSUM:
                     total += _terms(data, place, byte // UNIT, ok, UNIT, LANES, UNITS)
-            # The next group's tiles go on where these end, so that programs share groups smaller than the grid.
+            # The next group's tiles continue where these end, so that programs share groups smaller than the grid.
             tile += tl.maximum((n_tiles - tile + programs - 1) // programs, 0) * programs - n_tiles
         at += n_views * stride
     if CHECKSUM:

@@ -1,9 +1,9 @@
-"""Device half of triton_convert.py's checksums: what csrc/cuda/sum.cu does, the sum over staged cells.
+"""Device half of triton_convert.py's checksums: the sum over staged cells, as in csrc/cuda/sum.cu.
 
-Imports triton, so it is imported only where a plan is made.
+Imports triton, so it is imported only when a plan is made.
 
-A conversion knows its cells by values, a checksum by words of staged bytes, which are the same for every backend: so
-they are summed where they are staged, behind the gather that put them there or beside the scatter that takes them.
+A conversion addresses its cells by values, a checksum by words of staged bytes, which are the same for every backend.
+So the words are summed in staging, after the gather that wrote them or beside the scatter that reads them.
 """
 
 # ruff: noqa: ANN001, ANN201, N803, N806, PLR0917
@@ -24,10 +24,11 @@ def sum_kernel(
     units_per_cell, per_cell, per_segs, per_shards, sum_ptr,
     ACCESS: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the checksum of tokens `[start, stop)`, counted from the index's first item, of `n_views` views alike.
+    """Adds the checksum of tokens `[start, stop)`, counted from the index's first item, of `n_views` equal views.
 
     Their cells of `width` bytes are staged token-major at `staged + v*stride`; `views` is the table of
-    `convert_kernel`. `per_` are reciprocals, see `triton_kernels._over`. A unit is UNIT bytes of a cell, a load ACCESS.
+    `convert_kernel`. `per_` are reciprocals, see `triton_kernels._over`. A unit is UNIT bytes of a cell, a load is
+    ACCESS bytes.
     """
     if ACCESS == 8:
         DTYPE: tl.constexpr = tl.uint64
@@ -59,7 +60,7 @@ def sum_kernel(
         at = staged + view.to(tl.int64) * stride + cell.to(tl.int64) * width + number * UNIT
         data_at = at.to(tl.pointer_type(DTYPE)) + lane
         if ACCESS == 16:
-            # On the pointer: on the integer the hint is lost at the cast, and accesses are scalar.
+            # On the pointer, since the cast drops the hint on the integer, and accesses become scalar.
             data_at = tl.max_contiguous(tl.multiple_of(data_at, [16, 16]), [1, 4])
         whole = ok
         if UNIT > ACCESS:

@@ -1,9 +1,9 @@
-"""A GPU's memory of cuMemCreate: physical allocations, mapped at reserved addresses, that other processes may map too.
+"""GPU memory of cuMemCreate: physical allocations, mapped at reserved addresses, that other processes can map too.
 
-Torch's expandable segments are such memory, many allocations of 2 or 20 MiB one behind the other, and so is a node's
-own where `PDSTAGE_DEVICE_MEMORY` asks for it. An allocation leaves its process as a descriptor, or as a fabric handle:
-64 bytes that mean the same to all processes of an IMEX domain. Which of them, it was asked as it was made. Names,
-numbers and structures are those of cuda.h (CUDA 13.0), where none of these functions has a second version.
+Torch's expandable segments are such memory: many allocations of 2 or 20 MiB, one behind the other. A node's own memory
+is too, with `PDSTAGE_DEVICE_MEMORY`. An allocation is exported as a descriptor, or as a fabric handle: 64 bytes that
+are valid in all processes of an IMEX domain. Its creation decides which of the two. Names, numbers and structures are
+those of cuda.h (CUDA 13.0), where none of these functions has a second version.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Access(ctypes.Structure):
 
 
 class Calls(Protocol):
-    """The functions of cuda.h one by one; `VirtualMemory` makes them."""
+    """The functions of cuda.h, one by one; `VirtualMemory` implements them."""
 
     def retain(self, address: int) -> int:
-        """A handle of the allocation that is mapped there, to be released."""
+        """A handle of the allocation mapped there; the caller releases it."""
 
     def export(self, handle: int, handle_type: int) -> int | bytes:
-        """A descriptor, to be closed, or a fabric handle."""
+        """A descriptor, which the caller closes, or a fabric handle."""
 
     def adopt(self, exported: int | bytes) -> int:
-        """A handle of what another process exported, to be released. A descriptor is the caller's still."""
+        """A handle of what another process exported; the caller releases it, and still owns a descriptor."""
 
     def release(self, handle: int) -> None:
-        """What is mapped stays."""
+        """Existing mappings stay."""
 
     def reserve(self, nbytes: int) -> int: ...
 
@@ -69,7 +69,7 @@ class Calls(Protocol):
     def map(self, address: int, nbytes: int, handle: int) -> None: ...
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Exactly what one `map` mapped."""
+        """Unmaps exactly what one `map` mapped."""
 
     def allow(self, address: int, nbytes: int, device: int) -> None:
         """Lets the device's kernels and copies read and write there."""
@@ -83,15 +83,15 @@ class VirtualMemory:
         self._call = library.call
 
     def device(self) -> int:
-        """The number of the calling thread's."""
+        """The number of the calling thread's device."""
         found = _INT()
         self._call("cuCtxGetDevice", ctypes.byref(found))
         return found.value
 
     def properties(self, device: int) -> Properties:
-        """The most that the device's memory can be: for NICs, and for other processes by either handle.
+        """The properties of memory with the most uses: for NICs, and for other processes by either handle.
 
-        Raises `UsageError` where there is no such memory.
+        Raises `UsageError` if the device has no such memory.
         """
         has = self._library.device_attribute
         if not has(_SUPPORTED, device):
@@ -124,7 +124,7 @@ class VirtualMemory:
 
     def adopt(self, exported: int | bytes) -> int:
         found = _U64()
-        if isinstance(exported, int):  # passed as if it were the pointer
+        if isinstance(exported, int):  # passed in place of the pointer
             what, handle_type = ctypes.c_void_p(exported), DESCRIPTOR
         else:
             held = ctypes.create_string_buffer(exported, _FABRIC_NBYTES)
@@ -155,9 +155,9 @@ class VirtualMemory:
 
 
 def allocate(library: driver.Library, nbytes: int) -> int:
-    """Memory of the current device, for good: NICs write it, and other processes may map it.
+    """Memory of the current device that is never freed: NICs write it, and other processes can map it.
 
-    Raises `UsageError` where it has none of this kind, `DriverError` where there is not so much.
+    Raises `UsageError` if the device has none of this kind, `DriverError` if there is not enough.
     """
     if not isinstance(library, driver.Cuda):
         raise UsageError("memory of cuMemCreate is CUDA's", remedy="unset PDSTAGE_DEVICE_MEMORY")
@@ -175,16 +175,16 @@ def _create(memory: VirtualMemory, nbytes: int, properties: Properties) -> int:
     except driver.DriverError as error:
         if not properties.handle_types & FABRIC or error.status not in _REFUSED:
             raise
-        log.warning("device memory has no fabric handles, for want of an IMEX channel: %s", error.what)
+        log.warning("device memory has no fabric handles, for lack of an IMEX channel: %s", error.what)
         properties.handle_types &= ~FABRIC
         return memory.create(nbytes, properties)
 
 
 def map_all(calls: Calls, device: int, sizes: Sequence[int], handle_of: Callable[[int], int]) -> int:
-    """Allocations of `sizes` bytes, one behind the other, for one device; the address of the first.
+    """Maps allocations of `sizes` bytes, one behind the other, for one device. Returns the address of the first.
 
-    `handle_of` gives the handle of each by its place in the list, which is released here. Raises what it raises, or
-    `DriverError`; then nothing is left.
+    `handle_of` returns the handle of each by its index in the list; it is released here. Raises what `handle_of`
+    raises, or `DriverError`; then nothing stays mapped.
     """
     address = at = calls.reserve(sum(sizes))
     n_mapped = 0
@@ -204,7 +204,7 @@ def map_all(calls: Calls, device: int, sizes: Sequence[int], handle_of: Callable
 
 
 def unmap_all(calls: Calls, address: int, sizes: Sequence[int]) -> None:
-    """Gives back what `map_all` mapped; nothing may be using it."""
+    """Unmaps what `map_all` mapped; nothing may be using it."""
     _unmap(calls, address, sizes, len(sizes))
 
 
