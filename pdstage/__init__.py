@@ -15,7 +15,7 @@ order:
     tables, spans              what the kernels and the direct path are called with
     cost                       which of the two paths a chunk takes
     kernels                    gather and scatter; kernels/reference.py is the definition of correct
-    ring                       staging memory as lanes of leases behind a watermark
+    ring                       one lane of staging memory: leases in order, and the watermark behind which all is free
     protocol                   the two cores, without sockets or clock; its docstring gives the reading order
     transport, control         NIXL, Mooncake, MORI and shared memory; sockets and directories
     stager                     staging memory and the kernels' queue

@@ -291,7 +291,7 @@ def test_the_reading_list_names_every_module() -> None:
 def test_the_reading_order_names_every_module(package: str) -> None:
     folder = ROOT / "pdstage" / package
     doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    listed = {name for line in re.findall(r"^ +(\w+(?:, \w+)*) ", doc, re.MULTILINE) for name in line.split(", ")}
+    listed = {name for line in re.findall(r"^ {4,}(\w+(?:, \w+)*) ", doc, re.MULTILINE) for name in line.split(", ")}
     present = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     missing = present - listed - set(re.findall(r"`(\w+)`", doc))
     assert not missing, f"in no row of the reading list: {sorted(missing)}"

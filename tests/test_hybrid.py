@@ -397,7 +397,8 @@ MISUSES = {
         "not 96 tokens in blocks of 0",
     ),
     "rows of no tokens": (
-        lambda: mla([np.zeros((8, 1, 4), np.float32)], page_size=8, tokens_per_row=0), "not a whole number of rows of 0",
+        lambda: mla([np.zeros((8, 1, 4), np.float32)], page_size=8, tokens_per_row=0),
+        "not a whole number of rows of 0",
     ),
     "compressed page": (
         lambda: mla([np.zeros((8, 1, 4), np.float32)], page_size=6, tokens_per_row=4),

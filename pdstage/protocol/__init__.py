@@ -1,41 +1,62 @@
 """The protocol, without sockets, threads or a clock: bytes and events in, effects out.
 
-Read in this order:
+Read in this order; all are modules of this folder:
 
-    messages, wire              what is said, and its bytes
+    messages, wire              the messages, and their bytes
     state, room                 the five state machines; a room's name, status and error
     session                     one end of all sessions: who talks, in what order, how long silent; timers, effects
     handshake, compat           how sessions begin and end, and what both sides must have in common
     prefill                     the prefill core, which has:
         destinations                chunks as the engine gave them, and as each destination gets them
         prefill_chunks              the chunks' way: lease, window, send buffer, gather, write
-        prefill_rooms               the room table; `pending_opens` for rooms that are not submitted yet
+        prefill_rooms               how rooms begin, close, fail and drain; `pending_opens`: those not submitted yet
     decode                      the decode core, which has:
-        leases                      the ledger of staging memory, and what is said of it
-        decode_rooms                the room table, and each writer's part of a room; `coverage` of what has arrived
+        leases                      which staging memory is lent to which chunk, and what writers are told of it
+        decode_rooms                how rooms open, complete, fail and are released; `coverage`: what has arrived
         decode_chunks               the chunks' way: reserved, arrived, scattered, counted
 
-`config` has every deadline, `timers` says what it is. (I5) cites an invariant of docs/reliability.md.
+`config` holds every deadline, `timers` the moments that a core waits for. (I5) cites an invariant of
+docs/reliability.md.
 
-A control frame's way in: `Endpoint.receive` finds its session and decodes it (`wire`); the core's `on_frame` is one
-`match` over all messages, and calls the part that it concerns; `settle` then begins what may begin now. What a part has
-to say goes out by `Endpoint.send`. Deadlines and repeated questions are `timers`, served by the core's `on_timer`.
+A control frame comes in by `Endpoint.receive`. It finds the session, decodes the message (`wire`), and calls the core's
+`on_frame`: one `match` over all messages, which calls the part that a message concerns. A `PeerError` raised there ends
+the session. After every input the core's `settle` begins what may begin now. A part sends by `Endpoint.send`. Deadlines
+and repeated questions are `timers`, served by the core's `on_timer`.
 
-A new message is added in this order. Until all is done, mypy and the tests named (in tests/protocol) fail.
+What happens when
 
-* `messages`: its class with the next tag, and its name in `AnyMessage` (test_messages.py).
-* `prefill`, `decode`: a case in the `on_frame` of each core; who may not hear it refuses it (mypy).
-* The part that says it: `Endpoint.send`, and if it is repeated a timer, with a case in `on_timer`.
+* a chunk arrives: `ChunkReceiver._on_tag` has it scattered; then `scattered` releases its lease.
+* a room fails at decode: `DecodeRooms.fail` quarantines its leases, and Abort is repeated until Drained or CloseOk.
+* a room fails at prefill: `PrefillRooms.fail` repeats CloseFailed until Abort; then it drains.
+* a session is lost: `DecodeCore.lose` and `PrefillCore.lose` fail its rooms; the effect `Detach` cuts the transport.
+* none of a lost session's writes can land any more: `fenced` of either core frees what was quarantined or kept.
+* that cannot be proved: the memory stays out of use until the peer's process is proved dead or an operator says so
+  (`Node.fence`).
+
+A new message is added in this order. mypy or the test named (in tests/protocol) fails until a step is done; nothing
+checks the steps that name neither.
+
+* `messages`: its class with the next type number, and its name in `AnyMessage` (test_messages.py). `wire` needs
+  nothing.
+* `prefill`, `decode`: a case in the `on_frame` of each core; a side that may not receive it refuses it (mypy). The part
+  that receives it has an `on_...` method. If decode sends it under a session, `prefill._Confirms` names it.
+* The part that sends it: `Endpoint.send`; if it is repeated a timer, with a case in `on_timer`.
+* If it may come outside a session: `wire.OUTSIDE_A_SESSION`, `accepts` and `_on_stray` of the core that receives it,
+  and `Endpoint.send_loose`.
 * `state`: an event, if it moves a state.
-* `messages.FEATURES`: a feature, unless every peer of `wire.OLDEST` knows it: it is said only where both offered that.
+* `messages.FEATURES` and `handshake.features`: a feature of its own. A side sends the message only if both sides
+  offered that feature, since a peer of an earlier version does not know it.
 * `wire.VERSION`: the next one, and its goldens; docs/wire.md has the rules (test_golden.py).
 
-docs/concepts.md explains the words, with pictures (room, destination, share, lane, lease, window,
-epoch, tag). And these:
+Words; docs/concepts.md explains room, destination, lane, lease, window, epoch and tag with pictures:
 
+* *driver*: who feeds a core and carries out its effects: `pdstage.manager.driver`, or a test.
 * *incarnation*: one life of one process, as a random number. A *session* is what two of them have agreed on.
-* *fenced*: of a lost session: its peer's writes cannot land any more. `Detach` asks the driver to cut the
-  transport; its answer is `fenced`.
-* *quiet*: of a writer: it touches nothing of this room, or of this session, any more.
-* *in flight*: begun, and not ended yet: a gather, a write or a scatter. Its *ticket* names it to the driver.
+* *share*: the shards and layers that one writer sends to one destination. Decode *deals* them when a room connects.
+* *claim*: what a room holds under a session, by its epoch: at decode a `Writer`, at prefill a `Destination`.
+* *post*: one write that the transport carries out. *In flight*: a gather, write or scatter that began and has not
+  ended. Its *ticket* names it to the driver.
+* *quiet*: of a writer: it can no longer write this room's own memory. Its leases are apart: they end by themselves.
+* *fenced*: of a lost session: at decode, none of its writes can land any more; at prefill, none reads our memory.
+* *quarantined*: of a lease: it may still be written, and nobody wants the bytes. They are *carved out* of their lane.
 """

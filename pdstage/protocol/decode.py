@@ -163,8 +163,8 @@ class DecodeCore:
         priority: int = 0,
         row: int | None = None,
     ) -> None:
-        """Publishes the room's destinations. `wire_items` non-empty lets writers go direct, `row` one of them write
-        that aux row. To be called once the pages may be written.
+        """Publishes where the room goes. Writers may write the pages `wire_items`, if there are any, in place; one
+        writer may write the aux row `row`. To be called once the pages may be written.
 
         Raises `UsageError` if it is bound already, or asks for a component twice, backwards, or that this layout lacks.
         """
@@ -231,7 +231,7 @@ class DecodeCore:
         return self.endpoint.take_effects()
 
     def bye(self, now: float) -> None:
-        """After the last completion: this process ends its sessions in order."""
+        """After the last completion: ends each live session with Bye."""
         self.endpoint.bye(now)
 
     @property
@@ -297,7 +297,7 @@ class DecodeCore:
                 assert_never(message)
 
     def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
-        """Answers to this node only: outside a session it needs nothing else."""
+        """Outside a session, any message but Hello, from a route that this node still needs."""
         return kind is not m.Hello and self.needs(route)
 
     def _on_stray(self, route: bytes, frame: wire.Frame, now: float) -> None:
@@ -340,8 +340,8 @@ class DecodeCore:
                 writer.room, PeerError(f"prefill rank {writer.number} refused the room: {opened.reason}"), now
             )
             return
-        self.rooms.answered(writer)
-        if not writer.shares and not writer.has_aux:  # told, and it never writes: nobody waits for its Close
+        self.rooms.open_answered(writer)
+        if not writer.shares and not writer.has_aux:  # it never writes, so no CloseOk of it is waited for
             self.rooms.mark_quiet(writer)
 
     def _on_close_failed(self, session: Session, close: m.CloseFailed, now: float) -> None:
@@ -412,7 +412,7 @@ class DecodeCore:
         for writer in list(session.claims.values()):
             self.rooms.fail(writer.room, error, now)
             self.rooms.cancel_timers(writer)
-            if not writer.writes_in_place:  # it may still write staging memory, never this room's own
+            if not writer.writes_in_place:  # it can write staging memory alone, which its leases account for
                 self.rooms.mark_quiet(writer)
         if peer is not None:
             for room in list(peer.rooms):
@@ -456,10 +456,12 @@ class DecodeCore:
         self.endpoint.timers.set(("stranded", session), now + self.endpoint.config.max_silence_s / 3)
 
     def _on_stranded(self, session: Session, incarnation: int | None, now: float) -> None:
-        """A lost session's route answers NoSession, or Bye: its writer itself is quiet, another proves nothing."""
+        """A lost session's route answers NoSession or Bye. That proves it fenced only if the writer itself answers, and
+        is not in doubt.
+        """
         if incarnation in (None, session.id.writer):
             self.fenced(session, now)
-        else:  # the process that may still write is no longer at this route
+        else:  # another process answers, or the writer is in doubt: only the driver's `fenced` frees the memory
             self._leave_stranded(session)
 
     def _leave_stranded(self, session: Session) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.protocol import messages as m
-from pdstage.protocol import state as states
+from pdstage.protocol import state as machines
 from pdstage.protocol import wire
 from pdstage.protocol.leases import Lease, LeaseRequest
 from pdstage.protocol.session import Changed, PeerWarning
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Endpoint, Session
 
 _MAX_LEASES = 4096
-"""Leases and waiting requests of one writer for one room: what it asks for beyond has to wait for those."""
+"""Leases and waiting requests of one writer for one room. Further Reserves are dropped; the writer repeats them."""
 _MAX_REPEATS = 65_536
-"""Chunks of one writer beyond which one that brings nothing new is not noted."""
+"""Chunks noted of one writer of a room. Beyond it, a direct chunk that adds no coverage is ignored."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class ChunkReceiver:
         if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:
             self.endpoint.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
             return
-        self._rooms.answered(writer)
+        self._rooms.open_answered(writer)
         request = LeaseRequest(session, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, writer.room.priority)
         held = self._leases.find(session, ask.epoch, ask.chunk)
         if isinstance(held, Lease):
@@ -88,7 +88,7 @@ class ChunkReceiver:
         elif held is None and self._leases.count(session, ask.epoch) >= _MAX_LEASES:
             return  # it asks again
         elif not isinstance(held, LeaseRequest) or held.attempt <= ask.attempt:
-            self._leases.wait(request)
+            self._leases.enqueue(request)
 
     def _size_problem(self, writer: Writer, ask: m.Reserve) -> str:
         if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
@@ -128,8 +128,8 @@ class ChunkReceiver:
         if tag.lane in (m.DIRECT, m.AUX):
             if not self._is_news(writer, writer.coverage, tag):
                 return False
-            if states.watch is not None:
-                states.watch("tag", (writer, tag), "", "HEARD", "")
+            if machines.watch is not None:
+                machines.watch("tag", (writer, tag), "", "HEARD", "")
             self._arrived(writer, tag, now)
         else:
             lease = self._leases.at(tag.lane, tag.cursor)
@@ -164,7 +164,7 @@ class ChunkReceiver:
         writer.coverage.add(tag.rects)
         writer.arrived.add(tag.chunk)
         writer.row_arrived |= tag.lane == m.AUX
-        self._rooms.answered(writer)
+        self._rooms.open_answered(writer)
         if room.on(RoomEvent.MOVED):
             self.endpoint.emit(Changed(room))
         self.endpoint.timers.cancel(("wait", room))
@@ -223,7 +223,7 @@ class ChunkReceiver:
                 self._take_aux(room, session, close)
         self._lender.release_of(session, close.epoch, now)
         self.endpoint.send(session, m.Closed(close.epoch), now)
-        self._rooms.answered(writer)
+        self._rooms.open_answered(writer)
         self._rooms.mark_quiet(writer)
         self._rooms.maybe_complete(room, now)
 

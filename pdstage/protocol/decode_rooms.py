@@ -296,7 +296,7 @@ class DecodeRooms:
     def writer(self, session: Session, epoch: int) -> Writer | None:
         return session.claims.get(epoch)
 
-    def answered(self, writer: Writer) -> None:
+    def open_answered(self, writer: Writer) -> None:
         if writer.phase is WriterPhase.OPENED:
             return
         if WRITER.move(writer, WriterEvent.ANSWERED):

@@ -89,7 +89,7 @@ class Destination:
     in_flight: int = 0
     written: list[Written] = field(default_factory=list)
     aux: bytes | None = None
-    """What its Close carries."""
+    """What its CloseOk carries."""
     packed: bool = False
     reason: str = ""
     epoch: int = field(init=False)

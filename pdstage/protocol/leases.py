@@ -1,14 +1,16 @@
 """Leases at decode: which staging memory is lent to which chunk, who waits for some, and what the writers are told.
 
-    Reserve   decode_chunks: LeaseTable.wait       the request waits
-    Lease     Lender.grant_and_notify              after every input: granted, and its writer is told
-    (tag)     decode_chunks: LeaseTable.land       its bytes are there; then they are scattered
-    (done)    decode_chunks: LeaseTable.release    scattered; the watermark may rise, and more may be granted
+    event          called by                    method                    effect
+    Reserve came   ChunkReceiver.on_reserve     LeaseTable.enqueue        the request waits
+    any input      the core's `settle`          Lender.grant_and_notify   what can be granted is, and Lease is sent
+    a tag came     ChunkReceiver._on_tag        LeaseTable.land           the bytes are there, and are scattered
+    it was copied  ChunkReceiver.scattered      LeaseTable.release        the watermark may rise; more may be granted
 
-A lease can also end unwritten: its writer gives it back (`Lender.on_returned`, often because of a Recall), or is quiet
-about its room (`release_of`). If the room fails first, the lease is quarantined (`quarantine_of`) until its writer is
-quiet. If the session is lost, what may still be written is quarantined (`session_lost`) until it is fenced
-(`session_fenced`). So a lease may outlive its room, and the room table is not known here (I2, I15).
+A lease ends without a tag when its writer returns it (`Lender.on_returned`, often because of a Recall), asks again with
+a newer attempt (`on_reserve`), or can no longer write for the room (`release_of`). If the room fails first, the lease
+is quarantined (`quarantine_of`, called by `DecodeRooms.fail`) until one of these happens. If the session is lost,
+leases that may still be written are quarantined until it is fenced (`session_lost`, `session_fenced`); the others are
+released at once. So a lease may outlive its room, and rooms are not known here (I2, I15).
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class LeaseRequest:
     waiting: bool = True
 
     @property
-    def writer(self) -> tuple[m.SessionId, int]:
-        """Whose part of which room it is for: the session, and the room's epoch."""
+    def claim(self) -> tuple[m.SessionId, int]:
+        """The claim that it is for: the session, and the room's epoch."""
         return (self.session.id, self.epoch)
 
 
@@ -151,9 +153,10 @@ class Lease:
 class LeaseTable:
     """The lanes, the live leases and the requests that wait.
 
-    The request with the lowest priority number is served first, and of equal ones the oldest. A request is passed over
-    while other sessions wait, if its session would hold more than half of each lane that could serve it. If quarantine
-    leaves a lane too small for the first request, a later one that fits may use that lane (I13).
+    The request with the lowest priority number is served first, and of equal ones the oldest. While other sessions
+    wait, a session that holds part of a busy lane gets no more than half of that lane; its requests are passed over
+    where no other lane can serve them. If quarantine leaves a lane too small for the first request, a later one that
+    fits may use that lane (I13).
 
     A lease's state is in `Lease.phase`, and in its `Lane` as far as cursors depend on it. `land`, `quarantine` and
     `release` change both, the lane first.
@@ -162,7 +165,7 @@ class LeaseTable:
     def __init__(self, spans: Iterable[m.LaneSpan]) -> None:
         self.spans = tuple(spans)
         self.lanes = [Lane(span.nbytes) for span in self.spans]
-        self._of_writer: dict[tuple[m.SessionId, int], dict[int, Lease | LeaseRequest]] = {}
+        self._of_claim: dict[tuple[m.SessionId, int], dict[int, Lease | LeaseRequest]] = {}
         """By session and epoch, then by chunk: its lease, or its request while that waits."""
         self._queue = RequestQueue()
         self._at: dict[tuple[int, int], Lease] = {}
@@ -212,16 +215,16 @@ class LeaseTable:
 
     def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
-        chunks = self._of_writer.get((session.id, epoch))
+        chunks = self._of_claim.get((session.id, epoch))
         return chunks.get(chunk) if chunks is not None else None
 
     def count(self, session: Session, epoch: int) -> int:
         """How many leases and waiting requests one epoch of a session has."""
-        return len(self._of_writer.get((session.id, epoch), ()))
+        return len(self._of_claim.get((session.id, epoch), ()))
 
-    def wait(self, request: LeaseRequest) -> None:
+    def enqueue(self, request: LeaseRequest) -> None:
         """Queues a request. If one of the same chunk waits already, this one takes its place in the line."""
-        chunks = self._of_writer.setdefault(request.writer, {})
+        chunks = self._of_claim.setdefault(request.claim, {})
         older = chunks.get(request.chunk)
         if isinstance(older, LeaseRequest):
             older.attempt, older.nbytes, older.rects = request.attempt, request.nbytes, request.rects
@@ -236,7 +239,9 @@ class LeaseTable:
         self._forget_entry(request, request)
 
     def grant_waiting(self, now: float) -> Iterator[Lease | LeaseRequest]:
-        """Grants what can be granted, in order; yields a bare `LeaseRequest` that no lane can ever serve."""
+        """Grants what can be granted, in order. Yields a bare `LeaseRequest` that no lane can serve while what is
+        quarantined stays so.
+        """
         over: set[Session] = set()
         while True:
             if self._queue.n_sessions == 1:  # nobody is left to share with
@@ -300,7 +305,7 @@ class LeaseTable:
 
     def of(self, session: Session, epoch: int) -> list[Lease]:
         """Live leases of one epoch of a session."""
-        return [entry for entry in self._of_writer.get((session.id, epoch), {}).values() if isinstance(entry, Lease)]
+        return [entry for entry in self._of_claim.get((session.id, epoch), {}).values() if isinstance(entry, Lease)]
 
     def of_session(self, session: Session) -> list[Lease]:
         """Live leases of a session."""
@@ -308,9 +313,9 @@ class LeaseTable:
 
     def forget_requests(self, session: Session, epoch: int | None = None) -> None:
         """Takes what waits out of the queue, for a session or one of its epochs."""
-        writers = [(session.id, epoch)] if epoch is not None else [w for w in self._of_writer if w[0] == session.id]
-        for writer in writers:
-            for entry in list(self._of_writer.get(writer, {}).values()):
+        claims = [(session.id, epoch)] if epoch is not None else [c for c in self._of_claim if c[0] == session.id]
+        for claim in claims:
+            for entry in list(self._of_claim.get(claim, {}).values()):
                 if isinstance(entry, LeaseRequest):
                     self.forget(entry)
 
@@ -325,13 +330,13 @@ class LeaseTable:
     def snapshot(self) -> tuple[object, ...]:
         """Leases, requests and cursors, comparable and hashable."""
         leases = sorted(
-            (*g.request.writer, g.request.chunk, g.request.attempt, *at, g.phase) for at, g in self._at.items()
+            (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.phase) for at, g in self._at.items()
         )
-        waiting = sorted((priority, n, *r.writer, r.chunk, r.attempt) for priority, n, r in self._queue.entries())
+        waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in self._queue.entries())
         return (tuple(leases), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
 
     def opened(self) -> Iterator[Lease]:
-        """Leases whose window has opened since the last call."""
+        """Leases that their lane's window has come to cover since the last call."""
         for closed in self._closed:
             while closed:
                 lease = closed[0]
@@ -361,11 +366,11 @@ class LeaseTable:
         return wanted
 
     def _forget_entry(self, request: LeaseRequest, entry: Lease | LeaseRequest) -> None:
-        chunks = self._of_writer.get(request.writer)
+        chunks = self._of_claim.get(request.claim)
         if chunks is not None and chunks.get(request.chunk) is entry:
             del chunks[request.chunk]
             if not chunks:
-                del self._of_writer[request.writer]
+                del self._of_claim[request.claim]
 
     def _late(self, lease: Lease, now: float, recall_after_s: float) -> bool:
         if self._contended_at is None or not self.is_open(lease):
@@ -415,7 +420,7 @@ class LeaseTable:
             self._moved_at[number] = now
         lease = Lease(request, number, cursor, now)
         self._at[number, cursor] = lease
-        self._of_writer.setdefault(request.writer, {})[request.chunk] = lease
+        self._of_claim.setdefault(request.claim, {})[request.chunk] = lease
         borrower = (request.session, number)
         self._lent_nbytes[borrower] = self._lent_nbytes.get(borrower, 0) + request.nbytes
         if not self.is_open(lease):
@@ -433,12 +438,12 @@ class Lender:
 
     def send_lease(self, lease: Lease, now: float) -> None:
         request = lease.request
-        mark = self._mark(request.session, lease.lane)
+        mark = self._mark_to_send(request.session, lease.lane)
         answer = m.Lease(request.epoch, request.chunk, request.attempt, lease.lane, lease.cursor, request.nbytes, mark)
         self.endpoint.send(request.session, answer, now)
 
-    def _mark(self, session: Session, lane: int) -> int:
-        """The lane's watermark, remembered as known to `session`: it bounds what that session may still begin."""
+    def _mark_to_send(self, session: Session, lane: int) -> int:
+        """The lane's watermark, noted as sent to `session`: it bounds what that session may still begin."""
         mark = self.leases.lanes[lane].watermark
         self._marks_sent.setdefault(session, {})[lane] = mark
         return mark
@@ -452,7 +457,7 @@ class Lender:
             self.leases.release(lease, now)
 
     def release_of(self, session: Session, epoch: int, now: float) -> None:
-        """The writer is quiet about this epoch: everything it did not land is free."""
+        """The writer can no longer write for this epoch: each of its leases whose tag has not come is free."""
         for lease in self.leases.of(session, epoch):
             if lease.phase is not LeasePhase.LANDED:
                 self.leases.release(lease, now)
@@ -469,8 +474,8 @@ class Lender:
         self.endpoint.timers.set(("recalls",), now)
 
     def session_lost(self, session: Session, now: float) -> None:
-        """Quarantines what the session's writer may still write. What it may never write is free: every lease that the
-        last watermark it was told leaves closed.
+        """Quarantines what the session's writer may still write. A lease beyond the window that it was last told was
+        never open to it, and is free at once.
         """
         marks = self._marks_sent.pop(session, {})
         self.leases.forget_requests(session)
@@ -505,13 +510,13 @@ class Lender:
             session = lease.request.session
             if (session, lease.lane) not in notified and session.id in self.endpoint.sessions:
                 notified.add((session, lease.lane))
-                self.endpoint.send(session, m.Watermark(lease.lane, self._mark(session, lease.lane)), now)
+                self.endpoint.send(session, m.Watermark(lease.lane, self._mark_to_send(session, lease.lane)), now)
         if self.leases.note_contention(now):
             soon = min(self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s)
             self.endpoint.timers.set_default(("recalls",), now + soon)
 
     def recall_all(self, now: float) -> None:
-        """Asks for every lease that is in the way, again and again while something waits."""
+        """Recalls the leases that `LeaseTable.to_recall` names, and again while something waits."""
         for lease in self.leases.to_recall(
             now, self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s
         ):
@@ -523,6 +528,6 @@ class Lender:
     def _recall(self, lease: Lease, now: float) -> None:
         request = lease.request
         self.endpoint.counters.leases_recalled += 1
-        mark = self._mark(request.session, lease.lane)
+        mark = self._mark_to_send(request.session, lease.lane)
         recall = m.Recall(request.epoch, request.chunk, request.attempt, lease.lane, lease.cursor, mark)
         self.endpoint.send(request.session, recall, now)

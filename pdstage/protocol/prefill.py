@@ -175,7 +175,7 @@ class PrefillCore:
     def finish(self, room: PrefillRoom, aux: bytes | GivenRow | None, now: float) -> None:
         """No more chunks will come; `aux` goes to the destinations that want it.
 
-        A row goes straight into theirs where both sides have them within reach, else in their Close.
+        A row is written straight into the destination's row if both sides can reach them. Else CloseOk carries it.
         """
         if room.ended:
             return
@@ -188,7 +188,7 @@ class PrefillCore:
                 room=room.id,
             )
         room.finished, room.aux = True, aux
-        for session, epoch in self.rooms.forget_askers(room.key):
+        for session, epoch in self.rooms.take_askers(room.key):
             if session.id in self.endpoint.sessions:
                 self.endpoint.send(session, m.Asking(epoch, True), now)
         for destination in list(room.destinations.values()):
@@ -234,7 +234,7 @@ class PrefillCore:
         return self.endpoint.take_effects()
 
     def bye(self, now: float) -> None:
-        """After the last completion: this process ends its sessions in order."""
+        """After the last completion: ends each live session with Bye."""
         self.endpoint.bye(now)
 
     def needs(self, route: bytes) -> bool:
@@ -250,7 +250,7 @@ class PrefillCore:
 
     @property
     def quiet(self) -> bool:
-        """Nothing of ours is in flight, so that Bye may be said."""
+        """Nothing of a live session is in flight, so that Bye may be said."""
         return not self.chunks.flights
 
     @property
@@ -325,7 +325,9 @@ class PrefillCore:
         return kind is m.Hello
 
     def _on_stray(self, route: bytes, frame: wire.Frame) -> None:
-        """A frame of no live session. NoSession, said only after the last completion, is taken as proof of quiet."""
+        """A frame of no live session. NoSession proves that nothing is in flight, so it is sent after the last
+        completion only; a session in doubt is answered with 0, which proves nothing.
+        """
         if self.chunks.in_flight(frame.session):
             return
         if frame.session.writer == self.endpoint.incarnation:
@@ -457,7 +459,7 @@ class PrefillCore:
             case ("write", int() as ticket):
                 self.chunks.on_write_timer(ticket, now)
             case ("asked", bytes() as room_key):
-                self.rooms.forget_askers(room_key)
+                self.rooms.take_askers(room_key)
             case (("beat" | "silence") as kind, Session() as session):
                 if self.endpoint.on_session_timer(kind, session, now):
                     silent = f"decode was silent for {session.silence_s} s"

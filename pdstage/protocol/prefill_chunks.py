@@ -10,7 +10,7 @@ When a write fails, the question is what may still land:
     it failed, and nothing of it can land any more     the room fails; the session lives
     it failed, and its bytes may land even now         the session is lost, and is *in doubt*: decode must not take this
                                                        process's NoSession for proof that the memory is quiet
-    its session was lost while it was under way        it is an *orphan* until the transport tells how it ended
+    its session was fenced while it was under way      it is an *orphan* until the transport tells how it ended
 """
 
 from __future__ import annotations
@@ -419,7 +419,8 @@ class ChunkSender:
         self.endpoint.repeat(("reserve", chunk), now)
 
     def _go_direct(self, chunk: Chunk, now: float) -> None:
-        """Falls back staged -> direct: gives its lease back, and one on its way is given back by its attempt."""
+        """The chunk goes direct and returns its lease. A lease that comes later is of an old attempt, and is returned.
+        """
         if chunk.phase is not ChunkPhase.RESERVING:
             destination = chunk.destination
             returned = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
@@ -493,7 +494,8 @@ class ChunkSender:
         self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
-        """A post ended. With `error` it is unknown what landed: it is not repeated, and its room fails.
+        """A post ended. With `error` it is unknown what landed: it is not repeated, and its room fails. A failed aux
+        row goes by message instead.
 
         `settled=False`: its bytes may land even after this call. So the session is lost without a Drained, and this
         process later answers for it with NoSession(0) in place of its incarnation: it proves nothing.
@@ -516,7 +518,8 @@ class ChunkSender:
             self._doubts_all = True
 
     def fenced(self, session: Session, now: float) -> None:
-        """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves.
+        """After `Detach`: posts of that session no longer read our memory. The driver still calls `gathered` for each
+        gather under way.
 
         What such posts wrote may still be on its way: until their tickets end, the session is not quiet.
         """

@@ -251,7 +251,7 @@ class PrefillRooms:
 
     def _end(self, room: PrefillRoom) -> None:
         self.endpoint.timers.cancel_all(room, ("open_wait", "room"))
-        self.forget_askers(room.key)
+        self.take_askers(room.key)
         if self.by_key.get(room.key) is room:
             del self.by_key[room.key]
         for source in room.sources:
@@ -325,7 +325,7 @@ class PrefillRooms:
         self.pending.remove(destination)
         self.endpoint.timers.cancel(("parked", destination))
 
-    def forget_askers(self, key: bytes) -> Iterable[tuple[Session, int]]:
+    def take_askers(self, key: bytes) -> Iterable[tuple[Session, int]]:
         self.endpoint.timers.cancel(("asked", key))
         return self.askers.take(key)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.arguments import shown
 from pdstage.errors import UsageError
-from pdstage.protocol import state as states
+from pdstage.protocol import state as machines
 from pdstage.protocol.messages import MAX_ROOM_NBYTES
 from pdstage.protocol.state import ROOM, RoomEvent, State
 
@@ -93,8 +93,8 @@ class Room:
         self.error: PdstageError | None = None
         self.ended = False
         self.ready_to_bind = False
-        if states.watch is not None:
-            states.watch(ROOM.name, self, "", "OPENED", self.state.name)
+        if machines.watch is not None:
+            machines.watch(ROOM.name, self, "", "OPENED", self.state.name)
 
     @property
     def id(self) -> RoomId:
@@ -114,7 +114,7 @@ class Room:
         state = ROOM.after(self.state, event)
         if event is RoomEvent.FAILED and state is not None:
             self.error = error  # first: another thread that reads the status may ask for the error
-        if states.watch is not None:
+        if machines.watch is not None:
             ROOM.tell(self, self.state, event, state)
         if state is None:
             return False
@@ -126,7 +126,7 @@ class Room:
         """Marks an ended room's memory as safe; False if it was."""
         if self.released:
             return False
-        if states.watch is not None:
-            states.watch(ROOM.name, self, self.state.name, "RELEASED", self.state.name)
+        if machines.watch is not None:
+            machines.watch(ROOM.name, self, self.state.name, "RELEASED", self.state.name)
         self.status |= 0x80
         return True

@@ -15,7 +15,7 @@ from pdstage.columns import NOTHING
 from pdstage.errors import PeerError
 from pdstage.metrics import Counters
 from pdstage.ownership import EVERYTHING
-from pdstage.protocol import state as states
+from pdstage.protocol import state as machines
 from pdstage.protocol.messages import (
     IDLE,
     IN_USE,
@@ -298,15 +298,15 @@ class Endpoint:
         session.n_sent += 1
         session.sent_at = now
         self.counters.frames_sent += 1
-        if states.watch is not None:
-            states.watch("said", (session.id, message), "", type(message).__name__, "")
+        if machines.watch is not None:
+            machines.watch("said", (session.id, message), "", type(message).__name__, "")
         self._effects.append(Send(session.route, encode(session.id, session.n_sent, message)))
 
     def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage) -> None:
         """A frame outside any live session's order: greetings, and answers to strangers."""
         self.counters.frames_sent += 1
-        if states.watch is not None:
-            states.watch("said", (session_id, message), "", type(message).__name__, "")
+        if machines.watch is not None:
+            machines.watch("said", (session_id, message), "", type(message).__name__, "")
         self._effects.append(Send(route, encode(session_id, 0, message)))
 
     def warn_once(self, route: bytes, what: str, remedy: str) -> None:

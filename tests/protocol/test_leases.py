@@ -38,7 +38,7 @@ def ask(
 
 def grant(held: LeaseTable, *requests: LeaseRequest, now: float = 0.0) -> list[Lease]:
     for request in requests:
-        held.wait(request)
+        held.enqueue(request)
     granted = list(held.grant_waiting(now))
     list(held.opened())
     held.note_contention(now)
@@ -154,8 +154,8 @@ def test_who_is_alone_again_after_a_refusal_is_served_at_once() -> None:
     grant(held, ask(B, 0, 512))
     held.quarantine(next(iter(held._at.values())), 0.0)
     (first,) = grant(held, ask(A, 0, 256))
-    held.wait(ask(A, 1, 512, priority=0))
-    held.wait(ask(B, 1, 1024, priority=1))
+    held.enqueue(ask(A, 1, 512, priority=0))
+    held.enqueue(ask(B, 1, 1024, priority=1))
     over, alone = list(held.grant_waiting(0.0))
     assert isinstance(over, LeaseRequest)
     assert over.nbytes == 1024
@@ -228,7 +228,7 @@ def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
     held = leases()
     grant(held, ask(A, 0, LANE), ask(A, 1, LANE), ask(A, 2, LANE))
     for epoch in range(2, 2000):
-        held.wait(ask(A, 0, 256, epoch=epoch))
+        held.enqueue(ask(A, 0, 256, epoch=epoch))
         held.forget_requests(A, epoch)
     assert len(held._queue._queues[A]) <= 64 + 4 * 2
     held.forget_requests(A)
@@ -258,7 +258,7 @@ def test_any_order_of_events_keeps_the_ledger(steps: list, sizes: tuple[int, ...
         if what == "ask":
             who, epoch, chunk, nbytes, priority = detail
             if not isinstance(held.find(who, epoch, chunk), Lease):
-                held.wait(ask(who, chunk, nbytes, epoch=epoch, priority=priority))
+                held.enqueue(ask(who, chunk, nbytes, epoch=epoch, priority=priority))
         elif live:
             one = live[detail % len(live)]
             if what == "release":
@@ -280,7 +280,7 @@ def test_any_order_of_events_keeps_the_ledger(steps: list, sizes: tuple[int, ...
     list(held.opened())
     assert not held.contended
     assert held.snapshot()[:2] == ((), ())
-    assert not held._of_writer
+    assert not held._of_claim
     assert not held._lent_nbytes
     assert not held._queue._queues
     assert not held._queue

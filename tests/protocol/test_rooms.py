@@ -859,7 +859,7 @@ def test_asking_again_and_again_is_noted_once() -> None:
     prefill, session = greeted(world)
     for epoch in range(10, 40):
         prefill.receive(session.route, wire.encode(session.id, epoch, m.Ask(epoch, b"i7")), world.now)
-    assert prefill.rooms.forget_askers(b"i7") == [(session, 39)]
+    assert prefill.rooms.take_askers(b"i7") == [(session, 39)]
     assert prefill.rooms.askers._n == 0
 
 

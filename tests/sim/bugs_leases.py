@@ -112,7 +112,7 @@ MUTANTS = [
         "Lease does not carry the watermark",
         "6 who asks again, I11",
         "send_lease",
-        """        mark = self._mark(request.session, lease.lane)
+        """        mark = self._mark_to_send(request.session, lease.lane)
         answer""",
         """        mark = self._marks_sent.get(request.session, {}).get(lease.lane, 0)
         answer""",

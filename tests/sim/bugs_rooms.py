@@ -148,7 +148,7 @@ MUTANTS = [
         "7 Opened, I4",
         "_on_opened",
         """            return
-        self.rooms.answered(writer)
+        self.rooms.open_answered(writer)
         if not writer.shares""",
         "            return\n        if not writer.shares",
         "tests/protocol/test_table.py",
@@ -221,7 +221,7 @@ MUTANTS = [
         "a writer that holds nothing is waited for",
         "7 released, I14",
         "_on_opened",
-        """        if not writer.shares and not writer.has_aux:  # told, and it never writes: nobody waits for its Close
+        """        if not writer.shares and not writer.has_aux:  # it never writes, so no CloseOk of it is waited for
             self.rooms.mark_quiet(writer)
 """,
         "",

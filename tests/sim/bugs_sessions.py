@@ -203,8 +203,8 @@ MUTANTS = [
         "pages are free before the fence",
         "7 lost, I2",
         "lose",
-        "            if not writer.writes_in_place:  # it may still",
-        "            if True:  # it may still",
+        "            if not writer.writes_in_place:  # it can write",
+        "            if True:  # it can write",
     ),
     Mutant(
         "a lost session counts as fenced",

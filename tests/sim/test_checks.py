@@ -227,7 +227,7 @@ def waits_beside_an_idle_lane(world: SimWorld, lease: Lease) -> None:
     request = lease.request
     for one in list(held._at.values()):
         held.release(one, world.now)
-    held.wait(LeaseRequest(request.session, request.epoch, 1 << 30, 0, 256, (), 0))
+    held.enqueue(LeaseRequest(request.session, request.epoch, 1 << 30, 0, 256, (), 0))
 
 
 def disagrees(world: SimWorld, lease: Lease) -> None:
