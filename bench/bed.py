@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from pdstage.tables import Index
+from pdstage.plan.tables import Index
 
 from . import variants
 from .harness import interleaved, seconds

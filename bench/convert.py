@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
 from pdstage.kernels import Pool
 from pdstage.kernels.convert_reference import encode
 from pdstage.layout import Layout
 from pdstage.plan import Select
-from pdstage.tables import Index
+from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
+from pdstage.plan.tables import Index
 from pdstage.tensors import build, paged_nhd
 
 from .harness import Row, interleaved

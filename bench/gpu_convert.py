@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool, backends
 from pdstage.kernels.pool import choose
 from pdstage.plan import Select
+from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair
 from pdstage.tensors import build, paged_nhd
 
 from .gpu_kernels import CURVE_NBYTES, QUICK_REPEATS, REPEATS

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pdstage.layout import Region
-from pdstage.spans import Spans
+from pdstage.plan.spans import Spans
 
 from .gpu_kernels import CURVE_NBYTES, QUICK_REPEATS, REPEATS, runs_case
 from .harness import Row

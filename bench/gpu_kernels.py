@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pdstage.kernels import Plan
     from pdstage.layout import Layout
-    from pdstage.tables import Index
+    from pdstage.plan.tables import Index
 
     from .bed import Bed, Work
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from pdstage.kernels import Pool
+from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.state import State
 from pdstage.tensors import build, paged_hnd, paged_nhd
-from pdstage.topology import Topology
 
 from .ranks import Actor
 

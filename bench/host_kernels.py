@@ -17,9 +17,9 @@ import torch
 
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Region, RowLevel, View
+from pdstage.layout.topology import Axis
 from pdstage.plan import Select
-from pdstage.tables import Index
-from pdstage.topology import Axis
+from pdstage.plan.tables import Index
 
 from .harness import Row, interleaved
 

@@ -20,7 +20,7 @@ from pdstage.kernels.cuda_tables import LISTED, LISTED_LARGE
 from pdstage.kernels.cupy_runtime import CupyRuntime, Kernel
 from pdstage.kernels.index_ring import IndexRing
 from pdstage.plan import TOKEN_MAJOR, Staging
-from pdstage.tables import Index
+from pdstage.plan.tables import Index
 
 from . import shapes
 from .harness import Row, interleaved

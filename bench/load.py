@@ -14,10 +14,10 @@ import random
 import time
 
 from pdstage.control.bootstrap import BootstrapServer
+from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode, Receiver, Sender
 from pdstage.protocol.state import State
 from pdstage.tools.watch.option import VARIABLE, checked
-from pdstage.topology import Topology
 
 from .ranks import Actor, Rank, Shape, expose, observers
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from pdstage.cost import CostModel
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Axis
 from pdstage.manager.items import check, rects_of
-from pdstage.ownership import EVERYTHING, Common
 from pdstage.plan import TOKEN_MAJOR, Select, Stagings, selects, shares, tokens_of
+from pdstage.plan.cost import CostModel
+from pdstage.plan.ownership import EVERYTHING, Common
+from pdstage.plan.spans import DirectPlan, coalesce
+from pdstage.plan.tables import Index, Table
 from pdstage.probe import LayerProbe, prove_layout
 from pdstage.protocol.destinations import clip, split
-from pdstage.spans import DirectPlan, coalesce
 from pdstage.stager import Stager
-from pdstage.tables import Index, Table
 from pdstage.tensors import build, paged_nhd
-from pdstage.topology import Axis
 
 from .harness import Row, interleaved
 from .shapes import SLOTS, Array, Block, Model, place

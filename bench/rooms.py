@@ -19,10 +19,10 @@ import numpy as np
 
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.zmq import ControlSocket
+from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.state import State
 from pdstage.tools.watch.option import VARIABLE
-from pdstage.topology import Topology
 
 from .harness import Row, interleaved
 from .ranks import Actor, Rank, Shape, expose, observers

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import shard_axis
 from pdstage.plan import Rect, Select, Staging, selects, shares, tokens_of
-from pdstage.topology import shard_axis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

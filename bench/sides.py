@@ -19,10 +19,10 @@ from pdstage import environment
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Axis, Topology, shard_range
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
 from pdstage.protocol.state import State
-from pdstage.topology import Axis, Topology, shard_range
 from pdstage.transport import available
 
 from .ranks import Actor, Rank, expose, observers

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from pdstage.control.bootstrap import BootstrapServer
+from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
 from pdstage.protocol.state import State
-from pdstage.topology import Topology
 
 from .harness import Row
 from .ranks import Actor, Rank, Shape, expose, observers

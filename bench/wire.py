@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Axis
 from pdstage.manager.items import check
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.topology import Axis
 
 from .harness import Row, interleaved
 

@@ -275,7 +275,7 @@ void copy_spans(const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
 
 PYBIND11_MODULE(_native, module) {
     module.doc() =
-        "Host kernels of pdstage in C++; pdstage.kernels, pdstage.spans and pdstage.transport are the faces to use.";
+        "Host kernels of pdstage in C++; pdstage.kernels, pdstage.plan.spans and pdstage.transport are the faces to use.";
 
     py::class_<pdstage::CopyPlan>(module, "CopyPlan", "Gather and scatter between affine views and staging.")
         .def(py::init(&make_copy_plan), py::arg("views"), py::arg("components"), py::arg("head_major"),

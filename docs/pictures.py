@@ -3,7 +3,7 @@
     python docs/pictures.py
 
 The room's messages are those of the recorded session in tests/protocol/golden, its states are the table of
-`pdstage.protocol.room`, lanes are run by `pdstage.ring.Lane`, shards are cut by
+`pdstage.protocol.room`, lanes are run by `pdstage.protocol.lane.Lane`, shards are cut by
 `pdstage.plan`, and layers are what tests/test_architecture.py holds every import to. `tests/docs/test_generated.py`
 fails while a picture is stale.
 """
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from pdstage.layout.topology import shard_range  # noqa: E402
 from pdstage.plan import shard_overlap  # noqa: E402
+from pdstage.protocol.lane import ALIGNMENT, Lane  # noqa: E402
 from pdstage.protocol.state import ROOM, State  # noqa: E402
-from pdstage.ring import ALIGNMENT, Lane  # noqa: E402
-from pdstage.topology import shard_range  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

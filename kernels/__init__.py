@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..plan import Staging
-from ..tables import Index, integers
+from ..plan.tables import Index, integers
 from . import reference
 from .buffers import Buffers, geometry_of, layout_of
 from .pool import Plan, Pool, backends, choose

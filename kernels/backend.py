@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..convert import Coding
     from ..layout import Key, Layout
     from ..plan import Select, Tokens
-    from ..tables import Index
+    from ..plan.convert import Coding
+    from ..plan.tables import Index
     from .index_ring import Runtime
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from ..errors import UsageError
 from ..layout import Key, Layout, Region, RowLevel, View
+from ..layout.topology import Axis
 from ..plan import TOKEN_MAJOR, Select, Staging
-from ..tables import FAULT_TOO_SMALL, Index, Table
-from ..topology import Axis
+from ..plan.tables import FAULT_TOO_SMALL, Index, Table
 from .pool import Plan, Pool
 
 if TYPE_CHECKING:

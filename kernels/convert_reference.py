@@ -10,8 +10,8 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..convert import BLOCK, DATA, SCALE, TENSOR, TOKEN_HEAD, feeding
 from ..plan import Staging
+from ..plan.convert import BLOCK, DATA, SCALE, TENSOR, TOKEN_HEAD, feeding
 from . import reference
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..convert import Encoding
     from ..plan import Tokens
-    from ..tables import Index
+    from ..plan.convert import Encoding
+    from ..plan.tables import Index
     from .backend import Launch, Recipe
 
 LARGEST = 448.0

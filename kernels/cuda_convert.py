@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..convert import DATA, SCALE, TOKEN_HEAD, feeding
 from ..errors import UsageError
 from ..plan import Staging
-from ..tables import FAULT_TOO_SMALL
+from ..plan.convert import DATA, SCALE, TOKEN_HEAD, feeding
+from ..plan.tables import FAULT_TOO_SMALL
 from . import cuda_copy
 from .cuda_copy import CTAS_PER_SM, FROM_STAGING, LANES, TO_STAGING, Call, CudaPlan, Fitted, Part, Tables
 from .cuda_tables import UNIT, access_of, pack_groups, pack_views
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..convert import Coding
     from ..plan import Tokens
-    from ..tables import Index
+    from ..plan.convert import Coding
+    from ..plan.tables import Index
     from .backend import Compiled, Launch, Recipe
     from .cuda_copy import Machine, Sizes
     from .device import Group

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..errors import UsageError
-from ..tables import ComponentArgs
+from ..plan.tables import ComponentArgs
 from .cuda_tables import (
     EXTENT_NBYTES,
     LISTED_LARGE,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ..plan import Tokens
-    from ..tables import Index, Int64s
+    from ..plan.tables import Index, Int64s
     from .arena import Arena, Table
     from .backend import Compiled, Launch, Recipe
     from .cupy_runtime import Bulk, Kernel

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..tables import ComponentArgs, Int64s
+    from ..plan.tables import ComponentArgs, Int64s
     from .device import Group
 
 UNIT = 16

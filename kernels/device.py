@@ -17,7 +17,16 @@ import numpy as np
 
 from ..errors import UsageError
 from ..plan import HEAD_MAJOR, VIEW_ALIGNMENT
-from ..tables import FAULT_FIRST_TOKEN, FAULT_RANGE, FAULT_TOO_FEW, FAULT_TOO_SMALL, ComponentArgs, Row, Table, integers
+from ..plan.tables import (
+    FAULT_FIRST_TOKEN,
+    FAULT_RANGE,
+    FAULT_TOO_FEW,
+    FAULT_TOO_SMALL,
+    ComponentArgs,
+    Row,
+    Table,
+    integers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..plan import Tokens
-    from ..tables import Index, Int64s
+    from ..plan.tables import Index, Int64s
     from .backend import Recipe
 
 ALIGNMENT = 16

@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import PdstageError, TransportError
 
 if TYPE_CHECKING:
-    from ..spans import Spans
+    from ..plan.spans import Spans
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 # CUpointer_attribute

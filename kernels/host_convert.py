@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import native
-from ..convert import DATA, INLINE, MX, SCALE, TENSOR, TOKEN_HEAD, feeding
-from ..tables import Table
+from ..plan.convert import DATA, INLINE, MX, SCALE, TENSOR, TOKEN_HEAD, feeding
+from ..plan.tables import Table
 from .host_copy import NativePlan
 
 if TYPE_CHECKING:
-    from ..convert import Coding
+    from ..plan.convert import Coding
     from .backend import Recipe
 
 # Numbered as Kind and Holds in csrc/host/convert.hpp.

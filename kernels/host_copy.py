@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import native
 from ..plan import HEAD_MAJOR, VIEW_ALIGNMENT
-from ..tables import FAULT_TOO_SMALL, ComponentArgs, Row, Table, memory, row_addresses, rows_touched
+from ..plan.tables import FAULT_TOO_SMALL, ComponentArgs, Row, Table, memory, row_addresses, rows_touched
 from .checksum import checksum
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..plan import Tokens
-    from ..tables import Index, Int64s
+    from ..plan.tables import Index, Int64s
     from .backend import Compiled, Launch, Recipe
 
 

@@ -7,10 +7,10 @@ import weakref
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from ..convert import codings
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import HEAD_MAJOR, TOKEN_MAJOR, Staging
+from ..plan.convert import codings
 from . import (
     convert_reference,
     cuda_convert,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ..layout import Region, View
     from ..plan import Select, Tokens
-    from ..tables import Index
+    from ..plan.tables import Index
     from .backend import Backend, Compiled, Converting
     from .index_ring import Runtime
 

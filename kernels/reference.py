@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..plan import TOKEN_MAJOR, VIEW_ALIGNMENT, Staging
-from ..tables import FAULT_TOO_SMALL, Table, integers, memory
+from ..plan.tables import FAULT_TOO_SMALL, Table, integers, memory
 from .checksum import checksum
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..layout import Layout, View
     from ..plan import Select, Tokens
-    from ..tables import Index, Row
+    from ..plan.tables import Index, Row
     from .backend import Compiled, Launch, Recipe
 
 

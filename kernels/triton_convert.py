@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..convert import SCALE, feeding
 from ..errors import UsageError
 from ..plan import Staging, rows_of
-from ..tables import FAULT_TOO_SMALL, integers
+from ..plan.convert import SCALE, feeding
+from ..plan.tables import FAULT_TOO_SMALL, integers
 from . import triton_copy
 from .device import DeviceTable, check_aligned
 from .host_convert import COPY, HOLDS, KINDS
@@ -27,9 +27,9 @@ from .triton_device import ConvertVariant, SumVariant, device_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ..convert import Coding
     from ..plan import Tokens
-    from ..tables import ComponentArgs, Index, Row
+    from ..plan.convert import Coding
+    from ..plan.tables import ComponentArgs, Index, Row
     from .backend import Compiled, Launch, Recipe
     from .triton_device import Device, Held
 

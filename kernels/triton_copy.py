@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..plan import VIEW_ALIGNMENT
-from ..tables import integers
+from ..plan.tables import integers
 from .device import DeviceTable, rows
 from .triton_device import Variant, device_of, interpreted
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..plan import Tokens
-    from ..tables import ComponentArgs, Index
+    from ..plan.tables import ComponentArgs, Index
     from .backend import Compiled, Launch, Recipe
     from .device import Group
     from .index_ring import Runtime

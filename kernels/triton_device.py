@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..tables import Int64s
+    from ..plan.tables import Int64s
     from .index_ring import Runtime, Slot
 
 # The largest block; with that many threads ptxas limits itself to 64 registers.

@@ -6,26 +6,18 @@ pieces of a request into contiguous staging memory, one write carries them, and 
 To use it, read `manager`: `PrefillNode` and `DecodeNode` are what an engine holds. To understand it, read on in this
 order:
 
-    topology, layout           where an engine keeps a request's state, and which shards of it a rank holds
-    tensors                    layouts from tensors: arrays, kv_shapes, state_shapes, addressed
-    states, items              the kinds of state besides the KV cache, and which items of each a room names
-    plan, ownership            who sends which bytes to whom, in staged order
-    token_slices               the same where ranks hold different tokens: context parallelism on either side
-    convert                    what is staged between bf16 on one side and fp8 on the other
-    tables, spans              what the kernels and the direct path are called with
-    cost                       which of the two paths a chunk takes
-    kernels                    gather and scatter; kernels/reference.py is the definition of correct
-    ring                       one lane of staging memory: leases in order, and the watermark behind which all is free
-    protocol                   the two cores, without sockets or clock; its docstring gives the reading order
-    transport, control         NIXL, Mooncake, MORI and shared memory; sockets and directories
-    stager                     staging memory and the kernels' queue
-    columns, metadata          a request's aux row: first token and so on, and the memory that holds it
-    manager                    the nodes: threads, the clock and the lock
-    integrations, probe        vLLM's and SGLang's sides; a check of a layout against the engine's own code
-    tools, cli                 the commands: demo, doctor, calibrate, watch, trace, judge
+    layout, tensors     where an engine keeps a request's state, and which shards of it a rank holds
+    plan                who sends which bytes to whom, and how they are staged
+    kernels             gather and scatter; kernels/reference.py is the definition of correct
+    protocol            the two cores, without sockets or clock; its docstring gives the reading order
+    transport, control  NIXL, Mooncake, MORI and shared memory; sockets and directories
+    stager              staging memory and the kernels' queue
+    columns, metadata   a request's aux row: first token and so on, and the memory that holds it
+    manager             the nodes: threads, the clock and the lock
+    integrations        vLLM's and SGLang's sides; `probe` checks a layout against the engine's own code
+    tools, cli          the commands: demo, doctor, calibrate, watch, trace, judge
 
-Used throughout: errors, arguments, environment, native, shared, metrics, log_limit. Old names until the next release:
-renamed, trace, watch.
+Used throughout: errors, arguments, environment, native, shared, metrics, log_limit, probe, renamed.
 
 Importing this package imports neither torch nor zmq nor a transport: each comes with the first node that needs it.
 """
@@ -39,8 +31,9 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Component, Key, Layout, Region, RowLevel, TokenShard, View
-from pdstage.states import StateType
-from pdstage.topology import Axis, Topology
+from pdstage.layout.states import StateType
+from pdstage.layout.topology import Axis, Topology
+from pdstage.renamed import find_old_modules
 
 if TYPE_CHECKING:
     from pdstage.columns import Column
@@ -53,6 +46,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+find_old_modules()
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application chooses what to show
 
 __all__ = [

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pdstage.kernels import Index, Plan
     from pdstage.kernels.index_ring import Runtime
     from pdstage.plan import Rect, Select, Share, Tokens
-    from pdstage.token_slices import Cut
+    from pdstage.plan.token_slices import Cut
 
     _Plans: TypeAlias = tuple[tuple[int, Plan], ...]
     _Copy: TypeAlias = Callable[[Plan, int, Mapping[str, Index], int | None, int], None]

@@ -35,8 +35,8 @@ This module only re-exports names of `arrays`, `kv_shapes` and `state_shapes`.
 
 from __future__ import annotations
 
-from pdstage.arrays import Naming, Part, TensorLike, Tensors, build
-from pdstage.kv_shapes import (
+from pdstage.layout.arrays import Naming, Part, TensorLike, Tensors, build
+from pdstage.layout.kv_shapes import (
     Field,
     block_pages,
     deepseek_v4_latent,
@@ -50,7 +50,7 @@ from pdstage.kv_shapes import (
     vllm_blocks,
     vllm_cpu_blocks,
 )
-from pdstage.state_shapes import (
+from pdstage.layout.state_shapes import (
     Ring,
     Section,
     mamba_conv,

@@ -10,10 +10,10 @@ import torch
 from hypothesis import strategies as st
 from pools import Logical, Stored, hold, indexes, ranges, storages
 
-from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
 from pdstage.layout import Key, Layout
 from pdstage.plan import Select
-from pdstage.tables import Index
+from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
+from pdstage.plan.tables import Index
 
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 INLINE = [fp8_tensor(0.1), fp8_tensor(0.1, "bf16"), fp8_token_head(), mxfp8("floor"), mxfp8("ceil")]

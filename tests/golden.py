@@ -17,11 +17,11 @@ import msgspec
 
 from pdstage.columns import Placed
 from pdstage.layout import Key, Layout, Region, RowLevel, TokenShard, View
+from pdstage.layout.topology import Axis, Topology
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.wire import OLDEST, VERSION
-from pdstage.topology import Axis, Topology
 
 FOLDER = Path(__file__).parent / "protocol" / "golden"
 SESSION = m.SessionId(0x0102030405060708, 0x1112131415161718)

@@ -20,6 +20,7 @@ import numpy as np
 from pdstage.columns import Column, Columns
 from pdstage.errors import TransportError
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Topology, shard_axis
 from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol import state, wire
@@ -34,7 +35,6 @@ from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import NO_ROWS, OwnRows, Room, room_key
 from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Renew, Send, Session
 from pdstage.protocol.state import State, WriterPhase
-from pdstage.topology import Topology, shard_axis
 
 state.strict = True
 _space = itertools.count(1)

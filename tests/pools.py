@@ -13,9 +13,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Axis
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
-from pdstage.tables import Index
-from pdstage.topology import Axis
+from pdstage.plan.tables import Index
 
 DIMS = ("item", "block", "row", "role", "shard", "seg")
 NHD = ("role", "item", "block", "row", "shard", "seg")

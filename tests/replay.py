@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pdstage.layout.topology import Topology
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
@@ -27,7 +28,6 @@ from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import room_key
 from pdstage.protocol.session import Send
 from pdstage.protocol.wire import VERSION
-from pdstage.topology import Topology
 from tests.golden import FOLDER
 from tests.pair import Memory, make_layout
 

@@ -18,7 +18,7 @@ from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Layout
 from pdstage.plan import TOKEN_MAJOR, Select
-from pdstage.tables import Index
+from pdstage.plan.tables import Index
 
 
 @dataclass

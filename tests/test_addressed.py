@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdstage.addressed import Buffers, Paging, StateComponents, append_state_component, kv_pages
 from pdstage.errors import UsageError
+from pdstage.layout.addresses import Buffers, Paging, StateComponents, append_state_component, kv_pages
+from pdstage.layout.topology import REPLICATED, Axis, shard_axis
 from pdstage.tensors import build, mla, sglang_mha
-from pdstage.topology import REPLICATED, Axis, shard_axis
 
 PAGE, PAGES, HEADS, DIM = 16, 8, 4, 32
 

@@ -24,37 +24,18 @@ LAYERS = {
         "errors",
         "arguments",
         "renamed",
-        "topology",
         "layout",
-        "states",
-        "arrays",
-        "kv_shapes",
-        "state_shapes",
-        "addressed",
         "tensors",
-        "items",
         "native",
         "shared",
     ],
-    1: [
-        "ownership",
-        "plan",
-        "convert",
-        "ring",
-        "cost",
-        "metrics",
-        "spans",
-        "tables",
-        "token_slices",
-        "columns",
-        "log_limit",
-    ],
+    1: ["plan", "metrics", "columns", "log_limit"],
     2: ["protocol"],
     3: ["kernels"],
     4: ["stager", "probe", "metadata", "control", "transport"],
     5: ["manager"],
     6: ["integrations"],
-    7: ["tools", "bench", "cli", "__main__", "trace", "watch"],
+    7: ["tools", "bench", "cli", "__main__"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where each folder of the checkout is installed.
@@ -135,7 +116,7 @@ def problem(found: Import) -> str:
         return f"{said}, which installs as pdstage.{top}"
     if top in DOORS and part not in DOORS[top] and own < 6 and not found.guarded:
         return f"{said}, which stays behind {sorted(DOORS[top])}"
-    if own in PURE and top in IMPURE and not found.guarded and part != "arrays":
+    if own in PURE and top in IMPURE and not found.guarded and found.module != "pdstage.layout.arrays":
         return f"{said}, but layer {own} is pure"
     if top != "pdstage" or own is None:
         return ""
@@ -264,7 +245,7 @@ def test_importing_pdstage_is_light() -> None:
     assert not done.stdout.strip(), f"import pdstage pulls in {done.stdout.strip()}"
 
 
-@pytest.mark.parametrize("module", ["errors", "topology", "layout", "plan", "ring", "metrics", "protocol", "native"])
+@pytest.mark.parametrize("module", ["errors", "layout", "plan", "metrics", "protocol", "native"])
 def test_pure_modules_import_light(module: str) -> None:
     if not ((ROOT / "pdstage" / f"{module}.py").exists() or (ROOT / "pdstage" / module / "__init__.py").exists()):
         pytest.skip(f"no pdstage.{module}")
@@ -287,10 +268,10 @@ def test_the_reading_list_names_every_module() -> None:
     assert not absent, f"no such modules: {sorted(absent)}"
 
 
-@pytest.mark.parametrize("package", ["protocol", "manager", "transport"])
+@pytest.mark.parametrize("package", ["layout", "plan", "protocol", "manager", "transport"])
 def test_the_reading_order_names_every_module(package: str) -> None:
     folder = ROOT / "pdstage" / package
-    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()), clean=False) or ""
     listed = {name for line in re.findall(r"^ {4,}(\w+(?:, \w+)*) ", doc, re.MULTILINE) for name in line.split(", ")}
     present = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     missing = present - listed - set(re.findall(r"`(\w+)`", doc))
@@ -316,8 +297,8 @@ def test_sizes_are_reported() -> None:
 
 # The rules themselves, on a tree made to break each one.
 BROKEN = {
-    "pdstage/layout.py": ("from pdstage.plan import Chunk", "up to layer 1"),
-    "pdstage/plan.py": ("import time", "is pure"),
+    "pdstage/layout/views.py": ("from pdstage.plan import Chunk", "up to layer 1"),
+    "pdstage/plan/cost.py": ("import time", "is pure"),
     "pdstage/protocol/room.py": ("def f():\n    from ..manager import Node", "up to layer 5"),
     "pdstage/stager.py": ("from pdstage.control import zmq", "never import each other"),
     "pdstage/control/a.py": ("from pdstage import transport", "never import each other"),
@@ -328,7 +309,7 @@ BROKEN = {
     "kernels/host_copy.py": ("from ..stager import Stager", "up to layer 4"),
 }
 ALLOWED = {
-    "pdstage/plan.py": "from __future__ import annotations\nfrom pdstage.layout import View\nfrom . import errors",
+    "pdstage/plan/cost.py": "from __future__ import annotations\nfrom pdstage.layout import Key\nfrom .. import errors",
     "pdstage/transport/nixl.py": "import nixl\nfrom .base import Trait\nfrom pdstage.plan import Chunk",
     "pdstage/protocol/room.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
     "pdstage/tools/demo/rank.py": "from pdstage import DecodeNode, Topology",

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdstage.cost import CostModel
 from pdstage.errors import UsageError
+from pdstage.plan.cost import CostModel
 
 LINEAR = CostModel.linear(bytes_per_s=4e9, descriptor_s=1e-6, post_s=10e-6)
 COST = replace(

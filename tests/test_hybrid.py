@@ -12,12 +12,12 @@ import torch
 from emulator import sglang
 from test_states import KINDS, TPS, Kind, Told, check, slots
 
-from pdstage.addressed import Paging, StateComponents, append_state_component, setup_state_components
 from pdstage.errors import UsageError
-from pdstage.items import Items, prefix_items, ring_items, slot_items, window_items
 from pdstage.layout import Key, Layout
+from pdstage.layout.addresses import Paging, StateComponents, append_state_component, setup_state_components
+from pdstage.layout.items import Items, prefix_items, ring_items, slot_items, window_items
+from pdstage.layout.states import StateType, canonical, kind_of, registered
 from pdstage.manager import items as checking
-from pdstage.states import StateType, canonical, kind_of, registered
 from pdstage.tensors import (
     Field,
     Ring,

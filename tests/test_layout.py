@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdstage.errors import UsageError
 from pdstage.layout import Component, Key, Layout, Region, RowLevel, View, check_inside, mismatch
-from pdstage.topology import Axis
+from pdstage.layout.topology import Axis
 
 
 def view(component="kv", role="k", layer=0, **changes):

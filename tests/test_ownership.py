@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pdstage import Topology
 from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
-from pdstage.ownership import EVERYTHING, Common, CommonTokens, meets
+from pdstage.layout.topology import shard_axis
 from pdstage.plan import Rect, shares
-from pdstage.topology import shard_axis
+from pdstage.plan.ownership import EVERYTHING, Common, CommonTokens, meets
 from tests.owners import all_ranks, every_way, held, holds, ways, with_owned
 
 N = 600

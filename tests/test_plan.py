@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.convert import mxfp8
 from pdstage.errors import UsageError
 from pdstage.layout import Key, Layout, Region, RowLevel, View
-from pdstage.ownership import EVERYTHING
+from pdstage.layout.topology import REPLICATED, Axis, shard_axis, shard_range
 from pdstage.plan import (
     HEAD_MAJOR,
     TOKEN_MAJOR,
@@ -30,8 +29,9 @@ from pdstage.plan import (
     tokens_of,
     wire_order,
 )
+from pdstage.plan.convert import mxfp8
+from pdstage.plan.ownership import EVERYTHING
 from pdstage.protocol.destinations import split
-from pdstage.topology import REPLICATED, Axis, shard_axis, shard_range
 
 SIZES = range(1, 17)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdstage.errors import UsageError
-from pdstage.ring import ALIGNMENT, Lane
+from pdstage.protocol.lane import ALIGNMENT, Lane
 
 B = ALIGNMENT
 

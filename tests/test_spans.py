@@ -27,8 +27,8 @@ from rigs import HOST_CODES, host_code, without_native
 from pdstage.errors import UsageError
 from pdstage.layout import Layout
 from pdstage.plan import Select
-from pdstage.spans import DirectPlan, Spans, coalesce, split
-from pdstage.tables import Index
+from pdstage.plan.spans import DirectPlan, Spans, coalesce, split
+from pdstage.plan.tables import Index
 
 ITEM_LISTS = st.lists(
     st.tuples(st.sampled_from([1, 1, 1, 0, -1, 2, 7]), st.sampled_from([1, 1, 1, 0, -1, 2])), max_size=60

@@ -15,8 +15,8 @@ from pdstage.errors import UsageError
 from pdstage.kernels import Plan, Pool
 from pdstage.layout import Region
 from pdstage.plan import TOKEN_MAJOR, Rect, Share
+from pdstage.plan.tables import Index
 from pdstage.stager import ALIGNMENT, Memory, Stager
-from pdstage.tables import Index
 from tests.pools import Logical, Stored, hold
 
 TOKENS = 6

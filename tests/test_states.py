@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from emulator import sglang, vllm
 
-from pdstage.addressed import Paging, setup_state_components
-from pdstage.items import prefix_items, ring_items, slot_items, window_items
 from pdstage.kernels import Pool
+from pdstage.layout.addresses import Paging, setup_state_components
+from pdstage.layout.items import prefix_items, ring_items, slot_items, window_items
 from pdstage.plan import Rect, selects, shares, wire_order
-from pdstage.tables import Index
+from pdstage.plan.tables import Index
 from pdstage.tensors import (
     Ring,
     Section,

@@ -222,6 +222,24 @@ def test_modules_of_the_tools_are_one_under_both_names(old, module, name):
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
 
 
+OLD_MODULES = [("topology", "layout.topology"), ("items", "layout.items"), ("addressed", "layout.addresses")]
+OLD_MODULES += [("convert", "plan.convert"), ("cost", "plan.cost"), ("ring", "protocol.lane")]
+
+
+@pytest.mark.parametrize(("old", "now"), OLD_MODULES)
+def test_old_names_of_modules_warn(old, now):
+    code = (
+        "import importlib, warnings\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        f"    then = importlib.import_module('pdstage.{old}')\n"
+        f"assert then is importlib.import_module('pdstage.{now}') and then.__spec__.name == 'pdstage.{now}'\n"
+        "print(*(one.message for one in said if one.category is DeprecationWarning))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert f"pdstage.{old} is pdstage.{now} now" in done.stdout
+
+
 @pytest.mark.parametrize("module", [pdstage, pdstage.layout])
 @pytest.mark.parametrize(("old", "now"), [("Owned", "TokenShard"), ("Row", "RowLevel")])
 def test_old_names_of_a_layout_warn(module, old, now):

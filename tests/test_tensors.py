@@ -14,10 +14,10 @@ import torch
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Key, RowLevel
+from pdstage.layout.topology import REPLICATED, shard_axis, shard_range
 from pdstage.plan import Select
-from pdstage.tables import Index
+from pdstage.plan.tables import Index
 from pdstage.tensors import build, mla, paged_hnd, paged_nhd, sglang_mha, vllm_blocks, vllm_cpu_blocks
-from pdstage.topology import REPLICATED, shard_axis, shard_range
 
 PAGES, PAGE, HEADS, DIM = 5, 4, 3, 8
 WHOLE = {"total_heads": 12, "tp": (4, 1)}  # three heads a rank

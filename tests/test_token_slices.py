@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
-from pdstage.ownership import Common
+from pdstage.layout.topology import Axis, shard_range
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Rect, Select, Stagings, selects, shares
-from pdstage.spans import Index
+from pdstage.plan.ownership import Common
+from pdstage.plan.spans import Index
+from pdstage.plan.tables import memory
+from pdstage.plan.token_slices import DirectPlans, Pair, tokens_problem
 from pdstage.stager import Stager
-from pdstage.tables import memory
-from pdstage.token_slices import DirectPlans, Pair, tokens_problem
-from pdstage.topology import Axis, shard_range
 from tests.owners import all_ranks, items_for, place_of, ways, with_owned
 from tests.pools import GUARD, Held, Logical, Stored, hold, orders
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from pdstage.errors import UsageError
-from pdstage.topology import Axis, Topology, shard_axis, shard_range
+from pdstage.layout.topology import Axis, Topology, shard_axis, shard_range
 
 SIZES = range(1, 17)
 

@@ -15,7 +15,7 @@ pytest.importorskip("msgspec")
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
 from pdstage.layout import Region
-from pdstage.spans import Spans
+from pdstage.plan.spans import Spans
 from pdstage.transport import nixl
 from pdstage.transport._nixl_agent import descriptors
 

@@ -1,4 +1,4 @@
-// One cell from bf16 to fp8 e4m3 and back, in the formats that pdstage/convert.py names and docs/convert.md defines.
+// One cell from bf16 to fp8 e4m3 and back, in the formats that pdstage/plan/convert.py names and docs/convert.md defines.
 //
 // Plain arithmetic on integers and correctly rounded float32 operations, so that every processor gives the same bits;
 // loops are written for the compiler to vectorise. Must not know views, plans or Python.

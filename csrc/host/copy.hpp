@@ -1,4 +1,4 @@
-// Gather and scatter between affine views and dense staging, in the staged order of pdstage/plan.py.
+// Gather and scatter between affine views and dense staging, in the staged order of pdstage/plan/staging.py.
 //
 // A view's item is a list of runs, the offsets of which are worked out once a plan with adjacent dimensions collapsed,
 // so that the innermost copy is as long as the strides allow. A call then walks items x runs. Every index is checked

@@ -1,6 +1,6 @@
 // Affine views of registered memory, the items a call names, and the checks every call passes before a byte moves.
 //
-// The columns of View are those of pdstage/tables.py, in its order. Row r of an item lies at
+// The columns of View are those of pdstage/plan/tables.py, in its order. Row r of an item lies at
 // (r / outer_rows) * outer_stride + (r % outer_rows) * inner_stride. Must not know Python.
 #pragma once
 
@@ -54,7 +54,7 @@ struct Part {
     std::int64_t stop;
 };
 
-// Numbered as in pdstage/tables.py, which has the words.
+// Numbered as in pdstage/plan/tables.py, which has the words.
 enum class Fault : int { kNone, kRange, kFirstToken, kTooFew, kItem, kRepeated, kTooSmall };
 
 struct Verdict {

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from pdstage.errors import PeerError, UsageError
-from pdstage.topology import Topology  # noqa: TC001  (msgspec resolves the annotation at run time)
+from pdstage.layout.topology import Topology  # noqa: TC001  (msgspec resolves the annotation at run time)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

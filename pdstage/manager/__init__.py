@@ -19,7 +19,7 @@ The only place with threads, the clock and the lock. Read on in this order:
     nvtx                 the same, for a profiler
 """
 
-from pdstage.items import Items
+from pdstage.layout.items import Items
 from pdstage.manager.decode import DecodeNode, Receiver
 from pdstage.manager.prefill import PrefillNode, Sender
 

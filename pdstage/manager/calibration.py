@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from pdstage import arguments, environment
-from pdstage.cost import CostModel
 from pdstage.errors import UsageError
+from pdstage.plan.cost import CostModel
 
 if TYPE_CHECKING:
     import os

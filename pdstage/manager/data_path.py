@@ -14,23 +14,23 @@ from pdstage.manager.effects import Gathers
 from pdstage.manager.items import indexes
 from pdstage.manager.sessions import label
 from pdstage.plan import layers_of, selects
+from pdstage.plan.spans import Index, split
+from pdstage.plan.token_slices import DirectPlans
 from pdstage.protocol.destinations import clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.session import Attach, Detach
-from pdstage.spans import Index, split
 from pdstage.stager import Passes
-from pdstage.token_slices import DirectPlans
 from pdstage.transport import Mapped, PostFailed, Spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pdstage.cost import CostModel
     from pdstage.manager.effects import Carried
     from pdstage.manager.observer import Observation
     from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
     from pdstage.plan import Rect
+    from pdstage.plan.cost import CostModel
     from pdstage.protocol.destinations import Chunk, Destination
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied, Stager

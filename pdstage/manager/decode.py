@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
+    from pdstage.layout.topology import Topology
     from pdstage.manager.effects import Carried
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
-    from pdstage.topology import Topology
 
 
 class Bound:

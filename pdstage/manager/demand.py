@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdstage.manager.items import Checked, rects_of
+from pdstage.plan.spans import Index
 from pdstage.protocol.state import ChunkPhase
-from pdstage.spans import Index
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -11,11 +11,11 @@ import numpy as np
 
 from pdstage.arguments import integer, pair, shown, text
 from pdstage.errors import UsageError
-from pdstage.items import Items
 from pdstage.kernels import Index
-from pdstage.ownership import CommonTokens
+from pdstage.layout.items import Items
+from pdstage.layout.states import canonical
 from pdstage.plan import Rect
-from pdstage.states import canonical
+from pdstage.plan.ownership import CommonTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

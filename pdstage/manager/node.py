@@ -19,6 +19,7 @@ from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket, check_descriptors
 from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import Pool
+from pdstage.layout.topology import Topology
 from pdstage.manager import status
 from pdstage.manager.aio import until
 from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
@@ -33,7 +34,6 @@ from pdstage.manager.status import Status
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Memory, Stager
-from pdstage.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

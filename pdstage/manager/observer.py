@@ -23,13 +23,13 @@ from pdstage.protocol.state import State
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pdstage.layout.topology import Topology
     from pdstage.manager.handle import Handle
     from pdstage.protocol.destinations import Chunk
     from pdstage.protocol.messages import SessionId
     from pdstage.protocol.room import RoomId
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
-    from pdstage.topology import Topology
     from pdstage.transport import Done, Inbound, PostFailed
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar, assert_never
 from pdstage import arguments
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
-from pdstage.cost import CostModel
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
+from pdstage.layout.states import canonical
 from pdstage.manager import demand
 from pdstage.manager.calibration import costs
 from pdstage.manager.data_path import DataPath
@@ -24,13 +24,13 @@ from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions, check_path
 from pdstage.manager.sessions import label, place
 from pdstage.manager.status import Status, by_state
 from pdstage.metadata import AuxRow
+from pdstage.plan.cost import CostModel
 from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.wire import VERSION
 from pdstage.stager import DEFAULT_MAX_SMS
-from pdstage.states import canonical
 from pdstage.transport import Done, Inbound, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
+    from pdstage.layout.topology import Topology
     from pdstage.manager.effects import Carried
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from pdstage.protocol.destinations import PrefillRoom
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
-    from pdstage.topology import Topology
 
 
 _CARRIED_S = 1e-3

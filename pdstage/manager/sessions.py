@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from pdstage.errors import PdstageError
 from pdstage.log_limit import LogLimit
-from pdstage.token_slices import Pair
+from pdstage.plan.token_slices import Pair
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
+    from pdstage.layout.topology import Topology
     from pdstage.manager.role import Role
+    from pdstage.plan.token_slices import DirectPlans
     from pdstage.protocol.session import Session
     from pdstage.stager import Passes
-    from pdstage.token_slices import DirectPlans
-    from pdstage.topology import Topology
 
 log = logging.getLogger(__name__)
 

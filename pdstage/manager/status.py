@@ -12,10 +12,10 @@ from pdstage.protocol.state import LeasePhase, State
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pdstage.layout.topology import Topology
     from pdstage.manager.handle import Handle
     from pdstage.protocol.leases import Lease
     from pdstage.protocol.room import RoomId
-    from pdstage.topology import Topology
 
 
 class LaneStatus(NamedTuple):

@@ -11,6 +11,7 @@ Read in this order; all are modules of this folder:
         prefill_chunks              the chunks' way: lease, window, send buffer, gather, write
         prefill_rooms               how rooms begin, close, fail and drain; `pending_opens`: those not submitted yet
     decode                      the decode core, which has:
+        lane                        one lane of staging memory as a ring: leases in order, and the watermark
         leases                      which staging memory is lent to which chunk, and what writers are told of it
         decode_rooms                how rooms open, complete, fail and are released; `coverage`: what has arrived
         decode_chunks               the chunks' way: reserved, arrived, scattered, counted

@@ -15,18 +15,18 @@ import numpy as np
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Key, check_inside, mismatch
-from pdstage.ownership import CommonTokens
+from pdstage.plan.ownership import CommonTokens
+from pdstage.plan.token_slices import tokens_problem
 from pdstage.protocol.session import PeerWarning
-from pdstage.token_slices import tokens_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pdstage.layout import Component, Layout, Region, View
+    from pdstage.layout.topology import Topology
     from pdstage.plan import Share
     from pdstage.protocol import messages as m
     from pdstage.protocol.session import Endpoint, Session
-    from pdstage.topology import Topology
 
     Held: TypeAlias = dict[str, dict[str, set[int]]]
 

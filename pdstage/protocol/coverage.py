@@ -9,13 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from pdstage.ownership import EVERYTHING
+from pdstage.plan.ownership import EVERYTHING
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
-    from pdstage.ownership import Common, CommonTokens
     from pdstage.plan import Rect, Share
+    from pdstage.plan.ownership import Common, CommonTokens
     from pdstage.protocol.messages import Asked
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
+    from pdstage.layout.topology import Topology
     from pdstage.protocol.config import Config
-    from pdstage.topology import Topology
 
 DecodeEffect: TypeAlias = CoreEffect | Scatter
 """What the decode core asks of its driver."""

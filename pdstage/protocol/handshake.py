@@ -15,11 +15,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pdstage import columns, convert
-from pdstage.convert import StagedPair
+from pdstage import columns
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
-from pdstage.ownership import Common
-from pdstage.plan import Stagings
+from pdstage.plan import Stagings, convert
+from pdstage.plan.convert import StagedPair
+from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import incompatible, layout_problem, other_model

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
+from pdstage.protocol.lane import GRANTED, Lane
 from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
-from pdstage.ring import GRANTED, Lane
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator

@@ -15,8 +15,8 @@ from msgspec import Meta
 from pdstage.arguments import sayable
 from pdstage.columns import MAX_COLUMNS, MAX_ROW_NBYTES, Placed
 from pdstage.layout import Layout  # noqa: TC001  (msgspec resolves these at run time)
+from pdstage.layout.topology import Topology  # noqa: TC001
 from pdstage.plan import Rect, Share
-from pdstage.topology import Topology  # noqa: TC001
 
 MAX_RECTS = 64
 MAX_TAG_NBYTES = 56 + MAX_RECTS * 26

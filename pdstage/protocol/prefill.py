@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
+    from pdstage.layout.topology import Topology
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
-    from pdstage.topology import Topology
 
 PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
 """What the prefill core asks of its driver."""

@@ -419,8 +419,7 @@ class ChunkSender:
         self.endpoint.repeat(("reserve", chunk), now)
 
     def _go_direct(self, chunk: Chunk, now: float) -> None:
-        """The chunk goes direct and returns its lease. A lease that comes later is of an old attempt, and is returned.
-        """
+        """The chunk goes direct and returns its lease. One that comes later is of an old attempt, and is returned."""
         if chunk.phase is not ChunkPhase.RESERVING:
             destination = chunk.destination
             returned = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 from pdstage.columns import NOTHING
 from pdstage.errors import PeerError
 from pdstage.metrics import Counters
-from pdstage.ownership import EVERYTHING
+from pdstage.plan.ownership import EVERYTHING
 from pdstage.protocol import state as machines
 from pdstage.protocol.messages import (
     IDLE,
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from pdstage.columns import Shared
-    from pdstage.convert import StagedPair
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
-    from pdstage.ownership import Common
+    from pdstage.layout.topology import Topology
     from pdstage.plan import Share, Stagings
+    from pdstage.plan.convert import StagedPair
+    from pdstage.plan.ownership import Common
     from pdstage.protocol.config import Config
     from pdstage.protocol.messages import RowSpan
     from pdstage.protocol.room import Room
-    from pdstage.topology import Topology
 
 
 _MAX_SAID = 64

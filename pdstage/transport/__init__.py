@@ -32,8 +32,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
 from pdstage.errors import PdstageError, UsageError
+from pdstage.plan.spans import Spans
 from pdstage.renamed import old_names
-from pdstage.spans import Spans
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._backend import Backend, Description, Link, Post
 from pdstage.transport._faults import Faults, FaultyTransport

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from pdstage.layout import Region
-    from pdstage.spans import Spans
+    from pdstage.plan.spans import Spans
     from pdstage.transport.base import Mapped
 
 log = logging.getLogger(__name__)

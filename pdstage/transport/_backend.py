@@ -33,7 +33,7 @@ from pdstage.transport.base import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pdstage.spans import Spans
+    from pdstage.plan.spans import Spans
     from pdstage.transport._peer import Target
     from pdstage.transport.base import Place
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdstage.layout import Region
-    from pdstage.spans import Spans
+    from pdstage.plan.spans import Spans
     from pdstage.transport.base import Ranges
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from pdstage.kernels.driver import Cuda as Library
     from pdstage.kernels.virtual_memory import Calls
-    from pdstage.spans import Spans
+    from pdstage.plan.spans import Spans
 
 log = logging.getLogger(__name__)
 

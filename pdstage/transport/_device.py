@@ -25,7 +25,7 @@ from pdstage.transport.base import Mapped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pdstage.spans import Spans
+    from pdstage.plan.spans import Spans
     from pdstage.transport._cuda_ipc import Cuda, Mapping
     from pdstage.transport.base import Ints
 

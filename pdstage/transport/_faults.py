@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdstage.layout import Region
-    from pdstage.spans import Spans
+    from pdstage.plan.spans import Spans
 
 _REMEDY = "this fault was asked for: see docs/transports.md, Faults on purpose"
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdstage.layout import Region
+    from pdstage.plan.spans import Spans
     from pdstage.shared import Backing
-    from pdstage.spans import Spans
     from pdstage.transport._peer import Process
     from pdstage.transport.base import Ranges
 

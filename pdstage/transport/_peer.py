@@ -25,7 +25,7 @@ from pdstage.errors import PeerError, TransportError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdstage.spans import Spans
+    from pdstage.plan.spans import Spans
     from pdstage.transport.base import Ints
 
 _MAX_SPANS = 1024  # UIO_MAXIOV of the kernel

@@ -30,7 +30,7 @@ from pdstage.errors import TransportError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdstage.spans import Spans
+    from pdstage.plan.spans import Spans
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read at load time; each start would log a dozen lines
 try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdstage.layout import Region
-    from pdstage.spans import Spans
+    from pdstage.plan.spans import Spans
 
     Ints = npt.NDArray[np.int64]
 

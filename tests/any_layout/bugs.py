@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch
 
-from pdstage import ownership, plan, spans, tables
 from pdstage.kernels import host_copy
-from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
+from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select, ownership, spans, tables
+from pdstage.plan import staging as plan
 from pdstage.protocol import destinations
 from pdstage.stager import Stager
 from tests.any_layout import check, held
@@ -112,7 +112,7 @@ def page_sizes_forgotten_in_the_wire_order():
         heads_first = pairs and all(plan._heads_outermost(view) for pair in pairs for view in pair)
         return HEAD_MAJOR if heads_first else TOKEN_MAJOR
 
-    return patch("pdstage.token_slices.order_of", wrong)
+    return patch("pdstage.plan.token_slices.order_of", wrong)
 
 
 def prefix_sent_again():
@@ -180,7 +180,7 @@ def shards_numbered_locally():
 
 def contiguous_parts_not_cut():
     """A rank of contiguous parts is asked for all tokens of the sequence."""
-    return patch("pdstage.ownership.Common.part", lambda self, component, start, stop: (start, stop))
+    return patch("pdstage.plan.ownership.Common.part", lambda self, component, start, stop: (start, stop))
 
 
 def blocks_numbered_from_the_chunk():
@@ -190,7 +190,7 @@ def blocks_numbered_from_the_chunk():
     def wrong(self, rects):
         return {name: (0, stop - start) for name, (start, stop) in tokens(self, rects).items()}
 
-    return patch("pdstage.ownership.Common.tokens", wrong)
+    return patch("pdstage.plan.ownership.Common.tokens", wrong)
 
 
 def numpy_staged(tape: Tape) -> Case:

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import numpy as np
 from rigs import without_native
 
-from pdstage import plan, spans
+from pdstage import plan
 from pdstage.errors import PdstageError
 from pdstage.kernels import Index, Pool
 from pdstage.layout import Key, Layout, Region, RowLevel, TokenShard, View
-from pdstage.ownership import Common
-from pdstage.plan import Rect, Stagings, selects
+from pdstage.layout.topology import REPLICATED, Axis, Topology
+from pdstage.plan import Rect, Stagings, selects, spans
+from pdstage.plan.ownership import Common
+from pdstage.plan.token_slices import DirectPlans, Pair
 from pdstage.protocol import destinations
 from pdstage.stager import Copied, Stager
-from pdstage.token_slices import DirectPlans, Pair
-from pdstage.topology import REPLICATED, Axis, Topology
 from tests.any_layout.describe import Case, show
 from tests.any_layout.draw import draw
 from tests.any_layout.held import Held, Part, Rank, cells_in, chunk_nbytes, write
@@ -166,7 +166,7 @@ class Transfer:
                 held = {one.of.name for one in writer.rank.parts}
                 given = tuple(sorted(Rect(*span) for span in chunk if span.component in held))
                 mine = destinations.clip(given, meeting)
-                for rects in destinations.split(mine, meeting, case.limit):
+                for rects, _ in destinations.split(mine, meeting, case.limit):
                     parcels.append((meeting, rects))
                     sent[number] += meeting.payload(rects)
         due = [

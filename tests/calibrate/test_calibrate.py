@@ -11,9 +11,9 @@ import pytest
 from pdstage import cli
 from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
-from pdstage.cost import CostModel
 from pdstage.errors import TransportError, UsageError
 from pdstage.manager.calibration import read
+from pdstage.plan.cost import CostModel
 from pdstage.tools.calibrate import about
 from pdstage.tools.calibrate import caller as callers
 from pdstage.tools.calibrate import pool as pools

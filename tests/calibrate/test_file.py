@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from pdstage import PrefillNode
-from pdstage.cost import CostModel
 from pdstage.environment import CALIBRATION
 from pdstage.errors import UsageError
 from pdstage.manager.calibration import Calibration, read
+from pdstage.plan.cost import CostModel
 from tests.manager.engine import Rank, drive
 
 COST = CostModel.linear(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from pdstage.cost import CostModel
 from pdstage.errors import UsageError
+from pdstage.plan.cost import CostModel
 from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.fit import Timed, Timings, model, non_negative
 

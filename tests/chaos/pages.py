@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from pdstage import Pool
+from pdstage.layout.topology import shard_range
 from pdstage.tensors import build, paged_hnd, paged_nhd
-from pdstage.topology import shard_range
 from tests.chaos import truth
 
 

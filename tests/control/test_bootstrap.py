@@ -18,7 +18,7 @@ import pytest
 from pdstage.control import directory_http
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Conflict, Incomplete
 from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.topology import Topology
+from pdstage.layout.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -304,7 +304,7 @@ def test_a_taken_port_and_an_open_host_are_named(server: BootstrapServer) -> Non
 def test_ranks_of_other_processes_meet_here(server: BootstrapServer, client: BootstrapClient) -> None:
     """Four processes publish; a look-up that repeats, as the manager's does, ends complete."""
     code = (
-        "import sys; from pdstage.control.bootstrap import *; from pdstage.topology import Topology\n"
+        "import sys; from pdstage.control.bootstrap import *; from pdstage.layout.topology import Topology\n"
         "rank = int(sys.argv[2])\n"
         "BootstrapClient(sys.argv[1]).publish(Advert(instance='p', topology=Topology(tp_size=4, tp_rank=rank),"
         " endpoint=f'tcp://127.0.0.1:{9000 + rank}', incarnation=rank, layout=''), 15)"

@@ -20,7 +20,7 @@ from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, 
 from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.topology import Topology
+from pdstage.layout.topology import Topology
 from tests.wiretap import Wiretap, listeners
 
 DEADLINE_S = 20.0

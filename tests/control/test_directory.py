@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
 from pdstage.errors import PeerError, UsageError
-from pdstage.topology import Topology
+from pdstage.layout.topology import Topology
 
 
 class Clock:

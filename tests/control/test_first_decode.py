@@ -24,7 +24,7 @@ ADVERTS = """
 import msgspec
 from pdstage.control import directory_api
 from pdstage.control.directory import Advert, Directory
-from pdstage.topology import Topology
+from pdstage.layout.topology import Topology
 advert = Advert(
     instance="p", topology=Topology(), endpoint="tcp://127.0.0.1:9", incarnation=1, layout="it", transports=("local",),
     version=1,

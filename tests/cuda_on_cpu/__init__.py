@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pdstage.convert import codings
 from pdstage.kernels import nvrtc
 from pdstage.kernels.arena import Arena
 from pdstage.kernels.backend import Recipe
@@ -26,6 +25,7 @@ from pdstage.kernels.cuda_copy import CudaPlan
 from pdstage.kernels.cupy_runtime import Bulk, Kernel
 from pdstage.kernels.index_ring import IndexRing
 from pdstage.plan import TOKEN_MAJOR, Staging
+from pdstage.plan.convert import codings
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")

@@ -18,6 +18,7 @@ if find_spec("transformers") is None:
 
 from pdstage import Topology  # noqa: E402
 from pdstage.errors import UsageError  # noqa: E402
+from pdstage.layout.topology import shard_range  # noqa: E402
 from pdstage.tools.demo import reference  # noqa: E402
 from pdstage.tools.demo.engine import COMPONENT, Context, LlamaEngine  # noqa: E402
 from pdstage.tools.demo.families import stage_layers  # noqa: E402
@@ -25,7 +26,6 @@ from pdstage.tools.demo.llama import Segment, ShardedLlama, head_share, slice_we
 from pdstage.tools.demo.options import ModelShape, Options, Side  # noqa: E402
 from pdstage.tools.demo.pools import HND, NHD, PagedPool, PagedShape  # noqa: E402
 from pdstage.tools.demo.reference import Model, build_llama, continue_greedily  # noqa: E402
-from pdstage.topology import shard_range  # noqa: E402
 
 N_NEW = 12
 CHUNK = 24

@@ -17,7 +17,10 @@ from tests.docs.pages import PAGES, PYTHON, ROOT, Block, blocks
 
 PYTHON_PAGES = [page for page in PAGES if any(block.language in PYTHON for block in blocks(page))]
 INCLUDE = "--8<--\n"
-WITH_NAMES = ("pdstage", "pdstage.tensors", "pdstage.transport", "pdstage.convert", "pdstage.metadata", "pdstage.items")
+WITH_NAMES = (
+    "pdstage", "pdstage.tensors", "pdstage.transport", "pdstage.plan.convert", "pdstage.metadata",
+    "pdstage.layout.items",
+)  # fmt: skip
 
 
 def python_blocks(page: Path) -> list[Block]:

@@ -14,11 +14,11 @@ from functools import cache
 import numpy as np
 
 from pdstage import AuxRow, Column, Config, DecodeNode, MetadataBuffers, Pool, PrefillNode, Sender, Topology, native
-from pdstage.convert import Encoding, fp8_token_head, mxfp8
 from pdstage.errors import PdstageError
 from pdstage.layout import Layout, Region
 from pdstage.manager.node import Node
 from pdstage.plan import Share
+from pdstage.plan.convert import Encoding, fp8_token_head, mxfp8
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.room import room_key

@@ -19,7 +19,7 @@ from pdstage.control.directory_api import Adverts
 from pdstage.control.directory_http import Handler
 from pdstage.control.port import ControlPort, open_port
 from pdstage.errors import PdstageError, PeerError, UsageError
-from pdstage.topology import Topology
+from pdstage.layout.topology import Topology
 from tests.fuzz.draw import Draw
 
 MAX_ADVERTS = 64

@@ -15,6 +15,7 @@ import numpy as np
 from pdstage.errors import TransportError, UsageError
 from pdstage.manager.effects import Effect
 from pdstage.plan import selects
+from pdstage.plan.spans import DirectPlan, Index
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
@@ -25,7 +26,6 @@ from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.session import Detach, PeerWarning, Send
 from pdstage.protocol.state import State
-from pdstage.spans import DirectPlan, Index
 from tests.fuzz.draw import NUMBERS, Draw, altered_bytes
 from tests.fuzz.wire import alter_frame, bend_frame, check_inside, samples
 from tests.pair import Decode, Item, Prefill, World, assert_flat

@@ -11,12 +11,12 @@ import numpy as np
 from pdstage.columns import Columns, Placed, lacking, problem, share
 from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Layout, Region
+from pdstage.layout.topology import Topology
 from pdstage.plan import Rect, Share, selects, shares, wire_order
+from pdstage.plan.spans import DirectPlan, Index
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import check_items, incompatible, layout_problem
-from pdstage.spans import DirectPlan, Index
-from pdstage.topology import Topology
 from pdstage.transport.local import LocalTransport
 from tests.fuzz.draw import Draw, altered_bytes, altered_msgpack, bent_msgpack
 from tests.pair import COLUMNS, Memory, make_layout, pool_nbytes

@@ -15,9 +15,9 @@ from pdstage.bench.variants import plan_of
 from pdstage.kernels import Index, Pool
 from pdstage.kernels.checksum import checksum
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Axis
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select, Staging
-from pdstage.tables import Table
-from pdstage.topology import Axis
+from pdstage.plan.tables import Table
 
 DIMS = ("item", "block", "row", "role", "shard", "seg")
 NHD = ("role", "item", "block", "row", "shard", "seg")

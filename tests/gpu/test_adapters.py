@@ -15,8 +15,8 @@ from pdstage.bench.bed import Bed  # noqa: E402
 from pdstage.bench.gpu_kernels import model_case  # noqa: E402
 from pdstage.bench.peers import sglang  # noqa: E402
 from pdstage.kernels import Index, Pool  # noqa: E402
+from pdstage.layout.state_shapes import Section  # noqa: E402
 from pdstage.plan import TOKEN_MAJOR, Select  # noqa: E402
-from pdstage.state_shapes import Section  # noqa: E402
 from pdstage.tensors import (  # noqa: E402
     build,
     dsa_index,

@@ -7,11 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair  # noqa: E402  (needs torch)
 from pdstage.errors import UsageError  # noqa: E402
 from pdstage.kernels import Index, Pool, backends  # noqa: E402
 from pdstage.kernels.pool import choose  # noqa: E402
 from pdstage.plan import Select  # noqa: E402
+from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair  # noqa: E402  (needs torch)
 from pdstage.tensors import build, paged_nhd  # noqa: E402
 
 PAGES, PAGE, HEADS, DIM = 16, 16, 4, 64

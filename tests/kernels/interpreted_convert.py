@@ -9,12 +9,12 @@ import pytest
 from coded import ALL_BF16, INLINE, edge_cells, mixed, offered_by, pools_of
 from pools import HND, NHD, Logical, Stored, hold
 
-from pdstage.convert import Encoding, codings, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
 from pdstage.kernels import Plan, Pool, triton_convert
 from pdstage.kernels.backend import Recipe
 from pdstage.kernels.triton_device import ConvertVariant, SumVariant, device_of
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
-from pdstage.tables import Index
+from pdstage.plan.convert import Encoding, codings, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
+from pdstage.plan.tables import Index
 
 APART = [(fp8_token_head("data"), fp8_token_head("scale", "r0"))]
 APART += [(mxfp8(rule, "data"), mxfp8(rule, "scale", "r0")) for rule in ("floor", "ceil")]

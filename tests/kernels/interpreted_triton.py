@@ -17,7 +17,7 @@ from pdstage.kernels.backend import Recipe
 from pdstage.kernels.checksum import checksum
 from pdstage.kernels.triton_device import device_of
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
-from pdstage.tables import Table
+from pdstage.plan.tables import Table
 
 FILL = 0xA5
 

@@ -13,7 +13,7 @@ from pdstage.errors import UsageError
 from pdstage.kernels import Index, Pool
 from pdstage.kernels.checksum import SEGMENT, SHARD, TOKEN, WORD, checksum
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
-from pdstage.tables import Table
+from pdstage.plan.tables import Table
 
 MASK = 2**64 - 1
 RIGS = [*(Rig("host", code) for code in HOST_CODES), REFERENCE]

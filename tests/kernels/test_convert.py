@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from rigs import MISUSE, Rig, check_refused
 
 from pdstage import native
-from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.kernels.convert_reference import decode, encode
 from pdstage.layout import Key, Layout, Region, RowLevel, View, mismatch
+from pdstage.layout.topology import Axis
 from pdstage.plan import HEAD_MAJOR, Select, Staging
-from pdstage.tables import Index
-from pdstage.topology import Axis
+from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
+from pdstage.plan.tables import Index
 
 SCALES = [1.0, 0.1, 0.5, 3.0, 448.0, 1 / 448, 2.0**-20, 1e20, 2.0**-126, 2.0**126]
 BACKENDS = ["reference"] if native.ext is None else ["reference", "host"]

@@ -11,11 +11,11 @@ from cuda_on_cpu import COMPILER, CpuMachine, convert_plan_of
 from hypothesis import HealthCheck, given, settings
 from pools import HND, Logical, Stored, hold
 
-from pdstage.convert import Encoding, fp8_token_head, mxfp8, pair, reformat
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Pool
 from pdstage.kernels.backend import Launch
 from pdstage.plan import Select
+from pdstage.plan.convert import Encoding, fp8_token_head, mxfp8, pair, reformat
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 

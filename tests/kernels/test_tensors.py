@@ -254,7 +254,7 @@ import numpy as np
 from pdstage.kernels import Index, Pool, backends
 from pdstage.layout import Key, Region, Row, View
 from pdstage.plan import Select
-from pdstage.topology import Axis
+from pdstage.layout.topology import Axis
 memory, out = np.arange(64, dtype=np.uint8), np.zeros(128, np.uint8)
 view = View(key=Key("kv", "k", 0), region=0, offset=0, n_items=8, item_stride=8, tokens_per_item=1, rows=(Row(1, 8),),
             shards=1, shard_stride=8, width=8, axis=Axis("head", 1, 0, 1), format="bytes")

@@ -12,9 +12,9 @@ import numpy as np
 
 from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology, shared
 from pdstage.layout import ALL_TOKENS, Layout, TokenShard
+from pdstage.layout.topology import shard_range
 from pdstage.manager.node import Node
 from pdstage.tensors import build, paged_hnd, paged_nhd
-from pdstage.topology import shard_range
 
 LAYERS, HEADS, DIM = 3, 4, 16
 QUICK = Config(retry_s=0.05, drain_s=20.0, hello_s=60.0, max_silence_s=30.0)

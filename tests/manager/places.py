@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from pdstage import Pool, Topology
+from pdstage.layout.topology import shard_range
 from pdstage.tensors import Part, build, paged_hnd, paged_nhd
-from pdstage.topology import shard_range
 from tests.manager.engine import drive, prefill_node
 
 LAYERS, HEADS, DIM, TOKENS = 4, 4, 16, 50

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from pdstage import Key, Pool, Region, RowLevel, State, Topology, View, native
-from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, reformat
 from pdstage.errors import PeerError, UsageError
 from pdstage.kernels.convert_reference import decode, encode
 from pdstage.layout import ALL_TOKENS, TokenShard
+from pdstage.layout.topology import shard_range
+from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, reformat
 from pdstage.tensors import Part, build, paged_hnd, paged_nhd, sglang_mha, vllm_blocks
-from pdstage.topology import shard_range
 from tests.manager.engine import QUICK, drive
 from tests.owners import held, with_owned
 

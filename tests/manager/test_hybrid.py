@@ -10,7 +10,7 @@ from emulator import sglang
 from test_states import KINDS
 
 from pdstage import Pool, State, Topology
-from pdstage.items import prefix_items, window_items
+from pdstage.layout.items import prefix_items, window_items
 from pdstage.tensors import build, sglang_mha
 from tests.manager.engine import drive
 

@@ -16,9 +16,9 @@ import pytest
 from pdstage import DecodeNode, Pool, PrefillNode, State, UsageError
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Incomplete
 from pdstage.errors import DeadlineExceeded, TransportError
+from pdstage.layout.topology import Topology
 from pdstage.manager.lookup import Directory
 from pdstage.tensors import build, paged_nhd
-from pdstage.topology import Topology
 from tests.manager.conftest import Site
 from tests.manager.engine import Rank, drive
 

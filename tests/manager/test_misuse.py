@@ -30,12 +30,12 @@ from pdstage import (
     View,
 )
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
+from pdstage.layout.topology import REPLICATED
 from pdstage.plan import Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.room import room_key
 from pdstage.tensors import build, paged_nhd
-from pdstage.topology import REPLICATED
 from tests.manager.engine import HEADS, LAYERS, Rank, decode_node, drive, prefill_node
 
 IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, drain_s=1.0)

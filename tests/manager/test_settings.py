@@ -16,7 +16,7 @@ from pdstage import Config
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Region, RowLevel, View
-from pdstage.topology import REPLICATED
+from pdstage.layout.topology import REPLICATED
 from pdstage.transport import available, supporting
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import QUICK, Rank, decode_node, drive, prefill_node

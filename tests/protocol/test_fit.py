@@ -9,12 +9,12 @@ import pytest
 
 from pdstage.errors import Aborted, PeerError
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Axis, Topology
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import incompatible, lacking
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.state import State
-from pdstage.topology import Axis, Topology
 from tests.pair import Decode, Memory, Prefill, World, assert_flat, is_message
 
 REGION = Region(1 << 32, 1 << 20)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from pdstage.errors import PeerError
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Axis, Topology
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.topology import Axis, Topology
 from tests import golden
 
 U64 = st.integers(0, 2**64 - 1)

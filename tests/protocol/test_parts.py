@@ -10,15 +10,15 @@ import pytest
 
 from pdstage.errors import PeerError
 from pdstage.layout import TokenShard
-from pdstage.ownership import Common
+from pdstage.layout.topology import Topology
 from pdstage.plan import Rect, Share, selects
+from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import check_items, incompatible
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.state import State
-from pdstage.topology import Topology
 from tests.owners import holds, place_of, with_owned
 from tests.pair import (
     PAGE,

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from pdstage.errors import DeadlineExceeded, PeerError
 from pdstage.layout import Component, Layout, Region, RowLevel
+from pdstage.layout.topology import Axis
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import layout_problem
 from pdstage.protocol.session import Attach, Detach, Lateness, PeerWarning, Renew, Send, Session
 from pdstage.protocol.state import State
-from pdstage.topology import Axis
 from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
 
 

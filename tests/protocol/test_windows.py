@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pdstage.protocol.lane import ALIGNMENT, Lane
 from pdstage.protocol.prefill_chunks import Windows
 from pdstage.protocol.state import ChunkPhase
-from pdstage.ring import ALIGNMENT, Lane
 
 CAPACITY = 4 * ALIGNMENT
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
+from pdstage.protocol.lane import ALIGNMENT, Lane
 from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
 from pdstage.protocol.prefill_chunks import SendBuffers
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import State
-from pdstage.ring import ALIGNMENT, Lane
 from tests.pair import Decode, Prefill, assert_flat
 from tests.sim.side import Side, Violation
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Topology, shard_axis
 from pdstage.manager.effects import Effect
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
@@ -26,7 +27,6 @@ from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.session import Changed, Detach, PeerWarning, Send
 from pdstage.protocol.state import State
-from pdstage.topology import Topology, shard_axis
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, ClassVar
 from pdstage.columns import Shared
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, TransportError, UsageError
 from pdstage.layout import Layout
-from pdstage.ownership import Common, CommonTokens
+from pdstage.layout.topology import Topology
 from pdstage.plan import Rect, Share
+from pdstage.plan.ownership import Common, CommonTokens
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
@@ -35,7 +36,6 @@ from pdstage.protocol.prefill_chunks import ChunkSender, Windows
 from pdstage.protocol.prefill_rooms import PrefillRooms
 from pdstage.protocol.session import Endpoint, Session
 from pdstage.protocol.timers import Timers
-from pdstage.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator

@@ -19,6 +19,7 @@ from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms
 from pdstage.protocol.destinations import Chunk, PrefillRoom
+from pdstage.protocol.lane import Lane
 from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable, Lender
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkSender, SendBuffers, Windows
@@ -26,7 +27,6 @@ from pdstage.protocol.prefill_rooms import PrefillRooms
 from pdstage.protocol.room import Room
 from pdstage.protocol.session import Endpoint, Session
 from pdstage.protocol.state import DestinationPhase, RoomEvent, State
-from pdstage.ring import Lane
 from tests.sim.run import Failed, load, main, run
 from tests.sim.scenario import Scenario, draw
 from tests.sim.side import Violation

@@ -40,7 +40,7 @@ def test_names_are_unique() -> None:
 @pytest.mark.parametrize(
     ("function", "old", "n"),
     [
-        ("release", "no such text", "0 times in .*pdstage/ring.py:Lane.release"),
+        ("release", "no such text", "0 times in .*pdstage/protocol/lane.py:Lane.release"),
         ("no_such_function", "x", "0 times in no_such_function"),
         ("release", "def release(", "[2-9] times"),
         ("Lane.release", "self.", "[2-9] times"),

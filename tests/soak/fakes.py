@@ -18,6 +18,7 @@ import zmq
 from pdstage.control.bootstrap import Advert, BootstrapClient
 from pdstage.control.zmq import route_of
 from pdstage.layout import Layout, Region
+from pdstage.layout.topology import Topology
 from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
@@ -27,7 +28,6 @@ from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import room_key
 from pdstage.protocol.session import Detach, Send
 from pdstage.protocol.wire import VERSION
-from pdstage.topology import Topology
 from pdstage.transport import open_transport
 
 LANE_NBYTES = 4096

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pdstage.kernels.driver import Cuda as Driver
-from pdstage.spans import Spans
+from pdstage.plan.spans import Spans
 
 COMPILER = shutil.which("g++")
 SOURCE = Path(__file__).parent / "driver_double.cpp"

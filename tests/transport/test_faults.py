@@ -9,7 +9,7 @@ import pytest
 
 from pdstage import Config, State, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.spans import Spans
+from pdstage.plan.spans import Spans
 from pdstage.transport import Done, Inbound, PostFailed, _faults, open_from_config
 from tests.manager.conftest import site  # noqa: F401
 from tests.manager.engine import Rank, decode_node, drive, prefill_node

@@ -38,10 +38,10 @@ from pdstage.integrations.sglang.gauges import Gauges
 from pdstage.integrations.sglang.memory import pool_of
 from pdstage.integrations.sglang.pools import Pools, check_known
 from pdstage.integrations.sglang.writers import probes_of
+from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.manager.observer import RoomBound, RoomEnded
 from pdstage.probe import prove_layout
-from pdstage.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 
-from pdstage.addressed import Buffers, Paging, StateComponents, append_state_component, kv_pages
-from pdstage.arrays import build
 from pdstage.errors import UsageError
 from pdstage.integrations.sglang.pools import Pools, inner, layer_ids
-from pdstage.items import Items
 from pdstage.kernels import Pool
-from pdstage.topology import REPLICATED, Axis, shard_axis
+from pdstage.layout.addresses import Buffers, Paging, StateComponents, append_state_component, kv_pages
+from pdstage.layout.arrays import build
+from pdstage.layout.items import Items
+from pdstage.layout.topology import REPLICATED, Axis, shard_axis
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from pdstage.arrays import Part
-    from pdstage.topology import Topology
+    from pdstage.layout.arrays import Part
+    from pdstage.layout.topology import Topology
 
 _SLOTS = {StateType.MAMBA, StateType.QSA_PENDING, StateType.DSV4_REQUEST_STATE, StateType.REQUEST_ROW}
 _SHARDED = {StateType.BLOCK_SCALE, StateType.BLOCK_SCALE_SWA, StateType.MINIMAX_DENSE_KV}

@@ -26,8 +26,8 @@ from pdstage.integrations.vllm.backends import Backend, Pages, Unknown
 from pdstage.integrations.vllm.groups import Group, groups_of
 from pdstage.integrations.vllm.states import groups_of_states, state_parts
 from pdstage.layout import Key, TokenShard
+from pdstage.layout.topology import shard_range
 from pdstage.tensors import build, dsa_index, mla, paged_nhd, vllm_blocks, vllm_cpu_blocks
-from pdstage.topology import shard_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pdstage.layout import Layout
+    from pdstage.layout.topology import Topology
     from pdstage.tensors import Naming, Part
-    from pdstage.topology import Topology
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from pdstage.control.zmq import ControlSocket
-from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, TransportError
+from pdstage.layout.topology import Topology
 from pdstage.manager import PrefillNode
 from pdstage.manager.calibration import VERSION, Calibration
+from pdstage.plan.cost import CostModel
 from pdstage.tools.calibrate import fit
 from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.fit import Timed, Timings
@@ -41,7 +42,6 @@ from pdstage.tools.calibrate.peer import (
     Took,
     copies,
 )
-from pdstage.topology import Topology
 from pdstage.transport import available
 
 if TYPE_CHECKING:

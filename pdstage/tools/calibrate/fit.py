@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pdstage.cost import CostModel
 from pdstage.errors import UsageError
+from pdstage.plan.cost import CostModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

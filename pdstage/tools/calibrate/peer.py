@@ -17,12 +17,12 @@ from pdstage import State
 from pdstage.control.bootstrap import BootstrapClient
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PdstageError, UsageError
+from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode
 from pdstage.plan import TOKEN_MAJOR
-from pdstage.tables import Index
+from pdstage.plan.tables import Index
 from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.about import Side, this_side
-from pdstage.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable

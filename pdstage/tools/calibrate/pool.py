@@ -9,8 +9,8 @@ import numpy as np
 
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Axis
 from pdstage.plan import Rect, Share
-from pdstage.topology import Axis
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

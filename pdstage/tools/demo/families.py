@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pdstage.layout.topology import shard_range
 from pdstage.tensors import Section
-from pdstage.topology import shard_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pdstage.topology import Topology
+    from pdstage.layout.topology import Topology
 
 N_LAYERS = 4
 KV_HEADS = 4

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pdstage.topology import Topology
+    from pdstage.layout.topology import Topology
 
 
 class Group:

@@ -13,9 +13,9 @@ from pdstage.tools.demo.pools import PagedPool, PagedShape, SlotPool, pages_for
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pdstage.layout.topology import Topology
     from pdstage.tools.demo.families import Field
     from pdstage.tools.demo.pools import Pool, Room
-    from pdstage.topology import Topology
 
 States: TypeAlias = "dict[Key, torch.Tensor]"
 """Tensors `[tokens, parts, *inner]` or `[parts, *inner]`, by component, role and layer."""

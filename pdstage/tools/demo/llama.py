@@ -13,15 +13,15 @@ import torch
 from torch.nn.functional import embedding, scaled_dot_product_attention, silu
 
 from pdstage.errors import UsageError
+from pdstage.layout.topology import shard_range
 from pdstage.tools.demo.families import stage_layers
-from pdstage.topology import shard_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pdstage.layout.topology import Topology
     from pdstage.tools.demo.options import ModelShape
     from pdstage.tools.demo.pools import PagedPool, Table
-    from pdstage.topology import Topology
 
 Weights: TypeAlias = "dict[str, torch.Tensor]"
 

@@ -12,9 +12,9 @@ from pathlib import Path  # noqa: TC003  (a field's type, kept readable at run t
 import numpy as np
 
 from pdstage.errors import UsageError
+from pdstage.layout.topology import Topology
 from pdstage.tools.demo.families import FAMILIES, KV_HEADS, N_LAYERS
 from pdstage.tools.watch.option import checked
-from pdstage.topology import Topology
 
 MAX_RANKS = 32
 MAX_REQUESTS = 256  # all prompts differ in length, so this is the number of lengths

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from pdstage.layout.topology import Topology  # noqa: TC001  (pickled with the job)
 from pdstage.tools.demo.engine import Context, LlamaEngine
 from pdstage.tools.demo.families import FAMILIES, stage_layers
 from pdstage.tools.demo.group import Group
@@ -22,7 +23,6 @@ from pdstage.tools.demo.options import Options, Side  # noqa: TC001  (pickled wi
 from pdstage.tools.demo.pools import PagedPool, PagedShape, pages_for
 from pdstage.tools.demo.transfer import Moved, Place, ReceivingSide, SendingSide, digest
 from pdstage.tools.trace import tracing
-from pdstage.topology import Topology  # noqa: TC001  (pickled with the job)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ from pdstage.errors import TransportError
 from pdstage.kernels import nvrtc as compiler
 from pdstage.layout import Key
 from pdstage.plan import Select
-from pdstage.tables import Index
+from pdstage.plan.tables import Index
 from pdstage.tools.calibrate import pool as pools
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import state as states
+from pdstage.protocol.lane import ALIGNMENT
 from pdstage.protocol.state import ChunkPhase, LeasePhase, State, WriterPhase
-from pdstage.ring import ALIGNMENT
 from pdstage.tools.judge.arrivals import Arrivals
 from pdstage.tools.judge.lane import Lane, Span
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from pdstage.layout.topology import Topology
     from pdstage.manager.observer import Event, Observer, Origin
-    from pdstage.topology import Topology
 
 MAX_EVENTS = 200_000
 

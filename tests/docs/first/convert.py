@@ -1,7 +1,7 @@
 import numpy as np
 
 from pdstage import Config, Key
-from pdstage.convert import fp8_tensor, mxfp8, reformat
+from pdstage.plan.convert import fp8_tensor, mxfp8, reformat
 from pdstage.tensors import build, paged_nhd
 
 k, v = np.zeros((2, 2, 8, 16, 4, 132), np.uint8)

@@ -1,7 +1,7 @@
 import numpy as np
 
 from pdstage import DecodeNode, Pool, Topology
-from pdstage.items import prefix_items, slot_items, window_items
+from pdstage.layout.items import prefix_items, slot_items, window_items
 from pdstage.tensors import Section, build, mamba_conv, mamba_ssm, sglang_mha
 
 rank, n_tokens, mamba_slot = 1, 5000, 2

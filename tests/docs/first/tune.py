@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 
 from pdstage import Pool, PrefillNode, Topology
-from pdstage.cost import CostModel
+from pdstage.plan.cost import CostModel
 from pdstage.manager.calibration import VERSION, Calibration
 from pdstage.tensors import build, paged_nhd
 

@@ -21,8 +21,8 @@ from pdstage.integrations.sglang.pools import Pools, check_known
 from pdstage.integrations.sglang.writers import probes_of
 from pdstage.kernels import Pool
 from pdstage.layout import Layout, RowLevel
+from pdstage.layout.topology import Topology
 from pdstage.probe import prove_layout
-from pdstage.topology import Topology
 from tests.engines.sglang import setups
 from tests.engines.sglang.fleet import Child
 from tests.engines.sglang.pools import HEADS, Memory

@@ -12,7 +12,7 @@ from pdstage.errors import UsageError
 from pdstage.integrations.options import check_exposure
 from pdstage.integrations.sglang import manager, memory
 from pdstage.integrations.sglang import staging as kernels
-from pdstage.topology import Topology
+from pdstage.layout.topology import Topology
 from tests.engines.sglang import setups
 from tests.engines.sglang.fleet import Child
 

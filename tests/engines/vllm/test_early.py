@@ -21,10 +21,10 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.request import Request
 
-from pdstage.cost import CostModel
 from pdstage.integrations.vllm import streams
 from pdstage.integrations.vllm.metadata import Chunk, PdStageMetadata, Receive, Remote, Send
 from pdstage.manager.calibration import Calibration
+from pdstage.plan.cost import CostModel
 from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, PATIENCE_S
 from tests.engines.vllm.caches import Side as Workers
 from tests.engines.vllm.lives import Pair, prompts

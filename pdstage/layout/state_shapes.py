@@ -9,14 +9,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
-from pdstage.arrays import Piece, arrays_of, check_heads, part, refused
-from pdstage.layout import RowLevel
-from pdstage.topology import REPLICATED, Axis, shard_axis
+from pdstage.layout.arrays import Piece, arrays_of, check_heads, part, refused
+from pdstage.layout.topology import REPLICATED, Axis, shard_axis
+from pdstage.layout.views import RowLevel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.arrays import Array, Naming, Part, TensorLike, Tensors
+    from pdstage.layout.arrays import Array, Naming, Part, TensorLike, Tensors
 
 
 class Section(NamedTuple):
@@ -193,7 +193,7 @@ def slot_states(states: Tensors, *, role: str = "state", **naming: Unpack[Naming
 class Ring:
     """The numbers of ring-buffer rows as items: position p of slot s is item `s * slot_step + p % rows * row_step`.
 
-    Each item is one token, so rings of unequal size match by position; `pdstage.items.ring_items` lists them.
+    Each item is one token, so rings of unequal size match by position; `pdstage.layout.items.ring_items` lists them.
     """
 
     rows: int

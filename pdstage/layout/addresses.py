@@ -14,16 +14,16 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pdstage.arrays import Array, Part, Piece, pages, part, refused
 from pdstage.errors import UsageError
-from pdstage.layout import Region, RowLevel
-from pdstage.states import StateType
-from pdstage.topology import REPLICATED, Axis, shard_axis
+from pdstage.layout.arrays import Array, Part, Piece, pages, part, refused
+from pdstage.layout.states import StateType
+from pdstage.layout.topology import REPLICATED, Axis, shard_axis
+from pdstage.layout.views import Region, RowLevel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdstage.layout import Key
+    from pdstage.layout.views import Key
 
 
 class Buffers(NamedTuple):

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict
 import numpy as np
 
 from pdstage.errors import UsageError
-from pdstage.layout import Key, Layout, Region, RowLevel, View
-from pdstage.states import canonical, kind_of
-from pdstage.topology import Axis  # noqa: TC001
+from pdstage.layout.states import canonical, kind_of
+from pdstage.layout.topology import Axis  # noqa: TC001
+from pdstage.layout.views import Key, Layout, Region, RowLevel, View
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import TokenShard
+    from pdstage.layout.views import TokenShard
 
 
 class _Device(Protocol):

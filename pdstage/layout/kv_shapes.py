@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
-from pdstage.arrays import Piece, arrays_of, check_heads, layers_of, pages, part, refused
 from pdstage.errors import UsageError
-from pdstage.layout import RowLevel
-from pdstage.topology import REPLICATED, shard_axis
+from pdstage.layout.arrays import Piece, arrays_of, check_heads, layers_of, pages, part, refused
+from pdstage.layout.topology import REPLICATED, shard_axis
+from pdstage.layout.views import RowLevel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdstage.arrays import Array, Naming, Part, TensorLike, Tensors
+    from pdstage.layout.arrays import Array, Naming, Part, TensorLike, Tensors
 
 
 def sglang_mha(

@@ -18,7 +18,7 @@ import numpy as np
 
 from pdstage import native
 from pdstage.errors import UsageError
-from pdstage.plan import Staging
+from pdstage.plan.staging import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdstage.layout import Key, Layout, View
-    from pdstage.plan import Select, Tokens
+    from pdstage.plan.staging import Select, Tokens
 
     Int64s: TypeAlias = NDArray[np.int64]
 

@@ -18,14 +18,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
-from pdstage.renamed import old_names
-from pdstage.states import canonical
-from pdstage.topology import Axis  # noqa: TC001  (msgspec resolves the annotation at run time)
+from pdstage.layout.states import canonical
+from pdstage.layout.topology import Axis  # noqa: TC001  (msgspec resolves the annotation at run time)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from pdstage.topology import Topology
+    from pdstage.layout.topology import Topology
 
 
 _MAX_RANKS = 1 << 10
@@ -407,6 +406,3 @@ def mismatch(src: View, dst: View) -> str:
             f"{dst.axis.name} of {dst.axis.total} at decode"
         )
     return ""
-
-
-__getattr__ = old_names(__name__, {"Owned": TokenShard, "Row": RowLevel})

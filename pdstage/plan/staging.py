@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Key, Layout, TokenShard, View
-from pdstage.ownership import meets
-from pdstage.topology import Axis, shard_axis, shard_range
+from pdstage.layout.topology import Axis, shard_axis, shard_range
+from pdstage.plan.ownership import meets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -15,7 +15,7 @@ import numpy as np
 from pdstage import native
 from pdstage.errors import UsageError
 from pdstage.layout import mismatch
-from pdstage.tables import ComponentArgs, Index, Row, Table, row_addresses
+from pdstage.plan.tables import ComponentArgs, Index, Row, Table, row_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdstage.layout import Layout, View
-    from pdstage.plan import Select, Tokens
-    from pdstage.tables import Int64s
+    from pdstage.plan.staging import Select, Tokens
+    from pdstage.plan.tables import Int64s
 
 __all__ = ["DirectPlan", "Index", "Spans", "coalesce", "split"]
 

@@ -25,10 +25,10 @@ import numpy as np
 
 from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Component, Key, Layout, View
-from pdstage.ownership import Common, CommonTokens
-from pdstage.plan import Select, order_of
-from pdstage.spans import DirectPlan, Spans
-from pdstage.tables import Index, integers
+from pdstage.plan.ownership import Common, CommonTokens
+from pdstage.plan.spans import DirectPlan, Spans
+from pdstage.plan.staging import Select, order_of
+from pdstage.plan.tables import Index, integers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdstage.layout import TokenShard
-    from pdstage.plan import Tokens
-    from pdstage.tables import Int64s
+    from pdstage.plan.staging import Tokens
+    from pdstage.plan.tables import Int64s
 
 _MAX_ITEMS = 1 << 31
 

@@ -25,7 +25,7 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from pdstage.state_shapes import Ring
+    from pdstage.layout.state_shapes import Ring
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
 from pdstage.layout import Key, Layout, View, with_views
-from pdstage.ownership import Common
-from pdstage.plan import TOKEN_MAJOR
-from pdstage.token_slices import Cut
+from pdstage.plan.ownership import Common
+from pdstage.plan.staging import TOKEN_MAJOR
+from pdstage.plan.token_slices import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pdstage.plan import Select
+    from pdstage.plan.staging import Select
 
 BF16 = "bf16"
 E4M3 = "fp8_e4m3"
