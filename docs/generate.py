@@ -1,6 +1,6 @@
-"""The generated parts of docs: of reliability.md the deadlines, and which tests hold which invariant; of transports.md
-the table of traits; of tune.md that of `tuning`; of environment.md the variables; of metrics.md every metric. And what
-`performance` and `pictures` beside it make.
+"""Writes the generated parts of docs: the deadlines and the tests of each invariant in reliability.md, the table of
+traits in transports.md, that of `tuning` in tune.md, the variables in environment.md, every metric in metrics.md. It
+also runs `performance` and `pictures` beside it.
 
     python docs/generate.py
 
@@ -44,20 +44,20 @@ DEADLINES = {  # field: whose, what it bounds, what happens at its end
     "retry_s": ("both", "an unanswered question", "it is asked again"),
     "retry_cap_s": (
         "both",
-        "the pause between greetings, which doubles with each",
+        "the pause between handshake attempts, which doubles with each",
         "it is asked again, until `hello_s`",
     ),
-    "hello_s": ("both", "a greeting: its answer, or the first frame after it", "its rooms fail, or it is forgotten"),
+    "hello_s": ("both", "a handshake: its answer, or the first frame after it", "its rooms fail, or it is forgotten"),
     "open_s": ("decode", "from Open to every writer's Opened", "the room fails"),
     "bind_s": ("decode", "from `receive()` to `bind()`", "the room fails"),
-    "ask_s": ("decode", "between questions whether a room is there yet", "it is asked again"),
+    "ask_s": ("decode", "between questions whether a room exists yet", "it is asked again"),
     "wait_s": ("decode", "from Open to the first chunk", "the room fails"),
     "transfer_s": ("decode", "between two chunks that bring something new", "the room fails"),
-    "recall_after_s": ("decode", "a lease that may be written, is not, and is in another's way", "it is asked back"),
+    "recall_after_s": ("decode", "a lease that may be written, is not, and is in another's way", "it is recalled"),
     "stuck_after_s": (
         "decode",
-        "a lane that does not move, with another that could serve",
-        "leases behind it are asked back",
+        "a lane that does not move, while another could serve",
+        "leases behind it are recalled",
     ),
     "drain_s": (
         "decode",
@@ -79,7 +79,7 @@ DEADLINES = {  # field: whose, what it bounds, what happens at its end
     "idle_s": (
         "both",
         "a session that no room of either side needs; the shorter of the two sides'",
-        "it ends in order, with its connection; the next room greets anew",
+        "it ends in order, with its connection; the next room starts a new session",
     ),
 }
 
