@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdstage.layout import Region
     from pdstage.plan.spans import Spans
 
-_REMEDY = "this fault was asked for: see docs/transports.md, Faults on purpose"
+_REMEDY = "this fault is deliberate: see docs/transports.md, Deliberate faults"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

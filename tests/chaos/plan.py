@@ -38,7 +38,7 @@ class Site:
     fabric: str
     namespaces: bool
     faults: tuple[tuple[str, float], ...] = ()
-    """Of a rank's transport in its first life (docs/transports.md, Faults on purpose). They end before the round."""
+    """Of a rank's transport in its first life (docs/transports.md, Deliberate faults). They end before the round."""
 
     @property
     def ranks(self) -> list[tuple[str, int]]:
