@@ -1,4 +1,4 @@
-"""The definition of correct conversions: bf16 to the formats of pdstage/convert.py and back, with torch's casts.
+"""The definition of correct conversions: bf16 to the formats of pdstage/plan/convert.py and back, with torch's casts.
 
 docs/convert.md describes the same. Every NaN is stored as 0x7F, as by the conversion instructions of GPUs, and decodes
 to 0x7FC0: torch alone would keep its sign.

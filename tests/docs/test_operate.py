@@ -1,4 +1,4 @@
-"""docs/operate.md speaks of errors, counters and limits that there are."""
+"""docs/operate.md names only errors, counters and limits that exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def said() -> str:
 
 
 def test_every_error_listed_is_one_that_is_raised() -> None:
-    text, rows = said(), part("What is said, and what to do")
+    text, rows = said(), part("Messages, and what to do")
     assert len(rows) > 20
     quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row[0])]
     missing = [one for one in quoted if not re.search(r"\{\}".join(map(re.escape, one.split("..."))), text)]
