@@ -1,4 +1,4 @@
-"""Microbenchmarks: each module's `run(quick)` gives rows; `harness` measures, prints and writes them.
+"""Microbenchmarks: each module's `run(quick)` returns rows; `harness` measures, prints and writes them.
 
-May import anything. A number is a ratio whose two sides were measured in one run, in turn.
+They may import anything. A number is a ratio whose two sides were measured in one run, in turn.
 """

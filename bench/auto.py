@@ -1,8 +1,8 @@
-"""Whether "auto" takes the better path: every fragment size and pair of TP sizes, by a calibration made just before.
+"""Whether "auto" takes the better path, for every run length and pair of TP sizes, with a fresh calibration.
 
-A cell is one transport, one pair and one length of runs. What counts is the time "auto" took beside the time of the
-better of the two paths, as the median of ratios of rooms timed in turn. A cell that misses is timed again, and its new
-times are added to the old: on a busy machine two medians of the same path differ by more than the margin.
+A cell is one transport, one pair and one run length. It compares the time of "auto" with that of the better of the two
+paths, as the median of ratios of rooms timed in turn. A cell that misses is timed again, and its new times are added:
+on a busy machine two medians of the same path differ by more than the margin.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(quick: bool) -> Measured:
 
 
 def calibrate(fabric: Fabric, path: str, quick: bool) -> None:
-    """As an operator would: by the command, in the environment of that fabric."""
+    """Calibrates as an operator would: by the command, in the environment of that fabric."""
     command = [sys.executable, "-m", "pdstage.cli", "calibrate", "--transport", fabric.transport, "--out", path]
     done = subprocess.run(
         [*command, *(["--quick"] if quick else [])], env=os.environ | fabric.env, capture_output=True, text=True,
@@ -76,7 +76,7 @@ def cells(fabric: Fabric, shape: Shape, calibration: str, runs: tuple[int, ...],
 
 
 def cell(fabric: Fabric, shape: Shape, run_nbytes: int, chosen: str, took: dict[str, list[float]]) -> Row:
-    """`took` are seconds by way. The baseline is the better path's speed; the ratio that of auto to it."""
+    """`took` are seconds by path. The baseline is the better path's speed; the ratio is auto's speed to it."""
     seconds = {way: statistics.median(times) for way, times in took.items()}
     better = min(("direct", "staged"), key=lambda way: seconds[way])
     gb = shape.nbytes / 1e9
@@ -97,7 +97,7 @@ def cell(fabric: Fabric, shape: Shape, run_nbytes: int, chosen: str, took: dict[
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """The two promises, of all cells together and of each transport's."""
+    """The two targets, for all cells together and for each transport."""
     found = []
     fabrics_named = list(dict.fromkeys(row.point["transport"] for row in rows))
     for name, part in [("all", rows), *((n, [r for r in rows if r.point["transport"] == n]) for n in fabrics_named)]:

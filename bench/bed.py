@@ -1,6 +1,6 @@
-"""A device to measure on: its memory, its streams, and a clock that hides the host.
+"""A device to measure on: its memory, its streams, and a clock that hides the host's time.
 
-The CPU is a bed too, so that everything but the numbers can be tried there.
+The CPU is supported too, so that everything but the numbers can be tested there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WARM_UPS = 2
 
 
 class Spread(NamedTuple):
-    """Median, 99th percentile, least, and first and third quartile of many seconds."""
+    """Median, 99th percentile, minimum, and first and third quartile of many seconds."""
 
     median: float
     p99: float
@@ -44,13 +44,13 @@ class Spread(NamedTuple):
         return cls(statistics.median(times), last, min(times), (first, third))
 
     def rates(self, nbytes: int) -> tuple[float, float]:
-        """The quartiles of GB/s, where each of these moved `nbytes`."""
+        """The quartiles of GB/s, if each of these moved `nbytes`."""
         first, third = self.quartiles
         return nbytes / third / 1e9, nbytes / first / 1e9
 
 
 class Bed:
-    """`device` is "cpu" or "cuda:0". `left_out` gathers in words what could not be measured, and why."""
+    """`device` is "cpu" or "cuda:0". `left_out` lists what could not be measured, and why."""
 
     def __init__(self, device: str, only: tuple[str, ...] = ()) -> None:
         self.device = device
@@ -68,7 +68,7 @@ class Bed:
         self._flush = None if self.kind == "cpu" else torch.zeros(_FLUSH_NBYTES // 4, device=device)
 
     def lacks(self, section: str, packages: Iterable[str]) -> bool:
-        """Whether a section needs a package that is not installed; then `left_out` names it."""
+        """Whether a section needs a package that is not installed; if so, `left_out` names it."""
         for package in packages:
             if importlib.util.find_spec(package) is None:
                 self.left_out.append(f"{section}: {package} is not installed")
@@ -76,7 +76,7 @@ class Bed:
         return False
 
     def transports_missing(self) -> dict[str, str]:
-        """Every transport, and why it cannot move this device's memory; empty where it can. Needs msgspec."""
+        """Every transport, and why it cannot move this device's memory; empty if it can. Needs msgspec."""
         from pdstage.transport import available  # noqa: PLC0415
 
         missing = dict(available())
@@ -91,17 +91,17 @@ class Bed:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def sized(self, nbytes: int) -> int:
-        """So many bytes; on the CPU, where only the code is tried, few."""
+        """`nbytes`; fewer on the CPU, where only the code is tested."""
         return min(nbytes, _TRIED_NBYTES) if self.kind == "cpu" else nbytes
 
     def memory(self, nbytes: int, *, poison: int | None = None) -> torch.Tensor:
-        """Random bytes, or all of one: zeros would hide what was never written, and copy faster than data does."""
+        """Random bytes, or all of one value: zeros would hide unwritten bytes, and copy faster than data."""
         if poison is not None:
             return torch.full((nbytes,), poison, dtype=torch.uint8, device=self.device)
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=self.device)
 
     def index(self, items: NDArray[Any], *, on_device: bool = True) -> Index:
-        """The list where a call reads it: on the device already, or on the host."""
+        """The list where a call reads it: on the device, or on the host."""
         if self.kind == "cpu" or not on_device:
             return Index.of(items)
         held = torch.from_numpy(items).to(self.device)
@@ -122,8 +122,8 @@ class Bed:
     def spreads(self, works: Mapping[str, Work], repeats: int) -> dict[str, Spread]:
         """The seconds that the device spends on each of `works`, taken in turn, from cold caches.
 
-        Before each, the L2 is filled with other bytes, and a sleeping kernel lets the host run ahead: what remains
-        between the two events is the device's work alone.
+        Before each, the L2 is filled with other bytes, and a sleeping kernel lets the host run ahead. Between the two
+        events there is then only the device's work.
         """
         if self.kind == "cpu":
             for work in works.values():
@@ -142,10 +142,10 @@ class Bed:
         return {name: Spread.of([took() for took in times]) for name, times in taken.items()}
 
     def timed(self, work: Work) -> Callable[[], float]:
-        """Enqueues `work` between two events; the answer, once the device is done, is its seconds."""
+        """Enqueues `work` between two events. The result, called once the device is done, returns its seconds."""
         start, stop = event(), event()
         if self._flush is not None:
-            self._flush.sum()  # reading leaves no dirty lines whose write-back the next kernel would pay for
+            self._flush.sum()  # reading leaves no dirty lines for the next kernel to write back
         head_start()
         start.record()
         work()
@@ -153,7 +153,7 @@ class Bed:
         return lambda: float(start.elapsed_time(stop)) / 1e3
 
     def whole_calls(self, works: Mapping[str, Work], repeats: int) -> dict[str, float]:
-        """Median seconds from the call to the device being done, as a caller who waits sees it."""
+        """Median seconds from the call until the device is done, as seen by a caller that waits."""
 
         def waited(work: Work) -> Work:
             def call() -> None:
@@ -167,12 +167,12 @@ class Bed:
 
 
 def event() -> Any:  # noqa: ANN401  (torch's own is not annotated)
-    """A CUDA event that knows the time."""
+    """A CUDA event with timing."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def side_stream() -> Any:  # noqa: ANN401
-    """A stream of high priority, as staging kernels are launched on."""
+    """A stream of high priority, as for staging kernels."""
     return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
 

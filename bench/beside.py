@@ -1,4 +1,4 @@
-"""Rooms between two ranks that have something, beside two that have not: in turn, in one run."""
+"""Rooms between two ranks with a feature, compared with two ranks without it: in turn, in one run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rows(having: Pair, plain: Pair, n: int, repeats: int, *, of: str, detail: str) -> list[Row]:
-    """Rooms a second, of `n` at a time, and the latency of one of `n // 10` idle ones; `of` ends the rows' names."""
+    """Rooms a second with `n` in flight, and the latency of `n // 10` single rooms; `of` ends the rows' names."""
     rates: list[list[float]] = [[], []]
     times: list[list[float]] = [[], []]
     for pair in (having, plain):

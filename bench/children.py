@@ -1,4 +1,4 @@
-"""Child processes that end with all they started: at their deadline, and with the process that waits for them."""
+"""Child processes that end with everything they started: at their deadline, or with the waiting process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(pdstage.__file__).resolve().parent.parent
 _TICK_S = 1.0
-# A child dies with whoever started it, even one that is killed and can end nothing any more. 1 is PR_SET_PDEATHSIG.
+# A child dies with its parent, even if the parent is killed and can end nothing. 1 is PR_SET_PDEATHSIG.
 _WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
@@ -30,7 +30,7 @@ _WITH_PARENT = (
 
 
 class Command(NamedTuple):
-    """A program and its arguments, what it finds in the environment besides, and what the log calls it."""
+    """A program with arguments, additional environment variables, and its name in the log."""
 
     name: str
     arguments: Sequence[str]
@@ -38,14 +38,14 @@ class Command(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """`code` is None where it was ended at the deadline; `printed` is all of its output."""
+    """`code` is None if it was ended at the deadline; `printed` is all of its output."""
 
     code: int | None
     printed: str
 
 
 class _Child:
-    """A running command, whose output goes to a file first, so that several do not write the log in pieces."""
+    """A running command. Its output goes to a file first, so that several commands do not mix in the log."""
 
     def __init__(self, command: Command, folder: Path, number: int) -> None:
         self.name = command.name
@@ -53,14 +53,14 @@ class _Child:
         self._shown = 0
         self.code: int | None = None
         with self.path.open("wb") as out:
-            # A group of its own, to be ended whole; no session, in which it would outlive a machine's clearing up.
+            # A process group, to be ended as a whole; not a session, which would survive a machine's cleanup.
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *command.arguments], stdin=subprocess.DEVNULL,
                 stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env={**environment(), **command.env}, process_group=0,
             )  # fmt: skip
 
     def show(self, log: IO[str]) -> None:
-        """Brings what is new of its output to the log."""
+        """Copies new output to the log."""
         with self.path.open("rb") as out:
             out.seek(self._shown)
             new = out.read()
@@ -76,7 +76,7 @@ class _Child:
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the package found where it is now, and what the kit brings: nothing need be installed."""
+    """This process's environment, with the package at its present place and the kit: nothing need be installed."""
     paths = [str(ROOT), *kit.paths(), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, **kit.variables(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -84,9 +84,9 @@ def environment() -> dict[str, str]:
 def call(
     commands: Sequence[Command], most_s: float, log: IO[str], tick: Callable[[], object] = lambda: None
 ) -> list[Ended]:
-    """Runs all side by side, and brings what they print to `log`. What is still running after `most_s` is ended.
+    """Runs all side by side, and copies their output to `log`. Commands still running after `most_s` are ended.
 
-    `tick` is called about once a second meanwhile. However the call ends, no process of theirs goes on.
+    `tick` is called about once a second. However the call ends, none of the processes is left.
     """
     stop_at, started = time.monotonic() + most_s, list[_Child]()
     with tempfile.TemporaryDirectory(prefix="pdstage-children-") as folder:

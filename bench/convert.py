@@ -1,8 +1,8 @@
-"""What changing precision costs: a gather that encodes and a scatter that decodes beside plain ones of the bf16 values.
+"""The cost of changing precision: a gather that encodes and a scatter that decodes beside plain ones of bf16 values.
 
 GB/s count bf16 bytes, whatever was staged. One thread, heads of 128 values, pages of 16 tokens in random order from a
-pool twice as big as what is moved. The baseline is the plain gather, or scatter, of the same cells in the same run; the
-last rows are what engines would do instead, torch on the decode side after a plain transfer.
+pool twice as big as the data. The baseline is the plain gather, or scatter, of the same cells in the same run. The last
+rows are what engines would do instead: torch on the decode side after a plain transfer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers made of measured numbers: a curve read between its points, a geometric mean, a result file's name.
+"""Numbers derived from measured numbers: a curve read between its points, a geometric mean, a result file's name.
 
 No torch.
 """
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def least_reaching(curve: Mapping[int, float], wanted: float) -> int | None:
-    """The smallest whole x at which `curve`, {x: y} and straight between its points, reaches `wanted`; None if nowhere.
+    """The smallest integer x at which `curve`, {x: y} and linear between its points, reaches `wanted`; None if nowhere.
 
-    Left of the first point a proportional curve is not assumed: the first point is the least answer.
+    The curve is not extended to the left: the first point is the smallest result.
     """
     last: tuple[int, float] | None = None
     for x, y in sorted(curve.items()):
@@ -30,25 +30,25 @@ def least_reaching(curve: Mapping[int, float], wanted: float) -> int | None:
 
 
 def ahead_from(curve: Mapping[int, float], other: Mapping[int, float]) -> int | None:
-    """The smallest x from which on `curve` is nowhere below `other`, of those that both have; None if nowhere."""
+    """The smallest x, of those that both have, from which on `curve` is never below `other`; None if there is none."""
     common = sorted(curve.keys() & other.keys())
     behind = [x for x in common if curve[x] < other[x]]
     return next((x for x in common if not behind or x > behind[-1]), None)
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
-    """The mean for ratios: half as fast on one shape and twice as fast on another is 1. NaN for none."""
+    """The mean for ratios: half as fast on one shape and twice as fast on another give 1. NaN for none."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs)) if logs else float("nan")
 
 
 def slug(name: str) -> str:
-    """A device's name as a file's: "NVIDIA H200" is nvidia-h200."""
+    """A device's name as a file name: "NVIDIA H200" gives nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def sm_steps(n_sms: int, *, quick: bool) -> list[int]:
-    """The multiprocessor counts to measure: each at the low end, where the targets are, then thinning out to all."""
+    """The multiprocessor counts to measure: each at the low end, where the targets are, then sparser up to all."""
     steps = (1, 2, 4, 16) if quick else (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
     return [*(n for n in steps if n < n_sms), n_sms]
 

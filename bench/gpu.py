@@ -1,4 +1,4 @@
-"""The GPU benchmark: gather and scatter at the roofline, with few multiprocessors, beside the model and beside others.
+"""The GPU benchmark: gather and scatter at the roofline, with few multiprocessors, beside a model and beside others.
 
 Needs torch and a CUDA device, and no compiled extension. Rooms between two processes also need msgspec and zmq.
 
@@ -45,7 +45,7 @@ SECTIONS = {
     "decode": "gpu_beside:decode",
     "gemm": "gpu_beside:gemm",
 }
-# In the order in which they would be missed most, should the time run out, and what each takes at most.
+# The most important first, in case the time runs out, and how long each takes at most.
 ORDER = (
     Section("compile", 75.0),
     Section("runs", 100.0),
@@ -64,7 +64,7 @@ BUDGET_S = 420.0
 
 
 def run(quick: bool) -> Measured:
-    """All of `ORDER`; raises `UsageError` where there is no CUDA device."""
+    """All of `ORDER`. Raises `UsageError` without a CUDA device."""
     if not device_name():
         raise UsageError("there is no CUDA device here", remedy="run it on a machine with one", field="device")
     record = Record([], machine={})
@@ -76,7 +76,7 @@ def run(quick: bool) -> Measured:
 
 
 def device_name() -> str:
-    """The first CUDA device's name; "" without one. Asked in a process of its own, so that this one has no context."""
+    """The first CUDA device's name; "" without one. Another process asks, so that this one has no context."""
     if not importlib.util.find_spec("torch"):
         return ""
     code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
@@ -87,7 +87,7 @@ def device_name() -> str:
 
 
 def measure(section: str, quick: bool, device: str, only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """A section's rows, measured in this process, and what a parent needs beside them."""
+    """A section's rows, measured in this process, and the parent's data about them."""
     from .bed import Bed  # noqa: PLC0415
 
     bed = Bed(device, only)
@@ -122,7 +122,7 @@ def gpu() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """A child: one section's numbers into a file."""
+    """A child: writes one section's numbers to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("section", choices=SECTIONS)
     parser.add_argument("out", type=Path)

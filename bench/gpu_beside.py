@@ -1,6 +1,6 @@
-"""What the kernels cost the model that runs beside them: a large GEMM, and the steps of a decode.
+"""The kernels' cost to a model that runs beside them: a large GEMM, and the steps of a decode.
 
-A staging kernel that is fast alone and slows the model down is slow.
+A staging kernel that is fast alone but slows the model down is slow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 def gemm(bed: Bed, quick: bool) -> Iterator[Row]:
-    """A bf16 GEMM alone, and while gathers go on at about what a 400 Gb NIC takes, with as few SMs as that needs."""
+    """A bf16 GEMM alone, and during gathers at about the rate of a 400 Gb NIC, with as few SMs as that needs."""
     if bed.kind == "cpu":
         bed.left_out.append("gemm: needs a GPU")
         return
@@ -52,7 +52,7 @@ def gemm(bed: Bed, quick: bool) -> Iterator[Row]:
         with torch.cuda.stream(side):
             gather = case.works(variant, max_sms=n)["gather"]
         alone_s = bed.seconds({"gemm": multiply}, 3)["gemm"]
-        # Gathers that outlast the GEMMs, had these slowed down by half.
+        # Gathers that outlast the GEMMs even if these slow down by half.
         n_gathers = int(1.5 * _N_GEMMS * alone_s / (case.nbytes / gbps / 1e9)) + 1
         rounds = [
             (_race(multiply, gather, side, 0), _race(multiply, gather, side, n_gathers))
@@ -72,7 +72,7 @@ def gemm(bed: Bed, quick: bool) -> Iterator[Row]:
 
 
 def _fewest_sms(bed: Bed, case: Case, variant: str) -> tuple[int, float]:
-    """The fewest multiprocessors that gather at a NIC's speed, and the speed they do."""
+    """The fewest multiprocessors that gather at a NIC's speed, and their speed."""
     n, gbps = 1, 0.0
     for n in (1, 2, 3, 4, 6, 8, 16):
         taken = bed.seconds({"gather": case.works(variant, max_sms=n)["gather"]}, 3)["gather"]
@@ -83,7 +83,7 @@ def _fewest_sms(bed: Bed, case: Case, variant: str) -> tuple[int, float]:
 
 
 def _race(multiply: Work, gather: Work, side: torch.cuda.Stream, n_gathers: int) -> float:
-    """Seconds of the GEMMs, `n_gathers` gathers having begun with them on a stream of their own."""
+    """Seconds of the GEMMs, with `n_gathers` gathers started beside them on another stream."""
     torch.cuda.synchronize()
     begin, stop = event(), event()
     head_start(20_000_000)  # 10 ms: everything below is enqueued before anything runs
@@ -99,7 +99,7 @@ def _race(multiply: Work, gather: Work, side: torch.cuda.Stream, n_gathers: int)
 
 
 def decode(bed: Bed, quick: bool) -> Iterator[Row]:
-    """The p99 of a decode-like step, one CUDA graph of many small kernels, alone and while scatters go on beside it."""
+    """The p99 of a decode-like step, one CUDA graph of many small kernels, alone and beside scatters."""
     if bed.kind == "cpu":
         bed.left_out.append("decode: needs a GPU")
         return
@@ -143,13 +143,13 @@ def _step_graph(bed: Bed) -> Step:
 
 
 def _steps(step: Step, scatter: Work | None, side: torch.cuda.Stream, n: int) -> list[float]:
-    """Seconds of each of `n` replays; a scatter is begun on `side` whenever none is running."""
+    """Seconds of each of `n` replays; a scatter is started on `side` whenever none is running."""
     running, times = event(), []
     torch.cuda.synchronize()
     for _ in range(n):
         start, stop = event(), event()
         if scatter is not None and running.query():
-            # Two at once: the second bridges the time until the host looks again.
+            # Two at once: the second one runs until the host checks again.
             scatter()
             scatter()
             running.record(side)

@@ -1,7 +1,7 @@
-"""All kernels that the other sections use, compiled before anything is timed: on all cores, into the caches on disk.
+"""Compiles all kernels of the other sections before anything is timed: on all cores, into the caches on disk.
 
-Each process makes real plans of some of the cases, tiny ones, and runs each once; what it compiled the others find. So
-it also is the first look at whether a kernel runs at all.
+Each process makes real, tiny plans of some of the cases, and runs each once; other processes find what it compiled. So
+it is also the first test whether a kernel runs at all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WIDTHS = (64, 1, 8, 12, 16, 256, 4096, 65536)
 
 
 class Job(NamedTuple):
-    """One case, by its run length or its pair and way, and how it is staged."""
+    """One case, by its run length or its pair and direction, and how it is staged."""
 
     variant: str
     run_nbytes: int
@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
 
 def jobs(variants: list[str]) -> list[Job]:
-    """The kinds of plan there are: every width and model, both staged orders, with a checksum and without."""
+    """The kinds of plan: every width and model, both staged orders, with and without a checksum."""
     kinds = [(width, 0, "") for width in _WIDTHS]
     kinds += [(0, pair, way) for pair in range(len(shapes.PAIRS)) for way in ("gather", "scatter")]
     return [
@@ -51,7 +51,7 @@ def jobs(variants: list[str]) -> list[Job]:
 
 
 def rows(bed: Bed, quick: bool) -> Iterator[Row]:
-    """One row: the seconds it took, beside the sum of all processes'."""
+    """One row: the seconds it took, beside the sum of all processes' seconds."""
     wanted = jobs(bed.variants)[:: 9 if bed.kind == "cpu" else 1]
     n_processes = min(len(os.sched_getaffinity(0)), 16, len(wanted)) if bed.kind != "cpu" else 1
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a change of precision costs on a device: bf16 in the pool, fp8 in staging, beside a plain copy of the cells.
+"""The cost of a change of precision on a device: bf16 in the pool, fp8 in staging, beside a plain copy of the cells.
 
 GB/s counts the pool's bytes: staging has about half of them.
 """

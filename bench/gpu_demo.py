@@ -22,7 +22,7 @@ _TAIL = 500
 
 
 def rows(bed: Bed, quick: bool) -> Iterator[Row]:
-    """By transport: the tokens that decode said beside those that were to be, and the time of a move by each path."""
+    """By transport: how many of decode's tokens are right, and the time of a transfer by each path."""
     if bed.lacks("demo", _NEEDS):
         return
     missing, failed = bed.transports_missing(), []
@@ -42,7 +42,7 @@ def rows(bed: Bed, quick: bool) -> Iterator[Row]:
 
 
 def _run(bed: Bed, transport: str) -> tuple[dict[str, Any] | None, str]:
-    """The demo's report, None if it wrote none, and what it printed."""
+    """The demo's report, or None, and its output."""
     ranks = (
         ("--prefill-tp", "2", "--decode-tp", "1") if bed.kind != "cpu" else ("--prefill-tp", "1", "--decode-tp", "1")
     )

@@ -1,7 +1,7 @@
-"""A gather straight into another process's memory, beside a gather here and a write there: transport `local`.
+"""A gather directly into another process's memory, beside a gather here and a write there: transport `local`.
 
-Needs what that transport needs: msgspec, and on a GPU CuPy. The other process is on the same GPU, and on `cuda:1` where
-that can be written. On the CPU the same goes through shared memory.
+Needs what that transport needs: msgspec, and on a GPU CuPy. The other process is on the same GPU, and also on `cuda:1`
+if that is writable. On the CPU the same goes through shared memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _targets(bed: Bed) -> list[str]:
 
 
 def hold(pipe: Connection, device: str, nbytes: int) -> None:
-    """The other process: registers memory on `device`, tells of it, and holds it until the pipe is closed."""
+    """The other process: registers memory on `device`, describes it, and holds it until the pipe is closed."""
     from pdstage import shared  # noqa: PLC0415
     from pdstage.transport import open_transport  # noqa: PLC0415  (msgspec, which may not be here)
 

@@ -1,7 +1,7 @@
-"""Gather and scatter on a device: by run length, by model, by multiprocessors; and what the fused extras cost.
+"""Gather and scatter on a device: by run length, by model, by multiprocessors; and the cost of the fused extras.
 
 Every number stands beside a copy of as many bytes made in the same run, in turn. GB/s counts the payload once, so a
-copy at 2 TB/s loads the memory with 4. Lists of items are on the device here, unless a row says otherwise.
+copy at 2 TB/s loads the memory with 4. Item lists are on the device, unless a row says otherwise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SM_TARGETS = {50: 2, 400: 16}
 LAUNCH_TARGET_US = 15
 REPEATS, QUICK_REPEATS = 15, 5
 TRIED_TOKENS = 128
-"""Of a chunk on the CPU, where only the code is tried, and multiples of it."""
+"""The size of a chunk on the CPU, where only the code is tested, and multiples of it."""
 
 
 class Case:
@@ -58,7 +58,7 @@ class Case:
         *,
         seed: int = 0,
     ) -> None:
-        """`layout_at(base)` is the layout over memory from `base` on, `tokens` the largest chunk there will be."""
+        """`layout_at(base)` is the layout over memory from `base` on, `tokens` the largest chunk."""
         self.bed, self.select = bed, select
         self.memory = bed.memory(layout_at(0).regions[0].nbytes)
         self.layout = layout_at(self.memory.data_ptr())
@@ -69,7 +69,7 @@ class Case:
         self.take(tokens)
 
     def take(self, tokens: dict[str, tuple[int, int]]) -> None:
-        """Goes on with a chunk of these tokens: pages in random order out of the whole pool, as in a full cache."""
+        """Switches to a chunk of these tokens: pages in random order from the whole pool, as in a full cache."""
         rng = np.random.default_rng(self._seed)
         self.tokens = tokens
         self.nbytes = Staging(self.layout, self.select).nbytes(tokens)
@@ -105,14 +105,14 @@ class Case:
         return partial(other.copy_, self.staging)
 
     def gathered(self, variant: str) -> torch.Tensor:
-        """What `variant` gathers into poisoned staging."""
+        """The bytes that `variant` gathers into poisoned staging."""
         self.staging.fill_(0xA5)
         self.works(variant)["gather"]()
         self.bed.wait()
         return self.staging.clone()
 
     def check_agreement(self) -> None:
-        """Raises unless all variants gather the same bytes: a wrong kernel's speed is of no interest."""
+        """Raises unless all variants gather the same bytes: a wrong kernel's speed means nothing."""
         first, *others = self.bed.variants
         expected = self.gathered(first)
         for variant in others:
@@ -131,7 +131,7 @@ def runs_case(bed: Bed, run_nbytes: int, nbytes: int) -> Case:
 
 
 def model_case(bed: Bed, pair: shapes.Pair, tokens: int, side: str, *, part: shapes.Sends | None = None) -> Case:
-    """One side of a pair: the writer that sends most, or decode rank 0 receiving from it (or from `part`'s)."""
+    """One side of a pair: the writer that sends most, or decode rank 0 receiving from it (or from `part`'s writer)."""
     part = part or shapes.sends(pair, tokens)[0]
     tp, rank, select = (
         (pair.src_tp, part.src_rank, part.src_select) if side == "gather" else (pair.dst_tp, 0, part.dst_select)
@@ -146,9 +146,9 @@ def model_case(bed: Bed, pair: shapes.Pair, tokens: int, side: str, *, part: sha
 
 
 def runs(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
-    """Both directions by run length, and from which one on bulk copies are the faster of the two CUDA kernels.
+    """Both directions by run length, and the length from which bulk copies are the faster of the two CUDA kernels.
 
-    First what two copies differ in, which is how far a ratio can be trusted.
+    The first row is how much two copies differ, which limits how far a ratio can be trusted.
     """
     nbytes = bed.sized(nbytes)
     yield _noise(runs_case(bed, 4096, nbytes), QUICK_REPEATS if quick else 2 * REPEATS)
@@ -174,7 +174,7 @@ def runs(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
 
 
 def bulk_ahead(way: str, bulk: dict[int, float], plain: dict[int, float]) -> Row:
-    """What `cuda_copy.BULK_FROM_NBYTES` ought to say of this device; twice the longest run for never."""
+    """The value for `cuda_copy.BULK_FROM_NBYTES` on this device; twice the longest run means never."""
     least = curves.ahead_from(bulk, plain)
     return Row(
         name=f"bulk copies are ahead from, {way}",
@@ -252,7 +252,7 @@ def _beside_copy(
 
 
 def sms(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
-    """Bandwidth by `max_sms`, and how many it takes for a 400 Gb NIC and for NVLink."""
+    """Bandwidth by `max_sms`, and how many multiprocessors a 400 Gb NIC and NVLink need."""
     nbytes = bed.sized(nbytes)
     for run_nbytes in (256,) if quick else (256, 1024, 16384):
         case = runs_case(bed, run_nbytes, nbytes)
@@ -273,7 +273,7 @@ def sms(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
 
 
 def needed(n_sms: int, where: tuple[str, str, int], curve: dict[int, float], wanted: int) -> Row:
-    """The multiprocessors that `wanted` GB/s takes; more than there are, and a miss, where all do not reach it."""
+    """The multiprocessors that `wanted` GB/s needs; if all of them do not reach it, one more than there are, a miss."""
     way, variant, run_nbytes = where
     least = curves.least_reaching(curve, wanted)
     return Row(
@@ -293,7 +293,7 @@ def needed(n_sms: int, where: tuple[str, str, int], curve: dict[int, float], wan
 
 
 def launch(bed: Bed, quick: bool, tokens: int = 256) -> list[Row]:
-    """Host time of one gather of all 61 layers of DeepSeek-V3 into an idle stream; nothing is waited for in it."""
+    """Host time of one gather of all 61 layers of DeepSeek-V3 into an idle stream, without waiting."""
     case = model_case(bed, shapes.Pair(shapes.DEEPSEEK_V3, 4, 8), tokens, "gather")
     works: dict[tuple[str, str], Work] = {("copy", ""): case.copy()}
     for on_device, place in ((False, "on the host"), (True, "on the device")):
@@ -338,7 +338,7 @@ def _launch_times(bed: Bed, work: Work, n: int) -> list[float]:
 
 
 def fused(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
-    """What a checksum costs, and one pass from pool to pool beside a gather and a scatter."""
+    """The cost of a checksum, and one pass from pool to pool beside a gather and a scatter."""
     nbytes = bed.sized(nbytes)
     for run_nbytes in (256,) if quick else (256, 1024, 16384):
         case = runs_case(bed, run_nbytes, nbytes)
@@ -378,7 +378,7 @@ def fused(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
 
 
 def several(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
-    """One gather to several destinations beside as many gathers to one each, by few multiprocessors and by all."""
+    """One gather to several destinations beside as many gathers to one each, with few multiprocessors and with all."""
     nbytes = bed.sized(nbytes)
     counts = (4,) if quick else (2, 8)
     for run_nbytes in (1024,) if quick else (1024, 16384):
@@ -414,7 +414,7 @@ def _each(gather: Callable[[int], None], destinations: tuple[int, ...]) -> None:
 
 
 def _check_several(case: Case, gather: Work, stagings: list[torch.Tensor], variant: str) -> None:
-    """Raises unless every destination holds what a gather to one leaves there."""
+    """Raises unless every destination holds the bytes of a gather to one."""
     for staging in stagings:
         staging.fill_(0xA5)
     gather()

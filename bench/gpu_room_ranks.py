@@ -77,7 +77,7 @@ class Prefill(_RoomRank):
         self.node: PrefillNode = PrefillNode(self.pool(device), Topology(), bootstrap=bootstrap, **options)
 
     def _write(self, n: int, values: torch.Tensor) -> None:
-        """`values` as `truth` has them, its last page filled up."""
+        """`values` as in `truth`, with the last page filled up."""
         pages = torch.from_numpy(self.pages[n]).to(values.device)
         fill = len(pages) * self.page - values.shape[2]
         whole = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, fill))

@@ -1,7 +1,7 @@
-"""Rooms end to end between two processes on one GPU: gathered, written and scattered, by each transport that is here.
+"""Rooms end to end between two processes on one GPU: gathered, written and scattered, by each available transport.
 
 Prefill holds tokens before heads in pages of 16, decode heads before tokens in pages of 32. The bytes of the first room
-are compared. On the CPU the same goes on in small.
+are compared. On the CPU it runs with small sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOM_NBYTES = 64 << 20
 
 
 def rows(bed: Bed, quick: bool) -> Iterator[Row]:
-    """By transport: GB/s of one room, and of several at once, beside a copy; and how long one page takes."""
+    """By transport: GB/s of one room, and of several at once, beside a copy; and the time of one page."""
     if bed.lacks("rooms", ("msgspec", "zmq")):
         return
     missing, failed = bed.transports_missing(), []
@@ -32,7 +32,7 @@ def rows(bed: Bed, quick: bool) -> Iterator[Row]:
             continue
         try:
             yield from _of(bed, transport, 3 if quick else 9)
-        except (RuntimeError, TimeoutError) as error:  # the other transport's numbers are wanted all the same
+        except (RuntimeError, TimeoutError) as error:  # go on with the other transport's numbers
             failed.append(f"rooms, {transport}: {error}")
     if failed:
         raise RuntimeError("; ".join(failed))
@@ -65,7 +65,7 @@ def _of(bed: Bed, transport: str, repeats: int) -> Iterator[Row]:
 
 
 def _run(prefill: Any, decode: Any, names: Any, tokens: int) -> tuple[float, bool]:  # noqa: ANN401
-    """Seconds from asking for all the rooms to the last one's Success, and whether the first holds what was sent."""
+    """Seconds from requesting all rooms to the last one's Success, and whether the first arrived unchanged."""
     names = [f"{name} {time.monotonic_ns()}" for name in names]
     prefill.begin("give", names, tokens)
     found: tuple[float, bool] = decode.call("take", names, tokens)

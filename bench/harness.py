@@ -1,4 +1,4 @@
-"""How benches measure: both sides of a ratio in turn within one run, medians, and what they were measured on."""
+"""How benches measure: both sides of a ratio in turn within one run, medians, and the machine's description."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = (
 
 
 class _Progress:
-    """Shown while a bench runs: a row that is made is a measurement that is done."""
+    """Shown while a bench runs: each row is a finished measurement."""
 
     def __init__(self) -> None:
         self.advance: Advance | None = None
@@ -53,10 +53,10 @@ _progress = _Progress()
 class Row:
     """One measurement beside its baseline.
 
-    `ratio` is value / baseline, in `unit` both. `target`, if there is one, is of the ratio or of the value as `on`
-    says, and `better` says which side of it is good. `point` says for a program what was measured, as the name does
-    for a reader: the coordinates of a plot or a table. `quartiles` and `baseline_quartiles`, where there are some, are
-    the first and third of what `value` and `baseline` are the medians of, the lower number first.
+    `ratio` is value / baseline, both in `unit`. `target`, if given, applies to the ratio or to the value, as `on` says;
+    `better` says which direction is good. `point` describes the measurement for programs, as the name does for readers:
+    the coordinates of a plot or a table. `quartiles` and `baseline_quartiles`, if given, are the first and third
+    quartiles around the medians `value` and `baseline`, the lower number first.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Row:
 
 
 class Measured(NamedTuple):
-    """A bench's rows where there is more to say: what they ran on, what was left out and why, and what failed."""
+    """A bench's rows with more data: what they ran on, what was left out and why, and what failed."""
 
     rows: list[Row]
     machine: dict[str, Any]
@@ -100,7 +100,7 @@ class Measured(NamedTuple):
 
 
 def seconds(work: Callable[[], object], inner: int = 1) -> float:
-    """Seconds that one call of `work` takes, `inner` calls timed together."""
+    """Seconds that one call of `work` takes, with `inner` calls timed together."""
     start = time.perf_counter()
     for _ in range(inner):
         work()
@@ -108,7 +108,7 @@ def seconds(work: Callable[[], object], inner: int = 1) -> float:
 
 
 def interleaved(works: Sequence[Callable[[], object]], *, repeats: int, inner: int = 1) -> list[float]:
-    """Median seconds of each of `works`, run in turn (A B A B ...) so that the machine's slow spells hit all alike."""
+    """Median seconds of each of `works`, run in turn (A B A B ...), so that slow phases affect all alike."""
     for work in works:
         work()
     rounds = [[seconds(work, inner) for work in works] for _ in range(repeats)]
@@ -141,7 +141,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" where files were changed; without git or its folder what PDSTAGE_COMMIT says."""
+    """The checkout's commit, with "+" if files were changed. Without git or its folder, PDSTAGE_COMMIT's value."""
     git, told = shutil.which("git"), environment.COMMIT.read()
     if git is None:
         return told
@@ -158,7 +158,7 @@ def commit() -> str | None:
 
 
 def run_named(name: str, quick: bool = False) -> dict[str, Any]:
-    """Runs the bench called `name`, prints its table, and returns it with the command, machine and commit it is of."""
+    """Runs the bench called `name`, prints its table, and returns it with its command, machine and commit."""
     if name not in NAMES:
         raise UsageError(f"no bench {name!r}", remedy=f"use one of {', '.join(NAMES)}", name=name)
     module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
@@ -187,10 +187,10 @@ def run_named(name: str, quick: bool = False) -> dict[str, Any]:
 
 
 def run_traced(name: str, quick: bool, trace: Path) -> dict[str, Any]:
-    """`run_named`, with a trace of all its nodes written to `trace`. Its numbers include what tracing costs."""
+    """`run_named`, with a trace of all its nodes written to `trace`. Its numbers include the cost of tracing."""
     if name not in TRACED:
         raise UsageError(f"bench {name} moves no rooms", remedy=f"trace one of {', '.join(TRACED)}", field="trace")
-    # The GPU bench needs no node, nor what nodes need.
+    # The GPU bench needs neither nodes nor their packages.
     from pdstage.tools.trace import check, merge_files  # noqa: PLC0415
 
     from . import ranks  # noqa: PLC0415
@@ -205,7 +205,7 @@ def run_traced(name: str, quick: bool, trace: Path) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """A report as text, one line a row."""
+    """A report as text, one line per row."""
     head = ("", "value", "baseline", "unit", "ratio", "target", "met", "")
     lines = [head]
     for row in report["rows"]:

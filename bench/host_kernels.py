@@ -1,11 +1,11 @@
 """Host gather and scatter beside one memcpy of the same bytes, and beside torch's own indexing. One thread.
 
-Further rows are for a checksum beside the copy, for a copy from pool to pool, which reads and writes scattered, and for
-two threads; memcpy has one in all of them.
+More rows cover a checksum beside the copy, a copy from pool to pool, which reads and writes scattered, and two threads;
+memcpy has one thread in all of them.
 
-A slot is one run, taken in random order from a pool twice as big as what is moved. The targets are for 64 MiB, a big
-chunk. At 256 MiB glibc's memcpy turns to stores past the caches, four pages at a time, and is up to twice as fast;
-those rows are there to see.
+A slot is one run, taken in random order from a pool twice as big as the data. The targets are for 64 MiB, a big chunk.
+At 256 MiB glibc's memcpy switches to non-temporal stores, four pages at a time, and is up to twice as fast; those rows
+show that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(quick: bool) -> list[Row]:
 
 
 class _Case:
-    """`nbytes` in runs of `run` bytes, spread over views as layers are, and each way to move them."""
+    """`nbytes` in runs of `run` bytes, distributed over views as over layers, and each way to move them."""
 
     def __init__(self, nbytes: int, run: int) -> None:
         self.n = nbytes // run // N_VIEWS
@@ -117,7 +117,7 @@ class _Case:
             pool.index_copy_(0, self.items, dense)
 
     def torch_gather(self) -> None:
-        """torch.gather, as one engine's host path does it: an index for every element."""
+        """torch.gather, as in one engine's host path: an index for every element."""
         for pool, dense in zip(self.pools, self.dense, strict=True):
             torch.gather(pool, 0, self.items[:, None].expand_as(dense), out=dense)
 

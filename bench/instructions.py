@@ -1,17 +1,17 @@
-"""What the CUDA copies cost before any of them runs: instructions and modelled cycles a tile, read from machine code.
+"""The cost of the CUDA copies before any of them runs: instructions and modelled cycles per tile, from machine code.
 
     python -m pdstage.bench.instructions            each variant beside its budget, and what it would reach
     python -m pdstage.bench.instructions --write    the budgets, where counts fell
 
-Needs NVRTC and the toolkit's disassembler, and no GPU. A *tile* is 2 KiB of payload moved by a warp. Counted is the
-longest way once around the loop that moves payload: a subroutine with its body, a loop inside once for what it must
-move of a tile and else once, and without the blocks under a line that says `// seldom`. Kernels are those of sm_90, and
-of sm_100 what is only there: accesses of 32 bytes.
+Needs NVRTC and the toolkit's disassembler, and no GPU. A *tile* is 2 KiB of payload moved by a warp. The count is the
+longest path once around the loop that moves payload. It includes called subroutines; an inner loop counts once per
+piece of a tile that it moves, or else once. Blocks under a line that says `// seldom` are left out. Kernels are those
+of sm_90; of sm_100 only what it adds: accesses of 32 bytes.
 
-Cycles are those of one warp alone on its scheduler, in order: what the machine code itself says an instruction stalls
-and which ones it waits for is a fact; how long memory takes is assumed (`LATENCIES`). Speed by multiprocessors follows
-from issue slots and from these cycles, whichever is more, with the clock of an H200; for sm_100 it is left out. It is a
-model, optimistic where warps get in each other's way, and no measurement.
+Cycles are those of one warp alone on its scheduler, in order. The stalls of an instruction and what it waits for are
+facts of the machine code; memory latencies are assumed (`LATENCIES`). Speed by multiprocessors follows from issue slots
+or from these cycles, whichever is more, with the clock of an H200; for sm_100 it is left out. It is a model, optimistic
+if warps interfere with each other, and not a measurement.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ CLOCK_HZ, SM_BYTES_A_CYCLE = 1.98e9, 64
 # Runs that the bulk copies are modelled with: the shortest they are used for.
 RUN_NBYTES = 2048
 MEMORY = 1584
-"""Cycles until payload comes from memory: 0.8 us. Assumed, as are these, by the beginning of an instruction's name."""
+"""Cycles until payload arrives from memory: 0.8 us. Assumed, like these, keyed by the prefix of an instruction's name.
+"""
 LATENCIES = {
     "LDG.E.NA": MEMORY, "LDG.E.U": MEMORY, "LDG.E.CONSTANT": 270, "LDG.E.64.CONSTANT": 270, "LD": 40, "LDS": 30,
     "LDC": 40, "ULDC": 20, "S2": 30, "SHFL": 25, "I2F": 20, "F2I": 20, "MUFU": 20, "R2UR": 12, "SYNCS": 30,
@@ -56,13 +57,13 @@ _HIGH = re.compile(r"\s+/\* (0x[0-9a-f]+) \*/")
 _FROM = re.compile(r'"([^"]+)", line (\d+)')
 _N_BARRIERS = 6
 _BEHIND = 2
-"""Stages of a bulk copy's ring that are being written from: BEHIND in bulk.cu."""
+"""Stages of a bulk copy's ring that are being written out: BEHIND in bulk.cu."""
 _ISSUE_LOOP = 20
-"""Instructions of the loop in which a warp's lanes issue their bulk copies one after the other, at most."""
+"""Maximal instructions of the loop in which a warp's lanes issue their bulk copies one after the other."""
 
 
 class Variant(NamedTuple):
-    """A kernel as plans compile it."""
+    """A kernel in the form that plans compile."""
 
     name: str
     source: str
@@ -90,7 +91,7 @@ def variants() -> Iterator[Variant]:
             "PDSTAGE_MANY": 0,
         }  # fmt: skip
         yield from _copies(f"{way} {shape}", base, narrow=(0, 1))
-        if way == "gather":  # to several destinations: stores are a loop, counted for one of them
+        if way == "gather":  # several destinations: stores are a loop, counted once
             yield from _copies(f"{way} {shape} many", base | {"PDSTAGE_MANY": 1}, narrow=(0,))
 
 
@@ -117,7 +118,7 @@ class Instruction(NamedTuple):
     targets: tuple[int, ...]
     stall: int
     sets: tuple[int, int]
-    """The barriers that it opens when it has written its result, and when it has read its operands."""
+    """The barriers that it opens after writing its result, and after reading its operands."""
     waits: int
     seldom: bool
 
@@ -130,11 +131,11 @@ class Instruction(NamedTuple):
 class Block(NamedTuple):
     code: list[Instruction]
     next: tuple[int, ...]
-    """Where it may go on, by address."""
+    """The addresses at which it may continue."""
 
 
 class Code:
-    """The machine code of one kernel: blocks by address, and loops as the addresses of their blocks, by the first."""
+    """The machine code of one kernel: blocks by address; loops as their blocks' addresses, by the first."""
 
     def __init__(self, code: list[Instruction], variant: Variant) -> None:
         self._code = code
@@ -154,7 +155,7 @@ class Code:
         return cls(list(_parsed(text, sources)), variant)
 
     def turn(self) -> list[Instruction]:
-        """The longest way once around the loop that moves payload, as instructions in order."""
+        """The longest path once around the loop that moves payload, as instructions in order."""
         return self._around(max(self.loops, key=lambda at: len(self.loops[at])))
 
     def _around(self, header: int) -> list[Instruction]:
@@ -165,7 +166,7 @@ class Code:
 
         @cache
         def way(at: int) -> list[Instruction] | None:
-            """The longest way from a block, or from the inner loop that begins there, to the end of a turn."""
+            """The longest path from a block, or from the inner loop that begins there, to the end of a turn."""
             own = self._repeated(self._around(at)) if at in inner else self._straight(at)
             leaves = {to for one in inner.get(at, {at}) for to in self.blocks[one].next} - inner.get(at, set())
             ways = [way(home.get(to, to)) for to in leaves & body - {header}]
@@ -176,10 +177,10 @@ class Code:
         return way(header) or []
 
     def _straight(self, at: int) -> list[Instruction] | None:
-        """A block with the subroutines that it calls; None for one that runs seldom.
+        """A block with the subroutines that it calls; None for a block that runs seldom.
 
-        Such a one is more than half of it, and at its end: the compiler moves single instructions to where it has time
-        for them.
+        A block is seldom if its end and more than half of its lines are: the compiler moves single instructions to idle
+        slots.
         """
         code = self.blocks[at].code
         if 2 * sum(one.seldom for one in code) > len(code) and code[-1].seldom:
@@ -199,13 +200,13 @@ class Code:
 
 
 def stored_nbytes(code: Iterable[Instruction]) -> int:
-    """Payload that a warp stores by the way of its registers."""
+    """Payload that a warp stores through its registers."""
     stores = [one.name for one in code if one.name.startswith("STG")]
     return LANES * sum(_STORES.get(name.rpartition(".")[2], 4) for name in stores)
 
 
 def _parsed(text: str, sources: Path) -> Iterator[Instruction]:
-    """What nvdisasm prints with -c -hex -gi of a kernel of these sources."""
+    """Parses the output of nvdisasm -c -hex -gi for a kernel of these sources."""
     labels: dict[str, int] = {}
     found: list[tuple[re.Match[str], int, bool]] = []
     waiting: list[str] = []
@@ -241,7 +242,7 @@ def _parsed(text: str, sources: Path) -> Iterator[Instruction]:
 
 
 def _seldom(path: Path) -> frozenset[int]:
-    """The numbers of a source's lines in blocks whose first line says so."""
+    """The line numbers of a source in blocks whose first line says `// seldom`."""
     found: set[int] = set()
     end = ""
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):

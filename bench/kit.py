@@ -1,10 +1,10 @@
-"""A folder of what a GPU's machine may lack, prepared where there is a package registry; prove finds it by itself.
+"""Prepares a folder of packages that a GPU machine may lack, where there is a package registry; `prove` finds it.
 
     python -m pdstage.bench.kit            into .gpu-kit of this checkout, which git ignores; at most 64 MiB
 
-It has, for Python 3.11 and 3.12 on x86-64: msgspec and pyzmq, NIXL without what one GPU does not need, pytest, rich,
-the compiled extension and SGLang's one file of staging kernels. Only what a machine lacks is used. `kit.json` says what
-is in it, and why the rest is not.
+It has, for Python 3.11 and 3.12 on x86-64: msgspec and pyzmq, NIXL without the parts that one GPU does not need,
+pytest, rich, the compiled extension and SGLang's one file of staging kernels. Only missing packages are used from it.
+`kit.json` lists its content, and why the rest is absent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Host time of a launch: what a gather or scatter of 61 layers costs the thread that starts it. Needs no GPU.
 
-The driver is a double whose calls return at once, so what is measured is this package's own code; `pdstage bench gpu`
-measures the same with the driver's part. Lists of items lie in host memory, as the manager's do. They travel in the
-kernel's parameters. The baseline is the way of longer lists: a slot of page-locked memory, an upload, and an event.
+The driver is a double whose calls return at once, so only this package's code is measured; `pdstage bench gpu` measures
+the same with the driver's part. Item lists are in host memory, like the manager's, and are passed in the kernel's
+parameters. The baseline is the path of longer lists: a slot of page-locked memory, an upload, and an event.
 """
 
 from __future__ import annotations

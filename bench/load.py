@@ -1,9 +1,9 @@
-"""A steady load to watch: rooms of many lengths from TP 2 to TP 1, a client now and then leaving.
+"""A steady load to watch: rooms of many lengths from TP 2 to TP 1; now and then a client disconnects.
 
     python -m pdstage.bench.load --seconds 30 --metrics-port 9470
     pdstage top 9470 9471 9472
 
-Measures nothing: it is there to be looked at, by `pdstage top` and by dashboards.
+It measures nothing: it is meant to be watched by `pdstage top` and dashboards.
 """
 
 from __future__ import annotations

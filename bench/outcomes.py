@@ -1,4 +1,4 @@
-"""A pytest plugin that writes what became of each test as it ends: what was run counts, however the run ends.
+"""A pytest plugin that writes each test's outcome as it ends, so that finished tests count however the run ends.
 
 python -m pytest -p pdstage.bench.outcomes --outcomes FILE ...
 """

@@ -41,7 +41,7 @@ LAYERS = 61
 HYBRID_TOKENS = 8192
 _NOWHERE = Region(4096, 0)
 _COST = CostModel.linear(bytes_per_s=12e9, descriptor_s=400e-9, post_s=10e-6)
-_CALLS = 10  # a turn: the first after a baseline that freed a million objects finds the heap's pages gone
+_CALLS = 10  # per turn: the first one after a baseline that freed a million objects must refill the heap
 
 
 def run(quick: bool) -> list[Row]:

@@ -1,16 +1,16 @@
-"""One command that proves the kernels on the GPU at hand: its tests and the whole GPU benchmark, in under ten minutes.
+"""One command that tests the kernels on the present GPU: its tests and the whole GPU benchmark, in under ten minutes.
 
-Runs unattended: nothing that fails or hangs keeps the rest from running. What comes first is what would be missed most;
-what there is no time for is named. One JSON and one log, in $OUT where that is set: the JSON is whole at any moment, so
-that a run which is killed leaves what it had measured. Works from a checkout with nothing installed but torch and the
-backends' own packages; `pdstage.bench.kit` prepares a folder with what else it needs.
+It runs unattended: a part that fails or hangs does not stop the rest. The most important parts come first, and parts
+without time left are named. It writes one JSON and one log, in $OUT if that is set. The JSON is complete at any moment,
+so a killed run leaves what it had measured. It works from a checkout with only torch and the backends' own packages
+installed; `pdstage.bench.kit` prepares a folder with everything else it needs.
 
     python3 -m pdstage.bench.prove                              tests and benchmark
     python3 -m pdstage.bench.prove --require cuda,triton,ipc    what is left out or skipped of these is a failure
     python3 -m pdstage.bench.prove --rehearse                   the same on the CPU, tiny: everything but the numbers
     python3 -m pdstage.bench.prove --sanitize                   each kernel test again under compute-sanitizer
 
-The exit code is 0 if everything was good, 1 if not, 2 without a device.
+The exit code is 0 if everything succeeded, 1 if not, 2 without a device.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 RESULTS = ROOT / "bench/results"
 SCRATCH = ROOT / "build/gpu"
-"""For the log where $OUT is not set, and for rehearsals."""
+"""The folder for the log if $OUT is not set, and for rehearsals."""
 TESTS = "tests/gpu"
 BUDGET_S = 540.0
 _SMOKE = "tests/gpu/test_space.py"
 _ALONE = "tests/gpu/test_streams.py"  # it sees what any process allocates on the device
-# Words that the name of a test, a row or a section has which this requirement is about.
+# Words that occur in the name of a test, a row or a section to which the requirement applies.
 REQUIREMENTS = {
     "cuda": ("cuda plain", "cuda bulk", "cuda-plain", "cuda-bulk"),
     "triton": ("triton",),
@@ -57,9 +57,9 @@ REQUIREMENTS = {
 _SLOWER = 20
 _SANITIZED_S = 280.0
 _PROBE_S = 120.0
-# A tool and the variants it runs on: barriers and shared memory are the bulk kernel's alone.
+# A tool and the variants it runs on: only the bulk kernel has barriers and shared memory.
 TOOLS = (("memcheck", ""), ("racecheck", "bulk"), ("synccheck", "bulk"))
-# Few cases, and each tensor in memory of its own: inside a cached block nothing is out of bounds.
+# Few cases, and each tensor in separate memory: inside a cached block nothing is out of bounds.
 _SANITIZED = {environment.GPU_TESTS.name: "few", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require = _named(given.require, REQUIREMENTS, "require")
         known = {section.name: section for section in sections()}
         chosen = [known[name] for name in _named(given.only, known, "only") or known]
-        if given.rehearse:  # a machine that is slow, or busy with other things, is no fault of what is rehearsed
+        if given.rehearse:  # a slow or busy machine is not a fault of what is rehearsed
             chosen = [section._replace(most_s=_SLOWER * section.most_s) for section in chosen]
     except UsageError as error:
         parser.error(str(error))

@@ -1,4 +1,4 @@
-"""One bulk write over a transport, with nothing of a node around it: what staged rooms are held against."""
+"""One bulk write over a transport, without a node: the baseline of staged rooms."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a run on a GPU has found so far: one JSON file that is whole at any moment, whenever the run is killed.
+"""What a run on a GPU has found so far: one JSON file that is complete at any moment, whenever the run is killed.
 
-Children write lines of JSON, each whole or not there; `Record.take` puts them into the report.
+Children write lines of JSON, each complete or absent; `Record.take` puts them into the report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_SHOWN = 40
 """Failures and kinds of skips that the report names; all are counted."""
 DROPPED = "dropped"
-"""The state of a section for which there was no time."""
+"""The state of a section that was dropped for lack of time."""
 _MULTI_GPU = "CUDA devices, this machine has 1"
 
 

@@ -1,7 +1,7 @@
-"""Rooms: how many a second, what one costs beside thousands of others, and how long a lone one takes.
+"""Rooms: how many a second, the cost of one beside thousands of others, and the latency of a single one.
 
-One prefill and one decode rank, a process each, through the public API; a room is one page of 1 KiB. The baseline is an
-echo between two of the same control sockets in the same two processes, in turn with the rooms.
+One prefill and one decode rank, one process each, through the public API; a room is one page of 1 KiB. The baseline is
+an echo between two of the same control sockets in the same two processes, in turn with the rooms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PAGE = 16
 TINY = Shape(kv_heads=1, head_dim=16, layers=1, page=PAGE, n_pages=16_384)
 WINDOW = 64
-"""Rooms under way at once where their number a second is measured."""
+"""Rooms in flight where rooms a second are measured."""
 WAIT_S = 60.0
 PROGRESS = ("inline", "thread")
 

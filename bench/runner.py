@@ -1,6 +1,6 @@
-"""Runs sections one after another until the time is up, each in processes of its own, and records what they tell.
+"""Runs sections one after another until the time is up, each in separate processes, and records their results.
 
-A kernel that faults takes its process's whole CUDA context along, and must not take the other sections' numbers.
+A kernel that faults ends its process's whole CUDA context, which must not lose the other sections' numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .record import Record
 
 LEAST_S = 5.0
-"""No section is begun in less time."""
+"""No section is started with less time left."""
 OUT = "{out}"
 _TAIL = 600
 _NOTHING_CHOSEN = 5  # pytest's exit code

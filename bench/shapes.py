@@ -1,6 +1,6 @@
 """What real models keep for a request, and what one prefill rank sends of it to one decode rank.
 
-No torch, no device. A pool is placed in one region by counting bytes, so the same shapes run on a GPU and, in small, on
+No torch, no device. A pool is placed in one region by counting bytes, so the same shapes run on a GPU and, smaller, on
 the CPU. Sizes are those of the models' published configurations (config.json).
 """
 

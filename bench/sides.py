@@ -1,9 +1,10 @@
-"""Two processes, one a side, each with all ranks of its side: rooms by every path between any two TP sizes.
+"""Two processes, one per side, each with all ranks of its side: rooms by every path between any two TP sizes.
 
-One process a side and no more: on few cores a process a rank would measure the scheduler (bench/transfer.py has those
-too). Ranks of a side take turns on its core.
+There is one process per side, since on few cores a process per rank would measure the scheduler (bench/transfer.py has
+those too). Ranks of a side take turns on its core.
 
-Prefill nodes choose by cost unless told a path. A rank's pool is one allocation, seen as runs of every length measured.
+Prefill nodes choose by cost unless a path is given. A rank's pool is one allocation, viewed as runs of every measured
+length.
 """
 
 from __future__ import annotations

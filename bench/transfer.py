@@ -1,12 +1,13 @@
 """A room end to end over NIXL, through real nodes: staged beside direct, and beside one raw bulk write.
 
-Prefill has computed everything before the clock starts; the clock, one for all processes, runs from the first `bind` to
-the last Success. Pages are in shuffled order on both sides. A room's bytes are the same on every path, and so are the
-processes, one a rank: each holds a node for every path and one end of the raw write; what is not measured sleeps.
+Prefill has computed everything before the clock starts. The clock, shared by all processes, runs from the first `bind`
+to the last Success. Pages are in shuffled order on both sides. A room's bytes are the same on every path, and so are
+the processes, one per rank: each holds a node for every path and one end of the raw write. Paths that are not being
+measured sleep.
 
-Six processes on few cores measure the scheduler as much as the transfer, so TP2 -> TP1 (three processes, the same
-two-to-one layouts) and one rank to one stand beside TP4 -> TP2. Over shared memory NIXL copies inside the call; the
-rows over TCP, where it is asynchronous as on a network, show what overlaps.
+Six processes on few cores measure the scheduler as much as the transfer. So TP2 -> TP1 (three processes, the same
+two-to-one layouts) and one rank to one are measured beside TP4 -> TP2. Over shared memory NIXL copies inside the call;
+the rows over TCP, where it is asynchronous as on a network, show the overlap.
 """
 
 from __future__ import annotations

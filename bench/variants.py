@@ -1,6 +1,6 @@
-"""The kernels to compare, by name, and how to have a plan use exactly one of them.
+"""The kernels to compare, by name, and how to make a plan use exactly one of them.
 
-`cuda` has two kernels and picks between them by run length; a comparison needs each by itself.
+`cuda` has two kernels and picks one by run length; a comparison needs each alone.
 """
 
 from __future__ import annotations

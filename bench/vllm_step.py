@@ -1,9 +1,9 @@
 """What pdstage's connector adds to a step of vLLM's workers and scheduler, with rooms that are loaded meanwhile.
 
 Two processes, a prefill and a decode rank, each with vLLM's real connector on caches in host memory, and real nodes. A
-step is what vLLM's model runner does of it: metadata bound, `start_load_kv`, a forward pass (matrix products for about
-a millisecond, as vLLM's own a call that lets other threads run), transfer results and statistics. Steps with news
-alternate with steps without, which are the baseline.
+step has the parts of vLLM's model runner: metadata bound, `start_load_kv`, a forward pass, transfer results and
+statistics. The forward pass is matrix products for about a millisecond; like vLLM's, the call lets other threads run.
+Steps with news alternate with steps without, which are the baseline.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Watch: what exporting metrics costs the rooms, and what a scrape takes.
+"""Watch: the cost to rooms of exporting metrics, and the time of a scrape.
 
-The same rooms between two ranks that are timed, exported and scraped, and two that are not, in turn; what a room is
-says `rooms`. This process scrapes each endpoint every second, and reads its rooms, as `pdstage top` does.
+Rooms between two ranks that are timed, exported and scraped, in turn with rooms between two that are not; `rooms` says
+what a room is. This process scrapes each endpoint every second, and reads its rooms, as `pdstage top` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EVERY_S = 1.0
 ROOMS, QUICK = (2000, 9, 10_000, 21), (256, 3, 1000, 5)
-"""Rooms a round and rounds; rooms open beside a scrape, and scrapes."""
+"""Rooms per round and rounds; open rooms during a scrape, and scrapes."""
 
 
 def run(quick: bool) -> list[Row]:

@@ -1,7 +1,7 @@
-"""Gather and scatter of one call, a kernel and a run length at a time, for `pytest bench/micro --benchmark-only`.
+"""Gather and scatter of one call, one kernel and run length at a time, for `pytest bench/micro --benchmark-only`.
 
-For looking while changing a kernel; what is committed comes from `pdstage bench`. 16 MiB from a pool twice as large; on
-a GPU a round is a call and the wait for it, so small times hold the launch too.
+For use while changing a kernel; committed numbers come from `pdstage bench`. 16 MiB from a pool twice as large. On a
+GPU a round is a call and the wait for it, so small times include the launch.
 """
 
 from __future__ import annotations

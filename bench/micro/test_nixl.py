@@ -1,7 +1,7 @@
 """A post's descriptors, built or picked from prepared lists, for `pytest bench/micro/test_nixl.py --benchmark-only`.
 
-For looking: equal blocks at random places of one region, as the direct path writes fragmented pages. What was seen, and
-what the transport does therefore, is in docs/transports.md.
+For exploration: equal blocks at random places of one region, as the direct path writes fragmented pages.
+docs/transports.md has the results and the consequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Other projects' code beside ours, on the same bytes in the same run, where a copy of it is at hand.
+"""Other projects' code beside ours, on the same bytes in the same run, if a copy of it is available.
 
-Nothing of theirs is kept here: it is found installed, or at a path that is given.
+None of it is kept here: it is found installed, or at a given path.
 """

@@ -1,13 +1,13 @@
 """SGLang's Triton gather and scatter beside ours.
 
-Of SGLang's package one file is loaded, sglang/srt/disaggregation/common/staging_buffer.py: from the installed package,
-or from the path in PDSTAGE_SGLANG (the file, or a folder with it). What it imports of sglang is stubbed, so neither an
+One file of SGLang's package is loaded, sglang/srt/disaggregation/common/staging_buffer.py: from the installed package,
+or from the path in PDSTAGE_SGLANG (the file, or a folder with it). Its imports of sglang are stubbed, so neither an
 engine nor its dependencies are needed. Its functions as of 0.5.23: `gather_all_layers_to_staging`,
 `scatter_staging_to_kv`, `StagingBuffer`.
 
-Both of its functions build tables and, when gathering, wait for the stream. So its kernels are timed apart: a call's
-launches are recorded once, and then only they are repeated. `pdstage.integrations.sglang.staging`, which takes the
-place of both functions, is called with their own arguments, and timed as whole calls.
+Both of its functions build tables and, when gathering, wait for the stream. So its kernels are timed separately: a
+call's launches are recorded once, and then only they are repeated. `pdstage.integrations.sglang.staging`, which
+replaces both functions, is called with their own arguments, and timed as whole calls.
 """
 
 from __future__ import annotations
