@@ -1,4 +1,4 @@
-"""The wire: a room's page numbers as one control frame, beside packing them as lists; and the cost of smaller frames."""
+"""The wire: a room's page numbers as one control frame, beside packing them as lists; the cost of smaller frames."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ def _pages(pages: np.ndarray, repeats: int) -> list[Row]:
             raise AssertionError(f"{way.__name__} changed the pages")
     works = [partial(way, pages) for way in (_travel, *(way for _, way in ways))]
     rows = []
-    #     # The target is for repeated calls, as everywhere; one call after 30 ms of other work finds cold code and
-    #     caches.
+    # The target is for repeated calls, as everywhere; one call after 30 ms of other work finds cold code and caches.
     for inner, when, target in ((5, "repeated", 100), (1, "one cold call", None)):
         ours, *theirs = interleaved(works, repeats=repeats, inner=inner)
         rows += [

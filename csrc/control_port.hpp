@@ -1,6 +1,6 @@
-// The hot calls of the control socket and of the local transport's tags, as Python objects see them.
+// // The hot calls of the control socket and of the local transport's tags, for Python.
 //
-// Included by bindings.cpp, the other file that knows Python. Nothing here gives the interpreter away but a wait.
+// // Included by bindings.cpp, the other file that uses Python. Only a wait releases the GIL here.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -39,9 +39,8 @@ inline py::tuple recv_datagrams(int fd, const std::vector<std::int64_t>& uids, i
     return py::make_tuple(taken, n_foreign);
 }
 
-// What pdstage.control.port.ControlPort is in Python, with the interpreter given away only while there is nothing to
-// do. It is also the lock: every call that touches the socket keeps the interpreter from its first to its last
-// instruction.
+// // The counterpart of pdstage.control.port.ControlPort. It releases the GIL only while there is nothing to do. The
+// GIL is also the lock: every call that touches the socket holds it from its first to its last instruction.
 class ControlPort {
   public:
     ControlPort(const std::string& library, std::uintptr_t socket, int wake_fd, std::size_t sealing_nbytes)
@@ -50,7 +49,7 @@ class ControlPort {
     int send(const py::bytes& route, const py::sequence& frames) {
         check_open();
         std::vector<std::string_view> parts{view(route)};
-        for (const py::handle frame : frames) parts.push_back(view(frame));  // all seen before the first is sent
+        for (const py::handle frame : frames) parts.push_back(view(frame));  // all checked before the first is sent
         int error = 0;
         for (std::size_t i = 0; i < parts.size() && error == 0; ++i)
             error = socket_.send(parts[i].data(), parts[i].size(), i + 1 < parts.size());
@@ -169,7 +168,7 @@ class ControlPort {
     // ZMTP 3, RFC 23: flags and a length of one byte, or of eight.
     static std::size_t on_the_wire(std::size_t nbytes) { return nbytes + (nbytes > 255 ? 9 : 2); }
 
-    // As poll(2), but -1 for an interrupt only.
+    // // poll(2), but -1 only for an interrupt.
     static int poll(std::vector<pollfd>& watched, int timeout_ms) {
         const auto n = static_cast<nfds_t>(watched.size());
         if (timeout_ms == 0) return retry([&] { return ::poll(watched.data(), n, 0); });

@@ -1,4 +1,4 @@
-// The interpreter's lock, given to other threads for a while.
+// // Releases the GIL for a while.
 #pragma once
 
 #include <Python.h>
@@ -7,9 +7,9 @@
 
 namespace pdstage {
 
-// As pybind11's gil_scoped_release, but safe while the interpreter ends. A daemon thread that then comes back for the
-// lock is ended by Python before 3.14 (pthread_exit), which unwinds no destructor: the whole process would be aborted.
-// Here it waits for the process to end, as it does from Python 3.14 on.
+// // Like pybind11's gil_scoped_release, but safe while the interpreter ends. Before Python 3.14, Python ends a daemon
+// thread that then wants the lock back (pthread_exit), which unwinds no destructor: the whole process would be aborted.
+// Here the thread waits for the process to end, as it does from Python 3.14 on.
 class Unlocked {
   public:
     Unlocked() : state_(PyEval_SaveThread()) {}

@@ -1,8 +1,8 @@
-// Every instruction that C++ has no words for: payload accesses with their cache hints, and table reads.
+// // Every instruction that C++ cannot express: payload accesses with their cache hints, and table reads.
 //
-// A payload byte is read once and written once, so neither side is worth a line of L1. Reads take the non-coherent
-// path: no launch reads a byte that it writes; for the same reason a store need not be kept from moving across other
-// reads. Tests without a GPU put a double of this file before it in the include path.
+// // A payload byte is read once and written once, so neither side is worth a line of L1. Reads take the non-coherent
+// path, since no launch reads a byte that it writes. For the same reason a store may move across other reads. Tests
+// without a GPU put a double of this file first in the include path.
 #pragma once
 
 namespace pdstage {
@@ -64,12 +64,12 @@ __device__ __forceinline__ T table(const T* at) {
     return __ldg(at);
 }
 
-// Nothing loaded before is kept for later: registers are for the payload.
+// // Nothing loaded before is kept for later: the payload needs the registers.
 __device__ __forceinline__ void read_again() {
     asm volatile("" ::: "memory");
 }
 
-// Shared memory whose size is the launch's.
+// // Shared memory whose size the launch sets.
 __device__ __forceinline__ unsigned char* dynamic_shared() {
     extern __shared__ __align__(128) unsigned char held[];
     return held;

@@ -1,7 +1,7 @@
-// Adds the checksum of staged cells, token-major: of what convert.cu brings or takes, which knows its cells by values.
+// // Adds the checksum of staged cells, token-major, for convert.cu, which addresses its cells by values.
 //
-// PDSTAGE_NARROW: sums the groups that need accesses below 16 bytes; without it all others. PDSTAGE_THREADS: of a CTA,
-// at most. PDSTAGE_UNITS.
+// // PDSTAGE_NARROW: sums the groups that need accesses below 16 bytes; without it all others. PDSTAGE_THREADS: the
+// maximum per CTA. PDSTAGE_UNITS.
 #include "checksum.cuh"
 #include "extents.cuh"
 #include "units.cuh"

@@ -1,12 +1,12 @@
-// Units in accesses of one width: two units at once, one, or, where neither address nor length allows 16 bytes, one of
-// up to 16 in several accesses.
+// // Units in accesses of one width: two units at once, one, or, if address or length does not allow 16 bytes, one unit
+// of up to 16 bytes in several accesses.
 #pragma once
 
 #include "copy.cuh"
 
 namespace pdstage {
 
-// What a thread holds of as many units as an access of T takes, at least one.
+// // A thread's data of as many units as an access of T covers, at least one.
 template <typename T>
 struct Held {
     using Bytes = Bytes16;

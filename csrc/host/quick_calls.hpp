@@ -1,7 +1,7 @@
 // System calls that never block, each retried when a signal interrupts it.
 //
-// Must not know Python: its standard library gives the interpreter to another thread around each of these, which beside
-// a busy thread costs a switch interval where the call itself costs a microsecond.
+// // Must not use Python: its standard library releases the GIL around each of these, which beside a busy thread costs
+// a switch interval, while the call itself takes a microsecond.
 #pragma once
 
 #include <poll.h>
@@ -55,8 +55,8 @@ inline int connect_abstract(int fd, const char* name, std::size_t nbytes) {
 }
 
 struct Datagram {
-    std::ptrdiff_t nbytes;  // negative: nothing was there
-    std::int64_t uid;       // the sender's, by the kernel's word; -1 if it gave none
+    std::ptrdiff_t nbytes;  // negative: nothing arrived
+    std::int64_t uid;       // the sender's, from the kernel; -1 if it gave none
     bool whole;
 };
 

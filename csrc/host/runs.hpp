@@ -1,8 +1,9 @@
-// Copying one run of bytes between a strided pool and dense staging: the innermost loop of copy.hpp.
+// // Copies one run of bytes between a strided pool and dense staging: the innermost loop of copy.hpp.
 //
-// memcpy pays a call and a size dispatch for each run, which at 256 bytes is a large part of the work; runs of known
-// width are copied in line here. Big destinations are written past the caches (non-temporal stores): nobody reads them
-// back soon, and an ordinary store would first fetch each line from memory. Must not know views, items or Python.
+// // memcpy costs a call and a size dispatch per run, which at 256 bytes is a large part of the work; runs of known
+// width are copied inline. Large destinations are written past the caches (non-temporal stores): nothing reads them
+// back soon, and an ordinary store would first fetch each line from memory. Must not know views or items, or use
+// Python.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +22,8 @@ namespace detail {
 
 inline constexpr std::int64_t kLine = 64;
 
-// What will be read goes to L2 only: L1's few fill buffers are busy with the copy itself. What will be written goes to
-// L1.
+// // Bytes to read are prefetched to L2 only, since L1's few fill buffers are busy with the copy itself. Bytes to write
+// are prefetched to L1.
 template <bool kRead>
 void prefetch(const Byte* address, std::int64_t nbytes) {
     const auto skew = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(address) % kLine);
@@ -73,8 +74,9 @@ inline void stream_line(Byte* dst, const Byte* src) {
     stream16(dst + 48, src + 48);
 }
 
-// Runs of any multiple of 16 bytes to a 16-byte aligned `dst`, past the caches. Long runs are read from four pages at a
-// time, which the processor's prefetchers follow apart: glibc's memcpy does the same above a size of hundreds of MiB.
+// // Runs of any multiple of 16 bytes to a 16-byte aligned `dst`, past the caches. Long runs are read from four pages
+// at a time, which the processor's prefetchers follow separately: glibc's memcpy does the same above a size of hundreds
+// of MiB.
 struct StreamRun {
     static constexpr std::int64_t kPage = 4096;
 

@@ -54,7 +54,7 @@ struct Part {
     std::int64_t stop;
 };
 
-// Numbered as in pdstage/plan/tables.py, which has the words.
+// Numbered as in pdstage/plan/tables.py, which has the error texts.
 enum class Fault : int { kNone, kRange, kFirstToken, kTooFew, kItem, kRepeated, kTooSmall };
 
 struct Verdict {
@@ -73,7 +73,7 @@ struct Items {
 
 namespace detail {
 
-// A bit for each item of the biggest pool seen, up to kMostMarked, all zero between calls.
+// // A bit for each item of the largest pool seen, up to kMostMarked, all zero between calls.
 class ItemSet {
   public:
     explicit ItemSet(std::int64_t n_items) : words_(scratch()) {
@@ -97,7 +97,7 @@ class ItemSet {
     std::vector<std::uint64_t>& words_;
 };
 
-// Of larger pools no bits are kept: how many items one has may be a peer's word, or count every piece of its pages.
+// // Larger pools have no bits: a peer may have stated the number of items, or each piece of a page may count as one.
 inline constexpr std::int64_t kMostMarked = std::int64_t{1} << 26;
 
 inline std::size_t first_repeat_by_order(const std::vector<std::int64_t>& items) {

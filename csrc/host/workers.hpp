@@ -1,6 +1,6 @@
-// Threads that help big copies: made when first asked for, asleep between calls, joined at exit.
+// // Threads that help with large copies: created on first use, asleep between calls, joined at exit.
 //
-// Must not know what is copied, or Python.
+// // Must not know what is copied, or use Python.
 #pragma once
 
 #include <pthread.h>
@@ -20,9 +20,9 @@ namespace pdstage {
 
 class Workers {
   public:
-    // Calls `work(piece)` once for each piece in [0, n), on this thread and on up to n_threads - 1 others; returns when
-    // all are done. Never waits for a thread that has not begun, so a busy machine only makes it alone. `work` must not
-    // throw.
+    // // Calls `work(piece)` once for each piece in [0, n), on this thread and on up to n_threads - 1 others; returns
+    // when all are done. It never waits for a thread that has not begun, so on a busy machine this thread does all of
+    // it. `work` must not throw.
     template <class Work>
     static void run(std::size_t n_threads, std::size_t n, const Work& work) {
         Job job{[](const void* context, std::size_t piece) { (*static_cast<const Work*>(context))(piece); }, &work, n,
@@ -44,8 +44,8 @@ class Workers {
         }
     };
 
-    // After a fork the child has none of the threads and perhaps a locked mutex, so it begins anew. Never destroyed:
-    // other threads may outlive static destructors.
+    // // After a fork the child has none of the threads and perhaps a locked mutex, so it starts with a new object.
+    // Never destroyed: other threads may outlive static destructors.
     static Workers& shared() {
         static const bool kHooked = [] {
             pthread_atfork(nullptr, nullptr, [] { current().store(nullptr); });
@@ -81,7 +81,7 @@ class Workers {
         done_.wait(lock, [&] { return job.n_helping == 0; });
     }
 
-    // Threads take no signals: those are the interpreter's main thread's.
+    // // These threads take no signals: the interpreter's main thread does.
     void grow(std::size_t n) {
         if (stopping_ || threads_.size() >= n) return;
         sigset_t all;
@@ -91,7 +91,7 @@ class Workers {
         try {
             while (threads_.size() < n) threads_.emplace_back([this] { loop(); });
         } catch (const std::system_error&) {
-            // No more threads to be had: those there are do the work.
+            // // No more threads can be created: the existing ones do the work.
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
