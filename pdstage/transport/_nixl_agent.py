@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,30 @@ if TYPE_CHECKING:
     from pdstage.layout import Region
     from pdstage.transport.base import Ints, Place
 
-_api: Any = import_module("nixl._api")
+
+@contextmanager
+def _torch_left_alone() -> Iterator[None]:
+    """Inside, `nixl` does not import a CPU build of torch, a second's work, to learn that it was built for no CUDA.
+
+    NIXL 1.5.1 chooses among its wheels by the CUDA of what is imported already, else by that of torch.
+    """
+    try:
+        utils: Any = import_module("nixl_meta_utils")
+        asks = metadata.version("torch").endswith("+cpu") and not {"torch", "cupy", "cuda.bindings"} & set(sys.modules)
+    except ImportError:
+        asks = False
+    if not asks:
+        yield
+        return
+    asked, utils.detect_cuda_major = utils.detect_cuda_major, lambda: None
+    try:
+        yield
+    finally:
+        utils.detect_cuda_major = asked
+
+
+with _torch_left_alone():
+    _api: Any = import_module("nixl._api")
 _bindings: Any = import_module("nixl._bindings")
 
 # NIXL's exceptions share no base class but Exception.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import multiprocessing
 import os
 import secrets
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -48,6 +50,14 @@ def host(tmp_path, monkeypatch) -> Path:
         (tmp_path / f"devices/system/node/node{node}/cpulist").write_text(cpus)
     monkeypatch.setattr(_fabric, "_SYS", tmp_path)
     return tmp_path
+
+
+def test_a_cpu_build_of_torch_is_not_imported_to_learn_that_it_has_no_cuda():
+    if not importlib.metadata.version("torch").endswith("+cpu"):
+        pytest.skip("torch is built for a GPU")
+    code = "import pdstage.transport.nixl, nixl, sys; print(nixl.__name__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["nixl", "False"]
 
 
 def test_devices_get_the_names_that_ucx_knows(host):
