@@ -139,7 +139,7 @@ class Code:
 
     def __init__(self, code: list[Instruction], variant: Variant) -> None:
         self._code = code
-        self._variant = variant
+        self.variant = variant
         self.blocks = _blocks(code)
         self.loops = _loops(self.blocks)
 
@@ -194,9 +194,9 @@ class Code:
 
     def _repeated(self, code: list[Instruction]) -> list[Instruction]:
         if sum(one.name == "BRA.U.ANY" for one in code) == 1 and len(code) < _ISSUE_LOOP:
-            return code * self._variant.pieces  # lane by lane
+            return code * self.variant.pieces  # lane by lane
         nbytes = stored_nbytes(code)
-        return code * (self._variant.turn_nbytes // nbytes if nbytes else 1)
+        return code * (self.variant.turn_nbytes // nbytes if nbytes else 1)
 
 
 def stored_nbytes(code: Iterable[Instruction]) -> int:
@@ -327,9 +327,9 @@ class Cost(NamedTuple):
     cycles: int
 
     @classmethod
-    def of(cls, variant: Variant) -> Cost:
-        turn = Code.of(variant).turn()
-        return cls(*(-(-n * TILE_NBYTES // variant.turn_nbytes) for n in (len(turn), cycles(turn))))
+    def of(cls, code: Code) -> Cost:
+        turn, nbytes = code.turn(), code.variant.turn_nbytes
+        return cls(*(-(-n * TILE_NBYTES // nbytes) for n in (len(turn), cycles(turn))))
 
 
 def modelled_gbps(variant: Variant, cost: Cost) -> float:
@@ -351,7 +351,7 @@ def tool(name: str) -> str | None:
 
 
 def costs() -> dict[str, Cost]:
-    return {one.name: Cost.of(one) for one in variants()}
+    return {one.name: Cost.of(Code.of(one)) for one in variants()}
 
 
 def compiler() -> str:

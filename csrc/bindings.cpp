@@ -1,6 +1,6 @@
-// // The functions of csrc/host as the module pdstage._native. Only this file and control_port.hpp use Python.
+// The functions of csrc/host as the module pdstage._native. Only this file and control_port.hpp use Python.
 //
-// // Sizes and ranges of Python's own objects are checked here; csrc/host checks what the numbers mean.
+// Sizes and ranges of Python's own objects are checked here; csrc/host checks what the numbers mean.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -28,7 +28,7 @@ namespace {
 using Int64s = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 using VerdictTuple = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
 
-// // Releases the GIL for larger work only. Beside a busy thread it comes back only after a switch interval, 100 us or
+// Releases the GIL for larger work only. Beside a busy thread it comes back only after a switch interval, 100 us or
 // more, so calls of a few microseconds keep it.
 class UnlockedFor {
   public:
@@ -45,7 +45,7 @@ static_assert(sizeof(pdstage::View) == 15 * sizeof(std::int64_t));
 static_assert(sizeof(pdstage::Component) == 2 * sizeof(std::int64_t));
 static_assert(sizeof(pdstage::Coding) == 5 * sizeof(std::int64_t));
 
-// // The rows of a two-dimensional array with as many columns as Row has fields.
+// The rows of a two-dimensional array with as many columns as Row has fields.
 template <class Row>
 std::vector<Row> rows(const Int64s& table, const char* name) {
     constexpr auto kColumns = static_cast<py::ssize_t>(sizeof(Row) / sizeof(std::int64_t));
@@ -77,7 +77,7 @@ VerdictTuple to_tuple(const pdstage::Verdict& verdict) {
     return {static_cast<int>(verdict.fault), verdict.component, verdict.position, verdict.value};
 }
 
-// // Three lists of n in one allocation: three separate ones of this size would each be returned to the system when
+// Three lists of n in one allocation: three separate ones of this size would each be returned to the system when
 // freed, and fault in again.
 struct Columns {
     explicit Columns(std::size_t n)
@@ -102,7 +102,7 @@ pdstage::CopyPlan make_copy_plan(const Int64s& views, const Int64s& components, 
             pdstage::How{n_threads, checksum}};
 }
 
-// // The kind of a copy, or of scales: beside the data, in a separate view, or the view itself.
+// The kind of a copy, or of scales: beside the data, in a separate view, or the view itself.
 bool is_coding(const pdstage::View& view, const pdstage::Coding& coding, std::size_t n_views) {
     using pdstage::Holds;
     using pdstage::Kind;
@@ -119,7 +119,7 @@ bool is_coding(const pdstage::View& view, const pdstage::Coding& coding, std::si
     return whole && view.width % 2 == 0 && view.segs == 1 && coding.width == width && width > 0;
 }
 
-// // Whether the view named by a coding holds the scales of its cells, cell by cell.
+// Whether the view named by a coding holds the scales of its cells, cell by cell.
 bool has_scales(const std::vector<pdstage::View>& views, const std::vector<pdstage::Coding>& codings, std::size_t i) {
     if (codings[i].scales < 0) return true;
     const auto other = static_cast<std::size_t>(codings[i].scales);
@@ -275,7 +275,8 @@ void copy_spans(const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
 
 PYBIND11_MODULE(_native, module) {
     module.doc() =
-        "Host kernels of pdstage in C++; pdstage.kernels, pdstage.plan.spans and pdstage.transport are the faces to use.";
+        "Host kernels of pdstage in C++; pdstage.kernels, pdstage.plan.spans and pdstage.transport are the faces to "
+        "use.";
 
     py::class_<pdstage::CopyPlan>(module, "CopyPlan", "Gather and scatter between affine views and staging.")
         .def(py::init(&make_copy_plan), py::arg("views"), py::arg("components"), py::arg("head_major"),
@@ -311,7 +312,7 @@ PYBIND11_MODULE(_native, module) {
 
     module.def("address_of", &address_of, py::arg("array"), "Where a numpy array's first byte lies.");
 
-    // // Calls that never block, and so keep the GIL.
+    // Calls that never block, and so keep the GIL.
     module.def("is_readable", &pdstage::is_readable, py::arg("fd"), "Whether a descriptor is readable now.");
     module.def("raise_event", &pdstage::raise_event, py::arg("fd"), "Adds one to a non-blocking eventfd.");
     module.def("lower_event", &pdstage::lower_event, py::arg("fd"), "Takes all from a non-blocking eventfd.");

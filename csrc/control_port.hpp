@@ -1,6 +1,6 @@
-// // The hot calls of the control socket and of the local transport's tags, for Python.
+// The hot calls of the control socket and of the local transport's tags, for Python.
 //
-// // Included by bindings.cpp, the other file that uses Python. Only a wait releases the GIL here.
+// Included by bindings.cpp, the other file that uses Python. Only a wait releases the GIL here.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -39,7 +39,7 @@ inline py::tuple recv_datagrams(int fd, const std::vector<std::int64_t>& uids, i
     return py::make_tuple(taken, n_foreign);
 }
 
-// // The counterpart of pdstage.control.port.ControlPort. It releases the GIL only while there is nothing to do. The
+// The counterpart of pdstage.control.port.ControlPort. It releases the GIL only while there is nothing to do. The
 // GIL is also the lock: every call that touches the socket holds it from its first to its last instruction.
 class ControlPort {
   public:
@@ -168,7 +168,7 @@ class ControlPort {
     // ZMTP 3, RFC 23: flags and a length of one byte, or of eight.
     static std::size_t on_the_wire(std::size_t nbytes) { return nbytes + (nbytes > 255 ? 9 : 2); }
 
-    // // poll(2), but -1 only for an interrupt.
+    // poll(2), but -1 only for an interrupt.
     static int poll(std::vector<pollfd>& watched, int timeout_ms) {
         const auto n = static_cast<nfds_t>(watched.size());
         if (timeout_ms == 0) return retry([&] { return ::poll(watched.data(), n, 0); });

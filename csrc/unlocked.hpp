@@ -1,4 +1,4 @@
-// // Releases the GIL for a while.
+// Releases the GIL for a while.
 #pragma once
 
 #include <Python.h>
@@ -7,7 +7,7 @@
 
 namespace pdstage {
 
-// // Like pybind11's gil_scoped_release, but safe while the interpreter ends. Before Python 3.14, Python ends a daemon
+// Like pybind11's gil_scoped_release, but safe while the interpreter ends. Before Python 3.14, Python ends a daemon
 // thread that then wants the lock back (pthread_exit), which unwinds no destructor: the whole process would be aborted.
 // Here the thread waits for the process to end, as it does from Python 3.14 on.
 class Unlocked {

@@ -18,6 +18,8 @@ from pdstage.plan.tables import Index
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 INLINE = [fp8_tensor(0.1), fp8_tensor(0.1, "bf16"), fp8_token_head(), mxfp8("floor"), mxfp8("ceil")]
 
+_N_SPECIAL = 36
+
 
 def blocks_of_all(n=32, seed=0):
     """Cells of `n` values in which every bf16 occurs; most cells span magnitudes that blocks of real caches do."""
@@ -34,10 +36,16 @@ def edge_cells(n=32):
         one = torch.linspace(-2, 2, n)
         one[n // 3] = value
         cells += [one, torch.where(torch.arange(n) == n - 1, value, 0.0)]
+    assert len(cells) == _N_SPECIAL
     for exponent in range(-133, 128):
         for mantissa in (1.0, 1.75, 1.7578125, 1.9921875):
             cells.append(torch.linspace(-1, 1, n).double().mul(mantissa * 2.0**exponent).float())
     return torch.stack(cells).bfloat16()
+
+
+def few_edges(cells):
+    """Of edge cells those with special values, and one in fifteen of the others, of every mantissa."""
+    return torch.cat([cells[:_N_SPECIAL], cells[_N_SPECIAL::15]])
 
 
 def pools_of(format, cells, shards=2, companion=""):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pdstage.protocol import state
-from tests import descriptors
+from tests import descriptors, rows
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -37,12 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="everything, not only what .ci/run has time for")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Moves that no state table has are errors; and SIGINT is heard again.
 
     A shell that starts tests in the background has them ignore SIGINT, and with them the programs they end by it.
     """
     state.strict = True
+    rows.everything = config.getoption("--full")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""Rows of tests: the transports that work here, and which of them only FULL=1 runs."""
+"""Rows of tests: the transports that work here, and which of them only FULL=1 runs; and how many drawn cases."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from pdstage.transport import available
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+
+everything = False
+"""Whether FULL=1 asked for all rows and all drawn cases; conftest.py sets it before test modules are imported."""
+
+
+def drawn(n: int, *, full: int) -> int:
+    """How many cases to draw: `n` in `make test`."""
+    return full if everything else n
 
 
 def usable(*names: str) -> list[str]:

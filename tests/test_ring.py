@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdstage.errors import UsageError
 from pdstage.protocol.lane import ALIGNMENT, Lane
+from tests.rows import drawn
 
 B = ALIGNMENT
 
@@ -215,7 +216,7 @@ class LaneMachine(RuleBasedStateMachine):
 
 
 TestLaneAgainstList = LaneMachine.TestCase
-TestLaneAgainstList.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestLaneAgainstList.settings = settings(max_examples=drawn(100, full=300), stateful_step_count=60, deadline=None)
 
 
 def test_padding_is_not_waited_for_when_idle():

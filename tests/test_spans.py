@@ -29,6 +29,7 @@ from pdstage.layout import Layout
 from pdstage.plan import Select
 from pdstage.plan.spans import DirectPlan, Spans, coalesce, split
 from pdstage.plan.tables import Index
+from tests.rows import drawn
 
 ITEM_LISTS = st.lists(
     st.tuples(st.sampled_from([1, 1, 1, 0, -1, 2, 7]), st.sampled_from([1, 1, 1, 0, -1, 2])), max_size=60
@@ -39,7 +40,7 @@ ITEM_LISTS = st.lists(
 @pytest.mark.parametrize(
     "kinds", [(np.int32, np.int32), (np.int32, np.int64), (np.int64, np.int32), (np.int64, np.int64)]
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=drawn(40, full=100), deadline=None)
 @given(steps=ITEM_LISTS)
 def test_coalesce_gives_the_fewest_groups_that_expand_to_the_lists(code, kinds, steps):
     src, dst = (
@@ -91,7 +92,7 @@ def transfers(draw):
     return held, selects, index, {"kv": tokens}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=drawn(100, full=300), deadline=None)
 @given(case=transfers())
 def test_descriptors_move_the_tokens_and_nothing_else(case):
     (src, dst), (src_select, dst_select), (src_index, dst_index), tokens = case
@@ -164,7 +165,7 @@ def test_pages_are_split_at_both_sides_boundaries():
     assert found == estimated == 2 * 5  # cut at 4, 6, 8 and 12
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=drawn(70, full=200), deadline=None)
 @given(case=transfers())
 def test_the_estimate_is_never_below_the_truth_for_aligned_indexes(case):
     (src, dst), (src_select, dst_select), (src_index, dst_index), tokens = case
@@ -240,7 +241,7 @@ def test_an_empty_range_has_no_descriptors():
     assert [column.size for column in plan.spans({}, {}, {})] == [0, 0, 0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=drawn(70, full=200), deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), max_size=20),
     max_descriptors=st.none() | st.integers(1, 6),

@@ -30,6 +30,7 @@ from pdstage.plan.token_slices import DirectPlans, Pair, tokens_problem
 from pdstage.stager import Stager
 from tests.owners import all_ranks, items_for, place_of, ways, with_owned
 from tests.pools import GUARD, Held, Logical, Stored, hold, orders
+from tests.rows import drawn
 
 
 @dataclass
@@ -191,7 +192,7 @@ def cases(draw):
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=drawn(25, full=60), deadline=None)
 @given(case=cases())
 def test_every_destination_byte(path, case):
     for src in case.srcs.values():

@@ -1,6 +1,6 @@
-// // Every instruction that C++ cannot express: payload accesses with their cache hints, and table reads.
+// Every instruction that C++ cannot express: payload accesses with their cache hints, and table reads.
 //
-// // A payload byte is read once and written once, so neither side is worth a line of L1. Reads take the non-coherent
+// A payload byte is read once and written once, so neither side is worth a line of L1. Reads take the non-coherent
 // path, since no launch reads a byte that it writes. For the same reason a store may move across other reads. Tests
 // without a GPU put a double of this file first in the include path.
 #pragma once
@@ -64,12 +64,12 @@ __device__ __forceinline__ T table(const T* at) {
     return __ldg(at);
 }
 
-// // Nothing loaded before is kept for later: the payload needs the registers.
+// Nothing loaded before is kept for later: the payload needs the registers.
 __device__ __forceinline__ void read_again() {
     asm volatile("" ::: "memory");
 }
 
-// // Shared memory whose size the launch sets.
+// Shared memory whose size the launch sets.
 __device__ __forceinline__ unsigned char* dynamic_shared() {
     extern __shared__ __align__(128) unsigned char held[];
     return held;

@@ -1,12 +1,12 @@
-// // The copies of copy.cu for long runs, by the bulk copy engine: a warp moves runs through a ring in shared memory,
+// The copies of copy.cu for long runs, by the bulk copy engine: a warp moves runs through a ring in shared memory,
 // and no payload passes through its registers.
 //
-// // Why: a warp keeps most of its ring in flight, and four warps fill a multiprocessor's shared memory. So a few
+// Why: a warp keeps most of its ring in flight, and four warps fill a multiprocessor's shared memory. So a few
 // multiprocessors suffice for a link, and the model keeps the others. Staged bytes are moved in stages of STAGE_NBYTES,
 // each warp's own. On a pool's side each stage is as many copies as it has pieces, issued by the lanes side by side.
 // Rows that are adjacent in memory are one piece.
 //
-// // Groups here have 16-byte access and runs as `run_nbytes` in kernels/cuda_tables.py allows. Macros as in copy.cu.
+// Groups here have 16-byte access and runs as `run_nbytes` in kernels/cuda_tables.py allows. Macros as in copy.cu.
 // With PDSTAGE_MANY a stage is read once, and as many lanes as there are stagings write it, one each.
 #include "bulk.cuh"
 #include "extents.cuh"
@@ -15,14 +15,14 @@ namespace pdstage {
 
 constexpr u32 STAGE_NBYTES = PDSTAGE_STAGE_NBYTES, STAGES = PDSTAGE_STAGES, STAGE_UNITS = STAGE_NBYTES / UNIT;
 constexpr u32 WARPS = PDSTAGE_THREADS / LANES, RING_NBYTES = STAGES * STAGE_NBYTES, SLICE = STAGE_UNITS / LANES;
-// // Stages that writes may still be reading from; all others are being filled.
+// Stages that writes may still be reading from; all others are being filled.
 constexpr u32 BEHIND = 2, AHEAD = STAGES - BEHIND;
 
 __device__ __forceinline__ u32 lane() {
     return threadIdx.x % LANES;
 }
 
-// // The address from a unit to the end of its run; 0 if the item is outside the pool.
+// The address from a unit to the end of its run; 0 if the item is outside the pool.
 struct Piece {
     u64 address;
     u32 units;
@@ -35,7 +35,7 @@ __device__ __forceinline__ Piece piece_at(const Params& params, const Work& work
     const Side& side = peer ? group.peer : group.pool;
     const Cells cells(params, side, peer ? params.peer : params.pool, peer ? work.view->peer : work.view->pool,
                       peer ? extent.peer_first_row : extent.first_row);
-    // // Blocks are cut at both ends of the call. Token-major staging has no blocks if a row is several runs.
+    // Blocks are cut at both ends of the call. Token-major staging has no blocks if a row is several runs.
     const u32 joined = side.joined_rows.by, row_units = group.units_per_run.by;
     const u32 runs = PDSTAGE_FLAT ? 1 : group.shards.by * group.segs.by;
     const u32 skipped = peer ? cells.first_row - side.joined_rows.quotient(cells.first_row) * joined : 0;
@@ -79,7 +79,7 @@ __device__ __forceinline__ u32 nbytes_of(const Work& work) {
     return min(STAGE_UNITS, work.extent->n_units - work.first) * UNIT;
 }
 
-// // Starts to fill a slot; returns whether part of it was skipped.
+// Starts to fill a slot; returns whether part of it was skipped.
 __device__ __forceinline__ bool start_reads(const Params& params, const Work& work, SharedAddress slot,
                                             SharedAddress barrier) {
     bool left_out = false;
@@ -104,7 +104,7 @@ __device__ __forceinline__ bool start_reads(const Params& params, const Work& wo
     return left_out;
 }
 
-// // A gather's destinations, and the distance of one of them from the first.
+// A gather's destinations, and the distance of one of them from the first.
 #if PDSTAGE_MANY
 __device__ __forceinline__ u32 n_destinations(const Params& params) {
     return u32(params.several.n);
@@ -126,7 +126,7 @@ __device__ __forceinline__ void start_writes(const Params& params, const Work& w
                                              bool left_out) {
     const u32 n = n_destinations(params);
     if (!FROM_STAGING && left_out) {  // seldom
-        // // Only lists from the device get here: the slot has gaps, so its units are moved one by one.
+        // Only lists from the device get here: the slot has gaps, so its units are moved one by one.
         const u32 end = min(work.first + STAGE_UNITS, work.extent->n_units);
         for (u32 unit = work.first + lane(); unit < end; unit += LANES) {
             if (!piece_at(params, work, false, unit).address) continue;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void start_writes(const Params& params, const Work& w
     }
 }
 
-// // One tile after the other: every `step`th of these warps' tiles.
+// One tile after the other: every `step`th of these warps' tiles.
 struct Tiles {
     u32 tile, index;
 
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 1)
     u32 left_out = 0;  // one bit per slot
     for (u32 i = 0, slot = 0; i < mine + AHEAD; i++, slot = slot + 1 < STAGES ? slot + 1 : 0) {
         if (i < mine) {
-            // // The slot's last writes were BEHIND turns ago, one group per lane and turn; after this all lanes are
+            // The slot's last writes were BEHIND turns ago, one group per lane and turn; after this all lanes are
             // done.
             bulk_wait_read<BEHIND - 1>();
             warp_sync();

@@ -1,6 +1,6 @@
 // One-dimensional bulk copies between global and shared memory, and the barriers they complete on (sm_90 and later).
 //
-// // PTX ISA, "cp.async.bulk": addresses and sizes are multiples of 16; reads complete on an mbarrier's transaction
+// PTX ISA, "cp.async.bulk": addresses and sizes are multiples of 16; reads complete on an mbarrier's transaction
 // count, writes in the issuing thread's bulk groups. Both run in the async proxy, so bytes that one writes and another
 // reads need no proxy fence between them: only the barrier's initialisation is an ordinary store. Tests without a GPU
 // replace this file by a double.
@@ -21,12 +21,12 @@ __device__ __forceinline__ void warp_sync() {
     __syncwarp();
 }
 
-// // Whether it is true in any lane.
+// Whether it is true in any lane.
 __device__ __forceinline__ bool warp_any(bool so) {
     return __any_sync(~0u, so);
 }
 
-// // For one arrival per phase; called by one thread, visible to all after the fence and a warp_sync().
+// For one arrival per phase; called by one thread, visible to all after the fence and a warp_sync().
 __device__ __forceinline__ void barrier_init(SharedAddress barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// // The phase ends once `nbytes` more have arrived. The barrier's arrival in this phase must still be pending.
+// The phase ends once `nbytes` more have arrived. The barrier's arrival in this phase must still be pending.
 __device__ __forceinline__ void barrier_expect(SharedAddress barrier, u32 nbytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(nbytes) : "memory");
 }
@@ -68,7 +68,7 @@ __device__ __forceinline__ void bulk_write(u64 to, SharedAddress from, u32 nbyte
                  : "memory");
 }
 
-// // Closes the thread's group of the writes since the last call, even if there were none.
+// Closes the thread's group of the writes since the last call, even if there were none.
 __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// // The sum over cells, as kernels/checksum.py defines it.
+// The sum over cells, as kernels/checksum.py defines it.
 #pragma once
 
 #include "copy.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ u64 terms(u64 seed, i64 token, u32 shard, u32 seg, u3
     return nbytes > 8 ? first + mix(bytes.high ^ (place + WORD)) : first;
 }
 
-// // The terms of two units.
+// The terms of two units.
 __device__ __forceinline__ u64 terms(u64 seed, i64 token, u32 shard, u32 seg, u32 offset, Bytes32 bytes, u32) {
     return terms(seed, token, shard, seg, offset, bytes.low, UNIT) +
            terms(seed, token, shard, seg, offset + UNIT, bytes.high, UNIT);

@@ -1,13 +1,13 @@
-// // Gather that encodes bf16 as fp8, and scatter that decodes: one launch over all views of a chunk, with the tables,
+// Gather that encodes bf16 as fp8, and scatter that decodes: one launch over all views of a chunk, with the tables,
 // tiles per warp and persistent grid of copy.cu.
 //
-// // A *unit* here is 16 values of one cell: two 16-byte accesses of the pool, one of staging. A thread issues the
+// A *unit* here is 16 values of one cell: two 16-byte accesses of the pool, one of staging. A thread issues the
 // loads of UNITS units before its first store. Values that share a scale are in neighbouring lanes, which agree on it
 // by shuffles: a block of 32 is two lanes, a token's head as many lanes as it has units, up to a power of two.
 // (kernels/cuda_convert.py numbers units so that a warp's end cuts none of these.) Copied groups move as in copy.cu, in
 // units of 16 bytes.
 //
-// // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool. PDSTAGE_KINDS: a bit for each kind of the groups, numbered as
+// PDSTAGE_WAY: 0 pool to staging, 1 staging to pool. PDSTAGE_KINDS: a bit for each kind of the groups, numbered as
 // in e4m3.cuh. PDSTAGE_NARROW: converts the groups that need accesses below 16 bytes in the pool or in staging; without
 // it all others. PDSTAGE_THREADS: the maximum per CTA; half if the registers must suffice for several kinds.
 // PDSTAGE_UNITS. PDSTAGE_LISTED as in copy.cu.
@@ -18,10 +18,10 @@
 namespace pdstage {
 
 constexpr u32 UNITS = PDSTAGE_UNITS, TILE = LANES * UNITS, VALUES = 16;
-// // Units whose loads are issued at once: fewer if the registers must suffice for every width.
+// Units whose loads are issued at once: fewer if the registers must suffice for every width.
 constexpr u32 TOGETHER = PDSTAGE_NARROW ? 1 : UNITS;
 
-// // How a group's cells are staged; kernels/cuda_convert.py packs it behind the groups. `units` are those of a cell
+// How a group's cells are staged; kernels/cuda_convert.py packs it behind the groups. `units` are those of a cell
 // that hold values. If scales are in separate views, those of the group's first view are view number `scales_first` of
 // group `scales_group`. A view's single scale is in its table of addresses, where copies have the peer's.
 struct Coding {
@@ -29,10 +29,10 @@ struct Coding {
     u32 access, scales_group, scales_first, unused;
 };
 
-// // How narrow groups are accessed in the pool and in staging; copied groups in both as in staging.
+// How narrow groups are accessed in the pool and in staging; copied groups in both as in staging.
 constexpr u32 WORDS_STAGED = 1, VALUES_AND_BYTES = 2;
 
-// // 16 bf16 values, two per word.
+// 16 bf16 values, two per word.
 struct Values {
     u32 words[8];
 };
@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_values(u64 address, const Values& values, 
     if (n > 8) store_unit<T>(address + UNIT, half(4), 2 * n - UNIT);
 }
 
-// // The bits of the largest magnitude.
+// The bits of the largest magnitude.
 __device__ __forceinline__ u32 greatest(const Values& values) {
     u32 most = 0;
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ u32 greatest_of_lanes(u32 most, u32 lanes) {
     return most;
 }
 
-// // The divisor or factor of all values of a unit.
+// The divisor or factor of all values of a unit.
 template <u32 KIND>
 __device__ __forceinline__ Bytes16 encoded(const Values& values, float factor) {
     u32 codes[4] = {0, 0, 0, 0};
@@ -171,7 +171,7 @@ __device__ __forceinline__ void encode_units(const Params& params, const Coding&
     }
 }
 
-// // The inverse. `scales` is where those of the view's first cell are staged, `apart` bytes from those of the next.
+// The inverse. `scales` is where those of the view's first cell are staged, `apart` bytes from those of the next.
 template <u32 KIND, typename T, typename S, u32 N>
 __device__ __forceinline__ void decode_units(const Params& params, const Coding& coding, const Work& work, u64 scales,
                                              u32 apart, u32 first) {
@@ -205,7 +205,7 @@ __device__ __forceinline__ void decode_units(const Params& params, const Coding&
     }
 }
 
-// // Units whose bytes are equal on both sides.
+// Units whose bytes are equal on both sides.
 template <typename T, u32 N>
 __device__ __forceinline__ void copy_units(const Params& params, const Work& work, u32 first) {
     const Group& group = *work.group;
@@ -271,7 +271,7 @@ __device__ __forceinline__ void convert_tile(const Params& params, const Extent*
     }
 }
 
-// // For groups of the kinds in ALIKE's bits.
+// For groups of the kinds in ALIKE's bits.
 template <u32 KIND, u32 ALIKE = 1 << KIND>
 __device__ __forceinline__ void convert_if(const Params& params, const Extent* extents, const Coding& coding,
                                            const Work& work, u32 first) {

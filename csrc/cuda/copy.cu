@@ -1,11 +1,11 @@
-// // Gather, scatter and pool-to-pool copies as one launch over all views of a chunk. A thread moves a *unit* of 16
+// Gather, scatter and pool-to-pool copies as one launch over all views of a chunk. A thread moves a *unit* of 16
 // bytes, or two, at a time.
 //
-// // Why: a copy of scattered runs is bound by memory only if enough bytes are in flight. A thread issues the loads of
+// Why: a copy of scattered runs is bound by memory only if enough bytes are in flight. A thread issues the loads of
 // UNITS units before its first store, 2 KiB per warp. Warps never wait for each other: each takes separate tiles, so a
 // CTA may be as large as the call allows. The grid is persistent: the host limits the multiprocessors used.
 //
-// // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool, 2 pool to peer. PDSTAGE_HEAD_MAJOR: the staged order.
+// PDSTAGE_WAY: 0 pool to staging, 1 staging to pool, 2 pool to peer. PDSTAGE_HEAD_MAJOR: the staged order.
 // PDSTAGE_NARROW: copies the groups that need accesses below 16 bytes; without it all others, and the machine code has
 // no such access. PDSTAGE_FLAT: every row is one run and there is one row level. PDSTAGE_SUM: adds the checksum.
 // PDSTAGE_MANY: from the pool to several stagings, each unit read once. PDSTAGE_ACCESS: 32 if every group, and staging,
@@ -26,7 +26,7 @@ __device__ __forceinline__ Run run_at(const Group& group, const Extent& extent, 
     return PDSTAGE_HEAD_MAJOR ? head_major(group, extent, run) : token_major(group, run);
 }
 
-// // The rows that hold N accesses of a view from unit `first` on, LANES apart, and their offsets in the rows.
+// The rows that hold N accesses of a view from unit `first` on, LANES apart, and their offsets in the rows.
 template <u32 N>
 __device__ __forceinline__ void find_rows(const Work& work, u32 first, u32 (&rows)[N], Offset (&pool)[N],
                                           [[maybe_unused]] Offset (&peer)[N]) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void find_rows(const Work& work, u32 first, u32 (&row
     }
 }
 
-// // Their addresses in one pool; 0 if the item is outside it. No branch is between the loads of the items.
+// Their addresses in one pool; 0 if the item is outside it. No branch is between the loads of the items.
 template <u32 N>
 __device__ __forceinline__ void find_units(const Cells& cells, const u32 (&rows)[N], Offset (&offsets)[N],
                                            u64 (&addresses)[N]) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
         const u32 unit = unit_of(k);
         return work.staged + u64(run_of(unit)) * group.width + offset_of(unit);
     };
-    // // Step by step for all units, so that only one step's part of the tables needs registers.
+    // Step by step for all units, so that only one step's part of the tables needs registers.
     u32 rows[N];
     Offset in_pool[N], in_peer[N];
     u64 pool[N], peer[N];
@@ -118,7 +118,7 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
     return sum;
 }
 
-// // Narrow units go one at a time: each is several loads in flight, and the registers must suffice for every width.
+// Narrow units go one at a time: each is several loads in flight, and the registers must suffice for every width.
 template <typename T>
 __device__ __forceinline__ u64 copy_narrow(const Params& params, const Work& work, u32 first) {
     u64 sum = 0;

@@ -1,6 +1,6 @@
-// // A launch's arguments, and the addresses of its bytes. kernels/cuda_tables.py packs the same structures.
+// A launch's arguments, and the addresses of its bytes. kernels/cuda_tables.py packs the same structures.
 //
-// // Staged order numbers the *units* of a view: up to 16 bytes of one run of `width` bytes, so that consecutive lanes
+// Staged order numbers the *units* of a view: up to 16 bytes of one run of `width` bytes, so that consecutive lanes
 // access consecutive staged bytes. A unit's row, shard and segment are found by divisions with prepared multipliers.
 // Counts within a view are below 2^31, which the host checks; products with strides are in 64 bits.
 #pragma once
@@ -23,7 +23,7 @@ struct Divisor {
     __device__ __forceinline__ u32 quotient(u32 n) const { return __umulhi(n + n, multiplier) >> shift; }
 };
 
-// // How one pool stores a group's views: a row's place comes from its item, the other fields are strides, in units of
+// How one pool stores a group's views: a row's place comes from its item, the other fields are strides, in units of
 // 16 bytes if the group's access is 16 or 32, else in bytes. A block is `joined_rows` rows that are adjacent in memory;
 // they divide an item, 1 if runs are separate.
 struct Side {
@@ -32,7 +32,7 @@ struct Side {
     u32 component, n_items;
 };
 
-// // Views that differ only in their addresses. `pool` is the plan's own, `peer` the other one if both are pools.
+// Views that differ only in their addresses. `pool` is the plan's own, `peer` the other one if both are pools.
 struct Group {
     Side pool, peer;
     Divisor units_per_run, segs, shards, runs_per_item;
@@ -45,21 +45,21 @@ struct View {
     u64 pool, peer, seed;
 };
 
-// // A component's items and tokens [start, stop), counted from the first item's first, whose position is first_token.
+// A component's items and tokens [start, stop), counted from the first item's first, whose position is first_token.
 struct Span {
     u64 items;
     i64 first_token, start, stop;
     i64 bits;
 };
 
-// // The destinations of a gather to several: the distance of each from the first, `staging`; 0 for that itself.
+// The destinations of a gather to several: the distance of each from the first, `staging`; 0 for that itself.
 struct Several {
     u64 n, apart[MAX_DESTINATIONS];
 };
 
 // A gather has no peer, and only a gather has several destinations (PDSTAGE_MANY).
 //
-// // With PDSTAGE_LISTED, every list of a call is in its parameters, with that many entries in all; a span's `items` is
+// With PDSTAGE_LISTED, every list of a call is in its parameters, with that many entries in all; a span's `items` is
 // the index of its item 0. The host has checked these lists.
 struct Params {
     u64 staging, sum;
@@ -80,11 +80,11 @@ struct Params {
 #endif
 };
 
-// // Sizes as kernels/cuda_tables.py computes them.
+// Sizes as kernels/cuda_tables.py computes them.
 static_assert(sizeof(Group) == 264 && sizeof(View) == 24 && sizeof(Span) == 40);
 static_assert(sizeof(Params) == 1320 + 4 * PDSTAGE_LISTED);
 
-// // A group's part of one call: rows [first_row, first_row + n_rows) of each view, `first_row` in the pool's
+// A group's part of one call: rows [first_row, first_row + n_rows) of each view, `first_row` in the pool's
 // numbering. Computed once per CTA, so that no tile divides by a number that the host has not prepared. `nbytes` and
 // `tiles` count up to the group's end. `rows_in` are the rows in the first, any other and the last item. If a row is
 // one run they are the first block's and the following ones in as many as items hold, in token-major order only the
@@ -98,7 +98,7 @@ struct Extent {
 
 static_assert(sizeof(Extent) == 88);  // as kernels/cuda_tables.py counts
 
-// // One run: a row counted from the first touched row, a shard and a segment of it.
+// One run: a row counted from the first touched row, a shard and a segment of it.
 struct Run {
     u32 row, shard, seg;
 };
@@ -109,7 +109,7 @@ __device__ __forceinline__ Run token_major(const Group& group, u32 run) {
     return {row, cell - row * group.shards.by, run - cell * group.segs.by};
 }
 
-// // [item][shard][row][seg]; the first and the last item may hold fewer rows than the others.
+// [item][shard][row][seg]; the first and the last item may hold fewer rows than the others.
 __device__ __forceinline__ Run head_major(const Group& group, const Extent& extent, u32 run) {
     const u32 cell = group.segs.quotient(run), first = extent.rows_in[0].by * group.shards.by;
     const bool in_first = cell < first;
@@ -121,7 +121,7 @@ __device__ __forceinline__ Run head_major(const Group& group, const Extent& exte
     return {before + within - shard * rows.by, shard, run - cell * group.segs.by};
 }
 
-// // Within an item, groups of 16-byte access or wider count strides and offsets in 32 bits of 16 bytes each, others in
+// Within an item, groups of 16-byte access or wider count strides and offsets in 32 bits of 16 bytes each, others in
 // bytes. If a group's items reach further, the host gives it narrower accesses.
 #if PDSTAGE_NARROW
 using Offset = u64;
@@ -131,7 +131,7 @@ using Offset = u32;
 constexpr u32 STEP = UNIT;
 #endif
 
-// // The offset of a run from its row, and of a row from its item.
+// The offset of a run from its row, and of a row from its item.
 __device__ __forceinline__ Offset in_row(const Side& side, const Run& run) {
     return PDSTAGE_FLAT ? 0 : run.shard * Offset(side.shard_stride) + run.seg * Offset(side.seg_stride);
 }
@@ -142,13 +142,13 @@ __device__ __forceinline__ Offset in_item(const Side& side, u32 row) {
     return outer * Offset(side.outer_stride) + (row - outer * side.outer_rows.by) * Offset(side.inner_stride);
 }
 
-// // Where a run begins: the entry of its item in the list, and the offset in the item.
+// Where a run begins: the entry of its item in the list, and the offset in the item.
 struct Place {
     u32 entry;
     Offset offset;
 };
 
-// // The addresses of one view's runs in one pool, in one call.
+// The addresses of one view's runs in one pool, in one call.
 struct Cells {
     const Params& params;
     const Side& side;
@@ -168,7 +168,7 @@ struct Cells {
         return {entry, in_row(side, run) + in_item(side, row - entry * side.rows_per_item.by)};
     }
 
-    // // The item of an entry; NO_ITEM if it is outside the pool: its list came from the device, unchecked.
+    // The item of an entry; NO_ITEM if it is outside the pool: its list came from the device, unchecked.
     __device__ __forceinline__ u32 item(u32 entry) const {
 #if PDSTAGE_LISTED
         return params.lists[u32(items) + entry];

@@ -1,6 +1,6 @@
 // Numbers from bf16 to fp8 e4m3 and back, as docs/convert.md defines them to the bit.
 //
-// // Two at a time by the instructions of GPUs since sm_89. Others, and tests without a GPU, compute the same with
+// Two at a time by the instructions of GPUs since sm_89. Others, and tests without a GPU, compute the same with
 // integers and correctly rounded float32 operations, as csrc/host/convert.hpp does.
 #pragma once
 
@@ -99,14 +99,14 @@ __device__ __forceinline__ u32 to_bf16(float low, float high) {
 
 #endif
 
-// // The scale of a token's head, for the bits of its largest magnitude.
+// The scale of a token's head, for the bits of its largest magnitude.
 __device__ __forceinline__ float head_scale(u32 most) {
     if (most > INFINITE) return float_of(QUIET_NAN);
     const float quotient = float_of(most) / 448.0F;
     return quotient < 1e-6F ? 1e-6F : quotient;
 }
 
-// // 127 + the exponent of a block, for the bits of its largest magnitude.
+// 127 + the exponent of a block, for the bits of its largest magnitude.
 template <u32 KIND>
 __device__ __forceinline__ u32 mx_scale(u32 most) {
     if (most > INFINITE) return E8M0_NAN;
@@ -116,7 +116,7 @@ __device__ __forceinline__ u32 mx_scale(u32 most) {
     return (least >> 23) - 8 + ((least & 0x7FFFFF) > 0x600000);
 }
 
-// // E8M0 as float32: 2^(byte - 127); the lowest is subnormal.
+// E8M0 as float32: 2^(byte - 127); the lowest is subnormal.
 __device__ __forceinline__ float power_of(u32 byte) {
     return float_of(byte == E8M0_NAN ? QUIET_NAN : byte ? byte << 23 : 0x00400000);
 }

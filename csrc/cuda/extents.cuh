@@ -1,6 +1,6 @@
-// // Divides a call among warps: views laid out in staging, and cut into tiles that warps take in turn.
+// Divides a call among warps: views laid out in staging, and cut into tiles that warps take in turn.
 //
-// // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool, 2 pool to peer. A launch copies the groups of 16-byte access,
+// PDSTAGE_WAY: 0 pool to staging, 1 staging to pool, 2 pool to peer. A launch copies the groups of 16-byte access,
 // or the narrower ones (PDSTAGE_NARROW); both lay out all of them.
 #pragma once
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ Extent extent_of(const Params& params, const Group& g
     const u32 per_view = (n_units + tile_units - 1) / tile_units;
     const bool mine = (group.access < UNIT) == bool(PDSTAGE_NARROW);
     const u32 peer_first = TO_PEER ? u32(params.peer[group.peer.component].start) / per_row : 0;
-    // // A row of one run has the same place in either order, and its block need not be an item.
+    // A row of one run has the same place in either order, and its block need not be an item.
     const u32 per_item = group.pool.rows_per_item.by;
     const u32 block = PDSTAGE_HEAD_MAJOR && runs_per_row > 1 ? per_item : group.pool.joined_rows.by;
     const u32 in_first = min(n_rows, block - first % block), in_last = (n_rows - in_first) % per_item;
@@ -49,7 +49,7 @@ __device__ __forceinline__ Extent extent_of(const Params& params, const Group& g
     return extent;
 }
 
-// // One group per thread: the host refuses plans with more groups than a CTA has threads.
+// One group per thread: the host refuses plans with more groups than a CTA has threads.
 __device__ __forceinline__ void lay_out(const Params& params, Extent* extents, u32 tile_units) {
     const u32 me = threadIdx.x, n_groups = u32(params.n_groups);
     if (me < n_groups) extents[me] = extent_of(params, params.groups[me], tile_units);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void lay_out(const Params& params, Extent* extents, u
     }
 }
 
-// // A tile's part of one view in one call: units [first, first + tile) of its view, whose staged bytes begin at
+// A tile's part of one view in one call: units [first, first + tile) of its view, whose staged bytes begin at
 // `staged`.
 struct Work {
     const Group* group;
@@ -89,7 +89,7 @@ __device__ __forceinline__ Work work_of(const Params& params, const Extent* exte
             (local - number * extent.tiles_per_view.by) * tile_units};
 }
 
-// // Lays out a call's views in `extents`, and passes a warp's tiles to `take` one after the other: the work, the
+// Lays out a call's views in `extents`, and passes a warp's tiles to `take` one after the other: the work, the
 // number of its group, and the calling lane's first unit.
 template <typename Take>
 __device__ __forceinline__ void for_tiles(const Params& params, Extent* extents, u32 tile_units, const Take& take) {

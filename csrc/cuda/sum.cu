@@ -1,6 +1,6 @@
-// // Adds the checksum of staged cells, token-major, for convert.cu, which addresses its cells by values.
+// Adds the checksum of staged cells, token-major, for convert.cu, which addresses its cells by values.
 //
-// // PDSTAGE_NARROW: sums the groups that need accesses below 16 bytes; without it all others. PDSTAGE_THREADS: the
+// PDSTAGE_NARROW: sums the groups that need accesses below 16 bytes; without it all others. PDSTAGE_THREADS: the
 // maximum per CTA. PDSTAGE_UNITS.
 #include "checksum.cuh"
 #include "extents.cuh"

@@ -1,4 +1,4 @@
-// // Units in accesses of one width: two units at once, one, or, if address or length does not allow 16 bytes, one unit
+// Units in accesses of one width: two units at once, one, or, if address or length does not allow 16 bytes, one unit
 // of up to 16 bytes in several accesses.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace pdstage {
 
-// // A thread's data of as many units as an access of T covers, at least one.
+// A thread's data of as many units as an access of T covers, at least one.
 template <typename T>
 struct Held {
     using Bytes = Bytes16;

@@ -1,6 +1,7 @@
-// One cell from bf16 to fp8 e4m3 and back, in the formats that pdstage/plan/convert.py names and docs/convert.md defines.
+// One cell from bf16 to fp8 e4m3 and back, in the formats that pdstage/plan/convert.py names and docs/convert.md
+// defines.
 //
-// // Plain arithmetic on integers and correctly rounded float32 operations, so that every processor gives the same
+// Plain arithmetic on integers and correctly rounded float32 operations, so that every processor gives the same
 // bits; loops are written for the compiler to vectorise. Must not use views, plans or Python.
 #pragma once
 
@@ -41,7 +42,7 @@ inline float load_bf16(const Byte* at) {
     return float_of(std::uint32_t{bits} << 16);
 }
 
-// // Selects one of two by masks: a conditional around float arithmetic, which may trap, would prevent vectorisation.
+// Selects one of two by masks: a conditional around float arithmetic, which may trap, would prevent vectorisation.
 inline std::uint32_t choose(bool which, std::uint32_t yes, std::uint32_t no) {
     const std::uint32_t mask = 0U - static_cast<std::uint32_t>(which);
     return (yes & mask) | (no & ~mask);
@@ -54,7 +55,7 @@ inline std::uint32_t to_bf16(float value) {
     return choose((bits & 0x7FFFFFFF) > kInfinity, kQuietNan >> 16, rounded);
 }
 
-// // To the nearest, ties to even; saturated at 448.
+// To the nearest, ties to even; saturated at 448.
 inline std::uint32_t to_e4m3(float value) {
     const std::uint32_t bits = bits_of(value);
     const std::uint32_t magnitude = bits & 0x7FFFFFFF;
@@ -75,7 +76,7 @@ inline float from_e4m3(std::uint32_t code) {
     return float_of(choose(magnitude == 0x7F, kQuietNan, bits));
 }
 
-// // The largest magnitude of `n` values; a NaN is larger than any.
+// The largest magnitude of `n` values; a NaN is larger than any.
 inline float greatest(const Byte* values, std::int64_t n) {
     std::int16_t most = 0;
     for (std::int64_t i = 0; i < n; ++i) {
@@ -116,7 +117,7 @@ inline float token_head_scale(const Byte* values, std::int64_t n) {
     return is_nan(most) ? float_of(kQuietNan) : std::max(most / 448.0F, 1e-6F);
 }
 
-// // 127 + the block's exponent: floor(log2(greatest)) - 8, or the least one with which `greatest` does not exceed 448.
+// 127 + the block's exponent: floor(log2(greatest)) - 8, or the least one with which `greatest` does not exceed 448.
 inline Byte mx_scale(Kind kind, const Byte* values) {
     const float most = greatest(values, kMxBlock);
     if (is_nan(most)) return kE8m0Nan;
@@ -127,7 +128,7 @@ inline Byte mx_scale(Kind kind, const Byte* values) {
     return static_cast<Byte>((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000 ? 1 : 0));
 }
 
-// // 2^(byte - 127); the lowest is subnormal.
+// 2^(byte - 127); the lowest is subnormal.
 inline float power_of(std::int32_t byte) {
     return float_of(byte > 0 ? static_cast<std::uint32_t>(byte) << 23 : 0x00400000);
 }
@@ -147,7 +148,7 @@ inline void encode_mx(Kind kind, const Byte* values, std::int64_t n, Byte* data,
     }
 }
 
-// // `n` bf16 values as one cell. `scale` is for kinds with one scale per tensor.
+// `n` bf16 values as one cell. `scale` is for kinds with one scale per tensor.
 inline void encode(Kind kind, Holds holds, float scale, const Byte* values, std::int64_t n, Byte* cell) {
     Byte* const data = holds == Holds::kScales ? nullptr : cell;
     Byte* const scales = holds == Holds::kData ? nullptr : holds == Holds::kScales ? cell : cell + n;
@@ -170,7 +171,7 @@ inline void encode(Kind kind, Holds holds, float scale, const Byte* values, std:
     }
 }
 
-// // The inverse: `data` and `scales` of `n` values, wherever each lies.
+// The inverse: `data` and `scales` of `n` values, wherever each lies.
 inline void decode(Kind kind, float scale, const Byte* data, const Byte* scales, std::int64_t n, Byte* values) {
     if (kind == Kind::kMxFloor || kind == Kind::kMxCeil) {
         for (std::int64_t block = 0; block * kMxBlock < n; ++block) {
@@ -184,7 +185,7 @@ inline void decode(Kind kind, float scale, const Byte* data, const Byte* scales,
     decode_values(data, n, scale, values);
 }
 
-// // One binary serves all processors of its kind, so wider vectors are chosen at load time, as in sums.hpp.
+// One binary serves all processors of its kind, so wider vectors are chosen at load time, as in sums.hpp.
 #if defined(__x86_64__) && defined(__GNUC__)
 [[gnu::target("avx2"), gnu::flatten]] inline void encode_avx2(Kind kind, Holds holds, float scale, const Byte* values,
                                                               std::int64_t n, Byte* cell) {

@@ -1,6 +1,6 @@
-// // Gather that encodes and scatter that decodes: copy.hpp's plan if staged bytes differ from the pool's.
+// Gather that encodes and scatter that decodes: copy.hpp's plan if staged bytes differ from the pool's.
 //
-// // Token-major, one cell at a time: a selected view's bf16 cells are in the pool, its encoded ones in staging. Every
+// Token-major, one cell at a time: a selected view's bf16 cells are in the pool, its encoded ones in staging. Every
 // index is checked before the first byte moves. Checksums cover the staged cells. Must not use Python or know rooms.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace pdstage {
 
-// // How one selected view is staged; the columns of kernels/host_convert.py. `width` is that of a staged cell,
+// How one selected view is staged; the columns of kernels/host_convert.py. `width` is that of a staged cell,
 // `scales` the index of the view with this one's scales, or -1. `scale_bits` are those of a float32.
 struct Coding {
     std::int64_t kind;
@@ -29,7 +29,7 @@ struct Coding {
 
 class ConvertPlan {
   public:
-    // // `codings`: one per view.
+    // `codings`: one per view.
     ConvertPlan(std::vector<View> views, std::vector<Component> components, std::vector<Coding> codings,
                 std::size_t n_threads)
         : components_(std::move(components)), n_threads_(n_threads) {
@@ -58,7 +58,7 @@ class ConvertPlan {
         std::int64_t row_nbytes() const { return view.shards * segs() * how.width; }
         std::int64_t n_values() const { return view.width / 2; }
     };
-    // // Rows [start, stop) of a view, and where the view and its scales are staged.
+    // Rows [start, stop) of a view, and where the view and its scales are staged.
     struct Piece {
         const Coded* coded;
         const Items* items;
@@ -122,7 +122,7 @@ class ConvertPlan {
     static void carry_out(const Piece& piece) {
         const Coded& coded = *piece.coded;
         const View& view = coded.view;
-        // // Elementwise kinds treat a row of adjacent cells as one.
+        // Elementwise kinds treat a row of adjacent cells as one.
         const bool whole = coded.how.width * 2 == view.width && view.segs == 1 && view.shard_stride == view.width &&
                            (coded.kind() == Kind::kTensorDivide || coded.kind() == Kind::kTensorBf16);
         const std::int64_t n_cells = whole ? 1 : view.shards;

@@ -1,6 +1,6 @@
 // Gather and scatter between affine views and dense staging, in the staged order of pdstage/plan/staging.py.
 //
-// // A view's item is a list of runs. Their offsets are computed once per plan with adjacent dimensions collapsed, so
+// A view's item is a list of runs. Their offsets are computed once per plan with adjacent dimensions collapsed, so
 // that the innermost copy is as long as the strides allow. A call then walks items x runs. Every index is checked
 // before the first byte moves. With a checksum, runs are single cells, summed as they are copied. Must not use Python,
 // or know rooms or what the bytes mean.
@@ -39,7 +39,7 @@ inline void append(Runs& runs, std::int64_t origin, const Dim* dims, std::size_t
     for (std::int64_t i = 0; i < outer.n; ++i) append(runs, origin + i * outer.stride, dims, n_dims - 1);
 }
 
-// // Dimensions innermost first; one that continues the one below it is merged into it.
+// Dimensions innermost first; one that continues the one below it is merged into it.
 class Nest {
   public:
     explicit Nest(std::int64_t width) : nbytes_(width) {}
@@ -62,7 +62,7 @@ class Nest {
     std::size_t n_dims_ = 0;
 };
 
-// // A rectangle of rows: `n_outer` steps of the first level, each with `n_inner` rows.
+// A rectangle of rows: `n_outer` steps of the first level, each with `n_inner` rows.
 inline Nest nest_of(const View& view, Wire wire, std::int64_t n_outer, std::int64_t n_inner) {
     Nest nest(view.width);
     nest.around(view.segs, view.seg_stride);
@@ -73,7 +73,7 @@ inline Nest nest_of(const View& view, Wire wire, std::int64_t n_outer, std::int6
     return nest;
 }
 
-// // Rows [start, stop) of an item. Rows that do not form a rectangle are listed one by one, since the runs of a list
+// Rows [start, stop) of an item. Rows that do not form a rectangle are listed one by one, since the runs of a list
 // have one length.
 inline void list_runs(const View& view, Wire wire, std::int64_t start, std::int64_t stop, Runs& runs) {
     runs.offsets.clear();
@@ -96,7 +96,7 @@ inline void list_runs(const View& view, Wire wire, std::int64_t start, std::int6
             nest.append_to(runs, shard * view.shard_stride + view.row_offset(row));
 }
 
-// // Rows [start, stop) of an item cell by cell, each with its place.
+// Rows [start, stop) of an item cell by cell, each with its place.
 inline void list_cells(const View& view, Wire wire, std::int64_t start, std::int64_t stop, Runs& cells) {
     cells.nbytes = view.width;
     cells.offsets.clear();
@@ -118,13 +118,13 @@ inline void list_cells(const View& view, Wire wire, std::int64_t start, std::int
 
 }  // namespace detail
 
-// // How a plan is executed: on how many threads, and whether its calls may request checksums.
+// How a plan is executed: on how many threads, and whether its calls may request checksums.
 struct How {
     std::size_t n_threads = 1;
     bool checksum = false;
 };
 
-// // Some shards of some views of one pool, ready for repeated copies. Several threads may use it at once.
+// Some shards of some views of one pool, ready for repeated copies. Several threads may use it at once.
 class CopyPlan {
   public:
     CopyPlan(std::vector<View> views, std::vector<Component> components, Wire wire, How how)
@@ -161,7 +161,7 @@ class CopyPlan {
                std::equal(views_.begin(), views_.end(), peer.views_.begin(), peer.views_.end(), same);
     }
 
-    // // `parts`: one per component. `sum`, if given, gets the checksum of the cells added. Nothing is written unless
+    // `parts`: one per component. `sum`, if given, gets the checksum of the cells added. Nothing is written unless
     // the verdict is kNone.
     Verdict gather(Byte* dst, std::int64_t nbytes, const std::vector<Part>& parts, std::uint64_t* sum) const {
         return run<true>(dst, nbytes, parts, sum);
@@ -212,7 +212,7 @@ class CopyPlan {
         Shared cells;  // of a whole item, if calls may request checksums
         bool dense;    // consecutive items are consecutive memory, in staged order
     };
-    // // Rows of one view, counted from its first item's, and where they are staged.
+    // Rows of one view, counted from its first item's, and where they are staged.
     struct Piece {
         std::size_t view;
         RowRange rows;
@@ -223,7 +223,7 @@ class CopyPlan {
         bool summed;
     };
     static constexpr std::int64_t kViewAlignment = 128;
-    // // Large enough to be worth waking a thread, small enough that none waits long for the last.
+    // Large enough to be worth waking a thread, small enough that none waits long for the last.
     static constexpr std::int64_t kPieceNbytes = 1 << 20;
     static constexpr std::int64_t kShareNbytes = 4 << 20;
 
@@ -288,11 +288,11 @@ class CopyPlan {
         } else {
             for (std::size_t i = 0; i < pieces.size(); ++i) work(i);
         }
-        // // Concurrent calls may share a sum.
+        // Concurrent calls may share a sum.
         if (sum != nullptr) std::atomic_ref(*sum).fetch_add(total.load(), std::memory_order_relaxed);
     }
 
-    // // A first or last item that is only partly in the range has separate runs; those between share the plan's.
+    // A first or last item that is only partly in the range has separate runs; those between share the plan's.
     // `first_token` is that of `items`. Returns the checksum if `call` requests it.
     template <bool kGather>
     std::uint64_t copy_view(const Selected& selected, RowRange rows, const Items& items, std::int64_t first_token,
@@ -337,7 +337,7 @@ class CopyPlan {
         return detail::copy_cells<kGather>(walk, place, step, stream && can_stream<kGather>(walk, wire), wire);
     }
 
-    // // Whole items; adjacent items of a dense view are copied as one run, if there are enough.
+    // Whole items; adjacent items of a dense view are copied as one run, if there are enough.
     template <bool kGather>
     static void copy_items(const Selected& selected, const detail::Walk& walk, const Items& items, bool stream,
                            Byte* wire) {
@@ -372,7 +372,7 @@ class CopyPlan {
                        : nbytes % detail::kLine == 0 && lines_only(walk);
     }
 
-    // // Whether every run of the walk begins a cache line: writing half a line past the caches costs a read of it.
+    // Whether every run of the walk begins a cache line: writing half a line past the caches costs a read of it.
     static bool lines_only(const detail::Walk& walk) {
         std::uintptr_t bits =
             reinterpret_cast<std::uintptr_t>(walk.base) | static_cast<std::uintptr_t>(walk.item_stride);

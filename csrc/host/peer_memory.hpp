@@ -1,7 +1,7 @@
-// // Writes into another process's memory on the same host: with process_vm_writev(2), or by a plain copy if it is
+// Writes into another process's memory on the same host: with process_vm_writev(2), or by a plain copy if it is
 // mapped.
 //
-// // The kernel takes at most IOV_MAX spans per call, cuts a call at about 2 GiB, and may stop early at a page it
+// The kernel takes at most IOV_MAX spans per call, cuts a call at about 2 GiB, and may stop early at a page it
 // cannot write: it then returns the bytes it did copy and the cause only on the next call. write_peer() hides all
 // three. Must not use Python or know what descriptors mean: the caller proves the peer's identity.
 #pragma once
@@ -43,7 +43,7 @@ inline ssize_t write_spans([[maybe_unused]] pid_t pid, [[maybe_unused]] const io
 
 }  // namespace detail
 
-// // Copies span i of this process, [src[i], src[i] + nbytes[i]), to address dst[i] of process `pid`, for i in [0, n)
+// Copies span i of this process, [src[i], src[i] + nbytes[i]), to address dst[i] of process `pid`, for i in [0, n)
 // in order. Spans with nbytes <= 0 are skipped. Stops at the first byte that cannot be copied. Spans that are adjacent
 // on both sides are joined, since the kernel pins the peer's pages anew for each span.
 inline WriteResult write_peer(pid_t pid, const std::int64_t* src, const std::int64_t* dst, const std::int64_t* nbytes,

@@ -1,6 +1,6 @@
-// // Copies rows of one view directly into rows of another: runs are joined if both sides are contiguous.
+// Copies rows of one view directly into rows of another: runs are joined if both sides are contiguous.
 //
-// // Must not know plans or staging, or use Python.
+// Must not know plans or staging, or use Python.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace pdstage::detail {
 
-// // A sink for add_pair: copies each run, joined to the previous one if both sides continue, once it has prefetched
+// A sink for add_pair: copies each run, joined to the previous one if both sides continue, once it has prefetched
 // enough of the following ones.
 class RunCopier {
   public:
@@ -32,7 +32,7 @@ class RunCopier {
         runs_[(first_ + n_) % kMost] = {src, dst, nbytes};
         ++n_;
         pending_ += nbytes;
-        // // The last run may still grow, so it is kept.
+        // The last run may still grow, so it is kept.
         while (n_ > 1 && (n_ == kMost || pending_ > kAheadNbytes)) copy_first();
     }
     void flush() {
@@ -73,7 +73,7 @@ class RunCopier {
     std::int64_t pending_ = 0;
 };
 
-// // Merges segments, then shards, that are contiguous on both sides into width.
+// Merges segments, then shards, that are contiguous on both sides into width.
 inline Pair collapsed(View src, View dst) {
     if (src.segs > 1 && src.seg_stride == src.width && dst.seg_stride == src.width) {
         src.width = dst.width = src.width * src.segs;
@@ -88,13 +88,13 @@ inline Pair collapsed(View src, View dst) {
     return {src, dst, shards_first, 0};
 }
 
-// // Sums the rows of a view in order, prefetching later ones into the caches.
+// Sums the rows of a view in order, prefetching later ones into the caches.
 class RowSummer {
   public:
     RowSummer(const View& view, const Items& items, RowRange rows)
         : view_(view), at_(view, items, rows.start), ahead_(at_), n_unfetched_(rows.stop - rows.start) {}
 
-    // // The terms of the next `n_rows` rows; the first begins at `token`.
+    // The terms of the next `n_rows` rows; the first begins at `token`.
     std::uint64_t sum(std::int64_t n_rows, std::int64_t token) {
         std::uint64_t total = 0;
         const auto seed = static_cast<std::uint64_t>(view_.seed);
@@ -130,7 +130,7 @@ class RowSummer {
     std::int64_t n_unfetched_;
 };
 
-// // Rows [start, stop) of a part, counted as in rows_of. Returns the sum of their terms if `summed`.
+// Rows [start, stop) of a part, counted as in rows_of. Returns the sum of their terms if `summed`.
 inline std::uint64_t copy_rows(const View& src, const Items& from, RowRange rows, const View& dst, const Items& to,
                                std::int64_t dst_row, std::int64_t token, bool summed, bool stream) {
     constexpr std::int64_t kBlockNbytes = 16384;

@@ -1,6 +1,6 @@
 // System calls that never block, each retried when a signal interrupts it.
 //
-// // Must not use Python: its standard library releases the GIL around each of these, which beside a busy thread costs
+// Must not use Python: its standard library releases the GIL around each of these, which beside a busy thread costs
 // a switch interval, while the call itself takes a microsecond.
 #pragma once
 

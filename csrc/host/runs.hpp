@@ -1,6 +1,6 @@
-// // Copies one run of bytes between a strided pool and dense staging: the innermost loop of copy.hpp.
+// Copies one run of bytes between a strided pool and dense staging: the innermost loop of copy.hpp.
 //
-// // memcpy costs a call and a size dispatch per run, which at 256 bytes is a large part of the work; runs of known
+// memcpy costs a call and a size dispatch per run, which at 256 bytes is a large part of the work; runs of known
 // width are copied inline. Large destinations are written past the caches (non-temporal stores): nothing reads them
 // back soon, and an ordinary store would first fetch each line from memory. Must not know views or items, or use
 // Python.
@@ -22,7 +22,7 @@ namespace detail {
 
 inline constexpr std::int64_t kLine = 64;
 
-// // Bytes to read are prefetched to L2 only, since L1's few fill buffers are busy with the copy itself. Bytes to write
+// Bytes to read are prefetched to L2 only, since L1's few fill buffers are busy with the copy itself. Bytes to write
 // are prefetched to L1.
 template <bool kRead>
 void prefetch(const Byte* address, std::int64_t nbytes) {
@@ -74,7 +74,7 @@ inline void stream_line(Byte* dst, const Byte* src) {
     stream16(dst + 48, src + 48);
 }
 
-// // Runs of any multiple of 16 bytes to a 16-byte aligned `dst`, past the caches. Long runs are read from four pages
+// Runs of any multiple of 16 bytes to a 16-byte aligned `dst`, past the caches. Long runs are read from four pages
 // at a time, which the processor's prefetchers follow separately: glibc's memcpy does the same above a size of hundreds
 // of MiB.
 struct StreamRun {

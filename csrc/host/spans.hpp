@@ -1,6 +1,6 @@
 // Runs of consecutive items, and the direct path's descriptors: which source bytes go to which destination address.
 //
-// // Must not use Python, or know transports or what a descriptor costs.
+// Must not use Python, or know transports or what a descriptor costs.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace pdstage {
 
-// // Writes to `starts`, which has room for n, the positions in [0, n) where a group of items begins that step by one
+// Writes to `starts`, which has room for n, the positions in [0, n) where a group of items begins that step by one
 // in both lists. Returns how many. It has no branch on the data: fragmented lists would mispredict at every item.
 template <class Src, class Dst>
 std::size_t group_starts(const Src* src, const Dst* dst, std::size_t n, std::size_t* starts) {
@@ -42,7 +42,7 @@ struct Pair {
 
 namespace detail {
 
-// // Joins each span to the one before it if both sides continue without a gap.
+// Joins each span to the one before it if both sides continue without a gap.
 class SpanWriter {
   public:
     explicit SpanWriter(Spans& out) : out_(out) {}
@@ -71,7 +71,7 @@ class SpanWriter {
     std::int64_t dst_end_ = 0;
 };
 
-// // Walks one side of a pair: the address of a row, and for how many rows it continues by inner_stride.
+// Walks one side of a pair: the address of a row, and for how many rows it continues by inner_stride.
 class Side {
   public:
     Side(const View& view, const Items& items, std::int64_t row)
@@ -118,7 +118,7 @@ void add_cell(const Pair& pair, std::int64_t src, std::int64_t dst, Writer& out)
         out.add(src + seg * pair.src.seg_stride, dst + seg * pair.dst.seg_stride, pair.src.width);
 }
 
-// // Rows that are inner_stride apart on both sides.
+// Rows that are inner_stride apart on both sides.
 template <class Writer>
 void add_rows(const Pair& pair, std::int64_t src, std::int64_t dst, std::int64_t n_rows, Writer& out) {
     const View& from = pair.src;
@@ -142,7 +142,7 @@ void add_rows(const Pair& pair, std::int64_t src, std::int64_t dst, std::int64_t
                      dst + row * to.inner_stride + shard * to.shard_stride, out);
 }
 
-// // `n_rows` rows from each side's first. Rows that continue by inner_stride on both sides are taken together, across
+// `n_rows` rows from each side's first. Rows that continue by inner_stride on both sides are taken together, across
 // items too: written shard by shard they make one span per shard.
 template <class Writer>
 void add_pair(const Pair& pair, Side src_side, Side dst_side, std::int64_t n_rows, Writer& out) {
@@ -189,7 +189,7 @@ inline Verdict check_rows(const View& view, const std::vector<Part>& src, const 
 
 }  // namespace detail
 
-// // The direct path between selected views of two pools, for repeated use. Thread safe.
+// The direct path between selected views of two pools, for repeated use. Thread safe.
 class DirectPlan {
   public:
     DirectPlan(std::vector<Pair> pairs, std::vector<Component> src, std::vector<Component> dst)
@@ -197,7 +197,7 @@ class DirectPlan {
 
     std::size_t n_components() const { return src_.size(); }
 
-    // // Appends to `out`. `src` and `dst`: one part per component, of equal token ranges. A verdict on the destination
+    // Appends to `out`. `src` and `dst`: one part per component, of equal token ranges. A verdict on the destination
     // numbers its component from n_components() on.
     Verdict spans(const std::vector<Part>& src, const std::vector<Part>& dst, Spans& out) const {
         std::vector<Items> from;

@@ -1,6 +1,6 @@
 // The checksum that kernels/checksum.py defines: of each cell's words and place, added up modulo 2^64.
 //
-// // A place is linear in token, shard and segment, so lists of runs can carry theirs. Must not know views or use
+// A place is linear in token, shard and segment, so lists of runs can carry theirs. Must not know views or use
 // Python.
 #pragma once
 
@@ -56,7 +56,7 @@ inline std::uint64_t sum_words_plain(const Byte* at, std::int64_t nbytes, std::u
     return sum_words(at, nbytes, key);
 }
 
-// // One binary serves all processors of its kind, so the multiplication of eight words at once is chosen at load time.
+// One binary serves all processors of its kind, so the multiplication of eight words at once is chosen at load time.
 #if defined(__x86_64__) && defined(__GNUC__)
 [[gnu::target("avx512f,avx512dq,avx512vl")]] inline std::uint64_t sum_words_wide(const Byte* at, std::int64_t nbytes,
                                                                                  std::uint64_t key) {

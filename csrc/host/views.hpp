@@ -73,7 +73,7 @@ struct Items {
 
 namespace detail {
 
-// // A bit for each item of the largest pool seen, up to kMostMarked, all zero between calls.
+// A bit for each item of the largest pool seen, up to kMostMarked, all zero between calls.
 class ItemSet {
   public:
     explicit ItemSet(std::int64_t n_items) : words_(scratch()) {
@@ -97,7 +97,7 @@ class ItemSet {
     std::vector<std::uint64_t>& words_;
 };
 
-// // Larger pools have no bits: a peer may have stated the number of items, or each piece of a page may count as one.
+// Larger pools have no bits: a peer may have stated the number of items, or each piece of a page may count as one.
 inline constexpr std::int64_t kMostMarked = std::int64_t{1} << 26;
 
 inline std::size_t first_repeat_by_order(const std::vector<std::int64_t>& items) {

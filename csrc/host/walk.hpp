@@ -1,6 +1,6 @@
 // The loops over items and their runs, one compiled for each common run length: the hot part of copy.hpp.
 //
-// // Must not know views or indexes' checks, or use Python.
+// Must not know views or indexes' checks, or use Python.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace pdstage::detail {
 
-// // Some runs of an item, in staged order: each `nbytes` long, at `offsets` from the item. With checksums, runs are
+// Some runs of an item, in staged order: each `nbytes` long, at `offsets` from the item. With checksums, runs are
 // cells, and `places` are theirs, relative to the item's first.
 struct Runs {
     std::int64_t nbytes = 0;
@@ -28,16 +28,16 @@ struct Walk {
     const Runs* runs;
 };
 
-// // How far ahead the pool is prefetched: enough bytes in flight to hide DRAM latency, few enough to stay in L2.
+// How far ahead the pool is prefetched: enough bytes in flight to hide DRAM latency, few enough to stay in L2.
 inline constexpr std::int64_t kAheadNbytes = 8192;
 
-// // How much of a run is prefetched: after a long one's first lines the processor follows it by itself.
+// How much of a run is prefetched: after a long one's first lines the processor follows it by itself.
 template <bool kGather>
 std::int64_t fetched(std::int64_t nbytes) {
     return kGather && nbytes > 512 ? 256 : std::min(nbytes, kAheadNbytes);
 }
 
-// // From this many staged bytes on, stores go past the caches, which saves fetching each line. The cost of scattered
+// From this many staged bytes on, stores go past the caches, which saves fetching each line. The cost of scattered
 // lines falls on the next reader, and a gather's first lines have left a core's own cache before the write reads them.
 // That applies to the chunks of a long room; smaller chunks stay in the cache.
 inline constexpr std::int64_t kStreamNbytes = 2 << 20;
@@ -163,7 +163,7 @@ Kernel pick_streamed(std::int64_t nbytes) {
     return pick<kGather, FixedStreamRun, StreamRun, kGather>(nbytes);
 }
 
-// // Copies cells and returns the sum of their terms; each block of a cell is read while the caches hold it. `place` is
+// Copies cells and returns the sum of their terms; each block of a cell is read while the caches hold it. `place` is
 // the first item's, the next one's is `place_step` further.
 template <bool kGather>
 std::uint64_t copy_cells(const Walk& walk, std::uint64_t place, std::uint64_t place_step, bool stream, Byte* wire) {

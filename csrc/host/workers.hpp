@@ -1,6 +1,6 @@
-// // Threads that help with large copies: created on first use, asleep between calls, joined at exit.
+// Threads that help with large copies: created on first use, asleep between calls, joined at exit.
 //
-// // Must not know what is copied, or use Python.
+// Must not know what is copied, or use Python.
 #pragma once
 
 #include <pthread.h>
@@ -20,7 +20,7 @@ namespace pdstage {
 
 class Workers {
   public:
-    // // Calls `work(piece)` once for each piece in [0, n), on this thread and on up to n_threads - 1 others; returns
+    // Calls `work(piece)` once for each piece in [0, n), on this thread and on up to n_threads - 1 others; returns
     // when all are done. It never waits for a thread that has not begun, so on a busy machine this thread does all of
     // it. `work` must not throw.
     template <class Work>
@@ -44,7 +44,7 @@ class Workers {
         }
     };
 
-    // // After a fork the child has none of the threads and perhaps a locked mutex, so it starts with a new object.
+    // After a fork the child has none of the threads and perhaps a locked mutex, so it starts with a new object.
     // Never destroyed: other threads may outlive static destructors.
     static Workers& shared() {
         static const bool kHooked = [] {
@@ -81,7 +81,7 @@ class Workers {
         done_.wait(lock, [&] { return job.n_helping == 0; });
     }
 
-    // // These threads take no signals: the interpreter's main thread does.
+    // These threads take no signals: the interpreter's main thread does.
     void grow(std::size_t n) {
         if (stopping_ || threads_.size() >= n) return;
         sigset_t all;
@@ -91,7 +91,7 @@ class Workers {
         try {
             while (threads_.size() < n) threads_.emplace_back([this] { loop(); });
         } catch (const std::system_error&) {
-            // // No more threads can be created: the existing ones do the work.
+            // No more threads can be created: the existing ones do the work.
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }

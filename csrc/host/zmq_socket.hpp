@@ -1,7 +1,7 @@
-// // One libzmq socket beside its pyzmq object: the same library, found where pyzmq loaded it, without headers or
+// One libzmq socket beside its pyzmq object: the same library, found where pyzmq loaded it, without headers or
 // linking.
 //
-// // Must not use Python or know what frames mean. Nothing here blocks, and two threads must not call at once. The
+// Must not use Python or know what frames mean. Nothing here blocks, and two threads must not call at once. The
 // constants and the size of zmq_msg_t are those of libzmq's stable interface, 4.1 and later.
 #pragma once
 
@@ -18,7 +18,7 @@ struct ZmqMessage {
     alignas(void*) unsigned char bytes[64];
 };
 
-// // The functions of the libzmq with which `library`, a loaded shared object, was linked. Throws std::runtime_error if
+// The functions of the libzmq with which `library`, a loaded shared object, was linked. Throws std::runtime_error if
 // they cannot be seen: another build may have linked them in privately.
 struct ZmqApi {
     explicit ZmqApi(const std::string& library) {
@@ -62,7 +62,7 @@ struct ZmqApi {
     }
 };
 
-// // A received frame; releases its memory.
+// A received frame; releases its memory.
 class ZmqFrame {
   public:
     explicit ZmqFrame(const ZmqApi& api) : api_(api) { api_.msg_init(&message_); }
@@ -73,7 +73,7 @@ class ZmqFrame {
     const char* data() { return static_cast<const char*>(api_.msg_data(&message_)); }
     std::size_t size() const { return api_.msg_size(&message_); }
     bool more() const { return api_.msg_more(&message_) != 0; }
-    // // The descriptor of the connection it came by, which may be reused by now; negative if libzmq does not report
+    // The descriptor of the connection it came by, which may be reused by now; negative if libzmq does not report
     // it.
     int connection() const { return api_.msg_get(&message_, kSrcFd); }
 
@@ -85,14 +85,14 @@ class ZmqFrame {
     ZmqMessage message_;
 };
 
-// // Functions that return an int return 0 or the errno.
+// Functions that return an int return 0 or the errno.
 class ZmqSocket {
   public:
     ZmqSocket(const std::string& library, void* socket) : api_(library), socket_(socket), fd_(option<int>(kFd)) {}
 
     const ZmqApi& api() const { return api_; }
 
-    // // The descriptor to wait on, edge-triggered: it turns readable after `has_message` has returned false.
+    // The descriptor to wait on, edge-triggered: it turns readable after `has_message` has returned false.
     int fd() const { return fd_; }
 
     bool has_message() const { return (option<int>(kEvents) & kPollIn) != 0; }

@@ -29,13 +29,19 @@ from pdstage.plan.convert import codings
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
+# What a bit mask keeps from being read, the compiler takes for read.
+WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Werror"]
+OPTIONS = ["-std=c++20", "-O1", "-fPIC", *WARNINGS]
 
 
 @lru_cache(maxsize=1)
 def _folder():
+    """The sources, and the double's headers compiled once: parsing them is most of a small kernel's compilation."""
     folder = Path(tempfile.mkdtemp(prefix="pdstage-cuda-on-cpu-"))
-    for path in [*nvrtc.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), *HERE.glob("*.cpp")]:
+    for path in [*nvrtc.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), *HERE.glob("*.[ch]pp")]:
         shutil.copy(path, folder)
+    command = [COMPILER, *OPTIONS, "-x", "c++-header", "device.hpp", "-o", "device.hpp.gch"]
+    subprocess.run(command, cwd=folder, check=True)
     return folder
 
 
@@ -44,9 +50,7 @@ def _built(name, macros):
     folder = _folder()
     target = folder / ("_".join([name.removesuffix(".cu"), *(str(value) for _, value in macros)]) + ".so")
     defines = [f"-D{macro}={value}" for macro, value in macros] + [f'-DPDSTAGE_SOURCE="{name}"']
-    # What a bit mask keeps from being read, the compiler takes for read.
-    warnings = ["-Wall", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Werror"]
-    command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", *warnings, *defines]
+    command = [COMPILER, *OPTIONS, "-shared", *defines]
     subprocess.run([*command, "launch.cpp", "-o", target.name], cwd=folder, check=True)
     return ctypes.CDLL(str(target)).pdstage_launch
 

@@ -18,6 +18,7 @@ from pdstage.kernels.checksum import checksum
 from pdstage.kernels.triton_device import device_of
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
 from pdstage.plan.tables import Table
+from tests.rows import drawn
 
 FILL = 0xA5
 
@@ -65,7 +66,7 @@ def placed(draw):
     return replace(transfer, **{side: on_device(indexes) for side, indexes in sides.items()})
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=drawn(10, full=25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(transfer=placed(), max_sms=st.sampled_from([None, 1, 2, 7]))
 def test_every_transfer_is_the_references(transfer, max_sms):
     check(InterpreterRig(max_sms), transfer)

@@ -14,6 +14,7 @@ from pdstage.kernels import Index, Pool
 from pdstage.kernels.checksum import SEGMENT, SHARD, TOKEN, WORD, checksum
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from pdstage.plan.tables import Table
+from tests.rows import drawn
 
 MASK = 2**64 - 1
 RIGS = [*(Rig("host", code) for code in HOST_CODES), REFERENCE]
@@ -51,7 +52,7 @@ def slow_sum_of(held, select, index, tokens):
     return total & MASK
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=drawn(20, full=60), deadline=None)
 @given(transfer=transfers().filter(lambda t: t.checksum))
 def test_the_reference_sums_what_the_definition_says(transfer):
     t = transfer
@@ -63,7 +64,7 @@ def test_the_reference_sums_what_the_definition_says(transfer):
         assert found["scatter: checksum"].view(np.uint64)[0] == want
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=drawn(30, full=100), deadline=None)
 @given(
     cells=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40)),
     seed=st.integers(-(2**63), 2**63 - 1),

@@ -27,6 +27,7 @@ from pdstage.layout.topology import Axis
 from pdstage.plan import HEAD_MAJOR, Select, Staging
 from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
 from pdstage.plan.tables import Index
+from tests.rows import drawn
 
 SCALES = [1.0, 0.1, 0.5, 3.0, 448.0, 1 / 448, 2.0**-20, 1e20, 2.0**-126, 2.0**126]
 BACKENDS = ["reference"] if native.ext is None else ["reference", "host"]
@@ -175,7 +176,7 @@ def test_host_code_gives_the_references_bits(format, companion):
 
 
 @native_only
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=drawn(30, full=100), deadline=None)
 @given(converted())
 def test_a_converted_gather_is_a_plain_one_encoded_and_the_way_back(drawn):
     held, own, formats, (first, count), index, (start, stop), skew, threads = drawn
@@ -331,7 +332,7 @@ STRAY_SCALES = (
 
 
 @native_only
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=drawn(100, full=400), deadline=None)
 @given(meeting_layouts(), st.booleans())
 @example(STRAY_SCALES, False)
 def test_layouts_that_meet_have_plans_whatever_peers_say(layouts, turned):

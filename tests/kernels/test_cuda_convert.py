@@ -16,6 +16,7 @@ from pdstage.kernels import Index, Pool
 from pdstage.kernels.backend import Launch
 from pdstage.plan import Select
 from pdstage.plan.convert import Encoding, fp8_token_head, mxfp8, pair, reformat
+from tests.rows import drawn
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -67,7 +68,7 @@ def test_every_value_is_the_references(format, companion, cells):
     check(held, own, staged, select, {"kv": Index.of(np.arange(rows, dtype=np.int32))}, {"kv": (0, rows)})
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=drawn(20, full=60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(converted())
 def test_every_layout_is_the_references(drawn):
     held, own, formats, (first, count), index, range_, *_ = drawn

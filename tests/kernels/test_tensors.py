@@ -16,6 +16,7 @@ from rigs import HOST_CODES, host_code
 from pdstage.errors import UsageError
 from pdstage.kernels import backends, gather, scatter, staged_nbytes
 from pdstage.kernels.buffers import Buffers, _plan_of, layout_of
+from tests.rows import drawn
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
 
@@ -72,7 +73,7 @@ def indexed(buffers, items, shards, tokens):
 
 
 @pytest.mark.parametrize("code", [*HOST_CODES, "reference"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=drawn(50, full=100), deadline=None)
 @given(case=cases())
 def test_gather_and_scatter_are_indexing(code, case):
     buffers, items, shards, tokens = case

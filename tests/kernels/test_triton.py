@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from cuda_on_cpu import CpuMachine
 from pdstage.kernels import backends, checksum, host_convert, triton_copy
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
 from pdstage.kernels.triton_device import THREADS, ConvertVariant, Gpu, SumVariant, Variant, build, interpreted
+from tests import disassembly
 from tests.rows import rows
 
 triton = pytest.importorskip("triton")
@@ -30,11 +32,12 @@ from pdstage.kernels import triton_convert_kernels, triton_kernels, triton_sum_k
 
 
 @pytest.mark.parametrize("suite", ["interpreted_triton.py", "interpreted_convert.py"])
-def test_everything_in_the_interpreter(suite):
+def test_everything_in_the_interpreter(suite, request):
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     here = Path(__file__).parent
+    everything = ["--full"] if request.config.getoption("--full") else []
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / suite)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *everything, str(here / suite)],
         capture_output=True,
         text=True,
         check=False,
@@ -71,68 +74,65 @@ def source_of_loads(code, instruction):
     return found
 
 
-def disassembled(kernel, tmp_path):
-    """SASS, registers and bytes of stack of a kernel's machine code, by the tool that Triton carries."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
-        pytest.skip("this Triton carries no cuobjdump")
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    said = [
-        subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
-        for what in ("-sass", "-res-usage")
-    ]
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", said[1]).groups()
-    return said[0], int(registers), int(stack) + int(local)
+def machines(kernels, arch, *, code=True):
+    """The machine code of each kernel, by what tells it apart. None of them spills, each fits its registers."""
+    if disassembly.missing():
+        pytest.skip("needs cuobjdump and nvdisasm")
+    cubins = [kernel.asm["cubin"] for kernel in kernels.values()]
+    found = dict(zip(kernels, disassembly.disassembled(cubins, f"sm_{arch}", code=code), strict=True))
+    for key, machine in found.items():
+        assert machine.registers <= 64, key
+        assert machine.stack == 0, key
+    return found
 
 
-@pytest.mark.parametrize("general", [True, False])
-@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize(("way", "head_major"), WAYS)
 @pytest.mark.parametrize("arch", rows([80, 90, 100], full={80, 100}))
-def test_16_byte_accesses_on_nvidia(tmp_path, arch, way, head_major, summed, general):
-    kernel = build(variant(way, head_major, 16, summed, general), GPUTarget("cuda", arch, 32))
-    ptx, n = kernel.asm["ptx"], DEPTH[way, summed]
-    assert len(re.findall(r"ld\.global\.(v4\.b32|v2\.b64)", ptx)) == n
-    assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == n
-    assert len(re.findall(r"st\.global", ptx)) == n, "all stores are of payload"
-    # Narrower loads are those of the tables and of the list of items; each unit's item is loaded by one of two widths.
-    narrow = Counter(source_of_loads(ptx, r"ld\.global\.b\d+"))
-    assert all(line.startswith(("return tl.load(table.", "item = tl.load(items.")) for line in narrow), narrow
-    assert sum(k for line, k in narrow.items() if "items." in line) == 2 * n * SIDES[way]
-    sass, registers, spilled = disassembled(kernel, tmp_path)
-    assert set(re.findall(r"\bSTG\S*", sass)) == {"STG.E.128"}
-    assert len(re.findall(r"\bLDG\.E\.128\b", sass)) == n
-    assert not re.findall(r"\b(?:LDL|STL)\b", sass)
-    assert registers <= 64
-    assert spilled == 0
-    assert ("BAR.SYNC" in sass) == summed, "warps never wait for each other but to add up"
+def test_16_byte_accesses_on_nvidia(arch, way, head_major):
+    target = GPUTarget("cuda", arch, 32)
+    kernels = {
+        (summed, general): build(variant(way, head_major, 16, summed, general), target)
+        for summed, general in product([False, True], [True, False])
+    }
+    for (summed, general), machine in machines(kernels, arch).items():
+        ptx, n = kernels[summed, general].asm["ptx"], DEPTH[way, summed]
+        assert len(re.findall(r"ld\.global\.(v4\.b32|v2\.b64)", ptx)) == n
+        assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == n
+        assert len(re.findall(r"st\.global", ptx)) == n, "all stores are of payload"
+        # Narrower loads are those of the tables and of the list of items; a unit's item is loaded by one of two widths.
+        narrow = Counter(source_of_loads(ptx, r"ld\.global\.b\d+"))
+        assert all(line.startswith(("return tl.load(table.", "item = tl.load(items.")) for line in narrow), narrow
+        assert sum(k for line, k in narrow.items() if "items." in line) == 2 * n * SIDES[way]
+        assert set(re.findall(r"\bSTG\S*", machine.sass)) == {"STG.E.128"}
+        assert len(re.findall(r"\bLDG\.E\.128\b", machine.sass)) == n
+        assert not re.findall(r"\b(?:LDL|STL)\b", machine.sass)
+        assert ("BAR.SYNC" in machine.sass) == summed, "warps never wait for each other but to add up"
 
 
-@pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("head_major", [False, True])
 @pytest.mark.parametrize("arch", rows([80, 90], full={80}))
-def test_gathers_to_several_destinations_read_once_on_nvidia(tmp_path, arch, head_major, summed):
-    kernel = build(variant(GATHER, head_major, 16, summed)._replace(MANY=True), GPUTarget("cuda", arch, 32))
-    n = DEPTH[GATHER, summed]
-    sass, registers, spilled = disassembled(kernel, tmp_path)
-    assert set(re.findall(r"\bSTG\S*", sass)) == {"STG.E.128"}
-    stores = re.findall(r"st\.global\.(?:v4\.b32|v2\.b64)", kernel.asm["ptx"])
-    assert len(stores) == 2 * n, "to the first, and in a loop, which ptxas may unroll, to the others"
-    assert len(re.findall(r"\bLDG\.E\.128\b", sass)) == n
-    assert registers <= 64
-    assert spilled == 0
+def test_gathers_to_several_destinations_read_once_on_nvidia(arch):
+    kernels = {
+        (head_major, summed): build(
+            variant(GATHER, head_major, 16, summed)._replace(MANY=True), GPUTarget("cuda", arch, 32)
+        )
+        for head_major, summed in product([False, True], [False, True])
+    }
+    for (head_major, summed), machine in machines(kernels, arch).items():
+        n = DEPTH[GATHER, summed]
+        assert set(re.findall(r"\bSTG\S*", machine.sass)) == {"STG.E.128"}
+        stores = re.findall(r"st\.global\.(?:v4\.b32|v2\.b64)", kernels[head_major, summed].asm["ptx"])
+        assert len(stores) == 2 * n, "to the first, and in a loop, which ptxas may unroll, to the others"
+        assert len(re.findall(r"\bLDG\.E\.128\b", machine.sass)) == n
 
 
-@pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("access", [8, 4, 2, 1])
 @pytest.mark.parametrize("way", [GATHER, COPY])
-def test_narrow_accesses_fit_registers_too(tmp_path, way, access, summed):
-    kernel = build(variant(way, False, access, summed), GPUTarget("cuda", 80, 32))
-    _, registers, spilled = disassembled(kernel, tmp_path)
-    assert f"st.global.b{8 * access}" in kernel.asm["ptx"]
-    assert registers <= 64
-    assert spilled == 0
+def test_narrow_accesses_fit_registers_too(way):
+    kernels = {
+        (access, summed): build(variant(way, False, access, summed), GPUTarget("cuda", 80, 32))
+        for access, summed in product([8, 4, 2, 1], [False, True])
+    }
+    for access, summed in machines(kernels, 80, code=False):
+        assert f"st.global.b{8 * access}" in kernels[access, summed].asm["ptx"]
 
 
 @pytest.mark.parametrize("summed", [False, True])
@@ -147,23 +147,21 @@ def test_16_byte_accesses_on_amd(way, head_major, summed):
     assert numbers == {"vgpr_spill_count": "0", "sgpr_spill_count": "0", "private_segment_fixed_size": "0"}
 
 
-@pytest.mark.parametrize("kind", [0, 1, 3, 4])
 @pytest.mark.parametrize("way", [GATHER, SCATTER])
 @pytest.mark.parametrize("arch", rows([80, 90], full={80}))
-def test_conversions_on_nvidia_are_wide_and_round_as_ieee_says(tmp_path, arch, way, kind):
-    kernel = build(ConvertVariant(way, kind, 0, 128, 64, ALIGNED=True), GPUTarget("cuda", arch, 32))
-    ptx = kernel.asm["ptx"]
-    assert ".ftz" not in ptx
-    assert not re.findall(r"\b(?:fma|mad)\.\w+\.f32", ptx), "a product rounded once with a sum"
-    assert ("div.rn.f32" in ptx) == (way == GATHER and kind in (1, 3))
-    assert "div.full" not in ptx
-    sass, registers, spilled = disassembled(kernel, tmp_path)
-    # Of 8 values a thread, bf16 on the pool's side and bytes on the other's.
-    assert len(re.findall(r"\bLDG\.E\.128\b", sass)) == (way == GATHER and kind != 0)
-    assert len(re.findall(r"\bSTG\.E\.128\b", sass)) == (way == SCATTER and kind != 0)
-    assert re.findall(r"\bSTG\.E\.64\b" if way == GATHER else r"\bLDG\.E\.64\b", sass)
-    assert registers <= 64
-    assert spilled == 0
+def test_conversions_on_nvidia_are_wide_and_round_as_ieee_says(arch, way):
+    target = GPUTarget("cuda", arch, 32)
+    kernels = {kind: build(ConvertVariant(way, kind, 0, 128, 64, ALIGNED=True), target) for kind in (0, 1, 3, 4)}
+    for kind, machine in machines(kernels, arch).items():
+        ptx, sass = kernels[kind].asm["ptx"], machine.sass
+        assert ".ftz" not in ptx
+        assert not re.findall(r"\b(?:fma|mad)\.\w+\.f32", ptx), "a product rounded once with a sum"
+        assert ("div.rn.f32" in ptx) == (way == GATHER and kind in (1, 3))
+        assert "div.full" not in ptx
+        # Of 8 values a thread, bf16 on the pool's side and bytes on the other's.
+        assert len(re.findall(r"\bLDG\.E\.128\b", sass)) == (way == GATHER and kind != 0)
+        assert len(re.findall(r"\bSTG\.E\.128\b", sass)) == (way == SCATTER and kind != 0)
+        assert re.findall(r"\bSTG\.E\.64\b" if way == GATHER else r"\bLDG\.E\.64\b", sass)
 
 
 @pytest.mark.parametrize("way", [GATHER, SCATTER])
@@ -173,15 +171,16 @@ def test_conversions_on_amd(way):
     assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
 
 
-@pytest.mark.parametrize(("access", "unit"), [(16, 16), (4, 8), (1, 8)])
 @pytest.mark.parametrize("arch", rows([80, 90], full={80}))
-def test_sums_of_what_is_staged_on_nvidia(tmp_path, arch, access, unit):
-    kernel = build(SumVariant(access, unit, THREADS * 2 * access // unit), GPUTarget("cuda", arch, 32))
-    sass, registers, spilled = disassembled(kernel, tmp_path)
-    assert not re.findall(r"\bSTG\b", sass)
-    assert bool(re.findall(r"\bLDG\.E\.128\b", sass)) == (access == 16)
-    assert registers <= 64
-    assert spilled == 0
+def test_sums_of_what_is_staged_on_nvidia(arch):
+    target = GPUTarget("cuda", arch, 32)
+    units = {16: 16, 4: 8, 1: 8}
+    kernels = {
+        access: build(SumVariant(access, unit, THREADS * 2 * access // unit), target) for access, unit in units.items()
+    }
+    for access, machine in machines(kernels, arch).items():
+        assert not re.findall(r"\bSTG\b", machine.sass)
+        assert bool(re.findall(r"\bLDG\.E\.128\b", machine.sass)) == (access == 16)
 
 
 def test_sums_of_what_is_staged_on_amd():
