@@ -131,8 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--variant", action="append", default=[])
     given = parser.parse_args(argv)
     with given.out.open("w") as out:
-        for told in measure(given.section, given.quick, given.device, tuple(given.variant)):
-            print(json.dumps(told), file=out, flush=True)
+        for line in measure(given.section, given.quick, given.device, tuple(given.variant)):
+            print(json.dumps(line), file=out, flush=True)
     return 0
 
 

@@ -30,12 +30,12 @@ def rows(bed: Bed, quick: bool) -> Iterator[Row]:
         if missing[transport]:
             bed.left_out.append(f"demo: {transport}: {missing[transport]}")
             continue
-        told, said = _run(bed, transport)
-        if told is None:
+        report, said = _run(bed, transport)
+        if report is None:
             failed.append(f"demo, {transport}: {said[-_TAIL:]}")
             continue
-        yield from _rows(transport, told)
-        if not (told["tokens_identical"] and told["rows_identical"] and told["negative_control_caught"]):
+        yield from _rows(transport, report)
+        if not (report["tokens_identical"] and report["rows_identical"] and report["negative_control_caught"]):
             failed.append(f"demo, {transport}: tokens or rows differ, or a spoilt page went unseen")
     if failed:
         raise RuntimeError("; ".join(failed))
@@ -55,17 +55,17 @@ def _run(bed: Bed, transport: str) -> tuple[dict[str, Any] | None, str]:
         return json.loads(path.read_text()) if path.exists() else None, done.stdout.strip()
 
 
-def _rows(transport: str, told: dict[str, Any]) -> Iterator[Row]:
+def _rows(transport: str, report: dict[str, Any]) -> Iterator[Row]:
     yield Row(
         name=f"demo, {transport}: new tokens the same as one process's",
-        value=told["new_tokens"] if told["tokens_identical"] else 0,
-        baseline=told["new_tokens"],
+        value=report["new_tokens"] if report["tokens_identical"] else 0,
+        baseline=report["new_tokens"],
         unit="tokens",
         target=1.0,
-        detail=f"{told['model']}, TP {told['prefill_tp']} to {told['decode_tp']}, path {told['path']}",
-        point={"table": "demo", "transport": transport, "caught": told["negative_control_caught"]},
+        detail=f"{report['model']}, TP {report['prefill_tp']} to {report['decode_tp']}, path {report['path']}",
+        point={"table": "demo", "transport": transport, "caught": report["negative_control_caught"]},
     )
-    moves = {path: sorted(m["seconds"] for m in told["moves"] if m["path"] == path) for path in ("staged", "direct")}
+    moves = {path: sorted(m["seconds"] for m in report["moves"] if m["path"] == path) for path in ("staged", "direct")}
     if all(moves.values()):
         middle = {path: took[len(took) // 2] * 1e3 for path, took in moves.items()}
         yield Row(
@@ -74,6 +74,6 @@ def _rows(transport: str, told: dict[str, Any]) -> Iterator[Row]:
             baseline=middle["direct"],
             unit="ms",
             better="lower",
-            detail=f"{told['moves'][0]['bytes_moved']} bytes; baseline: direct",
+            detail=f"{report['moves'][0]['bytes_moved']} bytes; baseline: direct",
             point={"table": "demo moves", "transport": transport},
         )

@@ -83,10 +83,10 @@ def hold(pipe: Connection, device: str, nbytes: int) -> None:
     transport.close()
 
 
-def _to(bed: Bed, target: str, told: tuple[bytes, Region], nbytes: int, repeats: int) -> Iterator[Row]:
+def _to(bed: Bed, target: str, described: tuple[bytes, Region], nbytes: int, repeats: int) -> Iterator[Row]:
     from pdstage.transport import open_transport  # noqa: PLC0415
 
-    description, region = told
+    description, region = described
     transport = open_transport("local")
     for run_nbytes in RUN_NBYTES:
         case = runs_case(bed, run_nbytes, nbytes)

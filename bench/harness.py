@@ -142,9 +142,9 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The checkout's commit, with "+" if files were changed. Without git or its folder, PDSTAGE_COMMIT's value."""
-    git, told = shutil.which("git"), environment.COMMIT.read()
+    git, configured = shutil.which("git"), environment.COMMIT.read()
     if git is None:
-        return told
+        return configured
 
     def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -153,7 +153,7 @@ def commit() -> str | None:
 
     head = ask("rev-parse", "--short=12", "HEAD")
     if head.returncode:
-        return told
+        return configured
     return head.stdout.strip() + ("+" if ask("status", "--porcelain").stdout.strip() else "")
 
 

@@ -50,8 +50,8 @@ class Outcomes:
 
 def _why(report: pytest.CollectReport | pytest.TestReport) -> str:
     """Why it was skipped; the last line of what failed."""
-    told = report.longrepr
-    if isinstance(told, tuple):
-        return told[2].removeprefix("Skipped: ")
-    lines = str(told or "").strip().splitlines()
+    reason = report.longrepr
+    if isinstance(reason, tuple):
+        return reason[2].removeprefix("Skipped: ")
+    lines = str(reason or "").strip().splitlines()
     return lines[-1] if lines else ""

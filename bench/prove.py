@@ -226,8 +226,8 @@ def show(report: dict[str, Any]) -> None:
     print(harness.table(report))
     tests = report["tests"]
     print(f"tests: {', '.join(f'{tests[what]} {what}' for what in ('passed', 'failed', 'skipped', 'not_run'))}")
-    for told in tests["skips"]:
-        print(f"skipped: {told['n']} of {told['file']}: {told['why']}")
+    for skip in tests["skips"]:
+        print(f"skipped: {skip['n']} of {skip['file']}: {skip['why']}")
     for line in report["left_out"]:
         print(f"left out: {line}")
 

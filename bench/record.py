@@ -77,28 +77,28 @@ class Record:
 
     def take(self, lines: Iterable[dict[str, Any]]) -> None:
         """Of a row measured twice the later counts."""
-        for told in lines:
-            if "row" in told:
-                row = Row(**told["row"])
+        for line in lines:
+            if "row" in line:
+                row = Row(**line["row"])
                 self._rows.pop(row.name, None)
                 self._rows[row.name] = row
-            elif "test" in told:
-                self._take_test(told)
-            for name, found in told.get("machine", {}).items():
+            elif "test" in line:
+                self._take_test(line)
+            for name, found in line.get("machine", {}).items():
                 self.report["machine"][name] = found
-            for said in told.get("left_out", ()):
+            for said in line.get("left_out", ()):
                 if said not in self.report["left_out"]:
                     self.report["left_out"].append(said)
 
-    def _take_test(self, told: dict[str, Any]) -> None:
+    def _take_test(self, line: dict[str, Any]) -> None:
         tests = self.report["tests"]
-        tests[told["outcome"]] += 1
-        if told["outcome"] == "failed" and len(tests["failures"]) < MAX_SHOWN:
-            tests["failures"].append({"test": told["test"], "why": told["why"]})
-        if told["outcome"] == "skipped":
-            if _MULTI_GPU not in told["why"]:
-                self._skipped.append(Skip(told["test"], told["why"]))
-            self._count_skip(told["test"].partition("::")[0], told["why"])
+        tests[line["outcome"]] += 1
+        if line["outcome"] == "failed" and len(tests["failures"]) < MAX_SHOWN:
+            tests["failures"].append({"test": line["test"], "why": line["why"]})
+        if line["outcome"] == "skipped":
+            if _MULTI_GPU not in line["why"]:
+                self._skipped.append(Skip(line["test"], line["why"]))
+            self._count_skip(line["test"].partition("::")[0], line["why"])
 
     def _count_skip(self, file: str, why: str) -> None:
         skips = self.report["tests"]["skips"]

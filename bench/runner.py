@@ -62,23 +62,23 @@ class Runner:
             self._one(section, self._stop_at - sum(later.keeps_s for later in sections[i + 1 :]))
 
     def _one(self, section: Section, stop_at: float) -> None:
-        told: dict[str, Any] = {"name": section.name, "state": "running"}
-        self.record.report["sections"].append(told)
+        entry: dict[str, Any] = {"name": section.name, "state": "running"}
+        self.record.report["sections"].append(entry)
         begun, n_rows = time.monotonic(), len(self.record.rows)
         left_s = min(section.most_s, stop_at - begun)
         if left_s < LEAST_S:
-            told |= {"state": DROPPED, "why": "no time was left"}
+            entry |= {"state": DROPPED, "why": "no time was left"}
         else:
-            told["allowed_s"] = round(left_s, 1)
+            entry["allowed_s"] = round(left_s, 1)
             self.record.write()
             problems = self._section(section, begun + left_s)
-            told |= {"state": "failed" if problems else "done", "seconds": round(time.monotonic() - begun, 1)}
-            told |= {"why": "; ".join(problems)} if problems else {}
-            told |= {} if section.tests else {"rows": len(self.record.rows) - n_rows}
-            told["clocks"] = self._clocks.take()
+            entry |= {"state": "failed" if problems else "done", "seconds": round(time.monotonic() - begun, 1)}
+            entry |= {"why": "; ".join(problems)} if problems else {}
+            entry |= {} if section.tests else {"rows": len(self.record.rows) - n_rows}
+            entry["clocks"] = self._clocks.take()
             self.record.report["failed"] += [f"{section.name}: {problem}" for problem in problems]
         self.record.write()
-        print(_line(told), flush=True)
+        print(_line(entry), flush=True)
 
     def _section(self, section: Section, stop_at: float) -> list[str]:
         """Where the process of a benchmark's section dies, a kernel at a time: only the culprit's numbers are lost."""
@@ -125,7 +125,7 @@ class Runner:
                 self._clocks.sample()
                 for number, one in enumerate(lines):
                     new = one.new()
-                    n_left[number] += sum(told.get("collected", 0) - ("ended" in told) for told in new)
+                    n_left[number] += sum(entry.get("collected", 0) - ("ended" in entry) for entry in new)
                     self.record.take(new)
                     if new:
                         self.record.write()
@@ -147,6 +147,8 @@ def _words(named: str, ended: Ended) -> str:
     return f"{named}exit code {ended.code}: {ended.printed.strip()[-_TAIL:]}"
 
 
-def _line(told: dict[str, Any]) -> str:
-    seconds = f" in {told['seconds']:.0f} s" if "seconds" in told else ""
-    return f"{told['name']}: {told['state']}{seconds}" + (f": {told['why'].splitlines()[-1]}" if "why" in told else "")
+def _line(entry: dict[str, Any]) -> str:
+    seconds = f" in {entry['seconds']:.0f} s" if "seconds" in entry else ""
+    return f"{entry['name']}: {entry['state']}{seconds}" + (
+        f": {entry['why'].splitlines()[-1]}" if "why" in entry else ""
+    )

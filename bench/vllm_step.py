@@ -151,17 +151,17 @@ class VllmRank(Actor):
         """A step's metadata: rooms of `BLOCKS_A_ROOM` blocks each."""
         from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send  # noqa: PLC0415
 
-        told = PdStageMetadata()
+        metadata = PdStageMetadata()
         for room in range(number * rooms_a_step, (number + 1) * rooms_a_step):
             first = room * BLOCKS_A_ROOM % N_BLOCKS
             blocks = tuple(range(first, first + BLOCKS_A_ROOM))
             held = {self.group.component: self.group.held(blocks, BLOCKS_A_ROOM * BLOCK)}
             name = f"room-{room}"
             if what == "sends":
-                told.sends[name] = Send(name, held)
+                metadata.sends[name] = Send(name, held)
             else:
-                told.receives[name] = Receive(Remote(name, address, "kv_producer"), held)
-        return told
+                metadata.receives[name] = Receive(Remote(name, address, "kv_producer"), held)
+        return metadata
 
     def steps(self, what: str, n_steps: int, rooms_a_step: int, address: str) -> tuple[Times, Times]:
         """Of steps with news, and of those without between them; then goes on until every room is over."""
@@ -179,9 +179,9 @@ class VllmRank(Actor):
                 raise TimeoutError(f"{left} rooms did not end in {WAIT_S} s")
         return busy, empty
 
-    def _step(self, told: Any, times: Times) -> int:  # noqa: ANN401  (vLLM's)
+    def _step(self, metadata: Any, times: Times) -> int:  # noqa: ANN401  (vLLM's)
         """How many rooms were over with it."""
-        self.worker.bind_connector_metadata(told)
+        self.worker.bind_connector_metadata(metadata)
         began = time.perf_counter()
         self.worker.start_load_kv(None)
         loaded = time.perf_counter()

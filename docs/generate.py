@@ -171,21 +171,21 @@ def _values(body: ast.Module | ast.ClassDef, known: Mapping[str, Any]) -> dict[s
     return found
 
 
-def trait_row(told: dict[str, Any]) -> str:
+def trait_row(declared: dict[str, Any]) -> str:
     """One transport's row, from the fields of its `Traits`."""
 
     def yes(name: str) -> str:
-        return "yes" if told[name] else "no"
+        return "yes" if declared[name] else "no"
 
     cells = [
-        f"`{told['name']}`",
-        ", ".join(sorted(told["kinds"])),
-        "with the write" if told["notifies"] else "by its caller",
-        f"{told['max_descriptors']:,}",
+        f"`{declared['name']}`",
+        ", ".join(sorted(declared["kinds"])),
+        "with the write" if declared["notifies"] else "by its caller",
+        f"{declared['max_descriptors']:,}",
         *map(yes, ("post_blocks", "fences", "stops_reads")),
-        f"{told['post_s'] * 1e6:g} us",
-        f"{told['descriptor_s'] * 1e6:g} us",
-        f"{told['bytes_per_s'] / 1e9:g} GB/s",
+        f"{declared['post_s'] * 1e6:g} us",
+        f"{declared['descriptor_s'] * 1e6:g} us",
+        f"{declared['bytes_per_s'] / 1e9:g} GB/s",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -162,8 +162,8 @@ class ConvertPlan:
                     _n_values(row, coding), coding.width, row.tokens_per_row,
                 )  # fmt: skip
                 self._device.launch(variant, min(n_tiles, most), arguments, stream)
-            for summing, n_tiles, told in sums:
-                self._device.launch(summing, min(n_tiles, most), told, stream)
+            for summing, n_tiles, sum_arguments in sums:
+                self._device.launch(summing, min(n_tiles, most), sum_arguments, stream)
 
     def _sums_of(
         self, ptr: int, offsets: list[int], spans: list[ComponentArgs], sum_ptr: int

@@ -81,9 +81,9 @@ class Proof(NamedTuple):
     trusted: tuple[str, ...]
 
     def __str__(self) -> str:
-        told = {"proved by the engine's own writer": self.proved, "verified elsewhere": self.verified}
-        told["trusted without proof (trust_layout)"] = self.trusted
-        return ", ".join(f"{len(names)} layers {what}" for what, names in told.items() if names)
+        groups = {"proved by the engine's own writer": self.proved, "verified elsewhere": self.verified}
+        groups["trusted without proof (trust_layout)"] = self.trusted
+        return ", ".join(f"{len(names)} layers {what}" for what, names in groups.items() if names)
 
 
 def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: bool = False, seed: int = 0) -> Proof:

@@ -74,30 +74,30 @@ def backing(base: int, nbytes: int) -> Backing | None:
     return None
 
 
-def attach(pid: int, told: Backing) -> NDArray[np.uint8]:
+def attach(pid: int, described: Backing) -> NDArray[np.uint8]:
     """Maps memory of process `pid` by the backing that it describes; unmapped with the array's last reference.
 
     Raises `OSError` if it is absent, of another kind, or not accessible. A file that its owner could shrink would crash
     this process, and a file with a name may be anybody's.
     """
-    path = Path(f"/proc/{pid}/fd/{told.fd}")
+    path = Path(f"/proc/{pid}/fd/{described.fd}")
     strange = FileNotFoundError(f"{path} is not the memory described")
-    if not _is_its(path.stat(), told):  # before opening: opening some files has side effects
+    if not _is_its(path.stat(), described):  # before opening: opening some files has side effects
         raise strange
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     try:
-        if not _is_its(os.fstat(fd), told) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        if not _is_its(os.fstat(fd), described) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise strange
-        whole = mmap.mmap(fd, told.offset + told.nbytes)
+        whole = mmap.mmap(fd, described.offset + described.nbytes)
     finally:
         os.close(fd)
-    return np.frombuffer(whole, np.uint8)[told.offset :]
+    return np.frombuffer(whole, np.uint8)[described.offset :]
 
 
-def _is_its(found: os.stat_result, told: Backing) -> bool:
+def _is_its(found: os.stat_result, described: Backing) -> bool:
     """Whether no directory holds it (so that a later name makes no difference), and its size is as described."""
-    same = found.st_ino == told.inode and found.st_nlink == 0
-    return same and 0 <= told.offset < told.offset + told.nbytes <= found.st_size
+    same = found.st_ino == described.inode and found.st_nlink == 0
+    return same and 0 <= described.offset < described.offset + described.nbytes <= found.st_size
 
 
 def _let_go(base: int) -> None:

@@ -198,8 +198,8 @@ def _received_nbytes(fd: int, known: _Open) -> int:
     try:
         if not _is(connection, known):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        told = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.size)
-        return int(_BYTES_RECEIVED.unpack(told)[0])
+        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.size)
+        return int(_BYTES_RECEIVED.unpack(info)[0])
     finally:
         connection.detach()
 

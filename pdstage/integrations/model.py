@@ -35,7 +35,7 @@ def facts(
 
     `rope` is the model's rotary embedding as configured: scaling may be overridden on one side only.
     """
-    told: dict[str, str | None] = {
+    stated: dict[str, str | None] = {
         "name": _brief(name),
         "revision": revision,
         "dtype": str(dtype).removeprefix("torch."),
@@ -44,19 +44,19 @@ def facts(
     }
     folder = None if dummy else _folder_of(name, revision)
     if folder is not None:
-        told[WEIGHTS] = digest(folder)
-    return {known: value for known, value in told.items() if value}
+        stated[WEIGHTS] = digest(folder)
+    return {known: value for known, value in stated.items() if value}
 
 
-def overridden(told: Mapping[str, str], by_operator: object, *, where: str) -> dict[str, str]:
-    """`told` with the operator's values instead; null removes a name. Raises `UsageError` unless it is a mapping."""
+def overridden(stated: Mapping[str, str], by_operator: object, *, where: str) -> dict[str, str]:
+    """`stated` with the operator's values instead; null removes a name. Raises `UsageError` unless it is a mapping."""
     if by_operator is None:
-        return dict(told)
+        return dict(stated)
     if not isinstance(by_operator, Mapping):
         raise UsageError(
             f"model of {where} is {shown(by_operator)}", remedy='give a mapping, such as {"revision": null}'
         )
-    return {name: value for name, value in {**told, **by_operator}.items() if value is not None}
+    return {name: value for name, value in {**stated, **by_operator}.items() if value is not None}
 
 
 def digest(folder: str | os.PathLike[str]) -> str | None:

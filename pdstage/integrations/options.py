@@ -32,9 +32,9 @@ def node_options(
     """
     defaults = {name: default for each in (PrefillNode, DecodeNode) for name, default in _arguments(each).items()}
     known = set(defaults) - _OURS
-    told: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     config: dict[str, Any] = dict(deadlines)
-    for source, options in ((environment.NODE.name, _told()), (where, given)):
+    for source, options in ((environment.NODE.name, _from_environment()), (where, given)):
         own = options.get("config", {})
         unknown = [*(set(options) - known), *(set(own) - {field.name for field in fields(Config)})]
         if unknown:
@@ -47,9 +47,9 @@ def node_options(
                 _check_kind(f"{name} of {source}", value, defaults[name])
         for field in fields(Config):
             _check_kind(f"config's {field.name} of {source}", own.get(field.name, field.default), field.default)
-        told |= options
+        merged |= options
         config |= own
-    return {name: told[name] for name in _arguments(kind) if name in told} | {"config": Config(**config)}
+    return {name: merged[name] for name in _arguments(kind) if name in merged} | {"config": Config(**config)}
 
 
 def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") -> bool:
@@ -63,7 +63,7 @@ def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") ->
     return trusts
 
 
-def _told() -> dict[str, Any]:
+def _from_environment() -> dict[str, Any]:
     """The node arguments in PDSTAGE_NODE."""
     return {name: value for name, value in (environment.NODE.read() or {}).items() if name not in _ADAPTERS}
 

@@ -226,19 +226,19 @@ def _append_pool(
     if not hasattr(pool, "get_state_buf_infos"):
         return
 
-    def told(name: str) -> Any:  # noqa: ANN401  (each method has its own type)
+    def optional(name: str) -> Any:  # noqa: ANN401  (each method has its own type)
         method = getattr(pool, name, None)
         return None if method is None else method()
 
     infos = pool.get_state_buf_infos()
-    layers = told("get_state_layer_ids") or range(len(infos[0]))
+    layers = optional("get_state_layer_ids") or range(len(infos[0]))
     append_state_component(
         states,
         kind,
         *infos,
-        dim_per_tensor=told("get_state_dim_per_tensor"),
-        conv_shard_groups=told("get_state_conv_shard_groups"),
-        slice_outer_counts=told("get_state_slice_outer_counts"),
+        dim_per_tensor=optional("get_state_dim_per_tensor"),
+        conv_shard_groups=optional("get_state_conv_shard_groups"),
+        slice_outer_counts=optional("get_state_slice_outer_counts"),
         layer_ids=[first_layer + layer for layer in layers],
         paging=paging,
     )

@@ -295,7 +295,7 @@ class Staging:
             return 0
 
         def worst_nbytes(tokens: int) -> int:
-            return sum(n * _aligned(_most_rows(s.tokens_per_row, tokens) * s.row_nbytes) for s, n in groups)
+            return sum(n * _aligned(_max_rows(s.tokens_per_row, tokens) * s.row_nbytes) for s, n in groups)
 
         first = groups[0][0]
         limit = nbytes // first.row_nbytes * first.tokens_per_row
@@ -343,7 +343,7 @@ def rows_of(tokens_per_row: int, start: int, stop: int) -> int:
     return -(-stop // tokens_per_row) - start // tokens_per_row if stop > start else 0
 
 
-def _most_rows(tokens_per_row: int, tokens: int) -> int:
+def _max_rows(tokens_per_row: int, tokens: int) -> int:
     """The most rows that `tokens` consecutive tokens, at least one, can touch."""
     return (tokens + tokens_per_row - 2) // tokens_per_row + 1
 

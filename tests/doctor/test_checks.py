@@ -12,7 +12,7 @@ import pytest
 from pdstage import cli
 from pdstage.control.keys import Keys
 from pdstage.tools.doctor import found, gpu, host, network, transports, ucx
-from pdstage.tools.doctor.child import Told
+from pdstage.tools.doctor.child import Outcome
 from pdstage.tools.doctor.found import Found, Report
 from pdstage.tools.doctor.show import Coloured, Plain, show
 from pdstage.tools.doctor.site import Asked, Site
@@ -197,7 +197,7 @@ def test_what_ucx_says_of_its_ways():
 
 def verdict(tried: dict[str, str], *, lanes=(), has_rdma=False, name="nixl", **facts):
     held = {f"way {way}": {"error": error, "remedy": "look", "seconds": 0.0} for way, error in tried.items()}
-    told = Told("done", "exit", {"installed": True, "caveat": "", "peer_ended": "", **held, **facts})
+    told = Outcome("done", "exit", {"installed": True, "caveat": "", "peer_ended": "", **held, **facts})
     return transports.judge(name, told, lanes=list(lanes), has_rdma=has_rdma, wanted=())
 
 
@@ -219,7 +219,7 @@ def test_verdicts_by_way():
 class Stood(Site):
     """A site whose driver says what is given."""
 
-    def __init__(self, told: Told, **asked: str) -> None:
+    def __init__(self, told: Outcome, **asked: str) -> None:
         super().__init__(Asked(**asked))
         self.told = told
 
@@ -233,7 +233,7 @@ H100 = {"name": "H100", "nbytes": 80 << 30, "capability": "9.0"}
 
 def test_gpus_that_do_not_reach_each_other():
     facts = {"version": 13000, "devices": [H100, H100], "peers": [[True, False], [True, True]]}
-    site = Stood(Told("done", "exit", facts))
+    site = Stood(Outcome("done", "exit", facts))
     assert gpu.driver(site).says == "CUDA driver for 13.0, 2 devices"
     devices, access = gpu.devices(site), gpu.peer_access(site)
     assert devices is not None and "0: H100, 80 GiB, sm_90" in devices.says
@@ -241,6 +241,6 @@ def test_gpus_that_do_not_reach_each_other():
 
 
 def test_a_driver_that_is_there_and_does_not_work():
-    told = Told("failed", "cuInit", {}, "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)", "see nvidia-smi")
+    told = Outcome("failed", "cuInit", {}, "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)", "see nvidia-smi")
     result = gpu.driver(Stood(told))
     assert result.level == "fail" and "803" in result.says

@@ -119,7 +119,7 @@ def test_without_an_imex_channel_memory_has_no_fabric_handles_and_that_is_said(p
     with caplog.at_level(logging.WARNING):
         Device(library).allocate(MIB)
     assert ctypes.c_int.in_dll(ctypes.CDLL(path), "handle_types").value == DESCRIPTOR
-    assert f"no fabric handles, for want of an IMEX channel: cuMemCreate failed with {status}" in caplog.text
+    assert f"no fabric handles, for lack of an IMEX channel: cuMemCreate failed with {status}" in caplog.text
 
 
 def test_what_fails_leaves_nothing_behind(path, library):

@@ -157,7 +157,7 @@ def test_endpoints_as_they_may_be_written(given, url):
 
 @pytest.mark.parametrize("given", ["", "node7", "http://", "node7:port", "ftp://node7:21", "node7:99999"])
 def test_what_is_no_endpoint_is_refused(given):
-    with pytest.raises(UsageError, match="no metrics endpoint"):
+    with pytest.raises(UsageError, match="not a metrics endpoint"):
         url_of(given)
 
 
@@ -195,7 +195,7 @@ def test_an_endpoint_that_tells_no_rooms(site):
     with expose(site.decode(Rank()), port=0, rooms=False) as endpoint, Endpoints([endpoint.address]) as endpoints:
         top = Top(endpoints, 1.0)
         top.read()
-        assert "not told by this endpoint" in shown(top)
+        assert "not served by this endpoint" in shown(top)
 
 
 # The command.

@@ -109,7 +109,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.serve(metadata)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self._scheduler.serve({(0, tp_rank): told for tp_rank, told in metadata.items()})
+        self._scheduler.serve({(0, tp_rank): advert for tp_rank, advert in metadata.items()})
 
     # The workers' side.
 

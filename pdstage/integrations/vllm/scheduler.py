@@ -68,9 +68,9 @@ class SchedulerSide:
 
     # The directory.
 
-    def serve(self, told: Mapping[tuple[int, int], PdStageHandshake]) -> None:
+    def serve(self, handshakes: Mapping[tuple[int, int], PdStageHandshake]) -> None:
         """Serves the adverts of all workers, by (pp rank, tp rank). Called again after they registered anew."""
-        adverts = [msgspec.json.decode(one.advert, type=Advert) for one in told.values()]
+        adverts = [msgspec.json.decode(one.advert, type=Advert) for one in handshakes.values()]
         if adverts and self._server is None:
             where = str(Address(self._settings.host, self._settings.port))
             node = self._settings.node(PrefillNode)
@@ -281,9 +281,9 @@ class SchedulerSide:
     def news(self, output: SchedulerOutput) -> PdStageMetadata:
         """This step's news, returned once; `output` is what it computes."""
         self._loaded.clear()
-        told, self._news = self._news, PdStageMetadata()
-        told.preempted, told.chunks = self._streams.step(output)
-        return told
+        news, self._news = self._news, PdStageMetadata()
+        news.preempted, news.chunks = self._streams.step(output)
+        return news
 
     @property
     def has_news(self) -> bool:

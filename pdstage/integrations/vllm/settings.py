@@ -77,6 +77,6 @@ class Settings:
 
     def node(self, kind: type[PrefillNode | DecodeNode], model: Mapping[str, str] | None = None) -> dict[str, Any]:
         """A node's arguments; `model` is vLLM's facts. Raises `UsageError` for arguments that no node takes."""
-        told = node_options(kind, self.options, where=_WHERE, deadlines=_DEADLINES)
-        told["model"] = overridden(model or {}, told.get("model"), where=_WHERE)
-        return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **told}
+        arguments = node_options(kind, self.options, where=_WHERE, deadlines=_DEADLINES)
+        arguments["model"] = overridden(model or {}, arguments.get("model"), where=_WHERE)
+        return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **arguments}

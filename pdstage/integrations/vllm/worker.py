@@ -67,7 +67,7 @@ class WorkerSide:
         # The task thread fills these and the worker's thread empties them, by atomic calls.
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
-        self._told: dict[str, bytes] = {}
+        self._expected: dict[str, bytes] = {}
         """The statement required of prefill, for each request that is being received."""
         self._early: dict[str, EarlySender] = {}
         """Requests that are sent while they are computed. Only the task thread uses it."""
@@ -100,8 +100,8 @@ class WorkerSide:
         pool = Pool.of(self._caches.layout, keep=tuple(kv_caches.values()))
         said = model_facts(self._config)
         if self._transfer.is_kv_producer:
-            told, name = self._settings.node(PrefillNode, said), self._transfer.engine_id
-            self.prefill = PrefillNode(pool, self.topology, publish=False, instance=name, **told)
+            options, name = self._settings.node(PrefillNode, said), self._transfer.engine_id
+            self.prefill = PrefillNode(pool, self.topology, publish=False, instance=name, **options)
         if self._transfer.is_kv_consumer:
             self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode, said))
 
@@ -111,23 +111,23 @@ class WorkerSide:
 
     # A step.
 
-    def preempted(self, told: PdStageMetadata) -> None:
+    def preempted(self, metadata: PdStageMetadata) -> None:
         """Called before anything else of this step, which may write the blocks of preempted requests."""
-        if told.preempted:
-            self._tasks.run(partial(self._preempt, told.preempted))
+        if metadata.preempted:
+            self._tasks.run(partial(self._preempt, metadata.preempted))
 
     def _preempt(self, names: Mapping[str, bool]) -> None:
         for name, is_overwritten in names.items():
             if (early := self._early.get(name)) is not None:
                 early.preempted(name, is_overwritten=is_overwritten)
 
-    def bound(self, told: PdStageMetadata) -> None:
+    def bound(self, metadata: PdStageMetadata) -> None:
         """Called before this step's forward pass: earlier passes computed the blocks of finished requests."""
-        self._computed = self._event() if told.sends else None
-        self._chunks = told.chunks
-        if told.chunks:
+        self._computed = self._event() if metadata.sends else None
+        self._chunks = metadata.chunks
+        if metadata.chunks:
             assert self._caches is not None and self.prefill is not None, "a chunk of an engine that does not prefill"
-            many = (pair for chunk in told.chunks.values() for pair in chunk.held.items())
+            many = (pair for chunk in metadata.chunks.values() for pair in chunk.held.items())
             nbytes = sum(self._caches.nbytes(component, len(one.blocks)) for component, one in many)
             self._groups.begin(self.prefill.pieces(nbytes))
 
@@ -143,16 +143,16 @@ class WorkerSide:
             self._tasks.put(partial(self._stream, self._chunks, layers))
             self._chunks = {}
 
-    def begin(self, told: PdStageMetadata) -> None:
+    def begin(self, metadata: PdStageMetadata) -> None:
         """Queues this step's news. Raises errors that are bugs here, of an earlier step's too."""
         self._tasks.check()
-        if told:
-            self._clear(told)
+        if metadata:
+            self._clear(metadata)
             # Launched kernels may still zero or read the blocks to be loaded.
-            after = self._event() if told.receives else None
-            self._tasks.put(partial(self._carry_out, told, self._computed, after))
+            after = self._event() if metadata.receives else None
+            self._tasks.put(partial(self._carry_out, metadata, self._computed, after))
 
-    def _clear(self, told: PdStageMetadata) -> None:
+    def _clear(self, metadata: PdStageMetadata) -> None:
         """Zeroes blocks that a request's tokens fill only in part, if vLLM zeroes new blocks. vLLM leaves out blocks
         that a connector loads, since it assumes that whole blocks are loaded (`record_for_zeroing`). Their other
         content, such as another layer's state, may be NaN as K and V, and a masked NaN is a NaN.
@@ -160,21 +160,21 @@ class WorkerSide:
         assert self._caches is not None, "a request before register_kv_caches"
         if not self._kv_cache_config.needs_kv_cache_zeroing:
             return
-        for receive in told.receives.values():
+        for receive in metadata.receives.values():
             for component, one in receive.held.items():
                 if one.partly:
                     self._caches.clear(component, one.partly)
 
-    def _carry_out(self, told: PdStageMetadata, computed: CudaEvent | None, after: CudaEvent | None) -> None:
-        for request_id, send in told.sends.items():
+    def _carry_out(self, metadata: PdStageMetadata, computed: CudaEvent | None, after: CudaEvent | None) -> None:
+        for request_id, send in metadata.sends.items():
             self._send(request_id, send, computed)
-        for request_id, receive in told.receives.items():
+        for request_id, receive in metadata.receives.items():
             self._receive(request_id, receive, after)
-        for request_id in told.aborted:
+        for request_id in metadata.aborted:
             self._abort(request_id)
-        for remote in told.abandoned:
+        for remote in metadata.abandoned:
             self._abandon(remote)
-        for room in told.withdrawn:
+        for room in metadata.withdrawn:
             self._withdraw(room)
 
     def _stream(self, chunks: Mapping[str, Chunk], layers: Layers) -> None:
@@ -230,7 +230,7 @@ class WorkerSide:
                 return
             receiver.abort(str(error))
         if receive.says is not None:
-            self._told[request_id] = receive.says
+            self._expected[request_id] = receive.says
         self._receiving[request_id] = receiver
 
     def _abort(self, request_id: str) -> None:
@@ -293,14 +293,14 @@ class WorkerSide:
             self._note(sender, request_id, "sent")
             _end(results, "sent", request_id, failed=sender.state is not State.SUCCESS)
         for request_id, receiver in _take_released(self._receiving):
-            is_right = self._is_as_told(receiver, request_id)
+            is_right = self._is_as_expected(receiver, request_id)
             self._note(receiver, request_id, "received")
             _end(results, "received", request_id, failed=receiver.state is not State.SUCCESS or not is_right)
         return results
 
-    def _is_as_told(self, receiver: Receiver, request_id: str) -> bool:
+    def _is_as_expected(self, receiver: Receiver, request_id: str) -> bool:
         """Whether prefill's statement of an arrived room is what decode expects. If not, logs it and returns false."""
-        expected, said = self._told.pop(request_id, None), receiver.aux
+        expected, said = self._expected.pop(request_id, None), receiver.aux
         if receiver.state is State.SUCCESS and expected is not None and said != expected:
             log.warning("request %s is not received: prefill sent %r, not %r", request_id, said, expected)
             return False
@@ -323,10 +323,10 @@ class WorkerSide:
             return None
         self._lasting = lasting
         oldest_s = max((time.monotonic() - since for _, since in held), default=0.0)
-        told, self._stats = self._stats, PdStageStats()
+        ended, self._stats = self._stats, PdStageStats()
         for name, value in zip(NOW, (*lasting, oldest_s), strict=True):
-            told.add(name, value)
-        return told
+            ended.add(name, value)
+        return ended
 
     def _held_now(self) -> list[tuple[int, float]]:
         return list(self._held.copy().values())  # an atomic copy: the task thread may add entries meanwhile

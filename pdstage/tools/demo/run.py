@@ -110,10 +110,10 @@ def identical(decoded: Sequence[Sequence[int]], truths: Sequence[Truth]) -> bool
 
 def _jobs(options: Options, folder: Path, prompts: list[list[int]]) -> list[Job]:
     rooms = tuple((f"room-{i}", len(prompt)) for i, prompt in enumerate(prompts))
-    told = {"prefill": tuple(map(tuple, prompts)), "decode": ()}
+    prompts_of = {"prefill": tuple(map(tuple, prompts)), "decode": ()}
     sides = {"prefill": options.prefill, "decode": options.decode}
     return [
-        Job(side=name, place=place, options=options, folder=folder, rooms=rooms, prompts=told[name])
+        Job(side=name, place=place, options=options, folder=folder, rooms=rooms, prompts=prompts_of[name])
         for name, side in sides.items()
         for place in side.places()
     ]
@@ -127,34 +127,34 @@ def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]],
     torch.set_num_threads(1)  # the ranks use the other cores, and two threads here would wait for them
     options = jobs[0].options
     model = build_model(options)
-    heard = crew.hear()
-    _, bootstrap = next(heard)
+    inbox = crew.hear()
+    _, bootstrap = next(inbox)
     _start(crew, jobs, model.network.state_dict(), bootstrap)
     outcome.truths = [true_continuation(model, options, prompt) for prompt in prompts]
     for _ in jobs:
-        next(heard)
+        next(inbox)
         bars.advance("started", 1)
     crew.tell("start", but=DIRECTORY)
     working = len(jobs)
     while working:
-        _, message = next(heard)
+        _, message = next(inbox)
         _take(message, outcome, bars)
         working -= isinstance(message, Finished)
     for path in options.moves:
-        outcome.moves.append(_move_again(crew, heard, jobs, path))
+        outcome.moves.append(_move_again(crew, inbox, jobs, path))
         bars.advance("moved", 1)
     crew.tell(STOP)
-    for name, message in heard:
+    for name, message in inbox:
         raise RuntimeError(f"{name} said {message} after its end")
 
 
-def _move_again(crew: Crew, heard: Iterator[tuple[str, object]], jobs: list[Job], path: str) -> Move:
+def _move_again(crew: Crew, inbox: Iterator[tuple[str, object]], jobs: list[Job], path: str) -> Move:
     """All rooms once more, whole and at once, on the idle machine, into the pages that hold them already."""
     crew.tell(path, to="decode")
-    messages: list[object] = [next(heard)[1] for job in jobs if job.side == "decode"]  # each has requested all rooms
+    messages: list[object] = [next(inbox)[1] for job in jobs if job.side == "decode"]  # each has requested all rooms
     crew.tell(path, to="prefill")
     n_prefill, n_rooms = sum(job.side == "prefill" for job in jobs), len(jobs[0].rooms)
-    messages += [next(heard)[1] for _ in range(n_prefill + n_rooms * (len(jobs) - n_prefill))]
+    messages += [next(inbox)[1] for _ in range(n_prefill + n_rooms * (len(jobs) - n_prefill))]
     sent = [message for message in messages if isinstance(message, Again)]
     came_at = max(message.at for message in messages if isinstance(message, Arrived))
     return Move(

@@ -146,13 +146,13 @@ def _agree(here: Side, there: Side, transport: str) -> str:
                     f"transport {transport!r} is not installed {where}",
                     remedy=f'pip install "pdstage[{transport}]" there, or choose another with --transport',
                 )
-    told = f"pdstage {here.pdstage} here, {there.pdstage} there, wire {here.wire} and {there.wire}"
+    releases = f"pdstage {here.pdstage} here, {there.pdstage} there, wire {here.wire} and {there.wire}"
     differ = [
         f"{name} {version} here, {there.transports[name]} there"
         for name, version in here.transports.items()
         if name not in ("local",) and there.transports.get(name, version) != version
     ]
-    return "; ".join([told, *differ])
+    return "; ".join([releases, *differ])
 
 
 def _met(say: Say, node: PrefillNode) -> str:

@@ -28,7 +28,7 @@ End = Literal["done", "failed", "crashed", "hung", "crashed at exit"]
 
 
 @dataclass(slots=True)
-class Told:
+class Outcome:
     """How a probe ended, at which step, and what it had found by then.
 
     "failed": it gave a reason, in `why` and `remedy`. "crashed at exit": it was done, and then died or did not end.
@@ -57,7 +57,7 @@ class Children:
 
     def ask(
         self, probe: str, given: Mapping[str, object], *, deadline_s: float, environment: Mapping[str, str]
-    ) -> Told:
+    ) -> Outcome:
         """Runs a probe to its end, or ends it and everything it started after `deadline_s`."""
         reading, writing = os.pipe()
         command = [sys.executable, "-m", "pdstage.tools.doctor.probes", str(writing), probe, json.dumps(given)]
@@ -66,16 +66,16 @@ class Children:
                 child = self._start(command, writing, errors.fileno(), {**os.environ, **environment})
             finally:
                 os.close(writing)
-            told = Told()
+            outcome = Outcome()
             try:
-                hung = not _listen(said.fileno(), told, time.monotonic() + deadline_s)
+                hung = not _listen(said.fileno(), outcome, time.monotonic() + deadline_s)
                 hung = hung or not _ends(child, deadline_s)
             finally:
                 self._end(child)
-            _judge(told, child.returncode, hung=hung, deadline_s=deadline_s)
+            _judge(outcome, child.returncode, hung=hung, deadline_s=deadline_s)
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL_NBYTES))
-            told.printed = errors.read().decode(errors="replace").strip()
-        return told
+            outcome.printed = errors.read().decode(errors="replace").strip()
+        return outcome
 
     def _start(
         self, command: list[str], writing: int, errors: int, environment: dict[str, str]
@@ -111,7 +111,7 @@ class Children:
         self.close()
 
 
-def _listen(said: int, told: Told, until: float) -> bool:
+def _listen(said: int, outcome: Outcome, until: float) -> bool:
     """Reads the probe's lines until it closes the pipe or reports its end; False if the time ran out first."""
     waiting, held = select.poll(), b""
     waiting.register(said, select.POLLIN)
@@ -123,16 +123,16 @@ def _listen(said: int, told: Told, until: float) -> bool:
             return True
         *lines, held = (held + data).split(b"\n")
         for line in lines:
-            _take(told, json.loads(line))
-        if told.end != "crashed":  # it reported its end; another process may hold the pipe open
+            _take(outcome, json.loads(line))
+        if outcome.end != "crashed":  # it reported its end; another process may hold the pipe open
             return True
 
 
-def _take(told: Told, line: dict[str, Any]) -> None:
-    told.step = line.get("step", told.step)
-    told.facts.update(line.get("facts", {}))
+def _take(outcome: Outcome, line: dict[str, Any]) -> None:
+    outcome.step = line.get("step", outcome.step)
+    outcome.facts.update(line.get("facts", {}))
     if "end" in line:
-        told.end, told.why, told.remedy = line["end"], line.get("why", ""), line.get("remedy", "")
+        outcome.end, outcome.why, outcome.remedy = line["end"], line.get("why", ""), line.get("remedy", "")
 
 
 def _ends(child: subprocess.Popen[bytes], deadline_s: float) -> bool:
@@ -146,15 +146,15 @@ def _ends(child: subprocess.Popen[bytes], deadline_s: float) -> bool:
         os.close(pidfd)
 
 
-def _judge(told: Told, code: int, *, hung: bool, deadline_s: float) -> None:
-    if told.end == "done" and (hung or code < 0):
+def _judge(outcome: Outcome, code: int, *, hung: bool, deadline_s: float) -> None:
+    if outcome.end == "done" and (hung or code < 0):
         how = f"did not end within {deadline_s:g} s" if hung else f"died of {_name(-code)} at exit"
-        told.why, told.end = f"its process {how}", "crashed at exit"
-    elif hung and told.end == "crashed":
-        told.why, told.end = f"did not answer within {deadline_s:g} s, at {told.step}", "hung"
-    elif told.end == "crashed":
+        outcome.why, outcome.end = f"its process {how}", "crashed at exit"
+    elif hung and outcome.end == "crashed":
+        outcome.why, outcome.end = f"did not answer within {deadline_s:g} s, at {outcome.step}", "hung"
+    elif outcome.end == "crashed":
         how = f"died of {_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        told.why = f"its process {how} at {told.step}{f' ({told.why})' if told.why else ''}"
+        outcome.why = f"its process {how} at {outcome.step}{f' ({outcome.why})' if outcome.why else ''}"
 
 
 def _name(number: int) -> str:

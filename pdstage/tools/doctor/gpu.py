@@ -18,19 +18,19 @@ _NVIDIA = "0x10de"
 
 def driver(site: Site) -> Result:
     """A host without GPUs has its pools in host memory, which is a fault only if a device was asked for."""
-    told = site.ask("driver")
+    outcome = site.ask("driver")
     wanted = site.asked.device != "cpu"
-    if told.step == "load" and not told.good:
+    if outcome.step == "load" and not outcome.good:
         cards = _cards()
-        says = f"{told.why}: pools in host memory only"
+        says = f"{outcome.why}: pools in host memory only"
         if cards:
-            return fail(f"{says}, but {cards} NVIDIA cards are on the bus", told.remedy, cards=cards)
+            return fail(f"{says}, but {cards} NVIDIA cards are on the bus", outcome.remedy, cards=cards)
         if Path("/dev/kfd").exists():
             says += "; AMD's driver is here, see transport mori"
-        return fail(says, told.remedy) if wanted else warn(says, "nothing, on a node without GPUs")
-    if not told.good:
-        return fail(f"the CUDA driver does not work: {told.why}", told.remedy or "see nvidia-smi and dmesg")
-    version, devices = told.facts["version"], told.facts["devices"]
+        return fail(says, outcome.remedy) if wanted else warn(says, "nothing, on a node without GPUs")
+    if not outcome.good:
+        return fail(f"the CUDA driver does not work: {outcome.why}", outcome.remedy or "see nvidia-smi and dmesg")
+    version, devices = outcome.facts["version"], outcome.facts["devices"]
     says = f"CUDA driver for {version // 1000}.{version % 1000 // 10}, {len(devices)} devices"
     number = int(site.asked.device.partition(":")[2] or 0) if wanted else 0
     facts = {"version": version, "devices": devices}
@@ -78,9 +78,9 @@ def ipc(site: Site) -> Result | None:
         return None
     problems = {}
     for number in range(len(found)):
-        told = site.ask("ipc", device=number)
-        if not told.good:
-            problems[number] = told.why
+        outcome = site.ask("ipc", device=number)
+        if not outcome.good:
+            problems[number] = outcome.why
     if problems:
         says = "; ".join(f"device {number}: {why}" for number, why in problems.items())
         remedy = "run ranks in one IPC namespace (docker run --ipc=host) and expose every GPU to each"

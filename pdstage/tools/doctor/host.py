@@ -104,15 +104,15 @@ def process_memory(site: Site) -> Result:
     """Whether one process may write another's memory, as transport `local` does, and what forbids it."""
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "absent"
     seccomp = _SECCOMP.get(int(_status("Seccomp") or 0), "unknown")
-    told = local_pair(site)
-    way = told.facts.get("way process_vm_writev", {})
+    outcome = local_pair(site)
+    way = outcome.facts.get("way process_vm_writev", {})
     facts = {"ptrace_scope": scope, "seccomp": seccomp, "sys_ptrace": _has_capability(_CAP_SYS_PTRACE)}
     settings = f"ptrace_scope {scope}, seccomp {seccomp}"
-    if told.good and way and not way["error"]:
+    if outcome.good and way and not way["error"]:
         return ok(f"processes may write each other's memory ({settings})", **facts)
-    why = way.get("error") or told.why
+    why = way.get("error") or outcome.why
     says = f"processes may not write each other's memory ({settings}): {why}"
-    remedy = way.get("remedy") or told.remedy or "see transport local"
+    remedy = way.get("remedy") or outcome.remedy or "see transport local"
     return warn(says, f"{remedy}; nixl does without, and so does local for staged chunks", **facts)
 
 

@@ -17,12 +17,14 @@ _SOME_ARCHITECTURE = "sm_90"  # if no device says which
 
 
 def host(site: Site) -> Result:
-    told = site.ask("host_copy")
-    if not told.good:
+    probe = site.ask("host_copy")
+    if not probe.good:
         return fail(
-            f"copies in host memory fail: {told.why}", "build the extension anew: make native", printed=told.printed
+            f"copies in host memory fail: {probe.why}",
+            "build the extension anew: make native",
+            printed=probe.printed,
         )
-    active = told.facts["active"]
+    active = probe.facts["active"]
     if active != "c++":
         remedy = "install a C++20 compiler and pdstage anew (make native); PDSTAGE_NATIVE=no leaves it out on purpose"
         return warn(
@@ -40,11 +42,11 @@ def nvrtc(site: Site) -> Result:
             'pip install "pdstage[cuda13]", or [cuda12] for CUDA 12',
         )
         return fail(says, remedy) if needed else ok(says)
-    told = site.ask("nvrtc", architecture=_architecture(site))
-    if not told.good:
-        remedy = told.remedy or 'install CuPy and NVRTC of one CUDA: pip install "pdstage[cuda13]"'
-        return fail(f"the copy kernel does not compile: {told.why}", remedy, **told.facts, printed=told.printed)
-    facts = told.facts
+    probe = site.ask("nvrtc", architecture=_architecture(site))
+    if not probe.good:
+        remedy = probe.remedy or 'install CuPy and NVRTC of one CUDA: pip install "pdstage[cuda13]"'
+        return fail(f"the copy kernel does not compile: {probe.why}", remedy, **probe.facts, printed=probe.printed)
+    facts = probe.facts
     says = f"CuPy {facts['cupy']} with NVRTC {facts['nvrtc']} compiles the copy kernel for {_architecture(site)}"
     return ok(says, **facts)
 
@@ -54,25 +56,25 @@ def triton(site: Site) -> Result:
     if find_spec("triton") is None:
         says = "Triton is not installed"
         return warn(says, 'pip install "pdstage[triton]"') if needed else ok(says)
-    told = site.ask("triton")
-    if not told.good:
-        return fail(f"Triton does not import: {told.why}", 'install it anew: pip install "pdstage[triton]"')
-    why = told.facts["why_not"]
-    says = f"Triton {told.facts['version']}"
+    probe = site.ask("triton")
+    if not probe.good:
+        return fail(f"Triton does not import: {probe.why}", 'install it anew: pip install "pdstage[triton]"')
+    why = probe.facts["why_not"]
+    says = f"Triton {probe.facts['version']}"
     return (
         warn(f"{says}: {why}", 'install a torch for this GPU, and "pdstage[triton]"')
         if why and needed
-        else ok(f"{says}, but {why}: not used" if why else says, **told.facts)
+        else ok(f"{says}, but {why}: not used" if why else says, **probe.facts)
     )
 
 
 def torch(site: Site) -> Result:
     if find_spec("torch") is None:
         return ok("torch is not installed: pools are numpy arrays, or memory by address")
-    told = site.ask("torch")
-    if not told.good:
-        return fail(f"torch does not import: {told.why}", "install it anew")
-    facts = told.facts
+    probe = site.ask("torch")
+    if not probe.good:
+        return fail(f"torch does not import: {probe.why}", "install it anew")
+    facts = probe.facts
     built = f"for CUDA {facts['cuda']}" if facts["cuda"] else "without CUDA"
     if _has_devices(site) and not facts["gpus"]:
         remedy = "install torch's wheel for this driver's CUDA (pytorch.org), or use CuPy's memory"
@@ -85,15 +87,15 @@ def device(site: Site) -> Result | None:
     if not _has_devices(site) or find_spec("torch") is None or not site.ask("torch").facts.get("gpus"):
         return None
     where = site.asked.device if site.asked.device != "cpu" else "cuda:0"
-    told = site.ask("device_copy", device=where)
-    found = {key[8:]: why for key, why in told.facts.items() if key.startswith("backend ")}
-    if not told.good:
-        return fail(f"copies on {where} fail, at {told.step}: {told.why}", told.remedy or "see dmesg", **told.facts)
+    probe = site.ask("device_copy", device=where)
+    found = {key[8:]: why for key, why in probe.facts.items() if key.startswith("backend ")}
+    if not probe.good:
+        return fail(f"copies on {where} fail, at {probe.step}: {probe.why}", probe.remedy or "see dmesg", **probe.facts)
     good = [name for name, why in found.items() if not why]
     if not good:
         whys = "; ".join(f"{name}: {why}" for name, why in found.items())
         return fail(f"no backend copies memory on {where}: {whys}", "install one: pdstage[cuda13] or pdstage[triton]")
-    return ok(f"{' and '.join(good)} copy memory on {where}, byte for byte", **told.facts)
+    return ok(f"{' and '.join(good)} copy memory on {where}, byte for byte", **probe.facts)
 
 
 def _has_devices(site: Site) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdstage.tools.doctor import AREAS
-from pdstage.tools.doctor.child import Children, Told
+from pdstage.tools.doctor.child import Children, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Site:
         self.asked = asked
         self._children = Children()
         self._lock = threading.Lock()
-        self._answers: dict[str, Future[Told]] = {}
+        self._answers: dict[str, Future[Outcome]] = {}
 
     def __enter__(self) -> Site:
         return self
@@ -59,7 +59,7 @@ class Site:
         environment: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
         **given: object,
-    ) -> Told:
+    ) -> Outcome:
         """The probe's result. A second caller with the same question waits for the same result."""
         question = json.dumps([probe, environment, given], sort_keys=True)
         with self._lock:
@@ -68,10 +68,10 @@ class Site:
             answer = self._answers.setdefault(question, Future())
         if is_first:
             try:
-                told = self._children.ask(
+                outcome = self._children.ask(
                     probe, given, deadline_s=deadline_s or self.asked.deadline_s, environment=environment or {}
                 )
-                answer.set_result(told)
+                answer.set_result(outcome)
             except BaseException as error:
                 answer.set_exception(error)
                 raise

@@ -22,7 +22,7 @@ from pdstage.transport._fabric import interface_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdstage.tools.doctor.child import Told
+    from pdstage.tools.doctor.child import Outcome
     from pdstage.tools.doctor.site import Site
 
 EXPECTED = ("nixl",)  # `auto` expects it on every node, so its absence is a warning
@@ -53,14 +53,14 @@ def check(name: str) -> Callable[[Site], Result]:
         with tempfile.TemporaryDirectory(prefix="pdstage-doctor-") as folder:
             log = str(Path(folder, "ucx.%p"))
             environment = {**ucx.LOG, "UCX_LOG_FILE": log} if name == "nixl" else None
-            told = site.ask("pair", environment=environment, transport=name, ways=_ways(name, has_rdma=has_rdma))
+            probe = site.ask("pair", environment=environment, transport=name, ways=_ways(name, has_rdma=has_rdma))
             logs = [path.read_text(errors="replace") for path in sorted(Path(folder).glob("ucx.*"))]
-        return judge(name, told, lanes=ucx.lanes("".join(logs[:1])), has_rdma=has_rdma, wanted=site.asked.transports)
+        return judge(name, probe, lanes=ucx.lanes("".join(logs[:1])), has_rdma=has_rdma, wanted=site.asked.transports)
 
     return look
 
 
-def local_pair(site: Site) -> Told:
+def local_pair(site: Site) -> Outcome:
     """The probe of transport `local` between two processes."""
     return site.ask("pair", transport="local", ways=_ways("local", has_rdma=False))
 
@@ -76,32 +76,32 @@ def _ways(name: str, *, has_rdma: bool) -> list[dict[str, object]]:
     return found
 
 
-def judge(name: str, told: Told, *, lanes: list[str], has_rdma: bool, wanted: tuple[str, ...]) -> Result:
+def judge(name: str, probe: Outcome, *, lanes: list[str], has_rdma: bool, wanted: tuple[str, ...]) -> Result:
     """The result of its probe in one line."""
-    if told.facts.get("installed") is False:
-        return _absent(name, told, wanted)
-    tried = {key[4:]: way for key, way in told.facts.items() if key.startswith("way ")}
+    if probe.facts.get("installed") is False:
+        return _absent(name, probe, wanted)
+    tried = {key[4:]: way for key, way in probe.facts.items() if key.startswith("way ")}
     worked = [way for way, held in tried.items() if not held["error"]]
     by = [way for way in worked if way != "default"]
     if "default" in worked:
         by = list(dict.fromkeys([*by, *(ucx.ways(lanes) or (["tcp"] if name == "mooncake" else ["its own way"]))]))
     failed = {way: held for way, held in tried.items() if held["error"]}
-    peer_ended = told.facts.get("peer_ended", "")
+    peer_ended = probe.facts.get("peer_ended", "")
     problems = [f"{way}: {held['error']}" for way, held in failed.items()]
     remedy = next((held["remedy"] for held in failed.values()), "")
-    if not told.good or not worked:
-        why = told.why or "; ".join(problems)
+    if not probe.good or not worked:
+        why = probe.why or "; ".join(problems)
         how = f"installed, but not usable: {why}"
-        return fail(how, _remedy(name, told, remedy), **_facts(usable=False, ways=[], says=how, told=told))
+        return fail(how, _remedy(name, probe, remedy), **_facts(usable=False, ways=[], says=how, probe=probe))
     says = f"usable over {', '.join(by)}"
     if name in ("nixl", "mooncake") and "rdma" not in by:
         says += "; no RDMA"
-    caveat = CAVEATS.get(name) or told.facts.get("caveat", "")
+    caveat = CAVEATS.get(name) or probe.facts.get("caveat", "")
     says += f" ({caveat})" if caveat else ""
-    facts = _facts(usable=True, ways=by, says=says, told=told)
-    if told.end == "crashed at exit" or peer_ended:
+    facts = _facts(usable=True, ways=by, says=says, probe=probe)
+    if probe.end == "crashed at exit" or peer_ended:
         at_exit = _LIBNL if name == "nixl" else "exit codes of such processes lie: see what it loads"
-        return warn(f"{says}, but {told.why or f'its process {peer_ended}'}", at_exit, **facts)
+        return warn(f"{says}, but {probe.why or f'its process {peer_ended}'}", at_exit, **facts)
     if problems:
         return warn(f"{says}; not over {'; '.join(problems)}", remedy, **facts)
     if has_rdma and name == "nixl" and "rdma" not in by:
@@ -109,26 +109,32 @@ def judge(name: str, told: Told, *, lanes: list[str], has_rdma: bool, wanted: tu
     return warn(says, "use it for trials, and tell the project what you see", **facts) if caveat else ok(says, **facts)
 
 
-def _absent(name: str, told: Told, wanted: tuple[str, ...]) -> Result:
+def _absent(name: str, probe: Outcome, wanted: tuple[str, ...]) -> Result:
     caveat = f"; {CAVEATS[name]}" if name in CAVEATS else ""
     says = f"not installed{caveat}"
-    facts = _facts(usable=False, ways=[], says=says, told=told)
+    facts = _facts(usable=False, ways=[], says=says, probe=probe)
     if name in wanted:
-        return fail(says, told.remedy, **facts)
-    return warn(says, told.remedy, **facts) if name in EXPECTED else ok(says, **facts)
+        return fail(says, probe.remedy, **facts)
+    return warn(says, probe.remedy, **facts) if name in EXPECTED else ok(says, **facts)
 
 
-def _remedy(name: str, told: Told, from_way: str) -> str:
-    if told.step == "import" or (told.end == "crashed" and told.step.startswith("start")):
-        return _WHEELS.get(name, told.remedy or "install it anew")
-    if told.end == "hung":
+def _remedy(name: str, probe: Outcome, from_way: str) -> str:
+    if probe.step == "import" or (probe.end == "crashed" and probe.step.startswith("start")):
+        return _WHEELS.get(name, probe.remedy or "install it anew")
+    if probe.end == "hung":
         return "look for what it waits for with NIXL_LOG_LEVEL=INFO and UCX_LOG_LEVEL=info, or use another transport"
-    return from_way or told.remedy or _WHEELS.get(name, "see what it prints when it is opened by name")
+    return from_way or probe.remedy or _WHEELS.get(name, "see what it prints when it is opened by name")
 
 
-def _facts(*, usable: bool, ways: list[str], says: str, told: Told) -> dict[str, object]:
+def _facts(*, usable: bool, ways: list[str], says: str, probe: Outcome) -> dict[str, object]:
     verdict = Verdict(usable=usable, ways=ways, says=says)
-    return {"verdict": verdict, "ended": told.end, "step": told.step, "tried": told.facts, "printed": told.printed}
+    return {
+        "verdict": verdict,
+        "ended": probe.end,
+        "step": probe.step,
+        "tried": probe.facts,
+        "printed": probe.printed,
+    }
 
 
 def nixl_plugins(site: Site) -> Result | None:
@@ -137,15 +143,15 @@ def nixl_plugins(site: Site) -> Result | None:
         return None
     found: dict[str, str] = {}
     lost: dict[str, str] = {}
-    told = site.ask("plugins", leave_out=[])
-    while not told.good and told.step in told.facts.get("listed", []):
-        found |= _plugins_of(told)
-        lost[told.step] = told.why
-        told = site.ask("plugins", leave_out=[*found, *lost])
-    found |= _plugins_of(told)
-    if not told.good:
+    probe = site.ask("plugins", leave_out=[])
+    while not probe.good and probe.step in probe.facts.get("listed", []):
+        found |= _plugins_of(probe)
+        lost[probe.step] = probe.why
+        probe = site.ask("plugins", leave_out=[*found, *lost])
+    found |= _plugins_of(probe)
+    if not probe.good:
         remedy = _WHEELS["nixl"]
-        return fail(f"NIXL's plugins cannot be asked for: {told.why}", remedy, printed=told.printed)
+        return fail(f"NIXL's plugins cannot be asked for: {probe.why}", remedy, printed=probe.printed)
     loaded = [name for name, why in found.items() if not why]
     idle = [name for name, why in found.items() if why]
     says = f"{', '.join(loaded) or 'none'} start; listed, but not here: {', '.join(idle) or 'none'}"
@@ -160,8 +166,8 @@ def nixl_plugins(site: Site) -> Result | None:
     return ok(says, **facts)
 
 
-def _plugins_of(told: Told) -> dict[str, str]:
-    return {key[7:]: why for key, why in told.facts.items() if key.startswith("plugin ")}
+def _plugins_of(probe: Outcome) -> dict[str, str]:
+    return {key[7:]: why for key, why in probe.facts.items() if key.startswith("plugin ")}
 
 
 def nixl_reach(site: Site) -> Result | None:
@@ -171,9 +177,9 @@ def nixl_reach(site: Site) -> Result | None:
     named = Address.parse(site.asked.bind, "tcp", listening=True).ip if site.asked.bind else ""
     host = named or own_host()
     ways = _ways("nixl", has_rdma=any(port.active for port in rdma_ports()))
-    told = site.ask("reach", host=host, ways=ways)
-    listens = told.facts.get("listens", [])
-    landed = {key[4:]: value for key, value in told.facts.items() if key.startswith("way ")}
+    probe = site.ask("reach", host=host, ways=ways)
+    listens = probe.facts.get("listens", [])
+    landed = {key[4:]: value for key, value in probe.facts.items() if key.startswith("way ")}
     kept, open_ = ([way for way, value in landed.items() if value is wanted] for wanted in (False, True))
     beyond = [one for one in listens if not _is_of(one, host)]
     says = f"a node at {host} has UCX listen on {', '.join(listens) or 'no address'}"
@@ -184,8 +190,8 @@ def nixl_reach(site: Site) -> Result | None:
     if kept:
         says += f"; a forged write ({', '.join(kept)}) is refused"
     facts = {"host": host, "listens": listens, "beyond": beyond, "enforced": kept, "not_enforced": open_}
-    if not told.good:
-        return warn(f"{says}; then it {told.end}: {told.why}", _WHEELS["nixl"], **facts)
+    if not probe.good:
+        return warn(f"{says}; then it {probe.end}: {probe.why}", _WHEELS["nixl"], **facts)
     if beyond:
         return warn(
             says,

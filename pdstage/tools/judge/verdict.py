@@ -34,9 +34,9 @@ class Verdict:
 
     def __str__(self) -> str:
         rooms = ", ".join(f"{n} {state.lower()}" for state, n in sorted(self.rooms.items()))
-        told = ", ".join(f"{self.counts[what]:,} {what}" for what in _COUNTED)
+        counted = ", ".join(f"{self.counts[what]:,} {what}" for what in _COUNTED)
         end = f"{len(self.wrong)} WRONG" if self.wrong else "nothing is wrong" if self.judged else "nothing was judged"
-        return "\n".join([*self.wrong, *self.notes, f"{told}; rooms at their nodes: {rooms or 'none'}", end])
+        return "\n".join([*self.wrong, *self.notes, f"{counted}; rooms at their nodes: {rooms or 'none'}", end])
 
 
 _COUNTED = ("nodes", "moves", "leases", "writes", "writes seen at both ends", "bytes arrived")

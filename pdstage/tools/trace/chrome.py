@@ -98,21 +98,21 @@ def _meta(kind: str, pid: int, tid: int, /, **args: object) -> _Json:
 
 def _slice(stage: Stage, pid: int, tid: int) -> _Json:
     dur = _lasted(stage)
-    told = _told(stage)
+    args = _arguments(stage)
     if stage.nbytes:
-        told["GB/s"] = round(stage.nbytes / dur / 1e3, 3)
+        args["GB/s"] = round(stage.nbytes / dur / 1e3, 3)
     return {
         "ph": "X", "name": stage.kind, "cat": "stage", "pid": pid, "tid": tid, "ts": _us(stage.began_at), "dur": dur,
-        "args": told,
+        "args": args,
     }  # fmt: skip
 
 
-def _told(stage: Stage) -> _Json:
-    told: _Json = {
+def _arguments(stage: Stage) -> _Json:
+    args: _Json = {
         "room": stage.room, "chunk": stage.chunk, "bytes": stage.nbytes, "lane": stage.lane, "peer": stage.peer,
         "epoch": stage.epoch, "session": f"{stage.decode:016x}-{stage.writer:016x}",
     }  # fmt: skip
-    return told | ({"error": stage.error} if stage.error else {})
+    return args | ({"error": stage.error} if stage.error else {})
 
 
 def _waits(trace: Trace, node: Node, pid: int) -> Iterator[_Json]:
@@ -121,7 +121,7 @@ def _waits(trace: Trace, node: Node, pid: int) -> Iterator[_Json]:
         if stage.incarnation == node.incarnation and stage.kind == "lease_wait":
             number += 1
             what = {"cat": "lease_wait", "name": "lease wait", "id": f"{pid:x}-{number:x}", "pid": pid, "tid": pid}
-            yield what | {"ph": "b", "ts": _us(stage.began_at), "args": _told(stage)}
+            yield what | {"ph": "b", "ts": _us(stage.began_at), "args": _arguments(stage)}
             yield what | {"ph": "e", "ts": _us(stage.ended_at)}
 
 
@@ -133,8 +133,8 @@ def _rooms(trace: Trace, node: Node, pid: int) -> Iterator[_Json]:
         what = {
             "cat": "room", "name": f"room {life.room}", "id": f"{pid:x}-{life.number:x}", "pid": pid, "tid": pid,
         }  # fmt: skip
-        told = {name: value for name, value in life._asdict().items() if name != "incarnation"}
-        yield what | {"ph": "b", "ts": _us(life.opened_at), "args": told}
+        args = {name: value for name, value in life._asdict().items() if name != "incarnation"}
+        yield what | {"ph": "b", "ts": _us(life.opened_at), "args": args}
         for name, at in (("bound", life.bound_at), ("first chunk", life.moved_at)):
             if at is not None:
                 yield what | {"ph": "n", "ts": _us(at), "args": {"what": name}}
@@ -180,7 +180,7 @@ def read(path: Path) -> Trace:
 def _parsed(events: list[_Json], about: _Json) -> Trace:
     if about["producer"] != "pdstage" or about["version"] != VERSION:
         raise ValueError(f"made by {about['producer']!r}, version {about['version']!r}")
-    nodes = [Node(**{**told, "incarnation": int(told["incarnation"], 16)}) for told in about["nodes"]]
+    nodes = [Node(**{**args, "incarnation": int(args["incarnation"], 16)}) for args in about["nodes"]]
     by_pid = {pid: node.incarnation for pid, node in enumerate(nodes, 1)}
     clock = Clock(str(about["clock_of"]), float(about["wall_offset_s"]))
     trace = Trace(clock, {node.incarnation: node for node in nodes}, n_dropped=int(about["events_dropped"]))
@@ -200,9 +200,9 @@ def _parsed(events: list[_Json], about: _Json) -> Trace:
 
 
 def _stage(event: _Json, incarnation: int, kind: str, end_us: float) -> Stage:
-    told = event["args"]
-    decode, writer = (int(half, 16) for half in told["session"].split("-"))
+    args = event["args"]
+    decode, writer = (int(half, 16) for half in args["session"].split("-"))
     return Stage(
-        incarnation, kind, str(told["room"]), decode, writer, int(told["epoch"]), int(told["peer"]), told["lane"],
-        int(told["chunk"]), event["ts"] / 1e6, end_us / 1e6, int(told["bytes"]), str(told.get("error", "")),
+        incarnation, kind, str(args["room"]), decode, writer, int(args["epoch"]), int(args["peer"]), args["lane"],
+        int(args["chunk"]), event["ts"] / 1e6, end_us / 1e6, int(args["bytes"]), str(args.get("error", "")),
     )  # fmt: skip

@@ -72,9 +72,9 @@ class Collector:
         with self._lock:
             self._registrations = [one for one in self._registrations if one.node is not None]
             if any(one.labels == labels for one in self._registrations):
-                told = ", ".join(f"{name}={value!r}" for name, value in labels.items())
+                named = ", ".join(f"{name}={value!r}" for name, value in labels.items())
                 raise UsageError(
-                    f"another node with the labels {told} is registered",
+                    f"another node with the labels {named} is registered",
                     remedy="distinguish them, as by labels={'engine': ...}",
                     field="labels",
                 )
@@ -96,10 +96,10 @@ class Collector:
         return (_family(metric) for metric in METRICS)
 
     def collect(self) -> Iterator[Family]:
-        told = [(node.status(), _timings_of(node), labels) for node, labels in self.nodes()]
+        states = [(node.status(), _timings_of(node), labels) for node, labels in self.nodes()]
         for metric in METRICS:
             family = _family(metric)
-            for status, timings, labels in told:
+            for status, timings, labels in states:
                 if metric.role not in ("", labels["role"]):
                     continue
                 series = (*metric.read(status), *(metric.timed(timings) if timings is not None else ()))

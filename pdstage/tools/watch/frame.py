@@ -165,16 +165,16 @@ def _memory(views: Sequence[View], width: int) -> RenderableType:
         buffers = view.now.by("pdstage_send_buffers", "state")
         if buffers:
             used, whole = buffers.get("used", 0.0), sum(buffers.values())
-            told = f"{used:.0f} of {whole:.0f} x {_bytes(view.now.value('pdstage_send_buffer_bytes'))}"
-            rows.append((used / whole, f"{view.now.name} buffers", _Bar(whole, {"cyan": used}, told)))
+            text = f"{used:.0f} of {whole:.0f} x {_bytes(view.now.value('pdstage_send_buffer_bytes'))}"
+            rows.append((used / whole, f"{view.now.name} buffers", _Bar(whole, {"cyan": used}, text)))
     if len(rows) > _MAX_BARS:
         rows = sorted(rows, key=lambda row: -row[0])[:_MAX_BARS]
     table = Table.grid(padding=(0, 1))
     for _ in range(3):
         table.add_column(no_wrap=True)
-    n_cells = max(8, width - max((len(name) + len(row.told) for _, name, row in rows), default=0) - 6)
+    n_cells = max(8, width - max((len(name) + len(row.text) for _, name, row in rows), default=0) - 6)
     for _, name, row in rows:
-        table.add_row(name, bar(n_cells, row.whole, row.shares), row.told)
+        table.add_row(name, bar(n_cells, row.whole, row.shares), row.text)
     legend = Text.assemble(
         ("█ landed  ", "cyan"), ("█ granted  ", "blue"), ("█ quarantined  ", "red"), ("░ free", "bright_black")
     )
@@ -185,7 +185,7 @@ class _Bar(NamedTuple):
     whole: float
     shares: dict[str, float]
     """By colour."""
-    told: str
+    text: str
 
 
 def _lane(node: Node, lane: str, capacity: float) -> tuple[float, str, _Bar]:
@@ -194,13 +194,13 @@ def _lane(node: Node, lane: str, capacity: float) -> tuple[float, str, _Bar]:
     )
     carved = node.value("pdstage_lane_quarantined_bytes", lane=lane)
     lag = node.value("pdstage_lane_watermark_lag_bytes", lane=lane)
-    told = f"{(landed + granted + carved) / capacity:4.0%} of {_bytes(capacity)}, watermark lag {_bytes(lag)}"
+    text = f"{(landed + granted + carved) / capacity:4.0%} of {_bytes(capacity)}, watermark lag {_bytes(lag)}"
     if ahead:
-        told += f", {_bytes(ahead)} ahead"
+        text += f", {_bytes(ahead)} ahead"
     if carved:
-        told += f", {_bytes(carved)} quarantined"
+        text += f", {_bytes(carved)} quarantined"
     shares = {"cyan": landed, "blue": granted, "red": carved}
-    return (landed + granted + ahead + carved) / capacity, f"{node.name} lane {lane}", _Bar(capacity, shares, told)
+    return (landed + granted + ahead + carved) / capacity, f"{node.name} lane {lane}", _Bar(capacity, shares, text)
 
 
 def bar(n_cells: int, whole: float, shares: Mapping[str, float]) -> Text:
@@ -230,11 +230,11 @@ def _stages(views: Sequence[View]) -> RenderableType:
         sum(v.rate("pdstage_chunks_written_total", path=path) for v in views) for path in ("staged", "direct")
     )
     waiting = sum(view.now.value("pdstage_lease_requests_waiting") for view in views)
-    told = Text.assemble(
+    text = Text.assemble(
         "path: ", (f"{staged:,.0f}", "bold"), " staged/s, ", (f"{direct:,.0f}", "bold"), " direct/s; ",
         (f"{waiting:,.0f}", "bold yellow" if waiting else "bold"), " wait for a lease",
     )  # fmt: skip
-    return Group(table, told) if table.row_count else told
+    return Group(table, text) if table.row_count else text
 
 
 def _merged(nodes: Sequence[Node]) -> Node:
@@ -282,7 +282,7 @@ def _slowest(answers: Sequence[Answer], views: Sequence[View]) -> RenderableType
     rooms = sorted(((room, view) for view in views for room in view.now.rooms), key=lambda pair: -pair[0].age_s)
     if not rooms:
         hidden = any(not answer.problem and not answer.rooms_told for answer in answers)
-        return Text("not told by this endpoint" if hidden else "none open", style="bright_black")
+        return Text("not served by this endpoint" if hidden else "none open", style="bright_black")
     table = _table("room", "node", "state")
     table.columns[0].overflow = "ellipsis"
     table.columns[0].no_wrap = True

@@ -154,10 +154,10 @@ def _read(endpoint: str, url: str) -> Answer:
     if not nodes:
         return Answer(endpoint, problem="no node here yet")
     try:
-        told = _take_rooms(nodes, json.loads(_get(f"{url}/rooms?n=10")))
+        serves_rooms = _take_rooms(nodes, json.loads(_get(f"{url}/rooms?n=10")))
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
-        told = False  # the exporter serves only metrics, or hides rooms
-    return Answer(endpoint, tuple(nodes), rooms_told=told)
+        serves_rooms = False  # the exporter serves only metrics, or hides rooms
+    return Answer(endpoint, tuple(nodes), rooms_told=serves_rooms)
 
 
 def _get(url: str) -> str:
@@ -198,9 +198,9 @@ def parse(text: str, at: float) -> Iterator[Node]:
     yield from nodes.values()
 
 
-def _take_rooms(nodes: Sequence[Node], told: list[dict[str, Any]]) -> bool:
+def _take_rooms(nodes: Sequence[Node], rooms: list[dict[str, Any]]) -> bool:
     by_name = {node.name: node for node in nodes}
-    for one in told:
+    for one in rooms:
         labels = one["labels"]
         extra = [value for label, value in labels.items() if label not in ("role", "rank")]
         node = by_name.get(" ".join((labels["role"], labels["rank"], *extra)))

@@ -82,7 +82,7 @@ class Endpoint:
             n = min(int(asked), MAX_ROOMS) if asked.isascii() and asked.isdigit() else 10
             return _say(start, "200 OK", json.dumps(self._rooms(n)), "application/json")
         if path == "/rooms":
-            return _say(start, "403 Forbidden", "rooms are told on loopback only, or where rooms=True is given\n")
+            return _say(start, "403 Forbidden", "rooms are served on loopback only, or with rooms=True\n")
         return _say(start, "404 Not Found", "there are /metrics, /rooms and /healthz\n")
 
     def _rooms(self, n: int) -> list[dict[str, Any]]:
