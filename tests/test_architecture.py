@@ -279,6 +279,26 @@ def test_the_reading_order_names_every_module(package: str) -> None:
     assert listed <= present, f"no such modules: {sorted(listed - present)}"
 
 
+@pytest.mark.parametrize(
+    "package",
+    [
+        "kernels",
+        "pdstage/control",
+        "pdstage/integrations/sglang",
+        "pdstage/integrations/vllm",
+        *(f"pdstage/tools/{name}" for name in ("calibrate", "demo", "doctor", "judge", "trace", "watch")),
+    ],
+)
+def test_a_package_mentions_every_module(package: str) -> None:
+    """In backticks, or at the start of a row."""
+    folder = ROOT / package
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    rows = re.findall(r"^ +(\w+(?:, \w+)*) ", doc, re.MULTILINE)
+    listed = set(re.findall(r"`(\w+)`", doc)) | {name for row in rows for name in row.split(", ")}
+    missing = {path.stem for path in folder.glob("*.py")} - {"__init__"} - listed
+    assert not missing, f"not mentioned: {sorted(missing)}"
+
+
 def test_sizes_are_reported() -> None:
     """Sizes are a smell detector, not a goal: this warns and never fails."""
     large = []

@@ -9,6 +9,14 @@ import pytest
 from tests.docs import pages
 from tests.docs.pages import blocks, commands, programs
 
+README_LINES = 125
+
+
+def test_the_readme_fits_two_screens() -> None:
+    n = len((pages.ROOT / "README.md").read_text().splitlines())
+    assert n <= README_LINES, f"README.md has {n} lines: move details to docs/"
+
+
 PAGE = """Words, `inline`.
 
 <!-- not run: gpu -->

@@ -1,7 +1,8 @@
 """`pdstage doctor`: what this node can do, line by line, and whether it can work with another.
 
-`table` lists the checks; each area has a file: `gpu`, `kernels`, `transports`, `host`, `network`, `peer`. Probes that
-may crash or hang run in another process (`child`, `probes`), under a deadline.
+`table` lists the checks, which share a `site` and return what `found` defines; `show` prints them. Each area has a
+file: `gpu`, `kernels`, `transports`, `host`, `network`, `peer`. Probes that may crash or hang run in another process
+(`child`, `probes`), under a deadline: `cuda_driver`, `try_kernels`, `pair` with `ucx`, `nixl_plugins`, `reach`, `caller`.
 """
 
 AREAS = ("host", "gpu", "kernels", "transports", "network", "peer")
