@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 
 from pdstage.protocol import state
 from tests import descriptors, rows
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
 
 _SHOWN_NBYTES = 256  # of longer strings pytest's own difference takes minutes, and screens
 _SHOWN_RUNS = 4
-
-# No example is too slow beside other work. What hypothesis itself does in CI stays: examples that do not change.
-settings.register_profile("busy machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy machine")
 
 
 def _n_cuda_devices() -> int:
@@ -43,9 +38,23 @@ def pytest_configure(config: pytest.Config) -> None:
     A shell that starts tests in the background has them ignore SIGINT, and with them the programs they end by it.
     """
     state.strict = True
+    _be_patient()
     rows.everything = config.getoption("--full")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _be_patient() -> None:
+    """No drawn example is too slow beside other work. What hypothesis itself does in CI stays: examples that do not
+    change.
+    """
+    if not importlib.util.find_spec("hypothesis"):  # a borrowed machine has it not, and none of the tests that need it
+        return
+    from hypothesis import HealthCheck, settings  # noqa: PLC0415
+
+    suppressed = [HealthCheck.too_slow]
+    settings.register_profile("busy machine", settings.default, deadline=None, suppress_health_check=suppressed)
+    settings.load_profile("busy machine")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdstage.transport import available
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
@@ -22,6 +20,8 @@ def drawn(n: int, *, full: int) -> int:
 
 def usable(*names: str) -> list[str]:
     """Those of `names` that start on this machine."""
+    from pdstage.transport import available  # noqa: PLC0415  (a borrowed machine need not have what it imports)
+
     reasons = available()
     return [name for name in names if not reasons.get(name, "unknown")]
 
