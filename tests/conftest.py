@@ -48,10 +48,10 @@ def _be_patient() -> None:
     """No drawn example is too slow beside other work. What hypothesis itself does in CI stays: examples that do not
     change.
     """
-    if not importlib.util.find_spec("hypothesis"):  # a borrowed machine has it not, and none of the tests that need it
+    try:
+        from hypothesis import HealthCheck, settings  # noqa: PLC0415
+    except ImportError:  # a borrowed machine does not have it, and runs none of the tests that need it
         return
-    from hypothesis import HealthCheck, settings  # noqa: PLC0415
-
     suppressed = [HealthCheck.too_slow]
     settings.register_profile("busy machine", settings.default, deadline=None, suppress_health_check=suppressed)
     settings.load_profile("busy machine")
