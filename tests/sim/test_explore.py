@@ -17,7 +17,7 @@ from pdstage.protocol.prefill_chunks import ChunkSender, Windows
 from pdstage.protocol.prefill_rooms import PrefillRooms
 from pdstage.protocol.session import Detach
 from pdstage.protocol.state import ROOM, ChunkPhase, DestinationPhase, RoomEvent, State
-from tests.rows import rows
+from tests.rows import drawn, rows
 from tests.sim.explore import QUICK
 from tests.sim.facts import Shape, Violation
 from tests.sim.frozen import Node, canonical, digest, freeze, thaw
@@ -107,7 +107,7 @@ def test_what_is_left_out_of_a_state_has_no_influence(configuration: Configurati
     network = Network(configuration)
     nodes, rng = network.nodes, random.Random(configuration.name)
     number_of = {number: key for key, number in nodes.ids.items()}
-    for _ in range(6):
+    for _ in range(drawn(3, full=6)):
         moves = walk(network, rng)
         number_of.update((number, key) for key, number in nodes.ids.items())
         state = network.first()

@@ -26,7 +26,7 @@ def test_every_bug_has_its_place_in_the_source() -> None:
 
 @pytest.mark.parametrize(
     "mutant",
-    [pytest.param(one, id=one.name, marks=pytest.mark.full if n % 12 else ()) for n, one in enumerate(MUTANTS)],
+    [pytest.param(one, id=one.name, marks=() if n % 24 == 12 else pytest.mark.full) for n, one in enumerate(MUTANTS)],
 )
 def test_the_bug_is_seen(mutant: Mutant) -> None:
     verdict = detect(mutant)

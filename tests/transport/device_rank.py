@@ -12,7 +12,7 @@ from transport import cuda_double
 from pdstage import Pool
 from pdstage.kernels import host_copy, pool
 from pdstage.layout import Layout, Region
-from tests.manager.engine import Rank, decode_node, drive
+from tests.manager.engine import QUICK, Rank, decode_node, drive
 
 DEVICE = "cuda:0"
 STAGING_NBYTES = 1 << 16
@@ -135,7 +135,7 @@ def staging():
     return SimpleNamespace(data_ptr=lambda: memory.address, nbytes=memory.nbytes, device=DEVICE, held=memory)
 
 
-def serve_decode(pipe, address, journal=None, path="staged", types=None, **where):
+def serve_decode(pipe, address, journal=None, path="staged", types=None, config=QUICK, **where):
     """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied.
 
     `where` says where its staging memory lies; the double's device memory if nothing is said. `types` is its pool's.
@@ -143,7 +143,8 @@ def serve_decode(pipe, address, journal=None, path="staged", types=None, **where
     use_double()
     rank = DeviceRank(types, page=8, hnd=True)
     where = where or {"staging": staging()}
-    with decode_node(rank, transport=cuda_double.LocalDouble(), path=path, journal=journal, **where) as node:
+    options = {"transport": cuda_double.LocalDouble(), "path": path, "journal": journal, "config": config}
+    with decode_node(rank, **options, **where) as node:
         pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
         receivers = [node.receive(room, address) for room in range(N_ROOMS)]
         for receiver, into in zip(receivers, pages, strict=True):

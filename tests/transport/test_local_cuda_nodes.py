@@ -15,7 +15,7 @@ from pdstage.control.zmq import Ready
 from pdstage.kernels import pool
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.tools.judge import judge
-from tests.manager.engine import drive, prefill_node
+from tests.manager.engine import IMPATIENT, drive, prefill_node
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -159,8 +159,10 @@ def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(a
     """I8: a gather reads its pages until its event, whatever became of the peer."""
     rank = DeviceRank(n_pages=128)
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_decode, args=(theirs, address), daemon=True)
-    with prefill_node(rank, address, transport=cuda_double.LocalDouble(), path="staged", staging=staging()) as node:
+    soon = {"config": IMPATIENT}
+    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=soon, daemon=True)
+    options = {"transport": cuda_double.LocalDouble(), "path": "staged", "staging": staging(), **soon}
+    with prefill_node(rank, address, **options) as node:
         process.start()
         try:
             pages = rank.allocate(TOKENS)
@@ -192,8 +194,10 @@ def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_ove
     """I8: neither the peer's death nor an operator's word of it ends a kernel that reads this node's pages."""
     rank = DeviceRank(n_pages=128)
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_decode, args=(theirs, address, None, "direct"), daemon=True)
-    with prefill_node(rank, address, transport=cuda_double.LocalDouble(), path="direct", staging=staging()) as node:
+    soon = {"path": "direct", "config": IMPATIENT}
+    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=soon, daemon=True)
+    options = {"transport": cuda_double.LocalDouble(), "staging": staging(), **soon}
+    with prefill_node(rank, address, **options) as node:
         process.start()
         try:
             pages = rank.allocate(TOKENS)
