@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import signal
 import threading
@@ -63,6 +64,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="FULL=1 runs it"))
     _skip_without_devices(items)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the garbage collector, which many tests call, need not walk it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Extensions tell of what is left of them at the very end."""
+    gc.unfreeze()
 
 
 def _skip_without_devices(items: list[pytest.Item]) -> None:
