@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
 everything = False
 """Whether FULL=1 asked for all rows and all drawn cases; conftest.py sets it before test modules are imported."""
@@ -18,11 +19,16 @@ def drawn(n: int, *, full: int) -> int:
     return full if everything else n
 
 
+@cache
+def _reasons() -> Mapping[str, str]:
+    from pdstage.transport import available  # noqa: PLC0415  (conftest.py imports this where only tests of GPUs can run)
+
+    return available()
+
+
 def usable(*names: str) -> list[str]:
     """Those of `names` that start on this machine."""
-    from pdstage.transport import available  # noqa: PLC0415  (a borrowed machine need not have what it imports)
-
-    reasons = available()
+    reasons = _reasons()
     return [name for name in names if not reasons.get(name, "unknown")]
 
 

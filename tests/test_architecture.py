@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -78,7 +79,8 @@ def sources(root: Path = ROOT) -> Iterator[tuple[str, Path]]:
             yield ".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts))), path
 
 
-def imports_of(module: str, path: Path, root: Path = ROOT) -> Iterator[Import]:
+@cache
+def imports_of(module: str, path: Path, root: Path = ROOT) -> tuple[Import, ...]:
     """All imports of a module, absolute, `from a import b` as a.b."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
 
@@ -99,7 +101,7 @@ def imports_of(module: str, path: Path, root: Path = ROOT) -> Iterator[Import]:
             inside = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
             yield from visit(child, guarded or inside, lazy or in_function)
 
-    yield from visit(ast.parse(path.read_text()), guarded=False, lazy=False)
+    return tuple(visit(ast.parse(path.read_text()), guarded=False, lazy=False))
 
 
 def layer_of(name: str) -> int | None:

@@ -15,20 +15,20 @@ from tests.any_layout.describe import show
 from tests.any_layout.draw import KINDS, draw
 from tests.any_layout.held import Held, values
 from tests.any_layout.tape import Tape, shrink
+from tests.rows import drawn
 
-N_CASES, N_ALL_CASES = 1_000, 20_000
+N_CASES = drawn(400, full=20_000)
 SIZES = range(1, 9)
 
 
-def test_drawn_cases(request: pytest.FixtureRequest) -> None:
+def test_drawn_cases() -> None:
     """Chunks cover what was asked exactly once, and each byte lies where the description says (I5, I7)."""
-    n_cases = N_ALL_CASES if request.config.getoption("--full") else N_CASES
-    report = many.run(range(n_cases))
+    report = many.run(range(N_CASES))
     print(report)
     assert not report.wrong, str(report)
-    assert report.n_cases == n_cases
+    assert report.n_cases == N_CASES
     for what in (*KINDS, "staged", "direct", "mixed", "copy"):
-        assert report.seen[what] > n_cases // 50, f"few cases of {what}: {report}"
+        assert report.seen[what] > N_CASES // 50, f"few cases of {what}: {report}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

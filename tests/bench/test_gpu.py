@@ -201,13 +201,16 @@ def test_a_section_runs_in_a_child(tmp_path):
     assert [row.point["variant"] for row in record.rows] == ["host"] * len(record.rows)
 
 
-def test_rooms_between_two_processes(bed):
+@pytest.mark.parametrize("transport", ["local", pytest.param("nixl", marks=pytest.mark.full)])
+def test_rooms_between_two_processes(bed, monkeypatch, transport):
     """In small, on the CPU: the bytes are compared in there."""
+    assert set(gpu_rooms.TRANSPORTS) == {"local", "nixl"}
+    monkeypatch.setattr(gpu_rooms, "TRANSPORTS", (transport,))
     pytest.importorskip("msgspec")
     pytest.importorskip("zmq")
     rows = finite(gpu_rooms.rows(bed, True))
     left_out = {said.partition(":")[0].removeprefix("rooms, ") for said in bed.left_out}
-    assert {row.point["transport"] for row in rows} | left_out == set(gpu_rooms.TRANSPORTS)
+    assert {row.point["transport"] for row in rows} | left_out == {transport}
     assert {row.point["what"] for row in rows} == {"a room", "8 rooms at once", "one page"}
 
 

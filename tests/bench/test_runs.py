@@ -10,6 +10,7 @@ import pytest
 
 from pdstage.bench import auto, load, rooms, sides, transfer, watch, wire
 from pdstage.bench.harness import run_named, table
+from tests.rows import everything
 
 
 def check(report: dict, *needed: str) -> None:
@@ -85,8 +86,8 @@ def test_transfer(small):
 
 
 def test_transfer_over_local_moves_the_right_bytes(small):
-    """The sinks compare every head with its source's mark; six ranks."""
-    case = transfer.Case(4, 2, 256, 1 << 20)
+    """The sinks compare every head with its source's mark; six ranks with FULL=1, three else."""
+    case = transfer.Case(*((4, 2) if everything else (2, 1)), 256, 1 << 20)
     with transfer.Bed(case, ("staged", "direct"), transport="local") as bed:
         took = bed.medians(("staged", "direct", "raw"), 1)
         n = {path: bed.n_descriptors(path) / bed.n_rooms(path) for path in ("staged", "direct")}
@@ -124,7 +125,7 @@ def test_autos_cells_are_held_against_the_better_path():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("pair", [(3, 2), (4, 4)])
+@pytest.mark.parametrize("pair", [(3, 2), pytest.param((4, 4), marks=pytest.mark.full)])
 def test_sides_move_the_right_bytes(pair):
     """Every head of every rank holds its source's mark, on either path; a mark that is off is found."""
     with sides.Sides(sides.Shape(*pair, 1 << 20), only_local()[0]) as both:

@@ -256,6 +256,7 @@ def test_a_stage_has_its_own_layers_only(models):
     assert stages[0].keys() | stages[1].keys() == full.keys()
 
 
+@pytest.mark.full  # transformers takes seconds to import once more
 def test_the_folder_kernels_is_not_taken_for_another_package():
     """Started in the checkout, `import kernels` finds this project's folder; transformers must not."""
     code = (

@@ -148,7 +148,7 @@ def test_kernels_with_lists_in_their_parameters_read_no_list_and_fit_their_regis
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
-@pytest.mark.parametrize("listed", [0, LISTED_LARGE])
+@pytest.mark.parametrize("listed", rows([0, LISTED_LARGE], full={0}))
 def test_gathers_to_several_destinations_read_once_and_fit_their_registers(accesses_of, architecture, listed):
     kernels = {
         (shape, narrow, summed): plain("gather", shape, narrow, summed, listed, many=1)

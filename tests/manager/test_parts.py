@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from itertools import product
 
 import pytest
 
@@ -64,9 +65,16 @@ def fleet():
             process.join()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("path", ["staged", "direct"])
-@pytest.mark.parametrize("case", CASES)
+QUICK = {"CP 2 x TP 2, blocks of 16 -> TP 4", "TP 4 -> DCP 2 x TP 2, blocks of 16"}
+
+
+def _rows():
+    for case, path, transport in product(CASES, ["staged", "direct"], TRANSPORTS):
+        quick = transport == "local" or case in QUICK
+        yield pytest.param(case, path, transport, marks=() if quick else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("case", "path", "transport"), list(_rows()))
 def test_eight_ranks_that_hold_parts_of_the_tokens(fleet, case, path, transport):
     """I5: each room ends well at every rank, and no byte is missing, wrong or where none belongs."""
     assert fleet.run(case, transport, path) == [""] * 8

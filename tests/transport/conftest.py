@@ -44,8 +44,10 @@ VARIANTS = {
     "postbox-two": Variant("postbox", "two"),
 }
 
-FULL = {"local-numpy", "auto-two", "nixl-same", "nixl-tcp"}
-"""Whose code other variants run too: numpy copies, a choice of transport, UCX over another of its own transports."""
+FULL = {"local-numpy", "auto-two", "nixl-same", "nixl-tcp", "postbox-two"}
+"""Whose code other variants run too: numpy copies, a choice of transport, UCX over another of its own transports, one
+that is for tests between processes.
+"""
 
 for name in environment.TEST_TRANSPORTS.read() or ():  # of whoever wrote one: see docs/transports.md
     VARIANTS |= {f"{name}-{where}": Variant(name, where) for where in ("same", "two")}
