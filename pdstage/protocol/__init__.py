@@ -26,21 +26,26 @@ and repeated questions are `timers`, served by the core's `on_timer`.
 
 What happens when
 
-* a chunk arrives: `ChunkReceiver._on_tag` has it scattered; then `scattered` releases its lease.
-* a room fails at decode: `DecodeRooms.fail` quarantines its leases, and Abort is repeated until Drained or CloseOk.
+* a staged chunk arrives: `ChunkReceiver._on_tag` has it scattered; then `scattered` releases its lease. A direct chunk
+  is where it belongs.
+* a room fails at decode: `DecodeRooms.fail` quarantines the leases that may still be written. Abort is repeated until
+  Drained or CloseOk; after `drain_s` the session is lost.
 * a room fails at prefill: `PrefillRooms.fail` repeats CloseFailed until Abort; then it drains.
-* a session is lost: `DecodeCore.lose` and `PrefillCore.lose` fail its rooms; the effect `Detach` cuts the transport.
-* none of a lost session's writes can land any more: `fenced` of either core frees what was quarantined or kept.
+* a session is lost: `DecodeCore.lose` and `PrefillCore.lose` end its rooms, by `Lender.session_lost` and
+  `PrefillRooms.lose`; the effect `Detach` cuts the transport.
+* the driver answers `fenced`. At decode nothing of the session can land any more, and quarantined leases are free. At
+  prefill its posts no longer read our memory, and their send buffers are free.
 * that cannot be proved: the memory stays out of use until the peer's process is proved dead or an operator says so
   (`Node.fence`).
 
 A new message is added in this order. mypy or the test named (in tests/protocol) fails until a step is done; nothing
 checks the steps that name neither.
 
-* `messages`: its class with the next type number, and its name in `AnyMessage` (test_messages.py). `wire` needs
-  nothing.
+* `messages`: its class with the next type number, and its name in `AnyMessage` (test_messages.py). Its bytes follow
+  from the class.
 * `prefill`, `decode`: a case in the `on_frame` of each core; a side that may not receive it refuses it (mypy). The part
-  that receives it has an `on_...` method. If decode sends it under a session, `prefill._Confirms` names it.
+  that receives it has an `on_...` method. If decode sends it under a session, add it to `prefill._Confirms`:
+  the first of those proves that decode has received Welcome.
 * The part that sends it: `Endpoint.send`; if it is repeated a timer, with a case in `on_timer`.
 * If it may come outside a session: `wire.OUTSIDE_A_SESSION`, `accepts` and `_on_stray` of the core that receives it,
   and `Endpoint.send_loose`.
@@ -49,15 +54,19 @@ checks the steps that name neither.
   offered that feature, since a peer of an earlier version does not know it.
 * `wire.VERSION`: the next one, and its goldens; docs/wire.md has the rules (test_golden.py).
 
-Words; docs/concepts.md explains room, destination, lane, lease, window, epoch and tag with pictures:
+Words; docs/concepts.md has pictures of the first of them:
 
+* *room*: one request's transfer. *Epoch*: the number of one try of it, from decode, never used twice.
+* *lane*: a ring of decode's staging memory. *Lease*: a span of it, lent to one chunk. Its *window* ends one capacity
+  past the lane's *watermark*, the point before which nothing is lent any more.
+* *tag*: the data plane's word that a write has landed.
 * *driver*: who feeds a core and carries out its effects: `pdstage.manager.driver`, or a test.
 * *incarnation*: one life of one process, as a random number. A *session* is what two of them have agreed on.
-* *share*: the shards and layers that one writer sends to one destination. Decode *deals* them when a room connects.
-* *claim*: what a room holds under a session, by its epoch: at decode a `Writer`, at prefill a `Destination`.
+* *shares*: the shards and layers that one writer sends to one destination. Decode *deals* them when a room connects.
+* *claim*: a room's entry in `Session.claims`, by its epoch: at decode a `Writer`, at prefill a `Destination`.
 * *post*: one write that the transport carries out. *In flight*: a gather, write or scatter that began and has not
   ended. Its *ticket* names it to the driver.
-* *quiet*: of a writer: it can no longer write this room's own memory. Its leases are apart: they end by themselves.
-* *fenced*: of a lost session: at decode, none of its writes can land any more; at prefill, none reads our memory.
+* *quiet*: of a writer: it can no longer write the room's pages or aux row. That says nothing of its leases, which
+  `leases` follows until they are returned, scattered or fenced.
 * *quarantined*: of a lease: it may still be written, and nobody wants the bytes. They are *carved out* of their lane.
 """

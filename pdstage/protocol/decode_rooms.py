@@ -51,7 +51,7 @@ class Writer:
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether its writer was told of memory of this room: of pages, or of the aux row."""
+        """Whether this writer was given addresses in the room's pages or aux row, which it writes without a lease."""
         return self.direct or (self.has_aux and self.room.row is not None)
 
 

@@ -7,10 +7,11 @@
     it was copied  ChunkReceiver.scattered      LeaseTable.release        the watermark may rise; more may be granted
 
 A lease ends without a tag when its writer returns it (`Lender.on_returned`, often because of a Recall), asks again with
-a newer attempt (`on_reserve`), or can no longer write for the room (`release_of`). If the room fails first, the lease
-is quarantined (`quarantine_of`, called by `DecodeRooms.fail`) until one of these happens. If the session is lost,
-leases that may still be written are quarantined until it is fenced (`session_lost`, `session_fenced`); the others are
-released at once. So a lease may outlive its room, and rooms are not known here (I2, I15).
+a newer attempt (`on_reserve`), or can no longer write for the room (`release_of`). If the room fails first, a lease
+that has not landed is quarantined (`quarantine_of`, called by `DecodeRooms.fail`) until its writer returns it or can no
+longer write for the room. If the session is lost, leases that may still be written are quarantined until it is fenced
+(`session_lost`, `session_fenced`); those that never may be are released at once, and landed ones once they are
+scattered. So a lease may outlive its room, and rooms are not known here (I2, I15).
 """
 
 from __future__ import annotations
@@ -239,8 +240,8 @@ class LeaseTable:
         self._forget_entry(request, request)
 
     def grant_waiting(self, now: float) -> Iterator[Lease | LeaseRequest]:
-        """Grants what can be granted, in order. Yields a bare `LeaseRequest` that no lane can serve while what is
-        quarantined stays so.
+        """Grants what can be granted, in order, and yields each new lease. A request larger than what any lane has that
+        is not quarantined leaves the queue, and is yielded as it is: the caller refuses it.
         """
         over: set[Session] = set()
         while True:

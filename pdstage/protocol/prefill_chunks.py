@@ -7,9 +7,9 @@ memory.
 
 When a write fails, the question is what may still land:
 
-    it failed, and nothing of it can land any more     the room fails; the session lives
-    it failed, and its bytes may land even now         the session is lost, and is *in doubt*: decode must not take this
-                                                       process's NoSession for proof that the memory is quiet
+    it failed, and nothing of it can land any more     the room fails, but for an aux row, which goes by message
+    it failed, and its bytes may land even now         the session is lost, and *in doubt*: this process does not
+                                                       answer for it any more that nothing can land (NoSession)
     its session was fenced while it was under way      it is an *orphan* until the transport tells how it ended
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Endpoint, Session
 
 _MAX_PIECES = 1024
-"""The most pieces that a chunk too big for any lease is split into: with more it waits, or goes direct."""
+"""The most pieces that a chunk too big for any lease is split into. With more it goes direct, waits, or fails."""
 _MAX_IN_DOUBT = 4096
 """Sessions in doubt that are remembered by name. With more, every session that is over counts as one in doubt."""
 
@@ -337,8 +337,8 @@ class ChunkSender:
     def _recalled(self, chunk: Chunk, now: float) -> None:
         """Raises the attempt, so that no answer to the old one is accepted; the caller says Returned for that one.
 
-        Decode takes a Reserve of the new attempt for the Returned of the old, should that be lost. The chunk had a
-        lease until now, so the time until it falls back counts anew.
+        If Returned is lost, decode treats the next Reserve, of a higher attempt, as the return of the old lease. The
+        time until the chunk falls back to direct counts anew.
         """
         chunk.attempt += 1
         self.endpoint.timers.cancel(("reserve", chunk))

@@ -30,7 +30,7 @@ _MAX_ENDED = 4096
 
 
 class Ended(NamedTuple):
-    """A room that failed before all of its destinations opened it: each late one is refused once."""
+    """A room that failed: each destination that opens it late is refused once."""
 
     reason: str
     known: dict[int, tuple[m.SessionId, int]]
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
     of that name.
     """
     begun: bool = True
-    """Else a destination gave it up first, and to submit it before `until` is to see it fail."""
+    """False if a destination gave it up before it was submitted: to submit it before `until` then fails at once."""
     until: float = math.inf
 
     def refuses(self, rank: int, session_id: m.SessionId, epoch: int) -> bool:
@@ -46,7 +46,9 @@ class Ended(NamedTuple):
 
 
 class PrefillRooms:
-    """The room table: rooms in `by_key` until they end, destinations until they are settled."""
+    """The room table: rooms in `by_key` until they end, destinations until they are closed or drained, or their session
+    is lost with nothing in flight.
+    """
 
     def __init__(
         self,
@@ -330,7 +332,7 @@ class PrefillRooms:
         return self.askers.take(key)
 
     def lose(self, session: Session, error: PdstageError, now: float) -> None:
-        """The session is over: its rooms fail, nothing further is sent under it."""
+        """The session is over: rooms that its destinations still need fail, nothing further is sent under it."""
         for destination in list(session.claims.values()):
             if destination.phase in (DestinationPhase.LIVE, DestinationPhase.FAILING):
                 DESTINATION.move(destination, DestinationEvent.ABORTED)

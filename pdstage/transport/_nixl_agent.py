@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 def _torch_left_alone() -> Iterator[None]:
     """Inside, `nixl` does not import a CPU build of torch, a second's work, to learn that it was built for no CUDA.
 
-    NIXL 1.5.1 chooses among its wheels by the CUDA of what is imported already, else by that of torch.
+    NIXL 1.5.1 chooses among its wheels by the CUDA of what is imported already, else by that of torch. Another version
+    may not ask so; then nothing is changed.
     """
     try:
         utils: Any = import_module("nixl_meta_utils")
         asks = metadata.version("torch").endswith("+cpu") and not {"torch", "cupy", "cuda.bindings"} & set(sys.modules)
     except ImportError:
         asks = False
-    if not asks:
+    if not asks or not hasattr(utils, "detect_cuda_major"):
         yield
         return
     asked, utils.detect_cuda_major = utils.detect_cuda_major, lambda: None
