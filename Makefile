@@ -71,9 +71,9 @@ demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on deco
 serve: $(ENGINE_VENVS)/$(ENGINE)-cpu/.pdstage-setup  ## Serve a tiny model by two real engines and their own proxy (ENGINE=sglang ARGS="--decode-tp 2").
 	OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$(ENGINE)-cpu/bin/python -m tests.e2e.serve $(ARGS)
 
-# Named tests run in one process, all of them in several: tests of one file always in the same.
+# Named tests run in one process, all of them in several: tests of one file always in the same, the long files first.
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x, FULL=1 for everything).
-	$(BIN)/python $(PYTEST) $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile) $(if $(FULL),--full) $(ARGS)
+	$(BIN)/python $(PYTEST) $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder) $(if $(FULL),--full) $(ARGS)
 
 # One venv for each engine, since their pins exclude each other. All else, torch first, is .venv's: its site-packages come
 # after the engine's own. Without dependencies, which would pull gigabytes for GPUs.

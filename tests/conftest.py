@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 _SHOWN_NBYTES = 256  # of longer strings pytest's own difference takes minutes, and screens
 _SHOWN_RUNS = 4
+LONG = (
+    "any_layout/test_any_layout.py", "sim/test_mutants.py", "transport/test_contract.py", "kernels/test_cuda_on_cpu.py",
+    "kernels/test_cuda_code.py", "demo/test_end_to_end.py", "docs/test_commands.py", "kernels/test_triton.py",
+    "kernels/test_cuda_convert.py", "manager/test_failures.py", "manager/test_lifecycle.py", "soak/test_soak.py",
+    "manager/test_ctrl_c_prefill.py", "manager/test_ctrl_c_decode.py", "transport/test_local_cuda_nodes.py",
+)  # fmt: skip
+"""Files that take long, with FULL=1 at least: in their order among the others they would come last."""
 
 
 def _n_cuda_devices() -> int:
@@ -59,7 +66,11 @@ def _be_patient() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what needs more time or more CUDA devices than there are, and says so."""
+    """Skips what needs more time or more CUDA devices than there are, and says so; and begins with what takes long.
+
+    A file is one worker's, and at the end none shall wait for another's.
+    """
+    items.sort(key=lambda item: str(item.path).endswith(LONG), reverse=True)
     for item in items:
         if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="FULL=1 runs it"))

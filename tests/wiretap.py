@@ -38,7 +38,7 @@ class Wiretap:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

@@ -214,6 +214,7 @@ def test_rooms_between_two_processes(bed, monkeypatch, transport):
     assert {row.point["what"] for row in rows} == {"a room", "8 rooms at once", "one page"}
 
 
+@pytest.mark.full
 def test_a_room_of_other_bytes_is_no_measurement(bed, monkeypatch):
     pytest.importorskip("msgspec")
     monkeypatch.setattr(gpu_rooms, "TRANSPORTS", ("local",))

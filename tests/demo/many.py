@@ -1,6 +1,7 @@
 """Runs of the demo one after the other in one process, which imports and preloads once: `python -m demo.many FILE`.
 
-FILE has a JSON list of options. After each run a line `{"report": {...}}` or `{"error": "..."}` is printed.
+FILE has a JSON list of options. After each run a line `{"report": {...}, "said": "..."}` or `{"error": "..."}` is
+printed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def main(path: str) -> None:
         try:
             with contextlib.redirect_stdout(said):
                 told = {"report": asdict(run(Options(**given)))}
+            told["said"] = said.getvalue()
         except PdstageError as error:
             told = {"error": f"{error}\n{said.getvalue()}"}
         print(json.dumps(told), flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.tools.demo.options import MODELS
+from pdstage.tools.demo.options import MODELS, ModelShape
 from pdstage.transport import available
 from tests.rows import rows
 
@@ -32,6 +32,7 @@ RUNS = {
     # Half of the prefill ranks have nothing for a decode rank: each side has two stages.
     "llama": {"prefill_tp": 2, "prefill_pp": 2, "decode_tp": 1, "decode_pp": 2},
 }
+IN_BFLOAT16 = {"kv_dtype": "bfloat16", "path": "staged", "prefill_tp": 1, "decode_tp": 1}
 
 
 QUICK = {"gemma3", "mamba2"}  # a window and a state
@@ -43,6 +44,7 @@ def told(tmp_path_factory, request):
     transport = "local" if available()["nixl"] else "nixl"
     chosen = {model: RUNS[model] for model in RUNS if model in QUICK or request.config.getoption("--full")}
     runs = [{"model": model, "transport": transport, **COMMON, **sizes} for model, sizes in chosen.items()]
+    runs.append({"model": "llama", "transport": "local", **COMMON, **IN_BFLOAT16})
     file = tmp_path_factory.mktemp("runs") / "runs.json"
     file.write_text(json.dumps(runs))
     tests = Path(__file__).parents[1]
@@ -51,7 +53,7 @@ def told(tmp_path_factory, request):
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return dict(zip(chosen, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip([*chosen, "in bfloat16"], map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 def test_every_model_is_run():
@@ -67,3 +69,17 @@ def test_decoding_goes_on_token_for_token(told, model):
     assert report["new_tokens"] == COMMON["requests"] * (COMMON["new_tokens"] + 1)
     assert report["bytes_moved"] > 0
     assert (report["prefill_pp"], report["decode_pp"]) == tuple(RUNS[model].get(f"{s}_pp", 1) for s in SIDES)
+
+
+def test_a_cache_in_bfloat16_is_the_single_processs_token_for_token(told):
+    """The dtype of pools on a GPU, on the CPU: the model computes in float64, its cache is rounded on both sides."""
+    assert "error" not in told["in bfloat16"], told["in bfloat16"]["error"]
+    report, said = told["in bfloat16"]["report"], told["in bfloat16"]["said"]
+    assert report["tokens_identical"] is True
+    assert report["negative_control_caught"] is True
+    assert report["model"].endswith("KV cache in bfloat16")
+    assert report["device"] == "cpu"
+    n_tokens = int(next(line for line in said.splitlines() if line.split()[:1] == ["all"]).split()[1])
+    shape = ModelShape()
+    payload = n_tokens * shape.kv_heads * shape.layers * 2 * shape.head_dim * 2
+    assert payload <= report["bytes_moved"] <= payload * 1.02, "two bytes an element"

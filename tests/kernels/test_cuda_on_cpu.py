@@ -16,7 +16,7 @@ from pdstage.kernels.backend import Launch, Recipe
 from pdstage.kernels.cuda_tables import access_of
 from pdstage.kernels.device import Group
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select, Staging
-from tests.rows import drawn, rows
+from tests.rows import drawn, everything, rows
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -67,7 +67,7 @@ class CpuRig(Rig):
 
 
 RIGS = [
-    CpuRig(),
+    CpuRig(listed=CpuMachine.listed if everything else CpuMachine.listed[1:]),
     CpuRig(listed=()),
     CpuRig(on_device=True, max_sms=1),
     CpuRig(bulk_from=16),
@@ -79,7 +79,7 @@ by_rig = pytest.mark.parametrize(
     rows(RIGS, full=RIGS[1:2]),  # lists that are uploaded lie on the device, as those of the next rig
     ids=["host lists", "uploaded lists", "device lists", "bulk copies", "bulk copies of device lists", "32 bytes"],
 )
-EXAMPLES = settings(max_examples=drawn(6, full=10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=drawn(5, full=10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @by_rig

@@ -73,7 +73,7 @@ class OtherSide:
         self._held.callback(self._process.join)
         self._held.callback(self._process.kill)
         theirs.close()
-        assert self._pipe.poll(60)
+        assert self._pipe.poll(240)
         self._address = self._pipe.recv()
 
     def _expect(self) -> Peer:
@@ -81,7 +81,7 @@ class OtherSide:
         self._n_lives += 1
         peer = Peer(self._address, f"life {self._n_lives}", (2 * self._n_lives, 2 * self._n_lives + 1))
         self._pipe.send(peer)
-        assert self._pipe.poll(60)
+        assert self._pipe.poll(240)
         assert self._pipe.recv() == "expected"
         return peer
 

@@ -98,7 +98,7 @@ class Rank:
         return tensor[page, :, t] if self.hnd else tensor[page, t]
 
 
-def drive(nodes: Sequence[Node], done: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def drive(nodes: Sequence[Node], done: Callable[[], bool], timeout_s: float = 240.0) -> None:
     """Gives every node turns until `done`."""
     deadline_at = time.monotonic() + timeout_s
     while not done():

@@ -86,9 +86,9 @@ def send(pipe: Connection, address: str, job: Job) -> str:
                 sender.chunk({"kv": items}, {"kv": (start, min(high, start + STEP))})
             sender.finish(aux=b"%d" % room)
             senders.append(sender)
-        drive([node], lambda: all(sender.released for sender in senders), 60)
+        drive([node], lambda: all(sender.released for sender in senders))
         wrong = [str(sender.error) for sender in senders if sender.error is not None]
-        drive([node], pipe.poll, 60)
+        drive([node], pipe.poll)
         pipe.recv()
     return "; ".join(wrong)
 
@@ -104,7 +104,7 @@ def receive(pipe: Connection, address: str, job: Job) -> str:
             fill(truthful, room, items, PREFIX[room])
             receivers.append(node.receive(room, address, instance=job.name))
             receivers[-1].bind({"kv": items}, {"kv": (0, n)} if PREFIX[room] == 0 else {"kv": (PREFIX[room], n)})
-        drive([node], lambda: all(receiver.released for receiver in receivers), 60)
+        drive([node], lambda: all(receiver.released for receiver in receivers))
         wrong = [str(receiver.error) for receiver in receivers if receiver.error is not None]
         for layer in range(LAYERS):
             for role, got, want in (("k", rank.k, truthful.k), ("v", rank.v, truthful.v)):

@@ -101,6 +101,6 @@ def serve_stage(pipe: Connection, address: str, topology: Topology, transport: s
                 sender.chunk(items, dict.fromkeys(items, span))
             sender.finish(aux=b"%d" % room, states={"state": state})
             senders.append(sender)
-        drive([node], lambda: all(sender.released for sender in senders), 60)
+        drive([node], lambda: all(sender.released for sender in senders))
         pipe.send(([int(sender.state) for sender in senders], node.stats()))
-        drive([node], pipe.poll, 60)
+        drive([node], pipe.poll)

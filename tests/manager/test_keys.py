@@ -83,11 +83,11 @@ def test_rooms_between_processes(keys, path):
                 into.append(dst.allocate(TOKENS))
                 receivers.append(d.receive(room, server.address))
                 receivers[-1].bind(into[-1], TOKENS)
-            drive([d], lambda: all(receiver.released for receiver in receivers), 60)
+            drive([d], lambda: all(receiver.released for receiver in receivers))
             for room, (receiver, pages) in enumerate(zip(receivers, into, strict=True)):
                 assert receiver.wait(0) is State.SUCCESS
                 assert dst.holds(room, TOKENS, pages)
-            drive([d], lambda: all(pipe.poll() for pipe in remote.pipes), 60)
+            drive([d], lambda: all(pipe.poll() for pipe in remote.pipes))
             for pipe in remote.pipes:
                 pipe.send("end")
 

@@ -131,7 +131,7 @@ def test_a_node_that_must_close_beside_a_stopped_writer_keeps_its_memory(site, t
     with Remote(site.address, 1, transport, "direct", rooms=1, stop=0) as remote:
         receiver = d.receive(0, site.address)
         receiver.bind(dst.allocate(TOKENS), TOKENS)
-        drive([d], lambda: receiver.state is State.TRANSFERRING, 60)
+        drive([d], lambda: receiver.state is State.TRANSFERRING)
         os.kill(remote.processes[0].pid, signal.SIGSTOP)
         with caplog.at_level(logging.ERROR, "pdstage"):
             assert not d.close(0.2)
@@ -153,11 +153,11 @@ def lost_peer(site, monkeypatch):
     with Remote(site.address, 1, "local", "direct", rooms=1, stop=0) as remote:
         receiver = d.receive(0, site.address)
         receiver.bind(dst.allocate(TOKENS), TOKENS)
-        drive([d], lambda: receiver.state is State.TRANSFERRING, 60)
+        drive([d], lambda: receiver.state is State.TRANSFERRING)
         monkeypatch.setattr(type(d.transport), "proved_dead", lambda *_: False)  # as of a peer on another host
         remote.processes[0].kill()
         remote.processes[0].join()
-        drive([d], lambda: receiver.state is State.FAILED and d.unfenced(), 60)
+        drive([d], lambda: receiver.state is State.FAILED and d.unfenced())
         yield d, receiver
 
 

@@ -70,7 +70,7 @@ def move(site, p, d, src, dst, room: int) -> None:
     receiver.bind(into, TOKENS)
     sender.chunk(pages, TOKENS)
     sender.finish(aux=b"token")
-    drive([p, d], lambda: receiver.released and sender.released, 60)
+    drive([p, d], lambda: receiver.released and sender.released)
     assert receiver.state is State.SUCCESS
     assert dst.holds(room, TOKENS, into)
 

@@ -41,7 +41,7 @@ def test_answers_that_are_old_are_not_kept(directory: Directory) -> None:
             BootstrapClient(server.address).publish(advert)
             until = time.monotonic() + 20.0
             directory.lookup(directory.client(server.address), None, advert.instance, until, lambda *a: answers.put(a))
-            assert answers.get(timeout=20.0) == ([advert], None)
+            assert answers.get(timeout=60.0) == ([advert], None)
             assert len(directory._cache) == 1
 
 
@@ -54,12 +54,12 @@ def test_an_instance_that_is_not_there_is_asked_for_ever_more_seldom(directory: 
 
     monkeypatch.setattr(BootstrapClient, "lookup", lookup)
     answers: queue.SimpleQueue = queue.SimpleQueue()
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 3.0
     directory.lookup(directory.client("127.0.0.1:1"), None, "p", until, lambda *a: answers.put(a))
-    adverts, error = answers.get(timeout=20.0)
+    adverts, error = answers.get(timeout=60.0)
     assert adverts is None
     assert isinstance(error, DeadlineExceeded)
-    assert 3 <= len(asked_at) <= 8, "0.1 s apart it would have been ten times"
+    assert 2 <= len(asked_at) <= 8, "0.1 s apart it would have been thirty times"
 
 
 @pytest.mark.parametrize("second", ["lookup", "close"])
@@ -111,7 +111,7 @@ def test_an_address_that_does_not_answer_keeps_nobody_else_waiting(site: Site, m
 
     def lookup(self: BootstrapClient, *given, **named) -> list[Advert]:
         if self.given != site.address:
-            released.wait(20.0)
+            released.wait(60.0)
             raise Incomplete("nobody is there", (0,))
         return plain(self, *given, **named)
 
@@ -127,7 +127,7 @@ def test_an_address_that_does_not_answer_keeps_nobody_else_waiting(site: Site, m
 def test_a_deadline_counts_from_receive(site: Site, monkeypatch) -> None:
     """However long the look-up takes, and if it never ends (I10)."""
     released = threading.Event()
-    monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: released.wait(20.0) and [])
+    monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: released.wait(60.0) and [])
     d = site.decode(Rank(), progress="thread")
     receiver = d.receive(1, site.address, deadline_s=0.2)
     with pytest.raises(DeadlineExceeded, match="did not end in its 0.2 s"):
@@ -171,12 +171,12 @@ def test_a_thread_that_cannot_be_started_fails_its_lookup_alone(monkeypatch) -> 
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
             directory.lookup(client, None, "p", until, lambda *a: answers.put(a))
-        adverts, error = answers.get(timeout=20.0)
+        adverts, error = answers.get(timeout=60.0)
         assert adverts is None
         assert isinstance(error, TransportError)
         assert "can't start new thread" in str(error)
         directory.lookup(client, None, "p", until, lambda *a: answers.put(a))
-        assert answers.get(timeout=20.0) == ([advert], None)
+        assert answers.get(timeout=60.0) == ([advert], None)
 
 
 def test_who_does_not_take_his_answer_keeps_no_other_from_his(caplog) -> None:
@@ -185,7 +185,7 @@ def test_who_does_not_take_his_answer_keeps_no_other_from_his(caplog) -> None:
         until = time.monotonic() + 20.0
         directory.lookup(client, None, "p", until, mock.Mock(side_effect=OSError("nobody listens")))
         directory.lookup(client, None, "p", until, lambda *a: answers.put(a))
-        assert answers.get(timeout=20.0) == ([advert], None)
+        assert answers.get(timeout=60.0) == ([advert], None)
     assert "nobody listens" in caplog.text
 
 
@@ -193,17 +193,17 @@ def test_addresses_asked_at_a_time_are_bounded(monkeypatch) -> None:
     """Each has a thread. One too many is refused in words, and others go on."""
     released, answers = threading.Event(), queue.SimpleQueue()
     monkeypatch.setattr("pdstage.manager.lookup._MAX_ADDRESSES", 2)
-    monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: released.wait(20.0) and [])
+    monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: released.wait(60.0) and [])
     with Directory() as directory:
         for port in (1, 2, 3):
-            until = time.monotonic() + 5.0
+            until = time.monotonic() + 60.0
             directory.lookup(directory.client(f"127.0.0.1:{port}"), None, None, until, lambda *a: answers.put(a))
-        adverts, error = answers.get(timeout=20.0)
+        adverts, error = answers.get(timeout=60.0)
         assert adverts is None
         assert isinstance(error, TransportError)
         assert "2 bootstrap addresses are being asked" in str(error)
         released.set()
-        assert [answers.get(timeout=20.0) for _ in range(2)] == [([], None)] * 2
+        assert [answers.get(timeout=60.0) for _ in range(2)] == [([], None)] * 2
 
 
 def test_a_lease_is_renewed_whatever_a_renewal_raises(monkeypatch) -> None:
@@ -223,7 +223,7 @@ def test_a_lease_is_renewed_whatever_a_renewal_raises(monkeypatch) -> None:
     with Directory() as directory:
         directory.publish("127.0.0.1:1", lambda: advert)
         for _ in range(6):
-            assert asked.acquire(timeout=20.0)
+            assert asked.acquire(timeout=60.0)
 
 
 def test_an_engine_may_keep_the_directory_itself() -> None:

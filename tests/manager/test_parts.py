@@ -42,7 +42,7 @@ class Fleet:
             for number, pipe in enumerate(pipes):
                 pipe.send(Job(f"{name}/{transport}/{path}", pipes is prefill, side, number, transport, path))
         for pipe in self.pipes:
-            assert pipe.poll(60) and (wrong := pipe.recv()) == "", wrong
+            assert pipe.poll(240) and (wrong := pipe.recv()) == "", wrong
         for pipe in decode:
             pipe.send("go")
         found = [self._answer(pipe) for pipe in decode]
@@ -52,7 +52,7 @@ class Fleet:
 
     @staticmethod
     def _answer(pipe) -> str:
-        return pipe.recv() if pipe.poll(90) else "no answer"
+        return pipe.recv() if pipe.poll(240) else "no answer"
 
 
 @pytest.fixture(scope="module")

@@ -38,19 +38,19 @@ def test_tp_4_pp_2_to_dp_4(site, transport):
             site.decode(replica, transport=transport, path=path) for replica, path in zip(replicas, paths, strict=True)
         ]
         for pipe in pipes:
-            assert pipe.poll(60)
+            assert pipe.poll(240)
             assert pipe.recv() == "ready"
         receivers, into = [], []
         for room in range(n_rooms):
             into.append(replicas[room % DP].allocate(SLOTS["decode"]))
             receivers.append(nodes[room % DP].receive(room, site.address))
             receivers[-1].bind(into[-1], dict.fromkeys(("kv", "draft"), (0, TOKENS)))
-        drive(nodes, lambda: all(receiver.released for receiver in receivers), 60)
+        drive(nodes, lambda: all(receiver.released for receiver in receivers))
         for room, (receiver, items) in enumerate(zip(receivers, into, strict=True)):
             assert receiver.wait(0) is State.SUCCESS
             assert receiver.aux == b"%d" % room
             assert not replicas[room % DP].wrong(room, items, SLOTS["decode"])
-        drive(nodes, lambda: all(pipe.poll() for pipe in pipes), 60)
+        drive(nodes, lambda: all(pipe.poll() for pipe in pipes))
         for pipe in pipes:
             states, stats = pipe.recv()
             assert states == [State.SUCCESS] * n_rooms

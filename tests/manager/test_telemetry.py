@@ -25,7 +25,7 @@ def test_posts_are_counted_by_what_nixl_measured(site, asked):
     sender.chunk(pages, (0, 20))
     sender.chunk(pages, (20, TOKENS))
     sender.finish()
-    drive([p, d], lambda: receiver.released and sender.released, 60)
+    drive([p, d], lambda: receiver.released and sender.released)
     assert receiver.state is State.SUCCESS
     stats = p.stats()
     measured = [stats[name] for name in ("posts_measured", "posts_measured_bytes")]

@@ -141,7 +141,7 @@ def test_events_are_noticed_by_the_thread(site, side):
     sender.finish()
     receiver.poll()
     event.done = True
-    assert receiver.wait(10) is State.SUCCESS
+    assert receiver.wait(60) is State.SUCCESS
 
 
 def test_nothing_is_opened_before_after(site):

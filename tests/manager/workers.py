@@ -40,10 +40,10 @@ def serve_prefill(
                 sender.finish(aux=b"%d" % room)
             senders.append(sender)
         if stop < rooms:
-            drive([node], pipe.poll, 60)
-        drive([node], lambda: all(sender.released for sender in senders), 60)
+            drive([node], pipe.poll)
+        drive([node], lambda: all(sender.released for sender in senders))
         pipe.send([int(sender.state) for sender in senders])
-        drive([node], pipe.poll, 60)
+        drive([node], pipe.poll)
 
 
 def serve_prefill_forbidden_to_write(
@@ -60,9 +60,9 @@ def serve_decode(pipe: Connection, address: str, transport: str) -> None:
     with decode_node(pool, transport=transport, path="staged", config=IMPATIENT) as node:
         receiver = node.receive(0, address)
         receiver.bind(pool.allocate(TOKENS), TOKENS)
-        drive([node], lambda: receiver.state is State.TRANSFERRING, 60)
+        drive([node], lambda: receiver.state is State.TRANSFERRING)
         pipe.send("half")
-        drive([node], pipe.poll, 60)
+        drive([node], pipe.poll)
 
 
 def send_to_a_host_that_vanishes(pipe: Connection, namespace: str, host: str, transport: str) -> None:
@@ -79,16 +79,16 @@ def send_to_a_host_that_vanishes(pipe: Connection, namespace: str, host: str, tr
         pool.write(0, TOKENS, pages)
         sender = node.send(0)
         sender.chunk(pages, (0, 20))
-        drive([node], pipe.poll, 60)
+        drive([node], pipe.poll)
         pipe.recv()
         sender.chunk(pages, (20, TOKENS))
         sender.finish()
-        drive([node], lambda: sender.state is State.FAILED, 60)
+        drive([node], lambda: sender.state is State.FAILED)
         pipe.send(str(sender.error))
         if transport == "mooncake":  # of itself it takes minutes: docs/transports.md
-            drive([node], node.unfenced, 60)
+            drive([node], node.unfenced)
             _fence_all(node)
-        drive([node], lambda: sender.released, 60)
+        drive([node], lambda: sender.released)
         pipe.send("released")
 
 
@@ -102,14 +102,14 @@ def receive_from_a_host_that_vanishes(
     with decode_node(pool, transport=_at(host, transport), **options) as node:
         receiver = node.receive(0, prefill)
         receiver.bind(pool.allocate(TOKENS), TOKENS)
-        drive([node], lambda: receiver.state is State.TRANSFERRING, 60)
+        drive([node], lambda: receiver.state is State.TRANSFERRING)
         pipe.send("half")
-        drive([node], lambda: receiver.state is State.FAILED, 60)
+        drive([node], lambda: receiver.state is State.FAILED)
         pipe.send(str(receiver.error))
-        drive([node], node.unfenced, 60)
+        drive([node], node.unfenced)
         pipe.send(receiver.released)
         _fence_all(node)
-        drive([node], lambda: receiver.released, 60)
+        drive([node], lambda: receiver.released)
         pipe.send("released")
 
 

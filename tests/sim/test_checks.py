@@ -190,9 +190,10 @@ MISTAKES: list[tuple[Callable[[Patch], None], set[str]]] = [
 @pytest.mark.parametrize(("mistake", "invariants"), MISTAKES, ids=lambda what: getattr(what, "__name__", ""))
 def test_a_mistake_is_found(mistake: Callable[[Patch], None], invariants: set[str], monkeypatch: Patch) -> None:
     mistake(monkeypatch)
-    scenarios = [draw(seed) for seed in range(240)]
+    first = 120 if mistake is leaves_success else 0  # no seed before finds it
+    scenarios = (draw(seed % 240) for seed in range(first, first + 240))
     if mistake is never_recalls:  # several lanes, of which one is stuck, are rare elsewhere
-        scenarios = [replace(made, path="staged", n_lanes=3, lane_nbytes=512, eager=0.02) for made in scenarios]
+        scenarios = (replace(made, path="staged", n_lanes=3, lane_nbytes=512, eager=0.02) for made in scenarios)
     assert found(scenarios) in invariants
 
 

@@ -53,7 +53,7 @@ def test_real_nodes_that_come_and_go_leave_nothing(role: str) -> None:
         peers = RealPeers(role, stack, "local")
         peers.serve(3)
         before = peers.gauge()
-        peers.serve(9)
+        peers.serve(6)
         assert not peers.gauge(before).grown(before)
 
 

@@ -149,6 +149,6 @@ def serve_decode(pipe, address, journal=None, path="staged", types=None, config=
         receivers = [node.receive(room, address) for room in range(N_ROOMS)]
         for receiver, into in zip(receivers, pages, strict=True):
             receiver.bind(into, TOKENS)
-        drive([node], lambda: all(receiver.released for receiver in receivers), 60)
+        drive([node], lambda: all(receiver.released for receiver in receivers))
         pipe.send([(int(one.state), rank.holds(n, TOKENS, pages[n])) for n, one in enumerate(receivers)])
-        drive([node], pipe.poll, 60)
+        drive([node], pipe.poll)

@@ -182,7 +182,7 @@ def test_rooms_under_faults_end_and_success_is_true(site) -> None:  # noqa: F811
         for start in (0, 4, 8):
             sender.chunk(pages, (start, start + 4))
         sender.finish()
-        drive([p, d], lambda r=receiver, s=sender: r.released and s.released, 60)
+        drive([p, d], lambda r=receiver, s=sender: r.released and s.released)
         ended[receiver.state] += 1
         if receiver.state is State.SUCCESS:
             assert dst.holds(room, 12, into)

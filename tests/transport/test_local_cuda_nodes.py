@@ -61,7 +61,7 @@ def test_rooms_between_two_processes(address, path, transport, tmp_path):
                 sender.chunk(pages, (20, TOKENS))
                 sender.finish()
                 senders.append(sender)
-            drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
+            drive([node], lambda: all(sender.released for sender in senders) and ours.poll())
             assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
             assert node.stats()["sessions_over_local-double"] == 1
             one_pass = transport is cuda_double.LocalDouble
@@ -102,7 +102,7 @@ def test_rooms_with_staging_memory_of_the_nodes_own(address, where):
                 sender.chunk(pages, (0, TOKENS))
                 sender.finish()
                 senders.append(sender)
-            drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
+            drive([node], lambda: all(sender.released for sender in senders) and ours.poll())
             assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
             (session,) = node.core.sessions.values()
             assert {lane.kind for lane in session.lanes} == {"cpu" if on_host else "cuda"}
@@ -138,7 +138,7 @@ def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is
                 sender.chunk(pages, (0, TOKENS))
                 sender.finish()
                 senders.append(sender)
-            drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
+            drive([node], lambda: all(sender.released for sender in senders) and ours.poll())
             assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
             stats = node.stats()
             assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (bool(types), not types)
@@ -170,16 +170,16 @@ def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(a
             sender = node.send(0)
             STREAMS.held = True
             sender.chunk(pages, (0, TOKENS))
-            drive([node], lambda: node.data_path._placed, 60)
+            drive([node], lambda: node.data_path._placed)
             process.kill()
             process.join()
-            drive([node], lambda: sender.state is State.FAILED, 60)
+            drive([node], lambda: sender.state is State.FAILED)
             for _ in range(50):
                 node.turn()
             assert not sender.released
             assert cuda_double.RUNTIME.n_open() == 1, "the gather writes there"
             STREAMS.held = False
-            drive([node], lambda: sender.released, 60)
+            drive([node], lambda: sender.released)
             assert not node.data_path._placed
         finally:
             STREAMS.held = False
@@ -205,10 +205,10 @@ def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_ove
             sender = node.send(0)
             STREAMS.held = True
             sender.chunk(pages, (0, TOKENS))
-            drive([node], lambda: node.data_path._copies, 60)
+            drive([node], lambda: node.data_path._copies)
             process.kill()
             process.join()
-            drive([node], lambda: sender.state is State.FAILED, 60)
+            drive([node], lambda: sender.state is State.FAILED)
             if fenced:
                 assert [node.fence(endpoint) for endpoint in node.unfenced()] == [1]
             for _ in range(50):
@@ -218,9 +218,9 @@ def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_ove
             assert node.unfenced()
             assert cuda_double.RUNTIME.n_open() == 1, "the kernel writes there"
             STREAMS.held = False
-            drive([node], lambda: sender.released, 60)
+            drive([node], lambda: sender.released)
             node.sessions._dead_check_at = 0.0
-            drive([node], lambda: not node.unfenced(), 60)
+            drive([node], lambda: not node.unfenced())
             assert not node.data_path._copies
         finally:
             STREAMS.held = False

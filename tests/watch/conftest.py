@@ -82,7 +82,7 @@ class Watched(Site):
         self.drive(lambda: receiver.released and sender.released)
 
     def drive(self, done) -> None:
-        drive([self.p, self.d], done, 60)
+        drive([self.p, self.d], done)
 
     def scrape(self) -> Samples:
         return Samples(get(self.endpoint.address))
