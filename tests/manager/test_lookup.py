@@ -59,7 +59,7 @@ def test_an_instance_that_is_not_there_is_asked_for_ever_more_seldom(directory: 
     adverts, error = answers.get(timeout=60.0)
     assert adverts is None
     assert isinstance(error, DeadlineExceeded)
-    assert 2 <= len(asked_at) <= 8, "0.1 s apart it would have been thirty times"
+    assert 2 <= len(asked_at) <= 15, "0.1 s apart it would have been thirty times"
 
 
 @pytest.mark.parametrize("second", ["lookup", "close"])
