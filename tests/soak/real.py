@@ -13,7 +13,7 @@ from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.soak.gauge import Gauge
 from tests.soak.star import HASTE
 
-CONFIG = replace(HASTE, hello_s=60.0, max_silence_s=9.0)
+CONFIG = replace(HASTE, hello_s=60.0, max_silence_s=15.0)
 """Its peers are never silent, but on a busy machine. A third of that is how often an idle session is looked at."""
 TOKENS = 8
 
