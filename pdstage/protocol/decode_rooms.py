@@ -297,8 +297,6 @@ class DecodeRooms:
         return session.claims.get(epoch)
 
     def open_answered(self, writer: Writer) -> None:
-        if writer.phase is WriterPhase.OPENED:
-            return
         if WRITER.move(writer, WriterEvent.ANSWERED):
             self.endpoint.timers.cancel(("open", writer))
             if all(other.phase is not WriterPhase.OPENING for other in writer.room.writers.values()):

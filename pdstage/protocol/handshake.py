@@ -182,8 +182,7 @@ class HandshakeClient:
             self._refused(peer, error, now)
 
     def _stop_greeting(self, peer: Peer) -> None:
-        self.endpoint.timers.cancel(("hello", peer))
-        self.endpoint.timers.cancel(("hello_until", peer))
+        self.endpoint.timers.cancel_all(peer, ("hello", "hello_until"))
 
     def on_timer(self, kind: str, peer: Peer, now: float) -> None:
         if kind == "hello":
@@ -281,8 +280,7 @@ class Farewells:
     def _left(self, session: Session) -> None:
         if self.is_leaving(session.route, session.id):
             del self._leaving[session.route]
-        self.endpoint.timers.cancel(("bye", session))
-        self.endpoint.timers.cancel(("bye_until", session))
+        self.endpoint.timers.cancel_all(session, ("bye", "bye_until"))
         self._handshake.hang_up(session.route)
 
 

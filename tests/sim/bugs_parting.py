@@ -182,8 +182,7 @@ MUTANTS = [
         "greetings go on after hello_s",
         "hello_s, I14",
         "_stop_greeting",
-        """        self.endpoint.timers.cancel(("hello", peer))
-""",
-        "",
+        '("hello", "hello_until")',
+        '("hello_until",)',
     ),
 ]
