@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _SHOWN_NBYTES = 256  # of longer strings pytest's own difference takes minutes, and screens
 _SHOWN_RUNS = 4
+_MAY_OUTLIVE = "pdstage-mooncake"
+"""A question to a peer that does not answer, which nothing ends."""
+_ENDS_S = 60.0
 LONG = (
     "any_layout/test_any_layout.py", "sim/test_mutants.py", "transport/test_contract.py", "kernels/test_cuda_on_cpu.py",
     "kernels/test_cuda_code.py", "demo/test_end_to_end.py", "docs/test_commands.py", "kernels/test_triton.py",
@@ -125,6 +128,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
     for outcome in ("failed", "error"):
         for report in terminalreporter.getreports(outcome):
             terminalreporter.write_line(f"{outcome}: {report.nodeid}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_threads_of_nodes() -> object:
+    """Fails the last test of a file that leaves a node, a directory or a look-up: the next file may count threads."""
+    before = set(threading.enumerate())
+    yield
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("pdstage-")]
+    left = [thread for thread in ours if thread not in before and thread.name != _MAY_OUTLIVE]
+    for thread in left:
+        thread.join(_ENDS_S)
+    names = [thread.name for thread in left if thread.is_alive()]
+    assert not names, f"threads left behind by this file: {names}"
 
 
 @pytest.fixture

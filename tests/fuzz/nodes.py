@@ -68,9 +68,22 @@ class _Bed:
         self.seq = itertools.count(1)
 
 
+    def close(self) -> None:
+        self.prefill.close()
+        self.decode.close()
+        self.transport.close()
+
+
 @cache
 def _bed() -> _Bed:
     return _Bed()
+
+
+def close() -> None:
+    """Ends what the inputs had in common, if there was one."""
+    if _bed.cache_info().currsize:
+        _bed().close()
+        _bed.cache_clear()
 
 
 def run(data: bytes) -> None:

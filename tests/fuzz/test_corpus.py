@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tests.fuzz import nodes
 from tests.fuzz.__main__ import HERE, corpus_of, plain_inputs
 from tests.fuzz.targets import TARGETS
 
@@ -22,6 +23,12 @@ def _quiet() -> object:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _closed() -> object:
+    yield
+    nodes.close()
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -117,6 +117,7 @@ def test_a_room_of_the_next_node_at_an_interrupted_ones_address_ends(site):
 @pytest.mark.parametrize("where", ["directory", "_copy_thread", "socket"])
 def test_a_close_that_is_interrupted_is_gone_on_with(site, monkeypatch, where):
     """It had said True the second time, with everything left open."""
+    before = set(threading.enumerate())
     src, dst = Rank(), Rank()
     p, d = site.prefill(src, progress="thread"), decode_node(dst, progress="thread")
     move(p, src, d, dst, 1)
@@ -127,16 +128,17 @@ def test_a_close_that_is_interrupted_is_gone_on_with(site, monkeypatch, where):
     assert d.close()
     assert d.socket.closed
     assert d.transport.closed
-    assert "pdstage-copies" not in [thread.name for thread in threading.enumerate()]
+    assert "pdstage-copies" not in [thread.name for thread in set(threading.enumerate()) - before]
 
 
 def test_a_prefill_node_that_is_interrupted_as_it_publishes_is_found_nowhere(site, monkeypatch):
     """Its advert would be renewed by a thread that nobody can end."""
+    before = set(threading.enumerate())
     with monkeypatch.context() as patched:
         patched.setattr("pdstage.manager.driver.Driver.start", interruption())
         with pytest.raises(KeyboardInterrupt):
             prefill_node(Rank(), site.address)
-    assert "pdstage-lease" not in [thread.name for thread in threading.enumerate()]
+    assert "pdstage-lease" not in [thread.name for thread in set(threading.enumerate()) - before]
     with decode_node(Rank()) as d:
         receiver = d.receive(1, site.address, deadline_s=1.0)
         drive([d], lambda: receiver.state is State.FAILED)
