@@ -12,6 +12,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tests import processes
 from tests.chaos import account, network, worker
 
 _context = multiprocessing.get_context("forkserver")
@@ -88,7 +89,7 @@ class Member:
         return said
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        processes.stop(self.pid)
         self.state = "stopped"
 
     def resume(self) -> None:

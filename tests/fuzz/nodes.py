@@ -67,7 +67,6 @@ class _Bed:
         self.nonces = itertools.count(1 << 32)
         self.seq = itertools.count(1)
 
-
     def close(self) -> None:
         self.prefill.close()
         self.decode.close()

@@ -14,6 +14,7 @@ import pytest
 
 from pdstage import DecodeNode, State, stager
 from pdstage.control.zmq import route_of
+from tests import processes
 from tests.chaos.network import Namespaces, permitted
 from tests.control.test_zmq import raw_dealer
 from tests.manager.engine import IMPATIENT, Rank, drive, prefill_node
@@ -82,7 +83,7 @@ def test_a_stopped_prefill_process_keeps_memory_out_of_use_until_it_goes_on(site
     d = site.decode(dst, transport=transport, path="direct", config=IMPATIENT)
     with Remote(site.address, 1, transport, "direct", rooms=2, stop=1) as remote:
         receivers = half_sent(d, dst, site.address)
-        os.kill(remote.processes[0].pid, signal.SIGSTOP)
+        processes.stop(remote.processes[0].pid)
         drive([d], lambda: receivers[1].state is State.FAILED)
         assert "silent" in str(receivers[1].error)
         assert receivers[0].state is State.SUCCESS

@@ -19,7 +19,7 @@ import pytest
 from pdstage import State, UsageError
 from pdstage.control.bootstrap import BootstrapClient
 from pdstage.manager import node as node_module
-from tests import descriptors
+from tests import descriptors, processes
 from tests.chaos import account
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_processes import Remote
@@ -132,7 +132,7 @@ def test_a_node_that_must_close_beside_a_stopped_writer_keeps_its_memory(site, t
         receiver = d.receive(0, site.address)
         receiver.bind(dst.allocate(TOKENS), TOKENS)
         drive([d], lambda: receiver.state is State.TRANSFERRING)
-        os.kill(remote.processes[0].pid, signal.SIGSTOP)
+        processes.stop(remote.processes[0].pid)
         with caplog.at_level(logging.ERROR, "pdstage"):
             assert not d.close(0.2)
         assert not d.close()

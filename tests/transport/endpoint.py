@@ -23,7 +23,7 @@ from pdstage import shared
 from pdstage.errors import PdstageError
 from pdstage.layout import Region
 from pdstage.transport import Done, Inbound, PostFailed, Spans, open_transport
-from tests import descriptors, wiretap
+from tests import descriptors, processes, wiretap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -341,7 +341,7 @@ class Remote:
         return result
 
     def stop(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        processes.stop(self._process.pid)
 
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

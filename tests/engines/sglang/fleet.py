@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
+from tests import processes
 from tests.engines.sglang import setups
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
@@ -50,10 +51,8 @@ class Child:
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
-        """Until it is continued. The thread that takes the signal stops the others: on a busy machine they run on."""
-        self.signal(signal.SIGSTOP)
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        eventually(lambda: all(one.read_text().rpartition(")")[2].split()[0] == "T" for one in tasks.glob("*/stat")))
+        """Until it is continued."""
+        processes.stop(self.process.pid)
 
     def close(self) -> None:
         self._pipe.close()
