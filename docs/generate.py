@@ -64,7 +64,8 @@ DEADLINES = {  # field: whose, what it bounds, what happens at its end
         "a writer's answer to Abort, or its Close after Success",
         "the session is lost: all its rooms fail",
     ),
-    "open_wait_s": ("prefill", "`send()` to the last destination's Open; an Open without `send()`", "the room fails"),
+    "open_wait_s": ("prefill", "`send()` to the last destination's Open", "the room fails"),
+    "send_wait_s": ("prefill", "an Open to its room's `send()`", "the room fails at decode"),
     "write_s": ("prefill", "one write", "the session is lost: all its rooms fail"),
     "fall_back_after_s": (
         "prefill",

@@ -17,10 +17,10 @@ class Config:
     `retry_s`: every repeated question; a greeting's, and a farewell's, doubles with each try up to `retry_cap_s`, less
     up to half of it at random. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s`
     without new coverage, `recall_after_s`, `stuck_after_s`, `drain_s`. Prefill: `open_wait_s` from send to the last
-    Open, `write_s` for one post, `fall_back_after_s` until a chunk that gets no staging memory
-    goes direct, where it may. Both: `max_silence_s` is what this node promises its peers: it never stays silent
-    longer; a session that no room needs on either side ends in order once it was idle for `idle_s` of one of them,
-    and the next room greets anew.
+    Open, `send_wait_s` from an Open to its room's send, `write_s` for one post, `fall_back_after_s` until a chunk that
+    gets no staging memory goes direct, where it may. Both: `max_silence_s` is what this node promises its peers: it
+    never stays silent longer; a session that no room needs on either side ends in order once it was idle for `idle_s`
+    of one of them, and the next room greets anew.
     """
 
     retry_s: float = 0.25
@@ -35,6 +35,7 @@ class Config:
     stuck_after_s: float = 1.0
     drain_s: float = 30.0
     open_wait_s: float = 300.0
+    send_wait_s: float = 300.0
     write_s: float = 60.0
     fall_back_after_s: float = 5.0
     max_silence_s: float = 10.0

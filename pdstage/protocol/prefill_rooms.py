@@ -311,7 +311,7 @@ class PrefillRooms:
         if held:
             self.note(destination)
             self.endpoint.timers.set(
-                ("parked", destination), now + min(destination.open.deadline_s, self.endpoint.config.open_wait_s)
+                ("parked", destination), now + min(destination.open.deadline_s, self.endpoint.config.send_wait_s)
             )
         return held
 

@@ -38,7 +38,7 @@ from pdstage.protocol.room import room_key
 from pdstage.tensors import build, paged_nhd
 from tests.manager.engine import HEADS, LAYERS, Rank, decode_node, drive, prefill_node
 
-IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, drain_s=1.0)
+IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, send_wait_s=0.5, drain_s=1.0)
 
 
 @pytest.mark.parametrize(

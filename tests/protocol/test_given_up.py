@@ -390,7 +390,7 @@ def test_an_aborted_room_of_a_name_that_failed_before_fails_when_it_is_submitted
 
 
 def test_a_room_that_decode_aborts_since_prefill_was_too_late_fails_when_it_is_submitted() -> None:
-    world = World(open_wait_s=5.0)
+    world = World(send_wait_s=5.0)
     handle = world.receive(1, 8, [0, 1])
     world.run(until=6.0)
     assert handle.state is State.FAILED and handle.released

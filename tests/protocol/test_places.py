@@ -155,7 +155,7 @@ def test_a_room_that_fails_leaves_no_record_with_a_writer_that_holds_nothing() -
 
 def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     """It waited for a room that its engine never began; the room goes on, however long it takes (I10)."""
-    world = World(prefill=2, heads=1, layers=1, open_wait_s=5.0, wait_s=100.0)
+    world = World(prefill=2, heads=1, layers=1, send_wait_s=5.0, wait_s=100.0)
     skipped = opened_with_nothing(world)
     handle = world.receive(1, 8, [1, 0])
     world.run()

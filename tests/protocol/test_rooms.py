@@ -120,7 +120,7 @@ DEADLINES: list[tuple[dict[str, float], Callable[[World], None], Callable[[World
     ({"wait_s": 3.0}, lambda w: w.submit(1), lambda w: w.receive(1, 8, [0, 1]), "got no chunk in 3.0 s"),
     ({"deadline_s": 3.0}, lambda w: w.submit(1), lambda w: w.receive(1, 8, [0, 1]), "did not end in its 3.0 s"),
     ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.send(1, 8, [0, 1]), "no decode rank opened room 1 in 3.0 s"),
-    ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.receive(1, 8, [0, 1]), "prefill never began room 1"),
+    ({"send_wait_s": 3.0}, lambda _: None, lambda w: w.receive(1, 8, [0, 1]), "prefill never began room 1"),
     (
         {"deadline_s": 3.0},
         lambda w: w.receive(1, 8, [0, 1]),
@@ -816,7 +816,7 @@ def test_a_direct_chunk_whose_cells_another_brought_still_counts_as_written(late
 
 def test_one_peer_that_parks_without_end_keeps_nobody_out() -> None:
     """Where the cap is reached, who holds most makes room; who was turned away counts until it has agreed (I14)."""
-    world = World(max_parked=6, open_wait_s=50.0)
+    world = World(max_parked=6, send_wait_s=50.0)
     world.decode.append(greedy := world.make_decode(0, life=9))
     greedy.name = b"D1"
     for room in range(10):
@@ -843,7 +843,7 @@ def test_parked_items_are_capped_by_their_bytes() -> None:
 
 def test_destinations_turned_away_still_count() -> None:
     """A peer that never agrees to the end of its rooms gets no place for more of them."""
-    world = World(max_parked=4, open_wait_s=1.0)
+    world = World(max_parked=4, send_wait_s=1.0)
     prefill, session = greeted(world)
     world.drop(lambda item: item.src is world.prefill[0] and item.kind == "frame")
     for epoch in range(10, 40):

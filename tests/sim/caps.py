@@ -10,7 +10,7 @@ N_PARKED, N_HALF_OPEN = 64, 32
 
 def parked(n_rooms: int) -> None:
     """Rooms opened that prefill never submits: so many are parked, the others refused, and in the end all are gone."""
-    fleet = Fleet(seed=1, max_parked=N_PARKED, open_wait_s=5, drain_s=5)
+    fleet = Fleet(seed=1, max_parked=N_PARKED, send_wait_s=5, drain_s=5)
     hub, peer = fleet.add("prefill", b"hub"), fleet.add("decode", b"peer")
     rooms = []
     for n in range(n_rooms):

@@ -106,7 +106,7 @@ def serve_a_fleet(scale: Scale) -> None:
 
 
 def _serve_a_fleet(scale: Scale) -> None:
-    fleet = Fleet(seed=1, loss=scale.loss, wait_s=30, open_wait_s=30, drain_s=5)
+    fleet = Fleet(seed=1, loss=scale.loss, wait_s=30, open_wait_s=30, send_wait_s=30, drain_s=5)
     router = Router(fleet, scale.n_ranks)
     fifth, per_s = scale.n_rooms // 5, scale.n_ranks * 10.0
     began = time.process_time()

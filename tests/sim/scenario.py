@@ -20,6 +20,7 @@ DEADLINES = {
     "stuck_after_s": 0.4,
     "drain_s": 4.0,
     "open_wait_s": 10.0,
+    "send_wait_s": 10.0,
     "write_s": 5.0,
     "max_silence_s": 3.0,
     "idle_s": 0.5,

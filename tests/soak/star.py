@@ -19,8 +19,9 @@ from tests.soak.fakes import Crew, Fake, FakeDecode, FakePrefill
 from tests.soak.gauge import Gauge
 
 HASTE = Config(
-    retry_s=0.1, retry_cap_s=0.4, hello_s=4.0, open_s=20.0, drain_s=4.0, max_silence_s=3.0, idle_s=0.3, open_wait_s=6.0
-)
+    retry_s=0.1, retry_cap_s=0.4, hello_s=4.0, open_s=20.0, drain_s=4.0, max_silence_s=3.0, idle_s=0.3, open_wait_s=6.0,
+    send_wait_s=6.0,
+)  # fmt: skip
 """What is silent is given up soon; not so soon that on a busy machine a turn of all visitors takes as long."""
 PATIENT = Config(hello_s=60.0, idle_s=600.0, max_silence_s=60.0)
 AT_ONCE = 128

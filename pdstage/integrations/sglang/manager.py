@@ -104,8 +104,10 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         if self.is_prefill and self.is_dummy_cp_rank:
             return
         kind = PrefillNode if self.is_prefill else DecodeNode
+        meeting_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
         deadlines = {
-            "open_wait_s": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+            "open_wait_s": meeting_s,
+            "send_wait_s": meeting_s,
             "wait_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         }
         options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's settings

@@ -30,7 +30,6 @@ class Remote(NamedTuple):
 class Chunk(NamedTuple):
     """The tokens of a request that this step computes and prefill sends early, by component."""
 
-    room: str
     held: dict[str, Held]
     stop: int
     """The step computes the request's tokens up to here."""
@@ -59,15 +58,17 @@ class Receive(NamedTuple):
 
 @dataclass
 class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's news, by request id. `abandoned` are rooms that decode does not need: prefill need not hold them.
-    `withdrawn` are rooms that prefill will not send, though decode may wait for them.
+    """One step's news, by request id. `arrived` are requests that prefill will send early, and their rooms; of these
+    `withdrawn` ended before they were scheduled. `abandoned` are rooms that decode does not need: prefill need not hold
+    them.
 
-    `preempted` come first, since other requests use their blocks in this step. `aborted` come after `receives`, since a
-    request may be in both.
+    `preempted` come first, since other requests use their blocks in this step. `aborted` come after `receives`, and
+    `withdrawn` after `arrived`, since a request may be in both.
     """
 
     preempted: dict[str, bool] = field(default_factory=dict)
     """By request: whether this step writes their blocks before a worker can wait."""
+    arrived: dict[str, str] = field(default_factory=dict)
     chunks: dict[str, Chunk] = field(default_factory=dict)
     sends: dict[str, Send] = field(default_factory=dict)
     receives: dict[str, Receive] = field(default_factory=dict)

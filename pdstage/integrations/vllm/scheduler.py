@@ -98,6 +98,7 @@ class SchedulerSide:
         self._cut(request, params)
         room = params.get("transfer_id")
         if room and self._server is not None and self._streams.begin(request, room):
+            self._news.arrived[request.request_id] = room
             self._spans.begin("kv_transfer.send", request, room)
 
     def _cut(self, request: Request, params: dict[str, Any]) -> None:
@@ -141,7 +142,7 @@ class SchedulerSide:
         if stream.has_begun:
             self._news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
         else:
-            self._news.withdrawn.append(stream.room)
+            self._news.withdrawn.append(request.request_id)
         self._spans.end("kv_transfer.send", {request.request_id}, failed={request.request_id})
         return stream.has_begun, None
 

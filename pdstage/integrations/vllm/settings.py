@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from pdstage.manager import DecodeNode, PrefillNode
 
 _WHERE = "kv_connector_extra_config"
-_DEADLINES = {"hello_s": 10.0, "wait_s": 60.0}
-"""Deadlines of decode. Prefill has just answered the proxy with the whole request computed: an engine that is absent
-now is gone, and a room that gets no data was another request's.
+_DEADLINES = {"hello_s": 10.0, "wait_s": 60.0, "send_wait_s": 60.0}
+"""Prefill has answered the proxy with the whole request computed: an engine that is absent now is gone, and a room that
+gets no data was another request's. Where the proxy asks both at once, prefill begins a room as its request arrives: one
+that has not come within a minute was refused.
 """
 
 

@@ -80,7 +80,7 @@ class Streams:
                 stop = min(stream.request.num_computed_tokens + n_scheduled, n_prompt)
                 if stop > stream.stop:
                     held = self._held(blocks, stream.stop, stop, n_prompt)
-                    chunks[name] = Chunk(stream.room, held, stop)
+                    chunks[name] = Chunk(held, stop)
                     stream.blocks.update(*(one.blocks for one in held.values()))
                     stream.stop, stream.has_begun = stop, True
         return preempted, chunks

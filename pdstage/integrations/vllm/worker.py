@@ -166,6 +166,8 @@ class WorkerSide:
                     self._caches.clear(component, one.partly)
 
     def _carry_out(self, metadata: PdStageMetadata, computed: CudaEvent | None, after: CudaEvent | None) -> None:
+        for request_id, room in metadata.arrived.items():
+            self._arrive(request_id, room)
         for request_id, send in metadata.sends.items():
             self._send(request_id, send, computed)
         for request_id, receive in metadata.receives.items():
@@ -174,23 +176,30 @@ class WorkerSide:
             self._abort(request_id)
         for remote in metadata.abandoned:
             self._abandon(remote)
-        for room in metadata.withdrawn:
-            self._withdraw(room)
+        for request_id in metadata.withdrawn:
+            if (early := self._early.pop(request_id, None)) is not None:
+                early.sender.abort("the request ended at prefill")
+
+    def _arrive(self, request_id: str, room: str) -> None:
+        """Begins a room before its request is scheduled: decode, which may have opened it, knows that it will come."""
+        assert self.prefill is not None, "a request to send at an engine that does not prefill"
+        try:
+            self._early[request_id] = EarlySender(self.prefill.send(room))
+        except PdstageError as error:
+            log.warning("request %s is not sent: %s", request_id, error)
 
     def _stream(self, chunks: Mapping[str, Chunk], layers: Layers) -> None:
-        assert self.prefill is not None, "a request to send at an engine that does not prefill"
         for request_id, chunk in chunks.items():
             early = self._early.get(request_id)
+            if early is None:
+                continue  # refused as it arrived
             try:
-                if early is None:
-                    early = self._early[request_id] = EarlySender(self.prefill.send(chunk.room))
                 for held, some in early.computed(chunk, layers):
                     items, tokens, _ = self._named(held)
                     early.sender.chunk(items, tokens, layers=(some.start, some.stop), ready=some.ready)
             except PdstageError as error:
                 log.warning("request %s is not sent: %s", request_id, error)
-                if early is not None:
-                    early.sender.abort(str(error))
+                early.sender.abort(str(error))
 
     def _send(self, request_id: str, send: Send, computed: CudaEvent | None) -> None:
         assert self.prefill is not None, "a request to send at an engine that does not prefill"
@@ -244,14 +253,6 @@ class WorkerSide:
             self._announce(remote).bind({}, {})
         except PdstageError as error:
             log.warning("room %s is left to its deadline at prefill: %s", remote.room, error)
-
-    def _withdraw(self, room: str) -> None:
-        """Ends a room that prefill will not send, since its request ended before: decode need not wait for it."""
-        assert self.prefill is not None, "a request to send at an engine that does not prefill"
-        try:
-            self.prefill.send(room).abort("the request ended at prefill")
-        except PdstageError as error:
-            log.warning("room %s is left to its deadline at decode: %s", room, error)
 
     def _announce(self, remote: Remote) -> Receiver:
         assert self.decode is not None, "a request to receive at an engine that does not decode"

@@ -184,6 +184,10 @@ class Engine:
         """Bytes that the ranks have written to others."""
         return sum(self.core.model_executor.collective_rpc("written"))
 
+    def sending(self) -> list[int]:
+        """How many rooms each rank sends, or will send."""
+        return self.core.model_executor.collective_rpc("sending")
+
     def groups(self) -> list[str]:
         return sorted(type(group.kv_cache_spec).__name__ for group in self.manager.kv_cache_config.kv_cache_groups)
 

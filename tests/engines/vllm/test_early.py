@@ -173,6 +173,30 @@ def test_an_abort_at_prefill_before_it_is_scheduled(pair):
     assert (pair.d.ended["never"], pair.d.tokens["never"]) == ("error", [])
 
 
+def test_a_room_begins_before_its_request_is_scheduled(pair):
+    """However long prefill's queue is, decode knows that its room will come."""
+    first, second = prompts(400, 100, seed=47)
+    pair.both("scheduled", first)
+    pair.p.step()
+    pair.both("queued", second)
+    pair.p.step()
+    pair.until(lambda: pair.p.call("sending") == [2] * PRODUCER.tp, pair.d, what="both rooms")
+    assert pair.p.call("status", "queued") == "WAITING"
+    pair.until(lambda: {"scheduled", "queued"} <= set(pair.d.ended))
+    pair.went_well("scheduled", first)
+    pair.went_well("queued", second)
+
+
+def test_a_request_that_prefill_refused(engines):
+    """A proxy that asks both at once has sent decode's half already: it ends long before a room's own deadline."""
+    with engines(producer=replace(PRODUCER, limits={"send_wait_s": 0.5})) as pair:
+        (prompt,) = prompts(100, seed=48)
+        pair.decode_early("refused", prompt)
+        pair.until(lambda: "refused" in pair.d.ended)
+        assert (pair.d.ended["refused"], pair.d.tokens["refused"]) == ("error", [])
+        pair.settle()
+
+
 def test_an_abort_at_decode_half_way(pair):
     half_way(pair, "unwanted", 400, seed=41)
     pair.d.call("abort", "unwanted")
@@ -273,12 +297,12 @@ def on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     src, dst = Workers(tmp_path, "kv_producer", full), Workers(tmp_path, "kv_consumer", full)
     side, event = src.workers[0].worker_side, Event()
     held = src.held([[3, 5, 2]], 40)
-    src.step(PdStageMetadata(chunks={"r": Chunk("xfer", src.held([[3]], 16), 16)}))
+    src.step(PdStageMetadata(arrived={"r": "xfer"}, chunks={"r": Chunk(src.held([[3]], 16), 16)}))
     remote = Remote("xfer", src.scheduler.scheduler_side._server.address, "kv_producer-engine", is_early=True)
     dst.step(PdStageMetadata(receives={"r": Receive(remote, held)}))
     until(lambda: "r" in side._early and side._early["r"].sender.opened)
     monkeypatch.setattr(side, "_event", lambda: event)
-    src.step(PdStageMetadata(chunks={"r": Chunk("xfer", src.held([[3, 5]], 32, 16), 32)}))
+    src.step(PdStageMetadata(chunks={"r": Chunk(src.held([[3, 5]], 32, 16), 32)}))
     sender = side._early["r"].sender
     until(lambda: sender.backlog_nbytes)
     yield src, sender, event
@@ -320,7 +344,7 @@ def test_the_first_layers_are_on_their_way_before_the_step_ends(on_its_way, monk
     until(lambda: not sender.backlog_nbytes)
     before = worker.worker_side.prefill.stats()["bytes_written"]
     monkeypatch.setattr(worker.worker_side.prefill, "pieces", lambda nbytes: 2 if nbytes else 0)
-    worker.bind_connector_metadata(PdStageMetadata(chunks={"r": Chunk("xfer", src.held([[3, 5, 2]], 40, 32), 40)}))
+    worker.bind_connector_metadata(PdStageMetadata(chunks={"r": Chunk(src.held([[3, 5, 2]], 40, 32), 40)}))
     for i in range(2):
         worker.save_kv_layer(f"model.layers.{i}.self_attn.attn", None, None)
     until(lambda: worker.worker_side.prefill.stats()["bytes_written"] > before)

@@ -196,5 +196,10 @@ class Worker(Model):
         side = kv_transfer.get_kv_transfer_group().worker_side
         return int(side.prefill.stats()["bytes_written"]) if side.prefill is not None else 0
 
+    def sending(self) -> int:
+        """Rooms that the prefill node has begun and not ended."""
+        side = kv_transfer.get_kv_transfer_group().worker_side
+        return sum(not sender.released for sender in side.prefill.handles())
+
     def shutdown(self) -> None:
         kv_transfer.ensure_kv_transfer_shutdown()
