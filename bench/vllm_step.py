@@ -3,7 +3,9 @@
 Two processes, a prefill and a decode rank, each with vLLM's real connector on caches in host memory, and real nodes. A
 step has the parts of vLLM's model runner: metadata bound, `start_load_kv`, a forward pass, transfer results and
 statistics. The forward pass is matrix products for about a millisecond; like vLLM's, the call lets other threads run.
-Steps with news alternate with steps without, which are the baseline.
+Steps with news alternate with steps without, which are the baseline. In some rows 64 more requests wait all the while:
+decode has announced their rooms, and prefill sends them at the end. At the schedulers 64 requests are sent early, and a
+step computes chunks of two of them, or of all.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ N_STEPS, QUICK_STEPS = 2000, 200
 FORWARD_S = 1e-3
 WAIT_S = 60.0
 MEAN_US, MAX_US = 50.0, 5000.0
+IN_FLIGHT = 64
+SCHEDULER_US, WORKER_US = 20.0, 60.0
 
 
 class Times(NamedTuple):
@@ -56,13 +60,13 @@ def run(quick: bool) -> list[Row]:
             remedy="run it with vLLM's Python: python -m pdstage bench vllm-step",
             extra="vllm",
         )
-    rows = []
-    for rooms_a_step in (1, 4):
-        rows += _steps(QUICK_STEPS if quick else N_STEPS, rooms_a_step)
-    return [*rows, _scheduler(QUICK_STEPS if quick else N_STEPS)]
+    rows, n_steps = [], QUICK_STEPS if quick else N_STEPS
+    for rooms_a_step, n_waiting in ((1, 0), (4, 0), (1, IN_FLIGHT)):
+        rows += _steps(n_steps, rooms_a_step, n_waiting)
+    return [*rows, *_schedulers(n_steps)]
 
 
-def _steps(n_steps: int, rooms_a_step: int) -> list[Row]:
+def _steps(n_steps: int, rooms_a_step: int, n_waiting: int) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="pdstage-vllm-step-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         prefill, decode = (Rank(VllmRank, role, folder) for role in ("kv_producer", "kv_consumer"))
@@ -72,19 +76,32 @@ def _steps(n_steps: int, rooms_a_step: int) -> list[Row]:
             for rank in (prefill, decode):
                 rank.result()
             address = prefill.call("serve")
-            prefill.begin("steps", "sends", n_steps, rooms_a_step, address)
-            busy, empty = decode.call("steps", "receives", n_steps, rooms_a_step, address)
+            prefill.begin("steps", "sends", n_steps, rooms_a_step, n_waiting, address)
+            busy, empty = decode.call("steps", "receives", n_steps, rooms_a_step, n_waiting, address)
             sent, idle = prefill.result()
         finally:
             decode.close()
             prefill.close()
     with_news = f"{rooms_a_step} room{'s' * (rooms_a_step > 1)} a step"
+    if n_waiting:
+        with_news += f" and {n_waiting} waiting"
+        return [_both("decode's", with_news, busy, empty), _both("prefill's", with_news, sent, idle)]
     return [
         *_rows(f"decode's start_load_kv, {with_news}", busy.load, empty.load, judged=True),
         *_rows(f"decode's results, {with_news}", busy.results, empty.results),
         *_rows(f"prefill's start_load_kv, {with_news}", sent.load, idle.load),
         *_rows(f"prefill's results, {with_news}", sent.results, idle.results),
     ]
+
+
+def _both(whose: str, with_news: str, busy: Times, empty: Times) -> Row:
+    """All that a step calls."""
+    seconds, without = (np.add(times.load, times.results) for times in (busy, empty))
+    return Row(
+        name=f"{whose} worker, {with_news}, mean", value=float(seconds.mean()) * 1e6,
+        baseline=float(without.mean()) * 1e6, unit="us", target=WORKER_US, on="value", better="lower",
+        detail=f"{len(seconds)} steps; start_load_kv and results; baseline: a step without news between two of them",
+    )  # fmt: skip
 
 
 def _rows(name: str, busy: list[float], empty: list[float], *, judged: bool = False) -> list[Row]:
@@ -163,15 +180,20 @@ class VllmRank(Actor):
                 metadata.receives[name] = Receive(Remote(name, address, "kv_producer"), held)
         return metadata
 
-    def steps(self, what: str, n_steps: int, rooms_a_step: int, address: str) -> tuple[Times, Times]:
+    def steps(self, what: str, n_steps: int, rooms_a_step: int, n_waiting: int, address: str) -> tuple[Times, Times]:
         """Of steps with news, and of those without between them; then goes on until every room is over."""
         from pdstage.integrations.vllm.metadata import PdStageMetadata  # noqa: PLC0415
 
         busy, empty = Times([], []), Times([], [])
-        left = n_steps * rooms_a_step
+        left = n_steps * rooms_a_step + n_waiting
+        waiting = self.news(what, n_steps * rooms_a_step, n_waiting, address) if n_waiting else PdStageMetadata()
+        if what == "receives":
+            left -= self._step(waiting, Times([], []))
         for number in range(n_steps):
             left -= self._step(self.news(what, number, rooms_a_step, address), busy)
             left -= self._step(PdStageMetadata(), empty)
+        if what == "sends":
+            left -= self._step(waiting, Times([], []))
         end = time.monotonic() + WAIT_S
         while left:
             left -= self._step(PdStageMetadata(), Times([], []))
@@ -202,6 +224,39 @@ class VllmRank(Actor):
             self.worker.shutdown()
             self.scheduler.shutdown()
 
+    def early(self, n_steps: int, n_scheduled: int) -> tuple[list[float], list[float]]:
+        """Seconds a step at prefill's scheduler that computes a block of each of `n_scheduled` requests, while
+        `IN_FLIGHT` are sent early; and of a step that computes none of them.
+        """
+        requests = [
+            SimpleNamespace(
+                request_id=f"early-{number}", num_prompt_tokens=N_BLOCKS * BLOCK, num_computed_tokens=0,
+                kv_transfer_params={"do_remote_decode": True, "transfer_id": f"early-{number}"}, lora_request=None,
+                trace_headers=None,
+            )
+            for number in range(IN_FLIGHT)
+        ]  # fmt: skip
+        for request in requests:
+            self.scheduler.on_new_request(request)
+        blocks = SimpleNamespace(get_block_ids=lambda _: (list(range(N_BLOCKS)),))
+        none = SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={}, kv_connector_block_state=blocks)
+        self.scheduler.build_connector_meta(none)
+        busy, empty = [], []
+        for number in range(n_steps):
+            some = [requests[(number * n_scheduled + i) % IN_FLIGHT] for i in range(n_scheduled)]
+            step = SimpleNamespace(**vars(none) | {"num_scheduled_tokens": {one.request_id: BLOCK for one in some}})
+            began = time.perf_counter()
+            metadata = self.scheduler.build_connector_meta(step)
+            ended = time.perf_counter()
+            self.scheduler.build_connector_meta(none)
+            empty.append(time.perf_counter() - ended)
+            busy.append(ended - began)
+            if len(metadata.chunks) != n_scheduled:
+                raise RuntimeError(f"{len(metadata.chunks)} chunks of {n_scheduled} requests")
+            for one in some:
+                one.num_computed_tokens += BLOCK
+        return busy, empty
+
     def scheduled(self, n_steps: int) -> tuple[list[float], list[float]]:
         """Seconds a request at decode's scheduler: matched, allocated, the step's metadata; and of no request."""
         busy, empty = [], []
@@ -212,7 +267,7 @@ class VllmRank(Actor):
             }  # fmt: skip
             request = SimpleNamespace(
                 request_id=f"request-{number}", kv_transfer_params=params, num_prompt_tokens=BLOCKS_A_ROOM * BLOCK + 1,
-                lora_request=None,
+                lora_request=None, trace_headers=None,
             )  # fmt: skip
             blocks = SimpleNamespace(get_block_ids=lambda: (list(range(BLOCKS_A_ROOM)),))
             began = time.perf_counter()
@@ -226,17 +281,31 @@ class VllmRank(Actor):
         return busy, empty
 
 
-def _scheduler(n_steps: int) -> Row:
+def _schedulers(n_steps: int) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="pdstage-vllm-step-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        rank = Rank(VllmRank, "kv_consumer", folder)
+        decode, prefill = (Rank(VllmRank, role, folder) for role in ("kv_consumer", "kv_producer"))
         try:
-            rank.ready().call("start")
-            busy, empty = rank.call("scheduled", n_steps)
+            for rank in (decode, prefill):
+                rank.ready().call("start")
+            prefill.call("serve")
+            n_chunks = min(n_steps, N_BLOCKS - 1)
+            found = {
+                "decode's scheduler, 1 room a step": (decode.call("scheduled", n_steps), SCHEDULER_US),
+                f"prefill's scheduler, {IN_FLIGHT} sent early, chunks of 2": (
+                    prefill.call("early", n_chunks, 2), SCHEDULER_US,
+                ),
+                f"prefill's scheduler, {IN_FLIGHT} sent early, chunks of all": (
+                    prefill.call("early", n_chunks, IN_FLIGHT), None,
+                ),
+            }  # fmt: skip
         finally:
-            rank.close()
-    return Row(
-        name="decode's scheduler, 1 room a step, mean", value=float(np.mean(busy)) * 1e6,
-        baseline=float(np.mean(empty)) * 1e6, unit="us", target=20.0, on="value", better="lower",
-        detail=f"{n_steps} steps; baseline: a step without news",
-    )  # fmt: skip
+            decode.close()
+            prefill.close()
+    return [
+        Row(
+            name=f"{name}, mean", value=float(np.mean(busy)) * 1e6, baseline=float(np.mean(empty)) * 1e6, unit="us",
+            target=target, on="value", better="lower", detail=f"{len(busy)} steps; baseline: a step without news",
+        )
+        for name, ((busy, empty), target) in found.items()
+    ]  # fmt: skip

@@ -62,8 +62,8 @@ class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
     `withdrawn` ended before they were scheduled. `abandoned` are rooms that decode does not need: prefill need not hold
     them.
 
-    `preempted` come first, since other requests use their blocks in this step. `aborted` come after `receives`, and
-    `withdrawn` after `arrived`, since a request may be in both.
+    `preempted` come first, since other requests use their blocks in this step, and `arrived` before its chunks.
+    `aborted` come after `receives`, and `withdrawn` after `arrived`, since a request may be in both.
     """
 
     preempted: dict[str, bool] = field(default_factory=dict)

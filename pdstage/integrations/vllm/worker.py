@@ -124,6 +124,8 @@ class WorkerSide:
     def bound(self, metadata: PdStageMetadata) -> None:
         """Called before this step's forward pass: earlier passes computed the blocks of finished requests."""
         self._computed = self._event() if metadata.sends else None
+        if metadata.arrived:
+            self._tasks.put(partial(self._arrive, metadata.arrived))
         self._chunks = metadata.chunks
         if metadata.chunks:
             assert self._caches is not None and self.prefill is not None, "a chunk of an engine that does not prefill"
@@ -166,8 +168,6 @@ class WorkerSide:
                     self._caches.clear(component, one.partly)
 
     def _carry_out(self, metadata: PdStageMetadata, computed: CudaEvent | None, after: CudaEvent | None) -> None:
-        for request_id, room in metadata.arrived.items():
-            self._arrive(request_id, room)
         for request_id, send in metadata.sends.items():
             self._send(request_id, send, computed)
         for request_id, receive in metadata.receives.items():
@@ -180,13 +180,16 @@ class WorkerSide:
             if (early := self._early.pop(request_id, None)) is not None:
                 early.sender.abort("the request ended at prefill")
 
-    def _arrive(self, request_id: str, room: str) -> None:
-        """Begins a room before its request is scheduled: decode, which may have opened it, knows that it will come."""
+    def _arrive(self, rooms: Mapping[str, str]) -> None:
+        """Begins rooms before their requests are scheduled: decode, which may have opened them, knows that they come.
+        Not in `begin`, which vLLM 0.33 calls after the forward pass.
+        """
         assert self.prefill is not None, "a request to send at an engine that does not prefill"
-        try:
-            self._early[request_id] = EarlySender(self.prefill.send(room))
-        except PdstageError as error:
-            log.warning("request %s is not sent: %s", request_id, error)
+        for request_id, room in rooms.items():
+            try:
+                self._early[request_id] = EarlySender(self.prefill.send(room))
+            except PdstageError as error:
+                log.warning("request %s is not sent: %s", request_id, error)
 
     def _stream(self, chunks: Mapping[str, Chunk], layers: Layers) -> None:
         for request_id, chunk in chunks.items():

@@ -123,6 +123,13 @@ class Side:
         self.groups = groups_of(self.plan)
         self.scheduler = self.connector(KVConnectorRole.SCHEDULER, 0)
         self.workers = [self.connector(KVConnectorRole.WORKER, rank) for rank in range(self.tp)]
+        try:
+            self._register()
+        except BaseException:
+            self.close()
+            raise
+
+    def _register(self) -> None:
         for made, worker, caches in zip(self.configs, self.workers, self.caches, strict=True):
             if self.bind is not None:
                 self.bind(made, caches)
