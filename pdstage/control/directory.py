@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_TTL_S = 3600.0
+MAX_REPLICA = 65535
 _MAX_NAME = 256
 _Word = Annotated[str, Meta(max_length=_MAX_NAME)]
 
@@ -28,6 +29,7 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
 
     `instance` names its engine, `topology` its place in it, `endpoint` its control socket, `incarnation` its process
     life. `layout` is its `Layout.digest()`, `transports` its data transports, best first, and `version` the wire's.
+    `replica` is the number of an engine among those behind one address, if each has an instance name of its own.
     """
 
     instance: _Word
@@ -37,6 +39,7 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
     layout: _Word
     transports: Annotated[tuple[_Word, ...], Meta(max_length=64)] = ()
     version: int = 1
+    replica: Annotated[int, Meta(ge=0, le=MAX_REPLICA)] = 0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

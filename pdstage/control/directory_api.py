@@ -101,10 +101,14 @@ def _answer(directory: Directory, method: str, path: str, query: dict[str, list[
 
 def _engines(directory: Directory) -> dict[str, object]:
     """Engines by number, with each one's ranks by tp and pp rank. This is the answer of vLLM's MooncakeBootstrapServer,
-    from which a router learns the `remote_engine_id` of its requests. There an engine is a data-parallel replica.
+    from which a router learns the `remote_engine_id` of its requests. There an engine is a data-parallel replica, and
+    its number what a router sends as `X-data-parallel-rank`. Others get the next free number.
     """
     engines: dict[str, object] = {}
-    for number, (name, held) in enumerate(directory.instances().items()):
+    for name, held in directory.instances().items():
+        number = held[0][0].replica
+        while str(number) in engines:
+            number += 1
         ranks: dict[str, dict[str, str]] = {}
         for advert, _ in held:
             place = advert.topology

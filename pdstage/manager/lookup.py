@@ -19,7 +19,7 @@ from pdstage.control.bootstrap import Advert, BootstrapClient, Incomplete
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdstage.control.keys import Keys
 
@@ -50,7 +50,7 @@ class _Lookup(NamedTuple):
 
 
 class Directory:
-    """Lookups, each answered once, on a thread of its address; and a publication, kept alive.
+    """Lookups, each answered once, on a thread of its address; and what is published, kept alive.
 
     A context manager. Any thread may call it; once it is closed, nothing is looked up and nothing answers.
     """
@@ -90,10 +90,13 @@ class Directory:
         except TransportError as error:
             answer(None, error)
 
-    def publish(self, address: str, advert: Callable[[], Advert]) -> None:
-        """Publishes now, raising what the directory raises, and keeps the lease renewed until `close`."""
-        self._publication = _Publication(self.client(address), advert)
-        self._publication.begin()
+    def publish(self, address: str, adverts: Callable[[], Sequence[Advert]], *, eventually: bool = False) -> None:
+        """Publishes now, raising what the directory raises, and keeps the leases renewed until `close`. `eventually`:
+        the directory may start later. What was published before is withdrawn.
+        """
+        self._end_publication()
+        self._publication = _Publication(self.client(address), adverts)
+        self._publication.begin(eventually=eventually)
 
     def close(self) -> None:
         """Ends its threads, then withdraws what was published, which can be renewed no more. Idempotent."""
@@ -105,15 +108,18 @@ class Directory:
         until = time.monotonic() + _END_S
         for asker in askers:
             asker.thread.join(max(0.0, until - time.monotonic()))
-        publication, self._publication = self._publication, None
-        if publication is not None:
-            publication.end()
+        self._end_publication()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _end_publication(self) -> None:
+        publication, self._publication = self._publication, None
+        if publication is not None:
+            publication.end()
 
     def _asker(self, address: str) -> _Asker:
         """Under the lock: who asks `address`."""
@@ -209,15 +215,19 @@ class _Asker:
 
 
 class _Publication:
-    """An advert that `begin` publishes, which may raise, and that a thread renews from then on until `end`."""
+    """Adverts that `begin` publishes, which may raise, and that a thread renews from then on until `end`."""
 
-    def __init__(self, client: BootstrapClient, advert: Callable[[], Advert]) -> None:
-        self._client, self._advert = client, advert
+    def __init__(self, client: BootstrapClient, adverts: Callable[[], Sequence[Advert]]) -> None:
+        self._client, self._adverts = client, adverts
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)
+        self._wait_s = _TTL_S / 3
 
-    def begin(self) -> None:
-        self._client.publish(self._advert(), _TTL_S)
+    def begin(self, *, eventually: bool) -> None:
+        if eventually:
+            self._wait_s = 0.0
+        else:
+            self._publish()
         self._thread.start()
 
     def end(self) -> None:
@@ -227,16 +237,22 @@ class _Publication:
         except RuntimeError:  # not begun: what was published, if anything, ends by itself
             return
         with contextlib.suppress(Exception):  # whatever it is, the lease ends by itself
-            self._client.withdraw(self._advert())
+            for advert in self._adverts():
+                self._client.withdraw(advert)
+
+    def _publish(self) -> None:
+        for advert in self._adverts():
+            self._client.publish(advert, _TTL_S)
 
     def _run(self) -> None:
-        wait_s = _TTL_S / 3
-        while not self._over.wait(wait_s):
+        while not self._over.wait(self._wait_s):
+            is_first = not self._wait_s
+            self._wait_s = _TTL_S / 15  # the lease outlives several failures
             try:
-                self._client.publish(self._advert(), _TTL_S)
-                wait_s = _TTL_S / 3
-            except PdstageError:
-                wait_s = _TTL_S / 15  # the lease outlives several failures
+                self._publish()
+                self._wait_s = _TTL_S / 3
+            except PdstageError as error:
+                if is_first:
+                    log.info("the directory at %s is asked again: %s", self._client.address, error)
             except Exception:
                 log.exception("the lease at %s could not be renewed; it is tried again", self._client.address)
-                wait_s = _TTL_S / 15

@@ -236,7 +236,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         try:
             if publish:
                 self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
-                self.directory.publish(self.bootstrap_address, lambda: self.advert)
+                self.directory.publish(self.bootstrap_address, lambda: [self.advert])
             self.driver.start()
         except BaseException:  # a Ctrl-C too: an advert would be renewed for a node that nobody has
             self.close()

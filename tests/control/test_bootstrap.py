@@ -143,6 +143,17 @@ def test_routers_of_vllm_learn_the_engines_names(server: BootstrapServer, client
     assert held["0"]["worker_addr"] == {"0": {"0": "tcp://127.0.0.1:9000"}, "1": {"0": "tcp://127.0.0.1:9001"}}
 
 
+def test_routers_of_vllm_learn_the_numbers_of_data_parallel_replicas(
+    server: BootstrapServer, client: BootstrapClient
+) -> None:
+    """Whichever of them are there, and in whatever order."""
+    for number in (10, 2, 0):
+        client.publish(msgspec.structs.replace(advert(tp=1, instance=f"p_dp{number}"), replica=number))
+    with urlopen(f"http://{server.address}/query", timeout=DEADLINE_S) as answer:
+        held = json.load(answer)
+    assert {number: one["engine_id"] for number, one in held.items()} == {f"{n}": f"p_dp{n}" for n in (0, 2, 10)}
+
+
 def test_nobody_there_is_named_with_a_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"

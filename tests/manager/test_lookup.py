@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -221,9 +222,38 @@ def test_a_lease_is_renewed_whatever_a_renewal_raises(monkeypatch) -> None:
     monkeypatch.setattr(BootstrapClient, "withdraw", lambda *_: None)
     advert = Advert(instance="p", topology=Topology(), endpoint="tcp://127.0.0.1:1", incarnation=1, layout="")
     with Directory() as directory:
-        directory.publish("127.0.0.1:1", lambda: advert)
+        directory.publish("127.0.0.1:1", lambda: [advert])
         for _ in range(6):
             assert asked.acquire(timeout=60.0)
+
+
+def test_what_is_published_eventually_is_there_once_the_directory_is(monkeypatch) -> None:
+    """Of engines that start together any may be first. And it is withdrawn in the end."""
+    monkeypatch.setattr("pdstage.manager.lookup._TTL_S", 0.3)
+    adverts = [
+        Advert(instance=f"p{n}", topology=Topology(), endpoint="tcp://127.0.0.1:1", incarnation=1, layout="")
+        for n in range(2)
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+    asked = threading.Semaphore(0)
+    publish = BootstrapClient.publish
+
+    def seen(self: BootstrapClient, advert: Advert, ttl_s: float) -> None:
+        asked.release()
+        publish(self, advert, 60.0)
+
+    monkeypatch.setattr(BootstrapClient, "publish", seen)
+    with Directory() as directory:
+        directory.publish(address, lambda: adverts, eventually=True)
+        for _ in range(2):
+            assert asked.acquire(timeout=60.0)
+        with BootstrapServer(address) as server:
+            for _ in range(4):
+                assert asked.acquire(timeout=60.0)
+            assert list(server.directory.instances()) == ["p0", "p1"]
+            directory.close()
+            assert not server.directory.instances()
 
 
 def test_an_engine_may_keep_the_directory_itself() -> None:

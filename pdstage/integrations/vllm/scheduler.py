@@ -22,6 +22,7 @@ from pdstage.integrations.vllm.request_spans import RequestSpans
 from pdstage.integrations.vllm.streams import Streams
 from pdstage.integrations.vllm.turns import kept_tokens, n_common
 from pdstage.manager import PrefillNode
+from pdstage.manager.lookup import Directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -63,27 +64,51 @@ class SchedulerSide:
         """Rooms whose load ended in the last step: vLLM caches their blocks in the next step."""
         self._shares_blocks = bool(vllm_config.cache_config.enable_prefix_caching)
         self._asked: OrderedDict[str, None] = OrderedDict()  # rooms: all samples of one prompt name the same room
+        self._address = ""
+        """Where decode engines find the ranks of this one, once they are there."""
         self._server: BootstrapServer | None = None
+        self._first: Directory | None = None
+        """Of a data-parallel replica that publishes its ranks in the first one's directory."""
         self._life, self._n_rooms = secrets.token_hex(4), 0
 
     # The directory.
 
     def serve(self, handshakes: Mapping[tuple[int, int], PdStageHandshake]) -> None:
-        """Serves the adverts of all workers, by (pp rank, tp rank). Called again after they registered anew."""
-        adverts = [msgspec.json.decode(one.advert, type=Advert) for one in handshakes.values()]
-        if adverts and self._server is None:
-            where = str(Address(self._settings.host, self._settings.port))
-            node = self._settings.node(PrefillNode)
-            exposure = {name: node[name] for name in ("keys", "insecure") if name in node}
-            self._server = BootstrapServer(where, **exposure).start()
-            log.info("decode engines find this one at %s", self._server.address)
+        """Serves the adverts of all workers, by (pp rank, tp rank). Called again after they registered anew.
+
+        Data-parallel replicas share the first one's directory, if it has a port that they know: it is what a router is
+        told. With `keys`, by which no router can read it, each has a directory of its own.
+        """
+        number = self._settings.replica.number
+        adverts = [
+            msgspec.structs.replace(msgspec.json.decode(one.advert, type=Advert), replica=number)
+            for one in handshakes.values()
+        ]
+        if not adverts:
+            return
+        node = self._settings.node(PrefillNode)
+        exposure = {name: node[name] for name in ("keys", "insecure") if name in node}
+        port, first_at = self._settings.port, self._settings.replica.first_at
+        if port and first_at and not exposure.get("keys"):
+            self._first = self._first or Directory()
+            self._address = str(Address(first_at, port))
+            self._first.publish(self._address, lambda: adverts, eventually=True)
+            return
+        if self._server is None:
+            where = Address(self._settings.host, port and port + (self._settings.replica.index if first_at else 0))
+            self._server = BootstrapServer(str(where), **exposure).start()
+            self._address = self._server.address
+            log.info("decode engines find this one at %s", self._address)
         for advert in adverts:
-            assert self._server is not None
             self._server.directory.publish(advert, None)
 
     def close(self) -> None:
         """Ends the directory and the open spans."""
         self._spans.close()
+        self._address = ""
+        if self._first is not None:
+            self._first.close()
+            self._first = None
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -97,7 +122,7 @@ class SchedulerSide:
             return
         self._cut(request, params)
         room = params.get("transfer_id")
-        if room and self._server is not None and self._streams.begin(request, room):
+        if room and self._address and self._streams.begin(request, room):
             self._news.arrived[request.request_id] = room
             self._spans.begin("kv_transfer.send", request, room)
 
@@ -135,7 +160,7 @@ class SchedulerSide:
             return self._hand_over(request, blocks, None, self._settings.turns) if keeps else (False, None)
         stream = self._streams.end(request.request_id)
         if request.status in _DONE and any(blocks):
-            is_another_s = stream is None and params.get("transfer_id") is not None and self._server is not None
+            is_another_s = stream is None and params.get("transfer_id") is not None and self._address != ""
             return (False, None) if is_another_s else self._hand_over(request, blocks, stream)
         if stream is None:
             return False, None
@@ -151,7 +176,7 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keeps the request's blocks for decode or, with `turns`, for prefill in the conversation's next turn."""
         n_tokens = max(0, request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
-        if self._server is None:
+        if not self._address:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
             return False, None
         held = {group.component: group.held(blocks[group.index], n_tokens) for group in self._groups}
@@ -166,7 +191,7 @@ class SchedulerSide:
         self._spans.computed(request.request_id, n_tokens)
         ttl_s = turns.ttl_s if turns is not None else None
         self._news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
-        host, port = self._server.address.rsplit(":", 1)
+        host, port = self._address.rsplit(":", 1)
         return True, {
             "do_remote_prefill": turns is None,
             "do_remote_decode": turns is not None,

@@ -16,7 +16,7 @@ from pdstage.integrations.options import node_options, trusts_layout
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
     from pdstage.manager import DecodeNode, PrefillNode
 
@@ -53,15 +53,37 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
+class Replica:
+    """A data-parallel replica of vLLM, which is an engine of its own. `index` is its number among all, `number` among
+    those behind one API server, and `first_at` the host of the first of these; "" if it is the first.
+    """
+
+    index: int
+    number: int
+    first_at: str
+
+    @staticmethod
+    def of(parallel: ParallelConfig, host: str) -> Replica:
+        index = parallel.data_parallel_index
+        if parallel.local_engines_only:  # an API server on each host, in front of that host's replicas
+            number = parallel.data_parallel_rank_local or 0
+            return Replica(index, number, host if number else "")
+        master = parallel.data_parallel_master_ip
+        return Replica(index, index, (host if master == "127.0.0.1" else master) if index else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """`host` is where this engine listens; "auto" is vLLM's own address (VLLM_HOST_IP). `port` is that of a prefill
-    engine's directory, plus its data-parallel index; 0 is any. Beyond loopback `keys` (a key file's path) or `insecure`
-    is required. `trust_layout` admits caches whose layout nothing proves. `options` are other arguments of pdstage's
-    nodes, `config` the fields of `Config`. `turns`, if set, are kept for the next turn of their conversation.
+    engine's directory; 0 is any. `replica` is the engine's place among data-parallel ones. Beyond loopback `keys` (a
+    key file's path) or `insecure` is required. `trust_layout` admits caches whose layout nothing proves. `options` are
+    other arguments of pdstage's nodes, `config` the fields of `Config`. `turns`, if set, are kept for the next turn of
+    their conversation.
     """
 
     host: str
     port: int
+    replica: Replica
     trust_layout: bool
     turns: Turns | None
     options: Mapping[str, Any]
@@ -73,8 +95,8 @@ class Settings:
         trust_layout = trusts_layout(options, where=_WHERE)
         options.pop("trust_layout", None)
         turns = Turns.of(options, vllm_config.kv_transfer_config.kv_role)
-        place = vllm_config.parallel_config.data_parallel_index
-        return Settings(get_ip() if host == "auto" else host, port and port + place, trust_layout, turns, options)
+        host = get_ip() if host == "auto" else host
+        return Settings(host, port, Replica.of(vllm_config.parallel_config, host), trust_layout, turns, options)
 
     def node(self, kind: type[PrefillNode | DecodeNode], model: Mapping[str, str] | None = None) -> dict[str, Any]:
         """A node's arguments; `model` is vLLM's facts. Raises `UsageError` for arguments that no node takes."""

@@ -53,9 +53,10 @@ MODEL: dict[str, Any] = {
 
 
 def config(
-    folder: Path, role: str, *, tp: int = 1, rank: int = 0, block_size: int = 16, layout: str = "LBHNC", **extra: Any
-) -> VllmConfig:
-    """As vLLM's command line would make it."""
+    folder: Path, role: str, *, tp: int = 1, rank: int = 0, block_size: int = 16, layout: str = "LBHNC",
+    replica: int | None = None, **extra: Any,
+) -> VllmConfig:  # fmt: skip
+    """As vLLM's command line would make it; a `replica` as its process for that data-parallel rank has it."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
     look_at(MODEL["architectures"])
@@ -71,7 +72,7 @@ def config(
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="PdStageConnector", kv_connector_module_path="pdstage.integrations.vllm", kv_role=role,
-            engine_id=f"{role}-engine",
+            engine_id=f"{role}-engine" if replica is None else f"{role}-engine_dp{replica}",
             kv_connector_extra_config={
                 "transport": "local", "staging_nbytes": 1 << 20, "trust_layout": True, **extra,
             },
@@ -79,6 +80,7 @@ def config(
     )  # fmt: skip
     made.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU: vLLM has no hybrid caches on the CPU
     made.parallel_config.rank = rank
+    made.parallel_config.data_parallel_index = replica or 0
     made.cache_config.kv_cache_layout = layout
     return made
 
@@ -97,12 +99,19 @@ class Side:
     block_size: int = 16
     layout: str = "LBHNC"
     kernel_block_size: int | None = None
+    replica: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     bind: Callable[[VllmConfig, dict[str, torch.Tensor]], None] | None = None
     """Puts layers with these caches where vLLM's model runner has them."""
 
     def __post_init__(self) -> None:
-        given = {"tp": self.tp, "block_size": self.block_size, "layout": self.layout, **self.extra}
+        given = {
+            "tp": self.tp,
+            "block_size": self.block_size,
+            "layout": self.layout,
+            "replica": self.replica,
+            **self.extra,
+        }
         self.configs = [config(self.path, self.role, rank=rank, **given) for rank in range(self.tp)]
         specs = [self.specs(self.tp, self.block_size)] * self.tp
         groups = get_global_kv_cache_groups(self.configs[0], specs)
@@ -178,8 +187,7 @@ class Side:
 def transfer(src: Side, dst: Side, name: str, sent: dict[str, Any], wanted: dict[str, Any]) -> set[str]:
     """A request's life between the two engines' workers; the request ids that decode says failed."""
     room = f"{src.configs[0].kv_transfer_config.engine_id}:{name}"
-    server = src.scheduler.scheduler_side._server
-    remote = Remote(room, server.address, src.configs[0].kv_transfer_config.engine_id)
+    remote = Remote(room, src.scheduler.scheduler_side._address, src.configs[0].kv_transfer_config.engine_id)
     src.step(PdStageMetadata(sends={name: Send(room, sent)}))
     first = dst.step(PdStageMetadata(receives={name: Receive(remote, wanted)}))
     waiting = {"sending": set(range(src.tp)), "recving": set(range(dst.tp))}

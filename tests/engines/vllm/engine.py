@@ -175,7 +175,7 @@ class Engine:
     def directory(self) -> tuple[str, str]:
         """Where a router finds this engine's directory, and the name that it says the engine has."""
         side = self.scheduler.connector.scheduler_side
-        address = f"http://{side._server.address}"
+        address = f"http://{side._address}"
         with urlopen(f"{address}/query", timeout=PATIENCE_S) as answer:
             (entry,) = TypeAdapter(dict[int, EngineEntry]).validate_json(answer.read()).values()
         return address, entry.engine_id

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import TypeAdapter
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import EngineEntry
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from pdstage.control.keys import Keys
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm import PdStageConnector
 from pdstage.integrations.vllm.groups import Group, recomputed_tokens
@@ -229,7 +234,7 @@ def test_a_room_that_is_over_fails_another_engine_s_request(src: Side, tmp_path:
     takers = [Side(tmp_path, "kv_consumer", full, extra=extra) for _ in range(2)]
     held = src.held(BLOCKS, N_TOKENS)
     assert transfer(src, takers[0], "r", held, takers[0].held(BLOCKS, N_TOKENS)) == set()
-    remote = Remote("kv_producer-engine:r", src.scheduler.scheduler_side._server.address, "kv_producer-engine")
+    remote = Remote("kv_producer-engine:r", src.scheduler.scheduler_side._address, "kv_producer-engine")
     (result,) = takers[1].step(PdStageMetadata(receives={"r": Receive(remote, held)}))
     end = time.monotonic() + PATIENCE_S
     while not result.finished_recving:
@@ -238,6 +243,37 @@ def test_a_room_that_is_over_fails_another_engine_s_request(src: Side, tmp_path:
     assert result.failed_recving == {"r"}
     for side in takers:
         side.close()
+
+
+def test_data_parallel_replicas_share_the_first_one_s_directory(tmp_path: Path, dst: Side) -> None:
+    """It is all that a router is told of, which sends a request to one by its number; the first may start last."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    replicas = [Side(tmp_path, "kv_producer", full, extra={"port": port}, replica=number) for number in (1, 0)]
+    told: dict[int, str] = {}
+    end = time.monotonic() + PATIENCE_S
+    while len(told) < 2:
+        assert time.monotonic() < end
+        with urlopen(f"http://127.0.0.1:{port}/query", timeout=PATIENCE_S) as answer:
+            entries = TypeAdapter(dict[int, EngineEntry]).validate_json(answer.read())
+        told = {number: entry.engine_id for number, entry in entries.items()}
+        time.sleep(0.01)
+    assert told == {number: f"kv_producer-engine_dp{number}" for number in range(2)}
+    for side in replicas:
+        assert transfer(side, dst, f"r{side.replica}", side.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
+        assert side.scheduler.scheduler_side._address == f"127.0.0.1:{port}"
+        side.close()
+
+
+def test_replicas_with_keys_have_directories_of_their_own(tmp_path: Path) -> None:
+    """No router can ask such a directory, and each answer names its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    Keys.make(tmp_path / "cluster.key")
+    extra = {"port": port, "keys": str(tmp_path / "cluster.key")}
+    side = Side(tmp_path, "kv_producer", full, extra=extra, replica=1)
+    assert side.scheduler.scheduler_side._address.endswith(f"@127.0.0.1:{port + 1}")
+    side.close()
 
 
 def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:

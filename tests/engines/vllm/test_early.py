@@ -298,7 +298,7 @@ def on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     side, event = src.workers[0].worker_side, Event()
     held = src.held([[3, 5, 2]], 40)
     src.step(PdStageMetadata(arrived={"r": "xfer"}, chunks={"r": Chunk(src.held([[3]], 16), 16)}))
-    remote = Remote("xfer", src.scheduler.scheduler_side._server.address, "kv_producer-engine", is_early=True)
+    remote = Remote("xfer", src.scheduler.scheduler_side._address, "kv_producer-engine", is_early=True)
     dst.step(PdStageMetadata(receives={"r": Receive(remote, held)}))
     until(lambda: "r" in side._early and side._early["r"].sender.opened)
     monkeypatch.setattr(side, "_event", lambda: event)
