@@ -221,11 +221,11 @@ class _Publication:
         self._client, self._adverts = client, adverts
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)
-        self._wait_s = _TTL_S / 3
+        self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
 
     def begin(self, *, eventually: bool) -> None:
         if eventually:
-            self._wait_s = 0.0
+            self._wait_s, self._again_s = 0.0, _RETRY_S
         else:
             self._publish()
         self._thread.start()
@@ -247,10 +247,10 @@ class _Publication:
     def _run(self) -> None:
         while not self._over.wait(self._wait_s):
             is_first = not self._wait_s
-            self._wait_s = _TTL_S / 15  # the lease outlives several failures
+            self._wait_s = self._again_s  # the lease outlives several failures
             try:
                 self._publish()
-                self._wait_s = _TTL_S / 3
+                self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
             except PdstageError as error:
                 if is_first:
                     log.info("the directory at %s is asked again: %s", self._client.address, error)

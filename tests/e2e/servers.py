@@ -139,14 +139,14 @@ class Server:
         """Whether its log has `words`."""
         return words in self.log.read_text(errors="replace")
 
-    def metrics(self) -> dict[str, float]:
-        """Its /metrics: each sample's sum over labels, by name."""
+    def metrics(self, **labels: str) -> dict[str, float]:
+        """Its /metrics: each sample's sum over labels, by name; of those with these `labels`."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=30) as answer:
             text = answer.read().decode()
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if "le" not in sample.labels:
+                if "le" not in sample.labels and labels.items() <= sample.labels.items():
                     sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         return sums
 

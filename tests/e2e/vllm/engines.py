@@ -49,6 +49,7 @@ DIRECTORY_PORT = free_port()
 """Of the prefill engine that proxies find by its directory."""
 
 USAGE = "vllm:kv_cache_usage_perc"
+SENT = "vllm:pdstage_sent_seconds_count"
 RECEIVED = "vllm:pdstage_received_seconds_count"
 
 ENV = {
@@ -90,6 +91,8 @@ class Engine:
     """Or another of vLLM's own, with its defaults."""
     traces: str = ""
     """Where it exports spans to, as OTLP over HTTP."""
+    replicas: int = 1
+    """Data-parallel ones, behind its one address."""
     offloads: bool = False
     """Whether vLLM's MultiConnector has pdstage's beside its own ExampleConnector, which keeps prompts' KV in files."""
 
@@ -110,6 +113,8 @@ class Engine:
             parts.append("turns")
         if self.traces:
             parts.append("traces")
+        if self.replicas > 1:
+            parts.append(f"dp{self.replicas}")
         if self.offloads:
             parts.append("offloads")
         if self.connector != "PdStageConnector":
@@ -128,6 +133,8 @@ class Engine:
         made += ["--gpu-memory-utilization", "0.1"]  # must be free at start, though so much is not taken
         made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(self.batched), "--seed", "0"]
         made += ["--shutdown-timeout", str(self.shutdown_s)]
+        if self.replicas > 1:
+            made += ["--data-parallel-size", str(self.replicas)]
         if self.traces:
             made += ["--otlp-traces-endpoint", self.traces]
         if self.role:

@@ -36,12 +36,12 @@ def streamed(server: Server, logs: Path) -> Server:
     return Server("streamed", lambda port: [*command, "--port", str(port)], logs / "streamed.log")
 
 
-def early(prefill: Server, decode: Server, logs: Path) -> Server:
+def early(prefill: Server, decode: Server, logs: Path, directory: int = DIRECTORY_PORT) -> Server:
     """vLLM's example for MooncakeConnector, which asks both engines at once. It answers 503 until it knows prefill's
     name, which only its log tells (`KNOWS`).
     """
     command = [sys.executable, "-P", str(fetch.PLACE / fetch.EARLY)]
-    command += ["--prefill", prefill.url, str(DIRECTORY_PORT), "--decode", decode.url]
+    command += ["--prefill", prefill.url, str(directory), "--decode", decode.url]
     return Server(
         "early", lambda port: [*command, "--port", str(port)], logs / "early.log", UNBUFFERED, ready="/openapi.json"
     )

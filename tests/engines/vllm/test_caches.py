@@ -259,7 +259,8 @@ def test_a_cache_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     side = Side(tmp_path, "kv_producer", full)
     try:
         flat = {name: cache.flatten(2) for name, cache in side.caches[0].items()}
+        side.workers.append(side.connector(side.workers[0].role, 0))
         with pytest.raises(UsageError, match="model.layers.0.self_attn.attn"):
-            side.connector(side.workers[0].role, 0).register_kv_caches(flat)
+            side.workers[-1].register_kv_caches(flat)
     finally:
         side.close()
