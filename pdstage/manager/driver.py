@@ -476,10 +476,10 @@ class Driver:
             raise UsageError("this node failed before", remedy="close it and make a new one") from self.failure
 
     def check_begins(self) -> None:
-        """Under the lock, as a room begins: raises as `check` does, and once the node closes; nobody would end it."""
+        """Under the lock, as a room begins: raises as `check` does, and once the node drains or closes."""
         self.check()
         if self.ending:
-            raise _is_closed()
+            raise UsageError("this node takes no new rooms: it drains, or closes", remedy="use another")
 
     def kick(self) -> None:
         """After the engine gave the core something: carries that out now, or wakes the thread that does.

@@ -284,6 +284,27 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
 
     # The end.
 
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """From now on no room begins here (`UsageError`); waits until those begun are `released`, up to `timeout_s`.
+
+        Returns whether they are. The node still serves its peers; `close` ends it.
+        """
+        timeout_s = arguments.timeout("timeout_s", timeout_s)
+        with self.driver.use():
+            self.driver.ending = True
+        deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        for handle in self.handles():
+            left_s = max(0.0, deadline_at - time.monotonic())
+            try:
+                handle.wait_released(None if timeout_s is None else left_s)
+            except TimeoutError:
+                return False
+        return True
+
+    async def drain_async(self, timeout_s: float | None = None) -> bool:
+        """`drain` in an event loop, which goes on meanwhile."""
+        return await asyncio.to_thread(self.drain, timeout_s)
+
     def close(self, timeout_s: float = 5.0) -> bool:
         """Fails the rooms still open, waits up to `timeout_s` for their peers to be quiet, and gives everything back.
 

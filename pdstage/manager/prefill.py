@@ -293,6 +293,17 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             )
         return now._replace(rooms=by_state(self.handles()))
 
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """As `Node.drain`. Its advert is withdrawn, and decode ranks that wait for rooms that have not begun here, or
+        ask for them meanwhile, hear at once that they do not.
+        """
+        with self.driver.use():
+            self.driver.ending = True
+            self.core.drain(time.monotonic())
+        self.driver.kick()
+        self.directory.close()
+        return super().drain(timeout_s)
+
     # What senders call.
 
     @changes_rooms

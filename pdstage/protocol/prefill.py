@@ -37,6 +37,7 @@ _Confirms: TypeAlias = (
     m.Ask | m.Open | m.Lease | m.Refused | m.Watermark | m.Recall | m.Closed | m.Abort | m.Heartbeat | m.Bye
 )
 """The first of these under a session says that decode has heard Welcome."""
+_ENDING = "the prefill node takes no new rooms"
 
 
 class PrefillCore:
@@ -79,6 +80,7 @@ class PrefillCore:
         )
         self.chunks = self.rooms.chunks
         self._direct = direct
+        self._draining = False
         self._components = layout.names
         self._row_tokens = layout.row_tokens
 
@@ -241,6 +243,12 @@ class PrefillCore:
         """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
         return True
 
+    def drain(self, now: float) -> None:
+        """No room begins any more: decode ranks that wait for one, or will, are told at once. Those begun go on."""
+        self._draining = True
+        for destination in self.rooms.pending.waiting():
+            self.rooms.turn_away(destination, _ENDING, now)
+
     def close(self, now: float) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.rooms.by_key.values()):
@@ -353,16 +361,24 @@ class PrefillCore:
         destination = Destination(session, opened, self._direct)
         room = self.rooms.by_key.get(opened.room)
         self._wanted_again(opened.room, session, opened.epoch, now)
+        refusal = self._await_room(destination, now) if room is None else ""
+        if refusal:
+            self.endpoint.send(session, m.Opened(opened.epoch, "refused", m.brief(refusal)), now)
+            return
+        if room is not None:
+            self.rooms.note(destination)
+            self.rooms.attach(room, destination, now)
+        self.endpoint.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
+
+    def _await_room(self, destination: Destination, now: float) -> str:
+        """Keeps a destination until its room begins; or why it is refused."""
+        opened, session = destination.open, destination.session
         ended = self.rooms.how_ended(opened.room, now)
-        if room is None and ended is not None and ended.refuses(opened.rank, session.id, opened.epoch):
-            self.endpoint.send(session, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
-        elif room is None and not self.rooms.park(destination, now):
-            self.endpoint.send(session, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
-        else:
-            if room is not None:
-                self.rooms.note(destination)
-                self.rooms.attach(room, destination, now)
-            self.endpoint.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
+        if ended is not None and ended.refuses(opened.rank, session.id, opened.epoch):
+            return ended.reason
+        if self._draining:
+            return _ENDING
+        return "" if self.rooms.park(destination, now) else "too many rooms wait for prefill"
 
     def _opened_state(self, destination: Destination) -> tuple[str, str]:
         if destination.phase is DestinationPhase.WAITING:

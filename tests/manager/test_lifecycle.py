@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pdstage import State, UsageError
-from pdstage.control.bootstrap import BootstrapClient
+from pdstage.control.bootstrap import BootstrapClient, Incomplete
 from pdstage.manager import node as node_module
 from tests import descriptors, processes
 from tests.chaos import account
@@ -64,6 +64,45 @@ def move(p, src: Rank, d, dst: Rank, room: int) -> None:
     assert dst.holds(room, TOKENS, into)
     src.free(pages)
     dst.free(into)
+
+
+@pytest.mark.parametrize("progress", ["inline", "thread"])
+def test_a_prefill_node_that_drains(site, progress):
+    """What it began ends well, what it did not fails at decode without a deadline, and it is found no more."""
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src, progress=progress), site.decode(dst, progress="thread")
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+    src.write(1, TOKENS, pages)
+    begun, sender = d.receive(1, p.bootstrap_address), p.send(1)
+    begun.bind(into, TOKENS)
+    never = d.receive(2, p.bootstrap_address)
+    never.bind(dst.allocate(TOKENS), TOKENS)
+    drive([p], lambda: sender.opened and len(p.core.rooms.pending))
+    assert not p.drain(0.0), "a room of its is under way"
+    with pytest.raises(UsageError, match="takes no new rooms"):
+        p.send(3)
+    with pytest.raises(Incomplete):
+        BootstrapClient(site.address).lookup()
+    sender.chunk(pages, (0, TOKENS))
+    sender.finish()
+    assert p.drain(240.0)
+    assert sender.state is State.SUCCESS
+    drive([p], lambda: begun.released and never.released)
+    assert dst.holds(1, TOKENS, into)
+    assert "takes no new rooms" in str(never.error)
+    assert p.close()
+
+
+def test_a_decode_node_that_drains(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src, progress="thread"), site.decode(dst)
+    receiver = d.receive(1, p.bootstrap_address)
+    assert not d.drain(0.0)
+    with pytest.raises(UsageError, match="takes no new rooms"):
+        d.receive(2, p.bootstrap_address)
+    receiver.abort()
+    assert d.drain(240.0)
+    assert d.close()
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["turns", "breaks"])
@@ -310,7 +349,7 @@ def test_no_room_begins_while_its_node_closes(site, monkeypatch):
 
     def send_first() -> None:
         monkeypatch.undo()
-        with pytest.raises(UsageError, match="closed") as caught:
+        with pytest.raises(UsageError, match="it drains, or closes") as caught:
             p.send(1)
         refused.append(caught.value)
         kick()

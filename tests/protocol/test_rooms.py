@@ -814,6 +814,29 @@ def test_a_direct_chunk_whose_cells_another_brought_still_counts_as_written(late
     assert_flat(world)
 
 
+def test_a_node_that_drains_ends_what_it_began_and_tells_the_others() -> None:
+    """Who waits for a room that prefill will not begin need not wait for a deadline (I10)."""
+    world = World()
+    begun, sent = world.receive(1, 8, [0, 1]), world.submit(1)
+    parked = world.receive(2, 8, [2, 3])
+    world.run(until=world.now)
+    (prefill,) = world.prefill
+    prefill.core.drain(world.now)
+    world.carry(prefill)
+    late = world.receive(3, 8, [4, 5])
+    world.run(until=world.now)
+    for handle in (parked, late):
+        assert handle.state is State.FAILED
+        assert "takes no new rooms" in str(handle.error)
+    world.fill(1, 8, [0, 1])
+    world.chunk(sent, (0, 8), [0, 1])
+    world.finish(sent)
+    world.run()
+    world.check(begun, 1, 8)
+    assert world.now == 0.0
+    assert_flat(world)
+
+
 def test_one_peer_that_parks_without_end_keeps_nobody_out() -> None:
     """Where the cap is reached, who holds most makes room; who was turned away counts until it has agreed (I14)."""
     world = World(max_parked=6, send_wait_s=50.0)
