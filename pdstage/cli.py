@@ -30,6 +30,8 @@ BENCHES = (
     "gpu",
 )  # fmt: skip
 DEFAULT_BIND = "127.0.0.1:8998"
+_ANSWER_S = 20.0
+"""How long a person waits for a directory: on a busy host it may need seconds."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -351,7 +353,7 @@ def _bootstrap(given: argparse.Namespace) -> int:
 def _instances(given: argparse.Namespace) -> int:
     from pdstage.control.bootstrap import BootstrapClient  # noqa: PLC0415
 
-    print(BootstrapClient(given.address, keys=_keys_given(given)).instances().decode())
+    print(BootstrapClient(given.address, _ANSWER_S, keys=_keys_given(given)).instances().decode())
     return 0
 
 

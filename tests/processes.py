@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-_STOPS_S = 60.0
+_STOPS_S = 240.0
 
 
 def stop(pid: int) -> None:

@@ -35,7 +35,7 @@ def build(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
     )
 
 

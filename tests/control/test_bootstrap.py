@@ -23,7 +23,7 @@ from pdstage.layout.topology import Topology
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEADLINE_S = 20.0
+DEADLINE_S = 240.0
 
 
 class Clock:

@@ -23,7 +23,7 @@ from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout.topology import Topology
 from tests.wiretap import Wiretap, listeners
 
-DEADLINE_S = 20.0
+DEADLINE_S = 240.0
 MARKER = b"the quick brown fox jumps over the lazy dog"
 
 

@@ -21,7 +21,7 @@ from pdstage.control.zmq import MAX_FRAME_NBYTES, MAX_FRAMES, MAX_MESSAGE_NBYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-DEADLINE_S = 40.0
+DEADLINE_S = 240.0
 MIB = 1 << 20
 MOST = 1 << 30
 """What a stranger tries to send. It is cut off long before."""

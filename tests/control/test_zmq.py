@@ -26,7 +26,7 @@ from tests import descriptors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-DEADLINE_S = 20.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture
@@ -635,4 +635,4 @@ def test_one_that_nobody_closed_is_collected_with_all_that_refers_to_it(keys: st
         "del engine\n"
         "gc.collect()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=900)

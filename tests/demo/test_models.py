@@ -49,7 +49,7 @@ def told(tmp_path_factory, request):
     file.write_text(json.dumps(runs))
     tests = Path(__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-m", "demo.many", str(file)], capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-m", "demo.many", str(file)], capture_output=True, text=True, timeout=900, check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,7 +18,7 @@ import pytest
 from pdstage.cli import parser
 from tests.docs.pages import OTHER, PAGES, PYTHON, REASONS, ROOT, SHELL, Block, blocks, commands, programs
 
-LIMIT_S = 240
+LIMIT_S = 900
 SLOW = {"CONTRIBUTING.md", "demo.md", "doctor.md", "integrate.md", "traces.md", "transports.md"}
 SHELL_PAGES = [page for page in PAGES if any(block.language in SHELL for block in blocks(page))]
 INLINE = re.compile(r"`((?:pdstage|make|python3? -m) [^`\n]+)`")

@@ -34,7 +34,7 @@ def test_every_block_runs(page: Path, tmp_path: Path) -> None:
     code = "\n".join(f"{block.first}\n# {block.where}\n{block.text}" for block in run)
     (tmp_path / "page.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "page.py"], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,
+        [sys.executable, "page.py"], capture_output=True, text=True, timeout=900, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, f"{page.name}\n{done.stderr}"

@@ -29,7 +29,7 @@ from tests.fuzz.draw import Draw, altered_bytes
 from tests.fuzz.wire import alter_frame, bend_frame, samples
 
 _LAYERS, _HEADS, _DIM, _PAGE, _PAGES = 2, 2, 32, 4, 16
-_WAIT_S = 30.0
+_WAIT_S = 240.0
 _TRIES, _SLOW_S = 3, 3.0
 _ROWS, COLUMNS = 64, (Column("ids", "int32", (16,)), Column("draft", "float16", (33,)))
 

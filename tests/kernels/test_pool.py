@@ -294,4 +294,4 @@ assert same()
 
 @pytest.mark.skipif("c++" not in HOST_CODES, reason="needs the extension")
 def test_helping_threads_survive_a_fork_and_end_with_the_process():
-    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=120, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=900, cwd=Path(__file__).parents[2])

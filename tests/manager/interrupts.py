@@ -36,7 +36,7 @@ forked = multiprocessing.get_context("fork")
 
 _PACKAGE = f"{Path(pdstage.__file__).parent}{os.sep}"
 _CALLED = ("contextlib.py", "threading.py", "queue.py")
-LONGEST_S = 60.0
+LONGEST_S = 240.0
 _CLOSE_S = 1.0
 
 

@@ -159,7 +159,7 @@ def test_a_directory_with_too_many_connections_says_so_once(monkeypatch, caplog)
     monkeypatch.setattr(directory_http, "_MAX_CONNECTIONS", 2)
     with BootstrapServer() as server:
         host, _, port = server.address.rpartition(":")
-        held = [socket.create_connection((host, int(port)), timeout=20) for _ in range(8)]
+        held = [socket.create_connection((host, int(port)), timeout=240) for _ in range(8)]
         BootstrapClient(server.address, timeout_s=20.0).instances()  # answered after all of those were taken
         for one in held:
             one.close()

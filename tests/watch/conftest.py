@@ -18,7 +18,7 @@ TOKENS = 50
 
 
 def get(address: str, path: str = "/metrics") -> str:
-    with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=240) as answer:
         return answer.read().decode()
 
 

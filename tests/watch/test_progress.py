@@ -32,7 +32,7 @@ def in_terminal(command: tuple[str, ...]) -> tuple[int, str, str]:
         if not part:
             break
         shown += part
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=900)
     os.close(main)
     return process.returncode, printed.decode(), shown.decode(errors="replace")
 

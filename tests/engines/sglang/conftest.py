@@ -39,7 +39,7 @@ def in_new_process(metadata_dir: str):
         result = subprocess.run(
             [sys.executable, "-c", f"from tests.engines import stubs; stubs.install()\n{program}"],
             env={**os.environ, "PYTHONPATH": path, **environment},
-            capture_output=True, text=True, timeout=240, check=False,
+            capture_output=True, text=True, timeout=900, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr[-4000:]
         return result.stdout

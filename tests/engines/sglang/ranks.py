@@ -35,7 +35,7 @@ from tests.engines.sglang.setups import Setup
 
 MODEL = str(Path(__file__).parent / "model")
 ROWS = 16
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 class Stages:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pdstage.integrations.vllm import PdStageConnector
 
 N_HEADS, HEAD_SIZE, N_LAYERS = 8, 16, 2
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
     "num_hidden_layers": N_LAYERS, "num_attention_heads": N_HEADS, "num_key_value_heads": N_HEADS,

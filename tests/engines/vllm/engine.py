@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
-PATIENCE_S = 60.0  # how long anything may take on a loaded machine
+PATIENCE_S = 240.0  # how long anything may take on a loaded machine
 
 
 class Ranks(Executor):
