@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
-import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -66,6 +65,15 @@ class Publishes(Protocol):
     def publish(self) -> None: ...
 
 
+class _All(NamedTuple):
+    """An event that is done when all of `events` are."""
+
+    events: list[CudaEvent]
+
+    def query(self) -> bool:
+        return all(event.query() for event in self.events)
+
+
 class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
     """One rank's manager, in either role."""
 
@@ -91,6 +99,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         self.node: Any = None
         self.gauges: Gauges | None = None
+        self.scheduler: Any = None
+        """This rank's, from its first request on."""
         self._unsafe: dict[int, list[Receiver]] = {}
         self.register_buffer_to_engine()
         self._heartbeat = None if self.is_prefill else self._start_heartbeat_checker_thread()
@@ -152,17 +162,19 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
 
     def meet(self, scheduler: Any) -> None:  # noqa: ANN401  (SGLang's)
         """Called with this rank's scheduler at each request. The first call adds the node's metrics to SGLang's."""
+        self.scheduler = scheduler
         if self.gauges is None and scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
             self.gauges = Gauges(lambda: self.node, scheduler.metrics_collector_context.collector)
 
     def launched(self) -> CudaEvent | None:
-        """An event after this scheduler's launched work, which may still zero pages or states; None on the CPU."""
-        device = str(get_device().device)
-        if device == "cpu":
-            return None
-        event = torch.Event(device)
-        event.record()
-        return event
+        """An event after all work that the scheduler has launched; None on the CPU.
+
+        On its own stream it zeroes states. On the other one, with overlap, the step of a request may go on that has
+        ended: it writes to pages that are free by now, and the scheduler's stream waits for its reads only.
+        """
+        streams = self.scheduler.schedule_stream, self.scheduler.forward_stream
+        events = [event for stream in streams if (event := stream.record_event()) is not None]
+        return _All(events) if events else None
 
     def deregister_buffer_to_engine(self) -> None:
         """Ends the node, since SGLang releases its KV memory. Open rooms fail."""

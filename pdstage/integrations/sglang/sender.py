@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from pdstage.integrations.sglang.manager import PdStageKVManager
     from pdstage.manager import Sender
+    from pdstage.manager.handle import CudaEvent
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +92,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
             return
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
-        ready: Any = self._early_send_wait_event
-        self._early_send_wait_event = None
+        ready = self._ready(is_last=is_last)
         args = self.kv_mgr.kv_args
         try:
             if len(kv_indices):
@@ -107,6 +107,18 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
             self._end(self._room, str(error))
             return
         self._record_transfer_indices(kv_indices, state_indices)
+
+    def _ready(self, *, is_last: bool) -> CudaEvent | None:
+        """After which the pages of a `send` are written; None if they are.
+
+        SGLang gives an event with pages of its cache that a step may still write, or HiCache load for it. Else it sends
+        what a step wrote when the step's result is there, but for chunks without overlap: those it sends once launched.
+        """
+        given: CudaEvent | None = self._early_send_wait_event
+        self._early_send_wait_event = None
+        if given is None and not is_last and not self.kv_mgr.scheduler.enable_overlap:
+            return self.kv_mgr.launched()
+        return given
 
     def publish(self) -> None:
         """Writes the room's state where SGLang looks it up, unless the scheduler is done with it. Any thread may call

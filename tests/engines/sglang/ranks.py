@@ -15,6 +15,7 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import prometheus_client
@@ -24,6 +25,8 @@ from sglang.srt.disaggregation import decode, prefill, role_switch, utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
@@ -64,11 +67,71 @@ class Groups:
         self.cp = [torch.distributed.new_group([rank]) for rank in range(setup.tp_size)][setup.tp_rank]
 
 
+class Event:
+    """`torch.cuda.Event` over the streams below."""
+
+    launched: frozenset[str] = frozenset()
+
+    def record(self, stream: Stream) -> None:
+        self.launched = stream.launched
+
+    def query(self) -> bool:
+        return self.launched.isdisjoint(Stream.under_way)
+
+
+class Stream(torch.cpu.Stream):
+    """A scheduler's stream, whose work is over when the test says so. PyTorch's own on the CPU keep no work."""
+
+    under_way: ClassVar[set[str]] = set()
+
+    def __init__(self) -> None:
+        self.launched: frozenset[str] = frozenset()
+
+    def launch(self, work: str) -> None:
+        self.under_way.add(work)
+        self.launched |= {work}
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.launched |= event.launched
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.launched |= stream.launched
+
+
+class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
+    """A scheduler as far as a backend sees it. The methods that send a request's chunks are SGLang's."""
+
+    enable_staging, enable_hisparse, kv_checksum_computer, rust_server = False, False, None, None
+    _war_barrier_enabled = True
+    req_to_token_pool = None
+
+    def __init__(self, **given: object) -> None:
+        vars(self).update(given)
+        self.enable_overlap = not runtime_context.get_schedule().disable_overlap_schedule
+        self.schedule_stream, self.forward_stream = Stream(), Stream()
+        self.disagg_prefill_pending_chunk_rids: set[str] = set()
+
+    def checkpoint_disagg_prefill(self, request: SimpleNamespace) -> None:
+        """No tree of prefixes is here."""
+
+
+class Request(SimpleNamespace):
+    """What SGLang's methods read of a request."""
+
+    __hash__ = object.__hash__
+
+
 class Rank:
     """What tests ask of a rank; a method a call of the scheduler's."""
 
     def __init__(self, setup: Setup) -> None:
         load_plugins()
+        torch.cuda.Event = Event  # type: ignore[assignment, misc]
         os.environ[environment.NODE.name] = setup.node
         os.environ.update(setup.environ)
         self.setup = setup
@@ -99,9 +162,9 @@ class Rank:
         model = runtime_context.process_model_config()
         model.hf_text_config.full_attention_layer_ids = [0, 3]  # what a hybrid model's config says
         runner = SimpleNamespace(kv_cache_dtype_str="bfloat16", lora_manager=SimpleNamespace(lora_refs=self.adapters))
-        scheduler = SimpleNamespace(
-            rust_server=None, tp_worker=SimpleNamespace(model_runner=runner), model_config=model, server_args=args,
-            enable_hisparse=False, req_to_token_pool=None, metrics_collector_context=self.metrics,
+        self.scheduler = scheduler = Scheduler(
+            tp_worker=SimpleNamespace(model_runner=runner), model_config=model, server_args=args,
+            metrics_collector_context=self.metrics,
         )  # fmt: skip
         parallel = runtime_context.get_parallel()
         queue = SimpleNamespace(
@@ -229,10 +292,24 @@ class Rank:
             logging.getLogger("pdstage").removeHandler(handler)
         return said
 
-    def busy(self, still: bool) -> None:
-        """Whether what the scheduler launched on its device is under way, as an event of a device says it."""
-        self._busy = still
-        self.manager.launched = lambda: SimpleNamespace(query=lambda: not self._busy)
+    def launch(self, stream: str, work: str) -> None:
+        """The scheduler launches `work` on that stream of its device."""
+        getattr(self.scheduler, stream).launch(work)
+
+    def end(self, work: str) -> None:
+        """It is over."""
+        Stream.under_way.discard(work)
+
+    def fence(self) -> bool:
+        """SGLang's own step after a forward pass was launched, which has read the page tables by now; whether the
+        scheduler's stream waits for nothing more.
+        """
+        from sglang.srt.managers.scheduler import Scheduler as Theirs  # noqa: PLC0415  (costs seconds)
+
+        runner = SimpleNamespace(shared_read_done_event=Event())
+        self.scheduler.model_worker = SimpleNamespace(last_shared_read_runner=runner)
+        Theirs._apply_war_barrier(self.scheduler)
+        return self.scheduler.schedule_stream.record_event().query()
 
     def latency(self, room: int) -> float | None:
         return self.rooms[room].get_transfer_metric().transfer_latency_s
@@ -279,6 +356,39 @@ class Rank:
         stop_page = -(-stop // page) if last else stop // page
         chunk = pages[start // page - first : stop_page - first]
         self.rooms[room].send(chunk, self._state_indices(room) if last else None, num_kv_tokens=stop - start)
+
+    def chunked(self, room: int, n_tokens: int, stop: int) -> None:
+        """The request's chunk up to `stop` was launched: `process_prefill_chunk`, and with overlap its result."""
+        request = self._in_chunks(room, n_tokens)
+        request.extend_end, self.scheduler.chunked_req = stop, request
+        self.scheduler.process_prefill_chunk(None, SimpleNamespace())
+        if self.scheduler.enable_overlap:
+            self.scheduler.send_kv_chunk(request, last_chunk=False, end_idx=request.tmp_end_idx)
+
+    def cached(self, room: int, n_tokens: int, stop: int, loads: bool) -> int:
+        """`run_batch` of a request whose tokens up to `stop` were in the cache; up to where it was sent. `loads`:
+        HiCache began to load pages for the same batch.
+        """
+        request = self._in_chunks(room, n_tokens)
+        request.prefix_len = stop
+        self.scheduler.maybe_send_cached_prefix_chunk(request, allow_send=not loads)
+        return request.start_send_idx
+
+    def _in_chunks(self, room: int, n_tokens: int) -> Request:
+        """The request as SGLang's methods read it; its pages are in the scheduler's table."""
+        page, size = self.setup.page_size, self.memory.pool.size
+        pages, first = self.items[room]["kv"]
+        table = ReqToTokenPool(1, 64 * page, "cpu", enable_memory_saver=False)
+        slots = (pages[:, None] * page + np.arange(page)).reshape(-1)
+        table.req_to_token[0, first * page : first * page + len(slots)] = torch.from_numpy(slots)
+        self.scheduler.req_to_token_pool = table
+        self.scheduler.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
+            size, page, torch.bfloat16, "cpu", self.memory.pool, need_sort=False
+        )
+        return Request(
+            rid=f"request {room}", kv=SimpleNamespace(req_pool_idx=0), disagg_kv_sender=self.rooms[room],
+            origin_input_ids=range(n_tokens), start_send_idx=first * page, host_hit_length=0, pending_bootstrap=False,
+        )  # fmt: skip
 
     # Decode.
 

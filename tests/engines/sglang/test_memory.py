@@ -127,16 +127,27 @@ def test_ranks_that_are_done_or_have_nothing_to_send_fail_with_the_others():
     assert told() == {FAILED}, "a pipeline stage asks twice"
 
 
-def test_nothing_is_written_while_decode_may_still_zero_its_pages(fleet):
-    """What SGLang launched before it named them, such as the clearing of a state's slot, is over first."""
-    fleet.decode.each("busy", True)
-    fleet.announce(6)
-    fleet.bind(6, TOKENS)
-    assert {fleet.prefill.poll(6) for _ in range(LOOKS)} == {BOOTSTRAPPING}
-    fleet.decode.each("busy", False)
-    fleet.begin(6, TOKENS)
-    fleet.compute(6, 0, TOKENS, True)
-    fleet.finish(6, TOKENS)
+@pytest.mark.parametrize("stream", ["schedule_stream", "forward_stream"])
+def test_nothing_is_written_while_decode_may_still_write_its_pages(fleet, stream):
+    """What SGLang launched before it named them is over first: the clearing of a state's slot, and with overlap the
+    step of a request that has ended, and whose pages these were.
+    """
+    room = 6 if stream == "schedule_stream" else 26
+    fleet.decode.each("launch", stream, "work")
+    fleet.announce(room)
+    fleet.bind(room, TOKENS)
+    assert {fleet.prefill.poll(room) for _ in range(LOOKS)} == {BOOTSTRAPPING}
+    fleet.decode.each("end", "work")
+    fleet.begin(room, TOKENS)
+    fleet.compute(room, 0, TOKENS, True)
+    fleet.finish(room, TOKENS)
+
+
+def test_sglangs_own_barrier_does_not_wait_for_a_steps_writes(fleet):
+    """So the stream on which its scheduler hands out pages says nothing of them."""
+    fleet.decode.each("launch", "forward_stream", "step")
+    assert fleet.decode.each("fence") == [True]
+    fleet.decode.each("end", "step")
 
 
 def test_a_request_while_memory_is_given_away_fails_and_nothing_else(fleet):

@@ -1,0 +1,74 @@
+"""When prefill's pages are read: not before they are written. SGLang says so by an event, by a result, or not at all.
+
+SGLang's own methods send the chunks here. A page that is read too early has what the test writes before it computes it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.sglang.fleet import SUCCESS, TRANSFERRING, WAITING, Fleet
+
+NODE = '{"path": "direct", "transport": "local"}'
+TOKENS = 100
+LOOKS = 50
+OVERLAP, STAGES, IN_TURN = (1, ()), (2, ()), (1, ("--disable-overlap-schedule",))
+
+
+def fleet_of(kind) -> Fleet:
+    stages, options = kind
+    return Fleet(1, 1, "mha", NODE, prefill_pp=stages, options=options)
+
+
+def goes_on(fleet, room: int, stop: int) -> None:
+    """The step that writes tokens up to `stop` is over only now; then the rest."""
+    assert {fleet.prefill.poll(room) for _ in range(LOOKS)} <= {WAITING, TRANSFERRING}
+    fleet.prefill.each("compute", room, 0, stop)
+    fleet.prefill.each("end", "step")
+    fleet.compute(room, stop, TOKENS, True)
+    fleet.finish(room, TOKENS)
+    fleet.forgets_all()
+
+
+@pytest.mark.parametrize("kind", [STAGES, IN_TURN], ids=["stages", "in turn"])
+def test_a_chunk_is_read_when_the_step_that_computes_it_is_over(installed, kind):
+    """Without overlap SGLang sends a chunk when it has launched it."""
+    with fleet_of(kind) as fleet:
+        fleet.open(1, TOKENS)
+        fleet.prefill.each("launch", "forward_stream", "step")
+        fleet.prefill.each("chunked", 1, TOKENS, 64)
+        goes_on(fleet, 1, 64)
+
+
+@pytest.fixture(scope="module")
+def fleet(installed):
+    with fleet_of(OVERLAP) as made:
+        yield made
+
+
+def test_a_chunk_whose_result_is_in_does_not_wait_for_the_next_step(fleet):
+    """With overlap SGLang sends a chunk when its result is there. The next step goes on."""
+    fleet.open(2, TOKENS)
+    fleet.prefill.each("compute", 2, 0, 64)
+    fleet.prefill.each("launch", "forward_stream", "next step")
+    fleet.prefill.each("chunked", 2, TOKENS, 64)
+    fleet.compute(2, 64, TOKENS, True)
+    assert fleet.decode.until(2, SUCCESS) == SUCCESS
+    fleet.prefill.each("end", "next step")
+    fleet.finish(2, TOKENS)
+
+
+def test_a_cached_prefix_is_read_when_the_step_before_is_over(fleet):
+    """Which may still write it, or wait for HiCache, which loads it from the host."""
+    fleet.open(3, TOKENS)
+    fleet.prefill.each("launch", "forward_stream", "step")
+    assert fleet.prefill.each("cached", 3, TOKENS, 48, False) == [48]
+    goes_on(fleet, 3, 48)
+
+
+def test_a_prefix_that_hicache_loads_for_the_same_step_is_not_sent_before(fleet):
+    fleet.open(4, TOKENS)
+    assert fleet.prefill.each("cached", 4, TOKENS, 48, True) == [0]
+    fleet.compute(4, 0, TOKENS, True)
+    fleet.finish(4, TOKENS)
+    fleet.forgets_all()
