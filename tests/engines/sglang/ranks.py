@@ -25,6 +25,7 @@ from sglang.srt.disaggregation import decode, prefill, role_switch, utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
@@ -72,8 +73,8 @@ class Event:
 
     launched: frozenset[str] = frozenset()
 
-    def record(self, stream: Stream) -> None:
-        self.launched = stream.launched
+    def record(self, stream: Stream | None = None) -> None:
+        self.launched = (stream or Stream.current).launched
 
     def query(self) -> bool:
         return self.launched.isdisjoint(Stream.under_way)
@@ -83,6 +84,7 @@ class Stream(torch.cpu.Stream):
     """A scheduler's stream, whose work is over when the test says so. PyTorch's own on the CPU keep no work."""
 
     under_way: ClassVar[set[str]] = set()
+    current: ClassVar[Stream]
 
     def __init__(self) -> None:
         self.launched: frozenset[str] = frozenset()
@@ -295,6 +297,23 @@ class Rank:
     def launch(self, stream: str, work: str) -> None:
         """The scheduler launches `work` on that stream of its device."""
         getattr(self.scheduler, stream).launch(work)
+
+    def load(self, work: str) -> None:
+        """HiCache launches `work`, a load from the host, and then the scheduler a step that reads every layer: both by
+        SGLang's own counter and pool.
+        """
+        cache_controller.device_module = SimpleNamespace(Event=Event, current_stream=lambda: Stream.current)
+        pool, Stream.current = self.memory.pool, Stream()
+        counter = cache_controller.LayerDoneCounter(pool.layer_num)
+        pool.register_layer_transfer_counter(counter)
+        Stream.current.launch(work)
+        producer = counter.update_producer()
+        for layer in range(pool.layer_num):
+            counter.events[producer].complete(layer)
+        Stream.current = self.scheduler.forward_stream
+        counter.set_consumer(producer)
+        for layer in range(pool.layer_num):
+            pool.get_kv_buffer(pool.start_layer + layer)
 
     def end(self, work: str) -> None:
         """It is over."""
