@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.sglang.fleet import FAILED, WAITING, Fleet, eventually
+from tests.engines.sglang.fleet import FAILED, SUCCESS, WAITING, Fleet, eventually
 
 DIRECT = '{"path": "direct", "transport": "local"}'
 TOKENS = 100
@@ -74,6 +74,27 @@ def test_a_stage_that_fails_alone_fails_the_room(fleet):
     fleet.decode.each("release", 9)
     fleet.prefill.ranks[1].call("wake")
     fleet.run(10, TOKENS)
+    fleet.forgets_all()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_fails_in_transfer_fails_the_room(fleet, stage):
+    """No stage waits for ever for the others, and none of them frees a page that is read."""
+    room = 12 + stage
+    fleet.open(room, TOKENS)
+    fleet.compute(room, 0, 64, False)
+    fleet.prefill.ranks[stage].call("sleep")
+    fleet.compute(room, 64, TOKENS, True)
+    for rank in fleet.prefill.ranks:
+        assert eventually(lambda rank=rank: rank.call("poll", room), lambda state: state in (FAILED, SUCCESS)) == FAILED
+    fleet.prefill.each("failure", room)
+    assert fleet.decode.until(room, FAILED, SUCCESS) == FAILED
+    fleet.decode.each("failure", room)
+    fleet.decode.each("defer", room)
+    eventually(lambda: all(fleet.decode.each("safe", room)))
+    fleet.decode.each("release", room)
+    fleet.prefill.ranks[stage].call("wake")
+    fleet.run(room, TOKENS)
     fleet.forgets_all()
 
 
