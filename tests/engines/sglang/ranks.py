@@ -241,6 +241,12 @@ class Rank:
             statuses = statuses._local_map
         return kept | {"statuses": len(statuses), "handles": len(self.manager.node.handles())}
 
+    def lacks(self, room: int, of_manager: list[str], of_room: list[str]) -> tuple[list[str], list[str]]:
+        """Which of these names the manager has not, and which of those the room's sender or receiver."""
+        asked = (self.manager, of_manager), (self.rooms[room], of_room)
+        of_manager, of_room = ([name for name in names if not hasattr(one, name)] for one, names in asked)
+        return of_manager, of_room
+
     def released(self, room: int) -> bool:
         """Whether pdstage itself says that nothing touches the room's memory."""
         handle = self.rooms[room]._room

@@ -1,0 +1,98 @@
+"""What SGLang's schedulers use of a backend's classes, and what it still calls of them: both by its own source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from sglang.srt.disaggregation.common import conn
+
+from pdstage.integrations.sglang.bootstrap import PdStageKVBootstrapServer
+from pdstage.integrations.sglang.manager import PdStageKVManager
+from pdstage.integrations.sglang.receiver import PdStageKVReceiver
+from pdstage.integrations.sglang.sender import PdStageKVSender
+from tests.engines.sglang.fleet import Fleet
+
+CLASSES = {
+    PdStageKVManager: conn.CommonKVManager,
+    PdStageKVSender: conn.CommonKVSender,
+    PdStageKVReceiver: conn.CommonKVReceiver,
+    PdStageKVBootstrapServer: conn.CommonKVBootstrapServer,
+}
+MANAGER, SENDER, RECEIVER = {"kv_manager", "kv_mgr", "km"}, {"disagg_kv_sender", "sender"}, {"kv_receiver"}
+NEVER = {
+    "_prefetch_staging_reqs",  # of SGLang's own staging, which is refused
+    "set_kv_buffer_tensors",  # the same
+    "supports_host_tensor_indices",  # pages that are still on their way from the device
+}
+"""What SGLang asks for before it uses it, and this backend has not."""
+
+
+def used(names: set[str]) -> list[str]:
+    """The attributes that SGLang's queues and schedulers use of what has one of these names."""
+    (root,) = find_spec("sglang").submodule_search_locations
+    srt = Path(root, "srt")
+    found = set()
+    for path in (*(srt / "disaggregation").glob("*.py"), *(srt / "managers").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr=attribute):
+                    pass
+                case ast.Call(
+                    func=ast.Name(id="getattr" | "hasattr"),
+                    args=[ast.Name(id=name) | ast.Attribute(attr=name), ast.Constant(value=attribute), *_],
+                ):
+                    pass
+                case _:
+                    continue
+            if name in names:
+                found.add(attribute)
+    return sorted(found)
+
+
+def test_the_classes_have_all_that_sglang_uses(installed):
+    with Fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}') as fleet:
+        fleet.announce(1)
+        lacking = set()
+        of_manager = used(MANAGER)
+        missing = []
+        for engine, names in ((fleet.prefill, SENDER), (fleet.decode, RECEIVER)):
+            ((managers, rooms),) = engine.each("lacks", 1, of_manager, used(names))
+            missing.append(set(managers))
+            lacking |= set(rooms)
+        lacking |= set.intersection(*missing)  # the others are of one role
+        assert lacking == NEVER
+        fleet.bind(1, 40)
+        fleet.begin(1, 40)
+        fleet.compute(1, 0, 40, True)
+        fleet.finish(1, 40)
+
+
+@pytest.mark.parametrize("ours", CLASSES, ids=lambda one: one.__name__)
+def test_each_method_takes_what_sglangs_takes(ours):
+    """And nothing is abstract."""
+    theirs = CLASSES[ours]
+    assert not ours.__abstractmethods__
+    for name, method in vars(ours).items():
+        if name == "__init__" or not callable(method) or not hasattr(theirs, name):
+            continue
+        mine, other = (inspect.signature(getattr(one, name)).parameters for one in (ours, theirs))
+        assert [*mine] == [*other], name
+
+
+@pytest.mark.parametrize(
+    ("ours", "names"),
+    [
+        (PdStageKVSender, ["_poll_with_status"]),
+        (PdStageKVReceiver, ["_poll", "_send_abort_notification", "_setup_bootstrap_infos"]),
+        (PdStageKVBootstrapServer, ["_setup_routes"]),
+    ],
+    ids=["sender", "receiver", "server"],
+)
+def test_sglang_still_calls_the_private_methods_that_are_replaced(ours, names):
+    """One that it calls no more would be called by nobody."""
+    source = inspect.getsource(CLASSES[ours])
+    assert [name for name in names if name not in vars(ours) or f"self.{name}(" not in source] == []
