@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -53,8 +54,12 @@ def test_clients_that_leave(fleet, request: pytest.FixtureRequest):
     right.check(load.ask_all(handed_over(prefill, decode), asked[:16], 8), answered)
 
 
-def _kill_under_load(fleet, what: str, kill, *, n_tokens: int = load.N_TOKENS) -> tuple[SglangServer, SglangServer]:
-    """`kill(prefill, decode)` while 16 clients ask; every client hears of its request, and what came is right."""
+def _under_load(
+    fleet, what: str, do, *, n_tokens: int = load.N_TOKENS
+) -> tuple[SglangServer, SglangServer, list[load.Answer]]:
+    """`do(prefill, decode)` in a thread while 16 clients ask; every client hears of its request, and what came is
+    right.
+    """
     asked = load.prompts(60, seed=231)
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
     answered = right.tokens(fleet, PAIR.reference, asked, n_tokens)
@@ -67,14 +72,19 @@ def _kill_under_load(fleet, what: str, kill, *, n_tokens: int = load.N_TOKENS) -
         n_answered += 1
         return answer
 
-    async def kill_it() -> None:
+    async def do_it() -> None:
         await faults.until(lambda: n_answered >= 12)
-        kill(prefill, decode)
+        await asyncio.to_thread(do, prefill, decode)
 
     with fleet.timed(f"{what}: {len(asked)} prompts"):
-        answers = load.ask_all(counted, asked, 16, while_=kill_it())
+        answers = load.ask_all(counted, asked, 16, while_=do_it())
     fleet.note(f"{what}: {right.summary(answers, answered)}")
     right.check(answers, answered, all_ok=False)
+    return prefill, decode, answers
+
+
+def _kill_under_load(fleet, what: str, kill, *, n_tokens: int = load.N_TOKENS) -> tuple[SglangServer, SglangServer]:
+    prefill, decode, answers = _under_load(fleet, what, kill, n_tokens=n_tokens)
     assert not all(one.is_ok for one in answers), "nothing was under way when it was killed"
     return prefill, decode
 
@@ -92,6 +102,16 @@ def _all_right_again(fleet) -> None:
 def test_prefill_dies_under_load(fleet):
     """Decode goes on, with the next prefill at the same address."""
     _, decode = _kill_under_load(fleet, "prefill killed", lambda prefill, _: prefill.kill())
+    check_free(decode)
+    _all_right_again(fleet)
+
+
+@pytest.mark.full
+def test_prefill_is_asked_to_end_under_load(fleet):
+    """It serves what it has and ends; decode goes on, with the next prefill at the same address."""
+    ended: list[bool] = []
+    _, decode, _ = _under_load(fleet, "prefill asked to end", lambda prefill, _: ended.append(prefill.stop(240)))
+    assert ended == [True]
     check_free(decode)
     _all_right_again(fleet)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,9 @@ ranks spin on one another, and on two cores Linux was seen to leave all else wai
 
 DIRECTORY_PORT = free_port()
 """Of the prefill engine that proxies find by its directory."""
+
+NAMED = "prefill"
+"""The name of an engine that proxies find by its directory."""
 
 USAGE = "vllm:kv_cache_usage_perc"
 SENT = "vllm:pdstage_sent_seconds_count"
@@ -143,6 +147,8 @@ class Engine:
 
     def _transfer_config(self, folder: Path) -> dict[str, Any]:
         role = {"kv_role": self.role, "kv_load_failure_policy": self.policy}
+        if self.directory:
+            role["engine_id"] = NAMED  # the same after a restart: proxies ask the directory once
         ours = {
             "kv_connector": "PdStageConnector",
             "kv_connector_module_path": "pdstage.integrations.vllm",
@@ -263,6 +269,25 @@ def handed_over(
         if between is not None:
             await between()
         return await decoded(session, decode.url, prompt, first, n_tokens=n_tokens, **more)
+
+    return ask
+
+
+def at_once(prefill: Server, decode: Server, directory: int) -> load.Ask:
+    """Asks both at once, as a proxy for MooncakeConnector does that knows prefill by its directory. Decode answers
+    whatever becomes of prefill's half.
+    """
+
+    async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
+        name = {"transfer_id": uuid.uuid4().hex}
+        where = {"remote_bootstrap_addr": f"http://127.0.0.1:{directory}", "remote_engine_id": NAMED}
+        to_decode = {"do_remote_prefill": True, "do_remote_decode": False} | where | name
+        told = load.body(prompt, n_tokens=1, kv_transfer_params=TO_PREFILL | name)
+        _, answer = await asyncio.gather(
+            load.post(session, prefill.url, prompt, told),
+            load.post(session, decode.url, prompt, load.body(prompt, kv_transfer_params=to_decode)),
+        )
+        return answer
 
     return ask
 

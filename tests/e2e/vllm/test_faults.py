@@ -12,7 +12,19 @@ import pytest
 
 from tests.e2e import compare, faults, load
 from tests.e2e.servers import Server, wait_until
-from tests.e2e.vllm.engines import PATIENT, RECEIVED, TO_PREFILL, USAGE, decoded, handed_over, n_known, pair, prefilled
+from tests.e2e.vllm.engines import (
+    DIRECTORY_PORT,
+    PATIENT,
+    RECEIVED,
+    TO_PREFILL,
+    USAGE,
+    at_once,
+    decoded,
+    handed_over,
+    n_known,
+    pair,
+    prefilled,
+)
 
 PAIR = pair((1, 128), (1, 128))
 HASTY = pair((1, 128), (1, 128), config=())
@@ -215,12 +227,14 @@ def test_decode_dies(fleet):
 
 
 @pytest.mark.full
-def test_a_rolling_restart_of_prefill_loses_no_request(fleet):
+@pytest.mark.parametrize("way", ["serial", "at once"])
+def test_a_rolling_restart_of_prefill_loses_no_request(fleet, way: str):
     """Asked to end while 16 clients ask: what it has is computed and handed over, what comes later is decode's to
     compute, and it ends within its bound. Then it starts again, and everything is handed over as before.
     """
     row = pair((1, 128), (1, 128), config=()).with_policy("recompute")
-    row = replace(row, prefill=replace(row.prefill, shutdown_s=DRAIN_S))
+    directory = DIRECTORY_PORT if way == "at once" else 0
+    row = replace(row, prefill=replace(row.prefill, shutdown_s=DRAIN_S, directory=directory))
     asked = load.prompts(120, seed=261)
     prefill, decode, _ = fleet.fresh(*row.engines)
     right = fleet.right(row.reference, asked)
@@ -231,14 +245,15 @@ def test_a_rolling_restart_of_prefill_loses_no_request(fleet):
         await faults.until(lambda: decode.metrics()[RECEIVED] - received >= 40)
         ended.append(await asyncio.to_thread(prefill.stop, 2 * DRAIN_S))
 
-    answers = load.ask_all(handed_over(prefill, decode, again=True), asked, 16, while_=end())
-    fleet.note(f"prefill asked to end under load: {compare.summary(answers, right)}")
+    ask = at_once(prefill, decode, directory) if directory else handed_over(prefill, decode, again=True)
+    answers = load.ask_all(ask, asked, 16, while_=end())
+    fleet.note(f"prefill asked to end under load, {way}: {compare.summary(answers, right)}")
     compare.check(answers, right)
     assert ended == [True], f"it did not end in {2 * DRAIN_S} s\n{prefill.tail()}"
-    assert not decode.says("was not received"), decode.tail()
+    assert directory or not decode.says("was not received"), decode.tail()
     prefill.start().wait()
     received = decode.metrics()[RECEIVED]
     decode.post("/reset_prefix_cache")
-    compare.check(load.ask_all(handed_over(prefill, decode), asked[:40], 8), right)
+    compare.check(load.ask_all(ask, asked[:40], 8), right)
     assert wait_until(lambda: decode.metrics()[RECEIVED] - received >= 40, 10)
     faults.check_free([prefill, decode], USAGE)
