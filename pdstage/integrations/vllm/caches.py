@@ -30,12 +30,13 @@ from pdstage.layout.topology import shard_range
 from pdstage.tensors import build, dsa_index, mla, paged_nhd, vllm_blocks, vllm_cpu_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from pdstage.integrations.vllm.groups import Held
     from pdstage.layout import Layout
     from pdstage.layout.topology import Topology
     from pdstage.tensors import Naming, Part
@@ -72,9 +73,12 @@ class Caches:
         n_pages: dict[str, int] = {}
         paged: dict[str, list[torch.Tensor]] = {}
         numbers: dict[str, int] = {}
-        groups = groups_of(kv_cache_config, topology.cp_size)
-        for group in groups:
+        groups: list[Group] = []
+        for group in groups_of(kv_cache_config, topology.cp_size):
             given = kv_cache_config.kv_cache_groups[group.index]
+            if kv_caches.keys().isdisjoint(given.layer_names):
+                continue  # a group of other pipeline stages
+            groups.append(group)
             seen: set[int] = set()
             for name in given.layer_names:
                 if name not in kv_caches or kv_caches[name].data_ptr() in seen:
@@ -102,6 +106,11 @@ class Caches:
         dealt = {group.component: shard for group in groups if group.n_shards > 1}
         layout = build(*parts, slots=states, exact=states, owned=dealt)
         return Caches(layout, next(iter(kv_caches.values())).device, keys, n_pages, paged, numbers)
+
+    def own(self, held: Mapping[str, Held]) -> dict[str, Held]:
+        """`held` without the groups of which this pipeline stage has no layer."""
+        mine = {component.name for component in self.layout.components}
+        return {component: one for component, one in held.items() if component in mine}
 
     def pages(self, component: str, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """The pages of vLLM's `blocks`: a block is several pages if a kernel wants smaller ones."""

@@ -126,10 +126,13 @@ class WorkerSide:
         self._computed = self._event() if metadata.sends else None
         if metadata.arrived:
             self._tasks.put(partial(self._arrive, metadata.arrived))
-        self._chunks = metadata.chunks
+        self._chunks = {}
         if metadata.chunks:
             assert self._caches is not None and self.prefill is not None, "a chunk of an engine that does not prefill"
-            many = (pair for chunk in metadata.chunks.values() for pair in chunk.held.items())
+            own = {name: one._replace(held=self._caches.own(one.held)) for name, one in metadata.chunks.items()}
+            self._chunks = {name: chunk for name, chunk in own.items() if chunk.held}
+        if self._chunks:
+            many = (pair for chunk in self._chunks.values() for pair in chunk.held.items())
             nbytes = sum(self._caches.nbytes(component, len(one.blocks)) for component, one in many)
             self._groups.begin(self.prefill.pieces(nbytes))
 
@@ -163,7 +166,7 @@ class WorkerSide:
         if not self._kv_cache_config.needs_kv_cache_zeroing:
             return
         for receive in metadata.receives.values():
-            for component, one in receive.held.items():
+            for component, one in self._caches.own(receive.held).items():
                 if one.partly:
                     self._caches.clear(component, one.partly)
 
@@ -266,7 +269,7 @@ class WorkerSide:
         """Pages and their tokens, and states, as nodes expect them."""
         assert self._caches is not None, "a request before register_kv_caches"
         items, tokens, states = {}, {}, {}
-        for component, one in held.items():
+        for component, one in self._caches.own(held).items():
             if one.tokens is None:
                 states[component] = Items(np.array(one.blocks, np.int64))
             else:

@@ -55,9 +55,14 @@ class Ranks(Executor):
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         outputs = self.collective_rpc("execute_model", args=(scheduler_output,))
         assert self.kv_output_aggregator is not None
-        done: Future[Any] = Future()
-        done.set_result(self.kv_output_aggregator.aggregate(outputs))
-        return done if non_block else done.result()
+        last = self.parallel_config.world_size - self.parallel_config.tensor_parallel_size  # as MultiprocExecutor's
+        self.done: Future[Any] = Future()
+        self.done.set_result(self.kv_output_aggregator.aggregate(outputs, output_rank=last))
+        return self.done if non_block else self.done.result()
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """Called where several batches are in flight: what the model computed is sampled already."""
+        return self.done if non_block else self.done.result()
 
     def check_health(self) -> None:
         pass
@@ -119,11 +124,11 @@ class Engine:
         self.core.add_request(*self.core.preprocess_add_request(request))
 
     def step(self) -> list[tuple[str, list[int], str | None, dict[str, Any] | None]]:
-        outputs, _ = self.core.step()
+        outputs, _ = self.core.step_fn()  # under pipeline parallelism several batches are in flight
         self.spoil()
         return [
             (one.request_id, one.new_token_ids, one.finish_reason and str(one.finish_reason), one.kv_transfer_params)
-            for some in outputs.values()
+            for some in (outputs or {}).values()
             for one in some.outputs
         ]
 

@@ -36,7 +36,7 @@ class Remote:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([first.__name__, engine.__name__, workers.__name__])
         self.processes, theirs = [], []
-        for rank in range(side.tp):
+        for rank in range(made.parallel_config.world_size):
             near, far = context.Pipe()
             meet = f"file://{scratch}/{name}"
             self.processes.append(context.Process(target=workers.serve, args=(far, made, rank, meet), daemon=True))

@@ -47,6 +47,7 @@ class Model:
 
     rank: int
     tp: int
+    tp_rank: int
     kv: KVCacheConfig
     heads: list[int]
     groups: list[tuple[KVCacheSpec, list[str]]]
@@ -110,12 +111,12 @@ class Model:
         v = n_heads * inner[0]
         q = (spec.shapes[0][0 if is_conv_state_dim_first() else 1] - v) // 2
         sections = (0, q), (q * self.tp, q), (2 * q * self.tp, v)
-        channels = [base + self.rank * n + at for base, n in sections for at in range(n)]
+        channels = [base + self.tp_rank * n + at for base, n in sections for at in range(n)]
         one, layer = np.array([digest]), layer_number(name)
         conv = oracle.cells(one, layer, channels, rows * 2).reshape(len(channels), rows, 2)
         if not is_conv_state_dim_first():
             conv = conv.transpose(1, 0, 2)
-        heads = [10_000 + self.rank * n_heads + at for at in range(n_heads)]
+        heads = [10_000 + self.tp_rank * n_heads + at for at in range(n_heads)]
         recurrent = oracle.cells(one, layer, heads, inner[0] * inner[1] * 4)
         return np.concatenate([conv.ravel(), recurrent.ravel()])
 

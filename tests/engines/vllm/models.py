@@ -78,6 +78,7 @@ class Side:
     tp: int
     block_size: int
     dcp: int = 1
+    pp: int = 1
     layout: str = "LBNHC"
     n_blocks: int = 64  # of the smallest kind there would be: see `config`
     max_num_batched_tokens: int = 64
@@ -101,12 +102,13 @@ def config(side: Side, model: Path) -> VllmConfig:
     shape = json.loads((model / "config.json").read_text())
     look_at(shape["architectures"])
     heads = max(1, shape["num_key_value_heads"] // side.tp)
-    page = side.block_size * heads * shape["head_dim"] * 2 * 2 * shape["num_hidden_layers"]
+    page = side.block_size * heads * shape["head_dim"] * 2 * 2 * -(-shape["num_hidden_layers"] // side.pp)
     made = VllmConfig(
         model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, seed=0, max_model_len=side.max_model_len),
         cache_config=CacheConfig(block_size=side.block_size, enable_prefix_caching=side.prefix_caching),
         parallel_config=ParallelConfig(
             tensor_parallel_size=side.tp,
+            pipeline_parallel_size=side.pp,
             decode_context_parallel_size=side.dcp,
             distributed_executor_backend="mp",
             cp_kv_cache_interleave_size=side.interleave,

@@ -237,6 +237,62 @@ def test_tokens_dealt_to_ranks(tmp_path, producer: Side, consumer: Side, interle
         pair.settle()
 
 
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        (Side("kv_producer", 2, 16, pp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
+        (Side("kv_producer", 2, 16), Side("kv_consumer", 1, 32, pp=2, n_blocks=48)),
+        (Side("kv_producer", 1, 16, pp=3), Side("kv_consumer", 2, 32, pp=2, n_blocks=48)),
+    ],
+    ids=["2x2 to 2x1", "2x1 to 1x2", "1x3 to 2x2"],
+)
+def test_layers_split_over_stages(tmp_path, producer: Side, consumer: Side):
+    """Pipeline parallelism on either side (TP x PP): each stage has the layers that vLLM gives it."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3}))
+    with Pair(producer, consumer, tmp_path, tmp_path) as pair:
+        lengths = 1, 2, 15, 16, 17, 63, 64, 65, 100, 200
+        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=21)}, max_tokens=12)
+        of_stages(pair, seed=22)
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        (Side("kv_producer", 2, 16, pp=2), replace(CONSUMER, n_blocks=48)),
+        (PRODUCER, Side("kv_consumer", 2, 64, pp=2, n_blocks=48)),
+    ],
+    ids=["2x2 to 2x1", "4x1 to 2x2"],
+)
+@pytest.mark.parametrize(
+    ("shape", "kinds"),
+    [(GEMMA, ["sliding_attention", "full_attention"]), (QWEN, ["linear_attention", "full_attention"])],
+    ids=["windows", "states"],
+)
+def test_stages_without_layers_of_a_group(tmp_path, producer: Side, consumer: Side, shape: dict, kinds: list[str]):
+    """The first stage has all windows or states, the second all full attention: each names blocks of both groups."""
+    layers = [kinds[0]] * 2 + [kinds[1]] * 2
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"layer_types": layers}))
+    with Pair(producer, consumer, tmp_path, tmp_path) as pair:
+        assert pair.p.call("groups") == pair.d.call("groups")
+        assert len(pair.p.call("groups")) == 2
+        lengths = 2, 16, 64, 70, 72, 135, 200
+        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=23)}, max_tokens=12)
+        of_stages(pair, seed=24)
+
+
+def of_stages(pair: Pair, seed: int) -> None:
+    """Sent while it is computed, and given up: each stage ends a request by itself."""
+    early, loading_one = prompts(200, 150, seed=seed)
+    pair.both("early", early)
+    pair.until(lambda: "early" in pair.d.ended, what="early")
+    pair.went_well("early", early)
+    pair.prefill("loading", loading_one)
+    pair.until(lambda: "loading" in pair.p.ended, pair.p, what="prefill")
+    loading(pair, "loading", loading_one)
+    pair.d.call("abort", "loading")
+    pair.settle()
+
+
 def test_sliding_windows_beside_full_attention(tmp_path):
     """Two groups, of which one keeps the blocks of its last 70 tokens only."""
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))

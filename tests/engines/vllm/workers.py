@@ -1,4 +1,4 @@
-"""One tensor-parallel rank of vLLM in a process of its own: all is real but the model, which writes `oracle`'s bytes.
+"""One rank of vLLM in a process of its own: all is real but the model, which writes `oracle`'s bytes.
 
 Real are the parallel state (gloo), the connector's making, the cache's allocation and views, and the order in which a
 model runner calls the connector (`vllm.v1.worker.gpu.kv_connector`). The model checks what attention would read before
@@ -17,9 +17,11 @@ from vllm.distributed import kv_transfer
 from vllm.distributed.parallel_state import (
     ensure_model_parallel_initialized,
     get_dcp_world_size_and_rank,
+    get_pp_group,
     get_tp_group,
     init_distributed_environment,
 )
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -63,12 +65,16 @@ class Worker(Model):
         self.sequences: dict[str, Sequence] = {}
         self.admitted: dict[str, int] = {}
         with set_current_vllm_config(config):
-            init_distributed_environment(self.tp, rank, meet, rank, "gloo")
-            ensure_model_parallel_initialized(self.tp, 1, 1, config.parallel_config.decode_context_parallel_size)
+            parallel = config.parallel_config
+            init_distributed_environment(parallel.world_size, rank, meet, rank, "gloo")
+            ensure_model_parallel_initialized(
+                self.tp, parallel.pipeline_parallel_size, 1, parallel.decode_context_parallel_size
+            )
+        self.tp_rank = get_tp_group().rank_in_group
         self.dealt = *get_dcp_world_size_and_rank(), config.parallel_config.cp_kv_cache_interleave_size
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """One spec a layer, of the model's own config."""
+        """One spec a layer of this pipeline stage, of the model's own config."""
         model, text = self.config.model_config, self.config.model_config.hf_text_config
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         shape = {
@@ -80,7 +86,9 @@ class Worker(Model):
         window = getattr(text, "sliding_window", None)
         full = FullAttentionSpec(**shape)
         specs: dict[str, KVCacheSpec] = {}
-        for number, kind in enumerate(kinds):
+        stage = get_pp_group()
+        for number in range(*get_pp_indices(len(kinds), stage.rank_in_group, stage.world_size)):
+            kind = kinds[number]
             if kind == "linear_attention":
                 specs[f"model.layers.{number}.linear_attn"] = self.state_spec(full.page_size_bytes)
             else:
@@ -137,12 +145,13 @@ class Worker(Model):
             }
             self.groups = [(group.kv_cache_spec, group.layer_names) for group in kv.kv_cache_groups]
             model = self.config.model_config
-            self.heads = heads_of(model.get_total_num_kv_heads(), self.tp, self.rank)
+            self.heads = heads_of(model.get_total_num_kv_heads(), self.tp, self.tp_rank)
             self.connector = ActiveKVConnector(self.config, caches)
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
         metadata = kv_transfer.get_kv_transfer_group().get_handshake_metadata()
-        return None if metadata is None else {(0, get_tp_group().rank_in_group): metadata}
+        where = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        return None if metadata is None else {where: metadata}
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
@@ -163,8 +172,11 @@ class Worker(Model):
         names = list(scheduled.num_scheduled_tokens)
         sampled = self.forward([(self.sequences[name], scheduled.num_scheduled_tokens[name]) for name in names])
         self.connector.finish_forward()
+        transfers = self.connector.post_forward(scheduled.finished_req_ids)
+        if not get_pp_group().is_last_rank:
+            return ModelRunnerOutput.with_kv_conn_output_only(transfers)
         output = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
-        output.kv_connector_output = self.connector.post_forward(scheduled.finished_req_ids)
+        output.kv_connector_output = transfers
         return output
 
     def admit(self, scheduled: SchedulerOutput) -> None:
