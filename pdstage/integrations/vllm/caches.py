@@ -64,7 +64,8 @@ class Caches:
         kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig, config: VllmConfig, topology: Topology
     ) -> Caches:
         """Raises `UsageError`, naming the layer, for a cache of another shape than vLLM 0.33's."""
-        tp = topology.tp_size, topology.tp_rank
+        parallel = config.parallel_config  # heads and states are sharded over TP, whoever shares the tokens
+        tp = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
         n_heads = config.model_config.get_total_num_kv_heads()
         n_groups = groups_of_states(config.model_config.hf_text_config)
         layers = config.compilation_config.static_forward_context

@@ -82,6 +82,6 @@ class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class PdStageHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """A prefill rank's advert (`pdstage.control.bootstrap.Advert`) as JSON."""
+    """Adverts of prefill ranks (`pdstage.control.bootstrap.Advert`) as JSON."""
 
-    advert: bytes
+    adverts: tuple[bytes, ...]

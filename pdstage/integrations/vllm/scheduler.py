@@ -81,8 +81,9 @@ class SchedulerSide:
         """
         number = self._settings.replica.number
         adverts = [
-            msgspec.structs.replace(msgspec.json.decode(one.advert, type=Advert), replica=number)
-            for one in handshakes.values()
+            msgspec.structs.replace(msgspec.json.decode(one, type=Advert), replica=number)
+            for each in handshakes.values()
+            for one in each.adverts
         ]
         if not adverts:
             return

@@ -15,7 +15,11 @@ import msgspec
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
+from vllm.distributed.parallel_state import (
+    get_dcp_world_size_and_rank,
+    get_pcp_group,
+    model_parallel_is_initialized,
+)
 
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
 from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
@@ -86,7 +90,7 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Registers vLLM's caches, by layer; rooms may come from now on. Raises `UsageError` for unsupported caches."""
-        _check_place(self.topology)
+        _check_place(self.topology, self._config.parallel_config)
         self._caches = Caches.of(kv_caches, self._kv_cache_config, self._config, self.topology)
         if self._caches.device.type != "cpu" and self._transfer.kv_buffer_device == "cpu":
             raise UsageError(
@@ -106,8 +110,19 @@ class WorkerSide:
             self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode, said))
 
     def handshake(self) -> PdStageHandshake | None:
-        """This rank's advert, if it prefills."""
-        return PdStageHandshake(msgspec.json.encode(self.prefill.advert)) if self.prefill is not None else None
+        """This rank's advert, if it prefills. Under prefill context parallelism vLLM keeps one answer a TP rank: each
+        rank gives the adverts of its whole group.
+        """
+        if self.prefill is None:
+            return None
+        advert = msgspec.json.encode(self.prefill.advert)
+        if self._config.parallel_config.prefill_context_parallel_size == 1:
+            return PdStageHandshake((advert,))
+        group = get_pcp_group()
+        ranks = range(group.world_size)
+        return PdStageHandshake(
+            tuple(group.broadcast_object(advert if rank == group.rank_in_group else None, src=rank) for rank in ranks)
+        )
 
     # A step.
 
@@ -358,35 +373,42 @@ class WorkerSide:
 
 def topology_of(parallel: ParallelConfig) -> Topology:
     """This worker's place in its engine. A data-parallel replica of vLLM is a separate engine with its own directory.
-    Under decode context parallelism, consecutive ranks of a tensor-parallel group have the same heads and share the
-    tokens. Raises `UsageError` for prefill context parallelism.
+
+    vLLM numbers a stage's ranks by prefill context, then by tensor parallelism, to form the groups of decode context
+    parallelism: a group shares the tokens. Without such groups, ranks that share a prompt's computation each keep all
+    of its KV: they are replicas here, as tensor-parallel ranks are of a latent.
     """
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise UsageError(
-            f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}",
-            remedy="this connector does not support prefill context parallelism yet",
-        )
-    tp_size, pp_size, cp_size = (
+    tp_size, pcp_size, cp_size, pp_size = (
         parallel.tensor_parallel_size,
-        parallel.pipeline_parallel_size,
+        parallel.prefill_context_parallel_size,
         parallel.decode_context_parallel_size,
+        parallel.pipeline_parallel_size,
     )
-    tp_rank, pp_rank = parallel.rank % tp_size, parallel.rank // tp_size % pp_size
+    at = parallel.rank % tp_size * pcp_size + _pcp_rank(parallel)
     return Topology(
-        tp_size=tp_size // cp_size, tp_rank=tp_rank // cp_size, cp_size=cp_size, cp_rank=tp_rank % cp_size,
-        pp_size=pp_size, pp_rank=pp_rank,
+        tp_size=tp_size * pcp_size // cp_size, tp_rank=at // cp_size, cp_size=cp_size, cp_rank=at % cp_size,
+        pp_size=pp_size, pp_rank=parallel.rank // (tp_size * pcp_size) % pp_size,
     )  # fmt: skip
 
 
-def _check_place(topology: Topology) -> None:
+def _pcp_rank(parallel: ParallelConfig) -> int:
+    rank: int = parallel.rank // parallel.tensor_parallel_size % parallel.prefill_context_parallel_size
+    return rank
+
+
+def _check_place(topology: Topology, parallel: ParallelConfig) -> None:
     """Raises `UsageError` if vLLM distributes tokens otherwise than `topology_of` assumes."""
-    there = get_dcp_world_size_and_rank()
-    if topology.cp_size > 1 and there != (topology.cp_size, topology.cp_rank):
-        raise UsageError(
-            f"this is rank {topology.cp_rank} of {topology.cp_size} of decode context parallelism, "
-            f"and vLLM has {there}",
-            remedy="use the pdstage release for your vLLM",
-        )
+    prefill = get_pcp_group() if model_parallel_is_initialized() else None
+    there = (prefill.world_size, prefill.rank_in_group) if prefill is not None else (1, 0)
+    for what, ours, theirs in (
+        ("decode", (topology.cp_size, topology.cp_rank), get_dcp_world_size_and_rank()),
+        ("prefill", (parallel.prefill_context_parallel_size, _pcp_rank(parallel)), there),
+    ):
+        if ours[0] > 1 and ours != theirs:
+            raise UsageError(
+                f"this is rank {ours[1]} of {ours[0]} of {what} context parallelism, and vLLM has {theirs}",
+                remedy="use the pdstage release for your vLLM",
+            )
 
 
 def _take_released(rooms: dict[str, AnyHandle]) -> list[tuple[str, AnyHandle]]:

@@ -55,7 +55,8 @@ class Ranks(Executor):
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         outputs = self.collective_rpc("execute_model", args=(scheduler_output,))
         assert self.kv_output_aggregator is not None
-        last = self.parallel_config.world_size - self.parallel_config.tensor_parallel_size  # as MultiprocExecutor's
+        stage = self.parallel_config.tensor_parallel_size * self.parallel_config.prefill_context_parallel_size
+        last = self.parallel_config.world_size - stage  # as MultiprocExecutor's
         self.done: Future[Any] = Future()
         self.done.set_result(self.kv_output_aggregator.aggregate(outputs, output_rank=last))
         return self.done if non_block else self.done.result()

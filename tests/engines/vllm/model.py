@@ -29,6 +29,8 @@ class Sequence:
     tokens: list[int]
     blocks: tuple[list[int], ...]
     computed: int
+    n_prefill: int = 0
+    """Tokens up to here are computed as prefill, not one by one."""
 
 
 def heads_of(total: int, tp: int, rank: int) -> list[int]:
@@ -73,8 +75,7 @@ class Model:
             self.read(sequence, self.check)
         layers = [(name, at, spec) for at, (spec, names) in enumerate(self.groups) for name in names]
         for name, at, spec in sorted(layers, key=lambda layer: layer_number(layer[0])):
-            for sequence, n in batch:
-                self.compute(name, at, spec, sequence, n)
+            self.compute_layer(name, at, spec, batch)
             self.computed(name)
         sampled: list[list[int]] = []
         for sequence, n in batch:
@@ -85,6 +86,10 @@ class Model:
 
     def computed(self, name: str) -> None:
         """One layer of the forward pass is done."""
+
+    def compute_layer(self, name: str, at: int, spec: KVCacheSpec, batch: list[tuple[Sequence, int]]) -> None:
+        for sequence, n in batch:
+            self.compute(name, at, spec, sequence, n)
 
     def compute(self, name: str, at: int, spec: KVCacheSpec, sequence: Sequence, n: int) -> None:
         """One layer's, of the group with number `at`."""
@@ -97,9 +102,12 @@ class Model:
             return
         mine = self.own(spec, np.arange(start, stop))
         truth = self.truth(digest[mine], name)
-        for views in (self.pools, self.shadows):
-            where = self.places(spec, sequence.blocks[at], mine)
+        where = self.places(spec, sequence.blocks[at], mine)
+        for views in self.written_by_compute():
             views[name][where[0], :, where[1]] = torch.from_numpy(truth)
+
+    def written_by_compute(self) -> tuple[dict[str, torch.Tensor], ...]:
+        return self.pools, self.shadows
 
     def truth(self, digest: NDArray[np.uint64], name: str) -> NDArray[np.uint8]:
         return oracle.cells(digest, layer_number(name), self.heads, self.pools[name].shape[3])
@@ -172,10 +180,15 @@ class Model:
         would be one in attention too.
         """
         for at, (spec, names) in enumerate(self.groups if self.kv.needs_kv_cache_zeroing else ()):
-            if isinstance(spec, MambaSpec) or not (rest := sequence.computed % spec.block_size):
+            size = spec.block_size * (self.dealt[0] if spec.dcp_sharded else 1)
+            block, n_rest = divmod(sequence.computed, size)
+            if isinstance(spec, MambaSpec) or not n_rest:
                 continue
+            empty = torch.ones(spec.block_size, dtype=torch.bool)
+            held = self.own(spec, np.arange(block * size, sequence.computed))
+            empty[self.places(spec, sequence.blocks[at], held)[1]] = False
             for name in names:
-                self.shadows[name][sequence.blocks[at][sequence.computed // spec.block_size], :, rest:] = 0
+                self.shadows[name][sequence.blocks[at][block]][:, empty] = 0
 
     def check(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8], _: int) -> None:
         found = self.pools[name][blocks, :, rows].numpy()

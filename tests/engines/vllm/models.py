@@ -55,6 +55,28 @@ QWEN: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "dtype": "bfloat16",
 }
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -79,6 +101,7 @@ class Side:
     block_size: int
     dcp: int = 1
     pp: int = 1
+    pcp: int = 1
     layout: str = "LBNHC"
     n_blocks: int = 64  # of the smallest kind there would be: see `config`
     max_num_batched_tokens: int = 64
@@ -109,6 +132,7 @@ def config(side: Side, model: Path) -> VllmConfig:
         parallel_config=ParallelConfig(
             tensor_parallel_size=side.tp,
             pipeline_parallel_size=side.pp,
+            prefill_context_parallel_size=side.pcp,
             decode_context_parallel_size=side.dcp,
             distributed_executor_backend="mp",
             cp_kv_cache_interleave_size=side.interleave,

@@ -369,19 +369,13 @@ def test_what_an_operator_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         Side(tmp_path, "kv_producer", full, extra={"pah": "staged"})
 
 
-def test_prefill_context_parallel_engines_are_refused(tmp_path: Path, src: Side) -> None:
-    made = config(tmp_path, "kv_producer")
-    made.parallel_config.prefill_context_parallel_size = 2
-    with pytest.raises(UsageError, match="prefill_context_parallel_size is 2"):
-        PdStageConnector(made, KVConnectorRole.WORKER, src.plan)
-
-
-def test_ranks_that_vllm_deals_tokens_to_otherwise_are_refused(tmp_path: Path, src: Side) -> None:
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_ranks_that_vllm_deals_tokens_to_otherwise_are_refused(tmp_path: Path, src: Side, kind: str) -> None:
     """Here no rank has a group for it, though the configuration says so."""
     made = config(tmp_path, "kv_producer", tp=2)
-    made.parallel_config.decode_context_parallel_size = 2
+    setattr(made.parallel_config, f"{kind}_context_parallel_size", 2)
     worker = PdStageConnector(made, KVConnectorRole.WORKER, src.plan)
-    with pytest.raises(UsageError, match=r"rank 0 of 2 of decode context parallelism, and vLLM has \(1, 0\)"):
+    with pytest.raises(UsageError, match=rf"rank 0 of 2 of {kind} context parallelism, and vLLM has \(1, 0\)"):
         worker.register_kv_caches(src.caches[0])
     worker.shutdown()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.engines.vllm.lives import Pair, continuation, prompts
-from tests.engines.vllm.models import GEMMA, LLAMA, QWEN, Side
+from tests.engines.vllm.models import DEEPSEEK, GEMMA, LLAMA, QWEN, Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -240,6 +240,29 @@ def test_tokens_dealt_to_ranks(tmp_path, producer: Side, consumer: Side, interle
 @pytest.mark.parametrize(
     ("producer", "consumer"),
     [
+        (Side("kv_producer", 1, 16, pcp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
+        (Side("kv_producer", 2, 16), Side("kv_consumer", 1, 32, pcp=2, n_blocks=48)),
+        (Side("kv_producer", 1, 16, pcp=2, pp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
+        (Side("kv_producer", 2, 16, pcp=2, dcp=4), Side("kv_consumer", 1, 64, n_blocks=24)),
+        (Side("kv_producer", 2, 16, pcp=2, dcp=2), Side("kv_consumer", 2, 32, dcp=2, n_blocks=48)),
+    ],
+    ids=["replicas to TP 2", "TP 2 to replicas", "replicas of stages", "shards of TP x PCP", "shards of PCP"],
+)
+def test_a_prompt_computed_by_several_ranks(tmp_path, producer: Side, consumer: Side):
+    """Prefill context parallelism on either side: alone each rank keeps all latents, with DCP a share of the tokens."""
+    sparse = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 64,
+              "index_n_heads": 4, "index_head_dim": 16}  # fmt: skip
+    shape = DEEPSEEK | (sparse if producer.dcp > 1 else {})
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with Pair(producer, consumer, tmp_path, tmp_path) as pair:
+        lengths = 1, 2, 15, 16, 17, 31, 33, 64, 100, 200
+        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=25)}, max_tokens=12)
+        of_stages(pair, seed=26)
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
         (Side("kv_producer", 2, 16, pp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
         (Side("kv_producer", 2, 16), Side("kv_consumer", 1, 32, pp=2, n_blocks=48)),
         (Side("kv_producer", 1, 16, pp=3), Side("kv_consumer", 2, 32, pp=2, n_blocks=48)),
@@ -291,6 +314,23 @@ def of_stages(pair: Pair, seed: int) -> None:
     loading(pair, "loading", loading_one)
     pair.d.call("abort", "loading")
     pair.settle()
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        (Side("kv_producer", 2, 16, dcp=2), CONSUMER),
+        (Side("kv_producer", 1, 64), Side("kv_consumer", 4, 32, dcp=2)),
+    ],
+    ids=["2 of 2 to TP 2", "TP 1 to 2 of 4"],
+)
+def test_states_where_tokens_are_dealt(tmp_path, producer: Side, consumer: Side):
+    """Decode context parallelism shares the tokens of full attention only: states are sharded over all of TP."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"num_key_value_heads": 1}))
+    with Pair(producer, replace(consumer, n_blocks=96), tmp_path, tmp_path) as pair:
+        assert pair.p.call("groups") == pair.d.call("groups") == ["FullAttentionSpec", "MambaSpec"]
+        pair.whole({f"length-{len(one)}": one for one in prompts(2, 17, 64, 65, 200, seed=27)}, max_tokens=12)
+        pair.settle()
 
 
 def test_sliding_windows_beside_full_attention(tmp_path):

@@ -17,19 +17,25 @@ from vllm.distributed import kv_transfer
 from vllm.distributed.parallel_state import (
     ensure_model_parallel_initialized,
     get_dcp_world_size_and_rank,
+    get_pcp_group,
     get_pp_group,
     get_tp_group,
     init_distributed_environment,
 )
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.utils import torch_utils
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.attention.ops.pcp import maybe_gather_mla_latent_cache_inputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.gpu.pcp_manager import maybe_build_pcp_manager
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from tests.engines.vllm import oracle
 from tests.engines.vllm.model import Model, Sequence, heads_of
 
 if TYPE_CHECKING:
@@ -64,12 +70,15 @@ class Worker(Model):
         config.parallel_config.rank = rank
         self.sequences: dict[str, Sequence] = {}
         self.admitted: dict[str, int] = {}
+        torch_utils.PIN_MEMORY = False  # there is no accelerator, whatever vLLM's wheel was built for
         with set_current_vllm_config(config):
             parallel = config.parallel_config
             init_distributed_environment(parallel.world_size, rank, meet, rank, "gloo")
             ensure_model_parallel_initialized(
-                self.tp, parallel.pipeline_parallel_size, 1, parallel.decode_context_parallel_size
-            )
+                self.tp, parallel.pipeline_parallel_size, parallel.prefill_context_parallel_size,
+                parallel.decode_context_parallel_size,
+            )  # fmt: skip
+            self.pcp = maybe_build_pcp_manager(config, torch.device("cpu"), supports_mm_inputs=False)
         self.tp_rank = get_tp_group().rank_in_group
         self.dealt = *get_dcp_world_size_and_rank(), config.parallel_config.cp_kv_cache_interleave_size
 
@@ -84,7 +93,7 @@ class Worker(Model):
             "dtype": model.dtype,
         }
         window = getattr(text, "sliding_window", None)
-        full = FullAttentionSpec(**shape)
+        full = MLAAttentionSpec(**shape) if model.use_mla else FullAttentionSpec(**shape)
         specs: dict[str, KVCacheSpec] = {}
         stage = get_pp_group()
         for number in range(*get_pp_indices(len(kinds), stage.rank_in_group, stage.world_size)):
@@ -145,13 +154,15 @@ class Worker(Model):
             }
             self.groups = [(group.kv_cache_spec, group.layer_names) for group in kv.kv_cache_groups]
             model = self.config.model_config
-            self.heads = heads_of(model.get_total_num_kv_heads(), self.tp, self.tp_rank)
+            self.heads = [0] if model.use_mla else heads_of(model.get_total_num_kv_heads(), self.tp, self.tp_rank)
             self.connector = ActiveKVConnector(self.config, caches)
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
         metadata = kv_transfer.get_kv_transfer_group().get_handshake_metadata()
-        where = get_pp_group().rank_in_group, get_tp_group().rank_in_group
-        return None if metadata is None else {where: metadata}
+        tp_rank, parallel = get_tp_group().rank_in_group, self.config.parallel_config
+        if parallel.prefill_context_parallel_size > 1 and parallel.decode_context_parallel_size > 1:
+            tp_rank += get_pcp_group().rank_in_group * self.tp
+        return None if metadata is None else {(get_pp_group().rank_in_group, tp_rank): metadata}
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
@@ -182,7 +193,8 @@ class Worker(Model):
     def admit(self, scheduled: SchedulerOutput) -> None:
         for new in scheduled.scheduled_new_reqs:
             tokens = list(new.prefill_token_ids or new.prompt_token_ids or [])
-            sequence = self.sequences[new.req_id] = Sequence(tokens, new.block_ids, new.num_computed_tokens)
+            sequence = Sequence(tokens, new.block_ids, new.num_computed_tokens, n_prefill=len(tokens))
+            self.sequences[new.req_id] = sequence
             self.admitted.setdefault(new.req_id, sequence.computed)
             self.read(sequence, self.adopt)
             self.adopt_cleared(sequence)
@@ -197,6 +209,44 @@ class Worker(Model):
     def admissions(self) -> dict[str, int]:
         """How many tokens each request had computed, here or elsewhere, when it was first scheduled."""
         return self.admitted
+
+    def written_by_compute(self) -> tuple[dict[str, torch.Tensor], ...]:
+        return super().written_by_compute() if self.pcp is None else (self.shadows,)
+
+    def compute_layer(self, name: str, at: int, spec: KVCacheSpec, batch: list[tuple[Sequence, int]]) -> None:
+        """Under prefill context parallelism vLLM's own code says which tokens this rank computes, and which of all
+        ranks' tokens it writes where. The shadow holds what this rank must have of all tokens.
+        """
+        super().compute_layer(name, at, spec, batch)
+        if self.pcp is None:
+            return
+        counts = np.array([n for _, n in batch])
+        starts = np.array([sequence.computed for sequence, _ in batch])
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        is_prefill = np.array([sequence.computed < sequence.n_prefill for sequence, _ in batch])
+        segments, per_rank = self.pcp._build_batch_layout(counts, starts, is_prefill, offsets)
+        mine = segments[self.pcp.pcp_rank]
+        truth = np.concatenate([
+            self.truth(oracle.digests(sequence.tokens)[sequence.computed : sequence.computed + n], name)[:, 0]
+            for sequence, n in batch
+        ])  # fmt: skip
+        latents = torch.zeros(max(per_rank), truth.shape[1], dtype=torch.uint8)
+        for one in mine:
+            latents[one.rank_local_batch_slice] = torch.from_numpy(truth[one.global_batch_slice])
+        slots = np.full((1, offsets[-1]), PAD_SLOT_ID)
+        for offset, (sequence, n) in zip(offsets, batch, strict=False):
+            held = self.own(spec, np.arange(sequence.computed, sequence.computed + n))
+            blocks, rows = self.places(spec, sequence.blocks[at], held)
+            slots[0, offset + held - sequence.computed] = blocks * spec.block_size + rows
+        (gathered,) = self.pcp._convert_to_gathered_slot_mappings(torch.from_numpy(slots))
+        n_decode = sum(one.num_tokens for one in mine if not is_prefill[one.global_batch_req_idx])
+        n_rope = self.config.model_config.hf_text_config.qk_rope_head_dim * 2
+        kv, rope, where = maybe_gather_mla_latent_cache_inputs(
+            latents[:, :-n_rope], latents[:, None, -n_rope:], gathered, n_decode, True, self.pcp.shard_decode_requests
+        )
+        kept = where != PAD_SLOT_ID
+        blocks, rows = where[kept] // spec.block_size, where[kept] % spec.block_size
+        self.pools[name][blocks, 0, rows] = torch.cat([kv, rope[:, 0]], 1)[kept]
 
     def computed(self, name: str) -> None:
         """As an attention layer ends, in `maybe_transfer_kv_layer`."""
