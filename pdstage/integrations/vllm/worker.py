@@ -142,13 +142,14 @@ class WorkerSide:
         if metadata.arrived:
             self._tasks.put(partial(self._arrive, metadata.arrived))
         self._chunks = {}
-        if metadata.chunks:
-            assert self._caches is not None and self.prefill is not None, "a chunk of an engine that does not prefill"
-            own = {name: one._replace(held=self._caches.own(one.held)) for name, one in metadata.chunks.items()}
-            self._chunks = {name: chunk for name, chunk in own.items() if chunk.held}
+        if not metadata.chunks:
+            return
+        assert self._caches is not None and self.prefill is not None, "a chunk of an engine that does not prefill"
+        own = {name: one._replace(held=self._caches.own(one.held)) for name, one in metadata.chunks.items()}
+        self._chunks = {name: chunk for name, chunk in own.items() if chunk.held}
         if self._chunks:
-            many = (pair for chunk in self._chunks.values() for pair in chunk.held.items())
-            nbytes = sum(self._caches.nbytes(component, len(one.blocks)) for component, one in many)
+            parts = (pair for chunk in self._chunks.values() for pair in chunk.held.items())
+            nbytes = sum(self._caches.nbytes(component, len(one.blocks)) for component, one in parts)
             self._groups.begin(self.prefill.pieces(nbytes))
 
     def passed(self, layer_name: str) -> None:
