@@ -59,6 +59,11 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self.worker_side is not None, "a worker's call to a scheduler's connector"
         return self.worker_side
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Yes: a state is always loaded, and of other groups what each lacks."""
+        return True
+
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """No: a peer would keep using the address of unmapped memory."""
@@ -102,6 +107,9 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side is not None and self.scheduler_side.has_news
+
+    def reset_cache(self) -> bool:
+        return self._scheduler.reset()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

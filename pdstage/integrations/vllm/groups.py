@@ -27,6 +27,7 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NULL_BLOCK = 0
@@ -80,6 +81,13 @@ class Group:
             chunk: int = self.spec.attention_chunk_size
             return n_tokens // chunk * chunk
         return 0
+
+    def n_cached(self, blocks: Sequence[KVCacheBlock], n_local: int) -> int:
+        """How many of the first `n_local` tokens this group has. Beside recurrent states vLLM counts those that full
+        attention has, and a window may have fewer: its blocks are then new, and not hashed yet.
+        """
+        new = next((i for i, block in enumerate(blocks) if block.block_hash is None and not block.is_null), len(blocks))
+        return min(new * self.spec.block_size * self.n_shards, n_local)
 
     def held(self, blocks: Sequence[int], n_tokens: int, start: int = 0) -> Held:
         """The part of `blocks` (all from the first token on) that holds the tokens from `start` up to `n_tokens`.

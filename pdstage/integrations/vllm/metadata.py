@@ -60,7 +60,7 @@ class Receive(NamedTuple):
 class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's news, by request id. `arrived` are requests that prefill will send early, and their rooms; of these
     `withdrawn` ended before they were scheduled. `abandoned` are rooms that decode does not need: prefill need not hold
-    them.
+    them. `dropped` are requests that need not be held any longer, since vLLM's caches were reset.
 
     `preempted` come first, since other requests use their blocks in this step, and `arrived` before its chunks.
     `aborted` come after `receives`, and `withdrawn` after `arrived`, since a request may be in both.
@@ -75,6 +75,7 @@ class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
     aborted: set[str] = field(default_factory=set)
     abandoned: list[Remote] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return any(getattr(self, one.name) for one in fields(self))

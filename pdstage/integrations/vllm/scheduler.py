@@ -62,6 +62,8 @@ class SchedulerSide:
         """Requests that load, and their rooms."""
         self._loaded: set[str] = set()
         """Rooms whose load ended in the last step: vLLM caches their blocks in the next step."""
+        self._kept: set[str] = set()
+        """Requests whose KV is held for their conversation's next turn."""
         self._shares_blocks = bool(vllm_config.cache_config.enable_prefix_caching)
         self._asked: OrderedDict[str, None] = OrderedDict()  # rooms: all samples of one prompt name the same room
         self._address = ""
@@ -189,6 +191,8 @@ class SchedulerSide:
             room, says = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}", None
             if turns is None:
                 self._spans.begin("kv_transfer.send", request, room)
+            else:
+                self._kept.add(request.request_id)
         self._spans.computed(request.request_id, n_tokens)
         ttl_s = turns.ttl_s if turns is not None else None
         self._news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
@@ -275,7 +279,10 @@ class SchedulerSide:
             self._abandon(params)
         elif remote is not None:
             n_tokens, ids = n_local + n_external, blocks.get_block_ids()
-            held = {one.component: one.held(ids[one.index], n_tokens, n_local) for one in self._groups}
+            held = {
+                one.component: one.held(ids[one.index], n_tokens, one.n_cached(blocks.blocks[one.index], n_local))
+                for one in self._groups
+            }
             says = self._says(n_tokens, adapter_of(request.lora_request)) if remote.is_early else None
             self._news.receives[request.request_id] = Receive(remote, held, says)
             self._ask(remote)
@@ -300,6 +307,7 @@ class SchedulerSide:
         for name in output.finished_recving or ():
             if (room := self._loading.pop(name, None)) is not None:
                 self._loaded.add(room)
+        self._kept.difference_update(output.finished_sending or ())
         self._spans.end("kv_transfer.receive", output.finished_recving or (), output.failed_recving)
         self._spans.end("kv_transfer.send", output.finished_sending or ())
 
@@ -311,6 +319,12 @@ class SchedulerSide:
         news, self._news = self._news, PdStageMetadata()
         news.preempted, news.chunks = self._streams.step(output)
         return news
+
+    def reset(self) -> bool:
+        """Gives up what is held for next turns, such as KV of former weights. What a decode engine waits for stays."""
+        self._news.dropped |= self._kept
+        self._kept.clear()
+        return True
 
     @property
     def has_news(self) -> bool:

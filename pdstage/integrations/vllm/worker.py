@@ -63,6 +63,7 @@ class WorkerSide:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
         self._config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
         self._transfer = vllm_config.kv_transfer_config
+        settings.node(PrefillNode if self._transfer.is_kv_producer else DecodeNode)  # refused before a thread starts
         self.topology = topology_of(vllm_config.parallel_config)
         self.prefill: PrefillNode | None = None
         self.decode: DecodeNode | None = None
@@ -198,6 +199,9 @@ class WorkerSide:
         for request_id in metadata.withdrawn:
             if (early := self._early.pop(request_id, None)) is not None:
                 early.sender.abort("the request ended at prefill")
+        for request_id in metadata.dropped:
+            if (sender := self._sending.get(request_id)) is not None:
+                sender.abort("the cache was reset")
 
     def _arrive(self, rooms: Mapping[str, str]) -> None:
         """Begins rooms before their requests are scheduled: decode, which may have opened them, knows that they come.

@@ -178,6 +178,10 @@ class Engine:
             reset_running_requests=True
         )  # spoiled by the next step, as it is vLLM's to write
 
+    def reset(self) -> bool:
+        """As an operator does after new weights were loaded."""
+        return self.core.reset_prefix_cache(reset_connector=True)
+
     def directory(self) -> tuple[str, str]:
         """Where a router finds this engine's directory, and the name that it says the engine has."""
         side = self.scheduler.connector.scheduler_side

@@ -97,8 +97,9 @@ class Model:
         start, stop = sequence.computed, sequence.computed + n
         if isinstance(spec, MambaSpec):
             state = torch.from_numpy(self.state(digest[stop - 1], spec, name))
-            self.pools[name][sequence.blocks[at][0], 0, 0] = state
-            self.shadows[name][sequence.blocks[at][0], 0, 0] = state
+            block = sequence.blocks[at][(stop - 1) // spec.block_size]
+            self.pools[name][block, 0, 0] = state
+            self.shadows[name][block, 0, 0] = state
             return
         mine = self.own(spec, np.arange(start, stop))
         truth = self.truth(digest[mine], name)
@@ -149,7 +150,7 @@ class Model:
         for at, (spec, names) in enumerate(self.groups):
             if isinstance(spec, MambaSpec):
                 for name in names if sequence.computed else ():
-                    where = torch.tensor(sequence.blocks[at][:1])
+                    where = torch.tensor([sequence.blocks[at][(sequence.computed - 1) // spec.block_size]])
                     state = self.state(digest[sequence.computed - 1], spec, name)
                     check(name, where, torch.zeros_like(where), state[None, None], 0)
                 continue

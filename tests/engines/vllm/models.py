@@ -107,6 +107,7 @@ class Side:
     max_num_batched_tokens: int = 64
     max_model_len: int = 512
     prefix_caching: bool = False
+    mamba_cache_mode: str = "none"
     load_failure_policy: str = "fail"
     limits: dict[str, Any] = field(default_factory=dict)
     interleave: int = 1
@@ -128,7 +129,11 @@ def config(side: Side, model: Path) -> VllmConfig:
     page = side.block_size * heads * shape["head_dim"] * 2 * 2 * -(-shape["num_hidden_layers"] // side.pp)
     made = VllmConfig(
         model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, seed=0, max_model_len=side.max_model_len),
-        cache_config=CacheConfig(block_size=side.block_size, enable_prefix_caching=side.prefix_caching),
+        cache_config=CacheConfig(
+            block_size=side.block_size,
+            enable_prefix_caching=side.prefix_caching,
+            mamba_cache_mode=side.mamba_cache_mode,  # type: ignore[arg-type]
+        ),
         parallel_config=ParallelConfig(
             tensor_parallel_size=side.tp,
             pipeline_parallel_size=side.pp,

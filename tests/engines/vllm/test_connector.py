@@ -19,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import EngineEntry
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -65,14 +67,13 @@ def dst(tmp_path: Path) -> Iterator[Side]:
     side.close()
 
 
-class Blocks:
-    """What `update_state_after_alloc` is told: the one call of `KVCacheBlocks` that the connector makes."""
-
-    def __init__(self, *ids: list[int]) -> None:
-        self.ids = ids
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return self.ids
+def blocks_of(*ids: list[int], n_cached: int = 0) -> KVCacheBlocks:
+    """What `update_state_after_alloc` is told, with `n_cached` blocks of each group found in the prefix cache."""
+    groups = tuple([KVCacheBlock(block_id) for block_id in group] for group in ids)
+    for at, group in enumerate(groups):
+        for block in group[:n_cached]:
+            block.set_block_hash(make_block_hash_with_group_id(BlockHash(bytes([block.block_id])), at))
+    return KVCacheBlocks(groups)
 
 
 def request(
@@ -141,7 +142,7 @@ def test_what_prefill_did_not_finish_is_not_sent(src: Side, status: RequestStatu
 def test_decode_loads_what_it_has_not(src: Side, dst: Side) -> None:
     wanted = request(answered(src))
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 16) == (24, True)
-    dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 24)
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9], n_cached=1), 24)
     assert dst.scheduler.has_pending_push_work()
     (receive,) = dst.scheduler.build_connector_meta(None).receives.values()
     assert receive.held["kv"] == ((8, 9), 16, (16, N_TOKENS), (9,))
@@ -152,7 +153,7 @@ def test_decode_loads_what_it_has_not(src: Side, dst: Side) -> None:
 def test_an_answer_that_names_no_room_is_computed_here(src: Side, dst: Side, missing: str) -> None:
     wanted = request(answered(src) | {missing: None})
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False)
-    dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 0)
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), 0)
     assert not dst.scheduler.build_connector_meta(None)
 
 
@@ -166,7 +167,7 @@ def test_kv_of_another_adapter_is_computed_here(src: Side, dst: Side, there: str
         assert matched == (N_TOKENS, True)
         return
     assert matched == (0, False)
-    dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 0)
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), 0)
     told = dst.scheduler.build_connector_meta(None)
     assert [remote.room for remote in told.abandoned] == [params["remote_room"]], "prefill need not hold it"
 
@@ -191,7 +192,7 @@ def test_a_room_that_decode_does_not_want_frees_prefill_at_once(src: Side, dst: 
     src.step(src.scheduler.build_connector_meta(None))
     if how == "all of it was cached":
         assert dst.scheduler.get_num_new_matched_tokens(wanted, N_TOKENS) == (0, False)
-        dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 0)
+        dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), 0)
     else:
         wanted.status = RequestStatus.FINISHED_ABORTED
         dst.scheduler.request_finished_all_groups(wanted, ([],))
@@ -209,7 +210,7 @@ def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side, caching: bool)
     params = answered(src)
     first, second = (request(dict(params), name=name) for name in ("s0", "s1"))
     assert dst.scheduler.get_num_new_matched_tokens(first, 0) == (N_TOKENS, True)
-    dst.scheduler.update_state_after_alloc(first, Blocks([7, 8, 9]), N_TOKENS)
+    dst.scheduler.update_state_after_alloc(first, blocks_of([7, 8, 9]), N_TOKENS)
     if caching:
         assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (None, False), "while the first one loads"
         (step,) = [dst.scheduler.build_connector_meta(None)]
@@ -218,11 +219,11 @@ def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side, caching: bool)
         assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (None, False), "vLLM has not cached it yet"
         assert not dst.scheduler.build_connector_meta(None)
         assert dst.scheduler.get_num_new_matched_tokens(second, 32) == (0, False)
-        dst.scheduler.update_state_after_alloc(second, Blocks([4, 5, 6]), 0)
+        dst.scheduler.update_state_after_alloc(second, blocks_of([4, 5, 6]), 0)
         assert not dst.scheduler.build_connector_meta(None).abandoned
         return
     assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
-    dst.scheduler.update_state_after_alloc(second, Blocks([4, 5, 6]), 0)
+    dst.scheduler.update_state_after_alloc(second, blocks_of([4, 5, 6]), 0)
     told = dst.scheduler.build_connector_meta(None)
     assert set(told.receives) == {"s0"}
     assert not told.abandoned
@@ -280,7 +281,7 @@ def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
     """Both are in one step's metadata; decode's blocks come back all the same, as a load that failed."""
     wanted = request(answered(src))
     dst.scheduler.get_num_new_matched_tokens(wanted, 0)
-    dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), N_TOKENS)
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), N_TOKENS)
     wanted.status = RequestStatus.FINISHED_ABORTED
     dst.scheduler.request_finished_all_groups(wanted, ([7, 8, 9],))
     told = dst.scheduler.build_connector_meta(None)
@@ -324,6 +325,19 @@ def test_decode_never_goes_on_from_less_than_it_asked_for(src: Side, dst: Side) 
     sent, wanted = src.held(BLOCKS, N_TOKENS - 1), dst.held(BLOCKS, N_TOKENS)
     assert transfer(src, dst, "r", sent, wanted) == {"r"}
     assert dst.workers[0].get_kv_connector_stats().data["not_received"] == [1]
+
+
+def test_each_group_loads_what_it_lacks(src: Side) -> None:
+    """A window's blocks may be gone where full attention's are cached: vLLM says so beside recurrent states."""
+    spec = {"block_size": 16, "head_size": HEAD_SIZE, "dtype": torch.float16, "num_kv_heads": N_HEADS}
+    full, window = FullAttentionSpec(**spec), SlidingWindowSpec(**spec, sliding_window=32)
+    cached, lacking = (blocks_of([7, 8, 9], n_cached=n).blocks[0] for n in (2, 0))
+    assert Group(0, "kv", full).n_cached(cached, 32) == 32
+    group = Group(1, "swa", window)
+    assert (group.n_cached(cached, 32), group.n_cached(lacking, 32)) == (32, 0)
+    gone = KVCacheBlock(0, is_null=True)
+    assert group.n_cached([gone, *lacking[1:]], 32) == 16
+    assert group.held([0, 8, 9], 40, 16).tokens == (16, 40)
 
 
 def test_prefill_leaves_the_last_token_of_a_window_to_decode(tmp_path: Path) -> None:

@@ -164,6 +164,38 @@ def test_a_prefix_hit_at_decode_loads_only_the_rest(engines):
         assert pair.d.call("hits")["second"] == 128
 
 
+def test_a_prefix_hit_of_full_attention_loads_only_the_rest_beside_a_state(tmp_path):
+    """Decode has the prefix's blocks, but no state of it: only ends of prompts are loaded as states."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    consumer = replace(CONSUMER, n_blocks=96, prefix_caching=True, mamba_cache_mode="align")
+    with Pair(PRODUCER, consumer, tmp_path, tmp_path) as pair:
+        head, tail, other = prompts(140, 30, 50, seed=28)
+        pair.whole({"first": head + tail}, max_tokens=12)
+        before = pair.p.call("written")
+        pair.whole({"second": head + other}, max_tokens=12)
+        assert pair.d.call("hits")["second"] == 128
+        n_loaded = pair.p.call("written") - before
+        pair.whole({"third": prompts_of(190, seed=29)}, max_tokens=12)
+        assert n_loaded < (pair.p.call("written") - before - n_loaded) / 2, "all was loaded"
+        block = prompts_of(129, seed=30)
+        pair.whole({"block": block})
+        pair.d.add("whole", block, 4, handed(pair, "whole", block))
+        pair.until(lambda: "whole" in pair.d.ended)
+        assert pair.d.tokens["whole"] == continuation(block, 4)
+        pair.settle()
+
+
+def prompts_of(n: int, seed: int) -> list[int]:
+    return next(prompts(n, seed=seed))
+
+
+def handed(pair: Pair, name: str, prompt: list[int]) -> dict:
+    """Prefill's answer."""
+    pair.prefill(name, prompt)
+    pair.until(lambda: name in pair.p.ended, pair.p, what="prefill")
+    return json.loads(json.dumps(pair.p.params[name]))
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_producer_that_died_before_the_load(engines, policy):
     """No request goes on without its KV: it fails, or is computed, as the operator chose."""

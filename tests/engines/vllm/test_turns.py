@@ -171,6 +171,24 @@ def test_an_abort_of_a_turn_gives_back_what_decode_keeps(engines):
         pair.settle()
 
 
+def test_a_reset_of_the_cache_gives_back_what_decode_keeps(engines):
+    """New weights may have been loaded. What prefill holds for decode is no cache, and stays."""
+    with engines() as pair:
+        new, other = prompts(200, 100, seed=66)
+        pair.turn("first", new)
+        pair.prefill("handed", other)
+        pair.until(lambda: "handed" in pair.p.ended, pair.p, what="prefill")
+        for side in (pair.p, pair.d):
+            assert side.call("busy"), "blocks are held"
+            side.call("reset")
+        pair.d.add("handed", other, 1, json.loads(json.dumps(pair.p.params["handed"])))
+        pair.until(lambda: "handed" in pair.d.ended, what="decode")
+        assert pair.d.tokens["handed"] == continuation(other, 1)
+        assert pair.loaded("handed") == len(other) - 1
+        pair.d.call("reset")
+        pair.settle()
+
+
 def test_what_nobody_asks_for_is_given_back_in_its_time(engines):
     consumer = replace(SECOND, options=BOTH | {"decoder_kv_blocks_ttl": 2.0})
     with engines(LLAMA, FIRST, consumer) as pair:

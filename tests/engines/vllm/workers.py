@@ -114,8 +114,11 @@ class Worker(Model):
         shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
             self.tp, *heads, *sizes, text.linear_conv_kernel_dim
         )
+        cache = self.config.cache_config
+        is_aligned = cache.mamba_cache_mode == "align"
         return MambaSpec(
-            block_size=self.config.model_config.max_model_len,
+            block_size=cache.block_size if is_aligned else self.config.model_config.max_model_len,
+            mamba_cache_mode=cache.mamba_cache_mode,
             shapes=shapes,
             dtypes=(torch.bfloat16, torch.float32),
             page_size_padded=page_nbytes,
