@@ -87,7 +87,8 @@ class Group:
         attention has, and a window may have fewer: its blocks are then new, and not hashed yet.
         """
         new = next((i for i, block in enumerate(blocks) if block.block_hash is None and not block.is_null), len(blocks))
-        return min(new * self.spec.block_size * self.n_shards, n_local)
+        block_size: int = self.spec.block_size
+        return min(new * block_size * self.n_shards, n_local)
 
     def held(self, blocks: Sequence[int], n_tokens: int, start: int = 0) -> Held:
         """The part of `blocks` (all from the first token on) that holds the tokens from `start` up to `n_tokens`.
