@@ -230,9 +230,9 @@ class VllmRank(Actor):
         """
         requests = [
             SimpleNamespace(
-                request_id=f"early-{number}", num_prompt_tokens=N_BLOCKS * BLOCK, num_computed_tokens=0,
-                kv_transfer_params={"do_remote_decode": True, "transfer_id": f"early-{number}"}, lora_request=None,
-                trace_headers=None,
+                request_id=f"early-{n_scheduled}-{number}", num_prompt_tokens=N_BLOCKS * BLOCK, num_computed_tokens=0,
+                kv_transfer_params={"do_remote_decode": True, "transfer_id": f"early-{n_scheduled}-{number}"},
+                lora_request=None, trace_headers=None,
             )
             for number in range(IN_FLIGHT)
         ]  # fmt: skip
@@ -259,6 +259,9 @@ class VllmRank(Actor):
 
     def scheduled(self, n_steps: int) -> tuple[list[float], list[float]]:
         """Seconds a request at decode's scheduler: matched, allocated, the step's metadata; and of no request."""
+        from vllm.v1.core.kv_cache_manager import KVCacheBlocks  # noqa: PLC0415
+        from vllm.v1.core.kv_cache_utils import KVCacheBlock  # noqa: PLC0415
+
         busy, empty = [], []
         for number in range(n_steps):
             params = {
@@ -269,7 +272,7 @@ class VllmRank(Actor):
                 request_id=f"request-{number}", kv_transfer_params=params, num_prompt_tokens=BLOCKS_A_ROOM * BLOCK + 1,
                 lora_request=None, trace_headers=None,
             )  # fmt: skip
-            blocks = SimpleNamespace(get_block_ids=lambda: (list(range(BLOCKS_A_ROOM)),))
+            blocks = KVCacheBlocks(([KVCacheBlock(number) for number in range(BLOCKS_A_ROOM)],))
             began = time.perf_counter()
             n_external, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
             self.scheduler.update_state_after_alloc(request, blocks, n_external or 0)

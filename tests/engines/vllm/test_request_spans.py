@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engines.vllm.caches import Side
-from tests.engines.vllm.test_connector import BLOCKS, N_TOKENS, Blocks, full
+from tests.engines.vllm.test_connector import BLOCKS, N_TOKENS, blocks_of, full
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +79,7 @@ def finished(src: Side, done: Request, status: RequestStatus = DONE) -> dict[str
 def loading(dst: Side, params: dict[str, Any], **given: Any) -> None:
     wanted = request(params, **given)
     dst.scheduler.get_num_new_matched_tokens(wanted, 16)
-    dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), N_TOKENS - 16)
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9], n_cached=1), N_TOKENS - 16)
 
 
 def told(span: ReadableSpan) -> tuple[str, bool, dict[str, Any]]:

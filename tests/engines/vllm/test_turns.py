@@ -161,6 +161,18 @@ def test_tokens_that_came_back_otherwise_are_computed(engines):
         finish(pair, "second")
 
 
+def test_prefill_loads_what_another_engine_has_computed_alone(engines):
+    """Nobody handed that engine anything: rooms go either way between two engines that are both."""
+    with engines() as pair:
+        (new,) = prompts(200, seed=67)
+        pair.d.add("alone", new, 40, {"do_remote_prefill": False, "do_remote_decode": False})
+        pair.until(lambda: "alone" in pair.d.ended, what="an answer")
+        prompt = [*new, *pair.d.tokens["alone"], 5, 6, 7]
+        pair.turn("next", prompt, "alone")
+        assert pair.computed("next", len(prompt)) == 4
+        finish(pair, "next")
+
+
 def test_an_abort_of_a_turn_gives_back_what_decode_keeps(engines):
     with engines() as pair:
         (new,) = prompts(200, seed=63)
