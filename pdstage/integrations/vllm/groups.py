@@ -101,7 +101,8 @@ class Group:
         size = self.spec.block_size * self.n_shards
         last = min(len(blocks), -(-n_tokens // size))
         first = min(max(self.needed_from(n_tokens), start) // size, last)
-        first = next((i + 1 for i in reversed(range(first, last)) if blocks[i] == NULL_BLOCK), first)
+        if NULL_BLOCK in blocks[first:last]:
+            first = last - blocks[first:last][::-1].index(NULL_BLOCK)
         begin = max(first * size, self.needed_from(n_tokens), start)
         edges = {last - 1} if n_tokens < last * size else set()
         edges |= {first} if first * size < begin else set()

@@ -69,7 +69,7 @@ class Swapped(PdStageConnector):
             advert = Advert(
                 instance=engine, topology=Topology(), endpoint="tcp://127.0.0.1:1", incarnation=1, layout="none"
             )
-            told = {(0, 0): PdStageHandshake(msgspec.json.encode(advert))}
+            told = {(0, 0): PdStageHandshake((msgspec.json.encode(advert),))}
             self.set_xfer_handshake_metadata_pp_aware(told)
 
     def on_new_request(self, request: Request) -> None:
