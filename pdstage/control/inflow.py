@@ -2,23 +2,27 @@
 
 libzmq limits the size of a frame and the number of whole messages that wait, but not the number of frames in a message.
 It takes in all frames of a message that does not end, and cannot be told to close the connection. But the kernel counts
-the bytes received by each connection (TCP_INFO), and the port counts the bytes taken out. Shutting libzmq's descriptor
-down from outside makes it release what it held of that connection.
+the bytes received by each connection (TCP_INFO) and those that libzmq has not read (FIONREAD, up to tcp_rmem, which may
+be more than a message), and the port counts the bytes taken out. Shutting libzmq's descriptor down from outside makes
+it release what it held of that connection.
 
 The thread that waits on the socket checks this some times a second, and only if the process has grown. A check reads
 the counts one after the other, and a busy machine may stop the thread in between. Whole messages of honest peers may
 have arrived since it found that none waits, or more than the node could take out. So a connection is ended only if two
-checks in a row find too much. The second follows as soon as the node has taken out its share of messages.
+checks in a row find too much, and nothing was taken out of it in between. The second follows as soon as the node has
+taken out its share of messages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import socket as sockets
 import struct
+import termios
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_UNFINISHED_NBYTES = 24 << 20
-"""Limit for one connection while no whole message waits. Honest messages stay below it, kernel buffers included."""
+"""Limit for one connection while no whole message waits. Honest messages stay below it."""
 MAX_HELD_NBYTES = 128 << 20
 """Limit for all connections together, whole messages included: beyond it their senders are faster than this node."""
 LOOK_MS = 50
@@ -52,6 +56,7 @@ _ACCEPTED, _CONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_CONNECTED)
 _GONE = int(zmq.EVENT_DISCONNECTED)
 _POLLIN = int(zmq.POLLIN)
 _MAX_AT_ONCE = 4096
+_COUNT = struct.Struct("=i")
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 """`tcpi_bytes_received` of linux/tcp.h's tcp_info, since Linux 4.1."""
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
@@ -87,8 +92,8 @@ class Inflow:
         self._open: dict[int, _Open] = {}
         self._look_at = self._serve_at = 0.0
         self._low_nbytes = 0
-        self._unfinished: set[int] = set()
-        """Connections that held too much of an unfinished message at the last check."""
+        self._unfinished: dict[int, int] = {}
+        """Connections that held too much of an unfinished message at the last check, and what was taken out of each."""
         self._excess_nbytes = 0
         """Bytes held by all connections together, at the last check."""
         self._log_limit = LogLimit()
@@ -144,12 +149,13 @@ class Inflow:
             resident_nbytes = self._low_nbytes + _GROWN_NBYTES
         self._low_nbytes = min(self._low_nbytes, resident_nbytes)
         if resident_nbytes - self._low_nbytes < _GROWN_NBYTES:
-            self._unfinished, self._excess_nbytes = set(), 0
+            self._unfinished, self._excess_nbytes = {}, 0
             return
         held = self._held(port)
         excess_nbytes = max(0, sum(held.values()) - MAX_HELD_NBYTES)
-        large = {fd for fd, nbytes in held.items() if nbytes > MAX_UNFINISHED_NBYTES}
-        again, excess = large & self._unfinished, min(excess_nbytes, self._excess_nbytes)
+        large = {fd: port.taken(fd) for fd, nbytes in held.items() if nbytes > MAX_UNFINISHED_NBYTES}
+        again = {fd: taken for fd, taken in large.items() if self._unfinished.get(fd) == taken}
+        excess = min(excess_nbytes, self._excess_nbytes)
         unfinished = large if drained else again
         for fd, nbytes in sorted(held.items(), key=lambda one: -one[1]):
             if nbytes < _SMALL_NBYTES:
@@ -158,7 +164,7 @@ class Inflow:
                 self._cut(fd, nbytes, now)
                 excess -= nbytes
                 excess_nbytes -= nbytes
-                unfinished.discard(fd)
+                unfinished.pop(fd, None)
         self._unfinished, self._excess_nbytes = unfinished, max(0, excess_nbytes)
         if self._unfinished or self._excess_nbytes:
             self._look_at = now + _LOOK_AGAIN_MS / 1000
@@ -166,11 +172,11 @@ class Inflow:
             self._low_nbytes = resident_nbytes
 
     def _held(self, port: Port) -> dict[int, int]:
-        """By descriptor: the bytes that arrived by each connection and were not taken out."""
+        """By descriptor: the bytes that libzmq has read from each connection and that were not taken out."""
         held = {}
         for fd, known in list(self._open.items()):
             try:
-                held[fd] = _received_nbytes(fd, known) - port.taken(fd)
+                held[fd] = _read_nbytes(fd, known) - port.taken(fd)
             except (OSError, struct.error):  # libzmq does not report those that it closes itself
                 del self._open[fd]
         return held
@@ -192,14 +198,15 @@ class Inflow:
                 log.warning("%s", error)
 
 
-def _received_nbytes(fd: int, known: _Open) -> int:
-    """The bytes received by a connection so far. Raises `OSError` if the descriptor is no longer that connection's."""
+def _read_nbytes(fd: int, known: _Open) -> int:
+    """The bytes read from a connection so far. Raises `OSError` if the descriptor is no longer that connection's."""
     connection = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, fileno=fd)
     try:
         if not _is(connection, known):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.size)
-        return int(_BYTES_RECEIVED.unpack(info)[0])
+        (unread_nbytes,) = _COUNT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_COUNT.size)))
+        return int(_BYTES_RECEIVED.unpack(info)[0]) - int(unread_nbytes)
     finally:
         connection.detach()
 

@@ -202,6 +202,35 @@ def test_messages_that_came_whole_while_a_look_was_interrupted_are_no_unfinished
     assert not node.counters.ended
 
 
+def test_a_connection_of_which_messages_are_taken_is_not_ended(make) -> None:
+    """However often a check finds messages that came whole just after the node had found none."""
+    node, peer = make(), make()
+    route = peer.connect(node.endpoint)
+    peer.send(route, [b"hello"])
+    until(lambda: node.counters.received == 1, node, peer)
+    now = time.monotonic()
+    for number in range(1, 4):
+        for _ in range(2):
+            assert peer.send(route, [bytes(MAX_FRAME_NBYTES)])
+        until(lambda: arrived(node) >= 2 * MAX_FRAME_NBYTES > inflow.MAX_UNFINISHED_NBYTES, peer)
+        node._inflow.look(node._port, now + number, drained=True)
+        assert not node.counters.ended
+        node._port.recv(2, 1, MAX_FRAME_NBYTES)
+
+
+def test_what_the_kernel_holds_is_not_libzmqs() -> None:
+    """It may be more than a message, and has its own limit."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        peer = socket.create_connection(listening.getsockname())
+        ours, _ = listening.accept()
+        with peer, ours:
+            known = inflow._Open(True, ours.getsockname()[1])
+            peer.sendall(bytes(60_000))
+            assert inflow._read_nbytes(ours.fileno(), known) == 0
+            n = len(ours.recv(20_000, socket.MSG_WAITALL))
+            assert inflow._read_nbytes(ours.fileno(), known) == n == 20_000
+
+
 def test_a_call_takes_a_bounded_number_of_bytes(make) -> None:
     node, peer = make(), make()
     route = peer.connect(node.endpoint)
