@@ -238,7 +238,8 @@ class VllmRank(Actor):
         ]  # fmt: skip
         for request in requests:
             self.scheduler.on_new_request(request)
-        blocks = SimpleNamespace(get_block_ids=lambda _: (list(range(N_BLOCKS)),))
+        numbers = list(range(N_BLOCKS))
+        blocks = SimpleNamespace(get_block_ids=lambda _: (numbers,))
         none = SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={}, kv_connector_block_state=blocks)
         self.scheduler.build_connector_meta(none)
         busy, empty = [], []

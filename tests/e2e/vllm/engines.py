@@ -257,15 +257,17 @@ def handed_over(
     **more: Any,
 ) -> load.Ask:
     """Asks as a proxy does: prefill first, then decode with what prefill answered; `between` is awaited in the middle.
-    With `again`, a prefill that does not answer is left out: decode computes the prompt, as proxies that retry do.
+    With `again`, a prefill that does not answer is left out: decode computes the prompt, as proxies that retry do. So it
+    does where vLLM aborted a request that came as it was asked to end: that is answered, and names no room.
     `more` is asked of decode.
     """
 
     async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
         first = await prefilled(session, prefill.url, prompt)
+        if again and not (first.is_ok and first.body["kv_transfer_params"]):
+            return await load.post(session, decode.url, prompt, load.body(prompt, n_tokens=n_tokens))
         if not first.is_ok:
-            told = load.body(prompt, n_tokens=n_tokens)
-            return await load.post(session, decode.url, prompt, told) if again else first
+            return first
         if between is not None:
             await between()
         return await decoded(session, decode.url, prompt, first, n_tokens=n_tokens, **more)
