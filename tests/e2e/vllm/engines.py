@@ -257,9 +257,9 @@ def handed_over(
     **more: Any,
 ) -> load.Ask:
     """Asks as a proxy does: prefill first, then decode with what prefill answered; `between` is awaited in the middle.
-    With `again`, a prefill that does not answer is left out: decode computes the prompt, as proxies that retry do. So it
-    does where vLLM aborted a request that came as it was asked to end: that is answered, and names no room.
-    `more` is asked of decode.
+    With `again`, a prefill that does not answer is left out: decode computes the prompt, as proxies that retry do. vLLM
+    aborts a request that comes just as it is asked to end: that is answered, and names no room. `more` is asked of
+    decode.
     """
 
     async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
