@@ -92,6 +92,11 @@ class Member:
         processes.stop(self.pid)
         self.state = "stopped"
 
+    def show_stacks(self) -> None:
+        """Its log gets what each of its threads does."""
+        if self.state == "up":
+            os.kill(self.pid, signal.SIGUSR1)
+
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
         self.state = "up"

@@ -369,6 +369,8 @@ class Round:
                     m.name: {k: n for k, n in m.last_report.get("held", {}).items() if n} for m in self.members.values()
                 }
                 self.wrong.append(f"not in {limit_s:.0f} s: {what}; held: {held}; awaited: {self._awaited}")
+                for member in self.members.values():
+                    member.show_stacks()
                 return
             yield
 

@@ -96,6 +96,7 @@ def redirect(log: Path) -> None:
         os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # for `Member.show_stacks`
 
 
 def _engine(job: Job, pipe: Connection) -> Engine:
