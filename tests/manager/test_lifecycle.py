@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -101,6 +102,7 @@ def test_a_decode_node_that_drains(site):
     with pytest.raises(UsageError, match="takes no new rooms"):
         d.receive(2, p.bootstrap_address)
     receiver.abort()
+    assert asyncio.run(d.drain_async(240.0))
     assert d.drain(240.0)
     assert d.close()
 

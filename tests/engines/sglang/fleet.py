@@ -215,6 +215,14 @@ class Fleet:
         eventually(lambda: all(self.decode.each("safe", room)))
         self.decode.each("release", room)
 
+    def fails_at_decode(self, room: int) -> None:
+        """Its scheduler after a failure: it gets the memory back once no peer may write to it."""
+        assert self.decode.until(room, FAILED, SUCCESS) == FAILED
+        self.decode.each("failure", room)
+        self.decode.each("defer", room)
+        eventually(lambda: all(self.decode.each("safe", room)))
+        self.decode.each("release", room)
+
     def forgets_all(self) -> None:
         """Once all rooms are over, nothing is kept of them."""
         for engine in (self.prefill, self.decode):

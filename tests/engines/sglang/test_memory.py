@@ -35,11 +35,7 @@ def drop(fleet, room: int) -> None:
     """Both schedulers after a failure, and decode gets its memory back."""
     assert fleet.prefill.until(room, FAILED, SUCCESS) == FAILED
     fleet.prefill.each("failure", room)
-    assert fleet.decode.until(room, FAILED, SUCCESS) == FAILED
-    fleet.decode.each("failure", room)
-    fleet.decode.each("defer", room)
-    eventually(lambda: all(fleet.decode.each("safe", room)))
-    fleet.decode.each("release", room)
+    fleet.fails_at_decode(room)
 
 
 def test_success_waits_until_the_memory_is_released(fleet):

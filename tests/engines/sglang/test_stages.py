@@ -88,11 +88,7 @@ def test_a_stage_that_fails_in_transfer_fails_the_room(fleet, stage):
     for rank in fleet.prefill.ranks:
         assert eventually(lambda rank=rank: rank.call("poll", room), lambda state: state in (FAILED, SUCCESS)) == FAILED
     fleet.prefill.each("failure", room)
-    assert fleet.decode.until(room, FAILED, SUCCESS) == FAILED
-    fleet.decode.each("failure", room)
-    fleet.decode.each("defer", room)
-    eventually(lambda: all(fleet.decode.each("safe", room)))
-    fleet.decode.each("release", room)
+    fleet.fails_at_decode(room)
     fleet.prefill.ranks[stage].call("wake")
     fleet.run(room, TOKENS)
     fleet.forgets_all()
