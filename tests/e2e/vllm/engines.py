@@ -275,18 +275,22 @@ def handed_over(
     return ask
 
 
+def named(directory: int, room: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a proxy for MooncakeConnector tells prefill, known by its directory, and decode at the same time."""
+    name = {"transfer_id": room}
+    where = {"remote_bootstrap_addr": f"http://127.0.0.1:{directory}", "remote_engine_id": NAMED}
+    return TO_PREFILL | name, {"do_remote_prefill": True, "do_remote_decode": False} | where | name
+
+
 def at_once(prefill: Server, decode: Server, directory: int) -> load.Ask:
     """Asks both at once, as a proxy for MooncakeConnector does that knows prefill by its directory. Decode answers
     whatever becomes of prefill's half.
     """
 
     async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
-        name = {"transfer_id": uuid.uuid4().hex}
-        where = {"remote_bootstrap_addr": f"http://127.0.0.1:{directory}", "remote_engine_id": NAMED}
-        to_decode = {"do_remote_prefill": True, "do_remote_decode": False} | where | name
-        told = load.body(prompt, n_tokens=1, kv_transfer_params=TO_PREFILL | name)
+        to_prefill, to_decode = named(directory, uuid.uuid4().hex)
         _, answer = await asyncio.gather(
-            load.post(session, prefill.url, prompt, told),
+            load.post(session, prefill.url, prompt, load.body(prompt, n_tokens=1, kv_transfer_params=to_prefill)),
             load.post(session, decode.url, prompt, load.body(prompt, kv_transfer_params=to_decode)),
         )
         return answer

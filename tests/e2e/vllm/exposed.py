@@ -27,7 +27,7 @@ import aiohttp
 from tests.e2e import load
 from tests.e2e.fleet import SAVING, Fleet
 from tests.e2e.servers import free_port
-from tests.e2e.vllm.engines import TO_PREFILL, Engine
+from tests.e2e.vllm.engines import TO_PREFILL, Engine, named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,16 +68,9 @@ async def answer(session: aiohttp.ClientSession, url: str, told: dict[str, Any])
 
 
 async def early(session: aiohttp.ClientSession, sides: Sides, prompt: load.Prompt, name: str) -> float:
-    async with session.get(f"http://127.0.0.1:{sides.port}/query") as response:
-        engine = (await response.json())["0"]["engine_id"]
-    where = {"remote_bootstrap_addr": f"http://127.0.0.1:{sides.port}", "remote_engine_id": engine}
-    to_decode = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **where}
+    to_prefill, to_decode = named(sides.port, name)
     legs = (
-        answer(
-            session,
-            sides.prefill.url,
-            load.body(prompt, n_tokens=1, kv_transfer_params=TO_PREFILL | {"transfer_id": name}),
-        ),
+        answer(session, sides.prefill.url, load.body(prompt, n_tokens=1, kv_transfer_params=to_prefill)),
         first_token(session, sides.decode.url, load.body(prompt, n_tokens=2, kv_transfer_params=to_decode)),
     )
     (prefilled_at, _), first_at = await asyncio.gather(*legs)
