@@ -17,9 +17,10 @@ def of(node: DecodeNode | PrefillNode) -> dict[str, int]:
     with node.driver.use():
         held = _of_decode(node) if isinstance(node, DecodeNode) else _of_prefill(node)
         core = node.core
-        held["timers"] = max(
-            0, len(core.endpoint.timers) - 2 * len(core.sessions) - 1
-        )  # a beat and a silence each; "recalls"
+        # A lost session is asked for until somebody answers at its address: nobody does if its rank moved to another.
+        asking = len(core._stranded) if isinstance(node, DecodeNode) else 0
+        explained = 2 * len(core.sessions) + asking + 1  # a beat and a silence each; "recalls"
+        held["timers"] = max(0, len(core.endpoint.timers) - explained)
         held["handles"] = max(0, len(node.roster) - held.get("stranded rooms", 0))
         return held
 
