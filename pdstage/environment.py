@@ -110,6 +110,11 @@ COMMIT = Variable(
     "The commit that benchmark results name where the tree has no git folder.",
     "`pdstage bench`, `make gpu`",
 )  # fmt: skip
+ETCD_PASSWORD = Variable(
+    "PDSTAGE_ETCD_PASSWORD", str, "a password", "empty",
+    "The password of the user in an address `etcd://USER@...`.",
+    "a node with such an address, `pdstage instances`",
+)  # fmt: skip
 SGLANG = Variable(
     "PDSTAGE_SGLANG", _path(Path.exists, "there is no such file or folder"),
     "SGLang's `staging_buffer.py`, or a folder that holds it", "the installed package's",
@@ -158,8 +163,8 @@ METRICS_PORT = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, SGLANG_STAGING, NODE, METRICS_PORT, DEVICE_MEMORY, NVTX,
-    TEST_TRANSPORTS, GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, SGLANG, SGLANG_STAGING, NODE, METRICS_PORT, DEVICE_MEMORY,
+    NVTX, TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

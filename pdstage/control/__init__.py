@@ -2,5 +2,5 @@
 
 Read in this order: `address`; `keys` and `guard` (who may connect); `zmq` over `port` (frames between nodes), with
 `inflow` and `counters`; `directory` (the table), `directory_api` (its requests), `directory_http` and `directory_curve`
-(their carriers), `bootstrap` (server and client).
+(their carriers), `bootstrap` (server and client); `etcd` (the same in a cluster's etcd).
 """

@@ -1,4 +1,5 @@
-"""The directory's server, to embed in a prefill node or to run alone, and its client.
+"""The directory's server, to embed in a prefill node or to run alone, and its client. `client_of` finds the client for
+an address, which may also be etcd's.
 
 `directory_api` lists the requests.
 """
@@ -10,13 +11,13 @@ import http.client
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 from urllib.parse import quote, urlencode
 
 import msgspec
 
 from pdstage import arguments
-from pdstage.control import directory_curve, directory_http
+from pdstage.control import directory_curve, directory_http, etcd
 from pdstage.control.address import Address
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
 from pdstage.control.directory_api import KINDS, MAX_ANSWER_NBYTES, UNREADABLE, Put, adverts_of, refusal_of
@@ -26,7 +27,7 @@ from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "Incomplete"]
+__all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "DirectoryClient", "Incomplete", "client_of"]
 
 
 PLAIN = "plain://"
@@ -132,6 +133,9 @@ class BootstrapClient:
         self._timeout_s = arguments.number("timeout_s", timeout_s, above=0.0)
         self.address.key_of_peer(self._keys)
 
+    def close(self) -> None:
+        """Nothing to end: it holds no connection."""
+
     def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
         """Registers or renews a rank. Raises as `Directory.publish`."""
         self._ask("PUT", "/v1/adverts", msgspec.json.encode(Put(advert, ttl_s)))
@@ -219,6 +223,19 @@ class BootstrapClient:
             remedy="check the address, and that there is no proxy in between",
             address=str(self.address),
         )
+
+
+DirectoryClient: TypeAlias = BootstrapClient | etcd.EtcdClient
+
+
+def client_of(
+    address: str, timeout_s: float = 2.0, *, keys: Keys | str | os.PathLike[str] | None = None
+) -> DirectoryClient:
+    """The client for a directory's address: `etcd://...`, or any that `BootstrapClient` takes. Raises as they do."""
+    address = arguments.text("a directory's address", address)
+    if address.startswith(etcd.SCHEME):
+        return etcd.EtcdClient(address, timeout_s)
+    return BootstrapClient(address, timeout_s, keys=keys)
 
 
 def _http_server(address: Address, directory: Directory) -> directory_http.Server:

@@ -16,7 +16,7 @@ from pdstage.errors import PeerError, UsageError
 from pdstage.layout.topology import Topology  # noqa: TC001  (msgspec resolves the annotation at run time)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
 MAX_TTL_S = 3600.0
 MAX_REPLICA = 65535
@@ -99,15 +99,7 @@ class Directory:
         Raises `UsageError` for a bad name or duration, `Conflict` if the instance is live in another shape or a newer
         process holds this place, and `PeerError` if the directory is full.
         """
-        if not 1 <= len(advert.instance) <= _MAX_NAME or not advert.instance.isprintable():
-            raise UsageError(
-                f"instance name {advert.instance[:64]!r} cannot be published",
-                remedy=f"give 1 to {_MAX_NAME} printable characters",
-            )
-        if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
-            raise UsageError(
-                f"a lease of {ttl_s} s for {advert.where}", remedy=f"give more than 0, at most {MAX_TTL_S:g} s"
-            )
+        check_advert(advert, ttl_s)
         if math.prod(advert.shape) > self._max_adverts:  # a lookup visits them all
             raise UsageError(
                 f"{advert.where} is one of {math.prod(advert.shape)} ranks",
@@ -117,7 +109,12 @@ class Directory:
             self._expire()
             held = self._instances.get(advert.instance, {})
             entry = held.get(advert.topology.unique_rank)
-            self._check_place(advert, held, entry)
+            check_place(
+                advert,
+                (one.advert for one in held.values()),
+                entry.advert if entry else None,
+                entry.predecessor if entry else None,
+            )
             if entry is None and sum(map(len, self._instances.values())) >= self._max_adverts:
                 raise PeerError(
                     f"the directory is full: {self._max_adverts} ranks are registered",
@@ -131,22 +128,6 @@ class Directory:
             fresh = _Entry(advert, expires_at, predecessor)
             self._expires_from = min(self._expires_from, fresh.expires_at)
             self._instances.setdefault(advert.instance, held)[advert.topology.unique_rank] = fresh
-
-    @staticmethod
-    def _check_place(advert: Advert, held: dict[int, _Entry], entry: _Entry | None) -> None:
-        if entry is not None and entry.predecessor == advert.incarnation:
-            raise Conflict(
-                f"{advert.where} was taken over by a newer process at {entry.advert.endpoint}",
-                remedy="stop the older process, or give the instances different names",
-                endpoint=entry.advert.endpoint,
-            )
-        other = next((e.advert for e in held.values() if e.advert.shape != advert.shape), None)
-        if other is not None:
-            raise Conflict(
-                f"instance {advert.instance!r} is live with (dp, pp, cp, tp) = {other.shape}, not {advert.shape}",
-                remedy="withdraw the old ranks or wait for their leases to end, or use another instance name",
-                endpoint=other.endpoint,
-            )
 
     def withdraw(self, instance: str, unique_rank: int, incarnation: int) -> bool:
         """Removes a rank, unless another incarnation holds its place now. Returns whether it removed anything."""
@@ -168,17 +149,9 @@ class Directory:
         """
         with self._lock:
             self._expire()
-            if instance is None:
-                if len(self._instances) > 1:
-                    names = ", ".join(sorted(self._instances)[:8])
-                    raise UsageError(
-                        f"{len(self._instances)} instances are registered ({names})", remedy="name one of them"
-                    )
-                instance = next(iter(self._instances), "")
+            instance = choose(self._instances, instance)
             held = {rank: entry.advert for rank, entry in self._instances.get(instance, {}).items()}
-        if not held:
-            raise Incomplete(f"no rank of instance {instance!r} is registered" if instance else "no rank is registered")
-        return _replica(instance, held, dp_rank)
+        return replica(instance, held, dp_rank)
 
     def instances(self) -> dict[str, list[tuple[Advert, float]]]:
         """Every live advert with the seconds left of its lease, by instance and unique rank."""
@@ -203,7 +176,52 @@ class Directory:
         self._expires_from = min(ends, default=math.inf)
 
 
-def _replica(instance: str, held: dict[int, Advert], dp_rank: int | None) -> list[Advert]:
+def check_advert(advert: Advert, ttl_s: float | None) -> None:
+    """Raises `UsageError` for a name or a duration that no directory takes."""
+    if not 1 <= len(advert.instance) <= _MAX_NAME or not advert.instance.isprintable():
+        raise UsageError(
+            f"instance name {advert.instance[:64]!r} cannot be published",
+            remedy=f"give 1 to {_MAX_NAME} printable characters",
+        )
+    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+        raise UsageError(
+            f"a lease of {ttl_s} s for {advert.where}", remedy=f"give more than 0, at most {MAX_TTL_S:g} s"
+        )
+
+
+def check_place(advert: Advert, held: Iterable[Advert], there: Advert | None, predecessor: int | None) -> None:
+    """Raises `Conflict` if `advert` may not take its place. `held` are its instance's ranks, `there` is the one at that
+    place, and `predecessor` the process that this one replaced.
+    """
+    if there is not None and predecessor == advert.incarnation:
+        raise Conflict(
+            f"{advert.where} was taken over by a newer process at {there.endpoint}",
+            remedy="stop the older process, or give the instances different names",
+            endpoint=there.endpoint,
+        )
+    other = next((one for one in held if one.shape != advert.shape), None)
+    if other is not None:
+        raise Conflict(
+            f"instance {advert.instance!r} is live with (dp, pp, cp, tp) = {other.shape}, not {advert.shape}",
+            remedy="withdraw the old ranks or wait for their leases to end, or use another instance name",
+            endpoint=other.endpoint,
+        )
+
+
+def choose(instances: Collection[str], instance: str | None) -> str:
+    """The instance that a lookup means: the only one, if it names none; "" if there is none. Raises `UsageError`."""
+    if instance is not None:
+        return instance
+    if len(instances) > 1:
+        names = ", ".join(sorted(instances)[:8])
+        raise UsageError(f"{len(instances)} instances are registered ({names})", remedy="name one of them")
+    return next(iter(instances), "")
+
+
+def replica(instance: str, held: Mapping[int, Advert], dp_rank: int | None) -> list[Advert]:
+    """The ranks of one dp replica, of those that an instance has registered. Raises as `Directory.lookup`."""
+    if not held:
+        raise Incomplete(f"no rank of instance {instance!r} is registered" if instance else "no rank is registered")
     place = next(iter(held.values())).topology
     if dp_rank is None and place.dp_size > 1:
         raise UsageError(

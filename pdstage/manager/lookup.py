@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from pdstage.control.bootstrap import Advert, BootstrapClient, Incomplete
+from pdstage.control.bootstrap import Advert, BootstrapClient, DirectoryClient, Incomplete, client_of
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _MAX_ADDRESSES = 256
 
 
 class _Lookup(NamedTuple):
-    client: BootstrapClient
+    client: DirectoryClient
     dp_rank: int | None
     instance: str | None
     deadline_at: float
@@ -62,11 +62,17 @@ class Directory:
         self._askers: dict[str, _Asker] = {}
         self._publication: _Publication | None = None
         self._cache_s = cache_s
+        self._watching: dict[str, DirectoryClient] = {}
+        """Clients that keep a watch, by address."""
         self._cache: dict[tuple[str, int | None, str | None], tuple[float, list[Advert]]] = {}
 
-    def client(self, address: str) -> BootstrapClient:
+    def client(self, address: str) -> DirectoryClient:
         """Who asks the directory at `address`; raises `UsageError` for an address that is none."""
-        return BootstrapClient(address, keys=self._keys)
+        with self._lock:
+            client = self._watching.get(address) or client_of(address, keys=self._keys)
+            if not isinstance(client, BootstrapClient):
+                self._watching[address] = client
+            return client
 
     def cached(self, address: str, dp_rank: int | None, instance: str | None) -> list[Advert] | None:
         """An answer of the last `cache_s` seconds; None if there is none."""
@@ -78,7 +84,7 @@ class Directory:
         self._cache.clear()
 
     def lookup(
-        self, client: BootstrapClient, dp_rank: int | None, instance: str | None, deadline_at: float, answer: Answer
+        self, client: DirectoryClient, dp_rank: int | None, instance: str | None, deadline_at: float, answer: Answer
     ) -> None:
         """Asks until every rank is registered or `deadline_at` (monotonic) has passed, then calls `answer` once."""
         look = _Lookup(client, dp_rank, instance, deadline_at, answer)
@@ -109,6 +115,8 @@ class Directory:
         for asker in askers:
             asker.thread.join(max(0.0, until - time.monotonic()))
         self._end_publication()
+        for client in self._watching.values():
+            client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -217,7 +225,7 @@ class _Asker:
 class _Publication:
     """Adverts that `begin` publishes, which may raise, and that a thread renews from then on until `end`."""
 
-    def __init__(self, client: BootstrapClient, adverts: Callable[[], Sequence[Advert]]) -> None:
+    def __init__(self, client: DirectoryClient, adverts: Callable[[], Sequence[Advert]]) -> None:
         self._client, self._adverts = client, adverts
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)

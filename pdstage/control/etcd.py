@@ -1,0 +1,495 @@
+"""The directory in etcd, for clusters: prefill ranks' adverts under etcd's leases, and a watch in place of look-ups.
+
+A rank is the key PREFIX/INSTANCE/SHAPE/RANK, its value a `Held`. SHAPE is the sizes that all ranks of an instance
+agree on. So one transaction registers a rank: nothing of the instance has another shape, and its place is as it was
+read. It is renewed by etcd's keepalive, and published anew if the lease was lost.
+
+Look-ups are answered from a copy that a thread keeps up to date by a watch, and that goes on answering while etcd is
+away. A member that was stopped or cut off says nothing: after `_QUIET_S` without an event the watch is taken up at
+another one. A compacted revision, or a table that is behind, is read anew.
+
+The maintained way to etcd without a client library of its own for Python is its JSON gateway (etcd 3.4 and later),
+https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/.
+"""
+
+from __future__ import annotations
+
+import base64
+import http
+import logging
+import re
+import ssl
+import threading
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import msgspec
+
+from pdstage import arguments, environment
+from pdstage.control.address import Address
+from pdstage.control.directory import Advert, check_advert, check_place, choose, replica
+from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+SCHEME = "etcd://"
+_QUIET_S = 5.0
+_AGAIN_S = 0.5
+_TRIES = 8
+_UNAUTHENTICATED, _DENIED, _FULL, _UNAVAILABLE = 16, 7, 8, 14
+"""Codes of gRPC, as the gateway passes them on."""
+_REMEDIES = {
+    _DENIED: "grant the user read and write on the prefix (`etcdctl role grant-permission`)",
+    _FULL: "make room: compact, defragment and `etcdctl alarm disarm`, or raise --quota-backend-bytes",
+}
+
+
+class EtcdAddress(NamedTuple):
+    """`etcd://[USER@]HOST:PORT[,HOST:PORT...]/PREFIX[?ca=FILE&cert=FILE&key=FILE]`.
+
+    With `ca`, the authorities' certificates, or `ca=system`, it is TLS; `cert` and `key` are the client's own. The
+    user's password is read from PDSTAGE_ETCD_PASSWORD.
+    """
+
+    members: tuple[Address, ...]
+    prefix: str
+    user: str = ""
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> EtcdAddress:
+        """Raises `UsageError` that quotes `text`."""
+        url = urlsplit(arguments.text("an etcd address", text))
+        user, _, members = url.netloc.rpartition("@")
+        options = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        problem = ""
+        if not url.path.strip("/"):
+            problem = "it has no prefix for the keys"
+        elif ":" in user:
+            problem = "it holds a password"
+        elif unknown := options.keys() - {"ca", "cert", "key"}:
+            problem = f"there is no option {min(unknown)!r}"
+        elif bool(options.get("cert")) != bool(options.get("key")) or ("cert" in options and "ca" not in options):
+            problem = "cert, key and ca go together"
+        if problem:
+            raise UsageError(
+                f"etcd address {text!r}: {problem}",
+                remedy="write it as etcd://[USER@]HOST:PORT,HOST:PORT/PREFIX?ca=FILE&cert=FILE&key=FILE; the password "
+                f"is read from {environment.ETCD_PASSWORD.name}",
+                address=text,
+            )
+        parsed = tuple(Address.parse(member, "etcd") for member in members.split(","))
+        return cls(parsed, f"{url.path.strip('/')}/", unquote(user), **options)
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{','.join(map(str, self.members))}/{self.prefix.rstrip('/')}"
+
+
+class Refused(PeerError):
+    """etcd answered with an error; `code` is gRPC's."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(what, remedy=_REMEDIES.get(code, "look at etcd's log"), code=code)
+        self.code = code
+
+
+class Cluster:
+    """etcd's members: a request goes to the one that answered last, and on to the others if that one does not.
+
+    Any thread may call. Raises `UsageError` without httpx2 or for a certificate that cannot be read.
+    """
+
+    def __init__(self, address: EtcdAddress, timeout_s: float) -> None:
+        try:
+            import httpx2  # noqa: PLC0415  (of the extra "etcd")
+        except ImportError as error:
+            raise UsageError("etcd needs httpx2", remedy='pip install "pdstage[etcd]"', extra="etcd") from error
+        self._http: Any = httpx2
+        self.address = address
+        self._timeout_s = timeout_s
+        self._client = httpx2.Client(verify=_context(address), timeout=timeout_s, trust_env=False)
+        scheme = "https" if address.ca else "http"
+        self._members = [f"{scheme}://{member}/v3/" for member in address.members]
+        self._at = 0
+        self._token = ""
+
+    def close(self) -> None:
+        self._client.close()
+
+    def ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One request's answer. Raises `TransportError` if no member answers, `Refused` for etcd's own errors."""
+        return self._at_some_member(lambda member: self._post(member + method, body))
+
+    def _at_some_member(self, ask: Any) -> dict[str, Any]:  # noqa: ANN401
+        last: Exception | None = None
+        for _ in self._members:
+            member = self._members[self._at % len(self._members)]
+            try:
+                answer: dict[str, Any] = ask(member)
+            except (self._http.HTTPError, OSError) as error:
+                last = error
+            except Refused as error:
+                if error.code != _UNAVAILABLE:  # else it has no leader, or is about to end
+                    raise
+                last = error
+            else:
+                return answer
+            self._at += 1
+        raise TransportError(
+            f"no member of etcd answers at {self.address} ({last or 'none is named'})",
+            remedy="check that a majority of its members runs, and the network",
+            address=str(self.address),
+        ) from last
+
+    def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        for is_again in (False, True):
+            response = self._client.post(url, json=body, headers=self._headers(url))
+            try:
+                return _read(response)
+            except Refused as error:
+                if is_again or error.code != _UNAUTHENTICATED or not self.address.user:
+                    raise
+                self._token = ""  # they expire
+        raise AssertionError("the second try returned or raised")
+
+    def _headers(self, url: str) -> dict[str, str]:
+        if not self.address.user:
+            return {}
+        if not self._token:
+            password = environment.ETCD_PASSWORD.read() or ""
+            login = {"name": self.address.user, "password": password}
+            response = self._client.post(f"{url.partition('/v3/')[0]}/v3/auth/authenticate", json=login)
+            try:
+                self._token = str(_read(response)["token"])
+            except Refused as error:
+                if error.code == _UNAVAILABLE:
+                    raise
+                raise UsageError(
+                    f"etcd does not let user {self.address.user!r} in ({error.what})",
+                    remedy=f"set {environment.ETCD_PASSWORD.name} to that user's password",
+                    user=self.address.user,
+                ) from error
+        return {"Authorization": self._token}
+
+    @contextmanager
+    def watch(self, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
+        """What a watch tells, from the next member on; it ends after `_QUIET_S` without an event."""
+        self._at += 1
+        member = self._members[self._at % len(self._members)]
+        headers = {**self._headers(member), "Grpc-Metadata-hasleader": "true"}  # a member without a leader ends it
+        patience = self._http.Timeout(self._timeout_s, read=_QUIET_S)
+        with self._client.stream("POST", f"{member}watch", json=body, headers=headers, timeout=patience) as response:
+            yield (_result(msgspec.json.decode(line)) for line in response.iter_lines() if line)
+
+
+def _context(address: EtcdAddress) -> ssl.SSLContext | bool:
+    if not address.ca:
+        return True
+    try:
+        context = ssl.create_default_context(cafile=None if address.ca == "system" else address.ca)
+        if address.cert:
+            context.load_cert_chain(address.cert, address.key)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(
+            f"the certificates of {address} cannot be read ({error})", remedy="name PEM files that this user can read"
+        ) from error
+    return context
+
+
+def _read(response: Any) -> dict[str, Any]:  # noqa: ANN401
+    """The answer's first line; a stream of one answer has no other."""
+    line = response.text.partition("\n")[0]
+    try:
+        answer = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        what = f"what answers at {response.url} is not etcd's gateway (HTTP status {response.status_code})"
+        raise PeerError(what, remedy="check the address; etcd 3.4 and later has it") from error
+    return _result(answer, response.status_code)
+
+
+def _result(answer: Any, status: int = http.HTTPStatus.OK) -> dict[str, Any]:  # noqa: ANN401
+    if not isinstance(answer, dict):
+        raise PeerError("etcd's answer is no object", remedy="check the address")
+    error = answer.get("error")
+    if error is None and status == http.HTTPStatus.OK:
+        result: dict[str, Any] = answer.get("result", answer)
+        return result
+    if isinstance(error, dict):  # of a stream
+        raise Refused(str(error.get("message", error)), int(error.get("grpc_code", 0)))
+    raise Refused(str(error or answer), int(answer.get("code", 0)))
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A key's value: the rank's advert, and the incarnation of the process that it replaced, if any."""
+
+    advert: Advert
+    predecessor: int | None = None
+
+
+_held = msgspec.json.Decoder(Held)  # made before any thread decodes, as directory_api's
+
+
+class _Key(NamedTuple):
+    instance: str
+    shape: str
+    rank: int
+
+    @classmethod
+    def of(cls, advert: Advert) -> Self:
+        return cls(advert.instance, ".".join(map(str, advert.shape)), advert.topology.unique_rank)
+
+    @classmethod
+    def read(cls, text: str) -> Self | None:
+        found = re.fullmatch(r"([^/]+)/([0-9.]+)/([0-9]+)", text)
+        return cls(unquote(found[1]), found[2], int(found[3])) if found else None
+
+    def __str__(self) -> str:
+        return f"{quote(self.instance, safe='')}/{self.shape}/{self.rank}"
+
+
+class EtcdClient:
+    """The directory at an `EtcdAddress`: publishes, withdraws and looks up as `BootstrapClient` does.
+
+    The first look-up begins a thread that watches; `close` ends it. Any thread may call.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 2.0) -> None:
+        self.given = address
+        self.address = EtcdAddress.parse(address)
+        self._cluster = Cluster(self.address, arguments.number("timeout_s", timeout_s, above=0.0))
+        self._prefix = self.address.prefix
+        self._leases: dict[str, tuple[Advert, str]] = {}
+        self._lock = threading.Lock()
+        self._mirror: Mirror | None = None
+
+    def close(self) -> None:
+        """Ends the watch. What was published stays until it is withdrawn or its lease ends."""
+        with self._lock:
+            mirror, self._mirror = self._mirror, None
+        if mirror is not None:
+            mirror.close()
+        self._cluster.close()
+
+    # Publishing.
+
+    def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
+        """Registers or renews a rank. A new incarnation replaces its predecessor at once.
+
+        Raises `UsageError` for a bad name or duration, `Conflict` as `Directory.publish`, `TransportError` if no member
+        answers, and `PeerError` for what etcd refuses.
+        """
+        check_advert(advert, ttl_s)
+        key = f"{self._prefix}{_Key.of(advert)}"
+        published, lease = self._leases.get(key, (None, ""))
+        if published == advert and self._renewed(key, lease):
+            return
+        for _ in range(_TRIES):
+            held, revision = self._held_of(advert.instance)
+            there = held.get(key)
+            adverts = [one.advert for one in held.values()]
+            predecessor = there.predecessor if there else None
+            check_place(advert, adverts, there.advert if there else None, predecessor)
+            if there is not None and there.advert.incarnation != advert.incarnation:
+                predecessor = there.advert.incarnation
+            if self._put(key, Held(advert, predecessor), revision, ttl_s):
+                return
+        raise PeerError(f"{advert.where}: its place in etcd changed {_TRIES} times", remedy="find who else takes it")
+
+    def _renewed(self, key: str, lease: str) -> bool:
+        """Whether the lease lives, and the key is still ours: a newer process puts it under a lease of its own."""
+        if int(self._cluster.ask("lease/keepalive", {"ID": lease}).get("TTL", 0)) <= 0:
+            return False
+        ours = {"key": _encoded(key), "target": "LEASE", "result": "EQUAL", "lease": lease}
+        return bool(self._cluster.ask("kv/txn", {"compare": [ours]}).get("succeeded"))
+
+    def _put(self, key: str, held: Held, revision: str, ttl_s: float) -> bool:
+        """False if the instance has another shape, or the place another process, since `revision`."""
+        instance, shape, _ = str(_Key.of(held.advert)).split("/")
+        whole, same = f"{self._prefix}{instance}", f"{self._prefix}{instance}/{shape}"
+        others = [
+            {"key": _encoded(low), "range_end": _encoded(high), "target": "CREATE", "result": "EQUAL"}
+            | {"create_revision": "0"}
+            for low, high in ((f"{whole}/", f"{same}/"), (f"{same}0", f"{whole}0"))  # "0" follows "/"
+        ]
+        as_read = {"key": _encoded(key), "target": "MOD", "result": "LESS", "mod_revision": str(int(revision) + 1)}
+        lease: str = self._cluster.ask("lease/grant", {"TTL": str(max(1, round(ttl_s)))})["ID"]
+        put = {"key": _encoded(key), "value": _encoded(msgspec.json.encode(held)), "lease": lease}
+        try:
+            asked = {"compare": [*others, as_read], "success": [{"request_put": put}]}
+            done = bool(self._cluster.ask("kv/txn", asked).get("succeeded"))
+        except PdstageError:
+            self._revoke(lease)
+            raise
+        if done:
+            _, before = self._leases.get(key, (None, ""))
+            self._leases[key] = held.advert, lease
+            lease = before
+        if lease:
+            self._revoke(lease)
+        return done
+
+    def _held_of(self, instance: str) -> tuple[dict[str, Held], str]:
+        """An instance's keys, and etcd's revision as they were read."""
+        whole = f"{self._prefix}{quote(instance, safe='')}/"
+        answer = self._cluster.ask("kv/range", _range(whole))
+        found = {_decoded(one["key"]): _held_in(one) for one in answer.get("kvs", ())}
+        return {key: held for key, held in found.items() if held is not None}, answer["header"]["revision"]
+
+    def _revoke(self, lease: str) -> None:
+        try:
+            self._cluster.ask("lease/revoke", {"ID": lease})
+        except PdstageError as error:  # it ends by itself
+            log.debug("a lease of etcd was not revoked: %s", error)
+
+    def withdraw(self, advert: Advert) -> None:
+        """Removes the rank, if this incarnation still holds its place."""
+        key = f"{self._prefix}{_Key.of(advert)}"
+        held, revision = self._held_of(advert.instance)
+        if key in held and held[key].advert.incarnation == advert.incarnation:
+            as_read = {"key": _encoded(key), "target": "MOD", "result": "LESS", "mod_revision": str(int(revision) + 1)}
+            delete = {"request_delete_range": {"key": _encoded(key)}}
+            self._cluster.ask("kv/txn", {"compare": [as_read], "success": [delete]})
+        published, lease = self._leases.get(key, (None, ""))
+        if published is not None and published.incarnation == advert.incarnation:
+            del self._leases[key]
+            self._revoke(lease)
+
+    # Looking up.
+
+    def lookup(self, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]:
+        """All ranks of one dp replica, by group rank. Raises as `Directory.lookup`; after `Incomplete`, ask again.
+
+        Raises `TransportError` if etcd has not answered yet; once it has, what it told last is the answer.
+        """
+        with self._lock:
+            if self._mirror is None:
+                self._mirror = Mirror(self._cluster, self._prefix)
+            mirror = self._mirror
+        return replica(*mirror.find(instance), dp_rank)
+
+    def instances(self) -> bytes:
+        """All live adverts as JSON, for people: by instance, each advert and the seconds left of its lease."""
+        answer = self._cluster.ask("kv/range", _range(self._prefix))
+        left_s: dict[str, int] = {}
+        shown: dict[str, list[tuple[int, dict[str, object]]]] = {}
+        for one in answer.get("kvs", ()):
+            held, lease = _held_in(one), one.get("lease", "0")
+            if held is None:
+                continue
+            if lease not in left_s:
+                left_s[lease] = int(self._cluster.ask("lease/timetolive", {"ID": lease}).get("TTL", 0))
+            line = {"expires_in_s": left_s[lease], "advert": held.advert}
+            shown.setdefault(held.advert.instance, []).append((held.advert.topology.unique_rank, line))
+        return msgspec.json.encode(
+            {name: [line for _, line in sorted(lines, key=itemgetter(0))] for name, lines in sorted(shown.items())}
+        )
+
+
+class Mirror:
+    """A copy of the keys under `prefix`, kept by a thread."""
+
+    def __init__(self, cluster: Cluster, prefix: str) -> None:
+        self._cluster, self._prefix = cluster, prefix
+        self._table: dict[str, dict[int, Advert]] = {}
+        """By instance and unique rank."""
+        self._revision = 0
+        """Of the last change in the table; 0: it must be read."""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._read()
+        self._thread = threading.Thread(target=self._run, name="pdstage-etcd", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """The thread ends within `_QUIET_S`; nobody waits for it."""
+        self._over.set()
+
+    def find(self, instance: str | None) -> tuple[str, dict[int, Advert]]:
+        """The instance that is meant, and its ranks. Raises as `choose`."""
+        with self._lock:
+            name = choose(self._table, instance)
+            return name, dict(self._table.get(name, {}))
+
+    def _read(self) -> None:
+        answer = self._cluster.ask("kv/range", _range(self._prefix))
+        table: dict[str, dict[int, Advert]] = {}
+        for one in answer.get("kvs", ()):
+            if (held := _held_in(one)) is not None:
+                table.setdefault(held.advert.instance, {})[held.advert.topology.unique_rank] = held.advert
+        with self._lock:
+            self._table, self._revision = table, int(answer["header"]["revision"])
+
+    def _run(self) -> None:
+        is_away = False
+        while not self._over.is_set():
+            try:
+                if not self._revision:
+                    self._read()
+                self._watch()
+                is_away = False
+                self._over.wait(_AGAIN_S)  # the member ended it in order
+            except Exception as error:  # noqa: BLE001  (whatever it is, the copy goes on answering)
+                if self._over.is_set():
+                    return
+                if type(error).__name__ == "ReadTimeout":  # quiet: taken up at the next member
+                    continue
+                if not is_away:
+                    log.warning("the watch at %s ended, and is taken up again: %s", self._cluster.address, error)
+                is_away = True
+                self._over.wait(_AGAIN_S)
+
+    def _watch(self) -> None:
+        create = {**_range(self._prefix), "start_revision": str(self._revision + 1)}
+        with self._cluster.watch({"create_request": create}) as told:
+            for answer in told:
+                if self._over.is_set():
+                    return
+                if answer.get("canceled"):
+                    self._revision = 0  # compacted, or without a leader: read anew
+                    raise TransportError(f"etcd ended it ({answer.get('cancel_reason', 'no reason given')})")
+                self._take(answer)
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        with self._lock:
+            for event in answer.get("events", ()):
+                one = event["kv"]
+                key = _Key.read(_decoded(one["key"]).removeprefix(self._prefix))
+                if key is None:
+                    continue
+                ranks = self._table.setdefault(key.instance, {})
+                held = None if event.get("type") == "DELETE" else _held_in(one)
+                if held is None:
+                    ranks.pop(key.rank, None)
+                else:
+                    ranks[key.rank] = held.advert
+                if not ranks:
+                    del self._table[key.instance]
+                self._revision = max(self._revision, int(one["mod_revision"]))
+
+
+def _range(prefix: str) -> dict[str, str]:
+    """All keys that begin with `prefix`, which ends in "/"."""
+    return {"key": _encoded(prefix), "range_end": _encoded(prefix[:-1] + "0")}
+
+
+def _encoded(what: str | bytes) -> str:
+    return base64.b64encode(what.encode() if isinstance(what, str) else what).decode()
+
+
+def _decoded(text: str) -> str:
+    return base64.b64decode(text).decode(errors="replace")
+
+
+def _held_in(one: dict[str, Any]) -> Held | None:
+    try:
+        return _held.decode(base64.b64decode(one.get("value", "")))
+    except (msgspec.MsgspecError, ValueError) as error:
+        log.warning("key %s in etcd is left out: %s", _decoded(one["key"]), error)
+        return None

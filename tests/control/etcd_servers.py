@@ -1,0 +1,119 @@
+"""Real etcd servers on loopback, each a process with a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self
+
+import httpx2
+import pytest
+
+from tests.processes import stop
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ETCD = shutil.which("etcd")
+needs_etcd = pytest.mark.skipif(ETCD is None, reason="there is no etcd (apt-get install etcd-server)")
+START_S = 60.0
+
+
+def _free_ports(n: int) -> list[int]:
+    """Held together, so that no two are the same; etcd takes them a moment later."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(n)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+class Member:
+    """One process; `options` are etcd's own."""
+
+    def __init__(
+        self, folder: Path, name: str, port: int, peer_port: int, cluster: str, options: tuple[str, ...]
+    ) -> None:
+        self.name, self.port = name, port
+        secure = any(option.startswith("--cert-file") for option in options)
+        self.url = f"{'https' if secure else 'http'}://127.0.0.1:{port}"
+        peers = f"http://127.0.0.1:{peer_port}"
+        self._command = [
+            str(ETCD), "--name", name, "--data-dir", str(folder / name), "--listen-client-urls", self.url,
+            "--advertise-client-urls", self.url, "--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers,
+            "--initial-cluster", cluster, "--log-level", "error", "--logger", "zap", *options,
+        ]  # fmt: skip
+        self._log = (folder / f"{name}.log").open("ab")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+
+    def stop(self) -> None:
+        assert self.process is not None
+        stop(self.process.pid)
+
+    def go_on(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+
+class Servers:
+    """`n` members of one cluster. A context manager."""
+
+    def __init__(self, folder: Path, n: int = 1, *options: str) -> None:
+        ports = _free_ports(2 * n)
+        pairs = list(zip(ports[:n], ports[n:], strict=True))
+        cluster = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(pairs))
+        self.members = [Member(folder, f"m{i}", *pair, cluster, options) for i, pair in enumerate(pairs)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            member.close()
+
+    def address(self, prefix: str = "pdstage", user: str = "", options: str = "") -> str:
+        hosts = ",".join(f"127.0.0.1:{member.port}" for member in self.members)
+        return f"etcd://{f'{user}@' if user else ''}{hosts}/{prefix}{options}"
+
+    def ask(self, method: str, body: dict[str, object] | None = None, member: int = 0) -> dict[str, object]:
+        """A request to one member, as an operator's tool makes it."""
+        answer = httpx2.post(f"{self.members[member].url}/v3/{method}", json=body or {}, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def ready(self, verify: object = True) -> Self:
+        """Waits until every running member answers a read that needs a majority."""
+        end = time.monotonic() + START_S
+        for member in self.members:
+            while member.process is not None:
+                try:
+                    if httpx2.post(
+                        f"{member.url}/v3/kv/range", json={"key": "AA=="}, trust_env=False, verify=verify
+                    ).status_code in (200, 400, 401):
+                        break
+                except httpx2.HTTPError:
+                    pass
+                assert time.monotonic() < end, f"{member.name} does not answer"
+                time.sleep(0.05)
+        return self

@@ -1,0 +1,383 @@
+"""The directory in etcd: real servers, killed, stopped, full, compacted, with users and certificates."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdstage import State, environment
+from pdstage.control import etcd
+from pdstage.control.bootstrap import client_of
+from pdstage.control.directory import Advert, Conflict, Incomplete
+from pdstage.control.etcd import EtcdAddress, EtcdClient
+from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
+from tests.control.etcd_servers import Servers, needs_etcd
+from tests.control.test_directory import advert
+from tests.manager.engine import Rank, decode_node, drive, prefill_node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = needs_etcd
+WAIT_S = 60.0
+
+
+def until(done: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def found(client: EtcdClient, **asked: object) -> list[Advert]:
+    """What a look-up finds; nothing while ranks are missing."""
+    try:
+        return client.lookup(**asked)  # type: ignore[arg-type]
+    except Incomplete:
+        return []
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Servers]:
+    with Servers(tmp_path_factory.mktemp("etcd")) as servers:
+        yield servers.ready()
+
+
+@pytest.fixture
+def make(server, request) -> Iterator[Callable[[], EtcdClient]]:
+    """Clients of one prefix, each as of a node of its own."""
+    made: list[EtcdClient] = []
+
+    def one() -> EtcdClient:
+        made.append(EtcdClient(server.address(f"tests/{request.node.name}")))
+        return made[-1]
+
+    yield one
+    for client in made:
+        client.close()
+
+
+def test_what_is_published_is_found_by_another_node(make):
+    a, b, reader = make(), make(), make()
+    with pytest.raises(Incomplete, match="no rank is registered"):
+        reader.lookup()
+    a.publish(advert(0))
+    until(lambda: bool(reader._mirror._table), "the watch tells")
+    with pytest.raises(Incomplete, match="1 of 2 ranks of dp replica 0 are not registered, ranks 1") as caught:
+        reader.lookup()
+    assert caught.value.missing == (1,)
+    b.publish(advert(1))
+    until(lambda: found(reader) == [advert(0), advert(1)], "both ranks")
+    assert found(reader, instance="p0") == [advert(0), advert(1)]
+    b.withdraw(advert(1))
+    until(lambda: not found(reader), "one left")
+
+
+def test_one_of_several_instances_must_be_named(make):
+    client = make()
+    for name in ("p0", "p/1 ä"):
+        for rank in range(2):
+            client.publish(advert(rank, instance=name))
+    until(
+        lambda: found(client, instance="p/1 ä") == [advert(rank, instance="p/1 ä") for rank in range(2)], "it is there"
+    )
+    with pytest.raises(UsageError, match="2 instances are registered"):
+        client.lookup()
+    with pytest.raises(UsageError, match="no dp replica 3"):
+        client.lookup(3, instance="p0")
+
+
+def test_a_newer_process_takes_the_place_and_the_older_one_hears_of_it(make):
+    older, newer, reader = make(), make(), make()
+    first, second = advert(0, tp=1, incarnation=1), advert(0, tp=1, incarnation=2)
+    older.publish(first)
+    newer.publish(second)
+    assert found(reader) == [second]
+    with pytest.raises(Conflict, match="taken over by a newer process"):
+        older.publish(first)
+    older.withdraw(first)  # the place is not its own any more
+    assert make().lookup() == [second]
+    newer.publish(second)
+    newer.withdraw(second)
+    until(lambda: not found(reader), "it is gone")
+
+
+def test_an_instance_has_one_shape_also_of_two_that_come_at_once(make):
+    one, other = make(), make()
+    one.publish(advert(0, tp=2))
+    with pytest.raises(Conflict, match=r"live with \(dp, pp, cp, tp\) = \(1, 1, 1, 2\), not \(1, 1, 1, 4\)"):
+        other.publish(advert(1, tp=4))
+    # read before the first was there: the transaction sees it
+    _, revision = other._held_of("later")
+    one.publish(advert(0, tp=2, instance="later"))
+    late = advert(0, tp=4, instance="later")
+    assert not other._put(f"{other._prefix}{etcd._Key.of(late)}", etcd.Held(late), revision, 15.0)
+
+
+def test_a_lease_ends_with_a_process_that_does_not_renew_it(make):
+    client, reader = make(), make()
+    client.publish(advert(0, tp=1), ttl_s=1.0)
+    assert found(reader)
+    until(lambda: not found(reader), "etcd ends the lease")
+
+
+def test_a_lost_lease_is_published_anew(make, server):
+    """As of a process that was stopped for longer than its lease."""
+    client, reader = make(), make()
+    client.publish(advert(0, tp=1))
+    ((_, lease),) = client._leases.values()
+    server.ask("lease/revoke", {"ID": lease})
+    until(lambda: not found(reader), "the lease is gone")
+    client.publish(advert(0, tp=1))
+    until(lambda: bool(found(reader)), "it is back")
+
+
+def test_renewing_costs_no_revision(make, server):
+    client = make()
+    client.publish(advert(0, tp=1))
+    before = server.ask("kv/range", {"key": "AA=="})["header"]["revision"]
+    for _ in range(5):
+        client.publish(advert(0, tp=1))
+    assert server.ask("kv/range", {"key": "AA=="})["header"]["revision"] == before
+
+
+def test_people_can_read_it(make):
+    client = make()
+    for rank in range(2):
+        client.publish(advert(rank), ttl_s=30.0)
+    shown = json.loads(client.instances())
+    assert [line["advert"]["endpoint"] for line in shown["p0"]] == [advert(rank).endpoint for rank in range(2)]
+    assert all(0 < line["expires_in_s"] <= 30 for line in shown["p0"])
+
+
+def test_a_strangers_key_is_left_out(make, server, caplog):
+    client = make()
+    client.publish(advert(0, tp=1))
+    for key, value in (("p0/1.1.1.1/0x", "{}"), ("p0/1.1.1.1/1", "no JSON"), ("else", "")):
+        text = base64.b64encode(f"{client._prefix}{key}".encode()).decode()
+        server.ask("kv/put", {"key": text, "value": base64.b64encode(value.encode()).decode()})
+    assert make().lookup() == [advert(0, tp=1)]
+    assert "is left out" in caplog.text
+
+
+def test_a_compacted_watch_reads_the_table_anew(make, server, monkeypatch):
+    monkeypatch.setattr(etcd, "_QUIET_S", 0.2)
+    client, reader = make(), make()
+    client.publish(advert(0, tp=1))
+    assert found(reader)
+    assert reader._mirror is not None
+    reader._mirror._revision = 1  # as if it had been away since the beginning
+    for n in range(2):
+        client.publish(advert(0, tp=1, incarnation=n + 2))
+    revision = server.ask("kv/range", {"key": "AA=="})["header"]["revision"]
+    server.ask("kv/compaction", {"revision": revision})
+    until(lambda: found(reader) == [advert(0, tp=1, incarnation=3)], "the table is read anew")
+    client.publish(advert(0, tp=1, incarnation=9))
+    until(lambda: found(reader) == [advert(0, tp=1, incarnation=9)], "and watched")
+
+
+def test_rooms_between_nodes_that_share_etcd_alone(server):
+    """Two instances of prefill, one of which is replaced; decode names the directory and the instance."""
+    address, tokens = server.address("nodes"), 48
+    source, target = Rank(), Rank()
+    with decode_node(target) as decode:
+        for number, name in enumerate(("p0", "p1", "p0")):
+            with prefill_node(source, address, instance=name) as prefill:
+                pages, places = source.allocate(tokens), target.allocate(tokens)
+                source.write(number, tokens, pages)
+                receiver = decode.receive(number, address, instance=name)
+                sender = prefill.send(number)
+                sender.chunk(pages, tokens)
+                sender.finish()
+                drive([prefill, decode], lambda r=receiver: r.state is not State.BOOTSTRAPPING)
+                receiver.bind(places, tokens)
+                drive([prefill, decode], lambda r=receiver, s=sender: r.released and s.released)
+                assert receiver.state is State.SUCCESS
+                assert target.holds(number, tokens, places)
+                source.free(pages)
+                target.free(places)
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "pdstage-lease"]
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_each_of_three_members_goes_in_turn_under_load(tmp_path, how, monkeypatch):
+    """Ranks go on renewing and coming, and a reader sees each within a bound; none is lost."""
+    monkeypatch.setattr(etcd, "_QUIET_S", 1.0)
+    with Servers(tmp_path, 3) as servers:
+        servers.ready()
+        publisher, reader = (EtcdClient(servers.address(), timeout_s=1.0) for _ in range(2))
+        over, failures = threading.Event(), []
+
+        def renew() -> None:
+            while not over.wait(0.05):
+                try:
+                    publisher.publish(advert(0, tp=1, instance="steady"), ttl_s=WAIT_S)
+                except PdstageError as error:
+                    failures.append(error)
+
+        publisher.publish(advert(0, tp=1, instance="steady"), ttl_s=WAIT_S)
+        assert found(reader, instance="steady")
+        renewing = threading.Thread(target=renew)
+        renewing.start()
+        try:
+            for number, member in enumerate(servers.members):
+                member.kill() if how == "killed" else member.stop()
+                name = f"came with {number} away"
+                until(lambda name=name: published(publisher, advert(0, tp=1, instance=name)), "published meanwhile")
+                until(lambda name=name: bool(found(reader, instance=name)), "seen meanwhile")
+                assert found(reader, instance="steady")
+                member.start() if how == "killed" else member.go_on()
+                servers.ready()
+        finally:
+            over.set()
+            renewing.join()
+        assert all(isinstance(error, TransportError | PeerError) for error in failures), failures
+        assert sorted(json.loads(EtcdClient(servers.address()).instances())) == [
+            "came with 0 away", "came with 1 away", "came with 2 away", "steady",
+        ]  # fmt: skip
+        for client in (publisher, reader):
+            client.close()
+
+
+def published(client: EtcdClient, one: Advert) -> bool:
+    """Whether etcd took it now; an election may be under way."""
+    try:
+        client.publish(one, ttl_s=WAIT_S)
+    except (TransportError, PeerError):
+        return False
+    return True
+
+
+def test_the_copy_answers_while_etcd_is_away_and_ranks_come_back_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(etcd, "_QUIET_S", 0.5)
+    with Servers(tmp_path) as servers:
+        servers.ready()
+        publisher, reader = (EtcdClient(servers.address(), timeout_s=1.0) for _ in range(2))
+        publisher.publish(advert(0, tp=1), ttl_s=2.0)
+        assert found(reader)
+        servers.members[0].kill()
+        with pytest.raises(TransportError, match="no member of etcd answers at etcd://127.0.0.1"):
+            publisher.publish(advert(0, tp=1))
+        with pytest.raises(TransportError, match="no member"):
+            EtcdClient(servers.address(), timeout_s=1.0).lookup()
+        assert found(reader) == [advert(0, tp=1)]
+        servers.members[0].start()
+        servers.ready()
+        until(lambda: not found(reader), "the lease ended meanwhile")
+        publisher.publish(advert(0, tp=1))
+        until(lambda: bool(found(reader)), "it is back")
+        for client in (publisher, reader):
+            client.close()
+
+
+def test_a_full_etcd_is_said_and_goes_on_once_there_is_room(tmp_path):
+    with Servers(tmp_path, 1, "--quota-backend-bytes", str(1 << 20)) as servers:
+        servers.ready()
+        client = EtcdClient(servers.address())
+        client.publish(advert(0, tp=1))
+        filler = base64.b64encode(b"x" * (256 << 10)).decode()
+        with pytest.raises(AssertionError, match="exceeded"):
+            for _ in range(40):
+                servers.ask("kv/put", {"key": base64.b64encode(b"filler").decode(), "value": filler})
+        with pytest.raises(PeerError, match="space exceeded") as caught:
+            client.publish(advert(1, tp=2, instance="late"))
+        assert "defragment" in caught.value.remedy
+        client.publish(advert(0, tp=1))  # a renewal takes no room
+        revision = servers.ask("kv/range", {"key": "AA=="})["header"]["revision"]
+        servers.ask("kv/compaction", {"revision": revision, "physical": True})
+        servers.ask("maintenance/defragment")
+        for alarm in servers.ask("maintenance/alarm", {"action": "GET"})["alarms"]:
+            servers.ask("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
+        client.publish(advert(1, tp=2, instance="late"))
+        client.close()
+
+
+def test_users_and_their_rights(tmp_path, monkeypatch):
+    with Servers(tmp_path) as servers:
+        servers.ready()
+        for name, password in (("root", "r"), ("writer", "w"), ("nobody", "n")):
+            servers.ask("auth/user/add", {"name": name, "password": password})
+        servers.ask("auth/role/add", {"name": "root"})
+        servers.ask("auth/user/grant", {"user": "root", "role": "root"})
+        servers.ask("auth/role/add", {"name": "directory"})
+        low, high = (base64.b64encode(text).decode() for text in (b"pdstage/", b"pdstage0"))
+        servers.ask(
+            "auth/role/grant", {"name": "directory", "perm": {"permType": "READWRITE", "key": low, "range_end": high}}
+        )
+        servers.ask("auth/user/grant", {"user": "writer", "role": "directory"})
+        servers.ask("auth/enable")
+
+        monkeypatch.setenv(environment.ETCD_PASSWORD.name, "w")
+        writer = EtcdClient(servers.address(user="writer"))
+        writer.publish(advert(0, tp=1))
+        assert found(writer)
+        writer._cluster._token = "expired.1"
+        writer.publish(advert(0, tp=1))
+        with pytest.raises(UsageError, match="does not let user 'nobody' in") as caught:
+            EtcdClient(servers.address(user="nobody")).publish(advert(0, tp=1))
+        assert environment.ETCD_PASSWORD.name in caught.value.remedy
+        monkeypatch.setenv(environment.ETCD_PASSWORD.name, "n")
+        with pytest.raises(PeerError, match="permission denied") as denied:
+            EtcdClient(servers.address(user="nobody")).publish(advert(0, tp=1))
+        assert "grant" in denied.value.remedy
+        with pytest.raises(PdstageError, match="user name is empty|empty"):
+            EtcdClient(servers.address()).publish(advert(0, tp=1))
+        writer.close()
+
+
+def test_certificates(tmp_path):
+    ca, cert, key = (str(tmp_path / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=etcd", "-addext",
+         "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert], capture_output=True, check=False,
+    )  # fmt: skip
+    if made.returncode:
+        pytest.skip("openssl makes no certificate here")
+    (tmp_path / "ca.pem").write_bytes((tmp_path / "cert.pem").read_bytes())
+    options = ("--cert-file", cert, "--key-file", key, "--client-cert-auth", "--trusted-ca-file", ca)
+    with Servers(tmp_path, 1, *options) as servers:
+        client = EtcdClient(servers.address(options=f"?ca={ca}&cert={cert}&key={key}"))
+        until(lambda: published(client, advert(0, tp=1)), "it has started")
+        assert found(client)
+        for address in (servers.address(), servers.address(options="?ca=system"), servers.address(options=f"?ca={ca}")):
+            with pytest.raises(TransportError, match="no member of etcd answers"):
+                EtcdClient(address).publish(advert(0, tp=1))
+        with pytest.raises(UsageError, match="certificates of etcd://.* cannot be read"):
+            EtcdClient(servers.address(options="?ca=/nowhere"))
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("etcd://127.0.0.1:2379", "no prefix"),
+        ("etcd://u:secret@127.0.0.1:2379/p", "holds a password"),
+        ("etcd://127.0.0.1:2379/p?tls=1", "no option 'tls'"),
+        ("etcd://127.0.0.1:2379/p?cert=a", "go together"),
+        ("etcd://127.0.0.1/p", "no valid port"),
+        ("etcd:///p", "no valid port"),
+    ],
+)
+def test_bad_addresses_are_named(address, problem):
+    with pytest.raises(UsageError, match=problem):
+        client_of(address)
+
+
+def test_an_address_and_its_parts():
+    parsed = EtcdAddress.parse("etcd://me@a:1,[::1]:2/team/pd?ca=system")
+    assert (parsed.prefix, parsed.user, parsed.ca) == ("team/pd/", "me", "system")
+    assert [str(member) for member in parsed.members] == ["a:1", "[::1]:2"]
+    assert str(parsed) == "etcd://a:1,[::1]:2/team/pd"
+
+
+def test_something_else_there_is_said(tmp_path):
+    from pdstage.control.bootstrap import BootstrapServer  # noqa: PLC0415
+
+    with BootstrapServer() as other, pytest.raises(PeerError, match="not etcd's gateway|etcd"):
+        EtcdClient(f"etcd://{other.address}/p").publish(advert(0, tp=1))
