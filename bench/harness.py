@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import platform
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
     from pdstage.tools.watch.progress import Advance
 
-TRACED = ("rooms", "keys", "watch", "transfer", "auto")
+TRACED = ("rooms", "keys", "watch", "transfer", "auto", "kv-transfer")
 NAMES = (
-    "host-kernels", "convert", "plan", "wire", "launch", "rooms", "keys", "watch", "transfer", "auto", "vllm-step",
-    "gpu",
+    "host-kernels", "convert", "plan", "wire", "launch", "rooms", "keys", "watch", "transfer", "auto", "kv-transfer",
+    "directory", "vllm-step", "gpu",
 )  # fmt: skip
 
 
@@ -157,14 +158,19 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+" if ask("status", "--porcelain").stdout.strip() else "")
 
 
-def run_named(name: str, quick: bool = False) -> dict[str, Any]:
-    """Runs the bench called `name`, prints its table, and returns it with its command, machine and commit."""
+def run_named(name: str, quick: bool = False, **options: object) -> dict[str, Any]:
+    """Runs the bench called `name`, prints its table, and returns it with its command, machine and commit.
+
+    `options` are its own. Raises `UsageError` for those that it has not.
+    """
     if name not in NAMES:
         raise UsageError(f"no bench {name!r}", remedy=f"use one of {', '.join(NAMES)}", name=name)
     module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
+    for option in options.keys() - inspect.signature(module.run).parameters.keys():
+        raise UsageError(f"bench {name} has no --{option}", remedy="leave it out", field=option)
     try:
         with progress(name) as _progress.advance:
-            found: list[Row] | Measured = module.run(quick)
+            found: list[Row] | Measured = module.run(quick, **options)
     finally:
         _progress.advance = None
     measured = found if isinstance(found, Measured) else Measured(found, {}, [], [])
@@ -186,7 +192,7 @@ def run_named(name: str, quick: bool = False) -> dict[str, Any]:
     return report
 
 
-def run_traced(name: str, quick: bool, trace: Path) -> dict[str, Any]:
+def run_traced(name: str, quick: bool, trace: Path, **options: object) -> dict[str, Any]:
     """`run_named`, with a trace of all its nodes written to `trace`. Its numbers include the cost of tracing."""
     if name not in TRACED:
         raise UsageError(f"bench {name} moves no rooms", remedy=f"trace one of {', '.join(TRACED)}", field="trace")
@@ -197,7 +203,7 @@ def run_traced(name: str, quick: bool, trace: Path) -> dict[str, Any]:
 
     check(trace)
     with tempfile.TemporaryDirectory(prefix="pdstage-trace-") as folder, ranks.traced(Path(folder)):
-        report = run_named(name, quick)
+        report = run_named(name, quick, **options)
         merge_files(Path(folder).iterdir(), trace)
     report["left_out"].append("the numbers include what tracing costs")
     print(report["left_out"][-1])

@@ -25,13 +25,14 @@ class Raw:
     def connect(self, description: bytes, region: Region) -> None:
         self._transport.connect("raw", description)
         self._transport.prepare("raw", [region])
-        target, own = (np.array([one.base], np.int64) for one in (region, self._region))
-        self._spans = Spans(own, target, np.array([region.nbytes], np.int64))
+        self._there = region
 
-    def write(self) -> float:
-        """Seconds of one write of the whole memory as one descriptor."""
+    def write(self, nbytes: int = 0) -> float:
+        """Seconds of one write of `nbytes` as one descriptor; 0: of the whole memory."""
+        here, there = self._region.base, self._there.base
+        spans = Spans(*(np.array([one], np.int64) for one in (here, there, nbytes or self._region.nbytes)))
         start = time.perf_counter()
-        self._transport.post("raw", self._spans, b"raw")
+        self._transport.post("raw", spans, b"raw")
         while not any(isinstance(event, Done) for event in self._transport.poll()):
             pass
         return time.perf_counter() - start

@@ -6,7 +6,7 @@ the CPU. Sizes are those of the models' published configurations (config.json).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.layout import Key, Layout, Region, RowLevel, View
@@ -48,7 +48,7 @@ class Model:
 
     @property
     def n_layers(self) -> int:
-        return max(block.layers.stop for block in self.blocks)
+        return max(block.layers[-1] for block in self.blocks) + 1
 
     def components(self) -> list[str]:
         return sorted({block.component for block in self.blocks})
@@ -62,6 +62,15 @@ LLAMA_70B = Model("Llama-70B", _kv(range(80), 8, 128 * 2), page=16)
 QWEN3_235B = Model("Qwen3-235B", _kv(range(94), 4, 128 * 2), page=16)
 # 512 latent and 64 rope elements a token, the same on every rank.
 DEEPSEEK_V3 = Model("DeepSeek-V3", (Block("kv", range(61), (Array("latent", "none", 1, 576 * 2),)),), page=64)
+# A token's fp8 latent and rope as FlashMLA stores them, and its indexer key with a scale; one page table for both.
+DEEPSEEK_V32 = Model(
+    "DeepSeek-V3.2",
+    (
+        Block("kv", range(61), (Array("latent", "none", 1, 576, "fp8"),)),
+        Block("kv", range(61), (Array("index", "none", 1, 132, "fp8"),)),
+    ),
+    page=64,
+)
 # Every fourth of 48 layers is attention; the others keep a convolution's last 3 columns of [q | k | v] and a float32
 # state [v_head, 128, 128].
 _LINEAR = tuple(layer for layer in range(48) if layer % 4 != 3)
@@ -114,16 +123,33 @@ PAIRS = (
 )
 
 
+def of_layers(model: Model, n: int) -> Model:
+    """The first `n` of its layers."""
+    cut = [block._replace(layers=block.layers[: sum(one < n for one in block.layers)]) for block in model.blocks]
+    return replace(model, blocks=tuple(block for block in cut if block.layers))
+
+
 def place(
-    model: Model, tp: int, rank: int, n_items: Mapping[str, int], *, base: int = 0, kind: str = "cpu", device: int = 0
+    model: Model,
+    tp: int,
+    rank: int,
+    n_items: Mapping[str, int],
+    *,
+    base: int = 0,
+    kind: str = "cpu",
+    device: int = 0,
+    heads_first: bool = False,
 ) -> Layout:
-    """The pool of one rank in one region that begins at `base`: `n_items` pages or slots of each component."""
+    """The pool of one rank in one region that begins at `base`: `n_items` pages or slots of each component. With
+    `heads_first` a page is `[shard][row][width]` (HND) where it holds one array, else `[row][shard][width]` (NHD).
+    """
     views, at = [], 0
     for block in model.blocks:
         paged = block.component != SLOTS
         rows = model.page if paged else 1
         axes = [shard_axis(array.axis, array.total, tp, rank) for array in block.arrays]
         row = sum(array.width * axis.count for array, axis in zip(block.arrays, axes, strict=True))
+        by_head = heads_first and paged and len(block.arrays) == 1
         for layer in block.layers:
             within = 0
             for array, axis in zip(block.arrays, axes, strict=True):
@@ -135,9 +161,9 @@ def place(
                         n_items=n_items[block.component],
                         item_stride=rows * row,
                         tokens_per_item=rows,
-                        rows=(RowLevel(1, row),),
+                        rows=(RowLevel(1, array.width if by_head else row),),
                         shards=axis.count,
-                        shard_stride=array.width,
+                        shard_stride=array.width * (rows if by_head else 1),
                         width=array.width,
                         axis=axis,
                         format=array.format,

@@ -124,28 +124,29 @@ def component(run: int) -> str:
     return f"runs of {run}"
 
 
-class _Side(Actor):
-    def __init__(self, shape: Shape, transport: str) -> None:
-        self.shape = shape
+class Side(Actor):
+    """All ranks of one side, and one end of the raw write of up to `nbytes`."""
+
+    def __init__(self, nbytes: int, transport: str) -> None:
         self.nodes: list[Any] = []
         self.handles: list[Handle] = []
-        self._raw = Raw(transport, shape.nbytes)
+        self._raw = Raw(transport, nbytes)
         self._is_raw = False
 
     def idle(self) -> None:
         if self._is_raw:
             self._raw.idle()
         else:
-            self._turn()
+            self.turn()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         for node in self.nodes:
             node.turn(5e-4 if len(self.nodes) == 1 else 0.0)
 
-    def _until(self, done: Callable[[], bool]) -> None:
+    def until(self, done: Callable[[], bool]) -> None:
         deadline_at = time.monotonic() + WAIT_S
         while not done():
-            self._turn()
+            self.turn()
             failed = [handle for handle in self.handles if handle.state is State.FAILED]
             if failed or time.monotonic() > deadline_at:
                 raise AssertionError(f"a room failed or did not end: {[handle.error for handle in failed]}")
@@ -160,8 +161,8 @@ class _Side(Actor):
         """From now on `idle` serves the raw write, or the nodes."""
         self._is_raw = is_raw
 
-    def write(self) -> float:
-        return self._raw.write()
+    def write(self, nbytes: int = 0) -> float:
+        return self._raw.write(nbytes)
 
     def close(self) -> None:
         for node in self.nodes:
@@ -169,11 +170,12 @@ class _Side(Actor):
         self._raw.close()
 
 
-class Sources(_Side):
+class Sources(Side):
     """All prefill ranks; every byte of a rank's pool is its mark."""
 
     def __init__(self, shape: Shape, directory: str, transport: str) -> None:
-        super().__init__(shape, transport)
+        super().__init__(shape.nbytes, transport)
+        self.shape = shape
         tp = shape.src_tp
         for rank in range(tp):
             self.nodes.append(
@@ -186,7 +188,7 @@ class Sources(_Side):
             expose(self.nodes[-1])
 
     def offer(self, path: str, run: int, room: int, chunk_nbytes: int) -> None:
-        self._until(lambda: all(handle.released for handle in self.handles))
+        self.until(lambda: all(handle.released for handle in self.handles))
         self.handles = []
         name, tokens = component(run), self.shape.tokens(run)
         for node in self.nodes:
@@ -203,11 +205,12 @@ class Sources(_Side):
         return sum(one["chunks_staged"] for one in stats), sum(one["chunks_direct"] for one in stats)
 
 
-class Sinks(_Side):
+class Sinks(Side):
     """All decode ranks."""
 
     def __init__(self, shape: Shape, directory: str, transport: str) -> None:
-        super().__init__(shape, transport)
+        super().__init__(shape.nbytes, transport)
+        self.shape = shape
         self._directory, self._memories, tp = directory, [], shape.dst_tp
         for rank in range(tp):
             pool, memory = shape.pool(tp, rank, 0)
@@ -226,13 +229,13 @@ class Sinks(_Side):
             memory[:] = 0
         receivers = [node.receive(room, self._directory) for node in self.nodes]
         self.handles = list(receivers)
-        self._until(lambda: all(one.state is not State.BOOTSTRAPPING for one in receivers))
+        self.until(lambda: all(one.state is not State.BOOTSTRAPPING for one in receivers))
         start = time.perf_counter()
         for receiver in receivers:
             receiver.bind({name: pages}, {name: (0, self.shape.tokens(run))})
-        self._until(lambda: all(one.state is State.SUCCESS for one in receivers))
+        self.until(lambda: all(one.state is State.SUCCESS for one in receivers))
         took = time.perf_counter() - start
-        self._until(lambda: all(one.released for one in receivers))
+        self.until(lambda: all(one.released for one in receivers))
         if check:
             self._check(run, pages)
         return took

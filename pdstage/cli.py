@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pdstage.tools.calibrate.peer import Peer
 
 BENCHES = (
-    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "vllm-step",
-    "gpu",
+    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "kv-transfer",
+    "directory", "vllm-step", "gpu",
 )  # fmt: skip
 DEFAULT_BIND = "127.0.0.1:8998"
 _ANSWER_S = 20.0
@@ -54,6 +54,8 @@ def parser() -> Parser:
     bench.add_argument("name", metavar="NAME", help=f"one of {', '.join(BENCHES)}")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
+    bench.add_argument("--scale", type=int, metavar="N", help="kv-transfer: keep 1 of N of a model's layers")
+    bench.add_argument("--transport", metavar="NAME", help="kv-transfer: measure only this transport")
     _add_metrics_port(bench)
     _add_trace(bench)
     bench.set_defaults(run=_bench)
@@ -167,10 +169,11 @@ def _bench(given: argparse.Namespace) -> int:
 
     if (port := checked(given.metrics_port)) is not None:
         os.environ[VARIABLE] = str(port)
+    options = {name: value for name in ("scale", "transport") if (value := getattr(given, name)) is not None}
     if given.trace is None:
-        result = run_named(given.name, given.quick)
+        result = run_named(given.name, given.quick, **options)
     else:
-        result = run_traced(given.name, given.quick, given.trace)
+        result = run_traced(given.name, given.quick, given.trace, **options)
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
@@ -351,9 +354,9 @@ def _bootstrap(given: argparse.Namespace) -> int:
 
 
 def _instances(given: argparse.Namespace) -> int:
-    from pdstage.control.bootstrap import BootstrapClient  # noqa: PLC0415
+    from pdstage.control.bootstrap import client_of  # noqa: PLC0415
 
-    print(BootstrapClient(given.address, _ANSWER_S, keys=_keys_given(given)).instances().decode())
+    print(client_of(given.address, _ANSWER_S, keys=_keys_given(given)).instances().decode())
     return 0
 
 

@@ -1,0 +1,464 @@
+"""Bursts of whole requests between two nodes, as CollectiveX measures transfer libraries, and further.
+
+CollectiveX's kv-transfer suite (SemiAnalysisAI/InferenceX#2510) moves 1 to 64 requests at once between two equal ranks.
+A request is a list of pages, layer by layer, at random places of both pools: page tables are drawn by seed and cut from
+one permutation. The ceiling of each row is one contiguous write of the same bytes. Here too; every byte of every burst
+is compared, and the libraries' own calls run in turn with pdstage's. Further rows have other tensor-parallel sizes,
+page sizes and orders of memory on the two sides.
+
+One process a side has all ranks of its side. Prefill has computed everything before the clock starts. The clock runs
+from the first `bind` to the last Success, or from a library's first post to its last completion. A model keeps 1 of
+`scale` of its layers. Rows whose pools do not fit the machine's memory are left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pdstage.control.bootstrap import BootstrapServer
+from pdstage.kernels import Pool
+from pdstage.layout.items import slot_items
+from pdstage.layout.topology import Topology
+from pdstage.manager import DecodeNode, PrefillNode
+from pdstage.protocol.config import Config
+from pdstage.protocol.state import State
+
+from . import shapes
+from .harness import Measured, Row
+from .peers.libraries import Library, Pages, installed
+from .ranks import Rank, expose, observers
+from .shapes import SLOTS, Model
+from .sides import Side, fabrics, median_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Self
+
+    from numpy.typing import NDArray
+
+    from pdstage.layout import Layout, View
+
+    from .sides import Fabric
+
+MODELS = (shapes.LLAMA_70B, shapes.QWEN3_235B, shapes.DEEPSEEK_V3, shapes.DEEPSEEK_V32, shapes.QWEN3_NEXT)
+PATHS = ("staged", "direct")
+BULK = "bulk"
+LADDER = (1, 2, 4, 8, 16, 32, 64)
+QUICK_SCALE = 40
+_SLACK = 2
+"""Pools have twice the pages of the largest burst, as CollectiveX's have."""
+_CONFIG = Config(max_silence_s=300.0)
+
+
+class Kept(NamedTuple):
+    """How one side keeps a cache."""
+
+    tp: int = 1
+    page: int = 16
+    heads_first: bool = False
+
+    def __str__(self) -> str:
+        return f"TP{self.tp}, pages of {self.page}{', HND' if self.heads_first else ''}"
+
+
+class Case(NamedTuple):
+    """Requests of `tokens` tokens; bursts of each of `sizes` requests."""
+
+    model: Model
+    tokens: int
+    src: Kept
+    dst: Kept
+    sizes: tuple[int, ...] = (1,)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the two sides' pages are alike, so that a library can move them."""
+        return self.src == self.dst and self.src.tp == 1
+
+    def place(self, kept: Kept, rank: int, base: int = 0) -> Layout:
+        n_items = {"kv": self._n_pages(kept), SLOTS: _SLACK * max(self.sizes)}
+        model = replace(self.model, page=kept.page)
+        return shapes.place(model, kept.tp, rank, n_items, base=base, heads_first=kept.heads_first)
+
+    def _n_pages(self, kept: Kept) -> int:
+        return _SLACK * max(self.sizes) * (self.tokens // kept.page)
+
+    def requests(self, side: str, burst: int, n: int) -> list[Request]:
+        """Pages and slots of `n` requests at "src" or "dst", drawn by the burst's number."""
+        kept: Kept = getattr(self, side)
+        rng = np.random.default_rng([burst, side == "dst"])
+        a_request = self.tokens // kept.page
+        pages = rng.permutation(self._n_pages(kept))[: n * a_request].reshape(n, a_request)
+        slots = rng.permutation(_SLACK * max(self.sizes))[:n].tolist()
+        return [Request(table, slot) for table, slot in zip(pages, slots, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one request, all ranks of prefill together; a latent counts once."""
+        whole = shapes.place(replace(self.model, page=1), 1, 0, dict.fromkeys(("kv", SLOTS), 1))
+        return sum(
+            view.shards * view.width * (1 if view.key.component == SLOTS else self.tokens) for view in whole.views()
+        )
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Of both sides' pools and the two ends of the contiguous write."""
+        pools = sum(
+            self.place(kept, rank).regions[0].nbytes for kept in (self.src, self.dst) for rank in range(kept.tp)
+        )
+        return pools + 2 * max(self.sizes) * self.nbytes
+
+    def __str__(self) -> str:
+        how = str(self.src) if self.src == self.dst else f"{self.src} -> {self.dst}"
+        return f"{self.model.name}, {self.model.n_layers} layers, {self.tokens // 1024}k tokens, {how}"
+
+
+class Request(NamedTuple):
+    """Where one side keeps a request."""
+
+    pages: NDArray[np.int64]
+    slot: int
+
+    @property
+    def states(self) -> dict[str, Any]:
+        return {SLOTS: slot_items(self.slot)}
+
+
+class Memory:
+    """One rank's pool, with cells whose content says whose they are: `_marks` of view, item, row, shard and word."""
+
+    def __init__(self, case: Case, kept: Kept, rank: int) -> None:
+        nbytes = case.place(kept, rank).regions[0].nbytes
+        self._words = np.zeros(nbytes // 2, np.uint16)
+        self.layout = case.place(kept, rank, self._words.ctypes.data)
+        self.pool = Pool.of(self.layout, keep=self._words)
+        self.region = self.layout.regions[0]
+        self._numbers = {key: number for number, key in enumerate(sorted(self.layout.by_key()))}
+
+    def _cells(self, view: View) -> NDArray[np.uint16]:
+        """`[item, row, shard, word]`."""
+        sizes = view.n_items, view.tokens_per_item, view.shards, view.width // 2
+        strides = view.item_stride, view.rows[0].stride, view.shard_stride, 2
+        cells: NDArray[np.uint16] = np.lib.stride_tricks.as_strided(self._words[view.offset // 2 :], sizes, strides)
+        return cells
+
+    def _marks(self, view: View, items: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.uint16]:
+        """What the cells of prefill's `items` and `rows` hold, which broadcast."""
+        cell = (items * 40503 + rows * 9973 + self._numbers[view.key] * 257).astype(np.uint16)
+        shards = ((view.axis.first + np.arange(view.shards)) * 2749).astype(np.uint16)
+        words = (np.arange(view.width // 2) * 31).astype(np.uint16)
+        marks: NDArray[np.uint16] = cell[..., None, None] + shards[:, None] + words
+        return marks
+
+    def paint(self) -> None:
+        for view in self.layout.views():
+            items, rows = np.arange(view.n_items)[:, None], np.arange(view.tokens_per_item)
+            self._cells(view)[:] = self._marks(view, items, rows)
+
+    def clear(self) -> None:
+        self._words[:] = 0
+
+    def check(self, tokens: int, theirs: Request, own: Request, page: int) -> None:
+        """Every byte of a request: at `theirs` in prefill's pages of `page` tokens, and at `own` here."""
+        at = np.arange(tokens)
+        for view in self.layout.views():
+            if view.key.component == SLOTS:
+                expected = self._marks(view, np.array([theirs.slot]), np.array([0]))
+                got = self._cells(view)[[own.slot], 0]
+            else:
+                expected = self._marks(view, theirs.pages[at // page], at % page)
+                got = self._cells(view)[own.pages[at // view.tokens_per_item], at % view.tokens_per_item]
+            if not np.array_equal(got, expected):
+                raise AssertionError(f"a request arrived with other bytes than were sent, in {view.key}")
+
+
+class _End(Side):
+    """One side's ranks, and one end of each library."""
+
+    def __init__(self, case: Case, kept: Kept, fabric: Fabric) -> None:
+        super().__init__(max(case.sizes) * case.nbytes, fabric.transport)
+        self.case = case
+        self.memories = [Memory(case, kept, rank) for rank in range(kept.tp)]
+        self.libraries: dict[str, Library] = {}
+        if case.is_equal:
+            self.libraries = {name: make(self.memories[0].region) for name, make in installed(fabric.transport).items()}
+        self._serving: Library | None = None
+
+    def idle(self) -> None:
+        if self._serving is not None:
+            self._serving.idle()
+        else:
+            super().idle()
+
+    def meet(self) -> tuple[int, dict[str, object]]:
+        """The pool's address, and what each library tells its peer."""
+        return self.memories[0].region.base, {name: one.describe() for name, one in self.libraries.items()}
+
+    def met(self, base: int, described: dict[str, object]) -> list[str]:
+        """The other side's; returns the libraries that both have."""
+        self._their_base = base
+        for name, what in described.items():
+            self.libraries[name].connect(what)
+        return list(described)
+
+    def serve(self, name: str) -> None:
+        """From now on `idle` serves that library; "": the nodes."""
+        self._serving = self.libraries.get(name)
+
+    def close(self) -> None:
+        for library in self.libraries.values():
+            library.close()
+        super().close()
+
+
+class Sources(_End):
+    """All prefill ranks. Their pools hold their marks."""
+
+    def __init__(self, case: Case, directory: str, fabric: Fabric) -> None:
+        super().__init__(case, case.src, fabric)
+        self._n_listed = 0
+        for rank, memory in enumerate(self.memories):
+            memory.paint()
+            node = PrefillNode(
+                memory.pool, Topology(tp_size=case.src.tp, tp_rank=rank), transport=fabric.transport,
+                bootstrap=directory, config=_CONFIG, observers=observers(),
+            )  # fmt: skip
+            expose(node)
+            self.nodes.append(node)
+
+    def offer(self, path: str, burst: int, n: int) -> None:
+        """Rooms of `n` requests, computed."""
+        self.until(lambda: all(handle.released for handle in self.handles))
+        self.handles = []
+        has_states = SLOTS in self.case.model.components()
+        for node in self.nodes:
+            node.path = path
+            for number, request in enumerate(self.case.requests("src", burst, n)):
+                sender = node.send(f"{burst}-{number}")
+                sender.chunk({"kv": request.pages}, {"kv": (0, self.case.tokens)})
+                sender.finish(states=request.states if has_states else None)
+                self.handles.append(sender)
+
+    def push(self, name: str, burst: int, n: int) -> float:
+        """Seconds of a burst by a library."""
+        own, theirs = (self.case.requests(side, burst, n) for side in ("src", "dst"))
+        base, spans = self.memories[0].region.base, self.memories[0].layout
+        pages = [
+            Pages(base + src, self._their_base + dst, nbytes)
+            for one, other in zip(own, theirs, strict=True)
+            for (src, nbytes), (dst, _) in [(item_spans(spans, one), item_spans(spans, other))]
+        ]
+        self._n_listed += sum(len(one.nbytes) for one in pages)
+        return self.libraries[name].burst(pages)
+
+    def n_descriptors(self) -> int:
+        """So far, by all ways."""
+        n: int = sum(node.stats()["descriptors"] for node in self.nodes)
+        return self._n_listed + n
+
+
+class Sinks(_End):
+    """All decode ranks."""
+
+    def __init__(self, case: Case, directory: str, fabric: Fabric) -> None:
+        super().__init__(case, case.dst, fabric)
+        self._directory = directory
+        for rank, memory in enumerate(self.memories):
+            node = DecodeNode(
+                memory.pool, Topology(tp_size=case.dst.tp, tp_rank=rank), transport=fabric.transport,
+                config=_CONFIG, observers=observers(),
+            )  # fmt: skip
+            expose(node)
+            self.nodes.append(node)
+
+    def clear(self) -> None:
+        for memory in self.memories:
+            memory.clear()
+
+    def pull(self, burst: int, n: int) -> float:
+        """Seconds from the first `bind` to the last Success."""
+        requests = self.case.requests("dst", burst, n)
+        has_states = SLOTS in self.case.model.components()
+        receivers = [[node.receive(f"{burst}-{number}", self._directory) for number in range(n)] for node in self.nodes]
+        self.handles = every = [one for of_node in receivers for one in of_node]
+        self.until(lambda: all(one.state is not State.BOOTSTRAPPING for one in every))
+        start = time.perf_counter()
+        for of_node in receivers:
+            for receiver, request in zip(of_node, requests, strict=True):
+                states = request.states if has_states else {}
+                receiver.bind({"kv": request.pages} | states, {"kv": (0, self.case.tokens)})
+        self.until(lambda: all(one.state is State.SUCCESS for one in every))
+        took = time.perf_counter() - start
+        self.until(lambda: all(one.released for one in every))
+        return took
+
+    def check(self, burst: int, n: int) -> None:
+        """Compares every byte of a burst."""
+        theirs, own = (self.case.requests(side, burst, n) for side in ("src", "dst"))
+        for memory in self.memories:
+            for one, other in zip(theirs, own, strict=True):
+                memory.check(self.case.tokens, one, other, self.case.src.page)
+
+
+def item_spans(layout: Layout, request: Request) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where a request's pages and slots lie in a pool, and their bytes, layer by layer: each one contiguous."""
+    offsets, nbytes, end = [], [], -1
+    for view in sorted(layout.views(), key=lambda view: view.offset):
+        if view.offset < end:  # beside another array in the same items
+            continue
+        items = np.array([request.slot]) if view.key.component == SLOTS else request.pages
+        offsets.append(view.offset + items * view.item_stride)
+        nbytes.append(np.full(len(items), view.item_stride))
+        end = view.offset + view.item_stride
+    return np.concatenate(offsets), np.concatenate(nbytes)
+
+
+class Bed:
+    """Both processes of one case. A context manager."""
+
+    def __init__(self, case: Case, fabric: Fabric) -> None:
+        self._case = case
+        self._directory = BootstrapServer().start()
+        self._src, self._dst = (
+            Rank(side, case, self._directory.address, fabric, env=fabric.env) for side in (Sources, Sinks)
+        )
+        self._burst = 0
+        self.libraries: list[str] = []
+
+    def __enter__(self) -> Self:
+        for rank in (self._src, self._dst):
+            rank.ready()
+        for one, other in ((self._src, self._dst), (self._dst, self._src)):
+            one.call("connect", *other.call("describe"))
+            self.libraries = one.call("met", *other.call("meet"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in (self._dst, self._src):
+            rank.close()
+        self._directory.close()
+
+    def seconds(self, way: str, n: int) -> float:
+        """Seconds of a burst of `n` requests by a path, by a library, or as one contiguous write."""
+        if way == BULK:
+            self._each("use_raw", True)
+            took: float = self._src.call("write", n * self._case.nbytes)
+            self._each("use_raw", False)
+            return took
+        self._burst += 1
+        self._dst.call("clear")
+        if way in self.libraries:
+            self._each("serve", way)
+            took = self._src.call("push", way, self._burst, n)
+            self._each("serve", "")
+        else:
+            self._src.call("offer", way, self._burst, n)
+            took = self._dst.call("pull", self._burst, n)
+        self._dst.call("check", self._burst, n)
+        return took
+
+    def n_descriptors(self) -> int:
+        n: int = self._src.call("n_descriptors")
+        return n
+
+    def _each(self, method: str, *given: object) -> None:
+        for rank in (self._src, self._dst):
+            rank.call(method, *given)
+
+
+def cases(scale: int, quick: bool) -> Iterator[Case]:
+    """CollectiveX's rows first, then those of our own."""
+    llama, *others = (_scaled(model, scale) for model in MODELS)
+    own = (
+        (Kept(2), Kept(1)), (Kept(1), Kept(2)), (Kept(1, 16), Kept(1, 64)), (Kept(1), Kept(1, heads_first=True)),
+        (Kept(4, 16), Kept(2, 64, heads_first=True)),
+    )  # fmt: skip
+    if quick:
+        yield Case(llama, 8192, Kept(), Kept(), (1, 4))
+        yield Case(llama, 8192, *own[0])
+        return
+    for page in (16, 64):
+        yield Case(llama, 8192, Kept(1, page), Kept(1, page), LADDER)
+        for tokens in (32_768, 131_072, 524_288):
+            yield Case(llama, tokens, Kept(1, page), Kept(1, page))
+        for model in others:
+            yield Case(model, 8192, Kept(1, page), Kept(1, page), (1, 8))
+    for src, dst in own:
+        yield Case(llama, 8192, src, dst, (1, 8))
+    for src, dst in own[:3]:
+        yield Case(others[-1], 8192, src, dst, (1, 8))
+
+
+def _scaled(model: Model, scale: int) -> Model:
+    """With 1 of `scale` of its layers; of a hybrid at least one of each kind."""
+    return shapes.of_layers(model, max(4 if SLOTS in model.components() else 1, -(-model.n_layers // scale)))
+
+
+def _fitting(case: Case, limit: int) -> Case | None:
+    """The case with those bursts that fit `limit` bytes of memory."""
+    while case.memory_nbytes > limit:
+        if len(case.sizes) == 1:
+            return None
+        case = case._replace(sizes=case.sizes[:-1])
+    return case
+
+
+def _memory() -> int:
+    """Bytes that a run may use: two thirds of what is free."""
+    for line in open("/proc/meminfo"):  # noqa: SIM115, PTH123
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024 * 2 // 3
+    return 1 << 40
+
+
+def run(quick: bool, *, scale: int = 0, transport: str = "") -> Measured:
+    """`scale`: 1 of so many layers of each model; 0: all, or few for a look. `transport`: only that one."""
+    rows: list[Row] = []
+    left_out = []
+    limit, repeats = _memory(), 2 if quick else 5
+    for whole in cases(scale or (QUICK_SCALE if quick else 1), quick):
+        case = _fitting(whole, limit)
+        sizes = case.sizes if case is not None else ()
+        for size in whole.sizes[len(sizes) :]:
+            left_out.append(f"{whole}, {size} at once: not enough memory; a higher --scale keeps fewer layers")
+        for fabric in fabrics() if case is not None else ():
+            if transport in ("", fabric.transport):
+                with Bed(case, fabric) as bed:  # type: ignore[arg-type]
+                    for size in sizes:
+                        rows += _measured(bed, case, fabric, size, repeats)  # type: ignore[arg-type]
+    return Measured(rows, {}, left_out, [])
+
+
+def _measured(bed: Bed, case: Case, fabric: Fabric, n: int, repeats: int) -> Iterator[Row]:
+    """A row for each way, beside the contiguous write. Ways take turns, each time in another order."""
+    ways = [*PATHS, *bed.libraries, BULK]
+    n_descriptors = {}
+    for way in ways:
+        before = bed.n_descriptors()
+        bed.seconds(way, n)
+        n_descriptors[way] = bed.n_descriptors() - before
+    took: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(repeats):
+        for turn in range(len(ways)):
+            way = ways[(number + turn) % len(ways)]
+            took[way].append(bed.seconds(way, n))
+    gb = n * case.nbytes / 1e9
+    ceiling = gb / statistics.median(took[BULK])
+    for way in ways[:-1]:
+        yield Row(
+            name=f"{way}, {fabric.name}: {case}, {n} at once",
+            value=ceiling * median_ratio(took[BULK], took[way]),
+            baseline=ceiling,
+            unit="GB/s",
+            detail=f"{n * case.nbytes >> 20} MiB, {n_descriptors[way]} descriptors; baseline: one contiguous write",
+            point={
+                "table": "kv-transfer", "transport": fabric.name, "way": way, "model": case.model.name,
+                "layers": case.model.n_layers, "tokens": case.tokens, "requests": n, "nbytes": n * case.nbytes,
+                "src": case.src._asdict(), "dst": case.dst._asdict(), "seconds": sorted(took[way]),
+            },
+        )  # fmt: skip
