@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -74,6 +75,9 @@ def parser() -> Parser:
     bootstrap.set_defaults(run=_bootstrap)
     instances = commands.add_parser("instances", help="print what a bootstrap directory holds, as JSON")
     instances.add_argument("address", metavar="ADDRESS", help="as the directory or the prefill node printed it")
+    instances.add_argument(
+        "--watch", type=float, nargs="?", const=2.0, metavar="S", help="print what changes, looking every S seconds"
+    )
     _add_keys_options(instances)
     instances.set_defaults(run=_instances)
     keys = commands.add_parser("keys", help="make the key file of a cluster or of a node")
@@ -356,7 +360,15 @@ def _bootstrap(given: argparse.Namespace) -> int:
 def _instances(given: argparse.Namespace) -> int:
     from pdstage.control.bootstrap import client_of  # noqa: PLC0415
 
-    print(client_of(given.address, _ANSWER_S, keys=_keys_given(given)).instances().decode())
+    client = client_of(given.address, _ANSWER_S, keys=_keys_given(given))
+    if given.watch is None:
+        print(client.instances().decode())
+        return 0
+    from pdstage.arguments import number  # noqa: PLC0415
+    from pdstage.tools.watch.instances import watch  # noqa: PLC0415
+
+    for line in watch(client, number("--watch", given.watch, above=0.0)):
+        print(f"{datetime.now(tz=UTC):%Y-%m-%dT%H:%M:%SZ} {line}", flush=True)
     return 0
 
 
