@@ -100,6 +100,10 @@ class Refused(PeerError):
         self.code = code
 
 
+class _Quiet(Exception):
+    """A watch told nothing for a while: nothing has changed, or its member is stopped or cut off."""
+
+
 class Cluster:
     """etcd's members: a request goes to the one that answered last, and on to the others if that one does not.
 
@@ -117,7 +121,7 @@ class Cluster:
         self._client = httpx2.Client(verify=_context(address), timeout=timeout_s, trust_env=False)
         scheme = "https" if address.ca else "http"
         self._members = [f"{scheme}://{member}/v3/" for member in address.members]
-        self._at = 0
+        self._at = self._watched = 0
         self._token = ""
 
     def close(self) -> None:
@@ -133,15 +137,17 @@ class Cluster:
             member = self._members[self._at % len(self._members)]
             try:
                 answer: dict[str, Any] = ask(member)
-            except (self._http.HTTPError, OSError) as error:
-                last = error
             except Refused as error:
                 if error.code != _UNAVAILABLE:  # else it has no leader, or is about to end
                     raise
                 last = error
+            except (self._http.HTTPError, OSError, PeerError) as error:
+                last = error
             else:
                 return answer
             self._at += 1
+        if isinstance(last, PeerError) and not isinstance(last, Refused):
+            raise last
         raise TransportError(
             f"no member of etcd answers at {self.address} ({last or 'none is named'})",
             remedy="check that a majority of its members runs, and the network",
@@ -180,13 +186,18 @@ class Cluster:
 
     @contextmanager
     def watch(self, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """What a watch tells, from the next member on; it ends after `_QUIET_S` without an event."""
-        self._at += 1
-        member = self._members[self._at % len(self._members)]
+        """What a watch at the next member tells. Raises `_Quiet` inside after `_QUIET_S` without an event."""
+        self._watched += 1
+        member = self._members[self._watched % len(self._members)]
         headers = {**self._headers(member), "Grpc-Metadata-hasleader": "true"}  # a member without a leader ends it
         patience = self._http.Timeout(self._timeout_s, read=_QUIET_S)
-        with self._client.stream("POST", f"{member}watch", json=body, headers=headers, timeout=patience) as response:
-            yield (_result(msgspec.json.decode(line)) for line in response.iter_lines() if line)
+        try:
+            with self._client.stream(
+                "POST", f"{member}watch", json=body, headers=headers, timeout=patience
+            ) as response:
+                yield (_result(msgspec.json.decode(line)) for line in response.iter_lines() if line)
+        except self._http.ReadTimeout as error:
+            raise _Quiet from error
 
 
 def _context(address: EtcdAddress) -> ssl.SSLContext | bool:
@@ -435,11 +446,11 @@ class Mirror:
                 self._watch()
                 is_away = False
                 self._over.wait(_AGAIN_S)  # the member ended it in order
+            except _Quiet:
+                continue
             except Exception as error:  # noqa: BLE001  (whatever it is, the copy goes on answering)
                 if self._over.is_set():
                     return
-                if type(error).__name__ == "ReadTimeout":  # quiet: taken up at the next member
-                    continue
                 if not is_away:
                     log.warning("the watch at %s ended, and is taken up again: %s", self._cluster.address, error)
                 is_away = True
