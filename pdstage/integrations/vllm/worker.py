@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AnyHandle = TypeVar("AnyHandle", "Sender", "Receiver")
-
 _EARLY_S = 600.0
 """How long prefill may take to begin a request that decode announced before: as long as a room may last."""
 
@@ -69,18 +67,25 @@ class WorkerSide:
         self.decode: DecodeNode | None = None
         self._caches: Caches | None = None
         self._computed: CudaEvent | None = None
-        # The task thread fills these and the worker's thread empties them, by atomic calls.
+        # The task thread fills these four and the worker's thread empties them, by atomic calls.
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
         self._expected: dict[str, bytes] = {}
         """The statement required of prefill, for each request that is being received."""
+        self._begun: deque[tuple[str, str]] = deque()
+        """What was begun, "sent" or "received", and of which request."""
+        self._rooms: dict[Handle, tuple[str, str]] = {}
+        """The same for each room that was begun, until its result is told. Only the worker's thread uses it."""
+        self._ended: dict[Handle, None] = {}
+        """Of these, rooms that ended and whose memory is still in use."""
         self._early: dict[str, EarlySender] = {}
         """Requests that are sent while they are computed. Only the task thread uses it."""
         self._chunks: Mapping[str, Chunk] = {}
         """The chunks of this step, while its forward pass runs."""
         self._groups = LayerGroups({})
         self._held: dict[str, tuple[int, float]] = {}
-        """For each request that is being sent: how many blocks it holds, and since when."""
+        """For each request that is being sent: how many blocks it holds, and since when. The oldest come first."""
+        self._n_held_blocks = 0
         self._written: tuple[int, int] = (0, 0)
         """Bytes and descriptors that were reported."""
         self._lasting: tuple[int, ...] = ()
@@ -169,10 +174,17 @@ class WorkerSide:
         """Queues this step's news. Raises errors that are bugs here, of an earlier step's too."""
         self._tasks.check()
         if metadata:
+            self._hold(metadata.sends)
             self._clear(metadata)
             # Launched kernels may still zero or read the blocks to be loaded.
             after = self._event() if metadata.receives else None
             self._tasks.put(partial(self._carry_out, metadata, self._computed, after))
+
+    def _hold(self, sends: Mapping[str, Send]) -> None:
+        for request_id, send in sends.items():
+            n_blocks = sum(len(one.blocks) for one in send.held.values())
+            self._held[request_id] = n_blocks, time.monotonic()
+            self._n_held_blocks += n_blocks
 
     def _clear(self, metadata: PdStageMetadata) -> None:
         """Zeroes blocks that a request's tokens fill only in part, if vLLM zeroes new blocks. vLLM leaves out blocks
@@ -230,7 +242,6 @@ class WorkerSide:
     def _send(self, request_id: str, send: Send, computed: CudaEvent | None) -> None:
         assert self.prefill is not None, "a request to send at an engine that does not prefill"
         sender, held = None, send.held
-        self._held[request_id] = sum(len(one.blocks) for one in held.values()), time.monotonic()
         try:
             if (early := self._early.pop(request_id, None)) is not None:
                 sender, held = early.sender, early.rest_of(held)
@@ -246,11 +257,11 @@ class WorkerSide:
         except PdstageError as error:
             log.warning("request %s is not sent: %s", request_id, error)
             if sender is None:
-                self._held.pop(request_id)
                 self._not_begun.append(("sent", request_id))
                 return
             sender.abort(str(error))
         self._sending[request_id] = sender
+        self._begun.append(("sent", request_id))
 
     def _receive(self, request_id: str, receive: Receive, after: CudaEvent | None) -> None:
         receiver = None
@@ -267,6 +278,7 @@ class WorkerSide:
         if receive.says is not None:
             self._expected[request_id] = receive.says
         self._receiving[request_id] = receiver
+        self._begun.append(("received", request_id))
 
     def _abort(self, request_id: str) -> None:
         receiver = self._receiving.get(request_id)
@@ -314,16 +326,39 @@ class WorkerSide:
         while self._not_begun:
             what, request_id = self._not_begun.popleft()
             self._stats.add(f"not_{what}", 1)
-            _end(results, what, request_id, failed=True)
-        for request_id, sender in _take_released(self._sending):
-            self._held.pop(request_id, None)
-            self._note(sender, request_id, "sent")
-            _end(results, "sent", request_id, failed=sender.state is not State.SUCCESS)
-        for request_id, receiver in _take_released(self._receiving):
-            is_right = self._is_as_expected(receiver, request_id)
-            self._note(receiver, request_id, "received")
-            _end(results, "received", request_id, failed=receiver.state is not State.SUCCESS or not is_right)
+            self._tell(results, what, request_id, failed=True)
+        for handle in self._take_released():
+            what, request_id = self._rooms.pop(handle)
+            is_right = what == "sent" or self._is_as_expected(self._receiving[request_id], request_id)
+            (self._sending if what == "sent" else self._receiving).pop(request_id)
+            self._note(handle, request_id, what)
+            self._tell(results, what, request_id, failed=handle.state is not State.SUCCESS or not is_right)
         return results
+
+    def _take_released(self) -> list[Handle]:
+        """The rooms that are released since the last call. Looks only at those that ended: many more may be waiting."""
+        while self._begun:
+            what, request_id = self._begun.popleft()
+            handle: Handle = (self._sending if what == "sent" else self._receiving)[request_id]
+            self._rooms[handle] = what, request_id
+            if handle.state in (State.SUCCESS, State.FAILED):  # `completions` may have told of it before
+                self._ended[handle] = None
+        for node in (self.prefill, self.decode):
+            if node is not None:
+                self._ended |= dict.fromkeys(one for one in node.completions() if one in self._rooms)
+        released = [handle for handle in self._ended if handle.released]
+        for handle in released:
+            del self._ended[handle]
+        return released
+
+    def _tell(self, results: KVConnectorTransferResults, what: str, request_id: str, *, failed: bool) -> None:
+        if what == "sent":
+            self._n_held_blocks -= self._held.pop(request_id)[0]
+            results.finished_sending.add(request_id)
+            return
+        results.finished_recving.add(request_id)
+        if failed:
+            results.failed_recving.add(request_id)
 
     def _is_as_expected(self, receiver: Receiver, request_id: str) -> bool:
         """Whether prefill's statement of an arrived room is what decode expects. If not, logs it and returns false."""
@@ -344,19 +379,17 @@ class WorkerSide:
 
     def stats(self) -> PdStageStats | None:
         """Counts since the last call, and gauges; None if there is nothing to report."""
-        held, self._written = self._held_now(), self._add_written()
-        lasting = (len(held), len(self._receiving), sum(n for n, _ in held))
+        self._written = self._add_written()
+        lasting = (len(self._held), len(self._receiving), self._n_held_blocks)
         if self._stats.is_empty() and not any(lasting) and lasting == self._lasting:
             return None
         self._lasting = lasting
-        oldest_s = max((time.monotonic() - since for _, since in held), default=0.0)
+        since = next((since for _, since in self._held.values()), None)
+        oldest_s = 0.0 if since is None else time.monotonic() - since
         ended, self._stats = self._stats, PdStageStats()
         for name, value in zip(NOW, (*lasting, oldest_s), strict=True):
             ended.add(name, value)
         return ended
-
-    def _held_now(self) -> list[tuple[int, float]]:
-        return list(self._held.copy().values())  # an atomic copy: the task thread may add entries meanwhile
 
     def _add_written(self) -> tuple[int, int]:
         if self.prefill is None:
@@ -414,17 +447,3 @@ def _check_place(topology: Topology, parallel: ParallelConfig) -> None:
                 f"this is rank {ours[1]} of {ours[0]} of {what} context parallelism, and vLLM has {theirs}",
                 remedy="use the pdstage release for your vLLM",
             )
-
-
-def _take_released(rooms: dict[str, AnyHandle]) -> list[tuple[str, AnyHandle]]:
-    """Removes and returns the rooms that are released. Another thread may add rooms: each step here is atomic."""
-    return [(request_id, rooms.pop(request_id)) for request_id, one in rooms.copy().items() if one.released]
-
-
-def _end(results: KVConnectorTransferResults, what: str, request_id: str, *, failed: bool) -> None:
-    if what == "sent":
-        results.finished_sending.add(request_id)
-        return
-    results.finished_recving.add(request_id)
-    if failed:
-        results.failed_recving.add(request_id)
