@@ -337,6 +337,7 @@ PYBIND11_MODULE(_native, module) {
         .def("forget", &pdstage::ControlPort::forget, py::arg("connection"))
         .def("wait", &pdstage::ControlPort::wait, py::arg("timeout_ms"), py::arg("fds"))
         .def("wake", &pdstage::ControlPort::wake)
+        .def("disconnect", &pdstage::ControlPort::disconnect)
         .def("look_again", &pdstage::ControlPort::look_again)
         .def("close", &pdstage::ControlPort::close);
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <deque>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -59,41 +60,17 @@ class ControlPort {
 
     py::tuple recv(int max_messages, std::size_t max_frames, std::size_t enough_nbytes) {
         check_open();
-        py::list messages;
-        int n_malformed = 0;
-        std::size_t taken_nbytes = 0;
-        for (int i = 0; i < max_messages && taken_nbytes < enough_nbytes; ++i) {
-            py::object route;
-            py::list frames;
-            std::size_t n = 0;
-            std::size_t nbytes = 0;
-            int connection = -1;
-            for (bool more = true; more; ++n) {
-                ZmqFrame frame(socket_.api());
-                const int error = socket_.recv(frame);
-                if (error == EAGAIN && n == 0) return py::make_tuple(messages, n_malformed);
-                if (error != 0) throw std::runtime_error("zmq_msg_recv failed with errno " + std::to_string(error));
-                if (n <= max_frames) {
-                    py::bytes bytes(frame.data(), frame.size());
-                    if (n == 0)
-                        route = std::move(bytes);
-                    else
-                        frames.append(std::move(bytes));
-                }
-                if (n == 0)
-                    connection = frame.connection();
-                else
-                    nbytes += on_the_wire(frame.size() + sealing_nbytes_);
-                more = frame.more();
-            }
-            taken_[connection] += nbytes;
-            taken_nbytes += nbytes;
-            if (n >= 2 && n <= max_frames + 1)
-                messages.append(py::make_tuple(route, frames));
-            else
-                ++n_malformed;
-        }
-        return py::make_tuple(messages, n_malformed);
+        Received received = std::exchange(aside_, Received());
+        for (int i = 0; i < max_messages && received.nbytes < enough_nbytes; ++i)
+            if (!take(received, max_frames)) break;
+        return py::make_tuple(received.messages, received.n_malformed);
+    }
+
+    // Ends a connection of this socket; 0 or the errno. What `has_message` has begun to take is taken whole before.
+    int disconnect(const std::string& endpoint, std::size_t max_frames) {
+        check_open();
+        if (take(aside_, max_frames)) wake();
+        return socket_.disconnect(endpoint.c_str());
     }
 
     std::uint64_t taken(int connection) const {
@@ -111,7 +88,7 @@ class ControlPort {
         const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
         const Waiting waiting(n_waiting_);
         for (;;) {
-            bool messages = socket_.has_message();
+            bool messages = has_message();
             const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
             const int left_ms = messages ? 0 : timeout_ms < 0 ? -1 : static_cast<int>(std::max<std::int64_t>(left, 0));
             const int n_ready = poll(watched, left_ms);
@@ -123,7 +100,7 @@ class ControlPort {
                 lower_event(wake_fd_);
                 wake_pending_ = false;
             }
-            if (!messages && watched[0].revents != 0) messages = socket_.has_message();
+            if (!messages && watched[0].revents != 0) messages = has_message();
             py::list ready;
             for (std::size_t i = 0; i < fds.size(); ++i)
                 if (watched[i + 2].revents != 0) ready.append(fds[i]);
@@ -139,7 +116,7 @@ class ControlPort {
     }
 
     void look_again() {
-        if (n_waiting_ > 0 && !closed_ && socket_.has_message()) wake();
+        if (n_waiting_ > 0 && !closed_ && has_message()) wake();
     }
 
     void close() {
@@ -153,6 +130,36 @@ class ControlPort {
         ~Waiting() { --n; }
         int& n;
     };
+
+    struct Received {
+        py::list messages;
+        int n_malformed = 0;
+        std::size_t nbytes = 0;
+    };
+
+    // Adds the next message; false if there is none. All of its frames are read before Python may run another thread.
+    bool take(Received& received, std::size_t max_frames) {
+        std::deque<ZmqFrame> frames;
+        do {
+            const int error = socket_.recv(frames.emplace_back(socket_.api()));
+            if (error == EAGAIN && frames.size() == 1) return false;
+            if (error != 0) throw std::runtime_error("zmq_msg_recv failed with errno " + std::to_string(error));
+        } while (frames.back().more());
+        std::size_t nbytes = 0;
+        for (std::size_t i = 1; i < frames.size(); ++i) nbytes += on_the_wire(frames[i].size() + sealing_nbytes_);
+        taken_[frames[0].connection()] += nbytes;
+        received.nbytes += nbytes;
+        if (frames.size() < 2 || frames.size() > max_frames + 1) {
+            ++received.n_malformed;
+            return true;
+        }
+        py::list parts;
+        for (std::size_t i = 1; i < frames.size(); ++i) parts.append(py::bytes(frames[i].data(), frames[i].size()));
+        received.messages.append(py::make_tuple(py::bytes(frames[0].data(), frames[0].size()), parts));
+        return true;
+    }
+
+    bool has_message() const { return !aside_.messages.empty() || socket_.has_message(); }
 
     void check_open() const {
         if (closed_) throw std::runtime_error("the control socket is closed");
@@ -180,6 +187,7 @@ class ControlPort {
     int wake_fd_;
     std::size_t sealing_nbytes_;
     std::unordered_map<int, std::uint64_t> taken_;
+    Received aside_;  // taken before a connection was ended, for the next `recv`
     int n_waiting_ = 0;
     bool wake_pending_ = false;
     bool closed_ = false;

@@ -25,6 +25,7 @@ struct ZmqApi {
         void* const loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_NOLOAD);  // never closed: the library stays
         if (loaded == nullptr) throw std::runtime_error(library + " is not loaded");
         find(loaded, "zmq_getsockopt", getsockopt);
+        find(loaded, "zmq_disconnect", disconnect);
         find(loaded, "zmq_send", send);
         find(loaded, "zmq_msg_init", msg_init);
         find(loaded, "zmq_msg_recv", msg_recv);
@@ -44,6 +45,7 @@ struct ZmqApi {
     }
 
     int (*getsockopt)(void*, int, void*, std::size_t*) = nullptr;
+    int (*disconnect)(void*, const char*) = nullptr;
     int (*send)(void*, const void*, std::size_t, int) = nullptr;
     int (*msg_init)(ZmqMessage*) = nullptr;
     int (*msg_recv)(ZmqMessage*, void*, int) = nullptr;
@@ -96,6 +98,12 @@ class ZmqSocket {
     int fd() const { return fd_; }
 
     bool has_message() const { return (option<int>(kEvents) & kPollIn) != 0; }
+
+    // Not between the frames of a message, nor after `has_message`, which takes the first frame of the next: libzmq
+    // 4.3 ends the process where the rest of a message is dropped with its connection (src/fq.cpp, `!_more`).
+    int disconnect(const char* endpoint) const {
+        return retried([&] { return api_.disconnect(socket_, endpoint); });
+    }
 
     int send(const void* data, std::size_t nbytes, bool more) const {
         return retried([&] { return api_.send(socket_, data, nbytes, kDontWait | (more ? kSendMore : 0)); });

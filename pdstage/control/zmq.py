@@ -174,6 +174,8 @@ class ControlSocket:
         self._targets: dict[str, bytes] = {}  # what is connected to, with the key found there
         self._renewed: dict[bytes, bytes] = {}  # libzmq's id of a renewed route
         self._renewed_from: dict[bytes, bytes] = {}  # the same, by libzmq's id
+        self._let_go: list[bytes] = []
+        """Renewed connections that ended since the last `recv`, which may still give a message of each."""
         self._gave_up = False
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -301,11 +303,13 @@ class ControlSocket:
         self._drop(target, route)
 
     def _drop(self, target: str, route: bytes) -> None:
-        self._renewed_from.pop(self._renewed.pop(route, b""), None)
+        if (known_as := self._renewed.pop(route, None)) is not None:
+            self._let_go.append(known_as)
         if self._guard is not None:
             self._guard.forget(target)
         self._gave_up = True
-        self._socket.disconnect(target)
+        if failed := self._port.disconnect(target, MAX_FRAMES):
+            raise TransportError(f"{target} is not let go of ({zmq.strerror(failed)})", remedy="make a new node")
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
         """Sends `frames` to `route` as one message, without waiting. False: it was lost, and counted.
@@ -335,12 +339,15 @@ class ControlSocket:
         """
         now = time.monotonic()
         self._inflow.serve_sometimes(self._port, now)
+        let_go, self._let_go = self._let_go, []
         messages, n_malformed = self._port.recv(_MAX_MESSAGES_A_RECV, MAX_FRAMES, MAX_MESSAGE_NBYTES)
         self._inflow.look(self._port, now, drained=not messages)
         self.counters.malformed += n_malformed
         self.counters.received += len(messages)
         if self._renewed_from:
-            return [(self._renewed_from.get(route, route), frames) for route, frames in messages]
+            messages = [(self._renewed_from.get(route, route), frames) for route, frames in messages]
+        for known_as in let_go:
+            self._renewed_from.pop(known_as, None)
         return messages
 
     def wait(self, timeout_s: float | None, extra_fds: Sequence[int] = ()) -> Ready:

@@ -165,6 +165,43 @@ def test_a_peer_that_stopped_reading_is_loss_and_bounded(make) -> None:
     assert make(b"c").send(a.connect(b.endpoint), payload) is False, "other sockets do not know this one's routes"
 
 
+@pytest.mark.parametrize("how", ["disconnect", "renew", "renewed before"])
+def test_a_connection_ends_while_its_message_is_looked_at(make, how) -> None:
+    """libzmq takes a message's first frame to see whether there is one. If its connection ended then, libzmq ended the
+    process (src/fq.cpp, `!_more`), or gave the next peer's frames as the rest of it.
+    """
+    for _ in range(5):
+        a, b, c = make(), make(), make()
+        route, other = a.connect(b.endpoint), a.connect(c.endpoint)
+        if how == "renewed before":
+            a.renew(route)
+        back, back_other = (asked_by(a, node, at) for node, at in ((b, route), (c, other)))
+        assert b.send(back, [b"one", b"two", b"three"])
+        assert a.wait(DEADLINE_S).messages
+        a.disconnect(route) if how == "disconnect" else a.renew(route)
+        assert c.send(back_other, [b"four", b"five"])
+        got = receive(a, 2)
+        assert got == [(route, [b"one", b"two", b"three"]), (other, [b"four", b"five"])]
+        assert ask_until_answered_by(a, c, other) == [b"again"]
+        assert a.counters.malformed == 0
+
+
+def asked_by(node: ControlSocket, peer: ControlSocket, route: bytes) -> bytes:
+    """The route by which `peer` answers `node`."""
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        node.send(route, [b"hello"])
+        if peer.wait(0.2).messages:
+            return [back for back, _ in peer.recv()][-1]
+        assert time.monotonic() < until
+
+
+def ask_until_answered_by(node: ControlSocket, peer: ControlSocket, route: bytes) -> list[bytes]:
+    back = asked_by(node, peer, route)
+    assert peer.send(back, [b"again"])
+    return receive(node)[0][1]
+
+
 def test_disconnect_then_connect_again_at_once(make) -> None:
     """libzmq ends the process when a routing id is used twice, even while the old connection is still closing."""
     a, b = make(b"a"), make(b"b")
