@@ -18,6 +18,7 @@ from tests.chaos import account, network, worker
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.chaos.worker", "nixl._api"])
 _ENDS_S = 20.0
+_UCX_ABORT = "stubs.c:107  Assertion `0' failed"
 
 
 class Member:
@@ -39,6 +40,7 @@ class Member:
         self.pids: list[int] = []
         self.shm: set[str] = set()
         self._process = None
+        self._n_ucx_aborts = 0
         self.pipe: Connection | None = None
 
     def start(self, *, same_port: bool = True) -> None:
@@ -91,6 +93,14 @@ class Member:
     def stop(self) -> None:
         processes.stop(self.pid)
         self.state = "stopped"
+
+    def was_aborted_by_ucx(self) -> bool:
+        """Whether its last life ended in an assertion of UCX that nothing here can prevent (docs/transports.md)."""
+        before, self._n_ucx_aborts = self._n_ucx_aborts, self._log().count(_UCX_ABORT)
+        return self._n_ucx_aborts > before
+
+    def _log(self) -> str:
+        return self.job.log.read_text(errors="replace") if self.job.log.exists() else ""
 
     def show_stacks(self) -> None:
         """Its log gets what each of its threads does."""

@@ -342,7 +342,10 @@ class Round:
                     self.longest_end_s = max(self.longest_end_s, time.monotonic() - member.closing_since)
                 self._gone(member)
                 if member.closed is None or value != 0:
-                    self.wrong.append(f"{member.name}, life {member.life}, died by itself: exit code {value}")
+                    if member.was_aborted_by_ucx():
+                        self.counts["processes that UCX aborted"] += 1
+                    else:
+                        self.wrong.append(f"{member.name}, life {member.life}, died by itself: exit code {value}")
                     self._at(time.monotonic(), lambda: self._start(member, same_port=True))
 
     def _gone(self, member: Member) -> None:
