@@ -51,22 +51,26 @@ checks the steps that name neither.
   and `Endpoint.send_loose`.
 * `state`: an event, if it moves a state.
 * `messages.FEATURES` and `handshake.features`: a feature of its own. A side sends the message only if both sides
-  offered that feature, since a peer of an earlier version does not know it.
+  offered that feature: versions down to `wire.OLDEST` work together, and an earlier one does not know the message.
 * `wire.VERSION`: the next one, and its goldens; docs/wire.md has the rules (test_golden.py).
 
 Words; docs/concepts.md has pictures of the first of them:
 
 * *room*: one request's transfer. *Epoch*: the number of one try of it, from decode, never used twice.
-* *lane*: a ring of decode's staging memory. *Lease*: a span of it, lent to one chunk. Its *window* ends one capacity
-  past the lane's *watermark*, the point before which nothing is lent any more.
+* *lane*: a ring of decode's staging memory. *Lease*: a span of it, lent to one chunk. *Cursor*: where in its lane, a
+  position that only grows; the address is the cursor modulo the lane's size. Its *window* ends one size past the lane's
+  *watermark*, the cursor before which nothing is lent any more.
 * *tag*: the data plane's word that a write has landed.
 * *driver*: who feeds a core and carries out its effects: `pdstage.manager.driver`, or a test.
-* *incarnation*: one life of one process, as a random number. A *session* is what two of them have agreed on.
+* *incarnation*: one life of one process, as a random number. A *session* is what two processes have agreed on after
+  one Hello; its id is that Hello's own number and prefill's incarnation.
+* *fenced*: of a lost session: proved that nothing of it can land any more, since its peer's process has ended, or has
+  answered that nothing is in flight, or the transport or an operator says so (`manager.sessions`).
 * *shares*: the shards and layers that one writer sends to one destination. Decode *deals* them when a room connects.
 * *claim*: a room's entry in `Session.claims`, by its epoch: at decode a `Writer`, at prefill a `Destination`.
 * *post*: one write that the transport carries out. *In flight*: a gather, write or scatter that began and has not
   ended. Its *ticket* names it to the driver.
-* *quiet*: of a writer: it can no longer write the room's pages or aux row. That says nothing of its leases, which
-  `leases` follows until they are returned, scattered or fenced.
+* *quiet*: of a writer: it can no longer write the room's pages or aux row in place. That says nothing of its leases,
+  which `leases` follows until they are returned, scattered or fenced. Of a session: it is fenced.
 * *quarantined*: of a lease: it may still be written, and nobody wants the bytes. They are *carved out* of their lane.
 """

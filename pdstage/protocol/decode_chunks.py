@@ -65,37 +65,38 @@ class ChunkReceiver:
 
     # Asked for.
 
-    def on_reserve(self, session: Session, ask: m.Reserve, now: float) -> None:
-        writer = self._rooms.writer(session, ask.epoch)
+    def on_reserve(self, session: Session, reserve: m.Reserve, now: float) -> None:
+        writer = self._rooms.writer(session, reserve.epoch)
         if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:
-            self.endpoint.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
+            self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "gone", 0), now)
             return
         self._rooms.open_answered(writer)
-        request = LeaseRequest(session, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, writer.room.priority)
-        held = self._leases.find(session, ask.epoch, ask.chunk)
+        asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
+        request = LeaseRequest(session, *asked, writer.room.priority)
+        held = self._leases.find(session, reserve.epoch, reserve.chunk)
         if isinstance(held, Lease):
-            if held.request.attempt == ask.attempt:
+            if held.request.attempt == reserve.attempt:
                 self._lender.send_lease(held, now)
                 return
-            if held.request.attempt > ask.attempt or held.phase is not LeasePhase.GRANTED:
+            if held.request.attempt > reserve.attempt or held.phase is not LeasePhase.GRANTED:
                 return
             self._leases.release(held, now)
-        problem = writer.coverage.problem(ask.rects) or self._size_problem(writer, ask)
+        problem = writer.coverage.problem(reserve.rects) or self._size_problem(writer, reserve)
         if problem:
             self._rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"), now)
-        elif writer.coverage.covers(ask.rects):
-            self.endpoint.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
-        elif held is None and self._leases.count(session, ask.epoch) >= _MAX_LEASES:
+        elif writer.coverage.covers(reserve.rects):
+            self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "covered", 0), now)
+        elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
-        elif not isinstance(held, LeaseRequest) or held.attempt <= ask.attempt:
+        elif not isinstance(held, LeaseRequest) or held.attempt <= reserve.attempt:
             self._leases.enqueue(request)
 
-    def _size_problem(self, writer: Writer, ask: m.Reserve) -> str:
-        if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
+    def _size_problem(self, writer: Writer, reserve: m.Reserve) -> str:
+        if len({rect.component for rect in reserve.rects}) != len(reserve.rects) or not reserve.rects:
             return "its rectangles repeat a component, or are none"
         session = writer.session
-        nbytes = session.stagings.of(writer.shares, ask.rects).nbytes(session.common.tokens(ask.rects))
-        return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
+        nbytes = session.stagings.of(writer.shares, reserve.rects).nbytes(session.common.tokens(reserve.rects))
+        return "" if nbytes == reserve.nbytes else f"{reserve.nbytes} bytes for what has {nbytes} here"
 
     # Arrived.
 

@@ -403,7 +403,7 @@ class LeaseTable:
             if cursor is None:
                 continue
             lent_nbytes = self._lent_nbytes.get((request.session, number), 0)
-            idle = lane.head == lane.watermark  # then all it has there is carved out, and keeps nobody waiting
+            idle = lane.head == lane.watermark  # then all leases in it are carved out, and keep nobody waiting
             if others and lent_nbytes and not idle and lent_nbytes + request.nbytes > lane.capacity // 2:
                 limited = True
                 continue
@@ -430,7 +430,9 @@ class LeaseTable:
 
 
 class Lender:
-    """Sends what concerns leases: grants, watermarks and recalls."""
+    """What the core does with leases, and tells their writers: grants, watermarks, recalls; what it releases and
+    quarantines as rooms and sessions end.
+    """
 
     def __init__(self, endpoint: Endpoint, leases: LeaseTable) -> None:
         self.endpoint = endpoint

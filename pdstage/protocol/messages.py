@@ -169,8 +169,8 @@ def offers(greeting: Hello | Welcome) -> dict[str, bytes]:
 
 
 class HelloRefused(Message, frozen=True, tag=3):
-    """P>D, answer to Hello: the reason in words. Read whatever the version; so neither its tag, nor Hello's, nor the
-    frame's header ever change.
+    """P>D, answer to Hello: the reason in words. Read whatever the version; so neither its type number, nor Hello's,
+    nor the frame's header ever change.
     """
 
     reason: Reason
@@ -231,7 +231,9 @@ class Reserve(Message, frozen=True, tag=8):
 
 
 class Lease(Message, frozen=True, tag=9):
-    """D>P, answer to Reserve: staging bytes `[cursor, cursor + nbytes)` of `lane`, for this attempt of this chunk."""
+    """D>P, answer to Reserve: `nbytes` of staging memory for this attempt of this chunk, at `cursor` modulo the size of
+    `lane`: a cursor only grows.
+    """
 
     epoch: Number
     chunk: Number
@@ -243,8 +245,8 @@ class Lease(Message, frozen=True, tag=9):
 
 
 class Refused(Message, frozen=True, tag=10):
-    """D>P, answer to Reserve: `why` is "gone", "covered" or "too_big" (then no lease above `max_nbytes` can be
-    granted).
+    """D>P, answer to Reserve: `why` is "gone", "covered" or "too_big" (then no lease above `max_nbytes` can be granted
+    while what is carved out of the lanes stays so).
     """
 
     epoch: Number
@@ -265,7 +267,9 @@ class Watermark(Message, frozen=True, tag=11):
 
 
 class Recall(Message, frozen=True, tag=12):
-    """D>P until its tag, Returned, CloseOk or Drained: give this lease back unless you use it."""
+    """D>P: give this lease back unless you use it. Repeated while others wait for memory, until the lease has landed,
+    or was returned or released.
+    """
 
     epoch: Number
     chunk: Number
@@ -276,7 +280,7 @@ class Recall(Message, frozen=True, tag=12):
 
 
 class Returned(Message, frozen=True, tag=13):
-    """P>D: this lease was never written and never will be."""
+    """P>D: nothing writes this lease, nor ever will."""
 
     epoch: Number
     chunk: Number

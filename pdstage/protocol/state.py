@@ -85,14 +85,14 @@ class DestinationEvent(_Name):
 
 
 class ChunkPhase(_Name):
-    """A chunk's. Direct chunks go HELD, READY, WRITING, WRITTEN."""
+    """A chunk's. A chunk that turns out to go direct needs no lease: HELD, READY, WRITING, WRITTEN."""
 
     RESERVING = auto()
     """Reserve is repeated until a lease comes."""
     PARKED = auto()
     """Its lease was recalled before its data existed: asks again when it does."""
     HELD = auto()
-    """Has a lease; waits for data or for its window."""
+    """Has a lease, or goes direct; waits for data, or for its lease's window."""
     READY = auto()
     """Queued: may be gathered and written now."""
     GATHERING = auto()
@@ -164,7 +164,7 @@ class LeaseEvent(_Name):
     """Its tag came."""
     QUARANTINE = auto()
     RELEASE = auto()
-    """It was returned, scattered, or its writer is quiet."""
+    """It was returned or scattered, or its writer cannot write it any more: Drained, CloseOk, or fenced."""
 
 
 S = TypeVar("S", bound=Enum)

@@ -34,6 +34,8 @@ SOON = (("hello_s", 20.0), ("max_silence_s", 240.0))
 LONG = 300
 """Tokens of an answer that is still under way when something is killed."""
 DRAIN_S = 30
+ENDS_S = 240
+"""On a busy machine, ended by its own bound."""
 
 
 class Proxy:
@@ -243,13 +245,13 @@ def test_a_rolling_restart_of_prefill_loses_no_request(fleet, way: str):
 
     async def end() -> None:
         await faults.until(lambda: decode.metrics()[RECEIVED] - received >= 40)
-        ended.append(await asyncio.to_thread(prefill.stop, 2 * DRAIN_S))
+        ended.append(await asyncio.to_thread(prefill.stop, ENDS_S))
 
     ask = at_once(prefill, decode, directory) if directory else handed_over(prefill, decode, again=True)
     answers = load.ask_all(ask, asked, 16, while_=end())
     fleet.note(f"prefill asked to end under load, {way}: {compare.summary(answers, right)}")
     compare.check(answers, right)
-    assert ended == [True], f"it did not end in {2 * DRAIN_S} s\n{prefill.tail()}"
+    assert ended == [True], f"it did not end in {ENDS_S} s\n{prefill.tail()}"
     assert directory or not decode.says("was not received"), decode.tail()
     prefill.start().wait()
     received = decode.metrics()[RECEIVED]
