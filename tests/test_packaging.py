@@ -121,7 +121,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert base == ["msgspec>=0.19", "numpy>=1.26", "pyzmq>=26"]
     extras = {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")}
     backends = {"torch", "triton", "cuda12", "cuda13", "nixl", "mooncake", "mori", "vllm"}
-    assert extras == backends | {"demo", "metrics", "top", "trace", "docs", "dev"}
+    assert extras == backends | {"demo", "etcd", "metrics", "top", "trace", "docs", "dev"}
     assert "License-Expression: Apache-2.0" in lines
     assert "pdstage = pdstage.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert any(name.endswith("LICENSE") for name in wheel.namelist())

@@ -136,6 +136,12 @@ class BootstrapClient:
     def close(self) -> None:
         """Nothing to end: it holds no connection."""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
         """Registers or renews a rank. Raises as `Directory.publish`."""
         self._ask("PUT", "/v1/adverts", msgspec.json.encode(Put(advert, ttl_s)))

@@ -127,6 +127,12 @@ class Cluster:
     def close(self) -> None:
         self._client.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """One request's answer. Raises `TransportError` if no member answers, `Refused` for etcd's own errors."""
         return self._at_some_member(lambda member: self._post(member + method, body))
@@ -288,6 +294,12 @@ class EtcdClient:
             mirror.close()
         self._cluster.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # Publishing.
 
     def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
@@ -421,6 +433,12 @@ class Mirror:
     def close(self) -> None:
         """The thread ends within `_QUIET_S`; nobody waits for it."""
         self._over.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def find(self, instance: str | None) -> tuple[str, dict[int, Advert]]:
         """The instance that is meant, and its ranks. Raises as `choose`."""

@@ -15,7 +15,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from pdstage.control.bootstrap import Advert, BootstrapClient, DirectoryClient, Incomplete, client_of
+from pdstage.control.bootstrap import Advert, DirectoryClient, Incomplete, client_of
+from pdstage.control.etcd import SCHEME
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Directory:
         """Who asks the directory at `address`; raises `UsageError` for an address that is none."""
         with self._lock:
             client = self._watching.get(address) or client_of(address, keys=self._keys)
-            if not isinstance(client, BootstrapClient):
+            if address.startswith(SCHEME):
                 self._watching[address] = client
             return client
 

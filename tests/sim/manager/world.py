@@ -160,7 +160,7 @@ class World:
             for module in (handle, copy_thread):
                 put(module, queue=queues)
             put(aio, select=select_of(self.network))
-            put(lookup, random=primitives.random_of(self.rng), BootstrapClient=self.bootstrap.client)
+            put(lookup, random=primitives.random_of(self.rng), client_of=self.bootstrap.client)
             put(node, secrets=primitives.secrets_of(self.rng), ControlSocket=self._socket, _LOOK_S=1e9)
             put(driver, _LARGE_NBYTES=scenario.large_nbytes, _NAP_S=5e-3, _PATIENCE_S=1e-2)  # fewer steps
             put(driver, _with_threads=weakref.WeakSet())  # this process's end is none of theirs
