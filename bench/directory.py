@@ -7,20 +7,18 @@ one node looks instances up. How soon a look-up finds a rank that has just regis
 from __future__ import annotations
 
 import shutil
-import socket
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.control.bootstrap import Advert, BootstrapServer, DirectoryClient, client_of
 from pdstage.control.directory import Incomplete
 from pdstage.control.keys import Keys
-from pdstage.errors import TransportError
 from pdstage.layout.topology import Topology
 
 from .harness import Measured, Row
@@ -50,8 +48,8 @@ def run(quick: bool) -> Measured:
     """`registered` and `renewed` by several threads, as from many hosts; look-ups by one."""
     found, left_out = {}, []
     for name, opened in (("HTTP", _http), ("HTTP with keys", _curve), ("etcd", _etcd)):
-        if opened is _etcd and shutil.which("etcd") is None:
-            left_out.append("etcd: its server is not installed (Debian: etcd-server)")
+        if opened is _etcd and not (shutil.which("etcd") and find_spec("httpx2")):
+            left_out.append("etcd: its server is not installed (Debian: etcd-server), or httpx2 is not")
             continue
         with opened() as client:
             found[name] = _measured(client, quick)
@@ -154,33 +152,8 @@ def _curve() -> Iterator[Callable[[], DirectoryClient]]:
 
 @contextmanager
 def _etcd() -> Iterator[Callable[[], DirectoryClient]]:
-    with ExitStack() as held:
-        folder = held.enter_context(tempfile.TemporaryDirectory())
-        ports = []
-        for _ in range(2):
-            probe = held.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-            probe.close()
-        here, peers = (f"http://127.0.0.1:{port}" for port in ports)
-        process = subprocess.Popen(
-            [
-                "etcd", "--data-dir", folder, "--listen-client-urls", here, "--advertise-client-urls", here,
-                "--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, "--initial-cluster",
-                f"default={peers}", "--log-level", "error", "--logger", "zap",
-            ],
-            stderr=(Path(folder) / "log").open("wb"),
-        )  # fmt: skip
-        held.callback(process.wait)
-        held.callback(process.kill)
-        address = f"etcd://127.0.0.1:{ports[0]}/bench"
-        end = time.monotonic() + START_S
-        while True:
-            try:
-                client_of(address).instances()
-                break
-            except TransportError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
+    from .etcd_servers import Servers  # noqa: PLC0415  (of the extra "etcd")
+
+    with tempfile.TemporaryDirectory() as folder, Servers(Path(folder)) as servers:
+        address = servers.ready().address("bench")
         yield lambda: client_of(address, START_S)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -95,7 +96,8 @@ class Case(NamedTuple):
         a_request = self.tokens // kept.page
         pages = rng.permutation(self._n_pages(kept))[: n * a_request].reshape(n, a_request)
         slots = rng.permutation(_SLACK * max(self.sizes))[:n].tolist()
-        return [Request(table, slot) for table, slot in zip(pages, slots, strict=True)]
+        has_states = SLOTS in self.model.components()
+        return [Request(table, slot, has_states) for table, slot in zip(pages, slots, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -123,10 +125,11 @@ class Request(NamedTuple):
 
     pages: NDArray[np.int64]
     slot: int
+    has_states: bool
 
     @property
     def states(self) -> dict[str, Any]:
-        return {SLOTS: slot_items(self.slot)}
+        return {SLOTS: slot_items(self.slot)} if self.has_states else {}
 
 
 class Memory:
@@ -235,13 +238,12 @@ class Sources(_End):
         """Rooms of `n` requests, computed."""
         self.until(lambda: all(handle.released for handle in self.handles))
         self.handles = []
-        has_states = SLOTS in self.case.model.components()
         for node in self.nodes:
             node.path = path
             for number, request in enumerate(self.case.requests("src", burst, n)):
                 sender = node.send(f"{burst}-{number}")
                 sender.chunk({"kv": request.pages}, {"kv": (0, self.case.tokens)})
-                sender.finish(states=request.states if has_states else None)
+                sender.finish(states=request.states or None)
                 self.handles.append(sender)
 
     def push(self, name: str, burst: int, n: int) -> float:
@@ -283,15 +285,13 @@ class Sinks(_End):
     def pull(self, burst: int, n: int) -> float:
         """Seconds from the first `bind` to the last Success."""
         requests = self.case.requests("dst", burst, n)
-        has_states = SLOTS in self.case.model.components()
         receivers = [[node.receive(f"{burst}-{number}", self._directory) for number in range(n)] for node in self.nodes]
         self.handles = every = [one for of_node in receivers for one in of_node]
         self.until(lambda: all(one.state is not State.BOOTSTRAPPING for one in every))
         start = time.perf_counter()
         for of_node in receivers:
             for receiver, request in zip(of_node, requests, strict=True):
-                states = request.states if has_states else {}
-                receiver.bind({"kv": request.pages} | states, {"kv": (0, self.case.tokens)})
+                receiver.bind({"kv": request.pages} | request.states, {"kv": (0, self.case.tokens)})
         self.until(lambda: all(one.state is State.SUCCESS for one in every))
         took = time.perf_counter() - start
         self.until(lambda: all(one.released for one in every))
@@ -410,10 +410,8 @@ def _fitting(case: Case, limit: int) -> Case | None:
 
 def _memory() -> int:
     """Bytes that a run may use: two thirds of what is free."""
-    for line in open("/proc/meminfo"):  # noqa: SIM115, PTH123
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024 * 2 // 3
-    return 1 << 40
+    (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024 * 2 // 3
 
 
 def run(quick: bool, *, scale: int = 0, transport: str = "") -> Measured:
@@ -426,11 +424,13 @@ def run(quick: bool, *, scale: int = 0, transport: str = "") -> Measured:
         sizes = case.sizes if case is not None else ()
         for size in whole.sizes[len(sizes) :]:
             left_out.append(f"{whole}, {size} at once: not enough memory; a higher --scale keeps fewer layers")
-        for fabric in fabrics() if case is not None else ():
+        if case is None:
+            continue
+        for fabric in fabrics():
             if transport in ("", fabric.transport):
-                with Bed(case, fabric) as bed:  # type: ignore[arg-type]
+                with Bed(case, fabric) as bed:
                     for size in sizes:
-                        rows += _measured(bed, case, fabric, size, repeats)  # type: ignore[arg-type]
+                        rows += _measured(bed, case, fabric, size, repeats)
     return Measured(rows, {}, left_out, [])
 
 

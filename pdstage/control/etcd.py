@@ -135,22 +135,17 @@ class Cluster:
 
     def ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """One request's answer. Raises `TransportError` if no member answers, `Refused` for etcd's own errors."""
-        return self._at_some_member(lambda member: self._post(member + method, body))
-
-    def _at_some_member(self, ask: Any) -> dict[str, Any]:  # noqa: ANN401
         last: Exception | None = None
         for _ in self._members:
             member = self._members[self._at % len(self._members)]
             try:
-                answer: dict[str, Any] = ask(member)
+                return self._post(member, method, body)
             except Refused as error:
                 if error.code != _UNAVAILABLE:  # else it has no leader, or is about to end
                     raise
                 last = error
             except (self._http.HTTPError, OSError, PeerError) as error:
                 last = error
-            else:
-                return answer
             self._at += 1
         if isinstance(last, PeerError) and not isinstance(last, Refused):
             raise last
@@ -160,9 +155,9 @@ class Cluster:
             address=str(self.address),
         ) from last
 
-    def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, member: str, method: str, body: dict[str, Any]) -> dict[str, Any]:
         for is_again in (False, True):
-            response = self._client.post(url, json=body, headers=self._headers(url))
+            response = self._client.post(member + method, json=body, headers=self._headers(member))
             try:
                 return _read(response)
             except Refused as error:
@@ -171,13 +166,13 @@ class Cluster:
                 self._token = ""  # they expire
         raise AssertionError("the second try returned or raised")
 
-    def _headers(self, url: str) -> dict[str, str]:
+    def _headers(self, member: str) -> dict[str, str]:
         if not self.address.user:
             return {}
         if not self._token:
             password = environment.ETCD_PASSWORD.read() or ""
             login = {"name": self.address.user, "password": password}
-            response = self._client.post(f"{url.partition('/v3/')[0]}/v3/auth/authenticate", json=login)
+            response = self._client.post(f"{member}auth/authenticate", json=login)
             try:
                 self._token = str(_read(response)["token"])
             except Refused as error:
@@ -334,18 +329,17 @@ class EtcdClient:
 
     def _put(self, key: str, held: Held, revision: str, ttl_s: float) -> bool:
         """False if the instance has another shape, or the place another process, since `revision`."""
-        instance, shape, _ = str(_Key.of(held.advert)).split("/")
-        whole, same = f"{self._prefix}{instance}", f"{self._prefix}{instance}/{shape}"
+        same = key.rpartition("/")[0]
+        whole = same.rpartition("/")[0]
         others = [
             {"key": _encoded(low), "range_end": _encoded(high), "target": "CREATE", "result": "EQUAL"}
             | {"create_revision": "0"}
             for low, high in ((f"{whole}/", f"{same}/"), (f"{same}0", f"{whole}0"))  # "0" follows "/"
         ]
-        as_read = {"key": _encoded(key), "target": "MOD", "result": "LESS", "mod_revision": str(int(revision) + 1)}
         lease: str = self._cluster.ask("lease/grant", {"TTL": str(max(1, round(ttl_s)))})["ID"]
         put = {"key": _encoded(key), "value": _encoded(msgspec.json.encode(held)), "lease": lease}
         try:
-            asked = {"compare": [*others, as_read], "success": [{"request_put": put}]}
+            asked = {"compare": [*others, _as_read(key, revision)], "success": [{"request_put": put}]}
             done = bool(self._cluster.ask("kv/txn", asked).get("succeeded"))
         except PdstageError:
             self._revoke(lease)
@@ -376,9 +370,8 @@ class EtcdClient:
         key = f"{self._prefix}{_Key.of(advert)}"
         held, revision = self._held_of(advert.instance)
         if key in held and held[key].advert.incarnation == advert.incarnation:
-            as_read = {"key": _encoded(key), "target": "MOD", "result": "LESS", "mod_revision": str(int(revision) + 1)}
             delete = {"request_delete_range": {"key": _encoded(key)}}
-            self._cluster.ask("kv/txn", {"compare": [as_read], "success": [delete]})
+            self._cluster.ask("kv/txn", {"compare": [_as_read(key, revision)], "success": [delete]})
         published, lease = self._leases.get(key, (None, ""))
         if published is not None and published.incarnation == advert.incarnation:
             del self._leases[key]
@@ -506,6 +499,11 @@ class Mirror:
 def _range(prefix: str) -> dict[str, str]:
     """All keys that begin with `prefix`, which ends in "/"."""
     return {"key": _encoded(prefix), "range_end": _encoded(prefix[:-1] + "0")}
+
+
+def _as_read(key: str, revision: str) -> dict[str, str]:
+    """A transaction's condition: nobody has put or deleted and put `key` since `revision`."""
+    return {"key": _encoded(key), "target": "MOD", "result": "LESS", "mod_revision": str(int(revision) + 1)}
 
 
 def _encoded(what: str | bytes) -> str:

@@ -231,7 +231,7 @@ class Roster:
 
     def pop_ended(self) -> Handle | None:
         """The first of what `take_ended` would give; None if nothing."""
-        if self._ended:  # asked first: an exception costs more than all the rest of an engine's step here
+        if self._ended:  # asked first, since an engine asks in each step, and mostly there is none
             with contextlib.suppress(IndexError):  # another thread took it
                 return self._ended.popleft()
         return None

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
+from pdstage.bench.etcd_servers import ETCD, Servers
 from pdstage.control import etcd
 from pdstage.control.bootstrap import BootstrapServer, DirectoryClient, client_of
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
 from pdstage.control.keys import Keys
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout.topology import Topology
-from tests.control.etcd_servers import ETCD, Servers
 from tests.control.test_directory import advert
 
 if TYPE_CHECKING:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -12,19 +15,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdstage import State, environment
+from pdstage.bench.etcd_servers import ETCD, Servers
 from pdstage.control import etcd
 from pdstage.control.bootstrap import client_of
 from pdstage.control.directory import Advert, Conflict, Incomplete
 from pdstage.control.etcd import EtcdAddress, EtcdClient
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
-from tests.control.etcd_servers import Servers, needs_etcd
 from tests.control.test_directory import advert
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.processes import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = needs_etcd
+pytestmark = pytest.mark.skipif(ETCD is None, reason="there is no etcd (apt-get install etcd-server)")
 WAIT_S = 60.0
 
 
@@ -147,6 +151,20 @@ def test_renewing_costs_no_revision(make, server):
     assert server.ask("kv/range", {"key": "AA=="})["header"]["revision"] == before
 
 
+def test_a_place_that_goes_on_changing_is_said(make, monkeypatch):
+    client = make()
+    monkeypatch.setattr(client, "_put", lambda *_: False)
+    with pytest.raises(PeerError, match="its place in etcd changed 8 times"):
+        client.publish(advert(0, tp=1))
+
+
+def test_without_its_library_the_remedy_is_named(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    with pytest.raises(UsageError, match="etcd needs httpx2") as caught:
+        client_of(server.address())
+    assert "pdstage[etcd]" in caught.value.remedy
+
+
 def test_people_can_read_it(make):
     client = make()
     for rank in range(2):
@@ -227,12 +245,14 @@ def test_each_of_three_members_goes_in_turn_under_load(tmp_path, how, monkeypatc
         renewing.start()
         try:
             for number, member in enumerate(servers.members):
-                member.kill() if how == "killed" else member.stop()
+                assert member.process is not None
+                pid = member.process.pid
+                member.kill() if how == "killed" else stop(pid)
                 name = f"came with {number} away"
                 until(lambda name=name: published(publisher, advert(0, tp=1, instance=name)), "published meanwhile")
                 until(lambda name=name: bool(found(reader, instance=name)), "seen meanwhile")
                 assert found(reader, instance="steady")
-                member.start() if how == "killed" else member.go_on()
+                member.start() if how == "killed" else os.kill(pid, signal.SIGCONT)
                 servers.ready()
         finally:
             over.set()
@@ -299,6 +319,7 @@ def test_a_full_etcd_is_said_and_goes_on_once_there_is_room(tmp_path):
 
 
 def test_users_and_their_rights(tmp_path, monkeypatch):
+    monkeypatch.setattr(etcd, "_QUIET_S", 0.3)
     with Servers(tmp_path) as servers:
         servers.ready()
         for name, password in (("root", "r"), ("writer", "w"), ("nobody", "n")):
@@ -319,6 +340,16 @@ def test_users_and_their_rights(tmp_path, monkeypatch):
         assert found(writer)
         writer._cluster._token = "expired.1"
         writer.publish(advert(0, tp=1))
+        reader = EtcdClient(servers.address(user="writer"))
+        assert found(reader)
+        reader._cluster._token = "expired.2"  # its next watch is refused, and it asks for nothing else
+        writer.publish(advert(0, tp=1, incarnation=2))
+        until(lambda: found(reader) == [advert(0, tp=1, incarnation=2)], "it is seen")
+        reader._cluster._token = "expired.3"
+        until(lambda: reader._cluster._token != "expired.3", "it is let in again")
+        writer.publish(advert(0, tp=1, incarnation=3))
+        until(lambda: found(reader) == [advert(0, tp=1, incarnation=3)], "and goes on watching")
+        reader.close()
         with pytest.raises(UsageError, match="does not let user 'nobody' in") as caught:
             EtcdClient(servers.address(user="nobody")).publish(advert(0, tp=1))
         assert environment.ETCD_PASSWORD.name in caught.value.remedy

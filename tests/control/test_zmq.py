@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import signal
@@ -184,6 +185,15 @@ def test_a_connection_ends_while_its_message_is_looked_at(make, how) -> None:
         assert got == [(route, [b"one", b"two", b"three"]), (other, [b"four", b"five"])]
         assert ask_until_answered_by(a, c, other) == [b"again"]
         assert a.counters.malformed == 0
+
+
+def test_what_was_never_connected_is_not_let_go_of(make) -> None:
+    node = make()
+    assert node._port.disconnect("tcp://127.0.0.1:1", 8) == errno.ENOENT
+    route = node.connect("tcp://127.0.0.1:1")
+    node._socket.disconnect("tcp://127.0.0.1:1")  # behind its back
+    with pytest.raises(TransportError, match="tcp://127.0.0.1:1 is not let go of"):
+        node.disconnect(route)
 
 
 def asked_by(node: ControlSocket, peer: ControlSocket, route: bytes) -> bytes:

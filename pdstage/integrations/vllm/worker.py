@@ -72,10 +72,10 @@ class WorkerSide:
         self._receiving: dict[str, Receiver] = {}
         self._expected: dict[str, bytes] = {}
         """The statement required of prefill, for each request that is being received."""
-        self._begun: deque[tuple[str, str]] = deque()
-        """What was begun, "sent" or "received", and of which request."""
+        self._begun: deque[tuple[Handle, str, str]] = deque()
+        """The rooms that were begun, whether to be "sent" or "received", and of which request."""
         self._rooms: dict[Handle, tuple[str, str]] = {}
-        """The same for each room that was begun, until its result is told. Only the worker's thread uses it."""
+        """The same, until a room's result is told. Only the worker's thread uses it."""
         self._ended: dict[Handle, None] = {}
         """Of these, rooms that ended and whose memory is still in use."""
         self._early: dict[str, EarlySender] = {}
@@ -261,7 +261,7 @@ class WorkerSide:
                 return
             sender.abort(str(error))
         self._sending[request_id] = sender
-        self._begun.append(("sent", request_id))
+        self._begun.append((sender, "sent", request_id))
 
     def _receive(self, request_id: str, receive: Receive, after: CudaEvent | None) -> None:
         receiver = None
@@ -278,7 +278,7 @@ class WorkerSide:
         if receive.says is not None:
             self._expected[request_id] = receive.says
         self._receiving[request_id] = receiver
-        self._begun.append(("received", request_id))
+        self._begun.append((receiver, "received", request_id))
 
     def _abort(self, request_id: str) -> None:
         receiver = self._receiving.get(request_id)
@@ -338,8 +338,7 @@ class WorkerSide:
     def _take_released(self) -> list[Handle]:
         """The rooms that are released since the last call. Looks only at those that ended: many more may be waiting."""
         while self._begun:
-            what, request_id = self._begun.popleft()
-            handle: Handle = (self._sending if what == "sent" else self._receiving)[request_id]
+            handle, what, request_id = self._begun.popleft()
             self._rooms[handle] = what, request_id
             if handle.state in (State.SUCCESS, State.FAILED):  # `completions` may have told of it before
                 self._ended[handle] = None

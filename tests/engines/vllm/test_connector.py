@@ -321,6 +321,15 @@ def test_a_room_that_cannot_be_sent_gives_its_blocks_back(tmp_path: Path) -> Non
     src.close()
 
 
+def test_a_node_that_failed_ends_the_worker_and_leaves_no_request_waiting(tmp_path: Path) -> None:
+    src = Side(tmp_path, "kv_producer", full)
+    src.step(PdStageMetadata(sends={"r": Send("room", src.held(BLOCKS, N_TOKENS))}))
+    src.workers[0].worker_side.prefill.driver.fail(RuntimeError("a bug"))
+    with pytest.raises(UsageError, match="this node failed before"):
+        src.step()
+    src.close()
+
+
 def test_decode_never_goes_on_from_less_than_it_asked_for(src: Side, dst: Side) -> None:
     sent, wanted = src.held(BLOCKS, N_TOKENS - 1), dst.held(BLOCKS, N_TOKENS)
     assert transfer(src, dst, "r", sent, wanted) == {"r"}

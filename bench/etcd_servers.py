@@ -1,26 +1,20 @@
-"""Real etcd servers on loopback, each a process with a folder of its own."""
+"""Real etcd servers on loopback, each a process with a folder of its own: for the bench of directories, and tests."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Self
 
 import httpx2
-import pytest
-
-from tests.processes import stop
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ETCD = shutil.which("etcd")
-needs_etcd = pytest.mark.skipif(ETCD is None, reason="there is no etcd (apt-get install etcd-server)")
 START_S = 60.0
 
 
@@ -34,14 +28,12 @@ def _free_ports(n: int) -> list[int]:
 
 
 class Member:
-    """One process; `options` are etcd's own."""
+    """One process; `ports` are its clients' and its peers', `options` etcd's own."""
 
-    def __init__(
-        self, folder: Path, name: str, port: int, peer_port: int, cluster: str, options: tuple[str, ...]
-    ) -> None:
-        self.name, self.port = name, port
+    def __init__(self, folder: Path, name: str, ports: tuple[int, int], cluster: str, options: tuple[str, ...]) -> None:
+        self.name, (self.port, peer_port) = name, ports
         secure = any(option.startswith("--cert-file") for option in options)
-        self.url = f"{'https' if secure else 'http'}://127.0.0.1:{port}"
+        self.url = f"{'https' if secure else 'http'}://127.0.0.1:{self.port}"
         peers = f"http://127.0.0.1:{peer_port}"
         self._command = [
             str(ETCD), "--name", name, "--data-dir", str(folder / name), "--listen-client-urls", self.url,
@@ -61,18 +53,9 @@ class Member:
         self.process.wait()
         self.process = None
 
-    def stop(self) -> None:
-        assert self.process is not None
-        stop(self.process.pid)
-
-    def go_on(self) -> None:
-        assert self.process is not None
-        os.kill(self.process.pid, signal.SIGCONT)
-
     def close(self) -> None:
         if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
         self._log.close()
 
 
@@ -83,7 +66,7 @@ class Servers:
         ports = _free_ports(2 * n)
         pairs = list(zip(ports[:n], ports[n:], strict=True))
         cluster = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(pairs))
-        self.members = [Member(folder, f"m{i}", *pair, cluster, options) for i, pair in enumerate(pairs)]
+        self.members = [Member(folder, f"m{i}", pair, cluster, options) for i, pair in enumerate(pairs)]
 
     def __enter__(self) -> Self:
         return self
@@ -102,18 +85,16 @@ class Servers:
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
-    def ready(self, verify: object = True) -> Self:
+    def ready(self) -> Self:
         """Waits until every running member answers a read that needs a majority."""
         end = time.monotonic() + START_S
         for member in self.members:
             while member.process is not None:
-                try:
-                    if httpx2.post(
-                        f"{member.url}/v3/kv/range", json={"key": "AA=="}, trust_env=False, verify=verify
-                    ).status_code in (200, 400, 401):
+                with suppress(httpx2.HTTPError):
+                    answer = httpx2.post(f"{member.url}/v3/kv/range", json={"key": "AA=="}, trust_env=False)
+                    if answer.status_code in (200, 400, 401):
                         break
-                except httpx2.HTTPError:
-                    pass
-                assert time.monotonic() < end, f"{member.name} does not answer"
+                if time.monotonic() > end:
+                    raise TimeoutError(f"etcd's {member.name} does not answer in {START_S} s")
                 time.sleep(0.05)
         return self
