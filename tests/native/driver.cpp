@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 #include <sys/wait.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -216,11 +217,14 @@ int plant(const std::string& bug) {
             .gather(staged.data(), kStaged, src.parts(), nullptr);
     } else if (bug == "race") {  // work that is not made for several threads
         int n = 0;
-        for (int round = 0; round < 50; ++round)
-            pdstage::Workers::run(4, 64, [&](std::size_t) {
+        for (int round = 0; round < 50; ++round) {
+            std::atomic<int> begun{0};
+            pdstage::Workers::run(2, 2, [&](std::size_t) {  // a piece waits for the other, so two threads there are
+                begun.fetch_add(1, std::memory_order_relaxed);
+                while (begun.load(std::memory_order_relaxed) < 2) std::this_thread::yield();
                 ++n;
-                std::this_thread::yield();
             });
+        }
     } else if (bug == "unlocked") {  // two threads gather into one buffer
         std::vector<Byte> staged(kStaged);
         const auto plan = src.plan(1, false);
