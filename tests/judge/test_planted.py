@@ -45,9 +45,9 @@ def without(journal: Written, **told: object) -> None:
     journal.lines = [line for line in journal.lines if any(getattr(line, k) != v for k, v in told.items())]
 
 
-def landed(journal: Written, nth: int = 3) -> Line:
-    """The landing of a lease whose room succeeds; the first three rooms do."""
-    return journal.lines[journal.find(nth, what="lease", after="LANDED")]
+def landed(journal: Written) -> Line:
+    """The landing of a lease whose room succeeds."""
+    return journal.lines[journal.find(what="lease", after="LANDED", epoch=SUCCEEDS)]
 
 
 def test_unchanged_it_is_good(staged, tmp_path):
@@ -189,7 +189,7 @@ def test_a_chunk_of_two_sizes(staged, tmp_path):
 def test_a_room_that_is_released_while_it_is_read(staged, tmp_path):
     """I8: the write's end comes after the release, and after the word that it ended (I2)."""
     prefill = staged["prefill 0"]
-    written = prefill.lines.pop(prefill.find(what="chunk", after="WRITTEN"))
+    written = prefill.lines.pop(prefill.find(what="chunk", after="WRITTEN", epoch=SUCCEEDS))
     at = prefill.find(what="room", event="RELEASED", room=written.room)
     prefill.lines.insert(at + 1, written)
     assert {"I8", "I2"} <= judged(tmp_path, prefill)
@@ -214,7 +214,7 @@ def test_a_room_that_is_released_before_its_writer_is_quiet(staged, tmp_path):
 def test_memory_given_back_before_anything_said_that_its_write_ended(direct, tmp_path):
     """I2: decode's writer is quiet though prefill had not said a word since."""
     prefill = direct["prefill 0"]
-    end = prefill.lines[prefill.find(what="chunk", after="WRITTEN")]
+    end = prefill.lines[prefill.find(what="chunk", after="WRITTEN", epoch=SUCCEEDS)]
     end.sent += 100
     assert judged(tmp_path, prefill) == {"I2"}
 
