@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from tests.e2e.servers import free_port
 from tests.e2e.vllm.engines import TO_PREFILL, Engine, named
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tests.e2e.servers import Server
 
@@ -91,6 +92,16 @@ async def there(session: aiohttp.ClientSession, sides: Sides, prompt: load.Promp
     return await first_token(session, sides.decode.url, load.body(prompt, n_tokens=2)) - began
 
 
+@contextlib.contextmanager
+def paused(others: Iterable[Sides]) -> Iterator[None]:
+    """Servers that idle look for work all the time: those of other connectors stand still."""
+    with contextlib.ExitStack() as stack:
+        for one in {one.port: one for one in others}.values():
+            stack.enter_context(one.prefill.paused())
+            stack.enter_context(one.decode.paused())
+        yield
+
+
 async def measure(ways: dict[str, tuple[Any, Sides]], length: int, n: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in (*ways, "there")}
     limit = aiohttp.ClientTimeout(total=600)
@@ -99,8 +110,9 @@ async def measure(ways: dict[str, tuple[Any, Sides]], length: int, n: int) -> di
             for place, (name, (way, sides)) in enumerate(ways.items()):
                 seed = (length * 1000 + number) * len(ways) + place
                 (prompt,) = load.prompts(1, seed, shortest=length, longest=length)
-                seconds = await way(session, sides, prompt, f"{name}-{length}-{number}")
-                known = await there(session, sides, prompt) if name == "early" else None
+                with paused(other for _, other in ways.values() if other is not sides):
+                    seconds = await way(session, sides, prompt, f"{name}-{length}-{number}")
+                    known = await there(session, sides, prompt) if name == "early" else None
                 if number:
                     found[name].append(seconds)
                     found["there"] += [known] if known is not None else []
@@ -150,9 +162,8 @@ def main(argv: Sequence[str]) -> None:
         fleet = Fleet(logs, SAVING)
         try:
             up = fleet.up(*ours, *theirs)
-            ways: dict[str, tuple[Any, Sides]] = {
-                way.__name__: (way, Sides(up[0], up[1], port)) for way in (early, serial)
-            }
+            with_pdstage = Sides(up[0], up[1], port)
+            ways: dict[str, tuple[Any, Sides]] = {way.__name__: (way, with_pdstage) for way in (early, serial)}
             if theirs:
                 ways["nixl"] = serial, Sides(up[2], up[3], 0)
             print(f"# TP {given.prefill_tp} -> 1, {given.transport}, chunks of {CHUNK} tokens; milliseconds")
