@@ -49,6 +49,15 @@ class Crew:
         self._stack.callback(self.context.destroy, 0)
         self.poller = zmq.Poller()
         self.fakes: dict[zmq.Socket, Fake] = {}
+        self.used: set[int] = set()
+        """Ports."""
+
+    def listen(self, one: zmq.Socket) -> int:
+        """Binds to a port that no fake had before: a node that still asks for one that is gone must find nobody."""
+        while (port := one.bind_to_random_port("tcp://127.0.0.1")) in self.used:
+            one.unbind(one.last_endpoint)
+        self.used.add(port)
+        return port
 
     def close(self) -> None:
         self._stack.close()
@@ -124,11 +133,12 @@ class FakePrefill(Fake):
         super().__init__(crew)
         self._held: socket.socket | None = None
         if listens:
-            port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        else:  # held, so that no later peer listens there
+            port = crew.listen(self.socket)
+        else:  # held by a socket that does not listen
             self._held = socket.socket()
             self._held.bind(("127.0.0.1", 0))
             port = self._held.getsockname()[1]
+            crew.used.add(port)
         self.core = PrefillCore(
             self.incarnation, layout=crew.layout, topology=Topology(), transport=crew.transport.traits.name,
             description=crew.description, n_buffers=2, buffer_nbytes=LANE_NBYTES, config=crew.config,
