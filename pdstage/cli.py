@@ -1,4 +1,5 @@
-"""The `pdstage` command: demo, bench, top, plot, judge, calibrate, doctor, bootstrap, instances, keys, sim.
+"""The `pdstage` command: demo, bench, top, plot, judge, calibrate, doctor, bootstrap, instances, fence, keys,
+sim.
 
 It parses arguments and prints. Each command's module is imported only for that command, so that `--help` needs no
 package.
@@ -11,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import time
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from importlib import import_module
@@ -80,6 +82,11 @@ def parser() -> Parser:
     )
     _add_keys_options(instances)
     instances.set_defaults(run=_instances)
+    fence = commands.add_parser("fence", help="say in etcd that a host's processes have ended: every node hears it")
+    fence.add_argument("address", metavar="ADDRESS", help="of the directory: etcd://...")
+    fence.add_argument("where", metavar="HOST", help="the host that was ended, or one node's endpoint")
+    fence.add_argument("--wait", type=float, default=30.0, metavar="S", help="for leases to end; default %(default)s")
+    fence.set_defaults(run=_fence)
     keys = commands.add_parser("keys", help="make the key file of a cluster or of a node")
     keys.add_argument("file", type=Path, metavar="FILE", help="a new file; with --public one that exists")
     keys.add_argument("--public", action="store_true", help="print the public key of FILE instead")
@@ -369,6 +376,34 @@ def _instances(given: argparse.Namespace) -> int:
 
     for line in watch(client, number("--watch", given.watch, above=0.0)):
         print(f"{datetime.now(tz=UTC):%Y-%m-%dT%H:%M:%SZ} {line}", flush=True)
+    return 0
+
+
+def _fence(given: argparse.Namespace) -> int:
+    from pdstage.arguments import number  # noqa: PLC0415
+    from pdstage.control.bootstrap import Conflict  # noqa: PLC0415
+    from pdstage.control.etcd import SCHEME, EtcdClient  # noqa: PLC0415
+
+    if not given.address.startswith(SCHEME):
+        raise UsageError(
+            f"the directory at {given.address} keeps no record of processes that ended",
+            remedy=f"use one in etcd ({SCHEME}...), or call Node.fence at each node",
+            address=given.address,
+        )
+    end = time.monotonic() + number("--wait", given.wait, above=0.0)
+    with EtcdClient(given.address, _ANSWER_S) as client:
+        while True:
+            try:
+                fenced = client.fence(given.where)
+                break
+            except Conflict:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(1.0)
+    for incarnation, process in fenced.items():
+        print(f"fenced {process} {incarnation:016x}")
+    if not fenced:
+        print(f"nothing to fence: every process that was at {given.where} was withdrawn or fenced before")
     return 0
 
 

@@ -4,6 +4,10 @@ A rank is the key PREFIX/INSTANCE/SHAPE/RANK, its value a `Held`. SHAPE is the s
 agree on. So one transaction registers a rank: nothing of the instance has another shape, and its place is as it was
 read. It is renewed by etcd's keepalive, and published anew if the lease was lost.
 
+Beside it is a record of the process, PREFIX/!processes/INCARNATION, which stays when the lease ends and goes when the
+rank is withdrawn. So a process that was lost can still be named: `fence` replaces its record by PREFIX/!ended/..., of
+which the watch tells every node.
+
 Look-ups are answered from a copy that a thread keeps up to date by a watch, and that goes on answering while etcd is
 away. A member that was stopped or cut off says nothing: after `_QUIET_S` without an event the watch is taken up at
 another one. A compacted revision, or a table that is behind, is read anew.
@@ -22,14 +26,14 @@ import ssl
 import threading
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import msgspec
 
 from pdstage import arguments, environment
 from pdstage.control.address import Address
-from pdstage.control.directory import Advert, check_advert, check_place, choose, replica
+from pdstage.control.directory import Advert, Conflict, check_advert, check_place, choose, replica
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -37,10 +41,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 SCHEME = "etcd://"
 _QUIET_S = 5.0
 _AGAIN_S = 0.5
 _TRIES = 8
+_ENDED_S = 24 * 3600
+"""How long it is known that a process was fenced: no peer waits for one that was lost for longer."""
 _UNAUTHENTICATED, _DENIED, _FULL, _UNAVAILABLE = 16, 7, 8, 14
 """Codes of gRPC, as the gateway passes them on."""
 _REMEDIES = {
@@ -246,6 +253,8 @@ class Held(msgspec.Struct, frozen=True):
 
 
 _held = msgspec.json.Decoder(Held)  # made before any thread decodes, as directory_api's
+_PROCESSES, _ENDED = "!processes/", "!ended/"
+"""Keys below the prefix that are no instance's: `quote` leaves no "!"."""
 
 
 class _Key(NamedTuple):
@@ -264,6 +273,29 @@ class _Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{quote(self.instance, safe='')}/{self.shape}/{self.rank}"
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A rank's process: its control endpoint, and the rank's key below the prefix."""
+
+    endpoint: str
+    rank: str
+
+    def is_at(self, where: str) -> bool:
+        """Whether it was at `where`, an endpoint or a host."""
+        if where == self.endpoint:
+            return True
+        try:
+            return Address.parse(self.endpoint, "tcp").host == where.strip("[]")
+        except UsageError:  # an endpoint without a host
+            return False
+
+    def __str__(self) -> str:
+        key = _Key.read(self.rank)
+        return f"{key.instance} rank {key.rank} {self.endpoint}" if key else self.endpoint
+
+
+_process = msgspec.json.Decoder(Process)
 
 
 class EtcdClient:
@@ -318,6 +350,12 @@ class EtcdClient:
                 predecessor = there.advert.incarnation
             if self._put(key, Held(advert, predecessor), revision, ttl_s):
                 return
+            if self._cluster.ask("kv/range", {"key": _encoded(self._ended_key(advert.incarnation))}).get("kvs"):
+                raise Conflict(
+                    f"{advert.where} at {advert.endpoint} was fenced: peers have taken back what it may still write",
+                    remedy="end this process; a new one may take the place",
+                    endpoint=advert.endpoint,
+                )
         raise PeerError(f"{advert.where}: its place in etcd changed {_TRIES} times", remedy="find who else takes it")
 
     def _renewed(self, key: str, lease: str) -> bool:
@@ -328,7 +366,7 @@ class EtcdClient:
         return bool(self._cluster.ask("kv/txn", {"compare": [ours]}).get("succeeded"))
 
     def _put(self, key: str, held: Held, revision: str, ttl_s: float) -> bool:
-        """False if the instance has another shape, or the place another process, since `revision`."""
+        """False if the instance has another shape, or the place another process, since `revision`; or it was fenced."""
         same = key.rpartition("/")[0]
         whole = same.rpartition("/")[0]
         others = [
@@ -337,9 +375,17 @@ class EtcdClient:
             for low, high in ((f"{whole}/", f"{same}/"), (f"{same}0", f"{whole}0"))  # "0" follows "/"
         ]
         lease: str = self._cluster.ask("lease/grant", {"TTL": str(max(1, round(ttl_s)))})["ID"]
-        put = {"key": _encoded(key), "value": _encoded(msgspec.json.encode(held)), "lease": lease}
+        incarnation, process = held.advert.incarnation, Process(held.advert.endpoint, key.removeprefix(self._prefix))
+        puts = [
+            {"key": _encoded(key), "value": _encoded(msgspec.json.encode(held)), "lease": lease},
+            {"key": _encoded(self._process_key(incarnation)), "value": _encoded(msgspec.json.encode(process))},
+        ]
+        not_ended = _as_read(self._ended_key(incarnation), "0")
         try:
-            asked = {"compare": [*others, _as_read(key, revision)], "success": [{"request_put": put}]}
+            asked = {
+                "compare": [*others, _as_read(key, revision), not_ended],
+                "success": [{"request_put": put} for put in puts],
+            }
             done = bool(self._cluster.ask("kv/txn", asked).get("succeeded"))
         except PdstageError:
             self._revoke(lease)
@@ -356,7 +402,7 @@ class EtcdClient:
         """An instance's keys, and etcd's revision as they were read."""
         whole = f"{self._prefix}{quote(instance, safe='')}/"
         answer = self._cluster.ask("kv/range", _range(whole))
-        found = {_decoded(one["key"]): _held_in(one) for one in answer.get("kvs", ())}
+        found = {_decoded(one["key"]): _read_value(one, _held) for one in answer.get("kvs", ())}
         return {key: held for key, held in found.items() if held is not None}, answer["header"]["revision"]
 
     def _revoke(self, lease: str) -> None:
@@ -369,13 +415,57 @@ class EtcdClient:
         """Removes the rank, if this incarnation still holds its place."""
         key = f"{self._prefix}{_Key.of(advert)}"
         held, revision = self._held_of(advert.instance)
-        if key in held and held[key].advert.incarnation == advert.incarnation:
-            delete = {"request_delete_range": {"key": _encoded(key)}}
-            self._cluster.ask("kv/txn", {"compare": [_as_read(key, revision)], "success": [delete]})
+        is_there = key in held and held[key].advert.incarnation == advert.incarnation
+        both = [_delete(self._process_key(advert.incarnation)), _delete(key)]
+        asked = {"compare": [_as_read(key, revision)], "success": both[: 1 + is_there], "failure": both[:1]}
+        self._cluster.ask("kv/txn", asked)
         published, lease = self._leases.get(key, (None, ""))
         if published is not None and published.incarnation == advert.incarnation:
             del self._leases[key]
             self._revoke(lease)
+
+    # Fencing.
+
+    def fence(self, where: str) -> dict[int, Process]:
+        """Says that the processes at `where`, a host or an endpoint, have ended: every node that holds back memory
+        which one of them might still write gives it back. Only for an orchestrator that has ended them, or their host.
+
+        Returns them by incarnation; those that were withdrawn or fenced before are not among them. Raises `Conflict`
+        while one is registered, which is until its lease has ended: 15 s, as nodes publish themselves.
+        """
+        answer = self._cluster.ask("kv/range", _range(self._prefix))
+        revision = answer["header"]["revision"]
+        copy = _Copy.of(answer, self._prefix)
+        found = {incarnation: one for incarnation, one in copy.processes.items() if one.is_at(where)}
+        alive = [one for incarnation, one in found.items() if incarnation in copy.registered()]
+        if alive:
+            raise Conflict(
+                f"{len(alive)} of {len(found)} processes at {where} are registered, first {alive[0]}",
+                remedy="end them, wait until their leases end, and fence them then",
+                endpoint=alive[0].endpoint,
+            )
+        if not found:
+            return {}
+        lease = self._cluster.ask("lease/grant", {"TTL": str(_ENDED_S)})["ID"]
+        for incarnation, one in found.items():
+            ended, process = self._ended_key(incarnation), self._process_key(incarnation)
+            put = {"key": _encoded(ended), "value": _encoded(msgspec.json.encode(one)), "lease": lease}
+            as_read = [_as_read(key, revision) for key in (self._prefix + one.rank, process)]
+            asked = {"compare": as_read, "success": [{"request_put": put}, _delete(process)]}
+            if not self._cluster.ask("kv/txn", asked).get("succeeded"):
+                raise Conflict(f"{one} has changed meanwhile", remedy="ask again", endpoint=one.endpoint)
+        return found
+
+    def has_ended(self, incarnation: int) -> bool:
+        """Whether this process was fenced, as far as the watch has told; False before the first look-up."""
+        mirror = self._mirror
+        return mirror is not None and mirror.has_ended(incarnation)
+
+    def _process_key(self, incarnation: int) -> str:
+        return f"{self._prefix}{_PROCESSES}{incarnation:016x}"
+
+    def _ended_key(self, incarnation: int) -> str:
+        return f"{self._prefix}{_ENDED}{incarnation:016x}"
 
     # Looking up.
 
@@ -396,8 +486,8 @@ class EtcdClient:
         left_s: dict[str, int] = {}
         shown: dict[str, list[tuple[int, dict[str, object]]]] = {}
         for one in answer.get("kvs", ()):
-            held, lease = _held_in(one), one.get("lease", "0")
-            if held is None:
+            lease, is_rank = one.get("lease", "0"), not _decoded(one["key"]).startswith(f"{self._prefix}!")
+            if not is_rank or (held := _read_value(one, _held)) is None:
                 continue
             if lease not in left_s:
                 left_s[lease] = int(self._cluster.ask("lease/timetolive", {"ID": lease}).get("TTL", 0))
@@ -413,10 +503,9 @@ class Mirror:
 
     def __init__(self, cluster: Cluster, prefix: str) -> None:
         self._cluster, self._prefix = cluster, prefix
-        self._table: dict[str, dict[int, Advert]] = {}
-        """By instance and unique rank."""
+        self._copy = _Copy(prefix)
         self._revision = 0
-        """Of the last change in the table; 0: it must be read."""
+        """Of the last change in the copy; 0: it must be read."""
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._read()
@@ -436,17 +525,18 @@ class Mirror:
     def find(self, instance: str | None) -> tuple[str, dict[int, Advert]]:
         """The instance that is meant, and its ranks. Raises as `choose`."""
         with self._lock:
-            name = choose(self._table, instance)
-            return name, dict(self._table.get(name, {}))
+            name = choose(self._copy.adverts, instance)
+            return name, dict(self._copy.adverts.get(name, {}))
+
+    def has_ended(self, incarnation: int) -> bool:
+        with self._lock:
+            return incarnation in self._copy.ended
 
     def _read(self) -> None:
         answer = self._cluster.ask("kv/range", _range(self._prefix))
-        table: dict[str, dict[int, Advert]] = {}
-        for one in answer.get("kvs", ()):
-            if (held := _held_in(one)) is not None:
-                table.setdefault(held.advert.instance, {})[held.advert.topology.unique_rank] = held.advert
+        copy = _Copy.of(answer, self._prefix)
         with self._lock:
-            self._table, self._revision = table, int(answer["header"]["revision"])
+            self._copy, self._revision = copy, int(answer["header"]["revision"])
 
     def _run(self) -> None:
         is_away = False
@@ -482,23 +572,75 @@ class Mirror:
         with self._lock:
             for event in answer.get("events", ()):
                 one = event["kv"]
-                key = _Key.read(_decoded(one["key"]).removeprefix(self._prefix))
-                if key is None:
-                    continue
-                ranks = self._table.setdefault(key.instance, {})
-                held = None if event.get("type") == "DELETE" else _held_in(one)
-                if held is None:
-                    ranks.pop(key.rank, None)
+                if event.get("type") == "DELETE":
+                    self._copy.delete(_decoded(one["key"]))
                 else:
-                    ranks[key.rank] = held.advert
-                if not ranks:
-                    del self._table[key.instance]
+                    self._copy.put(one)
                 self._revision = max(self._revision, int(one["mod_revision"]))
+
+
+class _Copy:
+    """What the keys under a prefix hold."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.adverts: dict[str, dict[int, Advert]] = {}
+        """By instance and unique rank."""
+        self.processes: dict[int, Process] = {}
+        """By incarnation; neither withdrawn nor fenced."""
+        self.ended: set[int] = set()
+
+    @classmethod
+    def of(cls, answer: dict[str, Any], prefix: str) -> Self:
+        """All that a range read."""
+        copy = cls(prefix)
+        for one in answer.get("kvs", ()):
+            copy.put(one)
+        return copy
+
+    def put(self, one: dict[str, Any]) -> None:
+        key = _decoded(one["key"]).removeprefix(self._prefix)
+        if key.startswith(_ENDED):
+            self.ended.add(_incarnation(key))
+        elif key.startswith(_PROCESSES):
+            if (process := _read_value(one, _process)) is not None:
+                self.processes[_incarnation(key)] = process
+        elif (place := _Key.read(key)) is not None:
+            if (held := _read_value(one, _held)) is not None:
+                self.adverts.setdefault(place.instance, {})[place.rank] = held.advert
+            else:
+                self.delete(key)
+
+    def delete(self, key: str) -> None:
+        key = key.removeprefix(self._prefix)
+        if key.startswith(_ENDED):
+            self.ended.discard(_incarnation(key))
+        elif key.startswith(_PROCESSES):
+            self.processes.pop(_incarnation(key), None)
+        elif (place := _Key.read(key)) is not None:
+            ranks = self.adverts.get(place.instance, {})
+            ranks.pop(place.rank, None)
+            if not ranks:
+                self.adverts.pop(place.instance, None)
+
+    def registered(self) -> set[int]:
+        """Incarnations under a lease."""
+        return {advert.incarnation for ranks in self.adverts.values() for advert in ranks.values()}
+
+
+def _incarnation(key: str) -> int:
+    """-1, which is nobody's, for a stranger's key."""
+    text = key.rpartition("/")[2]
+    return int(text, 16) if re.fullmatch("[0-9a-f]{16}", text) else -1
 
 
 def _range(prefix: str) -> dict[str, str]:
     """All keys that begin with `prefix`, which ends in "/"."""
     return {"key": _encoded(prefix), "range_end": _encoded(prefix[:-1] + "0")}
+
+
+def _delete(key: str) -> dict[str, Any]:
+    return {"request_delete_range": {"key": _encoded(key)}}
 
 
 def _as_read(key: str, revision: str) -> dict[str, str]:
@@ -514,9 +656,9 @@ def _decoded(text: str) -> str:
     return base64.b64decode(text).decode(errors="replace")
 
 
-def _held_in(one: dict[str, Any]) -> Held | None:
+def _read_value(one: dict[str, Any], decoder: msgspec.json.Decoder[_T]) -> _T | None:
     try:
-        return _held.decode(base64.b64decode(one.get("value", "")))
+        return decoder.decode(base64.b64decode(one.get("value", "")))
     except (msgspec.MsgspecError, ValueError) as error:
         log.warning("key %s in etcd is left out: %s", _decoded(one["key"]), error)
         return None

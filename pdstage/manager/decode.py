@@ -400,7 +400,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         return "staged" if self.path == "staged" else "as prefill chooses"
 
     def _is_fenced(self, session: Session) -> bool:
-        return self.transport.traits_of(label(session)).fences
+        return self.transport.traits_of(label(session)).fences or self.directory.has_ended(session.id.writer)
 
     def _holds_nothing(self, session: Session) -> bool:
         return not self.core.holds(session)

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pdstage.control.bootstrap import Advert, DirectoryClient, Incomplete, client_of
-from pdstage.control.etcd import SCHEME
+from pdstage.control.etcd import EtcdClient
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Directory:
         self._askers: dict[str, _Asker] = {}
         self._publication: _Publication | None = None
         self._cache_s = cache_s
-        self._watching: dict[str, DirectoryClient] = {}
+        self._watching: dict[str, EtcdClient] = {}
         """Clients that keep a watch, by address."""
         self._cache: dict[tuple[str, int | None, str | None], tuple[float, list[Advert]]] = {}
 
@@ -71,9 +71,15 @@ class Directory:
         """Who asks the directory at `address`; raises `UsageError` for an address that is none."""
         with self._lock:
             client = self._watching.get(address) or client_of(address, keys=self._keys)
-            if address.startswith(SCHEME):
+            if isinstance(client, EtcdClient):
                 self._watching[address] = client
             return client
+
+    def has_ended(self, incarnation: int) -> bool:
+        """Whether a directory that is watched says that this prefill process was fenced."""
+        with self._lock:
+            watching = list(self._watching.values())
+        return any(client.has_ended(incarnation) for client in watching)
 
     def cached(self, address: str, dp_rank: int | None, instance: str | None) -> list[Advert] | None:
         """An answer of the last `cache_s` seconds; None if there is none."""

@@ -121,7 +121,9 @@ class Role(ABC, Generic[AnyCore, Own]):
 
     @abstractmethod
     def _is_fenced(self, session: Session) -> bool:
-        """Whether the transport's disconnect alone makes a lost session harmless to this role."""
+        """Whether a lost session is harmless to this role: by the transport's disconnect alone, or since the directory
+        says that the peer has ended.
+        """
 
     @abstractmethod
     def _holds_nothing(self, session: Session) -> bool:

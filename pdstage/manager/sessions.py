@@ -1,7 +1,7 @@
 """Sessions at the transport: how they begin and end, and which lost ones still keep memory out of use.
 
 A lost session is kept until none of its writes can land any more. The transport's disconnect may prove that, or the
-death of the peer's process, or an operator says so (`fence`).
+death of the peer's process, or an operator says so: to this node (`fence`), or to all by the directory.
 """
 
 from __future__ import annotations

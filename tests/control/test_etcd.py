@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from pdstage import State, environment
@@ -21,8 +23,11 @@ from pdstage.control.bootstrap import client_of
 from pdstage.control.directory import Advert, Conflict, Incomplete
 from pdstage.control.etcd import EtcdAddress, EtcdClient
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
+from pdstage.tools.judge import judge
 from tests.control.test_directory import advert
+from tests.manager.conftest import Site
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.test_lifecycle import lost_peer
 from tests.processes import stop
 
 if TYPE_CHECKING:
@@ -72,7 +77,7 @@ def test_what_is_published_is_found_by_another_node(make):
     with pytest.raises(Incomplete, match="no rank is registered"):
         reader.lookup()
     a.publish(advert(0))
-    until(lambda: bool(reader._mirror._table), "the watch tells")
+    until(lambda: bool(reader._mirror._copy.adverts), "the watch tells")
     with pytest.raises(Incomplete, match="1 of 2 ranks of dp replica 0 are not registered, ranks 1") as caught:
         reader.lookup()
     assert caught.value.missing == (1,)
@@ -221,6 +226,102 @@ def test_rooms_between_nodes_that_share_etcd_alone(server):
                 source.free(pages)
                 target.free(places)
     assert not [thread.name for thread in threading.enumerate() if thread.name == "pdstage-lease"]
+
+
+def at(endpoint: str, rank: int = 0, **fields: object) -> Advert:
+    return msgspec.structs.replace(advert(rank, **fields), endpoint=endpoint)  # type: ignore[arg-type]
+
+
+def lose(server: Servers, client: EtcdClient, one: Advert | None = None) -> None:
+    """Ends the lease of a rank, or of all of the client's prefix, as if its process had been killed."""
+    for kv in server.ask("kv/range", etcd._range(client._prefix)).get("kvs", ()):
+        key = base64.b64decode(kv["key"]).decode().removeprefix(client._prefix)
+        if not key.startswith("!") and (one is None or key == str(etcd._Key.of(one))):
+            server.ask("lease/revoke", {"ID": kv["lease"]})
+
+
+def test_a_host_that_ended_is_fenced_once_and_every_node_hears_it(make, server):
+    node, operator, readers = make(), make(), [make(), make()]
+    there = [at(f"tcp://10.0.0.1:{rank + 1}", rank, incarnation=rank + 1) for rank in range(2)]
+    elsewhere = at("tcp://10.0.0.11:1", tp=1, incarnation=7, instance="p1")
+    for one in (*there, elsewhere):
+        node.publish(one)
+    assert all(found(reader, instance="p0") == there for reader in readers)
+    with pytest.raises(Conflict, match=r"2 of 2 processes at 10\.0\.0\.1 are registered, first p0 rank 0 tcp://10"):
+        operator.fence("10.0.0.1")
+    lose(server, node, there[0])
+    with pytest.raises(Conflict, match="1 of 2 processes at 10"):
+        operator.fence("10.0.0.1")
+    assert list(operator.fence(there[0].endpoint)) == [1], "one endpoint alone"
+    lose(server, node)
+    assert list(operator.fence("10.0.0.1")) == [2]
+    assert operator.fence("10.0.0.1") == {}, "once"
+    for reader in readers:
+        until(lambda reader=reader: reader.has_ended(1) and reader.has_ended(2), "the watch tells")
+        assert not reader.has_ended(7)
+    late = make()
+    with pytest.raises(Incomplete):
+        late.lookup(instance="p0")
+    assert late.has_ended(1), "read, where the watch begins later"
+    with pytest.raises(Conflict, match="was fenced"):
+        node.publish(there[0])
+    fresh = at("tcp://10.0.0.1:1", incarnation=3)
+    node.publish(fresh)  # the host is back
+    assert not readers[0].has_ended(3)
+
+
+def test_a_rank_that_was_withdrawn_is_not_fenced(make, server):
+    node, operator = make(), make()
+    orderly, late = (at("tcp://10.0.0.2:5", tp=1, incarnation=n) for n in (4, 5))
+    node.publish(orderly)
+    node.withdraw(orderly)
+    node.publish(late)
+    lose(server, node)
+    node.withdraw(late)
+    assert operator.fence("10.0.0.2") == {}
+
+
+def test_a_process_that_comes_back_before_it_is_fenced_stays(make, server, monkeypatch):
+    """Its host was not ended: it was cut off, and its lease lost."""
+    node, operator = make(), make()
+    one = at("tcp://10.0.0.3:5", tp=1, incarnation=6)
+    node.publish(one)
+    lose(server, node)
+    ask = operator._cluster.ask
+
+    def meanwhile(method: str, body: dict[str, object]) -> dict[str, object]:
+        if method == "kv/txn":
+            node.publish(one)
+        return ask(method, body)
+
+    monkeypatch.setattr(operator._cluster, "ask", meanwhile)
+    with pytest.raises(Conflict, match="has changed meanwhile"):
+        operator.fence("10.0.0.3")
+    assert found(make()) == [one]
+
+
+def test_what_fencing_in_etcd_gives_back(server, monkeypatch, tmp_path):
+    """I14: decode keeps what a lost writer may still write, until the operator says in etcd that its host has ended."""
+    client = EtcdClient(server.address("fenced"))
+    with ExitStack() as stack:
+        site = Site(stack, tmp_path)
+        site.address = server.address("fenced")
+        with lost_peer(site, monkeypatch) as (decode, receiver):
+            for _ in range(100):
+                decode.turn()
+            assert not receiver.released
+            assert decode.unfenced()
+            lose(server, client)
+            command = [sys.executable, "-m", "pdstage", "fence", site.address, "127.0.0.1", "--wait", "60"]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            assert "fenced " in done.stdout
+            drive([decode], lambda: receiver.released)
+            assert not decode.unfenced()
+            assert decode.core.idle
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert "nothing to fence" in done.stdout
+    client.close()
+    assert not judge([tmp_path]).wrong
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
