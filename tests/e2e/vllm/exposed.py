@@ -105,7 +105,8 @@ def paused(others: Iterable[Sides]) -> Iterator[None]:
 async def measure(ways: dict[str, tuple[Any, Sides]], length: int, n: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in (*ways, "there")}
     limit = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(timeout=limit) as session:
+    afresh = aiohttp.TCPConnector(force_close=True)  # a server that stood still ends those that idled meanwhile
+    async with aiohttp.ClientSession(timeout=limit, connector=afresh) as session:
         for number in range(n + 1):  # the first of each greets
             for place, (name, (way, sides)) in enumerate(ways.items()):
                 seed = (length * 1000 + number) * len(ways) + place
