@@ -113,7 +113,7 @@ COMMIT = Variable(
 ETCD_PASSWORD = Variable(
     "PDSTAGE_ETCD_PASSWORD", str, "a password", "empty",
     "The password of the user in an address `etcd://USER@...`.",
-    "a node with such an address, `pdstage instances`",
+    "a node with such an address, `pdstage instances`, `pdstage fence`",
 )  # fmt: skip
 SGLANG = Variable(
     "PDSTAGE_SGLANG", _path(Path.exists, "there is no such file or folder"),

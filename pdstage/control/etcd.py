@@ -47,7 +47,7 @@ _QUIET_S = 5.0
 _AGAIN_S = 0.5
 _TRIES = 8
 _ENDED_S = 24 * 3600
-"""How long it is known that a process was fenced: no peer waits for one that was lost for longer."""
+"""How long it is known that a process was fenced. A node that is away from etcd for longer does not hear of it."""
 _UNAUTHENTICATED, _DENIED, _FULL, _UNAVAILABLE = 16, 7, 8, 14
 """Codes of gRPC, as the gateway passes them on."""
 _REMEDIES = {
@@ -416,8 +416,9 @@ class EtcdClient:
         key = f"{self._prefix}{_Key.of(advert)}"
         held, revision = self._held_of(advert.instance)
         is_there = key in held and held[key].advert.incarnation == advert.incarnation
-        both = [_delete(self._process_key(advert.incarnation)), _delete(key)]
-        asked = {"compare": [_as_read(key, revision)], "success": both[: 1 + is_there], "failure": both[:1]}
+        gone = [_delete(self._process_key(advert.incarnation))]
+        all_gone = [*gone, _delete(key)] if is_there else gone
+        asked = {"compare": [_as_read(key, revision)], "success": all_gone, "failure": gone}
         self._cluster.ask("kv/txn", asked)
         published, lease = self._leases.get(key, (None, ""))
         if published is not None and published.incarnation == advert.incarnation:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from pdstage import State, environment
+from pdstage import State, cli, environment
 from pdstage.bench.etcd_servers import ETCD, Servers
 from pdstage.control import etcd
 from pdstage.control.bootstrap import client_of
@@ -298,6 +298,13 @@ def test_a_process_that_comes_back_before_it_is_fenced_stays(make, server, monke
     with pytest.raises(Conflict, match="has changed meanwhile"):
         operator.fence("10.0.0.3")
     assert found(make()) == [one]
+
+
+def test_the_command_gives_up_on_a_process_that_stays_registered(make, capsys):
+    node = make()
+    node.publish(at("tcp://10.0.0.4:5", tp=1))
+    assert cli.main(["fence", node.given, "10.0.0.4", "--wait", "0.1"]) == 2
+    assert "1 of 1 processes at 10.0.0.4 are registered" in capsys.readouterr().err
 
 
 def test_what_fencing_in_etcd_gives_back(server, monkeypatch, tmp_path):
