@@ -99,7 +99,9 @@ def choose_converting(backend: str, device: str) -> str:
 class Pool:
     """A rank's registered memory on one device, from which plans are made.
 
-    `keep` holds the memory's owner for as long as the pool or one of its plans lives.
+    A GPU's pool may have regions in host memory (`on_host`), such as pages that an engine keeps there. The GPU's
+    kernels read and write them in place once they are page-locked, which a node does. `keep` holds the memory's owner
+    for as long as the pool or one of its plans lives.
     """
 
     def __init__(
@@ -127,12 +129,17 @@ class Pool:
     def _check(self) -> None:
         kind = self.device.partition(":")[0]
         for number, region in enumerate(self.layout.regions):
-            if region.kind != kind:
+            if region.kind not in (kind, "cpu"):
                 raise UsageError(
                     f"region {number} is {region.kind} memory in a pool on {self.device!r}",
                     remedy="make one pool for each device",
                     region=number,
                 )
+
+    @property
+    def on_host(self) -> tuple[Region, ...]:
+        """A GPU's regions in host memory; none if the pool is the host's."""
+        return () if self.device == "cpu" else tuple(held for held in self.layout.regions if held.kind == "cpu")
 
     def runtime(self, backend: str = "auto") -> Runtime | None:
         """Streams and events of the pool's device, for callers that enqueue copies; None for host memory."""

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import mmap
 import os
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -54,6 +54,8 @@ _released: WeakKeyDictionary[Runtime, dict[int, list[int]]] = WeakKeyDictionary(
 """Unused staging memory on a device, by size. Another process may still have it open, so it cannot be freed
 (cudaIpcCloseMemHandle): the next node reuses it.
 """
+_locked: WeakKeyDictionary[Runtime, Counter[int]] = WeakKeyDictionary()
+"""How many hold each address that was page-locked here."""
 
 
 def place_of(staging: object, device: str, staging_on: str) -> str:
@@ -64,6 +66,47 @@ def place_of(staging: object, device: str, staging_on: str) -> str:
     if staging is None:
         return "cpu" if staging_on == "host" else device
     return _address_of(staging)[2]
+
+
+class PageLock:
+    """Host memory that a device's kernels read and write in place, until `release`.
+
+    What was page-locked already, such as a pinned tensor, stays so. Several may hold the same memory, as the nodes of
+    both roles of an engine do: the last one unlocks it. Raises `UsageError` if the memory cannot be page-locked.
+    """
+
+    def __init__(self, what: str, regions: Iterable[Region], runtime: Runtime | None) -> None:
+        """`what` names the memory in errors."""
+        self._what = what
+        self._held: list[tuple[Runtime, int]] = []
+        if runtime is None:
+            return
+        try:
+            for region in regions:
+                self._lock(runtime, region)
+        except UsageError:
+            self.release()
+            raise
+
+    def _lock(self, runtime: Runtime, region: Region) -> None:
+        holders = _locked.setdefault(runtime, Counter())
+        if not holders[region.base]:
+            try:
+                if not runtime.page_lock(region.base, region.nbytes):
+                    return
+            except (OSError, MemoryError, RuntimeError) as error:
+                what = f"{region.nbytes} bytes of {self._what} cannot be page-locked ({error})"
+                raise UsageError(what, remedy="give less, or free memory of this host") from error
+        holders[region.base] += 1
+        self._held.append((runtime, region.base))
+
+    def release(self) -> None:
+        """Nothing on the device uses it any more."""
+        while self._held:
+            runtime, base = self._held.pop()
+            _locked[runtime][base] -= 1
+            if not _locked[runtime][base]:
+                runtime.page_unlock(base)
 
 
 class Memory:
@@ -89,13 +132,12 @@ class Memory:
             raise UsageError(
                 f"staging memory on {where} for a pool on {device}", remedy="give a tensor on its device, or on the CPU"
             )
-        self._runtime, self._kept, self._locked = runtime, 0, False
+        self._runtime, self._kept = runtime, 0
         self._held = tensor
         base, nbytes = self._allocate(nbytes, where, mappable) if tensor is None else _address_of(tensor)[:2]
         kind, _, number = where.partition(":")
         self.region = Region(base, nbytes, kind, int(number or 0))
-        if runtime is not None and not _same(where, device):
-            self._locked = _granted(nbytes, "page-locked", lambda: runtime.page_lock(base, nbytes))
+        self._lock = PageLock("staging memory", () if _same(where, device) else (self.region,), runtime)
 
     def _allocate(self, nbytes: int, where: str, mappable: bool) -> tuple[int, int]:
         """Address and bytes."""
@@ -120,9 +162,7 @@ class Memory:
     def release(self) -> None:
         """Nothing uses it any more: memory allocated here goes back to the system, or to the next node."""
         runtime, region = self._runtime, self.region
-        if runtime is not None and self._locked:
-            runtime.page_unlock(region.base)
-            self._locked = False
+        self._lock.release()
         if runtime is not None and self._kept:
             _released[runtime].setdefault(region.nbytes, []).append(self._kept)
             self._kept = 0

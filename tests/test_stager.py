@@ -16,7 +16,7 @@ from pdstage.kernels import Plan, Pool
 from pdstage.layout import Region
 from pdstage.plan import TOKEN_MAJOR, Rect, Share
 from pdstage.plan.tables import Index
-from pdstage.stager import ALIGNMENT, Memory, Stager
+from pdstage.stager import ALIGNMENT, Memory, PageLock, Stager
 from tests.pools import Logical, Stored, hold
 
 TOKENS = 6
@@ -242,6 +242,29 @@ def test_a_callers_host_memory_is_page_locked_unless_it_is_already():
     assert not runtime.locked
 
 
+def test_a_gpus_pages_in_host_memory_stay_page_locked_while_one_of_its_nodes_lives():
+    """An engine that is prefill and decode has two nodes over one pool."""
+    runtime, pages = Allocator(), [Region(1 << 20, 4096), Region(2 << 20, 4096)]
+    runtime.page_lock(2 << 20, 4096)
+    first, second = (PageLock("the pool", pages, runtime) for _ in range(2))
+    first.release()
+    first.release()
+    assert set(runtime.locked) == {1 << 20, 2 << 20}
+    second.release()
+    assert set(runtime.locked) == {2 << 20}, "the engine had locked it, so it stays so"
+    PageLock("the pool", pages, runtime).release()
+    assert set(runtime.locked) == {2 << 20}
+
+
+def test_pages_that_cannot_be_page_locked_are_named_and_the_others_unlocked():
+    runtime = Allocator()
+    lock, failing = runtime.page_lock, mock.Mock(side_effect=RuntimeError("cuMemHostRegister failed with 2"))
+    runtime.page_lock = lambda ptr, nbytes: (lock if ptr == 1 << 20 else failing)(ptr, nbytes)
+    with pytest.raises(UsageError, match="8192 bytes of the pool cannot be page-locked .*failed with 2"):
+        PageLock("the pool", [Region(1 << 20, 4096), Region(2 << 20, 8192)], runtime)
+    assert not runtime.locked
+
+
 def test_a_pool_in_host_memory_locks_nothing():
     Memory(4096, None, "cpu", runtime=None, staging_on="host").release()
 
@@ -252,7 +275,7 @@ def test_memory_that_cannot_be_had_is_refused_in_words(monkeypatch):
     runtime = Allocator()
     runtime.allocate = runtime.page_lock = mock.Mock(side_effect=RuntimeError("cuMemAlloc failed with 2"))
     for where in ("pool", "host"):
-        with pytest.raises(UsageError, match="staging memory (on cuda:0|page-locked) cannot be had .*failed with 2"):
+        with pytest.raises(UsageError, match="staging memory (on cuda:0 cannot be had|cannot be page-locked) .*with 2"):
             Memory(4096, None, "cuda:0", runtime=runtime, staging_on=where)
     monkeypatch.setattr("pdstage.stager._host_memory", mock.Mock(side_effect=OSError(12, "Cannot allocate memory")))
     with pytest.raises(UsageError, match="Cannot allocate memory"):

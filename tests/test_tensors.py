@@ -320,6 +320,17 @@ class FakeTensor:
         return getattr(self.like, name)
 
 
+def test_parts_may_lie_in_host_memory_beside_one_gpus():
+    def caches(component, kind, index=0):
+        k, v = ([FakeTensor(filled(PAGES, PAGE, HEADS, DIM), kind, index)] for _ in "kv")
+        return paged_nhd(k, v, component=component, **WHOLE)
+
+    layout = build(caches("kv", "cuda"), caches("window", "cpu"))
+    assert {(r.kind, r.device) for r in layout.regions} == {("cuda", 0), ("cpu", 0)}
+    with pytest.raises(UsageError, match="the parts of a layout are on cpu:0 and cuda:0 and cuda:1"):
+        build(caches("kv", "cuda"), caches("window", "cpu"), caches("third", "cuda", 1))
+
+
 def test_device_is_recorded():
     k, v = ([FakeTensor(filled(PAGES, PAGE, HEADS, DIM), "cuda", 3)] for _ in "kv")
     assert {(r.kind, r.device) for r in build(paged_nhd(k, v, **WHOLE)).regions} == {("cuda", 3)}
@@ -397,8 +408,11 @@ MISUSES = {
         "9 items of 4 tokens",
     ),
     "parts on two devices": (
-        lambda: build(mla([filled(2, 4, 18)]), mla([FakeTensor(filled(2, 4, 18), "cuda", 0)], first_layer=1)),
-        "on cpu:0 and cuda:0",
+        lambda: build(
+            mla([FakeTensor(filled(2, 4, 18), "cuda", 1)]),
+            mla([FakeTensor(filled(2, 4, 18), "cuda", 0)], first_layer=1),
+        ),
+        "on cuda:0 and cuda:1",
     ),
     "nothing": (build, "no device"),
 }

@@ -96,14 +96,15 @@ def build(
     """One layout of all parts; `slots`, `exact` and `owned` as in `Layout.of`.
 
     Components of a registered state kind need not be listed: the kind says whether they are slots, and exact.
-    Overlapping regions become one. Raises `UsageError` for parts on different devices, and what `Layout.of` raises.
+    Overlapping regions become one. Parts may lie in host memory beside one GPU's. Raises `UsageError` for parts on
+    different GPUs, and what `Layout.of` raises.
     """
     given = sorted({region for part in parts for region in part.regions}, key=lambda region: region.base)
     devices = sorted({f"{region.kind}:{region.device}" for region in given})
-    if len(devices) != 1:
+    if not devices or len([name for name in devices if not name.startswith("cpu:")]) > 1:
         raise UsageError(
             f"the parts of a layout are on {' and '.join(devices) or 'no device'}",
-            remedy="give the caches of one rank, all on its device; state on another device needs another layout",
+            remedy="give the caches of one rank, on its device or in host memory",
         )
     held: list[Region] = []
     for region in given:

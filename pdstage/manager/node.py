@@ -33,7 +33,7 @@ from pdstage.manager.role import AnyCore, Own, Role
 from pdstage.manager.status import Status
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
-from pdstage.stager import Memory, Stager
+from pdstage.stager import Memory, PageLock, Stager
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -101,6 +101,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
                 mappable=mappable, runtime=runtime, staging_on=options.staging_on,
             )  # fmt: skip
             opened.callback(self.memory.release)
+            self.on_host = PageLock("the pool", pool.on_host, runtime)
+            opened.callback(self.on_host.release)
             self.parts = self.memory.parts(options.n_parts)
             self._copy_thread = CopyThread(self._wake)
             copies_aside = has_core_to_spare() if options.copy_thread is None else options.copy_thread
@@ -359,6 +361,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
                 driver.turning.holder = None
         if free:
             self.memory.release()
+            self.on_host.release()
         return free
 
     async def close_async(self, timeout_s: float = 5.0) -> bool:

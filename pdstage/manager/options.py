@@ -157,10 +157,11 @@ class NodeOptions:
         """Raises `UsageError` where staging memory and pool are of a kind that the transport does not move."""
         where, traits = place_of(self.staging, pool.device, self.staging_on), transport.traits
         on_device, staged = pool.device.partition(":")[0], where.partition(":")[0]
-        if staged == "cpu" != on_device and self.path != "staged":
+        if self.path != "staged" and (pool.on_host or staged == "cpu" != on_device):
+            what = "pages in host memory" if pool.on_host else f"staging memory on {where}"
             raise UsageError(
-                f"path {self.path!r} of a pool on {pool.device} with staging memory on {where}",
-                remedy='choose path="staged", or have staging memory where the pool is',
+                f"path {self.path!r} of a pool on {pool.device} with {what}",
+                remedy=f'choose path="staged"{"" if pool.on_host else ", or have staging memory where the pool is"}',
                 path=self.path,
             )
         if staged in traits.kinds:

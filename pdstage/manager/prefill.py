@@ -153,10 +153,12 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
     `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
     instead of memory of the node's own. `staging_on` is "pool", where the pool lies, or "host", page-locked memory of
     this host, for a pool on a GPU whose memory no NIC reaches (no GPUDirect); then, and with a tensor in host memory,
-    `path` must be "staged". `path` is "auto" (by cost), "staged" or "direct". `bind` is the control
-    socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else `insecure` must be true, and
-    so for the directory. `config` holds deadlines and limits. `progress` is "inline" (polls do the work) or "thread";
-    then `switch_interval_s` is the most that Python's switch interval may be in this process, None leaves it as it is.
+    `path` must be "staged". So must it be if pages of a GPU's pool are in host memory (`Pool.on_host`): they are
+    page-locked, bytes land on the GPU, and its kernels scatter them. `path` is "auto" (by cost), "staged" or "direct".
+    `bind` is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else
+    `insecure` must be true, and so for the directory. `config` holds deadlines and limits. `progress` is "inline"
+    (polls do the work) or "thread"; then `switch_interval_s` is the most that Python's switch interval may be in this
+    process, None leaves it as it is.
     `copy_thread` makes large host copies in a thread of their own; None does so where there are cores for it.
     `max_sms` is how many multiprocessors of a GPU one copy may take from the engine's kernels; None: all of them.
     `calibration` is a file that `pdstage calibrate` wrote, by which "auto" chooses; None: the one that

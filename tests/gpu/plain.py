@@ -14,7 +14,10 @@ SLEEP_CYCLES = 1_000_000_000  # more than half a second on any clock: work behin
 
 
 class Plain:
-    """`n_views` views of `n_items` items of `width` bytes; one item is one token. Over given memory, or its own."""
+    """`n_views` views of `n_items` items of `width` bytes; one item is one token. Over given memory, or its own.
+
+    Given memory may be on the host.
+    """
 
     def __init__(self, variant, *, n_views=4, n_items=64, width=256, device="cuda:0", memory=None, checksum=False):
         self.device, self.width = device, width
@@ -24,8 +27,8 @@ class Plain:
         self.memory = memory
         self.cells = memory.view(n_views, n_items, width)
         layout = runs_layout(width, n_items, n_views, base=memory.data_ptr(), kind="cuda")
-        number = int(device.partition(":")[2] or 0)
-        regions = [Region(region.base, region.nbytes, region.kind, number) for region in layout.regions]
+        where = memory.device.type, memory.device.index or 0
+        regions = [Region(region.base, region.nbytes, *where) for region in layout.regions]
         self.pool = Pool.of(Layout(tuple(regions), layout.components), device, keep=memory)
         self.select = [Select(view.key, 0, 1) for view in layout.views()]
         self._how = variant, checksum
@@ -63,7 +66,7 @@ class Plain:
 
     def expected(self, items):
         """What a gather stages; widths are multiples of 128, so nothing is padded."""
-        return self.cells[:, torch.as_tensor(items, device=self.device)].reshape(-1)
+        return self.cells[:, torch.as_tensor(items, device=self.memory.device)].reshape(-1)
 
 
 def block(stream):

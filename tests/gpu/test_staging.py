@@ -12,7 +12,7 @@ from gpu.plain import Plain  # noqa: E402  (needs torch)
 from pdstage.errors import UsageError  # noqa: E402
 from pdstage.kernels import driver  # noqa: E402
 from pdstage.kernels.virtual_memory import DESCRIPTOR  # noqa: E402
-from pdstage.stager import Memory  # noqa: E402
+from pdstage.stager import Memory, PageLock  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -88,6 +88,24 @@ def test_a_tensor_that_torch_has_page_locked_stays_so(runtime):
     with pytest.raises(UsageError, match="not all page-locked"):
         runtime.page_lock(plain.ctypes.data + 4096, 1 << 20)
     held.release()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_kernels_copy_pages_in_host_memory(variant, pinned):
+    """As of HiSparse: pages in host memory, pinned by the engine or page-locked by the node; staging on the device."""
+    memory = torch.randint(0, 256, (4 * 64 * 256,), dtype=torch.uint8, pin_memory=pinned)
+    plain = Plain(variant, memory=memory)
+    lock = PageLock("the pool", plain.pool.on_host, plain.pool.runtime(plain.plan.backend))
+    out, expected = plain.staging(len(ITEMS)), plain.expected(ITEMS).clone()
+    plain.gather(out, ITEMS)
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), expected)
+    memory.zero_()
+    plain.scatter(out, ITEMS)
+    torch.cuda.synchronize()
+    assert torch.equal(plain.expected(ITEMS), expected)
+    assert int(memory.count_nonzero()) == int(expected.count_nonzero()), "no other byte was written"
+    lock.release()
 
 
 def test_a_flush_may_always_be_asked_for(runtime):

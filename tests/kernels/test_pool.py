@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -176,8 +177,16 @@ def test_selections_and_backends_that_do_not_exist():
         pool.plan([Select(key, 0, 1)], TOKEN_MAJOR, "fast")
     with pytest.raises(UsageError, match="no staged order 'rows'"):
         pool.plan([Select(key, 0, 1)], "rows")
-    with pytest.raises(UsageError, match="region 0 is cpu memory in a pool on 'cuda:0'"):
-        Pool.of(held.layout, "cuda:0")
+    with pytest.raises(UsageError, match="region 0 is rocm memory in a pool on 'cuda:0'"):
+        Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="rocm"),)), "cuda:0")
+
+
+def test_a_gpus_pool_may_have_regions_in_host_memory_and_a_hosts_none_on_a_gpu():
+    held = hold([Stored(Logical(shards=2))])
+    assert Pool.of(held.layout, "cuda:0").on_host == held.layout.regions
+    assert Pool.of(held.layout).on_host == ()
+    with pytest.raises(UsageError, match="region 0 is cuda memory in a pool on 'cpu'"):
+        Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="cuda"),)))
 
 
 @pytest.mark.parametrize("items", [np.zeros(3, np.int16), np.zeros((2, 2), np.int32), np.zeros(6, np.int64)[::2]])

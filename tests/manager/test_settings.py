@@ -85,6 +85,16 @@ def test_host_staging_of_a_gpus_pool_goes_with_the_staged_path_alone(opened, pat
     assert all(transport.closed for transport in opened)
 
 
+@pytest.mark.parametrize("path", ["auto", "direct"])
+def test_pages_in_host_memory_of_a_gpus_pool_go_with_the_staged_path_alone(opened, path):
+    rank = rank_on_a_device()
+    rank.pool.layout = replace(rank.pool.layout, regions=(Region(1 << 40, 4096, "cpu"),))
+    with pytest.raises(UsageError, match=f"path '{path}' of a pool on cuda:0 with pages in host memory") as info:
+        decode_node(rank, transport="local", path=path)
+    assert info.value.remedy == 'choose path="staged"'
+    assert all(transport.closed for transport in opened)
+
+
 def test_a_place_of_staging_memory_that_is_none():
     with pytest.raises(UsageError, match="staging_on is 'gpu'"):
         decode_node(Rank(), staging_on="gpu")

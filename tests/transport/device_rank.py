@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from transport import cuda_double
 
 from pdstage import Pool
 from pdstage.kernels import host_copy, pool
-from pdstage.layout import Layout, Region
+from pdstage.layout import Layout
 from tests.manager.engine import QUICK, Rank, decode_node, drive
 
 DEVICE = "cuda:0"
@@ -111,11 +112,14 @@ def use_double(patch=pool._BACKENDS.__setitem__):
 
 
 class DeviceRank(Rank):
-    """A rank whose pages lie in the double's device memory; `types`: in expandable segments with such handles."""
+    """A rank whose pages lie in the double's device memory; `types`: in expandable segments with such handles.
 
-    def __init__(self, types=None, **shape):
+    `k_on_host`: K stays in host memory.
+    """
+
+    def __init__(self, types=None, *, k_on_host=False, **shape):
         super().__init__(**shape)
-        tensors = [*self.k, *self.v]
+        tensors = self.v if k_on_host else [*self.k, *self.v]
         nbytes, runtime = sum(one.nbytes for one in tensors), cuda_double.RUNTIME
         sizes = [4096] * -(-nbytes // 4096)
         held = runtime.allocate(nbytes) if types is None else runtime.expandable(sizes, types)
@@ -123,11 +127,12 @@ class DeviceRank(Rank):
         for one in tensors:
             moved.append(held.view[at : at + one.nbytes].reshape(one.shape))
             at += one.nbytes
-        self.k, self.v = moved[: self.layers], moved[self.layers :]
-        whole = Region(held.address, nbytes, "cuda", 0)
+        self.k, self.v = self.k if k_on_host else moved[: self.layers], moved[-self.layers :]
         layout = self.layout_of()
-        assert [(region.base, region.nbytes) for region in layout.regions] == [(whole.base, whole.nbytes)]
-        self.pool = Pool.of(Layout((whole,), layout.components), DEVICE, keep=held)
+        inside = [held.address <= region.base < held.address + nbytes for region in layout.regions]
+        assert inside.count(True) == 1 and inside.count(False) == (self.layers if k_on_host else 0)
+        regions = [replace(one, kind="cuda") if at else one for one, at in zip(layout.regions, inside, strict=True)]
+        self.pool = Pool.of(Layout(tuple(regions), layout.components), DEVICE, keep=held)
 
 
 def staging():
@@ -135,13 +140,14 @@ def staging():
     return SimpleNamespace(data_ptr=lambda: memory.address, nbytes=memory.nbytes, device=DEVICE, held=memory)
 
 
-def serve_decode(pipe, address, journal=None, path="staged", types=None, config=QUICK, **where):
+def serve_decode(pipe, address, journal=None, path="staged", types=None, k_on_host=False, config=QUICK, **where):
     """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied.
 
-    `where` says where its staging memory lies; the double's device memory if nothing is said. `types` is its pool's.
+    `where` says where its staging memory lies; the double's device memory if nothing is said. `types` and `k_on_host`
+    are its pool's.
     """
     use_double()
-    rank = DeviceRank(types, page=8, hnd=True)
+    rank = DeviceRank(types, page=8, hnd=True, k_on_host=k_on_host)
     where = where or {"staging": staging()}
     options = {"transport": cuda_double.LocalDouble(), "path": path, "journal": journal, "config": config}
     with decode_node(rank, **options, **where) as node:

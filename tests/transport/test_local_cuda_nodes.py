@@ -117,6 +117,39 @@ def test_rooms_with_staging_memory_of_the_nodes_own(address, where):
 
 
 @pytest.mark.usefixtures("backend")
+def test_rooms_whose_destination_is_in_host_memory_land_on_the_device(address):
+    """And a kernel scatters them from there, K to the host, V to the device. Prefill's pool has both as well."""
+    rank = DeviceRank(n_pages=128, k_on_host=True)
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs={"k_on_host": True}, daemon=True)
+    with prefill_node(
+        rank, address, transport=cuda_double.LocalDouble(), path="staged", staging_nbytes=1 << 16
+    ) as node:
+        process.start()
+        try:
+            assert set(STREAMS.locked) == {region.base for region in rank.pool.on_host}
+            assert node.memory.region.kind == "cuda"
+            senders = []
+            for room in range(N_ROOMS):
+                pages = rank.allocate(TOKENS)
+                rank.write(room, TOKENS, pages)
+                sender = node.send(room)
+                sender.chunk(pages, (0, TOKENS))
+                sender.finish()
+                senders.append(sender)
+            drive([node], lambda: all(sender.released for sender in senders) and ours.poll())
+            assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+            (session,) = node.core.sessions.values()
+            assert {lane.kind for lane in session.lanes} == {"cuda"}
+            ours.send("end")
+            process.join(60)
+        finally:
+            process.kill()
+            process.join()
+    assert not STREAMS.locked
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("types", "path"), [(DESCRIPTOR, "direct"), (FABRIC, "direct"), (0, "auto")])
 def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is_said(address, types, path, caplog):
     """Without a kind of handle that others open: in staging memory's way, and with a warning that says what to do."""

@@ -137,6 +137,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             device=str(get_device().device),
         )  # fmt: skip
         self._prove(pool)
+        if pool.on_host:  # HiSparse's: bytes land on the GPU, and a kernel scatters them
+            options.setdefault("path", "staged")
         bind = self._bind(is_prefill=self.is_prefill)
         becomes_prefill = get_disagg().enable_pd_role_switch
         check_exposure(self._bind(is_prefill=self.is_prefill or becomes_prefill), options)
@@ -300,7 +302,9 @@ def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
         "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
         "prefill context parallelism (--attn-cp-size) at decode":
             may_decode and parallel.attn_cp_size > 1,
-        "--enable-hisparse (its pages are on the host)": get_memory().enable_hisparse,
+        "--enable-hisparse at prefill": get_memory().enable_hisparse and mode == DisaggregationMode.PREFILL,
+        "--enable-hisparse with --enable-pd-role-switch":
+            get_memory().enable_hisparse and get_disagg().enable_pd_role_switch,
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
         "context- and tensor-parallel group sharing": parallel.enable_cp_tp_group_sharing,

@@ -39,8 +39,9 @@ def pool_of(args: KVArgs, place: Topology, *, is_mla: bool, total_heads: int, de
 
     Raises `UsageError` for states that this backend does not support.
     """
-    where = (device, args.gpu_id if device != "cpu" else 0)
-    parts = list(_caches(args, place, is_mla, total_heads, where))
+    where, pools = (device, args.gpu_id if device != "cpu" else 0), Pools.of(args)
+    on_host = pools is not None and pools.on_host
+    parts = list(_caches(args, place, is_mla, total_heads, ("cpu", 0) if on_host else where))
     states = StateComponents((place.tp_size, place.tp_rank), where)
     for number in range(len(args.state_types)):
         _append_state(states, args, number, place, total_heads)

@@ -2,8 +2,8 @@
 
 SGLang's list of backends can be extended, but `TransferBackend`, in which its schedulers look names up, is a closed
 enum, and `get_kv_class` is a chain of ifs over it. SGLang's own HookRegistry hooks both: the enum is replaced by one
-with an extra member, and `get_kv_class` answers for that member. A third hook attaches the pools to the KVArgs that
-hold their addresses. A fourth passes a sender the common result of all ranks for its request. Must not import the
+with an extra member, and `get_kv_class` answers for that member. Two more hooks attach the pools to the KVArgs that
+hold their addresses. The last passes a sender the common result of all ranks for its request. Must not import the
 backend's classes before they are used: most processes never need them.
 """
 
@@ -37,6 +37,7 @@ def register() -> None:
     add_disagg_transfer_backend_choices([NAME])
     HookRegistry.register(f"{_UTILS}.TransferBackend", _with_member(), HookType.REPLACE)
     HookRegistry.register(f"{_UTILS}.get_kv_class", kv_class, HookType.AROUND)
+    HookRegistry.register(f"{_UTILS}.get_kv_transfer_buf_infos", with_owner, HookType.AROUND)
     HookRegistry.register(f"{_UTILS}.setup_state_kv_args", with_pools, HookType.AROUND)
     HookRegistry.register(f"{_UTILS}.poll_and_all_reduce_attn_cp_tp_group", polled, HookType.AROUND)
 
@@ -59,6 +60,22 @@ def kv_class(original: Callable[[Enum, Enum], type | None], transfer_backend: En
     return found
 
 
+class Addresses(list[int]):
+    """A pool's `kv_data_ptrs`, and the pool: with HiSparse a decode rank hands over another than the model's."""
+
+    owner: object = None
+
+
+def with_owner(
+    original: Callable[[object], tuple[list[int], list[int], list[int]]], pool: object
+) -> tuple[Addresses, list[int], list[int]]:
+    """Around SGLang's `get_kv_transfer_buf_infos`."""
+    ptrs, lens, items = original(pool)
+    addresses = Addresses(ptrs)
+    addresses.owner = pool
+    return addresses, lens, items
+
+
 def with_pools(  # noqa: PLR0917  (SGLang's signature)
     original: Callable[..., None],
     kv_args: Any,  # noqa: ANN401  (SGLang's KVArgs)
@@ -69,7 +86,8 @@ def with_pools(  # noqa: PLR0917  (SGLang's signature)
 ) -> None:
     """Around SGLang's `setup_state_kv_args`, the last step before a manager is made: attaches the pools to KVArgs."""
     original(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers, req_to_token_pool=req_to_token_pool)
-    kv_args.pdstage_pools = (token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool)
+    owner = getattr(kv_args.kv_data_ptrs, "owner", token_to_kv_pool)
+    kv_args.pdstage_pools = (token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool, owner)
 
 
 def polled(original: Callable[..., list[int]], pollers: Sequence[Any], *groups: object) -> list[int]:

@@ -15,6 +15,8 @@ from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
+from sglang.srt.mem_cache.pool_host.mha import HiSparseMHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from pdstage.errors import UsageError
@@ -34,17 +36,26 @@ _WRONG = {
 
 
 class Pools(NamedTuple):
-    """The pools of the target model, of the draft model (or None), and of requests' rows, which may have states."""
+    """The pools of the target model, of the draft model (or None), and of requests' rows, which may have states.
+
+    `owner` has the target model's pages that are handed over: `kv`, or with HiSparse the pool in host memory.
+    """
 
     kv: Any
     draft: Any
     requests: Any
+    owner: Any
 
     @staticmethod
     def of(args: KVArgs) -> Pools | None:
         """None for a KVArgs that SGLang's schedulers did not make."""
         given = getattr(args, "pdstage_pools", None)
         return None if given is None else Pools(*given)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the pages that are handed over are in host memory, wherever the model runs."""
+        return self.owner is not self.kv
 
     def states(self) -> Any:  # noqa: ANN401  (SGLang's MambaPool, or None)
         """The pool of recurrent states."""
@@ -80,6 +91,12 @@ def layer_ids(pool: Any, n: int, *, window: bool = False) -> list[int] | None:  
 
 def check_known(pools: Pools) -> None:
     """Raises `UsageError` for pools that pdstage's views would misread, whatever an operator claims."""
+    if pools.on_host and (type(pools.owner) not in HOSTS or pools.owner.layout != "layer_first"):
+        raise UsageError(
+            f"SGLang's {name_of(pools.owner)} cannot be handed over: its pages in host memory are not known",
+            remedy="run without --enable-hisparse, or use another transfer backend",
+            pool=name_of(pools.owner),
+        )
     for pool in (pools.kv, pools.draft):
         if pool is None:
             continue
@@ -115,3 +132,5 @@ def _wrong_inside(pool: Any, held: Any) -> str:  # noqa: ANN401
 
 HEADS, LATENTS = (MHATokenToKVPool,), (MLATokenToKVPool, DSATokenToKVPool)
 """Classes whose writers run wherever the pool is, and store the given values unchanged."""
+HOSTS = (HiSparseMHATokenToKVPoolHost, MLATokenToKVPoolHost)
+"""Classes of pools in host memory in which HiSparse keeps all pages of a decode rank."""

@@ -3,7 +3,8 @@
 The writers are what attention backends call in a forward pass: a pool's `set_kv_buffer` and `set_mla_kv_buffer`
 (sglang/srt/mem_cache/memory_pool.py), by the model's layer number. States and index keys are written by kernels that
 need a GPU and store where a tensor of the pool says. Their writer is a store into that tensor. It proves an item's
-place and order; `memory` defines what the parts of a state mean.
+place and order; `memory` defines what the parts of a state mean. So it is with HiSparse's pages in host memory: their
+writer stores into the tensors that SGLang's kernels get, by slot.
 
 Nothing has been served when the manager is made. Page 0 and slot 0 are padding, which writers may skip.
 """
@@ -43,7 +44,11 @@ def probes_of(layout: Layout, pools: Pools) -> list[LayerProbe]:
     for (component, is_draft, layer), views in layers.items():
         pool = pools.draft if is_draft else pools.kv
         number = drafts.index(layer) + getattr(pool, "start_layer", 0) if is_draft else layer
-        write = _attention(component, pool, number, views) or _stored(component, views, pools, layout)
+        if pools.on_host and component == "kv" and not is_draft:
+            pool = pools.owner
+            write: Writer | None = _HostWriter(pool, number, views)
+        else:
+            write = _attention(component, pool, number, views) or _stored(component, views, pools, layout)
         name = f"{component} of {_DRAFT * is_draft}layer {layer}"
         probes.append(LayerProbe(name, name_of(pool), tuple(view.key for view in views), write, first_item=1))
     return probes
@@ -104,6 +109,24 @@ class _LatentWriter:
             there[..., :rank].contiguous(), there[..., rank:].contiguous(),
         )  # fmt: skip
         return {self._view.key: _bytes(given)}
+
+
+class _HostWriter:
+    """Rows of a layer, `[slot, head, element]`, in one of `pools.HOSTS`."""
+
+    def __init__(self, pool: Any, layer: int, views: Sequence[View]) -> None:  # noqa: ANN401
+        names = {"k": "k_data_refs", "v": "v_data_refs", "latent": "data_refs"}
+        self._rows = {view.key: getattr(pool, names[view.key.role])[layer - pool.start_layer] for view in views}
+        self._page_size = pool.page_size
+
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        slots = torch.tensor([cell.item * self._page_size + cell.token for cell in cells])
+        stored = {}
+        for key, rows in self._rows.items():
+            values = _draw(rng, (len(cells), *rows.shape[1:]), rows.dtype)
+            rows[slots] = values
+            stored[key] = _bytes(values)
+        return stored
 
 
 class _TensorWriter:

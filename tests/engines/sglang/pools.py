@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     HybridLinearKVPool,
@@ -18,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from tests.engines.sglang.setups import Setup
@@ -52,8 +54,20 @@ class Held:
         return torch.from_numpy(number + 1).to(self.numbers.dtype).view(len(positions), *shape)
 
 
+def _hisparse(pool: HiSparseDSATokenToKVPool) -> MLATokenToKVPoolHost:
+    """As SGLang's `HiSparseCoordinator` makes it, which itself needs CUDA; memory of the CPU cannot be page-locked."""
+    return MLATokenToKVPoolHost(
+        buffer_info=pool.get_device_pool_infos()[0].buffer_info, device_capacity_tokens=pool.size,
+        start_layer=pool.start_layer, end_layer=pool.end_layer, target_layer_num=pool.layer_num,
+        host_to_device_ratio=2, host_size=0, page_size=pool.page_size, layout="layer_first",
+        override_kv_cache_dim=pool.kv_cache_dim, pin_memory=False,
+    )  # fmt: skip
+
+
 class Memory:
-    """The pool of a kind, and its tensors by component."""
+    """The pool of a kind, and its tensors by component. `host` has the pages that decode with HiSparse receives."""
+
+    host: MLATokenToKVPoolHost | None = None
 
     def __init__(self, setup: Setup) -> None:
         page, size = setup.page_size, (setup.n_pages - 1) * setup.page_size
@@ -79,13 +93,17 @@ class Memory:
         elif setup.pool == "mla":
             self.pool = MLATokenToKVPool(size, page, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=2, **common)
             self.held = {"kv": [Held("latent", i, tensor) for i, tensor in enumerate(self.pool.kv_buffer)]}
-        elif setup.pool == "dsa":
-            self.pool = DSATokenToKVPool(
-                size, page, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=2, index_head_dim=128, kv_cache_dim=80,
-                skip_topk_layers=[False, True], **common,
+        elif setup.pool in ("dsa", "hisparse"):
+            sparse = setup.pool == "hisparse" and setup.mode == "decode"
+            self.pool = (HiSparseDSATokenToKVPool if sparse else DSATokenToKVPool)(
+                size // 2 if sparse else size, page, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=2,
+                index_head_dim=128, kv_cache_dim=80, skip_topk_layers=[False, True], **common,
             )  # fmt: skip
-            index = self.pool.index_k_with_scale_buffer[0]
-            self.held = {"kv": [Held("latent", i, tensor) for i, tensor in enumerate(self.pool.kv_buffer)]}
+            index, latents = self.pool.index_k_with_scale_buffer[0], self.pool.kv_buffer
+            if sparse:
+                self.host = _hisparse(self.pool)
+                latents = self.host.data_refs
+            self.held = {"kv": [Held("latent", i, tensor) for i, tensor in enumerate(latents)]}
             self.held["dsa"] = [Held("index", 0, index.view(len(index), -1), "page")]
         elif setup.pool == "swa":
             self.pool = SWAKVPool(

@@ -108,7 +108,7 @@ class Stream(torch.cpu.Stream):
 class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
     """A scheduler as far as a backend sees it. The methods that send a request's chunks are SGLang's."""
 
-    enable_staging, enable_hisparse, kv_checksum_computer, rust_server = False, False, None, None
+    enable_staging, kv_checksum_computer, rust_server = False, None, None
     _war_barrier_enabled = True
     req_to_token_pool = None
 
@@ -166,7 +166,8 @@ class Rank:
         runner = SimpleNamespace(kv_cache_dtype_str="bfloat16", lora_manager=SimpleNamespace(lora_refs=self.adapters))
         self.scheduler = scheduler = Scheduler(
             tp_worker=SimpleNamespace(model_runner=runner), model_config=model, server_args=args,
-            metrics_collector_context=self.metrics,
+            metrics_collector_context=self.metrics, enable_hisparse=self.memory.host is not None,
+            hisparse_coordinator=SimpleNamespace(mem_pool_host=self.memory.host),
         )  # fmt: skip
         parallel = runtime_context.get_parallel()
         queue = SimpleNamespace(

@@ -27,7 +27,7 @@ from tests.engines.sglang import setups
 from tests.engines.sglang.fleet import Child
 from tests.engines.sglang.pools import HEADS, Memory
 
-PAGE = {"dsa": 64}
+PAGE = {"dsa": 64, "hisparse": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -37,25 +37,27 @@ def one_rank():
         yield
 
 
-def arguments(pool, *, page_size: int, requests: object = None) -> KVArgs:
-    """As the schedulers' `_init_kv_manager` fills them in, for one rank."""
+def arguments(pool, *, page_size: int, requests: object = None, owner: object = None) -> KVArgs:
+    """As the schedulers' `_init_kv_manager` fills them in, for one rank; `owner` hands over pages in `pool`'s place."""
     args = KVArgs()
     args.gpu_id, args.page_size, args.kv_cache_dtype_str, args.num_draft_entries = 0, page_size, "auto", 0
-    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = pool.get_contiguous_buf_infos()
+    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (owner or pool).get_contiguous_buf_infos()
     args.kv_layer_ids = build_kv_layer_ids(
         token_to_kv_pool=pool, draft_token_to_kv_pool=None, num_draft_entries=0, num_hidden_layers=4
     )
     setup_state_kv_args(args, pool, req_to_token_pool=requests)
-    args.pdstage_pools = (pool, None, requests)
+    args.pdstage_pools = (pool, None, requests, owner or pool)
     return args
 
 
-def held(kind: str, tp: tuple[int, int] = (1, 0)) -> Memory:
-    return Memory(setups.Setup("prefill", tp[0], tp[1], 0, kind, PAGE.get(kind, 16), 8))
+def held(kind: str, tp: tuple[int, int] = (1, 0), mode: str = "decode") -> Memory:
+    return Memory(setups.Setup(mode, tp[0], tp[1], 0, kind, PAGE.get(kind, 16), 8))
 
 
-def layout_of(pool, *, page_size: int = 16, tp: tuple[int, int] = (1, 0), is_mla: bool = False) -> tuple[Layout, Pools]:
-    args = arguments(pool, page_size=page_size)
+def layout_of(
+    pool, *, page_size: int = 16, tp: tuple[int, int] = (1, 0), is_mla: bool = False, owner: object = None
+) -> tuple[Layout, Pools]:
+    args = arguments(pool, page_size=page_size, owner=owner)
     place = Topology(tp_size=tp[0], tp_rank=tp[1])
     made: Pool = memory.pool_of(args, place, is_mla=is_mla, total_heads=HEADS, device="cpu")
     return made.layout, Pools.of(args)
@@ -72,7 +74,7 @@ def prove(pool, layout: Layout | None = None, **more: object):
     ("kind", "tp", "n_layers"),
     [
         ("mha", (1, 0), 2), ("mha", (2, 1), 2), ("swa", (2, 1), 2), ("mla", (1, 0), 2), ("dsa", (1, 0), 3),
-        ("hybrid", (1, 0), 4), ("hybrid", (2, 1), 4),
+        ("hybrid", (1, 0), 4), ("hybrid", (2, 1), 4), ("hisparse", (1, 0), 3),
     ],
 )  # fmt: skip
 def test_sglangs_pools_are_proved_and_left_as_they_were(kind, tp, n_layers):
@@ -82,7 +84,9 @@ def test_sglangs_pools_are_proved_and_left_as_they_were(kind, tp, n_layers):
     for number, tensor in enumerate(tensors):
         tensor.copy_(torch.randn(tensor.shape).mul(40 + number).to(tensor.dtype))
     before = [tensor.clone() for tensor in tensors]
-    proof = prove(made.pool, page_size=made.page_size, tp=tp, is_mla=kind in ("mla", "dsa"))
+    proof = prove(
+        made.pool, page_size=made.page_size, tp=tp, is_mla=kind in ("mla", "dsa", "hisparse"), owner=made.host
+    )
     assert len(proof.proved) == n_layers
     assert not proof.verified
     assert not proof.trusted
@@ -171,6 +175,18 @@ def test_a_pool_that_stores_otherwise_is_refused(monkeypatch, stores):
         prove(made.pool)
 
 
+def test_hisparses_pages_in_another_order_are_refused():
+    """A page of the host pool would be all layers of it; and a pool that nobody knows is none either."""
+    made = held("hisparse")
+    layout, pools = layout_of(made.pool, page_size=64, is_mla=True, owner=made.host)
+    made.host.data_refs = made.host.data_refs[::-1]
+    with pytest.raises(UsageError, match="kv of layer 0' is not laid out as .* MLATokenToKVPoolHost"):
+        prove_layout(layout, probes_of(layout, pools))
+    made.host.layout = "page_first"
+    with pytest.raises(UsageError, match="MLATokenToKVPoolHost cannot be handed over: its pages in host memory"):
+        check_known(pools)
+
+
 def test_states_that_lie_otherwise_than_they_read_are_refused():
     """As AMX's convolution wants them: SGLang says channels first, and memory has them last."""
     made = held("hybrid")
@@ -193,14 +209,14 @@ def test_a_pool_of_which_the_views_are_wrong_is_refused_whatever_is_trusted(monk
     monkeypatch.setattr(type(made.pool), name, value, raising=False)
     made.pool.__dict__.pop(name, None)
     with pytest.raises(UsageError, match=what) as refused:
-        check_known(Pools(made.pool, None, None))
+        check_known(Pools(made.pool, None, None, made.pool))
     assert refused.value.remedy
 
 
 def test_a_pool_is_refused_by_the_name_of_its_class():
     pool = type("DeepSeekV4TokenToKVPool", (), {})()
     with pytest.raises(UsageError, match="DeepSeekV4TokenToKVPool cannot be handed over: it keeps latents of several"):
-        check_known(Pools(pool, None, None))
+        check_known(Pools(pool, None, None, pool))
 
 
 def test_states_of_several_parts_that_are_not_told_move_between_equal_ranks_only():

@@ -50,6 +50,7 @@ print(json.dumps({{
     assert found["patched"] == [
         "sglang.srt.disaggregation.utils.TransferBackend",
         "sglang.srt.disaggregation.utils.get_kv_class",
+        "sglang.srt.disaggregation.utils.get_kv_transfer_buf_infos",
         "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group",
         "sglang.srt.disaggregation.utils.setup_state_kv_args",
     ]

@@ -52,7 +52,6 @@ def test_usual_settings_are_taken(monkeypatch, mode):
         ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding"),
         ("enable_dsa_cache_layer_split", True, "--enable-dsa-cache-layer-split"),
         ("enable_cp_tp_group_sharing", True, "group sharing"),
-        ("enable_hisparse", True, "--enable-hisparse"),
         ("kv_canary", "log", "--kv-canary"),
         ("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", 0, "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0"),
         ("SGLANG_RUST_SERVER", 1, "SGLANG_RUST_SERVER"),
@@ -65,6 +64,14 @@ def test_a_setting_of_sglang(monkeypatch, mode, setting, value, culprit):
     with pytest.raises(UsageError, match=f"pdstage does not support .*{culprit}") as refused:
         check(monkeypatch, mode, **{setting: value})
     assert refused.value.remedy == "unset it"
+
+
+def test_hisparse_is_decodes_alone(monkeypatch):
+    check(monkeypatch, DECODE, enable_hisparse=True)
+    with pytest.raises(UsageError, match="--enable-hisparse at prefill"):
+        check(monkeypatch, PREFILL, enable_hisparse=True)
+    with pytest.raises(UsageError, match="--enable-hisparse with --enable-pd-role-switch"):
+        check(monkeypatch, DECODE, enable_hisparse=True, enable_pd_role_switch=True)
 
 
 def test_context_parallelism_is_prefills_alone(monkeypatch):

@@ -24,6 +24,7 @@ STAGED, DIRECT = '{"path": "staged", "transport": "nixl"}', '{"path": "direct", 
         pytest.param((1, 2, "hybrid", DIRECT), id="conv and SSM states, TP 1 to 2"),
         pytest.param((2, 1, "mla"), id="latents, TP 2 to 1"),
         pytest.param((1, 2, "dsa", "", 64), id="latents and index keys, TP 1 to 2"),
+        pytest.param((1, 2, "hisparse", STAGED, 64), id="latents to HiSparse's pages in host memory, TP 1 to 2"),
     ],
 )
 def test_every_byte_of_whole_requests(engines):
