@@ -1,16 +1,14 @@
-"""Host gather and scatter beside one memcpy of the same bytes, and beside torch's own indexing. One thread.
+"""Host gather and scatter, and copies from pool to pool, beside the best that this machine can do. One thread.
 
-More rows cover a checksum beside the copy, a copy from pool to pool, which reads and writes scattered, and two threads;
-memcpy has one thread in all of them.
-
-A slot is one run, taken in random order from a pool twice as big as the data. The targets are for 64 MiB, a big chunk.
-At 256 MiB glibc's memcpy switches to non-temporal stores, four pages at a time, and is up to twice as fast; those rows
-show that.
+There are two limits: one streaming copy of the same bytes, the fastest that there is, and a loop tuned by hand for just
+that list of runs (`limits`). Slots are single runs in random order, in a pool twice as big as the data. Heads are one
+of eight, in random pages of 16 tokens: a run, then seven of others. More rows cover checksums, two threads and torch's
+indexing, beside the streaming copy.
 """
 
 from __future__ import annotations
 
-import ctypes
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +19,44 @@ from pdstage.layout.topology import Axis
 from pdstage.plan import Select
 from pdstage.plan.tables import Index
 
+from . import limits
 from .harness import Row, interleaved
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
 RUNS = (64, 128, 256, 512, 1024, 4096, 65536)
-TARGETS = {256: 0.6, 1024: 0.8}
-N_VIEWS = 16
+TARGET = 0.9
+MAX_VIEWS = 16
+
+
+class Access(NamedTuple):
+    """Which runs of a pool are taken: one of `heads`, of `page` tokens, of one in `spare` pages."""
+
+    name: str
+    page: int
+    heads: int
+    spare: int
+
+    def views(self, nbytes: int, run: int) -> list[View]:
+        """Views that together have `spare * heads` times as many bytes, as layers of one buffer."""
+        page_nbytes, stride = self.page * run, self.heads * run
+        n_views = min(MAX_VIEWS, max(1, nbytes // page_nbytes // 8))
+        n_pages = self.spare * nbytes // page_nbytes // n_views
+        return [
+            View(
+                key=Key("kv", "k", layer), region=0, offset=layer * n_pages * self.page * stride, n_items=n_pages,
+                item_stride=self.page * stride, tokens_per_item=self.page, rows=(RowLevel(self.page, stride),),
+                shards=self.heads, shard_stride=run, width=run, axis=Axis("kv_head", self.heads, 0, self.heads),
+                format="bytes",
+            )
+            for layer in range(n_views)
+        ]  # fmt: skip
+
+
+ACCESSES = (Access("slots", 1, 1, 2), Access("one head of 8", 16, 8, 1))
 
 
 def run(quick: bool) -> list[Row]:
@@ -33,121 +64,103 @@ def run(quick: bool) -> list[Row]:
     rows = []
     for mib in (64,) if quick else (64, 256):
         for run_nbytes in (256, 1024) if quick else RUNS:
-            rows += _measure(mib << 20, run_nbytes, repeats=5 if quick else 11, targets=TARGETS if mib == 64 else {})
+            for access in ACCESSES:
+                rows += _measure(access, mib << 20, run_nbytes, repeats=5 if quick else 11)
     return rows
+
+
+class _Side:
+    """One pool, its plans, and the runs that its items name, as offsets."""
+
+    def __init__(self, views: list[View], head: int, items: NDArray[np.int32]) -> None:
+        self.memory = limits.aligned(max(view.offset + view.n_items * view.item_stride for view in views))
+        self.base, self.items, self.index = self.memory.ctypes.data, items, {"kv": Index.of(items)}
+        pool = Pool([Region(self.base, self.memory.nbytes)], views, keep=self.memory)
+        select = [Select(view.key, head, 1) for view in views]
+        self.plan, self.summed = pool.plan(select), pool.plan(select, checksum=True)
+        self.shared = pool.plan(select, threads=2)
+        tokens = np.arange(views[0].tokens_per_item) * views[0].rows[0].stride + head * views[0].shard_stride
+        within = (items.astype(np.int64)[:, None] * views[0].item_stride + tokens).ravel()
+        self.offsets = np.concatenate([view.offset + within for view in views])
 
 
 class _Case:
     """`nbytes` in runs of `run` bytes, distributed over views as over layers, and each way to move them."""
 
-    def __init__(self, nbytes: int, run: int) -> None:
-        self.n = nbytes // run // N_VIEWS
-        self.memory = torch.full((2 * nbytes,), 1, dtype=torch.uint8)
-        self.out = torch.full((nbytes,), 2, dtype=torch.uint8)
-        self.other = torch.full((nbytes,), 3, dtype=torch.uint8)
-        items = np.random.default_rng(run).permutation(2 * self.n)[: self.n]
-        self.index = {"kv": Index.of(items.astype(np.int32))}
-        self.items = torch.from_numpy(items)
-        self.pools = self.memory.view(N_VIEWS, 2 * self.n, run)
-        self.dense = self.out.view(N_VIEWS, self.n, run)
-        views = [
-            View(
-                key=Key("kv", "k", layer),
-                region=0,
-                offset=layer * 2 * self.n * run,
-                n_items=2 * self.n,
-                item_stride=run,
-                tokens_per_item=1,
-                rows=(RowLevel(1, run),),
-                shards=1,
-                shard_stride=run,
-                width=run,
-                axis=Axis("kv_head", 1, 0, 1),
-                format="bytes",
-            )
-            for layer in range(N_VIEWS)
-        ]
-        region = Region(self.memory.data_ptr(), self.memory.numel())
-        pool, select = Pool([region], views, keep=self.memory), [Select(view.key, 0, 1) for view in views]
-        self.plan, self.shared = pool.plan(select), pool.plan(select, threads=2)
-        self.summed = pool.plan(select, checksum=True)
-        self.sum = np.zeros(1, np.uint64)
-        self.target = torch.full((2 * nbytes,), 4, dtype=torch.uint8)
-        region = Region(self.target.data_ptr(), self.target.numel())
-        self.peer = Pool([region], views, keep=self.target).plan(select, checksum=True)
-        peer_items = np.random.default_rng(run + 1).permutation(2 * self.n)[: self.n]
-        self.peer_index = {"kv": Index.of(peer_items.astype(np.int32))}
-        self.tokens = {"kv": (0, self.n)}
+    def __init__(self, access: Access, nbytes: int, run: int) -> None:
+        views = access.views(nbytes, run)
+        self.run, self.n = run, views[0].n_items // access.spare
+        rngs = (np.random.default_rng(seed) for seed in (run, run + 1))
+        lists = (rng.permutation(views[0].n_items)[: self.n].astype(np.int32) for rng in rngs)
+        self.own, self.peer = (_Side(views, access.heads // 2, items) for items in lists)
+        self.out, self.sum = limits.aligned(nbytes), np.zeros(1, np.uint64)
+        self.tokens = {"kv": (0, self.n * access.page)}
+        self.staged = self.out.ctypes.data, self.out.nbytes
 
-    def memcpy(self) -> None:
-        ctypes.memmove(self.other.data_ptr(), self.out.data_ptr(), self.out.numel())
+    def ours(self) -> dict[str, Callable[[], object]]:
+        """Those that have a loop to stand beside."""
+        own, peer = self.own, self.peer
+        return {
+            "gather": lambda: own.plan.gather(*self.staged, own.index, self.tokens),
+            "scatter": lambda: own.plan.scatter(*self.staged, own.index, self.tokens),
+            "pool to pool": lambda: own.plan.copy_to(peer.plan, own.index, peer.index, self.tokens),
+        }
 
-    def gather(self) -> None:
-        self.plan.gather(self.out.data_ptr(), self.out.numel(), self.index, self.tokens)
+    def loops(self) -> dict[str, Callable[[], object]]:
+        own, peer, dense = self.own, self.peer, self.staged[0]
+        return {
+            "gather": limits.gather_runs(dense, own.base, own.offsets, self.run),
+            "scatter": limits.scatter_runs(dense, own.base, own.offsets, self.run),
+            "pool to pool": limits.copy_runs(peer.base, peer.offsets, own.base, own.offsets, self.run),
+        }
 
-    def scatter(self) -> None:
-        self.plan.scatter(self.out.data_ptr(), self.out.numel(), self.index, self.tokens)
+    def others(self) -> dict[str, Callable[[], object]]:
+        own, peer, tokens, at = self.own, self.peer, self.tokens, self.sum.ctypes.data
+        return {
+            "gather + checksum": lambda: own.summed.gather(*self.staged, own.index, tokens, sum_ptr=at),
+            "scatter + checksum": lambda: own.summed.scatter(*self.staged, own.index, tokens, sum_ptr=at),
+            "pool to pool + checksum":
+                lambda: own.summed.copy_to(peer.summed, own.index, peer.index, tokens, sum_ptr=at),
+            "gather, 2 threads": lambda: own.shared.gather(*self.staged, own.index, tokens),
+            "scatter, 2 threads": lambda: own.shared.scatter(*self.staged, own.index, tokens),
+        }  # fmt: skip
 
-    def gather_summed(self) -> None:
-        at = self.sum.ctypes.data
-        self.summed.gather(self.out.data_ptr(), self.out.numel(), self.index, self.tokens, sum_ptr=at)
-
-    def scatter_summed(self) -> None:
-        at = self.sum.ctypes.data
-        self.summed.scatter(self.out.data_ptr(), self.out.numel(), self.index, self.tokens, sum_ptr=at)
-
-    def copy(self) -> None:
-        self.summed.copy_to(self.peer, self.index, self.peer_index, self.tokens)
-
-    def copy_summed(self) -> None:
-        self.summed.copy_to(self.peer, self.index, self.peer_index, self.tokens, sum_ptr=self.sum.ctypes.data)
-
-    def gather_shared(self) -> None:
-        self.shared.gather(self.out.data_ptr(), self.out.numel(), self.index, self.tokens)
-
-    def scatter_shared(self) -> None:
-        self.shared.scatter(self.out.data_ptr(), self.out.numel(), self.index, self.tokens)
-
-    def index_select(self) -> None:
-        for pool, dense in zip(self.pools, self.dense, strict=True):
-            torch.index_select(pool, 0, self.items, out=dense)
-
-    def index_copy(self) -> None:
-        for pool, dense in zip(self.pools, self.dense, strict=True):
-            pool.index_copy_(0, self.items, dense)
-
-    def torch_gather(self) -> None:
-        """torch.gather, as in one engine's host path: an index for every element."""
-        for pool, dense in zip(self.pools, self.dense, strict=True):
-            torch.gather(pool, 0, self.items[:, None].expand_as(dense), out=dense)
+    def torchs(self) -> dict[str, Callable[[], object]]:
+        """torch's own indexing of slots; `torch.gather` has an index for each element, as in one engine's host path."""
+        items = torch.from_numpy(self.own.items.astype(np.int64))
+        memory = torch.from_numpy(self.own.memory)
+        pools = memory.view(-1, 2 * self.n, self.run)
+        dense = torch.from_numpy(self.out).view(len(pools), self.n, self.run)
+        pairs = list(zip(pools, dense, strict=True))
+        works: dict[str, Callable[[], object]] = {
+            "torch.index_select": lambda: [torch.index_select(pool, 0, items, out=into) for pool, into in pairs],
+            "torch.index_copy_": lambda: [pool.index_copy_(0, items, into) for pool, into in pairs],
+        }
+        if self.run <= 1024:
+            works["torch.gather"] = lambda: [
+                torch.gather(pool, 0, items[:, None].expand_as(into), out=into) for pool, into in pairs
+            ]
+        return works
 
 
-def _measure(nbytes: int, run_nbytes: int, *, repeats: int, targets: dict[int, float]) -> list[Row]:
-    case = _Case(nbytes, run_nbytes)
-    works = {
-        "gather": case.gather,
-        "scatter": case.scatter,
-        "gather + checksum": case.gather_summed,
-        "scatter + checksum": case.scatter_summed,
-        "pool to pool": case.copy,
-        "pool to pool + checksum": case.copy_summed,
-        "gather, 2 threads": case.gather_shared,
-        "scatter, 2 threads": case.scatter_shared,
-        "torch.index_select": case.index_select,
-        "torch.index_copy_": case.index_copy,
-    }
-    if run_nbytes <= 1024:
-        works["torch.gather"] = case.torch_gather
-    memcpy, *times = (nbytes / s / 1e9 for s in interleaved([case.memcpy, *works.values()], repeats=repeats))
-    size = f"{run_nbytes} B runs" if run_nbytes < 1024 else f"{run_nbytes // 1024} KiB runs"
+def _measure(access: Access, nbytes: int, run_nbytes: int, *, repeats: int) -> list[Row]:
+    case = _Case(access, nbytes, run_nbytes)
+    ours, loops = case.ours(), case.loops()
+    rest = case.others() | (case.torchs() if access.spare > 1 else {})
+    works = [limits.streaming_copy(nbytes), *loops.values(), *ours.values(), *rest.values()]
+    streaming, *times = (nbytes / s / 1e9 for s in interleaved(works, repeats=repeats))
+    limit = dict(zip(loops, times, strict=False))
+    measured = dict(zip([*ours, *rest], times[len(loops) :], strict=True))
+    size = f"{run_nbytes} B" if run_nbytes < 1024 else f"{run_nbytes // 1024} KiB"
+    point = {"access": access.name, "run_nbytes": run_nbytes, "nbytes": nbytes}
+
+    def row(way: str, beside: str, baseline: float, target: float | None = None) -> Row:
+        return Row(
+            name=f"{way}, {access.name}, {size} runs, {nbytes >> 20} MiB", value=measured[way], baseline=baseline,
+            unit="GB/s", target=target, detail=f"baseline: {beside}", point=point | {"way": way, "beside": beside},
+        )  # fmt: skip
+
     return [
-        Row(
-            name=f"{name}, {size}, {nbytes >> 20} MiB",
-            value=value,
-            baseline=memcpy,
-            unit="GB/s",
-            target=targets.get(run_nbytes) if name in ("gather", "scatter") else None,
-            detail="baseline: one memcpy",
-        )
-        for name, value in zip(works, times, strict=True)
+        *(row(way, "a loop tuned for these runs", limit[way], TARGET) for way in ours),
+        *(row(way, "a streaming copy", streaming) for way in measured),
     ]

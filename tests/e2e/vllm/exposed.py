@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 LENGTHS = (256, 4096, 8192)
 CHUNK = 1024
 CACHE_SPARE = 512
+SHORT = 16
 
 
 class Sides(NamedTuple):
@@ -92,6 +93,12 @@ async def there(session: aiohttp.ClientSession, sides: Sides, prompt: load.Promp
     return await first_token(session, sides.decode.url, load.body(prompt, n_tokens=2)) - began
 
 
+async def settled(session: aiohttp.ClientSession, sides: Sides, prompt: load.Prompt) -> None:
+    """Servers that stood still catch up before they are measured: with timers, and with what their sockets hold."""
+    for url in (sides.prefill.url, sides.decode.url):
+        await answer(session, url, load.body(prompt, n_tokens=2))
+
+
 @contextlib.contextmanager
 def paused(others: Iterable[Sides]) -> Iterator[None]:
     """Servers that idle look for work all the time: those of other connectors stand still."""
@@ -111,7 +118,9 @@ async def measure(ways: dict[str, tuple[Any, Sides]], length: int, n: int) -> di
             for place, (name, (way, sides)) in enumerate(ways.items()):
                 seed = (length * 1000 + number) * len(ways) + place
                 (prompt,) = load.prompts(1, seed, shortest=length, longest=length)
+                (short,) = load.prompts(1, seed, shortest=SHORT, longest=SHORT)
                 with paused(other for _, other in ways.values() if other is not sides):
+                    await settled(session, sides, short)
                     seconds = await way(session, sides, prompt, f"{name}-{length}-{number}")
                     known = await there(session, sides, prompt) if name == "early" else None
                 if number:
