@@ -28,7 +28,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale chaos fuzz soak etcd lint types format bench gpu sanitize \
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak etcd lint types format bench gpu sanitize \
     asan tsan micro plots docs site native sdist wheel clean distclean
 
 help:  ## Show this list.
@@ -123,6 +123,9 @@ mutants: $(STAMP)  ## Try every deliberate bug of the protocol, each of which so
 scale: $(STAMP)  ## Simulate 1,000 prefill and 1,000 decode ranks and 100,000 rooms.
 	$(BIN)/python -m tests.sim.scale $(ARGS)
 
+cluster: $(STAMP)  ## Simulate 64 x 64 ranks whose NICs share their speed: latency by staging memory and arrival rate.
+	$(BIN)/python -m tests.sim.cluster $(ARGS)
+
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
 	$(BIN)/python -m tests.chaos $(ARGS)
 
@@ -163,7 +166,7 @@ tsan: $(STAMP)  ## Run what threads share in the C++ code under ThreadSanitizer.
 micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where there is one.
 	$(GPU_PYTHON) -m pytest bench/micro --benchmark-only $(ARGS)
 
-plots:  ## Make the plots of docs/kernels.md and docs/transports.md again from bench/results.
+plots:  ## Make the plots of docs/kernels.md, transports.md and tune.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot
 
 docs: $(STAMP)  ## Make the generated parts of docs/ again, from the code, the tests and bench/results.

@@ -39,6 +39,10 @@ def extensions() -> list[Extension]:
 setup(
     package_dir={"pdstage": "pdstage", **MAPPED},
     packages=["pdstage", *(f"pdstage.{name}" for name in PACKAGES), *MAPPED],
-    package_data={"pdstage": ["py.typed"], "pdstage.csrc": ["cuda/*.cu", "cuda/*.cuh"]},
+    package_data={
+        "pdstage": ["py.typed"],
+        "pdstage.bench": ["limits.c"],
+        "pdstage.csrc": ["cuda/*.cu", "cuda/*.cuh"],
+    },
     ext_modules=extensions(),
 )

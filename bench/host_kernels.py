@@ -48,7 +48,7 @@ class Access(NamedTuple):
         return [
             View(
                 key=Key("kv", "k", layer), region=0, offset=layer * n_pages * self.page * stride, n_items=n_pages,
-                item_stride=self.page * stride, tokens_per_item=self.page, rows=(RowLevel(self.page, stride),),
+                item_stride=self.page * stride, tokens_per_item=self.page, rows=(RowLevel(1, stride),),
                 shards=self.heads, shard_stride=run, width=run, axis=Axis("kv_head", self.heads, 0, self.heads),
                 format="bytes",
             )
@@ -152,15 +152,15 @@ def _measure(access: Access, nbytes: int, run_nbytes: int, *, repeats: int) -> l
     limit = dict(zip(loops, times, strict=False))
     measured = dict(zip([*ours, *rest], times[len(loops) :], strict=True))
     size = f"{run_nbytes} B" if run_nbytes < 1024 else f"{run_nbytes // 1024} KiB"
-    point = {"access": access.name, "run_nbytes": run_nbytes, "nbytes": nbytes}
+    what = f"{access.name}, {size} runs, {nbytes >> 20} MiB"
 
-    def row(way: str, beside: str, baseline: float, target: float | None = None) -> Row:
+    def row(name: str, way: str, baseline: float, beside: str, target: float | None = None) -> Row:
         return Row(
-            name=f"{way}, {access.name}, {size} runs, {nbytes >> 20} MiB", value=measured[way], baseline=baseline,
-            unit="GB/s", target=target, detail=f"baseline: {beside}", point=point | {"way": way, "beside": beside},
+            name=f"{name}, {what}", value=measured[way], baseline=baseline, unit="GB/s", target=target,
+            detail=f"baseline: {beside}",
         )  # fmt: skip
 
     return [
-        *(row(way, "a loop tuned for these runs", limit[way], TARGET) for way in ours),
-        *(row(way, "a streaming copy", streaming) for way in measured),
+        *(row(f"{way} beside a loop", way, limit[way], "a loop tuned for these runs", TARGET) for way in ours),
+        *(row(way, way, streaming, "a streaming copy") for way in measured),
     ]

@@ -1,4 +1,4 @@
-"""The measured parts of docs/kernels.md and docs/transports.md, made from bench/results: plots and tables of them.
+"""The measured parts of docs/kernels.md, transports.md and tune.md, made from bench/results: plots and tables of them.
 
 Only the plots need matplotlib.
 
@@ -19,11 +19,11 @@ import pdstage
 from pdstage.errors import UsageError
 
 ROOT = Path(pdstage.__file__).resolve().parent.parent
-PAGE, PATHS_PAGE = Path("docs/kernels.md"), Path("docs/transports.md")
+PAGE, PATHS_PAGE, SIZING_PAGE = Path("docs/kernels.md"), Path("docs/transports.md"), Path("docs/tune.md")
 PLOTS, RESULTS = Path("docs/plots"), Path("bench/results")
 BEGIN, END = "<!-- measured: made by `make plots`, do not edit -->", "<!-- /measured -->"
 NO_GPU = "**No GPU has been measured yet.** Until one is, this page shows the host kernels, and nothing about a GPU."
-_HOST_NAME = re.compile(r"(gather|scatter), (\d+) (B|KiB) runs, 64 MiB")
+_HOST_NAME = re.compile(r"((?:gather|scatter), (?:slots|one head of 8)), (\d+) (B|KiB) runs, 64 MiB")
 
 
 class Line(NamedTuple):
@@ -140,6 +140,30 @@ def paths_section(held: dict[str, dict[str, Any]]) -> str:
     return "\n".join([BEGIN, "", *text, END])
 
 
+def sizing_plot(report: dict[str, Any]) -> Plot:
+    """Latency beside a schedule without limits, by staging memory: one curve for each arrival rate."""
+    points = [
+        (f"{row['point']['load']:.0%} of the NIC", row["point"]["staging_mib"], row["ratio"])
+        for row in report["rows"]
+        if row["point"]["table"] == "sizing" and row["point"]["what"] == "p99"
+    ]
+    title = "64 x 64 ranks, simulated: p99 by staging memory of a decode rank"
+    return Plot("cluster-staging.svg", title, "MiB", "p99 beside no limits", _lines(points), [])
+
+
+def sizing_section(held: dict[str, dict[str, Any]]) -> str:
+    """docs/tune.md's simulated part."""
+    report = held["cluster"]
+    plot, rows = sizing_plot(report), report["rows"]
+    text = [f"`cluster.json`: commit `{report['commit']}`, `{report['command']}`.", ""]
+    text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
+    text += ["| simulated | p50 | p99 | goodput | fairness |", "|---|---:|---:|---:|---:|"]
+    for words in dict.fromkeys(row["point"]["words"] for row in rows if row["point"]["table"] != "sizing"):
+        found = {row["point"]["what"]: f"{row['ratio']:.2f}" for row in rows if row["point"]["words"] == words}
+        text += [f"| {words} | {' | '.join(found.values())} |"]
+    return "\n".join([BEGIN, "", *text, "", END])
+
+
 def section(held: dict[str, dict[str, Any]]) -> str:
     """The page's measured part: what was measured, on what, and each plot with its numbers."""
     plots = plots_of(held)
@@ -212,10 +236,15 @@ def main(root: Path = ROOT) -> int:
         raise UsageError("plots need matplotlib", remedy="pip install 'pdstage[dev]'", field="matplotlib")
     held = reports(root)
     (root / PLOTS).mkdir(parents=True, exist_ok=True)
-    for plot in [*plots_of(held), *(path_plots(held["transfer"]) if "transfer" in held else ())]:
+    paths = path_plots(held["transfer"]) if "transfer" in held else []
+    for plot in [*plots_of(held), *paths, sizing_plot(held["cluster"])]:
         draw(plot, root / PLOTS / plot.file)
         print(root / PLOTS / plot.file)
-    for path, part in ((PAGE, section(held)), (PATHS_PAGE, paths_section(held))):
+    for path, part in (
+        (PAGE, section(held)),
+        (PATHS_PAGE, paths_section(held)),
+        (SIZING_PAGE, sizing_section(held)),
+    ):
         page = root / path
         page.write_text(written(page.read_text(), part, path))
     return 0

@@ -53,7 +53,10 @@ def section(name: str, report: dict[str, Any]) -> str:
     """One report: what it ran on, its plots, its rows."""
     on = report["machine"]
     where = ", ".join(
-        filter(None, (on.get("gpu", {}).get("name"), on["cpu"], f"{on['cores']} cores", on.get("system")))
+        filter(
+            None,
+            (on.get("gpu", {}).get("name"), on["cpu"], "cores" in on and f"{on['cores']} cores", on.get("system")),
+        )
     )
     text = [f"## {name}", "", f"{where}; commit `{report['commit']}`; `{report['command']}`.", ""]
     text += [f"Not measured: {one}." for one in report.get("left_out", ())]

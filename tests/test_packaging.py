@@ -109,9 +109,10 @@ def test_wheel_holds_every_module_once_under_pdstage(checkout: Path, wheel: zipf
     assert "pdstage/py.typed" in names
 
 
-def test_wheel_holds_cuda_sources(checkout: Path, wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_what_is_compiled_at_run_time(checkout: Path, wheel: zipfile.ZipFile) -> None:
     for path in [*checkout.glob("csrc/cuda/*.cu"), *checkout.glob("csrc/cuda/*.cuh")]:
         assert wheel.read(f"pdstage/csrc/cuda/{path.name}") == path.read_bytes()
+    assert wheel.read("pdstage/bench/limits.c") == (checkout / "bench/limits.c").read_bytes()
 
 
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
@@ -143,7 +144,7 @@ def test_sdist_holds_sources_once_and_builds(checkout: Path, sdist: Path, tmp_pa
         str(path.relative_to(checkout))
         for folder in ("csrc", "kernels", "bench", "pdstage", "tests")
         for path in (checkout / folder).rglob("*")
-        if path.is_file() and path.suffix in {".py", ".cpp", ".hpp", ".cu", ".cuh"}
+        if path.is_file() and path.suffix in {".py", ".c", ".cpp", ".hpp", ".cu", ".cuh"}
         if not any(parent.is_symlink() for parent in path.parents)
     }
     assert sources <= held, sorted(sources - held)

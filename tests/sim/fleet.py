@@ -12,7 +12,7 @@ import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdstage.layout import Key, Layout, Region, RowLevel, View
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from pdstage.protocol.destinations import PrefillRoom
 
 HEADS, LAYERS, PAGE, WIDTH, N_PAGES = 4, 2, 64, 128, 4096
-TOKEN_NBYTES = 2 * LAYERS * HEADS * WIDTH
 NEVER = float("inf")
 # Where a frame says what it is: after the header of 28 bytes and msgpack's head of an array comes the struct's tag.
 _KIND_AT = 29
@@ -46,12 +45,14 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """How long things take in virtual seconds."""
+    """How long things take in virtual seconds. A rank's copies run one after the other, as on one stream."""
 
     hop_s: float = 50e-6
     gather_s: float = 100e-6
     write_s: float = 400e-6
     scatter_s: float = 100e-6
+    copy_s: float = 0.0
+    """More for each byte that is gathered or scattered."""
 
 
 class Memory(NamedTuple):
@@ -67,16 +68,16 @@ class Memory(NamedTuple):
 
 
 @cache
-def layout_of(tp: int, rank: int) -> Layout:
+def layout_of(tp: int, rank: int, width: int = WIDTH) -> Layout:
     """The pool of one rank. Ranks of one place share it: nobody looks at the addresses."""
     axis = shard_axis("kv_head", HEADS, tp, rank)
-    row = axis.count * WIDTH
+    row = axis.count * width
     views, offset = [], 0
     for layer in range(LAYERS):
         for role in ("k", "v"):
             view = View(
                 key=Key("kv", role, layer), region=0, offset=offset, n_items=N_PAGES, item_stride=PAGE * row,
-                tokens_per_item=PAGE, rows=(RowLevel(1, row),), shards=axis.count, shard_stride=WIDTH, width=WIDTH,
+                tokens_per_item=PAGE, rows=(RowLevel(1, row),), shards=axis.count, shard_stride=width, width=width,
                 axis=axis, format="u8",
             )  # fmt: skip
             views.append(view)
@@ -97,6 +98,7 @@ class Node:
     wake_at: float = NEVER
     jobs: dict[object, Job] = field(default_factory=dict)
     n_warnings: int = 0
+    copies_until: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -130,9 +132,12 @@ class Fleet:
         lane_nbytes: int = 1 << 20,
         n_lanes: int = 2,
         n_buffers: int = 4,
+        buffer_nbytes: int | None = None,
+        width: int = WIDTH,
         times: Times | None = None,
         **config: float,
     ) -> None:
+        """`width` is a cell's bytes. Send buffers are as long as lanes unless `buffer_nbytes` says otherwise."""
         self.now = 0.0
         self.config = Config(**config)  # type: ignore[arg-type]
         self.times = times or Times()
@@ -145,7 +150,10 @@ class Fleet:
         self.on_end: Callable[[Job], None] = lambda job: None
         """What a router hears: every rank has given the request's memory back."""
         self.on_landed: Callable[[Node, Node, int], None] = lambda src, dst, nbytes: None
+        self.write: Callable[[Node, Node, int, Callable[[], None]], None] = self._write
+        """The network: carries that many bytes from one node to another, and then calls."""
         self._lane_nbytes, self._n_lanes, self._n_buffers = lane_nbytes, n_lanes, n_buffers
+        self._buffer_nbytes, self._width = buffer_nbytes or lane_nbytes, width
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._n_events = 0
         self._n_lives = 0
@@ -161,15 +169,15 @@ class Fleet:
         core: PrefillCore | DecodeCore
         if role == "prefill":
             core = PrefillCore(
-                life, layout=layout_of(tp, rank), topology=topology, transport="test", description=name,
-                n_buffers=self._n_buffers, buffer_nbytes=self._lane_nbytes, config=settings, choose=lambda _: False,
+                life, layout=layout_of(tp, rank, self._width), topology=topology, transport="test", description=name,
+                n_buffers=self._n_buffers, buffer_nbytes=self._buffer_nbytes, config=settings, choose=lambda _: False,
             )  # fmt: skip
         else:
             span = self._lane_nbytes
             lanes = tuple(m.LaneSpan((1 << 50) + n * span, span) for n in range(self._n_lanes))
             core = DecodeCore(
-                life, layout=layout_of(tp, rank), topology=topology, transport="test", description=name, lanes=lanes,
-                config=settings, direct=False,
+                life, layout=layout_of(tp, rank, self._width), topology=topology, transport="test", description=name,
+                lanes=lanes, config=settings, direct=False,
             )  # fmt: skip
         node = self.nodes[name] = Node(name, (tp, rank), core)
         return node
@@ -304,14 +312,15 @@ class Fleet:
     def _do(self, node: Node, effect: Effect) -> None:
         now, times = self.now, self.times
         match effect:
-            case Gather(ticket):
-                self.at(now + times.gather_s, self._tell, node, node.core.gathered, ticket)
+            case Gather(ticket, _, chunk):
+                self._copy(node, times.gather_s, chunk.nbytes, node.core.gathered, ticket)
             case Write(ticket, _, chunk, _, tag) | WriteDirect(ticket, chunk, tag) | WriteRow(ticket, chunk, _, tag):
                 self.n_writes += 1
                 route = chunk.destination.session.route
-                self.at(now + times.write_s, self._landed, node, route, ticket, tag, chunk.nbytes)
-            case Scatter(ticket):
-                self.at(now + times.scatter_s, self._tell, node, node.core.scattered, ticket)
+                landed = partial(self._landed, node, route, ticket, tag, chunk.nbytes)
+                self.write(node, self.nodes[route], chunk.nbytes, landed)
+            case Scatter(ticket, landing):
+                self._copy(node, times.scatter_s, landing.nbytes, node.core.scattered, ticket)
             case Changed(room):
                 if room.released:
                     job = node.jobs.pop(room, None)
@@ -323,6 +332,16 @@ class Fleet:
                 node.n_warnings += 1
             case _:
                 pass
+
+    def _copy(self, node: Node, least_s: float, nbytes: int, what: Callable[..., None], ticket: int) -> None:
+        began_at = max(self.now, node.copies_until if self.times.copy_s else 0.0)
+        node.copies_until = began_at + least_s + nbytes * self.times.copy_s
+        self.at(node.copies_until, self._tell, node, what, ticket)
+
+    def _write(self, src: Node, dst: Node, nbytes: int, done: Callable[[], None]) -> None:
+        """Takes its constant time, whatever else is under way."""
+        del src, dst, nbytes
+        self.at(self.now + self.times.write_s, done)
 
     def _tell(self, node: Node, what: Callable[..., None], about: object) -> None:
         if node.alive:
