@@ -150,18 +150,20 @@ class Memory:
         cells: NDArray[np.uint16] = np.lib.stride_tricks.as_strided(self._words[view.offset // 2 :], sizes, strides)
         return cells
 
-    def _marks(self, view: View, items: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.uint16]:
+    def _marks(
+        self, view: View, items: NDArray[Any], rows: NDArray[Any], out: NDArray[np.uint16] | None = None
+    ) -> NDArray[np.uint16]:
         """What the cells of prefill's `items` and `rows` hold, which broadcast."""
         cell = (items * 40503 + rows * 9973 + self._numbers[view.key] * 257).astype(np.uint16)
         shards = ((view.axis.first + np.arange(view.shards)) * 2749).astype(np.uint16)
         words = (np.arange(view.width // 2) * 31).astype(np.uint16)
-        marks: NDArray[np.uint16] = cell[..., None, None] + shards[:, None] + words
+        marks: NDArray[np.uint16] = np.add(cell[..., None, None], shards[:, None] + words, out=out)
         return marks
 
     def paint(self) -> None:
         for view in self.layout.views():
             items, rows = np.arange(view.n_items)[:, None], np.arange(view.tokens_per_item)
-            self._cells(view)[:] = self._marks(view, items, rows)
+            self._marks(view, items, rows, out=self._cells(view))
 
     def clear(self) -> None:
         self._words[:] = 0

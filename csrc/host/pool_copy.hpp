@@ -11,8 +11,8 @@
 
 namespace pdstage::detail {
 
-// A sink for add_pair: copies each run, joined to the previous one if both sides continue, once it has prefetched
-// enough of the following ones.
+// A sink for add_pair: joins a run to the previous one if both sides continue, and copies runs in batches, each while
+// later ones are prefetched.
 class RunCopier {
   public:
     RunCopier(bool stream, bool fetch) : stream_(stream), fetch_(fetch) {}
@@ -20,24 +20,46 @@ class RunCopier {
     RunCopier& operator=(const RunCopier&) = delete;
 
     void add(std::int64_t src, std::int64_t dst, std::int64_t nbytes) {
+        pending_ += nbytes;
         if (n_ > 0) {
-            Run& last = runs_[(first_ + n_ - 1) % kMost];
+            Run& last = runs_[n_ - 1];
             if (src == last.src + last.nbytes && dst == last.dst + last.nbytes) {
                 last.nbytes += nbytes;
-                pending_ += nbytes;
                 return;
             }
         }
-        if (fetch_) prefetch<true>(bytes(src), fetched<true>(nbytes));
-        runs_[(first_ + n_) % kMost] = {src, dst, nbytes};
-        ++n_;
-        pending_ += nbytes;
-        // The last run may still grow, so it is kept.
-        while (n_ > 1 && (n_ == kMost || pending_ > kAheadNbytes)) copy_first();
+        if (n_ == kMost || pending_ >= kBatchNbytes) copy_first();
+        runs_[n_++] = {src, dst, nbytes};
     }
-    void flush() {
-        while (n_ > 0) copy_first();
+    // `n` runs, each so far from the one before, which do not join.
+    void add_each(std::int64_t src, std::int64_t src_step, std::int64_t dst, std::int64_t dst_step, std::int64_t n,
+                  std::int64_t nbytes) {
+        while (n > 0) {
+            const std::int64_t more = std::min(n, room(nbytes));
+            Run* const to = runs_ + n_;
+            for (std::int64_t run = 0; run < more; ++run)
+                to[run] = {src + run * src_step, dst + run * dst_step, nbytes};
+            added(more, nbytes);
+            n -= more;
+            src += more * src_step;
+            dst += more * dst_step;
+        }
     }
+    // One run of each of `n` items, which need not join.
+    void add_items(std::int64_t src, std::int64_t src_stride, const std::int64_t* src_items, std::int64_t dst,
+                   std::int64_t dst_stride, const std::int64_t* dst_items, std::int64_t n, std::int64_t nbytes) {
+        while (n > 0) {
+            const std::int64_t more = std::min(n, room(nbytes));
+            Run* const to = runs_ + n_;
+            for (std::int64_t i = 0; i < more; ++i)
+                to[i] = {src + src_items[i] * src_stride, dst + dst_items[i] * dst_stride, nbytes};
+            added(more, nbytes);
+            n -= more;
+            src_items += more;
+            dst_items += more;
+        }
+    }
+    void flush() { copy_until(n_); }
 
   private:
     struct Run {
@@ -45,23 +67,73 @@ class RunCopier {
         std::int64_t dst;
         std::int64_t nbytes;
     };
-    static constexpr std::size_t kMost = 64;
+    static constexpr std::size_t kMost = 1024;
+    static constexpr std::int64_t kBatchNbytes = 8 * kAheadNbytes;
 
     static Byte* bytes(std::int64_t address) { return reinterpret_cast<Byte*>(static_cast<std::uintptr_t>(address)); }
 
+    // For how many runs there is room, after a batch was copied if it was time.
+    std::int64_t room(std::int64_t nbytes) {
+        if (n_ == kMost || pending_ >= kBatchNbytes) copy_first();
+        return std::min(static_cast<std::int64_t>(kMost - n_),
+                        std::max<std::int64_t>(1, (kBatchNbytes - pending_) / nbytes));
+    }
+    void added(std::int64_t n, std::int64_t nbytes) {
+        n_ += static_cast<std::size_t>(n);
+        pending_ += n * nbytes;
+    }
+
+    // All but those that are prefetched for the next batch, and at least but the last, which may still grow.
     void copy_first() {
-        const Run run = runs_[first_];
-        first_ = (first_ + 1) % kMost;
-        --n_;
-        pending_ -= run.nbytes;
-        Byte* const dst = bytes(run.dst);
-        const Byte* const src = bytes(run.src);
-        if (stream_ && (run.dst | run.nbytes) % kLine == 0) {
-            StreamRun::copy(dst, src, run.nbytes);
-        } else if (run.nbytes % 16 == 0 && run.nbytes <= 512) {
-            WideRun::copy(dst, src, run.nbytes);
-        } else {
-            AnyRun::copy(dst, src, run.nbytes);
+        std::size_t kept = 1;
+        for (std::int64_t nbytes = 0; kept < n_ && nbytes < kAheadNbytes; ++kept) nbytes += runs_[n_ - kept].nbytes;
+        copy_until(n_ - std::min(kept, n_));
+        std::copy(runs_ + first_, runs_ + n_, runs_);
+        n_ -= first_;
+        n_fetched_ -= first_;
+        first_ = 0;
+    }
+
+    // Runs of one length after another.
+    void copy_until(std::size_t end) {
+        while (first_ < end) {
+            const std::int64_t nbytes = runs_[first_].nbytes;
+            std::size_t stop = first_;
+            std::int64_t bits = nbytes;
+            for (; stop < end && runs_[stop].nbytes == nbytes; ++stop) bits |= runs_[stop].dst;
+            if (stream_ && bits % kLine == 0) {
+                copy_streamed(stop, nbytes);
+            } else if (nbytes % 16 == 0 && nbytes <= 512) {
+                copy_each<WideRun>(stop, nbytes);
+            } else {
+                copy_each<AnyRun>(stop, nbytes);
+            }
+        }
+    }
+
+    void copy_streamed(std::size_t stop, std::int64_t nbytes) {
+        switch (nbytes) {
+            case 64:
+                return copy_each<FixedStreamRun<64>>(stop, nbytes);
+            case 128:
+                return copy_each<FixedStreamRun<128>>(stop, nbytes);
+            case 256:
+                return copy_each<FixedStreamRun<256>>(stop, nbytes);
+            case 512:
+                return copy_each<FixedStreamRun<512>>(stop, nbytes);
+            default:
+                return copy_each<StreamRun>(stop, nbytes);
+        }
+    }
+
+    template <class Copy>
+    void copy_each(std::size_t stop, std::int64_t nbytes) {
+        const std::size_t ahead = static_cast<std::size_t>(std::max<std::int64_t>(1, kAheadNbytes / nbytes));
+        for (; first_ < stop; ++first_) {
+            for (; fetch_ && n_fetched_ < n_ && n_fetched_ <= first_ + ahead; ++n_fetched_)
+                prefetch<true>(bytes(runs_[n_fetched_].src), fetched(runs_[n_fetched_].nbytes));
+            pending_ -= nbytes;
+            Copy::copy(bytes(runs_[first_].dst), bytes(runs_[first_].src), nbytes);
         }
     }
 
@@ -69,9 +141,27 @@ class RunCopier {
     bool fetch_;
     Run runs_[kMost];
     std::size_t first_ = 0;
+    std::size_t n_fetched_ = 0;
     std::size_t n_ = 0;
     std::int64_t pending_ = 0;
 };
+
+// Rows that are one run each, and within an item do not continue on both sides.
+inline void add_single_runs(const Pair& pair, const Items& from, std::int64_t src_row, const Items& to,
+                            std::int64_t dst_row, std::int64_t n_rows, RunCopier& out) {
+    if (pair.src.rows_per_item == 1 && pair.dst.rows_per_item == 1)
+        return out.add_items(pair.src.base, pair.src.item_stride, &from.items[src_row], pair.dst.base,
+                             pair.dst.item_stride, &to.items[dst_row], n_rows, pair.src.width);
+    Side src{pair.src, from, src_row};
+    Side dst{pair.dst, to, dst_row};
+    for (std::int64_t left = n_rows; left > 0;) {
+        const std::int64_t more = std::min({left, src.left(), dst.left()});
+        out.add_each(src.address(), pair.src.inner_stride, dst.address(), pair.dst.inner_stride, more, pair.src.width);
+        src.advance(more);
+        dst.advance(more);
+        left -= more;
+    }
+}
 
 // Merges segments, then shards, that are contiguous on both sides into width.
 inline Pair collapsed(View src, View dst) {
@@ -101,9 +191,8 @@ class RowSummer {
         for (; n_rows > 0; --n_rows, token += view_.tokens_per_row, at_.advance(1)) {
             --n_fetched_;
             for (; n_unfetched_ > 0 && n_fetched_ * view_.row_nbytes() <= kAheadNbytes; --n_unfetched_, ++n_fetched_) {
-                each(ahead_, [&](const Byte* cell, std::int64_t, std::int64_t) {
-                    prefetch<true>(cell, fetched<true>(view_.width));
-                });
+                each(ahead_,
+                     [&](const Byte* cell, std::int64_t, std::int64_t) { prefetch<true>(cell, fetched(view_.width)); });
                 ahead_.advance(1);
             }
             each(at_, [&](const Byte* cell, std::int64_t shard, std::int64_t seg) {
@@ -137,13 +226,20 @@ inline std::uint64_t copy_rows(const View& src, const Items& from, RowRange rows
     const Pair pair = collapsed(src, dst);
     const std::int64_t n = rows.stop - rows.start;
     const std::int64_t block = summed ? std::max<std::int64_t>(1, kBlockNbytes / src.row_nbytes()) : n;
+    const bool joins = src.rows_per_item > 1 && dst.rows_per_item > 1 && pair.src.inner_stride == pair.src.width &&
+                       pair.dst.inner_stride == pair.src.width;
+    const bool single = pair.src.segs == 1 && pair.src.shards == 1 && !joins && pair.src.width >= kLine;
     RunCopier copier(stream, !summed);
     RowSummer summer(src, from, rows);
     std::uint64_t sum = 0;
     for (std::int64_t at = 0; at < n; at += block) {
         const std::int64_t n_rows = std::min(block, n - at);
         if (summed) sum += summer.sum(n_rows, token + at * src.tokens_per_row);
-        add_pair(pair, {pair.src, from, rows.start + at}, {pair.dst, to, dst_row + at}, n_rows, copier);
+        if (single) {
+            add_single_runs(pair, from, rows.start + at, to, dst_row + at, n_rows, copier);
+        } else {
+            add_pair(pair, {pair.src, from, rows.start + at}, {pair.dst, to, dst_row + at}, n_rows, copier);
+        }
     }
     copier.flush();
     return sum;

@@ -11,7 +11,7 @@
 #include <cstring>
 
 #if defined(__SSE2__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace pdstage {
@@ -74,18 +74,52 @@ inline void stream_line(Byte* dst, const Byte* src) {
     stream16(dst + 48, src + 48);
 }
 
-// Runs of any multiple of 16 bytes to a 16-byte aligned `dst`, past the caches. Long runs are read from four pages
-// at a time, which the processor's prefetchers follow separately: glibc's memcpy does the same above a size of hundreds
-// of MiB.
+// Whole lines to 32-byte aligned places, `kRuns` runs abreast: a line of each in turn. Wider stores gain a tenth where
+// runs are long enough for a call each. One build serves all processors, so that this is asked at run time.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kHasWide = false;
+#else
+inline const bool kHasWide = __builtin_cpu_supports("avx") != 0;
+#endif
+inline constexpr std::int64_t kWideNbytes = 1024;
+
+inline bool goes_wide(const Byte* dst, std::int64_t nbytes) {
+    return nbytes >= kWideNbytes && kHasWide && reinterpret_cast<std::uintptr_t>(dst) % 32 == 0;
+}
+
+template <int kRuns>
+__attribute__((target("avx"), noinline)) void stream_wide(Byte* dst, const Byte* const* runs, std::int64_t nbytes) {
+    for (std::int64_t line = 0; line < nbytes; line += kLine)
+        for (int run = 0; run < kRuns; ++run) {
+            Byte* const to = dst + run * nbytes + line;
+            const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(runs[run] + line));
+            const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(runs[run] + line + 32));
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(to), low);
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), high);
+        }
+}
+
+// Whether the processor reads one long run faster than four pages of it at a time, which its prefetchers would follow
+// separately. Zen 5 copies 28 GB/s in order, and 15 GB/s four pages at a time; on Intel's it is the other way round,
+// and glibc's memcpy takes four pages at a time above a size of hundreds of MiB.
+inline const bool kInOrder = __builtin_cpu_is("amd") != 0;
+
+// Runs of any multiple of 16 bytes to a 16-byte aligned `dst`, past the caches.
 struct StreamRun {
     static constexpr std::int64_t kPage = 4096;
 
     static void copy(Byte* dst, const Byte* src, std::int64_t nbytes) {
         std::int64_t at = 0;
-        for (; at + 4 * kPage <= nbytes; at += 4 * kPage)
-            for (std::int64_t line = at; line < at + kPage; line += kLine)
-                for (std::int64_t page = 0; page < 4 * kPage; page += kPage)
-                    stream_line(dst + page + line, src + page + line);
+        if (nbytes >= 4 * kPage && !kInOrder)
+            for (; at + 4 * kPage <= nbytes; at += 4 * kPage)
+                for (std::int64_t line = at; line < at + kPage; line += kLine)
+                    for (std::int64_t page = 0; page < 4 * kPage; page += kPage)
+                        stream_line(dst + page + line, src + page + line);
+        if (const std::int64_t lines = (nbytes - at) / kLine * kLine; goes_wide(dst + at, lines)) {
+            const Byte* const rest = src + at;
+            stream_wide<1>(dst + at, &rest, lines);
+            at += lines;
+        }
         for (; at + kLine <= nbytes; at += kLine) stream_line(dst + at, src + at);
         for (; at < nbytes; at += 16) stream16(dst + at, src + at);
     }
@@ -103,6 +137,12 @@ inline void stream_fence() {
 #else
 
 inline constexpr bool kCanStream = false;
+inline constexpr bool kInOrder = false;
+inline constexpr bool goes_wide(const Byte* /*dst*/, std::int64_t /*nbytes*/) {
+    return false;
+}
+template <int kRuns>
+void stream_wide(Byte* /*dst*/, const Byte* const* /*runs*/, std::int64_t /*nbytes*/) {}
 inline void stream_line(Byte* dst, const Byte* src) {
     std::memcpy(dst, src, kLine);
 }

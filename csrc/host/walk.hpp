@@ -31,10 +31,9 @@ struct Walk {
 // How far ahead the pool is prefetched: enough bytes in flight to hide DRAM latency, few enough to stay in L2.
 inline constexpr std::int64_t kAheadNbytes = 8192;
 
-// How much of a run is prefetched: after a long one's first lines the processor follows it by itself.
-template <bool kGather>
-std::int64_t fetched(std::int64_t nbytes) {
-    return kGather && nbytes > 512 ? 256 : std::min(nbytes, kAheadNbytes);
+// How much of a run is prefetched. The processor follows a run by itself only when it is some pages long.
+inline std::int64_t fetched(std::int64_t nbytes) {
+    return nbytes <= 4096 ? nbytes : 256;
 }
 
 // From this many staged bytes on, stores go past the caches, which saves fetching each line. The cost of scattered
@@ -45,24 +44,37 @@ inline constexpr std::int64_t kStreamNbytes = 2 << 20;
 class Cursor {
   public:
     Cursor(const Walk& walk, std::int64_t at)
-        : walk_(walk),
+        : base_(walk.base),
+          item_stride_(walk.item_stride),
+          offsets_(walk.runs->offsets.data()),
           n_runs_(static_cast<std::int64_t>(walk.runs->offsets.size())),
-          item_(at / n_runs_),
-          run_(at % n_runs_) {}
-    bool done() const { return item_ >= walk_.n_items; }
-    Byte* address() const { return walk_.base + walk_.items[item_] * walk_.item_stride + walk_.runs->offsets[run_]; }
+          item_(walk.items + at / n_runs_),
+          end_(walk.items + walk.n_items),
+          run_(at % n_runs_) {
+        seek();
+    }
+    bool done() const { return item_ >= end_; }
+    Byte* address() const { return first_ + offsets_[run_]; }
     void next() {
         if (++run_ == n_runs_) {
             run_ = 0;
             ++item_;
+            seek();
         }
     }
 
   private:
-    const Walk& walk_;
+    void seek() {
+        if (!done()) first_ = base_ + *item_ * item_stride_;
+    }
+    Byte* base_;
+    std::int64_t item_stride_;
+    const std::int64_t* offsets_;
     std::int64_t n_runs_;
-    std::int64_t item_;
+    const std::int64_t* item_;
+    const std::int64_t* end_;
     std::int64_t run_;
+    Byte* first_ = nullptr;
 };
 
 template <class Run, bool kGather, bool kFetch>
@@ -71,7 +83,7 @@ void copy_runs(const Walk& walk, Byte* wire) {
     Cursor ahead(walk, std::max<std::int64_t>(1, kAheadNbytes / nbytes));
     for (Cursor at(walk, 0); !at.done(); at.next(), wire += nbytes) {
         if (kFetch && !ahead.done()) {
-            prefetch<kGather>(ahead.address(), fetched<kGather>(nbytes));
+            prefetch<kGather>(ahead.address(), fetched(nbytes));
             ahead.next();
         }
         if constexpr (kGather) {
@@ -82,36 +94,43 @@ void copy_runs(const Walk& walk, Byte* wire) {
     }
 }
 
-// Past the caches, two runs at a time: runs of this size end before the processor follows one at full speed.
-inline bool in_pairs(std::int64_t nbytes) {
-    return kCanStream && nbytes % kLine == 0 && nbytes >= 256 && nbytes < 16384;
+// How many runs are gathered past the caches at a time. Runs of this size end before the processor follows one at full
+// speed. Measured on both kinds of processor; of long runs StreamRun takes several pages at a time on the second.
+inline int abreast(std::int64_t nbytes) {
+    if (!kCanStream || nbytes % kLine != 0) return 1;
+    if (kInOrder) return nbytes < 4096 ? 1 : 4;
+    return nbytes < 256 || nbytes >= 16384 ? 1 : 2;
 }
 
-inline void gather_pairs(const Walk& walk, Byte* wire) {
+template <int kRuns>
+void stream_abreast(Byte* dst, const Byte* const* runs, std::int64_t nbytes) {
+    if (goes_wide(dst, nbytes)) return stream_wide<kRuns>(dst, runs, nbytes);
+    for (std::int64_t line = 0; line < nbytes; line += kLine)
+        for (int run = 0; run < kRuns; ++run) stream_line(dst + run * nbytes + line, runs[run] + line);
+}
+
+template <int kRuns>
+void gather_abreast(const Walk& walk, Byte* wire) {
     const std::int64_t nbytes = walk.runs->nbytes;
     Cursor at(walk, 0);
-    Cursor ahead(walk, std::max<std::int64_t>(2, kAheadNbytes / nbytes));
-    const auto take = [&] {
-        const Byte* const run = at.address();
-        at.next();
-        if (!ahead.done()) {
-            prefetch<true>(ahead.address(), fetched<true>(nbytes));
-            ahead.next();
-        }
-        return run;
-    };
+    Cursor ahead(walk, std::max<std::int64_t>(kRuns, kAheadNbytes / nbytes));
+    const Byte* runs[kRuns];
     while (!at.done()) {
-        const Byte* const one = take();
-        if (at.done()) {
-            StreamRun::copy(wire, one, nbytes);
+        int n = 0;
+        for (; n < kRuns && !at.done(); ++n) {
+            runs[n] = at.address();
+            at.next();
+            if (!ahead.done()) {
+                prefetch<true>(ahead.address(), fetched(nbytes));
+                ahead.next();
+            }
+        }
+        if (n < kRuns) {
+            for (int k = 0; k < n; ++k) StreamRun::copy(wire + k * nbytes, runs[k], nbytes);
             return;
         }
-        const Byte* const two = take();
-        for (std::int64_t line = 0; line < nbytes; line += kLine) {
-            stream_line(wire + line, one + line);
-            stream_line(wire + nbytes + line, two + line);
-        }
-        wire += 2 * nbytes;
+        stream_abreast<kRuns>(wire, runs, nbytes);
+        wire += kRuns * nbytes;
     }
 }
 
@@ -159,7 +178,8 @@ Kernel pick_cached(std::int64_t nbytes) {
 
 template <bool kGather>
 Kernel pick_streamed(std::int64_t nbytes) {
-    if (kGather && in_pairs(nbytes)) return gather_pairs;
+    if (kGather && abreast(nbytes) == 2) return gather_abreast<2>;
+    if (kGather && abreast(nbytes) == 4) return gather_abreast<4>;
     return pick<kGather, FixedStreamRun, StreamRun, kGather>(nbytes);
 }
 
@@ -176,7 +196,7 @@ std::uint64_t copy_cells(const Walk& walk, std::uint64_t place, std::uint64_t pl
         Byte* const base = walk.base + walk.items[item] * walk.item_stride;
         for (std::size_t run = 0; run < walk.runs->offsets.size(); ++run, wire += nbytes) {
             if ((kGather || !stream) && !ahead.done()) {
-                prefetch<kGather>(ahead.address(), fetched<kGather>(nbytes));
+                prefetch<kGather>(ahead.address(), fetched(nbytes));
                 ahead.next();
             }
             Byte* const cell = base + walk.runs->offsets[run];

@@ -18,9 +18,9 @@ def compiled():
 
 
 @pytest.mark.parametrize("access", host_kernels.ACCESSES, ids=lambda access: access.name)
-@pytest.mark.parametrize("run", [64, 1024])
+@pytest.mark.parametrize("run", [64, 128, 1024, 4096])
 def test_loops_and_kernels_move_the_same_bytes(access, run):
-    case = host_kernels._Case(access, 1 << 20, run)
+    case = host_kernels._Case(access, 4 << 20, run)
     memory, peer, out = case.own.memory, case.peer.memory, case.out
     memory[:] = np.random.default_rng(1).integers(0, 256, len(memory), np.uint8)
     ours, loops = case.ours(), case.loops()
