@@ -34,6 +34,8 @@ Targets were missed on two shared cores for these reasons:
   TP2, staged is 5.3 x and 21 x direct ([transports](transports.md)).
 * Gather, the transport's own copy and scatter share one memory. Two processes that copy at once get 4 GB/s each; one
   alone gets 7 GB/s. Staging moves about three times the raw write's bytes.
+* Host copies of 64 and 128 B from pool to pool cost an address each on both sides, which the tuned loop has in a list
+  already. A gather of single heads of 64 B reads a line of 512: neither it nor the loop is near a streaming copy.
 * Beside a busy main thread, a bare echo over the same kind of socket already takes longer than the target of 2 ms.
 """
 

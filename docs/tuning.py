@@ -48,7 +48,13 @@ def knobs() -> list[Knob]:
     host, convert = Report("host-kernels"), Report("convert")
     near = auto.rows["cells where auto is within 10 % of the better path, all"]
     chunked = transfer.ratios("staged in chunks of 4 MiB beside one chunk")
-    plain, summed = (host.rows[f"{way}, 256 B runs, 64 MiB"]["ratio"] for way in ("gather", "gather + checksum"))
+    plain, summed = (host.rows[f"{way}, slots, 256 B runs, 64 MiB"]["ratio"] for way in ("gather", "gather + checksum"))
+    cluster = Report("cluster")
+    scarce, enough = (cluster.ratios("p99, load 60%", f"staging {mib} MiB")[0] for mib in (16, 32))
+    few, many = (
+        cluster.rows[f"p99, 4 NICs, each write over one, {n} send buffers, load 80%"]["ratio"] for n in (4, 16)
+    )
+    sizing = "([simulated](#how-much-staging-memory))"
     coded = sorted(
         row["value"] for name, row in convert.rows.items() if name.startswith("gather") and "way" not in name
     )
@@ -61,9 +67,14 @@ def knobs() -> list[Knob]:
              f"the same cells were chosen by one {auto.link}"),
         Knob("`Config.chunk_nbytes`", "4 MiB", "rooms are a few MiB and a chunk's own time shows, or lanes are small",
              f"16 MiB in chunks of 4 MiB beside one chunk: {chunked[0]:.2f} to {chunked[-1]:.2f} x {transfer.link}"),
-        Knob("`staging_nbytes`", "256 MiB", "many rooms at once wait for leases"),
+        Knob("`staging_nbytes`", "256 MiB", "many rooms at once wait for leases, or memory is short",
+             f"64 x 64 ranks at 60 % of their NICs: p99 beside no limits is {scarce:.2f} x with 16 MiB at decode, "
+             f"{enough:.2f} x with 32 MiB {sizing}"),
         Knob("`n_lanes` (decode)", "2", "writers that get stuck hold up others; each lane must hold the largest chunk"),
-        Knob("`n_buffers` (prefill)", "4", "more peers are to be written at once: one peer gets all but one of them"),
+        Knob("`n_buffers` (prefill)", "4",
+             "more peers are to be written at once, or each write goes over one of several NICs: one peer gets all but "
+             "one of them",
+             f"4 NICs, a write over one of them: p99 beside no limits {few:.1f} x with 4, {many:.1f} x with 16 {sizing}"),
         Knob("`copy_thread`", "where the process may use more than two cores",
              "that count is wrong, as under a container's quota",
              "two ranks to one over shared memory on two cores: 2.25 GB/s with it, 2.65 without "
@@ -82,7 +93,7 @@ def knobs() -> list[Knob]:
         Knob("page size, memory order", "the engine's", "runs are short: direct is slow then, staged hardly is",
              "[by bytes of one run](transports.md#path-choice-and-calibration)"),
         Knob("`Config.checksums`", "off", "a fabric or a host is suspected",
-             f"gather of 256 B runs: {summed:.0%} of a memcpy with, {plain:.0%} without {host.link}"),
+             f"gather of 256 B runs: {summed:.0%} of a streaming copy with, {plain:.0%} without {host.link}"),
         Knob("`Config.convert`", "off", "prefill in bf16, decode in fp8: half of the bytes travel",
              f"{coded[0]:.1f} to {coded[-1]:.1f} GB/s of bf16 gathered on the host {convert.link}"),
     ]  # fmt: skip
