@@ -133,11 +133,48 @@ def paths_section(held: dict[str, dict[str, Any]]) -> str:
                  f"commit `{report['commit']}`, `{report['command']}`.", ""]  # fmt: skip
     for plot in plots:
         text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
+    if bursts := held.get("kv-transfer"):
+        text += ["Whole requests, as CollectiveX measures them:", ""]
+        text += [f"`kv-transfer.json`: {bursts['machine']['cpu']}, {bursts['machine']['cores']} cores, "
+                 f"commit `{bursts['commit']}`, `{bursts['command']}`.", ""]  # fmt: skip
+        for plot in burst_plots(bursts):
+            text += [f"![{plot.title}](plots/{plot.file})", ""]
+        text += ['??? note "All rows, as shares of one contiguous write"', ""]
+        text += [*(f"    {line}" for line in burst_rows(bursts)), ""]
     if auto:
         text += [f"`auto.json`: commit `{auto['commit']}`, `{auto['command']}`.", ""]
         text += [f"* {row['name']}: {row['value']:.0f} % ({row['detail']})" for row in auto["rows"] if not row["point"]]
         text += [""]
     return "\n".join([BEGIN, "", *text, END])
+
+
+def burst_plots(report: dict[str, Any]) -> list[Plot]:
+    """Requests at once beside one contiguous write: one plot a transport and page size, one curve a way."""
+    points: dict[tuple[str, int], list[tuple[str, int, float]]] = defaultdict(list)
+    ladder = max((row["point"] for row in report["rows"]), key=lambda point: point["requests"])
+    for row in report["rows"]:
+        point = row["point"]
+        if point["src"] == point["dst"] and (point["model"], point["tokens"]) == (ladder["model"], ladder["tokens"]):
+            points[point["transport"], point["src"]["page"]].append((point["way"], point["requests"], row["ratio"]))
+    plots = []
+    for (name, page), found in sorted(points.items()):
+        file = f"kv-transfer-{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{page}.svg"
+        title = f"{name}, pages of {page}: requests beside one contiguous write"
+        plots.append(Plot(file, title, "requests at once", "share of one write's speed", _lines(found), []))
+    return plots
+
+
+def burst_rows(report: dict[str, Any]) -> list[str]:
+    """Every row of whole requests, as a table: each way's share of the contiguous write, and that write's speed."""
+    ways = list(dict.fromkeys(row["point"]["way"] for row in report["rows"]))
+    cells: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in report["rows"]:
+        cells[row["name"].partition(", ")[2]][row["point"]["way"]] = row
+    lines = [f"| request | {' | '.join(ways)} | one write, GB/s |", f"|---|{'---:|' * (len(ways) + 1)}"]
+    for name, found in cells.items():
+        shares = [f"{found[way]['ratio']:.2f}" if way in found else "" for way in ways]
+        lines.append(f"| {name} | {' | '.join(shares)} | {next(iter(found.values()))['baseline']:.2f} |")
+    return lines
 
 
 def sizing_plot(report: dict[str, Any]) -> Plot:
@@ -237,7 +274,8 @@ def main(root: Path = ROOT) -> int:
     held = reports(root)
     (root / PLOTS).mkdir(parents=True, exist_ok=True)
     paths = path_plots(held["transfer"]) if "transfer" in held else []
-    for plot in [*plots_of(held), *paths, sizing_plot(held["cluster"])]:
+    bursts = burst_plots(held["kv-transfer"]) if "kv-transfer" in held else []
+    for plot in [*plots_of(held), *paths, *bursts, sizing_plot(held["cluster"])]:
         draw(plot, root / PLOTS / plot.file)
         print(root / PLOTS / plot.file)
     for path, part in (

@@ -69,7 +69,7 @@ def test_without_a_gpu_the_page_says_so():
     assert plot.NO_GPU in text
     assert [one.file for one in plot.plots_of(held)] == ["host-kernels-roofline.svg"]
     labels = [line.label for line in plot.plots_of(held)[0].lines]
-    assert labels == ["gather", "scatter"]
+    assert labels == [f"{way}, {access}" for way in ("gather", "scatter") for access in ("one head of 8", "slots")]
 
 
 def test_quick_looks_are_not_results(tmp_path):
@@ -134,3 +134,40 @@ def test_plots_are_drawn_alike(tmp_path):
             plot.draw(one, tmp_path / name)
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
         assert b"<svg" in (tmp_path / "a").read_bytes()
+
+
+def burst_report():
+    def row(way, requests, value, **other):
+        point = {
+            "table": "kv-transfer", "transport": "NIXL, TCP", "way": way, "model": "M", "tokens": 8192,
+            "requests": requests, "src": {"page": 16}, "dst": {"page": 16},
+        }  # fmt: skip
+        name = f"{way}, NIXL, TCP: M, {requests} at once" + "".join(f", {key}" for key in other)
+        return Row(name=name, value=value, baseline=2.0, unit="GB/s", point=point | other).to_dict()
+
+    rows = [row(way, n, n / 4) for way in ("staged", "direct") for n in (1, 4)]
+    rows.append(row("staged", 1, 0.5, dst={"page": 64}))
+    return {"rows": rows, "machine": {"cpu": "c", "cores": 2}, "commit": "abc", "command": "pdstage bench kv-transfer"}
+
+
+def test_requests_at_once_are_shares_of_one_write():
+    (found,) = plot.burst_plots(burst_report())
+    assert found.file == "kv-transfer-nixl-tcp-16.svg"
+    assert found.lines == [plot.Line("direct", [(1, 0.125), (4, 0.5)]), plot.Line("staged", [(1, 0.125), (4, 0.5)])]
+    rows = plot.burst_rows(burst_report())
+    assert rows[0] == "| request | staged | direct | one write, GB/s |"
+    assert rows[2:] == [
+        "| NIXL, TCP: M, 1 at once | 0.12 | 0.12 | 2.00 |",
+        "| NIXL, TCP: M, 4 at once | 0.50 | 0.50 | 2.00 |",
+        "| NIXL, TCP: M, 1 at once, dst | 0.25 |  | 2.00 |",
+    ]
+    assert "kv-transfer-nixl-tcp-16.svg" in plot.paths_section({"kv-transfer": burst_report()})
+
+
+def test_the_simulated_part_is_what_was_committed():
+    held = plot.reports()
+    found = plot.sizing_plot(held["cluster"])
+    assert [line.label for line in found.lines] == [f"{n}% of the NIC" for n in (20, 40, 60, 80, 90)]
+    assert {x for line in found.lines for x, _ in line.points} == {16, 32, 64, 128, 256}
+    page = (plot.ROOT / plot.SIZING_PAGE).read_text()
+    assert plot.written(page, plot.sizing_section(held), plot.SIZING_PAGE) == page, "run `make plots`"
