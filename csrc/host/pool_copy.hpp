@@ -86,11 +86,12 @@ class RunCopier {
     // All but those that are prefetched for the next batch, and at least but the last, which may still grow.
     void copy_first() {
         std::size_t kept = 1;
-        for (std::int64_t nbytes = 0; kept < n_ && nbytes < kAheadNbytes; ++kept) nbytes += runs_[n_ - kept].nbytes;
+        const std::size_t most = std::min(n_, kMost / 2);  // there must be room again, however short the runs
+        for (std::int64_t nbytes = 0; kept < most && nbytes < kAheadNbytes; ++kept) nbytes += runs_[n_ - kept].nbytes;
         copy_until(n_ - std::min(kept, n_));
         std::copy(runs_ + first_, runs_ + n_, runs_);
         n_ -= first_;
-        n_fetched_ -= first_;
+        n_fetched_ -= std::min(n_fetched_, first_);
         first_ = 0;
     }
 

@@ -31,9 +31,10 @@ struct Walk {
 // How far ahead the pool is prefetched: enough bytes in flight to hide DRAM latency, few enough to stay in L2.
 inline constexpr std::int64_t kAheadNbytes = 8192;
 
-// How much of a run is prefetched. The processor follows a run by itself only when it is some pages long.
+// How much of a run is prefetched. AMD's processors follow a run by themselves only when it is some pages long, others
+// after its first lines.
 inline std::int64_t fetched(std::int64_t nbytes) {
-    return nbytes <= 4096 ? nbytes : 256;
+    return nbytes <= (kInOrder ? 4096 : 512) ? nbytes : 256;
 }
 
 // From this many staged bytes on, stores go past the caches, which saves fetching each line. The cost of scattered
@@ -94,8 +95,8 @@ void copy_runs(const Walk& walk, Byte* wire) {
     }
 }
 
-// How many runs are gathered past the caches at a time. Runs of this size end before the processor follows one at full
-// speed. Measured on both kinds of processor; of long runs StreamRun takes several pages at a time on the second.
+// How many runs are gathered past the caches at a time: those of some sizes end before the processor follows one at
+// full speed. Of long runs StreamRun takes several pages at a time where the processor likes that.
 inline int abreast(std::int64_t nbytes) {
     if (!kCanStream || nbytes % kLine != 0) return 1;
     if (kInOrder) return nbytes < 4096 ? 1 : 4;

@@ -16,6 +16,8 @@ from rigs import HOST_CODES, MISUSE, REFERENCE, Rig, check, check_refused, host_
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Pool
+from pdstage.layout import Key, Region, RowLevel, View
+from pdstage.layout.topology import Axis
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from tests.rows import drawn
 
@@ -187,6 +189,30 @@ def test_a_gpus_pool_may_have_regions_in_host_memory_and_a_hosts_none_on_a_gpu()
     assert Pool.of(held.layout).on_host == ()
     with pytest.raises(UsageError, match="region 0 is cuda memory in a pool on 'cpu'"):
         Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="cuda"),)))
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("width", [1, 4, 24, 64, 128, 4096])
+def test_thousands_of_runs_from_pool_to_pool(width, page):
+    """One of two heads, so that no run joins the next: batches end, however short or long the runs are."""
+    n_pages = 5000 // page
+    views = [
+        View(
+            key=Key("kv", "k", 0), region=0, offset=0, n_items=n_pages, item_stride=page * 2 * width,
+            tokens_per_item=page, rows=(RowLevel(1, 2 * width),), shards=2, shard_stride=width, width=width,
+            axis=Axis("kv_head", 2, 0, 2), format="bytes",
+        )
+    ]  # fmt: skip
+    rng, select = np.random.default_rng(width), [Select(views[0].key, 1, 1)]
+    memory = [np.zeros(n_pages * page * 2 * width, np.uint8) for _ in range(2)]
+    memory[0][:] = rng.integers(0, 256, len(memory[0]), np.uint8)
+    lists = [rng.permutation(n_pages) for _ in range(2)]
+    plans = [Pool([Region(one.ctypes.data, one.nbytes)], views, keep=one).plan(select) for one in memory]
+    here, there = ({"kv": Index.of(one)} for one in lists)
+    plans[0].copy_to(plans[1], here, there, {"kv": (0, n_pages * page)})
+    source, target = (one.reshape(n_pages, page, 2, width) for one in memory)
+    assert np.array_equal(target[lists[1], :, 1], source[lists[0], :, 1])
+    assert not target[:, :, 0].any()
 
 
 @pytest.mark.parametrize("items", [np.zeros(3, np.int16), np.zeros((2, 2), np.int32), np.zeros(6, np.int64)[::2]])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_disagg
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,9 +69,11 @@ class Addresses(list[int]):
 
 def with_owner(
     original: Callable[[object], tuple[list[int], list[int], list[int]]], pool: object
-) -> tuple[Addresses, list[int], list[int]]:
-    """Around SGLang's `get_kv_transfer_buf_infos`."""
+) -> tuple[list[int], list[int], list[int]]:
+    """Around SGLang's `get_kv_transfer_buf_infos`; other backends get what they always did."""
     ptrs, lens, items = original(pool)
+    if get_disagg().disaggregation_transfer_backend != NAME:
+        return ptrs, lens, items
     addresses = Addresses(ptrs)
     addresses.owner = pool
     return addresses, lens, items
