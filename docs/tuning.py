@@ -74,7 +74,8 @@ def knobs() -> list[Knob]:
         Knob("`n_buffers` (prefill)", "4",
              "more peers are to be written at once, or each write goes over one of several NICs: one peer gets all but "
              "one of them",
-             f"4 NICs, a write over one of them: p99 beside no limits {few:.1f} x with 4, {many:.1f} x with 16 {sizing}"),
+             f"4 NICs, a write over one of them: p99 beside no limits is {few:.1f} x with 4 and {many:.1f} x with 16 "
+             f"{sizing}"),
         Knob("`copy_thread`", "where the process may use more than two cores",
              "that count is wrong, as under a container's quota",
              "two ranks to one over shared memory on two cores: 2.25 GB/s with it, 2.65 without "
