@@ -123,20 +123,24 @@ def path_plots(report: dict[str, Any]) -> list[Plot]:
     return plots
 
 
+def _taken(name: str, report: dict[str, Any]) -> list[str]:
+    """On what, of which commit and by which command a report was taken."""
+    on = report["machine"]
+    return [f"`{name}.json`: {on['cpu']}, {on['cores']} cores, commit `{report['commit']}`, `{report['command']}`.", ""]
+
+
 def paths_section(held: dict[str, dict[str, Any]]) -> str:
     """docs/transports.md's measured part, or that nothing is."""
     report, auto = held.get("transfer"), held.get("auto")
     plots = path_plots(report) if report else []
     text = [] if plots else ["**Not measured yet over fragment sizes.**", ""]
     if report and plots:
-        text += [f"`transfer.json`: {report['machine']['cpu']}, {report['machine']['cores']} cores, "
-                 f"commit `{report['commit']}`, `{report['command']}`.", ""]  # fmt: skip
+        text += _taken("transfer", report)
     for plot in plots:
         text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
     if bursts := held.get("kv-transfer"):
         text += ["Whole requests, as CollectiveX measures them:", ""]
-        text += [f"`kv-transfer.json`: {bursts['machine']['cpu']}, {bursts['machine']['cores']} cores, "
-                 f"commit `{bursts['commit']}`, `{bursts['command']}`.", ""]  # fmt: skip
+        text += _taken("kv-transfer", bursts)
         for plot in burst_plots(bursts):
             text += [f"![{plot.title}](plots/{plot.file})", ""]
         text += ['??? note "All rows, as shares of one contiguous write"', ""]

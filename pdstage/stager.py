@@ -104,8 +104,10 @@ class PageLock:
         """Nothing on the device uses it any more."""
         while self._held:
             runtime, base = self._held.pop()
-            _locked[runtime][base] -= 1
-            if not _locked[runtime][base]:
+            holders = _locked[runtime]
+            holders[base] -= 1
+            if not holders[base]:
+                del holders[base]
                 runtime.page_unlock(base)
 
 

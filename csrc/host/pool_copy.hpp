@@ -31,32 +31,13 @@ class RunCopier {
         if (n_ == kMost || pending_ >= kBatchNbytes) copy_first();
         runs_[n_++] = {src, dst, nbytes};
     }
-    // `n` runs, each so far from the one before, which do not join.
-    void add_each(std::int64_t src, std::int64_t src_step, std::int64_t dst, std::int64_t dst_step, std::int64_t n,
-                  std::int64_t nbytes) {
-        while (n > 0) {
-            const std::int64_t more = std::min(n, room(nbytes));
-            Run* const to = runs_ + n_;
-            for (std::int64_t run = 0; run < more; ++run)
-                to[run] = {src + run * src_step, dst + run * dst_step, nbytes};
-            added(more, nbytes);
-            n -= more;
-            src += more * src_step;
-            dst += more * dst_step;
-        }
-    }
-    // One run of each of `n` items, which need not join.
-    void add_items(std::int64_t src, std::int64_t src_stride, const std::int64_t* src_items, std::int64_t dst,
-                   std::int64_t dst_stride, const std::int64_t* dst_items, std::int64_t n, std::int64_t nbytes) {
-        while (n > 0) {
-            const std::int64_t more = std::min(n, room(nbytes));
-            Run* const to = runs_ + n_;
-            for (std::int64_t i = 0; i < more; ++i)
-                to[i] = {src + src_items[i] * src_stride, dst + dst_items[i] * dst_stride, nbytes};
-            added(more, nbytes);
-            n -= more;
-            src_items += more;
-            dst_items += more;
+    // `n` runs of `nbytes` that need not join; `src(i)` and `dst(i)` are the addresses of the i-th.
+    template <class Src, class Dst>
+    void add_runs(std::int64_t n, std::int64_t nbytes, const Src& src, const Dst& dst) {
+        for (std::int64_t i = 0; i < n;) {
+            const std::int64_t stop = i + std::min(n - i, room(nbytes));
+            pending_ += (stop - i) * nbytes;
+            for (; i < stop; ++i) runs_[n_++] = {src(i), dst(i), nbytes};
         }
     }
     void flush() { copy_until(n_); }
@@ -77,10 +58,6 @@ class RunCopier {
         if (n_ == kMost || pending_ >= kBatchNbytes) copy_first();
         return std::min(static_cast<std::int64_t>(kMost - n_),
                         std::max<std::int64_t>(1, (kBatchNbytes - pending_) / nbytes));
-    }
-    void added(std::int64_t n, std::int64_t nbytes) {
-        n_ += static_cast<std::size_t>(n);
-        pending_ += n * nbytes;
     }
 
     // All but those that are prefetched for the next batch, and at least but the last, which may still grow.
@@ -150,14 +127,24 @@ class RunCopier {
 // Rows that are one run each, and within an item do not continue on both sides.
 inline void add_single_runs(const Pair& pair, const Items& from, std::int64_t src_row, const Items& to,
                             std::int64_t dst_row, std::int64_t n_rows, RunCopier& out) {
-    if (pair.src.rows_per_item == 1 && pair.dst.rows_per_item == 1)
-        return out.add_items(pair.src.base, pair.src.item_stride, &from.items[src_row], pair.dst.base,
-                             pair.dst.item_stride, &to.items[dst_row], n_rows, pair.src.width);
-    Side src{pair.src, from, src_row};
-    Side dst{pair.dst, to, dst_row};
+    const View& a = pair.src;
+    const View& b = pair.dst;
+    if (a.rows_per_item == 1 && b.rows_per_item == 1) {
+        const std::int64_t* const src_items = &from.items[src_row];
+        const std::int64_t* const dst_items = &to.items[dst_row];
+        return out.add_runs(
+            n_rows, a.width, [&](std::int64_t i) { return a.base + src_items[i] * a.item_stride; },
+            [&](std::int64_t i) { return b.base + dst_items[i] * b.item_stride; });
+    }
+    Side src{a, from, src_row};
+    Side dst{b, to, dst_row};
     for (std::int64_t left = n_rows; left > 0;) {
         const std::int64_t more = std::min({left, src.left(), dst.left()});
-        out.add_each(src.address(), pair.src.inner_stride, dst.address(), pair.dst.inner_stride, more, pair.src.width);
+        const std::int64_t src_at = src.address();
+        const std::int64_t dst_at = dst.address();
+        out.add_runs(
+            more, a.width, [&](std::int64_t i) { return src_at + i * a.inner_stride; },
+            [&](std::int64_t i) { return dst_at + i * b.inner_stride; });
         src.advance(more);
         dst.advance(more);
         left -= more;

@@ -74,8 +74,8 @@ inline void stream_line(Byte* dst, const Byte* src) {
     stream16(dst + 48, src + 48);
 }
 
-// Whole lines to 32-byte aligned places, `kRuns` runs abreast: a line of each in turn. Wider stores gain a tenth where
-// runs are long enough for a call each. One build serves all processors, so that this is asked at run time.
+// Whole lines to 32-byte aligned places, `kRuns` runs abreast: a line of each in turn. Wider stores are for
+// runs that are long enough for a call each. One build serves all processors, so that this is asked at run time.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 inline constexpr bool kHasWide = false;
 #else
@@ -100,8 +100,8 @@ __attribute__((target("avx"), noinline)) void stream_wide(Byte* dst, const Byte*
 }
 
 // Whether the processor reads one long run faster than four pages of it at a time, which its prefetchers would follow
-// separately. AMD's Zen 5 copies 28 GB/s in order and 15 GB/s four pages at a time. On Intel's, four pages at a time
-// were 1.6 times a memcpy, which itself takes four at a time above a size of hundreds of MiB.
+// separately. AMD's do; `limits.streaming_copy` of the bench tries both. glibc's memcpy takes four pages at a time
+// above a size of hundreds of MiB.
 inline const bool kInOrder = __builtin_cpu_is("amd") != 0;
 
 // Runs of any multiple of 16 bytes to a 16-byte aligned `dst`, past the caches.

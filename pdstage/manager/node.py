@@ -101,8 +101,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
                 mappable=mappable, runtime=runtime, staging_on=options.staging_on,
             )  # fmt: skip
             opened.callback(self.memory.release)
-            self.on_host = PageLock("the pool", pool.on_host, runtime)
-            opened.callback(self.on_host.release)
+            self.page_lock = PageLock("the pool", pool.on_host, runtime)
+            opened.callback(self.page_lock.release)
             self.parts = self.memory.parts(options.n_parts)
             self._copy_thread = CopyThread(self._wake)
             copies_aside = has_core_to_spare() if options.copy_thread is None else options.copy_thread
@@ -361,7 +361,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
                 driver.turning.holder = None
         if free:
             self.memory.release()
-            self.on_host.release()
+            self.page_lock.release()
         return free
 
     async def close_async(self, timeout_s: float = 5.0) -> bool:

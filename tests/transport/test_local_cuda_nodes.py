@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+from itertools import pairwise
 
 import pytest
 from transport import cuda_double, device_rank
@@ -39,6 +40,21 @@ def address():
         yield server.address
 
 
+def send_all(node, rank, decode, cuts=(0, TOKENS)):
+    """Sends every room, in chunks between the cuts; decode says that it has every byte of each."""
+    senders = []
+    for room in range(N_ROOMS):
+        pages = rank.allocate(TOKENS)
+        rank.write(room, TOKENS, pages)
+        sender = node.send(room)
+        for chunk in pairwise(cuts):
+            sender.chunk(pages, chunk)
+        sender.finish()
+        senders.append(sender)
+    drive([node], lambda: all(sender.released for sender in senders) and decode.poll())
+    assert decode.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+
+
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("transport", [cuda_double.LocalDouble, TwoPasses])
 @pytest.mark.parametrize("path", ["staged", "direct"])
@@ -52,17 +68,7 @@ def test_rooms_between_two_processes(address, path, transport, tmp_path):
     with prefill_node(rank, address, **options) as node:
         process.start()
         try:
-            senders = []
-            for room in range(N_ROOMS):
-                pages = rank.allocate(TOKENS)
-                rank.write(room, TOKENS, pages)
-                sender = node.send(room)
-                sender.chunk(pages, (0, 20))
-                sender.chunk(pages, (20, TOKENS))
-                sender.finish()
-                senders.append(sender)
-            drive([node], lambda: all(sender.released for sender in senders) and ours.poll())
-            assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+            send_all(node, rank, ours, cuts=(0, 20, TOKENS))
             assert node.stats()["sessions_over_local-double"] == 1
             one_pass = transport is cuda_double.LocalDouble
             assert STREAMS.n_run - ran >= N_ROOMS if path == "staged" or one_pass else STREAMS.n_run == ran
@@ -94,16 +100,7 @@ def test_rooms_with_staging_memory_of_the_nodes_own(address, where):
         try:
             assert node.memory.region.kind == ("cpu" if on_host else "cuda")
             assert bool(STREAMS.locked) is on_host
-            senders = []
-            for room in range(N_ROOMS):
-                pages = rank.allocate(TOKENS)
-                rank.write(room, TOKENS, pages)
-                sender = node.send(room)
-                sender.chunk(pages, (0, TOKENS))
-                sender.finish()
-                senders.append(sender)
-            drive([node], lambda: all(sender.released for sender in senders) and ours.poll())
-            assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+            send_all(node, rank, ours)
             (session,) = node.core.sessions.values()
             assert {lane.kind for lane in session.lanes} == {"cpu" if on_host else "cuda"}
             assert cuda_double.RUNTIME.n_open() == (0 if on_host else 1)
@@ -129,16 +126,7 @@ def test_rooms_whose_destination_is_in_host_memory_land_on_the_device(address):
         try:
             assert set(STREAMS.locked) == {region.base for region in rank.pool.on_host}
             assert node.memory.region.kind == "cuda"
-            senders = []
-            for room in range(N_ROOMS):
-                pages = rank.allocate(TOKENS)
-                rank.write(room, TOKENS, pages)
-                sender = node.send(room)
-                sender.chunk(pages, (0, TOKENS))
-                sender.finish()
-                senders.append(sender)
-            drive([node], lambda: all(sender.released for sender in senders) and ours.poll())
-            assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+            send_all(node, rank, ours)
             (session,) = node.core.sessions.values()
             assert {lane.kind for lane in session.lanes} == {"cuda"}
             ours.send("end")
@@ -163,16 +151,7 @@ def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is
     ):
         process.start()
         try:
-            senders = []
-            for room in range(N_ROOMS):
-                pages = rank.allocate(TOKENS)
-                rank.write(room, TOKENS, pages)
-                sender = node.send(room)
-                sender.chunk(pages, (0, TOKENS))
-                sender.finish()
-                senders.append(sender)
-            drive([node], lambda: all(sender.released for sender in senders) and ours.poll())
-            assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+            send_all(node, rank, ours)
             stats = node.stats()
             assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (bool(types), not types)
             (session,) = node.core.sessions.values()
