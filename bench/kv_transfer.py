@@ -9,10 +9,14 @@ page sizes and orders of memory on the two sides.
 One process a side has all ranks of its side. Prefill has computed everything before the clock starts. The clock runs
 from the first `bind` to the last Success, or from a library's first post to its last completion. A model keeps 1 of
 `scale` of its layers. Rows whose pools do not fit the machine's memory are left out.
+
+`--peer` has the decode side on another host, where `--serve` waits (two_hosts.py). `--matrix` moves what a traffic
+matrix of NIXL's kvbench says instead (traffic.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from dataclasses import replace
@@ -21,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pdstage.control.bootstrap import BootstrapServer
+from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout.items import slot_items
 from pdstage.layout.topology import Topology
@@ -29,12 +33,14 @@ from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
 from pdstage.protocol.state import State
 
-from . import shapes
+from . import matrix as matrices
+from . import shapes, traffic
 from .harness import Measured, Row
 from .peers.libraries import Library, Pages, installed
 from .ranks import Rank, expose, observers
 from .shapes import SLOTS, Model
 from .sides import Side, fabrics, median_ratio
+from .two_hosts import Place, Requests, Server, There, fabrics_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout, View
 
     from .sides import Fabric
+    from .two_hosts import Cells
 
 MODELS = (shapes.LLAMA_70B, shapes.QWEN3_235B, shapes.DEEPSEEK_V3, shapes.DEEPSEEK_V32, shapes.QWEN3_NEXT)
 PATHS = ("staged", "direct")
@@ -98,6 +105,20 @@ class Case(NamedTuple):
         slots = rng.permutation(_SLACK * max(self.sizes))[:n].tolist()
         has_states = SLOTS in self.model.components()
         return [Request(table, slot, has_states) for table, slot in zip(pages, slots, strict=True)]
+
+    def request(self) -> Requests:
+        """The case as another host is asked for it."""
+        model = self.model
+        return Requests(model.name, model.n_layers, self.tokens, self.src, self.dst, list(self.sizes))
+
+    @classmethod
+    def asked(cls, one: Requests) -> Case:
+        """The case that another host asks for. Raises `UsageError` for a model that this release does not know."""
+        known = {model.name: model for model in MODELS}
+        if one.model not in known:
+            raise UsageError(f"no model {one.model!r}", remedy="run one release on both sides", field="model")
+        model = shapes.of_layers(known[one.model], one.layers)
+        return cls(model, one.tokens, Kept(*one.src), Kept(*one.dst), tuple(one.sizes))
 
     @property
     def nbytes(self) -> int:
@@ -185,13 +206,14 @@ class Memory:
 class _End(Side):
     """One side's ranks, and one end of each library."""
 
-    def __init__(self, case: Case, kept: Kept, fabric: Fabric) -> None:
-        super().__init__(max(case.sizes) * case.nbytes, fabric.transport)
+    def __init__(self, case: Case, kept: Kept, fabric: Fabric, place: Place) -> None:
+        super().__init__(max(case.sizes) * case.nbytes, fabric.transport, place.far_host)
         self.case = case
         self.memories = [Memory(case, kept, rank) for rank in range(kept.tp)]
         self.libraries: dict[str, Library] = {}
         if case.is_equal:
-            self.libraries = {name: make(self.memories[0].region) for name, make in installed(fabric.transport).items()}
+            known = installed(fabric.transport, place.host)
+            self.libraries = {name: make(self.memories[0].region) for name, make in known.items()}
         self._serving: Library | None = None
 
     def idle(self) -> None:
@@ -207,9 +229,10 @@ class _End(Side):
     def met(self, base: int, described: dict[str, object]) -> list[str]:
         """The other side's; returns the libraries that both have."""
         self._their_base = base
-        for name, what in described.items():
-            self.libraries[name].connect(what)
-        return list(described)
+        both = [name for name in described if name in self.libraries]
+        for name in both:
+            self.libraries[name].connect(described[name])
+        return both
 
     def serve(self, name: str) -> None:
         """From now on `idle` serves that library; "": the nodes."""
@@ -224,14 +247,14 @@ class _End(Side):
 class Sources(_End):
     """All prefill ranks. Their pools hold their marks."""
 
-    def __init__(self, case: Case, directory: str, fabric: Fabric) -> None:
-        super().__init__(case, case.src, fabric)
+    def __init__(self, case: Case, directory: str, fabric: Fabric, place: Place) -> None:
+        super().__init__(case, case.src, fabric, place)
         self._n_listed = 0
         for rank, memory in enumerate(self.memories):
             memory.paint()
             node = PrefillNode(
                 memory.pool, Topology(tp_size=case.src.tp, tp_rank=rank), transport=fabric.transport,
-                bootstrap=directory, config=_CONFIG, observers=observers(),
+                bootstrap=directory, config=_CONFIG, observers=observers(), **place.of_node(),
             )  # fmt: skip
             expose(node)
             self.nodes.append(node)
@@ -269,13 +292,13 @@ class Sources(_End):
 class Sinks(_End):
     """All decode ranks."""
 
-    def __init__(self, case: Case, directory: str, fabric: Fabric) -> None:
-        super().__init__(case, case.dst, fabric)
+    def __init__(self, case: Case, directory: str, fabric: Fabric, place: Place) -> None:
+        super().__init__(case, case.dst, fabric, place)
         self._directory = directory
         for rank, memory in enumerate(self.memories):
             node = DecodeNode(
                 memory.pool, Topology(tp_size=case.dst.tp, tp_rank=rank), transport=fabric.transport,
-                config=_CONFIG, observers=observers(),
+                config=_CONFIG, observers=observers(), **place.of_node(),
             )  # fmt: skip
             expose(node)
             self.nodes.append(node)
@@ -321,13 +344,18 @@ def item_spans(layout: Layout, request: Request) -> tuple[NDArray[np.int64], NDA
 
 
 class Bed:
-    """Both processes of one case. A context manager."""
+    """Both processes of one case; `there`: the decode side's is at that host. A context manager."""
 
-    def __init__(self, case: Case, fabric: Fabric) -> None:
+    def __init__(self, case: Case, fabric: Fabric, there: There | None = None) -> None:
         self._case = case
-        self._directory = BootstrapServer().start()
-        self._src, self._dst = (
-            Rank(side, case, self._directory.address, fabric, env=fabric.env) for side in (Sources, Sinks)
+        place = there.place if there is not None else Place()
+        self._directory = place.directory().start()
+        given = case, self._directory.address, fabric
+        self._src = Rank(Sources, *given, place, env=fabric.env)
+        self._dst = (
+            there.rank(case.request(), self._directory.address, fabric)
+            if there is not None
+            else Rank(Sinks, *given, place, env=fabric.env)
         )
         self._burst = 0
         self.libraries: list[str] = []
@@ -416,24 +444,70 @@ def _memory() -> int:
     return int(line.split()[1]) * 1024 * 2 // 3
 
 
-def run(quick: bool, *, scale: int = 0, transport: str = "") -> Measured:
-    """`scale`: 1 of so many layers of each model; 0: all, or few for a look. `transport`: only that one."""
+def serve(bind: str, place: Place) -> Server:
+    """The other host's side of `--peer`, to be entered."""
+    return Server(bind, place, _decode_side, _memory)
+
+
+def _decode_side(asked: Requests | Cells, directory: str, fabric: Fabric, place: Place) -> Rank:
+    if not isinstance(asked, Requests):
+        return traffic.decode_side(asked, fabric, place, _memory())
+    case = Case.asked(asked)
+    if case.memory_nbytes > _memory():
+        raise UsageError(f"not enough memory for {case}", remedy="a higher --scale keeps fewer layers")
+    return Rank(Sinks, case, directory, fabric, place, env=fabric.env)
+
+
+def run(
+    quick: bool,
+    *,
+    scale: int = 0,
+    transport: str = "",
+    matrix: Path | None = None,
+    peer: tuple[str, Place] | None = None,
+) -> Measured:
+    """`scale`: 1 of so many layers of each model; 0: all, or few for a look. `transport`: only that one.
+
+    `matrix`: a file of kvbench, whose patterns are measured instead of the models (matrix.py). `peer`: the other host's
+    address and this one's place.
+    """
+    patterns = matrices.read(matrix) if matrix is not None else []
+    with contextlib.ExitStack() as stack:
+        there = stack.enter_context(There(*peer)) if peer is not None else None
+        over, left_out = fabrics_between(there.side) if there is not None else (fabrics(), [])
+        over = [fabric for fabric in over if transport in ("", fabric.transport)]
+        if there is not None and not over:
+            raise UsageError(
+                f"no fabric between the two hosts: {'; '.join(left_out)}", remedy="choose another --transport"
+            )
+        limit = min(_memory(), there.side.memory) if there is not None else _memory()
+        if matrix is not None:
+            rows, more = traffic.measure(patterns, over, 2 if quick else 5, limit, there)
+        else:
+            rows, more = _models(scale or (QUICK_SCALE if quick else 1), quick, over, limit, there)
+        machine = {"decode": there.side.machine} if there is not None else {}
+        return Measured(rows, machine, left_out + more, [])
+
+
+def _models(
+    scale: int, quick: bool, over: list[Fabric], limit: int, there: There | None
+) -> tuple[list[Row], list[str]]:
+    """Rows of every case that fits `limit` bytes of memory, and what was left out."""
     rows: list[Row] = []
     left_out = []
-    limit, repeats = _memory(), 2 if quick else 5
-    for whole in cases(scale or (QUICK_SCALE if quick else 1), quick):
+    repeats = 2 if quick else 5
+    for whole in cases(scale, quick):
         case = _fitting(whole, limit)
         sizes = case.sizes if case is not None else ()
         for size in whole.sizes[len(sizes) :]:
             left_out.append(f"{whole}, {size} at once: not enough memory; a higher --scale keeps fewer layers")
         if case is None:
             continue
-        for fabric in fabrics():
-            if transport in ("", fabric.transport):
-                with Bed(case, fabric) as bed:
-                    for size in sizes:
-                        rows += _measured(bed, case, fabric, size, repeats)
-    return Measured(rows, {}, left_out, [])
+        for fabric in over:
+            with Bed(case, fabric, there) as bed:
+                for size in sizes:
+                    rows += _measured(bed, case, fabric, size, repeats)
+    return rows, left_out
 
 
 def _measured(bed: Bed, case: Case, fabric: Fabric, n: int, repeats: int) -> Iterator[Row]:

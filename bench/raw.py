@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdstage.layout import Region
-from pdstage.transport import Done, Spans, open_transport
+from pdstage.transport import Done, Spans, open_from_config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Raw:
-    """One end, with memory for `nbytes`; either end may write to the other."""
+    """One end, with memory for `nbytes`; either end may write to the other.
 
-    def __init__(self, transport: str, nbytes: int) -> None:
-        self._transport = open_transport(transport)
+    `host`: this host's address for peers elsewhere; empty: as the transport chooses.
+    """
+
+    def __init__(self, transport: str, nbytes: int, host: str = "") -> None:
+        self._transport = open_from_config(transport, "cpu", host)
         self._memory = np.ones(nbytes, np.uint8)
         self._region = Region(self._memory.ctypes.data, nbytes)
         self._transport.register([self._region])
@@ -35,6 +42,20 @@ class Raw:
         self._transport.post("raw", spans, b"raw")
         while not any(isinstance(event, Done) for event in self._transport.poll()):
             pass
+        return time.perf_counter() - start
+
+    def writes(self, sizes: Sequence[int]) -> float:
+        """Seconds until all of `sizes` bytes are written, each as one descriptor of its own post, side by side."""
+        ends = np.cumsum([0, *sizes])
+        posts = [
+            Spans(*(np.array([one], np.int64) for one in (self._region.base + at, self._there.base + at, nbytes)))
+            for at, nbytes in zip(ends.tolist(), sizes, strict=False)
+        ]
+        start, n_left = time.perf_counter(), len(posts)
+        for number, spans in enumerate(posts):
+            self._transport.post("raw", spans, b"raw %d" % number)
+        while n_left:
+            n_left -= sum(isinstance(event, Done) for event in self._transport.poll())
         return time.perf_counter() - start
 
     def idle(self) -> None:

@@ -125,12 +125,12 @@ def component(run: int) -> str:
 
 
 class Side(Actor):
-    """All ranks of one side, and one end of the raw write of up to `nbytes`."""
+    """All ranks of one side, and one end of the raw write of up to `nbytes`. `host`: see `Raw`."""
 
-    def __init__(self, nbytes: int, transport: str) -> None:
+    def __init__(self, nbytes: int, transport: str, host: str = "") -> None:
         self.nodes: list[Any] = []
         self.handles: list[Handle] = []
-        self._raw = Raw(transport, nbytes)
+        self._raw = Raw(transport, nbytes, host)
         self._is_raw = False
 
     def idle(self) -> None:

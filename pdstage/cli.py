@@ -25,6 +25,7 @@ from pdstage.errors import PdstageError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdstage.bench.two_hosts import Place, Server
     from pdstage.control.keys import Keys
     from pdstage.tools.calibrate.peer import Peer
 
@@ -59,6 +60,7 @@ def parser() -> Parser:
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
     bench.add_argument("--scale", type=int, metavar="N", help="kv-transfer: keep 1 of N of a model's layers")
     bench.add_argument("--transport", metavar="NAME", help="kv-transfer: measure only this transport")
+    _add_hosts(bench)
     _add_metrics_port(bench)
     _add_trace(bench)
     bench.set_defaults(run=_bench)
@@ -98,6 +100,24 @@ def parser() -> Parser:
 def _add_keys_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--keys", type=Path, metavar="FILE", help="encrypt, and trust who holds this key file's key")
     command.add_argument("--allow", type=Path, metavar="FILE", help="with --keys: public keys of others to trust")
+
+
+def _add_hosts(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument(
+        "--matrix", type=Path, metavar="FILE", help="kv-transfer: move what a traffic file or a matrix of kvbench says"
+    )
+    bench.add_argument(
+        "--serve", metavar="HOST:PORT", help="kv-transfer: be the decode side of --peer, until interrupted"
+    )
+    bench.add_argument(
+        "--peer",
+        metavar="HOST:PORT",
+        help="kv-transfer: decode on the host where --serve waits; each side obeys typed messages only, and with "
+        "--keys only from who holds them",
+    )
+    bench.add_argument("--bind", metavar="HOST", help="with --peer: of this side's nodes; default: towards the peer")
+    bench.add_argument("--insecure", action="store_true", help="allow addresses that other machines can reach")
+    _add_keys_options(bench)
 
 
 def _add_metrics_port(command: argparse.ArgumentParser) -> None:
@@ -180,7 +200,14 @@ def _bench(given: argparse.Namespace) -> int:
 
     if (port := checked(given.metrics_port)) is not None:
         os.environ[VARIABLE] = str(port)
-    options = {name: value for name in ("scale", "transport") if (value := getattr(given, name)) is not None}
+    names = ("scale", "transport", "matrix")
+    options = {name: value for name in names if (value := getattr(given, name)) is not None}
+    if given.serve is not None:
+        return _bench_serve(given)
+    if given.peer is not None:
+        options["peer"] = given.peer, _place(given, given.bind or "")
+    elif given.bind or given.insecure or given.keys or given.allow:
+        raise UsageError("--bind, --insecure, --keys or --allow without --peer", remedy="say who the other host is")
     if given.trace is None:
         result = run_named(given.name, given.quick, **options)
     else:
@@ -188,6 +215,23 @@ def _bench(given: argparse.Namespace) -> int:
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
+
+
+def _bench_serve(given: argparse.Namespace) -> int:
+    if given.name != "kv-transfer":
+        raise UsageError(f"bench {given.name} has no --serve", remedy="leave it out", field="serve")
+    if given.peer is not None:
+        raise UsageError("--serve with --peer", remedy="run --serve on one host and --peer on the other", field="peer")
+    from pdstage.bench.kv_transfer import serve  # noqa: PLC0415
+
+    return _serve(serve(given.serve, _place(given)))
+
+
+def _place(given: argparse.Namespace, host: str = "") -> Place:
+    from pdstage.bench.two_hosts import Place  # noqa: PLC0415
+
+    _keys_given(given)  # raises for files that are none
+    return Place(host, str(given.keys or ""), str(given.allow or ""), given.insecure)
 
 
 def _add_top(top: argparse.ArgumentParser) -> None:
@@ -289,7 +333,7 @@ def _calibrate(given: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(peer: Peer) -> int:
+def _serve(peer: Peer | Server) -> int:
     with peer:
         print(f"serving at {peer.endpoint}", flush=True)
         peer.serve()

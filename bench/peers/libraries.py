@@ -7,6 +7,7 @@ does (SemiAnalysisAI/InferenceX#2510). Mooncake gets batches, as from SGLang.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -99,20 +100,20 @@ class Nixl:
 
 
 class Mooncake:
-    """Mooncake's Transfer Engine over tcp."""
+    """Mooncake's Transfer Engine over tcp. `host`: this host's address for the peer."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, host: str = "127.0.0.1") -> None:
         from mooncake.engine import TransferEngine  # noqa: PLC0415  (not everywhere)
 
         self._engine: Any = TransferEngine()
-        if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
+        if self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError("Mooncake does not start")
         if self._engine.register_memory(region.base, region.nbytes):
             raise RuntimeError("Mooncake does not register the pool")
-        self._base, self._peer = region.base, ""
+        self._base, self._host, self._peer = region.base, host, ""
 
     def describe(self) -> str:
-        return f"127.0.0.1:{self._engine.get_rpc_port()}"
+        return f"{self._host}:{self._engine.get_rpc_port()}"
 
     def connect(self, described: str) -> None:
         self._peer = described
@@ -134,10 +135,10 @@ class Mooncake:
         self._engine = None
 
 
-def installed(transport: str) -> dict[str, Callable[[Region], Library]]:
-    """The libraries to measure beside rooms over `transport`, by name."""
+def installed(transport: str, host: str = "127.0.0.1") -> dict[str, Callable[[Region], Library]]:
+    """The libraries to measure beside rooms over `transport`, by name. `host`: this host's address for the peer."""
     names: dict[str, tuple[str, Callable[[Region], Library]]] = {
-        "nixl": ("NIXL's own lists", Nixl), "mooncake": ("Mooncake's batches", Mooncake),
+        "nixl": ("NIXL's own lists", Nixl), "mooncake": ("Mooncake's batches", partial(Mooncake, host=host)),
     }  # fmt: skip
     if transport not in names or available().get(transport):
         return {}
