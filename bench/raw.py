@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdstage.layout import Region
-from pdstage.transport import Done, Spans, open_from_config
+from pdstage.transport import Done, PostFailed, Spans, open_from_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +40,7 @@ class Raw:
         spans = Spans(*(np.array([one], np.int64) for one in (here, there, nbytes or self._region.nbytes)))
         start = time.perf_counter()
         self._transport.post("raw", spans, b"raw")
-        while not any(isinstance(event, Done) for event in self._transport.poll()):
-            pass
+        self._await(1)
         return time.perf_counter() - start
 
     def writes(self, sizes: Sequence[int]) -> float:
@@ -51,12 +50,18 @@ class Raw:
             Spans(*(np.array([one], np.int64) for one in (self._region.base + at, self._there.base + at, nbytes)))
             for at, nbytes in zip(ends.tolist(), sizes, strict=False)
         ]
-        start, n_left = time.perf_counter(), len(posts)
+        start = time.perf_counter()
         for number, spans in enumerate(posts):
             self._transport.post("raw", spans, b"raw %d" % number)
-        while n_left:
-            n_left -= sum(isinstance(event, Done) for event in self._transport.poll())
+        self._await(len(posts))
         return time.perf_counter() - start
+
+    def _await(self, n_posts: int) -> None:
+        while n_posts:
+            for event in self._transport.poll():
+                if isinstance(event, PostFailed):
+                    raise event.error
+                n_posts -= isinstance(event, Done)
 
     def idle(self) -> None:
         self._transport.poll()

@@ -49,6 +49,7 @@ _WAYS_OVER: dict[str, tuple[tuple[str, dict[str, str]], ...]] = {
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
 Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 24)]
+Kept: TypeAlias = tuple[Annotated[int, Meta(ge=1, le=64)], Annotated[int, Meta(ge=1, le=4096)], bool]
 Word: TypeAlias = Annotated[str, Meta(max_length=512)]
 
 
@@ -84,8 +85,8 @@ class Requests(msgspec.Struct, frozen=True, tag=True):
     model: Word
     layers: Annotated[int, Meta(ge=1, le=1024)]
     tokens: Size
-    src: tuple[Size, Size, bool]
-    dst: tuple[Size, Size, bool]
+    src: Kept
+    dst: Kept
     sizes: Annotated[list[Size], Meta(min_length=1, max_length=64)]
 
 
@@ -180,8 +181,9 @@ class There:
     """The other host. A context manager.
 
     `address` is HOST:PORT as `--serve` printed it, with its key or without. `place` is this side's; its host, if empty,
-    becomes this host's address towards the other. Raises `TransportError` if nobody listens there, `UsageError` for
-    keys on one side only, and for an address that others can reach without keys or `insecure`.
+    becomes this host's address towards the other. `side` is what the other host has. Raises `TransportError` if nobody
+    listens there, `UsageError` for keys on one side only, and for an address that others can reach without keys or
+    `insecure`.
     """
 
     def __init__(self, address: str, place: Place) -> None:
@@ -189,7 +191,9 @@ class There:
         self._address = str(target)
         self._unanswered: TransportError | None = None
         self.place = place._replace(host=place.host or _own_host(target))
-        Address(self.place.host, 0).check_exposure(place.insecure, keys := place.held())
+        own = Address.parse(str(Address(self.place.host, 0)), "tcp", listening=True)
+        _check_named(own)
+        own.check_exposure(place.insecure, keys := place.held())
         self._socket = ControlSocket(None, identity=secrets.token_bytes(16), keys=keys, insecure=place.insecure)
         try:
             self._route = self._socket.connect(f"tcp://{target.keyed}")
@@ -288,10 +292,7 @@ class Server:
         memory: Callable[[], int],
     ) -> None:
         address = Address.parse(bind, "tcp", listening=True)
-        if address.is_wildcard:
-            raise UsageError(
-                f"{bind} names every interface", remedy="name the address that the other host reaches", field="serve"
-            )
+        _check_named(address)
         self._place, self._make, self._memory = place._replace(host=address.host), start, memory
         self._rank: Rank | None = None
         self._asked_by = b""
@@ -330,7 +331,7 @@ class Server:
             return Failed(f"at the peer: the question cannot be read: {error}", "run one release on both sides")
         except PdstageError as error:
             return Failed(f"at the peer: {error.what}", error.remedy)
-        except (RuntimeError, OSError, EOFError) as error:  # of the case's process, or of its start
+        except (RuntimeError, OSError, EOFError, ValueError) as error:  # of the case's process, or of its start
             traceback.print_exc()
             self._stop()
             lines = str(error).strip().splitlines()
@@ -366,6 +367,11 @@ class Server:
             raise UsageError("no case of yours is running", remedy="ask one peer from one place at a time")
         given = msgspec.msgpack.decode(asked.given, type=METHODS[asked.method][0])
         return self._rank.call(asked.method, *given)
+
+
+def _check_named(address: Address) -> None:
+    if address.is_wildcard:
+        raise UsageError(f"{address} names every interface", remedy="name the address that the other host reaches")
 
 
 def _own_host(target: Address) -> str:

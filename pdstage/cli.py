@@ -115,7 +115,7 @@ def _add_hosts(bench: argparse.ArgumentParser) -> None:
         help="kv-transfer: decode on the host where --serve waits; each side obeys typed messages only, and with "
         "--keys only from who holds them",
     )
-    bench.add_argument("--bind", metavar="HOST", help="with --peer: of this side's nodes; default: towards the peer")
+    bench.add_argument("--bind", metavar="HOST:0", help="with --peer: of this side's nodes; default: towards the peer")
     bench.add_argument("--insecure", action="store_true", help="allow addresses that other machines can reach")
     _add_keys_options(bench)
 
@@ -205,7 +205,7 @@ def _bench(given: argparse.Namespace) -> int:
     if given.serve is not None:
         return _bench_serve(given)
     if given.peer is not None:
-        options["peer"] = given.peer, _place(given, given.bind or "")
+        options["peer"] = given.peer, _place(given)
     elif given.bind or given.insecure or given.keys or given.allow:
         raise UsageError("--bind, --insecure, --keys or --allow without --peer", remedy="say who the other host is")
     if given.trace is None:
@@ -227,9 +227,16 @@ def _bench_serve(given: argparse.Namespace) -> int:
     return _serve(serve(given.serve, _place(given)))
 
 
-def _place(given: argparse.Namespace, host: str = "") -> Place:
+def _place(given: argparse.Namespace) -> Place:
+    """Where this side's nodes listen: each at a port of its own."""
     from pdstage.bench.two_hosts import Place  # noqa: PLC0415
+    from pdstage.control.address import Address  # noqa: PLC0415
 
+    host = ""
+    if given.bind is not None:
+        host, port, _ = Address.parse(_scheme(given.bind), "tcp", listening=True)
+        if port:
+            raise UsageError(f"--bind {given.bind} names one port", remedy="give port 0: each node has its own")
     _keys_given(given)  # raises for files that are none
     return Place(host, str(given.keys or ""), str(given.allow or ""), given.insecure)
 
