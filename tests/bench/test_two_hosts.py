@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import msgspec
 import pytest
 
 from pdstage import cli
-from pdstage.bench import kv_transfer, two_hosts
+from pdstage.bench import kv_transfer, traffic, two_hosts
 from pdstage.bench.harness import run_named
 from pdstage.bench.kv_transfer import MODELS, Case, Kept
 from pdstage.bench.two_hosts import Call, Place, Server, Start, There, fabrics_between
@@ -130,6 +132,14 @@ def test_only_what_is_listed_is_obeyed(stubs):
         with pytest.raises(TransportError, match="no fabric 'local'"):
             there.gave(Start(next(small()).request(), "local", ""), None)
     assert made[0].asked[1:] == []
+
+
+@pytest.mark.parametrize("module", [kv_transfer, traffic], ids=lambda module: module.__name__)
+def test_every_method_that_a_bed_asks_decode_for_is_listed(module):
+    """Else a row works on one host, and fails on two."""
+    source = inspect.getsource(module.Bed)
+    asked = re.findall(r"(?:_dst|one|other)\.call\(\s*\"(\w+)|_each\(\"(\w+)", source)
+    assert len(asked) > 4 and {"".join(names) for names in asked} <= two_hosts.METHODS.keys()
 
 
 def test_a_model_that_the_other_release_does_not_know():
