@@ -35,6 +35,7 @@ from pdstage.protocol.state import State
 
 from . import matrix as matrices
 from . import shapes, traffic
+from .bound import Costs, Pieces
 from .harness import Measured, Row
 from .peers.libraries import Library, Pages, installed
 from .ranks import Rank, expose, observers
@@ -88,6 +89,10 @@ class Case(NamedTuple):
         """Whether the two sides' pages are alike, so that a library can move them."""
         return self.src == self.dst and self.src.tp == 1
 
+    def ends(self, side: str) -> tuple[Kept, Kept]:
+        """How that side, "src" or "dst", keeps its cache, and how the other does."""
+        return (self.src, self.dst) if side == "src" else (self.dst, self.src)
+
     def place(self, kept: Kept, rank: int, base: int = 0) -> Layout:
         n_items = {"kv": self._n_pages(kept), SLOTS: _SLACK * max(self.sizes)}
         model = replace(self.model, page=kept.page)
@@ -98,7 +103,7 @@ class Case(NamedTuple):
 
     def requests(self, side: str, burst: int, n: int) -> list[Request]:
         """Pages and slots of `n` requests at "src" or "dst", drawn by the burst's number."""
-        kept: Kept = getattr(self, side)
+        kept, _ = self.ends(side)
         rng = np.random.default_rng([burst, side == "dst"])
         a_request = self.tokens // kept.page
         pages = rng.permutation(self._n_pages(kept))[: n * a_request].reshape(n, a_request)
@@ -204,17 +209,38 @@ class Memory:
 
 
 class _End(Side):
-    """One side's ranks, and one end of each library."""
+    """One side's ranks, "src" or "dst", and one end of each library."""
 
-    def __init__(self, case: Case, kept: Kept, fabric: Fabric, place: Place) -> None:
+    def __init__(self, case: Case, side: str, fabric: Fabric, place: Place) -> None:
         super().__init__(max(case.sizes) * case.nbytes, fabric.transport, place.far_host)
-        self.case = case
+        self.case, self._side = case, side
+        kept, _ = case.ends(side)
         self.memories = [Memory(case, kept, rank) for rank in range(kept.tp)]
         self.libraries: dict[str, Library] = {}
         if case.is_equal:
             known = installed(fabric.transport, place.host)
             self.libraries = {name: make(self.memories[0].region) for name, make in known.items()}
         self._serving: Library | None = None
+        self._pieces: list[Pieces] = []
+
+    def copies(self, burst: int, n: int) -> float:
+        """Seconds of this side's copies of a burst, alone."""
+        if not self._pieces:
+            self._pieces = self._new_pieces()
+        requests = [(one.pages, one.slot) for one in self.case.requests(self._side, burst, n)]
+        return sum(of_rank.seconds(requests) for of_rank in self._pieces)
+
+    def _new_pieces(self) -> list[Pieces]:
+        own, theirs = (
+            {rank: self.case.place(kept, rank) for rank in range(kept.tp)} for kept in self.case.ends(self._side)
+        )
+        return [
+            Pieces(
+                memory.pool, own, theirs, rank=rank, gathers=self._side == "src", tokens=self.case.tokens,
+                nbytes=_CONFIG.chunk_nbytes,
+            )
+            for rank, memory in enumerate(self.memories)
+        ]  # fmt: skip
 
     def idle(self) -> None:
         if self._serving is not None:
@@ -248,7 +274,7 @@ class Sources(_End):
     """All prefill ranks. Their pools hold their marks."""
 
     def __init__(self, case: Case, directory: str, fabric: Fabric, place: Place) -> None:
-        super().__init__(case, case.src, fabric, place)
+        super().__init__(case, "src", fabric, place)
         self._n_listed = 0
         for rank, memory in enumerate(self.memories):
             memory.paint()
@@ -293,7 +319,7 @@ class Sinks(_End):
     """All decode ranks."""
 
     def __init__(self, case: Case, directory: str, fabric: Fabric, place: Place) -> None:
-        super().__init__(case, case.dst, fabric, place)
+        super().__init__(case, "dst", fabric, place)
         self._directory = directory
         for rank, memory in enumerate(self.memories):
             node = DecodeNode(
@@ -347,7 +373,7 @@ class Bed:
     """Both processes of one case; `there`: the decode side's is at that host. A context manager."""
 
     def __init__(self, case: Case, fabric: Fabric, there: There | None = None) -> None:
-        self._case = case
+        self._case, self._maps = case, fabric.transport == "local"
         place = there.place if there is not None else Place()
         self._directory = place.directory().start()
         given = case, self._directory.address, fabric
@@ -391,6 +417,23 @@ class Bed:
             took = self._dst.call("pull", self._burst, n)
         self._dst.call("check", self._burst, n)
         return took
+
+    def costs(self, n: int) -> Costs:
+        """Of the steps of a burst of `n` requests."""
+        self._burst += 1
+        for rank in (self._src, self._dst):
+            rank.begin("copies", self._burst, n)
+        gather_s, scatter_s = self._src.result(), self._dst.result()
+        if self._maps:
+            return Costs(gather_s, 0.0, 0.0, 0.0, scatter_s)
+        nbytes = n * self._case.nbytes
+        self._each("use_raw", True)
+        write_s = self._src.call("write", nbytes)
+        self._each("begin_cost")
+        self._src.call("write_slowly", nbytes)
+        send_s, receive_s = (rank.call("cost") for rank in (self._src, self._dst))
+        self._each("use_raw", False)
+        return Costs(gather_s, send_s, write_s, receive_s, scatter_s)
 
     def n_descriptors(self) -> int:
         n: int = self._src.call("n_descriptors")

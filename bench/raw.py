@@ -13,6 +13,8 @@ from pdstage.transport import Done, PostFailed, Spans, open_from_config
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+PAUSE_S = 5e-5
+
 
 class Raw:
     """One end, with memory for `nbytes`; either end may write to the other.
@@ -34,13 +36,13 @@ class Raw:
         self._transport.prepare("raw", [region])
         self._there = region
 
-    def write(self, nbytes: int = 0) -> float:
-        """Seconds of one write of `nbytes` as one descriptor; 0: of the whole memory."""
+    def write(self, nbytes: int = 0, *, pauses: bool = False) -> float:
+        """Seconds of one write of `nbytes` as one descriptor; 0: of the whole memory. `pauses`: between its polls."""
         here, there = self._region.base, self._there.base
         spans = Spans(*(np.array([one], np.int64) for one in (here, there, nbytes or self._region.nbytes)))
         start = time.perf_counter()
         self._transport.post("raw", spans, b"raw")
-        self._await(1)
+        self._await(1, PAUSE_S if pauses else 0.0)
         return time.perf_counter() - start
 
     def writes(self, sizes: Sequence[int]) -> float:
@@ -56,16 +58,18 @@ class Raw:
         self._await(len(posts))
         return time.perf_counter() - start
 
-    def _await(self, n_posts: int) -> None:
+    def _await(self, n_posts: int, pause_s: float = 0.0) -> None:
         while n_posts:
             for event in self._transport.poll():
                 if isinstance(event, PostFailed):
                     raise event.error
                 n_posts -= isinstance(event, Done)
+            if pause_s and n_posts:
+                time.sleep(pause_s)
 
     def idle(self) -> None:
         self._transport.poll()
-        time.sleep(5e-5)
+        time.sleep(PAUSE_S)
 
     def close(self) -> None:
         self._transport.close()

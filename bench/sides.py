@@ -9,7 +9,6 @@ length.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -43,6 +42,7 @@ N_VIEWS = 2 * LAYERS
 ROOM_NBYTES = 32 << 20
 N_BUFFERS = 4
 WAIT_S = 120.0
+_IDLE_S = 0.02
 TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 _WAYS_OVER: dict[str, tuple[tuple[str, dict[str, str]], ...]] = {
     "nixl": (("nixl, shared memory", {}), ("nixl, TCP", TCP))
@@ -132,6 +132,7 @@ class Side(Actor):
         self.handles: list[Handle] = []
         self._raw = Raw(transport, nbytes, host)
         self._is_raw = False
+        self._cost = ((0.0, 0.0), 0.0)
 
     def idle(self) -> None:
         if self._is_raw:
@@ -164,6 +165,24 @@ class Side(Actor):
     def write(self, nbytes: int = 0) -> float:
         return self._raw.write(nbytes)
 
+    def begin_cost(self) -> None:
+        """From now on the raw write's cost is counted, less that of polling while there is none."""
+        until = time.perf_counter() + _IDLE_S
+        began = time.perf_counter(), time.process_time()
+        while time.perf_counter() < until:
+            self._raw.idle()
+        now = time.perf_counter(), time.process_time()
+        self._cost = now, (now[1] - began[1]) / (now[0] - began[0])
+
+    def write_slowly(self, nbytes: int) -> None:
+        """A write with pauses between its polls."""
+        self._raw.write(nbytes, pauses=True)
+
+    def cost(self) -> float:
+        """Seconds of processor time since `begin_cost`."""
+        (at, busy_s), idle = self._cost
+        return max(0.0, time.process_time() - busy_s - idle * (time.perf_counter() - at))
+
     def close(self) -> None:
         for node in self.nodes:
             node.close(1.0)
@@ -187,13 +206,12 @@ class Sources(Side):
             )  # fmt: skip
             expose(self.nodes[-1])
 
-    def offer(self, path: str, run: int, room: int, chunk_nbytes: int) -> None:
+    def offer(self, path: str, run: int, room: int) -> None:
         self.until(lambda: all(handle.released for handle in self.handles))
         self.handles = []
         name, tokens = component(run), self.shape.tokens(run)
         for node in self.nodes:
             node.path = path
-            node.core.endpoint.config = dataclasses.replace(_CONFIG, chunk_nbytes=chunk_nbytes)
             sender = node.send(room)
             sender.chunk({name: self.shape.pages(run, room)}, {name: (0, tokens)})
             sender.finish()
@@ -279,10 +297,10 @@ class Sides:
             rank.close()
         self._directory.close()
 
-    def room(self, path: str, run: int, *, chunk_nbytes: int = _CONFIG.chunk_nbytes, check: bool = False) -> float:
+    def room(self, path: str, run: int, *, check: bool = False) -> float:
         """Seconds of one room by `path`; `check` compares every byte that arrived."""
         self._next += 1
-        self._src.call("offer", path, run, self._next, chunk_nbytes)
+        self._src.call("offer", path, run, self._next)
         return float(self._dst.call("pull", run, self._next, check))
 
     def raw(self) -> float:

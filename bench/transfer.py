@@ -253,7 +253,7 @@ def run(quick: bool, transport: str = "nixl") -> list[Row]:
         for src_tp in (1,) if quick else (1, 2):
             page = 1 if src_tp == 1 else 16  # so that runs of 1 KiB are all that one rank and another share
             rows.append(_against_raw(Case(src_tp, 1, 1024, nbytes, page), what, env, repeats, transport))
-    return [*rows, *_pipelined(quick), *_sweep(quick)]
+    return [*rows, *_sweep(quick)]
 
 
 def _against_direct(
@@ -285,32 +285,6 @@ def _against_raw(case: Case, what: str, env: dict[str, str] | None, repeats: int
         target=0.7 if transport == "nixl" else None,
         detail="from bind to Success; raw: one descriptor of the same bytes",
     )
-
-
-def _pipelined(quick: bool) -> list[Row]:
-    """One room as chunks that overlap, beside the same room as one chunk: gathered, then written, then scattered."""
-    shape, run_nbytes = Rooms(1, 1, QUICK_NBYTES), 1024
-    rows = []
-    for fabric in fabrics():
-        with Sides(shape, fabric) as sides:
-            took: dict[int, list[float]] = {_CONFIG.chunk_nbytes: [], shape.nbytes: []}
-            for number in range(4 if quick else 22):
-                for chunk_nbytes, times in took.items():
-                    seconds = sides.room("staged", run_nbytes, chunk_nbytes=chunk_nbytes, check=not number)
-                    if number:
-                        times.append(seconds)
-        parts, whole = took.values()
-        speed = shape.nbytes / 1e9 / statistics.median(whole)
-        rows.append(
-            Row(
-                name=f"staged in chunks of 4 MiB beside one chunk, {fabric.name}, {QUICK_NBYTES >> 20} MiB",
-                value=speed / median_ratio(parts, whole),
-                baseline=speed,
-                unit="GB/s",
-                detail="what overlapping gather, write and scatter gains",
-            )
-        )
-    return rows
 
 
 def _sweep(quick: bool) -> list[Row]:

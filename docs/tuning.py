@@ -44,10 +44,9 @@ def table() -> str:
 
 
 def knobs() -> list[Knob]:
-    auto, transfer, rooms = Report("auto"), Report("transfer"), Report("rooms")
+    auto, rooms = Report("auto"), Report("rooms")
     host, convert = Report("host-kernels"), Report("convert")
     near = auto.rows["cells where auto is within 10 % of the better path, all"]
-    chunked = transfer.ratios("staged in chunks of 4 MiB beside one chunk")
     plain, summed = (host.rows[f"{way}, slots, 256 B runs, 64 MiB"]["ratio"] for way in ("gather", "gather + checksum"))
     cluster = Report("cluster")
     scarce, enough = (cluster.ratios("p99, load 60%", f"staging {mib} MiB")[0] for mib in (16, 32))
@@ -65,8 +64,8 @@ def knobs() -> list[Knob]:
              f"{near['detail'].partition(';')[0]} {auto.link}"),
         Knob("`calibration`", "the transport's traits", "once for each kind of pair of hosts",
              f"the same cells were chosen by one {auto.link}"),
-        Knob("`Config.chunk_nbytes`", "4 MiB", "rooms are a few MiB and a chunk's own time shows, or lanes are small",
-             f"16 MiB in chunks of 4 MiB beside one chunk: {chunked[0]:.2f} to {chunked[-1]:.2f} x {transfer.link}"),
+        Knob("`Config.chunk_nbytes`", "16 MiB", "short writes to other peers must come between those of a long one",
+             "the longest chunk; chunks are sized by the transport's costs, 4 MiB at least"),
         Knob("`staging_nbytes`", "256 MiB", "many rooms at once wait for leases, or memory is short",
              f"64 x 64 ranks at 60 % of their NICs: p99 beside no limits is {scarce:.2f} x with 16 MiB at decode, "
              f"{enough:.2f} x with 32 MiB {sizing}"),

@@ -51,12 +51,14 @@ class Library(Protocol):
 
 
 class Nixl:
-    """NIXL's agent with its UCX backend."""
+    """NIXL's agent with its UCX backend. Without NIXL's thread, which would spin on a core that the other ways need."""
 
     def __init__(self, region: Region) -> None:
         from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415  (not everywhere)
 
-        self._agent: Any = nixl_agent(f"bench-{time.monotonic_ns()}", nixl_agent_config(backends=["UCX"]))
+        self._agent: Any = nixl_agent(
+            f"bench-{time.monotonic_ns()}", nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
+        )
         self._held = self._agent.register_memory([(region.base, region.nbytes, 0, "")], "DRAM")
         self._peer = ""
 

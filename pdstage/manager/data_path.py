@@ -16,7 +16,7 @@ from pdstage.manager.sessions import label
 from pdstage.plan import layers_of, selects
 from pdstage.plan.spans import Index, split
 from pdstage.plan.token_slices import DirectPlans
-from pdstage.protocol.destinations import clip
+from pdstage.protocol.destinations import LEAST_PIECE_NBYTES, clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.session import Attach, Detach
 from pdstage.stager import Passes
@@ -42,6 +42,8 @@ _MAX_PLANS = 128  # of a session: ranges of layers, times what its rooms ask for
 _LONG_RUN_NBYTES = 64 << 10
 """Runs of so many bytes on average are for a device's copy engines, which need none of its multiprocessors; a guess."""
 
+_IN_A_LANE = 4
+"""Chunks that a lane should hold at once: while one is scattered another lands, and others are gathered."""
 
 MAX_TOGETHER = 8
 """Gathers that are done as one: as many destinations as one launch has."""
@@ -88,10 +90,19 @@ class DataPath:
             rects = clip(chunk.source.rects, destination)
             tokens = destination.session.common.tokens(rects)
             nbytes = destination.session.stagings.of(destination.shares, rects).nbytes(tokens)
-            n_chunks = -(-nbytes // self._chunk_nbytes)
+            n_chunks = -(-nbytes // self.piece_nbytes(destination, nbytes))
         n_descriptors = self._direct(destination, rects).n_descriptors(tokens)
         traits = self._transport.traits_of(self._sessions.plan(destination.session).label)
         return self._cost_of(traits).prefers_direct(nbytes, n_descriptors, n_chunks)
+
+    def piece_nbytes(self, destination: Destination, nbytes: int) -> int:
+        """How long the chunks are to be into which `nbytes` for the destination are split: by what its transport costs,
+        and so that several fit its largest lane, but not below `LEAST_PIECE_NBYTES`, nor above `chunk_nbytes`.
+        """
+        session = destination.session
+        traits = self._transport.traits_of(self._sessions.plan(session).label)
+        wanted = min(self._cost_of(traits).piece_nbytes(nbytes), session.largest_lane // _IN_A_LANE)
+        return min(max(LEAST_PIECE_NBYTES, wanted), self._chunk_nbytes)
 
     def _direct(self, destination: Destination, rects: tuple[Rect, ...]) -> DirectPlans:
         peer, session = self._sessions.plan(destination.session), destination.session

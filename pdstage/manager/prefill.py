@@ -229,8 +229,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
             description=offer.description, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, config=self.config,
-            choose=self.data_path.prefers_direct, direct=path != "staged", others=tuple(others),
-            notifies=self.transport.traits.notifies, rows=self.rows, model=options.facts(),
+            choose=self.data_path.prefers_direct, piece=self.data_path.piece_nbytes, direct=path != "staged",
+            others=tuple(others), notifies=self.transport.traits.notifies, rows=self.rows, model=options.facts(),
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""

@@ -5,6 +5,7 @@ The numbers come from a transport's traits or from a calibration.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, fields
 
@@ -90,14 +91,26 @@ class CostModel:
 
     def staged_s(self, nbytes: int, n_runs: int, n_chunks: int = 1) -> float:
         """A pipeline of three stages that other rooms keep filled. `n_runs` are copied on either side."""
-        write_s = nbytes / self.bulk_bytes_per_s if self.bulk_bytes_per_s else self.descriptor_s(nbytes)
-        stages_s = (
-            n_runs * self.gather_run_s + nbytes / self.gather_bytes_per_s,
-            write_s,
-            n_runs * self.scatter_run_s + nbytes / self.scatter_bytes_per_s,
-        )
+        stages_s = self._stages_s(nbytes, n_runs)
         hidden_s = self.overlap * (sum(stages_s) - max(stages_s))
         return self.lease_s + n_chunks * self.chunk_s + sum(stages_s) - hidden_s
+
+    def _stages_s(self, nbytes: int, n_runs: int) -> tuple[float, float, float]:
+        return (
+            n_runs * self.gather_run_s + nbytes / self.gather_bytes_per_s,
+            nbytes / self.bulk_bytes_per_s if self.bulk_bytes_per_s else self.descriptor_s(nbytes),
+            n_runs * self.scatter_run_s + nbytes / self.scatter_bytes_per_s,
+        )
+
+    def piece_nbytes(self, nbytes: int) -> int:
+        """The best length of the pieces of `nbytes` that are all there, of which gather, write and scatter overlap.
+
+        The slowest stage hides the other two but for one piece of each, so n pieces leave 1 / n of those two; but each
+        adds `chunk_s`. The sum is minimal at the square root of their quotient.
+        """
+        stages_s = self._stages_s(nbytes, 0)
+        n = ((sum(stages_s) - max(stages_s)) / self.chunk_s) ** 0.5 if self.chunk_s else nbytes
+        return math.ceil(nbytes / max(1.0, n))
 
     def pieces(self, nbytes: int) -> int:
         """The best number of pieces for bytes that are computed one after the other, such as a prefill step's layers.

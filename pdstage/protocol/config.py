@@ -48,8 +48,10 @@ class Config:
     max_peers: int = 4_096
     """Beyond it the idlest session is asked to end for each new peer; where all are in use, the new one is refused."""
     max_aux_nbytes: int = 4 << 20
-    chunk_nbytes: int = 4 << 20
-    """Prefill splits longer chunks, so that gather, write and scatter of one room overlap."""
+    chunk_nbytes: int = 16 << 20
+    """The longest chunk. Prefill splits what it is given into such ones, or into shorter ones where by the transport's
+    costs they overlap better: gather of one, write of the next and scatter of a third.
+    """
     checksums: bool = False
     """Staged chunks carry a checksum, made while gathering and verified while scattering, if both sides say so."""
 

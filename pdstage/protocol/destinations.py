@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pdstage.protocol.messages import Open, Written
     from pdstage.protocol.session import Session
 
+LEAST_PIECE_NBYTES = 4 << 20
+"""So many bytes are one chunk, unless a limit is lower: what overlaps in shorter ones is less than chunks cost."""
+
 
 @dataclass(slots=True, eq=False)
 class SubmittedChunk:
@@ -163,9 +166,14 @@ def clip(rects: tuple[Rect, ...], destination: Destination) -> tuple[Rect, ...]:
     return tuple(kept)
 
 
-def split(rects: tuple[Rect, ...], destination: Destination, limit: int) -> Iterator[tuple[tuple[Rect, ...], int]]:
+def split(
+    rects: tuple[Rect, ...],
+    destination: Destination,
+    limit: int,
+    piece: Callable[[Destination, int], int] | None = None,
+) -> Iterator[tuple[tuple[Rect, ...], int]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers. Each
-    with its staged bytes.
+    with its staged bytes. `piece(destination, nbytes)` may say a smaller limit for more than `LEAST_PIECE_NBYTES`.
 
     A single row of a single layer that is larger still comes whole: the caller sees its size. No two chunks share a
     row.
@@ -175,6 +183,8 @@ def split(rects: tuple[Rect, ...], destination: Destination, limit: int) -> Iter
     shares, common, stagings = destination.shares, destination.session.common, destination.session.stagings
     tokens, staging = common.tokens(rects), stagings.of(shares, rects)
     nbytes = staging.nbytes(tokens)
+    if piece is not None and nbytes > LEAST_PIECE_NBYTES:
+        limit = min(limit, piece(destination, nbytes))
     if nbytes <= limit:
         yield rects, nbytes
         return

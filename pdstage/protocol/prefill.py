@@ -44,6 +44,8 @@ class PrefillCore:
     """The protocol's prefill half.
 
     `choose(chunk)` says whether a chunk that may be written straight into pages should be; `direct`: any may be.
+    `piece(destination, nbytes)` says how long the chunks are to be into which `nbytes` are split; None: as long as they
+    may.
     `notifies`: the transport delivers tags; else they are sent as `Tagged`.
     """
 
@@ -59,6 +61,7 @@ class PrefillCore:
         buffer_nbytes: int,
         config: Config,
         choose: Callable[[Chunk], bool],
+        piece: Callable[[Destination, int], int] | None = None,
         direct: bool = True,
         notifies: bool = True,
         others: tuple[m.Offer, ...] = (),
@@ -76,7 +79,7 @@ class PrefillCore:
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.rooms = PrefillRooms(
-            self.endpoint, welcome, rows, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
+            self.endpoint, welcome, rows, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose, piece=piece
         )
         self.chunks = self.rooms.chunks
         self._direct = direct

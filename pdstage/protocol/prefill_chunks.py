@@ -237,7 +237,8 @@ class ChunkOwner(Protocol):
 class ChunkSender:
     """Chunks, from the first Reserve to the last completion.
 
-    `choose(chunk)` says whether a chunk that may be written straight into pages should be.
+    `choose(chunk)` says whether a chunk that may be written straight into pages should be. `piece(destination, nbytes)`
+    says how long the chunks are to be into which `nbytes` are split; None: as long as they may.
     """
 
     def __init__(
@@ -249,6 +250,7 @@ class ChunkSender:
         n_buffers: int,
         buffer_nbytes: int,
         choose: Callable[[Chunk], bool],
+        piece: Callable[[Destination, int], int] | None,
     ) -> None:
         self.endpoint = endpoint
         self.buffers = SendBuffers(n_buffers)
@@ -260,7 +262,7 @@ class ChunkSender:
         self._owner = owner
         self._buffer_nbytes = buffer_nbytes
         self._limit = min(buffer_nbytes, endpoint.config.chunk_nbytes)
-        self._choose = choose
+        self._choose, self._piece = choose, piece
         self._in_doubt: set[m.SessionId] = set()
         self._doubts_all = False
 
@@ -361,7 +363,7 @@ class ChunkSender:
         if destination.phase is not DestinationPhase.LIVE:
             return
         limit = min(self._limit, destination.session.largest_lane)
-        for rects, nbytes in split(clip(source.rects, destination), destination, limit):
+        for rects, nbytes in split(clip(source.rects, destination), destination, limit, self._piece):
             self._add_piece(destination, source, rects, nbytes, now)
 
     def _add_piece(

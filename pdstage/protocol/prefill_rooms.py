@@ -59,10 +59,11 @@ class PrefillRooms:
         n_buffers: int,
         buffer_nbytes: int,
         choose: Callable[[Chunk], bool],
+        piece: Callable[[Destination, int], int] | None,
     ) -> None:
         self.endpoint = endpoint
         self.chunks = ChunkSender(
-            endpoint, welcome.layout, self, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
+            endpoint, welcome.layout, self, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose, piece=piece
         )
         self.by_key: dict[bytes, PrefillRoom] = {}
         self.destinations: dict[tuple[m.SessionId, int], Destination] = {}

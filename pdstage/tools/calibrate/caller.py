@@ -24,6 +24,8 @@ from pdstage.layout.topology import Topology
 from pdstage.manager import PrefillNode
 from pdstage.manager.calibration import VERSION, Calibration
 from pdstage.plan.cost import CostModel
+from pdstage.protocol.config import Config
+from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
 from pdstage.tools.calibrate import fit
 from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.fit import Timed, Timings
@@ -57,6 +59,8 @@ _PATHS = ("direct", "staged")
 
 # Runs, bytes of a room or a copy, repeats.
 FULL = (pools.RUNS, (256 << 10, 1 << 20, 4 << 20, 16 << 20), 6)
+_CONFIG = Config(chunk_nbytes=LEAST_PIECE_NBYTES)
+"""Chunks of one length, however long a room, so that it is known how many each has."""
 QUICK = (pools.RUNS[::3], (256 << 10, 2 << 20, 8 << 20), 3)
 AT_ONCE = 4
 """Rooms that are timed together: a single room waits for its lease and its copies in turn, while a busy node does other
@@ -100,7 +104,7 @@ class Caller:
         self.ask(Start(transport), wait_s=wait_s)
         with PrefillNode(
             self.pool, Topology(), transport=transport, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
-            keys=self._keys, insecure=self._insecure,
+            keys=self._keys, insecure=self._insecure, config=_CONFIG,
         ) as node:  # fmt: skip
             yield node
         self.ask(Stop(), wait_s=wait_s)
@@ -134,7 +138,7 @@ class Caller:
                     seconds = self.room(node, path, run, tokens, at_once=AT_ONCE).seconds[0]
                     if number:  # the first round warms up
                         took.setdefault((path, run, tokens), []).append(seconds / AT_ONCE)
-        chunk_nbytes = min(node.parts[0].nbytes, node.config.chunk_nbytes)
+        chunk_nbytes = min(node.parts[0].nbytes, _CONFIG.chunk_nbytes)
         for path in _PATHS:
             yield [_timed(run, tokens, took[path, run, tokens], chunk_nbytes) for run, tokens in cases]
 
