@@ -305,7 +305,7 @@ def _scatter_gather(quick: bool, transport: str) -> list[Row]:
     """Direct with a put for a whole list beside direct with one for each descriptor, and staged; none without it."""
     rows = []
     for env, what in ((None, "shared memory"), (TCP, "TCP")) if transport == "nixl" else ():
-        for run_nbytes in (1024,) if quick else (256, 1024, 16384, 65536):
+        for run_nbytes in (1024,) if quick else (256, 1024, 4096, 16384):
             case = Case(2, 1, run_nbytes, QUICK_NBYTES)
             with Bed(case, ("staged", "direct", LISTS), env=env) as bed:
                 if not bed.has_scatter_gather():
