@@ -25,6 +25,7 @@ from pdstage.protocol.config import Config
 from pdstage.protocol.state import State
 
 from .harness import Row
+from .peers.libraries import has_scatter_gather, scatter_gather
 from .ranks import Actor, Rank, Shape, expose, observers
 from .raw import Raw
 from .sides import PAIRS, RUNS, TCP, Sides, fabrics, median_ratio
@@ -37,6 +38,10 @@ SEND_NBYTES, N_BUFFERS = 16 << 20, 4
 MAX_LANES_NBYTES = 64 << 20
 QUICK_NBYTES, NBYTES = 16 << 20, 128 << 20
 WAIT_S = 120.0
+LISTS = "scatter-gather"
+"""Beside the paths: the direct one with NIXL's scatter-gather put, which takes a whole list of descriptors."""
+AGAIN = "direct again"
+"""The direct path by one more node: how far two nodes differ that do the same."""
 _CONFIG = Config(max_silence_s=300.0)  # the nodes of the paths that are not measured are not polled
 
 
@@ -98,10 +103,17 @@ class _End(Actor):
         else:
             self.raw.idle()
 
+    def has_scatter_gather(self) -> bool:
+        return has_scatter_gather()
+
     def close(self) -> None:
         for node in self.nodes.values():
             node.close()
         self.raw.close()
+
+
+def _path(way: str) -> str:
+    return "direct" if way in (LISTS, AGAIN) else way
 
 
 class Source(_End):
@@ -112,13 +124,13 @@ class Source(_End):
         self.case = case
         pool = case.shape(case.src_tp, rank).pool(fill=rank + 1)
         topology = Topology(tp_size=case.src_tp, tp_rank=rank)
-        self.nodes: dict[str, PrefillNode] = {
-            path: PrefillNode(
-                pool, topology, transport=transport, bootstrap=bootstrap, path=path, staging_nbytes=SEND_NBYTES,
-                n_buffers=N_BUFFERS, config=_CONFIG, observers=observers(),
-            )
-            for path, bootstrap in boots.items()
-        }  # fmt: skip
+        self.nodes: dict[str, PrefillNode] = {}
+        for path, bootstrap in boots.items():
+            with scatter_gather("y" if path == LISTS else "n"):
+                self.nodes[path] = PrefillNode(
+                    pool, topology, transport=transport, bootstrap=bootstrap, path=_path(path),
+                    staging_nbytes=SEND_NBYTES, n_buffers=N_BUFFERS, config=_CONFIG, observers=observers(),
+                )  # fmt: skip
         self.expose()
 
     def offer(self, path: str, room: int) -> None:
@@ -145,8 +157,8 @@ class Sink(_End):
         self.first_mark = rank * case.src_tp // case.dst_tp + 1
         self.nodes: dict[str, DecodeNode] = {
             path: DecodeNode(
-                self.pool, topology, transport=transport, path=path, staging_nbytes=case.lanes_nbytes, config=_CONFIG,
-                observers=observers(),
+                self.pool, topology, transport=transport, path=_path(path), staging_nbytes=case.lanes_nbytes,
+                config=_CONFIG, observers=observers(),
             )
             for path in boots
         }  # fmt: skip
@@ -218,6 +230,10 @@ class Bed:
         self._all((*self.src, *self.dst), "use", "")
         return float(self.src[0].call("write"))
 
+    def has_scatter_gather(self) -> bool:
+        """Whether NIXL, over which these run, can put whole lists."""
+        return bool(self.src[0].call("has_scatter_gather"))
+
     def n_descriptors(self, path: str) -> int:
         return sum(self._all(self.src, "n_descriptors", path))
 
@@ -253,7 +269,7 @@ def run(quick: bool, transport: str = "nixl") -> list[Row]:
         for src_tp in (1,) if quick else (1, 2):
             page = 1 if src_tp == 1 else 16  # so that runs of 1 KiB are all that one rank and another share
             rows.append(_against_raw(Case(src_tp, 1, 1024, nbytes, page), what, env, repeats, transport))
-    return [*rows, *_sweep(quick)]
+    return [*rows, *_scatter_gather(quick, transport), *_sweep(quick)]
 
 
 def _against_direct(
@@ -285,6 +301,30 @@ def _against_raw(case: Case, what: str, env: dict[str, str] | None, repeats: int
         target=0.7 if transport == "nixl" else None,
         detail="from bind to Success; raw: one descriptor of the same bytes",
     )
+
+
+def _scatter_gather(quick: bool, transport: str) -> list[Row]:
+    """Direct with a put for a whole list beside direct with one for each descriptor, and staged; none without it."""
+    rows = []
+    for env, what in ((None, "shared memory"), (TCP, "TCP")) if transport == "nixl" else ():
+        for run_nbytes in (1024,) if quick else (256, 1024, 4096, 16384):
+            case = Case(2, 1, run_nbytes, QUICK_NBYTES)
+            with Bed(case, ("staged", "direct", AGAIN, LISTS), env=env) as bed:
+                if not bed.has_scatter_gather():
+                    return []
+                took = bed.medians(("staged", "direct", AGAIN, LISTS), 3 if quick else 21)
+                n = bed.n_descriptors(LISTS) // bed.n_rooms(LISTS)
+            gb, again = case.nbytes / 1e9, took["direct"] / took[AGAIN]
+            rows.append(
+                Row(
+                    name=f"direct by NIXL's scatter-gather put beside direct, {what}, {case}",
+                    value=gb / took[LISTS],
+                    baseline=gb / took["direct"],
+                    unit="GB/s",
+                    detail=f"{n} descriptors; staged {gb / took['staged']:.2f} GB/s; direct again {again:.2f} x",
+                )
+            )
+    return rows
 
 
 def _sweep(quick: bool) -> list[Row]:

@@ -1,21 +1,25 @@
 """The calls that engines make of NIXL and Mooncake themselves, for pages that are alike on both sides.
 
 Each request is a list of pages. NIXL gets a transfer for each request: all are posted, then all awaited, as CollectiveX
-does (SemiAnalysisAI/InferenceX#2510). Mooncake gets batches, as from SGLang.
+does (SemiAnalysisAI/InferenceX#2510). Mooncake gets batches, as from SGLang. NIXL is measured twice where it can put
+whole lists (ai-dynamo/nixl#1835): a put for each descriptor, its default, and one for the list.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from pdstage.transport import available
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -23,6 +27,33 @@ if TYPE_CHECKING:
 
 _BATCH = 512
 """Entries of one call: a peer's queue of Mooncake 0.3.13 takes about 2,000 and fails the rest."""
+
+_SCATTER_GATHER = "NIXL_UCX_SGL_ENABLE"
+"""Whether an agent of NIXL puts whole lists. It reads this once, when it is created (src/plugins/ucx/ucx_backend.cpp).
+"""
+
+
+def has_scatter_gather() -> bool:
+    """Whether the UCX plugin that NIXL has loaded into this process can put whole lists.
+
+    Only a build that can has these words for its log. One that cannot warns and puts each descriptor, and a NIXL before
+    1.5.1 does not read the switch. False if no agent was created here yet.
+    """
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libplugin_UCX" in line}
+    return any(b"UCX SGL offload" in Path(plugin).read_bytes() for plugin in mapped)
+
+
+@contextmanager
+def scatter_gather(value: str) -> Iterator[None]:
+    """Agents that are created inside put whole lists ("y") or each descriptor ("n")."""
+    before = os.environ.get(_SCATTER_GATHER)
+    os.environ[_SCATTER_GATHER] = value
+    try:
+        yield
+    finally:
+        del os.environ[_SCATTER_GATHER]
+        if before is not None:
+            os.environ[_SCATTER_GATHER] = before
 
 
 class Pages(NamedTuple):
@@ -51,14 +82,16 @@ class Library(Protocol):
 
 
 class Nixl:
-    """NIXL's agent with its UCX backend. Without NIXL's thread, which would spin on a core that the other ways need."""
+    """NIXL's agent with its UCX backend, which puts each descriptor. Without NIXL's own thread, which spins."""
+
+    puts_lists: ClassVar[str] = "n"
 
     def __init__(self, region: Region) -> None:
         from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415  (not everywhere)
 
-        self._agent: Any = nixl_agent(
-            f"bench-{time.monotonic_ns()}", nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
-        )
+        config = nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
+        with scatter_gather(self.puts_lists):
+            self._agent: Any = nixl_agent(f"bench-{time.monotonic_ns()}", config)
         self._held = self._agent.register_memory([(region.base, region.nbytes, 0, "")], "DRAM")
         self._peer = ""
 
@@ -101,6 +134,12 @@ class Nixl:
         self._agent = None
 
 
+class NixlLists(Nixl):
+    """The same, which puts whole lists."""
+
+    puts_lists = "y"
+
+
 class Mooncake:
     """Mooncake's Transfer Engine over tcp. `host`: this host's address for the peer."""
 
@@ -138,10 +177,12 @@ class Mooncake:
 
 
 def installed(transport: str, host: str = "127.0.0.1") -> dict[str, Callable[[Region], Library]]:
-    """The libraries to measure beside rooms over `transport`, by name. `host`: this host's address for the peer."""
-    names: dict[str, tuple[str, Callable[[Region], Library]]] = {
-        "nixl": ("NIXL's own lists", Nixl), "mooncake": ("Mooncake's batches", partial(Mooncake, host=host)),
-    }  # fmt: skip
-    if transport not in names or available().get(transport):
+    """The libraries to measure beside rooms over `transport`, which is open here, by name. `host`: this host's address
+    for the peer.
+    """
+    if available().get(transport):
         return {}
-    return dict([names[transport]])
+    if transport == "mooncake":
+        return {"Mooncake's batches": partial(Mooncake, host=host)}
+    lists = {"NIXL's own lists by scatter-gather": NixlLists} if has_scatter_gather() else {}
+    return {"NIXL's own lists": Nixl, **lists} if transport == "nixl" else {}

@@ -46,14 +46,17 @@ def test_every_case_over_local(in_small):
 
 
 @pytest.mark.parametrize(
-    ("transport", "package", "way"),
-    [("nixl", "nixl", "NIXL's own lists"), ("mooncake", "mooncake", "Mooncake's batches")],
+    ("transport", "package", "ways"),
+    [
+        ("nixl", "nixl", ("NIXL's own lists, nixl", "NIXL's own lists by scatter-gather, nixl")),
+        ("mooncake", "mooncake", ("Mooncake's batches",)),
+    ],
 )
-def test_a_librarys_own_calls_beside(monkeypatch, transport, package, way):
+def test_a_librarys_own_calls_beside(monkeypatch, transport, package, ways):
     if not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed")
     monkeypatch.setattr(kv_transfer, "cases", lambda scale, quick: [next(small())])
-    check(run_named("kv-transfer", quick=True, transport=transport), way, "staged", "direct")
+    check(run_named("kv-transfer", quick=True, transport=transport), *ways, "staged", "direct")
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch):

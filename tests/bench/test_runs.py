@@ -89,8 +89,18 @@ def only_local() -> list[sides.Fabric]:
 def test_transfer(small):
     report = run_named("transfer", quick=True)
     check(report, "staged beside direct", "one raw write, shared memory", "one raw write, TCP", "beside one chunk")
+    check(report, "scatter-gather put beside direct, TCP")
     swept = [row["point"]["run_nbytes"] for row in report["rows"] if row["point"].get("table") == "paths"]
     assert swept == [1024, 65536]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
+def test_a_rooms_bytes_arrive_by_scatter_gather(small):
+    """The sinks compare every head; a NIXL that cannot put lists has no such rows."""
+    rows = transfer._scatter_gather(quick=True, transport="nixl")
+    assert [row.name.split(", ")[1] for row in rows] == ["shared memory", "TCP"]
+    assert all(row.detail.startswith("1024 descriptors") for row in rows)
+    assert transfer._scatter_gather(quick=True, transport="local") == []
 
 
 def test_transfer_over_local_moves_the_right_bytes(small):

@@ -312,6 +312,67 @@ def test_a_large_write_uses_the_devices_it_was_given(two_hosts, n_devices):
             end.shut()
 
 
+@contextlib.contextmanager
+def by_lists(env: dict[str, str], value: str = "y", spaces: tuple[str, str] = ("", ""), **options: dict) -> object:
+    """Two processes over NIXL, whose UCX plugin puts a whole list ("y") or each descriptor ("n")."""
+    ends = [
+        Remote("nixl", {**env, "NIXL_UCX_SGL_ENABLE": value}, netns=space, **options.get(side, {}))
+        for side, space in zip("ab", spaces, strict=True)
+    ]
+    a, b = ends
+    try:
+        a.connect("b", b.describe())
+        a.prepare("b", [b.region()])
+        yield a, b
+    finally:
+        for end in ends:
+            end.shut()
+
+
+@pytest.mark.parametrize("env", [{}, OVER_TCP], ids=["shared memory", "tcp"])
+@pytest.mark.parametrize("nbytes", [256, 1024, pytest.param(65536, marks=pytest.mark.full)])
+def test_every_byte_of_a_list_that_is_put_as_one_arrives(env, nbytes):
+    data = np.random.default_rng(0).integers(0, 256, NBYTES, np.uint8)
+    n = min(4096, NBYTES // nbytes // 2)
+    src, dst = (np.random.default_rng(seed).permutation(NBYTES // nbytes)[:n] * nbytes for seed in (1, 2))
+    expected = np.zeros(NBYTES, np.uint8)
+    expected[dst[:, None] + np.arange(nbytes)] = data[src[:, None] + np.arange(nbytes)]
+    with by_lists(env) as (a, b):
+        a.fill(0, data.tobytes())
+        ticket = a.post(
+            "b", [(at, b.base + to, nbytes) for at, to in zip(src.tolist(), dst.tolist(), strict=True)], b""
+        )
+        log = Log(a, b)
+        log.until(lambda: log.done(a) == [ticket])
+        assert b.read(0, NBYTES) == expected.tobytes()
+
+
+@pytest.mark.parametrize("value", ["n", "y"])
+def test_a_list_is_put_as_one_only_by_a_zero_copy_put(value):
+    """The others are emulated by UCX for a descriptor, and not for a list: the whole post fails."""
+    with by_lists({**OVER_TCP, "UCX_TCP_PUT_ENABLE": "n"}, value) as (a, b):
+        a.post("b", [(0, b.base, 64), (128, b.base + 128, 64)], b"")
+        log = Log(a, b)
+        log.until(lambda: log.ended(a))
+        (event,) = log.ended(a)
+        assert isinstance(event, PostFailed) == (value == "y")
+        assert "REMOTE_DISCONNECT" in str(getattr(event, "error", "REMOTE_DISCONNECT"))
+
+
+@as_root
+@pytest.mark.parametrize("n", [1, 64])
+def test_of_two_devices_a_long_write_uses_one_where_lists_are_put_as_one(two_hosts, n):
+    """UCX deals a list's descriptors out to the devices, and cuts none."""
+    devices = {side: {"devices": [f"{side}0", f"{side}1"]} for side in "ab"}
+    part = NBYTES // n
+    with by_lists(OVER_TCP, spaces=two_hosts, **devices) as (a, b):
+        tickets = [a.post("b", [(at, b.base + at, part) for at in range(0, NBYTES, part)], b"") for _ in range(4)]
+        log = Log(a, b)
+        log.until(lambda: sorted(log.done(a)) == tickets)
+        used = [a.n_sent(f"a{i}") > NBYTES for i in range(2)]
+        assert sum(used) == (1 if n == 1 else 2)
+
+
 @as_root
 @pytest.mark.parametrize(
     ("options", "said", "others"),
