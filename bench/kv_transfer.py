@@ -28,16 +28,18 @@ from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
 from pdstage.protocol.state import State
+from pdstage.transport import available
 
 from . import shapes
 from .harness import Measured, Row
-from .peers.libraries import Library, Pages, installed
+from .peers import vllm
+from .peers.libraries import Library, Mooncake, Nixl, Pages
 from .ranks import Rank, expose, observers
 from .shapes import SLOTS, Model
 from .sides import Side, fabrics, median_ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Self
 
     from numpy.typing import NDArray
@@ -98,6 +100,14 @@ class Case(NamedTuple):
         slots = rng.permutation(_SLACK * max(self.sizes))[:n].tolist()
         has_states = SLOTS in self.model.components()
         return [Request(table, slot, has_states) for table, slot in zip(pages, slots, strict=True)]
+
+    def pages(self, burst: int, n: int, layout: Layout, src_base: int, dst_base: int) -> list[Pages]:
+        """A burst as a library takes it. The sides are alike; their pools begin at those addresses."""
+        return [
+            Pages(src_base + src, dst_base + dst, nbytes, one.pages, other.pages)
+            for one, other in zip(*(self.requests(side, burst, n) for side in ("src", "dst")), strict=True)
+            for (src, nbytes), (dst, _) in [(item_spans(layout, one), item_spans(layout, other))]
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -189,9 +199,11 @@ class _End(Side):
         super().__init__(max(case.sizes) * case.nbytes, fabric.transport)
         self.case = case
         self.memories = [Memory(case, kept, rank) for rank in range(kept.tp)]
+        self._base = self.memories[0].region.base
         self.libraries: dict[str, Library] = {}
         if case.is_equal:
-            self.libraries = {name: make(self.memories[0].region) for name, make in installed(fabric.transport).items()}
+            layout = self.memories[0].layout
+            self.libraries = {name: make(layout) for name, make in libraries(fabric.transport, layout).items()}
         self._serving: Library | None = None
 
     def idle(self) -> None:
@@ -202,14 +214,14 @@ class _End(Side):
 
     def meet(self) -> tuple[int, dict[str, object]]:
         """The pool's address, and what each library tells its peer."""
-        return self.memories[0].region.base, {name: one.describe() for name, one in self.libraries.items()}
+        return self._base, {name: one.describe() for name, one in self.libraries.items()}
 
-    def met(self, base: int, described: dict[str, object]) -> list[str]:
-        """The other side's; returns the libraries that both have."""
+    def met(self, base: int, described: dict[str, object]) -> dict[str, bool]:
+        """The other side's; returns the libraries that both have, and whether the destination pulls by them."""
         self._their_base = base
         for name, what in described.items():
             self.libraries[name].connect(what)
-        return list(described)
+        return {name: self.libraries[name].pulls for name in described}
 
     def serve(self, name: str) -> None:
         """From now on `idle` serves that library; "": the nodes."""
@@ -249,16 +261,18 @@ class Sources(_End):
                 self.handles.append(sender)
 
     def push(self, name: str, burst: int, n: int) -> float:
-        """Seconds of a burst by a library."""
-        own, theirs = (self.case.requests(side, burst, n) for side in ("src", "dst"))
-        base, spans = self.memories[0].region.base, self.memories[0].layout
-        pages = [
-            Pages(base + src, self._their_base + dst, nbytes)
-            for one, other in zip(own, theirs, strict=True)
-            for (src, nbytes), (dst, _) in [(item_spans(spans, one), item_spans(spans, other))]
-        ]
+        """Seconds of a burst by a library that writes."""
+        return self.libraries[name].burst(self._listed(burst, n))
+
+    def lend(self, name: str, burst: int, n: int) -> None:
+        """Before a burst by a library whose destination pulls."""
+        self._listed(burst, n)
+        self.libraries[name].offer(n)
+
+    def _listed(self, burst: int, n: int) -> list[Pages]:
+        pages = self.case.pages(burst, n, self.memories[0].layout, self._base, self._their_base)
         self._n_listed += sum(len(one.nbytes) for one in pages)
-        return self.libraries[name].burst(pages)
+        return pages
 
     def n_descriptors(self) -> int:
         """So far, by all ways."""
@@ -299,6 +313,11 @@ class Sinks(_End):
         self.until(lambda: all(one.released for one in every))
         return took
 
+    def fetch(self, name: str, burst: int, n: int) -> float:
+        """Seconds of a burst by a library that reads."""
+        pages = self.case.pages(burst, n, self.memories[0].layout, self._their_base, self._base)
+        return self.libraries[name].burst(pages)
+
     def check(self, burst: int, n: int) -> None:
         """Compares every byte of a burst."""
         theirs, own = (self.case.requests(side, burst, n) for side in ("src", "dst"))
@@ -320,6 +339,18 @@ def item_spans(layout: Layout, request: Request) -> tuple[NDArray[np.int64], NDA
     return np.concatenate(offsets), np.concatenate(nbytes)
 
 
+def libraries(transport: str, layout: Layout) -> dict[str, Callable[[Layout], Library]]:
+    """Those to measure beside rooms over `transport`, by name: that are here and take such a pool on both sides."""
+    found: dict[str, Callable[[Layout], Library]] = {}
+    if transport == "nixl":
+        found["NIXL's own lists"] = Nixl
+        if vllm.takes(layout):
+            found[vllm.NAME] = vllm.VllmWorker
+    elif transport == "mooncake":
+        found["Mooncake's batches"] = Mooncake
+    return {} if available().get(transport) else found
+
+
 class Bed:
     """Both processes of one case. A context manager."""
 
@@ -330,7 +361,7 @@ class Bed:
             Rank(side, case, self._directory.address, fabric, env=fabric.env) for side in (Sources, Sinks)
         )
         self._burst = 0
-        self.libraries: list[str] = []
+        self.libraries: dict[str, bool] = {}
 
     def __enter__(self) -> Self:
         for rank in (self._src, self._dst):
@@ -356,7 +387,11 @@ class Bed:
         self._dst.call("clear")
         if way in self.libraries:
             self._each("serve", way)
-            took = self._src.call("push", way, self._burst, n)
+            if self.libraries[way]:
+                self._src.call("lend", way, self._burst, n)
+                took = self._dst.call("fetch", way, self._burst, n)
+            else:
+                took = self._src.call("push", way, self._burst, n)
             self._each("serve", "")
         else:
             self._src.call("offer", way, self._burst, n)

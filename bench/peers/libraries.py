@@ -1,39 +1,44 @@
 """The calls that engines make of NIXL and Mooncake themselves, for pages that are alike on both sides.
 
 Each request is a list of pages. NIXL gets a transfer for each request: all are posted, then all awaited, as CollectiveX
-does (SemiAnalysisAI/InferenceX#2510). Mooncake gets batches, as from SGLang.
+does (SemiAnalysisAI/InferenceX#2510). Mooncake gets batches, as from SGLang. vLLM's own worker is in `vllm.py`.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from pdstage.transport import available
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import Region
+    from pdstage.layout import Layout
 
 _BATCH = 512
 """Entries of one call: a peer's queue of Mooncake 0.3.13 takes about 2,000 and fails the rest."""
 
 
 class Pages(NamedTuple):
-    """One request's pages: where they are here and at the peer, and their bytes."""
+    """One request's pages: where they are at the source and at the destination, and their bytes; and the numbers that
+    the tokens' pages have at either, which are the same in every layer.
+    """
 
     src: NDArray[np.int64]
     dst: NDArray[np.int64]
     nbytes: NDArray[np.int64]
+    src_ids: NDArray[np.int64]
+    dst_ids: NDArray[np.int64]
 
 
 class Library(Protocol):
-    """One end of a library, with one region registered."""
+    """One end of a library, with a pool's region registered."""
+
+    pulls: ClassVar[bool] = False
+    """Whether the destination makes the calls of a burst, which reads; else the source does, and writes."""
 
     def describe(self) -> object:
         """What the other end's `connect` wants."""
@@ -41,20 +46,24 @@ class Library(Protocol):
     def connect(self, described: Any) -> None: ...  # noqa: ANN401
 
     def burst(self, requests: Sequence[Pages]) -> float:
-        """Seconds until all of `requests` are written to the peer."""
+        """Seconds until all of `requests` are at the destination."""
+
+    def offer(self, n: int) -> None:
+        """At the source, before the destination reads a burst of `n` requests."""
 
     def idle(self) -> None:
-        """Serves the peer's writes, where the library has no thread for it."""
+        """Serves the peer's burst, where the library has no thread for it."""
 
     def close(self) -> None: ...
 
 
-class Nixl:
+class Nixl(Library):
     """NIXL's agent with its UCX backend."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, layout: Layout) -> None:
         from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415  (not everywhere)
 
+        (region,) = layout.regions
         self._agent: Any = nixl_agent(f"bench-{time.monotonic_ns()}", nixl_agent_config(backends=["UCX"]))
         self._held = self._agent.register_memory([(region.base, region.nbytes, 0, "")], "DRAM")
         self._peer = ""
@@ -98,12 +107,13 @@ class Nixl:
         self._agent = None
 
 
-class Mooncake:
+class Mooncake(Library):
     """Mooncake's Transfer Engine over tcp."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, layout: Layout) -> None:
         from mooncake.engine import TransferEngine  # noqa: PLC0415  (not everywhere)
 
+        (region,) = layout.regions
         self._engine: Any = TransferEngine()
         if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError("Mooncake does not start")
@@ -121,7 +131,7 @@ class Mooncake:
         start = time.perf_counter()
         for one in requests:
             for at in range(0, len(one.nbytes), _BATCH):
-                batch = [column[at : at + _BATCH].tolist() for column in one]
+                batch = [column[at : at + _BATCH].tolist() for column in one[:3]]
                 if self._engine.batch_transfer_sync_write(self._peer, *batch):
                     raise RuntimeError("a batch of Mooncake failed")
         return time.perf_counter() - start
@@ -132,13 +142,3 @@ class Mooncake:
     def close(self) -> None:
         self._engine.unregister_memory(self._base)
         self._engine = None
-
-
-def installed(transport: str) -> dict[str, Callable[[Region], Library]]:
-    """The libraries to measure beside rooms over `transport`, by name."""
-    names: dict[str, tuple[str, Callable[[Region], Library]]] = {
-        "nixl": ("NIXL's own lists", Nixl), "mooncake": ("Mooncake's batches", Mooncake),
-    }  # fmt: skip
-    if transport not in names or available().get(transport):
-        return {}
-    return dict([names[transport]])
