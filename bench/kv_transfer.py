@@ -6,13 +6,16 @@ one permutation. The ceiling of each row is one contiguous write of the same byt
 is compared, and the libraries' own calls run in turn with pdstage's. Further rows have other tensor-parallel sizes,
 page sizes and orders of memory on the two sides.
 
-One process a side has all ranks of its side. Prefill has computed everything before the clock starts. The clock runs
-from the first `bind` to the last Success, or from a library's first post to its last completion. A model keeps 1 of
-`scale` of its layers. Rows whose pools do not fit the machine's memory are left out.
+One process a side has all ranks of its side. A library has two processes and two pools of its own: NIXL's agents have
+threads that poll, and beside them all else is slower. Processes that are not measured stand still. Prefill has computed
+everything before the clock starts. The clock runs from the first `bind` to the last Success, or from a library's first
+post to its last completion. A model keeps 1 of `scale` of its layers. Rows whose pools do not fit the machine's memory
+are left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from dataclasses import replace
@@ -34,12 +37,12 @@ from . import shapes
 from .harness import Measured, Row
 from .peers import vllm
 from .peers.libraries import Library, Mooncake, Nixl, Pages
-from .ranks import Rank, expose, observers
+from .ranks import Actor, Rank, expose, observers
 from .shapes import SLOTS, Model
 from .sides import Side, fabrics, median_ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Self
 
     from numpy.typing import NDArray
@@ -109,6 +112,13 @@ class Case(NamedTuple):
             for (src, nbytes), (dst, _) in [(item_spans(layout, one), item_spans(layout, other))]
         ]
 
+    def check(self, memories: Iterable[Memory], burst: int, n: int) -> None:
+        """Compares every byte of a burst in the destination's memories."""
+        theirs, own = (self.requests(side, burst, n) for side in ("src", "dst"))
+        for memory in memories:
+            for one, other in zip(theirs, own, strict=True):
+                memory.check(self.tokens, one, other, self.src.page)
+
     @property
     def nbytes(self) -> int:
         """Of one request, all ranks of prefill together; a latent counts once."""
@@ -117,13 +127,12 @@ class Case(NamedTuple):
             view.shards * view.width * (1 if view.key.component == SLOTS else self.tokens) for view in whole.views()
         )
 
-    @property
-    def memory_nbytes(self) -> int:
-        """Of both sides' pools and the two ends of the contiguous write."""
+    def memory_nbytes(self, n_libraries: int) -> int:
+        """Of both sides' pools, for nodes and for each library, and the two ends of the contiguous write."""
         pools = sum(
             self.place(kept, rank).regions[0].nbytes for kept in (self.src, self.dst) for rank in range(kept.tp)
         )
-        return pools + 2 * max(self.sizes) * self.nbytes
+        return (1 + n_libraries) * pools + 2 * max(self.sizes) * self.nbytes
 
     def __str__(self) -> str:
         how = str(self.src) if self.src == self.dst else f"{self.src} -> {self.dst}"
@@ -192,53 +201,24 @@ class Memory:
                 raise AssertionError(f"a request arrived with other bytes than were sent, in {view.key}")
 
 
-class _End(Side):
-    """One side's ranks, and one end of each library."""
+class _Nodes(Side):
+    """One side's ranks."""
 
     def __init__(self, case: Case, kept: Kept, fabric: Fabric) -> None:
         super().__init__(max(case.sizes) * case.nbytes, fabric.transport)
         self.case = case
         self.memories = [Memory(case, kept, rank) for rank in range(kept.tp)]
-        self._base = self.memories[0].region.base
-        self.libraries: dict[str, Library] = {}
-        if case.is_equal:
-            layout = self.memories[0].layout
-            self.libraries = {name: make(layout) for name, make in libraries(fabric.transport, layout).items()}
-        self._serving: Library | None = None
 
-    def idle(self) -> None:
-        if self._serving is not None:
-            self._serving.idle()
-        else:
-            super().idle()
-
-    def meet(self) -> tuple[int, dict[str, object]]:
-        """The pool's address, and what each library tells its peer."""
-        return self._base, {name: one.describe() for name, one in self.libraries.items()}
-
-    def met(self, base: int, described: dict[str, object]) -> dict[str, bool]:
-        """The other side's; returns the libraries that both have, and whether the destination pulls by them."""
-        self._their_base = base
-        for name, what in described.items():
-            self.libraries[name].connect(what)
-        return {name: self.libraries[name].pulls for name in described}
-
-    def serve(self, name: str) -> None:
-        """From now on `idle` serves that library; "": the nodes."""
-        self._serving = self.libraries.get(name)
-
-    def close(self) -> None:
-        for library in self.libraries.values():
-            library.close()
-        super().close()
+    def n_descriptors(self) -> int:
+        """Written so far, by both paths."""
+        return sum(node.stats().get("descriptors", 0) for node in self.nodes)
 
 
-class Sources(_End):
+class Sources(_Nodes):
     """All prefill ranks. Their pools hold their marks."""
 
     def __init__(self, case: Case, directory: str, fabric: Fabric) -> None:
         super().__init__(case, case.src, fabric)
-        self._n_listed = 0
         for rank, memory in enumerate(self.memories):
             memory.paint()
             node = PrefillNode(
@@ -260,27 +240,8 @@ class Sources(_End):
                 sender.finish(states=request.states or None)
                 self.handles.append(sender)
 
-    def push(self, name: str, burst: int, n: int) -> float:
-        """Seconds of a burst by a library that writes."""
-        return self.libraries[name].burst(self._listed(burst, n))
 
-    def lend(self, name: str, burst: int, n: int) -> None:
-        """Before a burst by a library whose destination pulls."""
-        self._listed(burst, n)
-        self.libraries[name].offer(n)
-
-    def _listed(self, burst: int, n: int) -> list[Pages]:
-        pages = self.case.pages(burst, n, self.memories[0].layout, self._base, self._their_base)
-        self._n_listed += sum(len(one.nbytes) for one in pages)
-        return pages
-
-    def n_descriptors(self) -> int:
-        """So far, by all ways."""
-        n: int = sum(node.stats()["descriptors"] for node in self.nodes)
-        return self._n_listed + n
-
-
-class Sinks(_End):
+class Sinks(_Nodes):
     """All decode ranks."""
 
     def __init__(self, case: Case, directory: str, fabric: Fabric) -> None:
@@ -313,17 +274,57 @@ class Sinks(_End):
         self.until(lambda: all(one.released for one in every))
         return took
 
-    def fetch(self, name: str, burst: int, n: int) -> float:
-        """Seconds of a burst by a library that reads."""
-        pages = self.case.pages(burst, n, self.memories[0].layout, self._their_base, self._base)
-        return self.libraries[name].burst(pages)
+    def check(self, burst: int, n: int) -> None:
+        self.case.check(self.memories, burst, n)
+
+
+class End(Actor):
+    """One end of a library, with a pool of its own, at "src" or "dst"."""
+
+    def __init__(self, case: Case, side: str, make: Callable[[Layout], Library]) -> None:
+        self.case, self._is_src = case, side == "src"
+        self._memory = Memory(case, case.src, 0)
+        if self._is_src:
+            self._memory.paint()
+        self._library = make(self._memory.layout)
+        self._n_listed = 0
+
+    def idle(self) -> None:
+        self._library.idle()
+
+    def describe(self) -> tuple[int, object]:
+        """The pool's address, and what the library tells its peer."""
+        return self._memory.region.base, self._library.describe()
+
+    def connect(self, base: int, described: object) -> None:
+        self._their_base = base
+        self._library.connect(described)
+
+    def pulls(self) -> bool:
+        return self._library.pulls
+
+    def offer(self, n: int) -> None:
+        self._library.offer(n)
+
+    def clear(self) -> None:
+        self._memory.clear()
+
+    def burst(self, burst: int, n: int) -> float:
+        """Seconds."""
+        bases = self._memory.region.base, self._their_base
+        pages = self.case.pages(burst, n, self._memory.layout, *(bases if self._is_src else reversed(bases)))
+        self._n_listed += sum(len(one.nbytes) for one in pages)
+        return self._library.burst(pages)
+
+    def n_descriptors(self) -> int:
+        """So far, of the bursts that this end drove."""
+        return self._n_listed
 
     def check(self, burst: int, n: int) -> None:
-        """Compares every byte of a burst."""
-        theirs, own = (self.case.requests(side, burst, n) for side in ("src", "dst"))
-        for memory in self.memories:
-            for one, other in zip(theirs, own, strict=True):
-                memory.check(self.case.tokens, one, other, self.case.src.page)
+        self.case.check([self._memory], burst, n)
+
+    def close(self) -> None:
+        self._library.close()
 
 
 def item_spans(layout: Layout, request: Request) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -339,73 +340,98 @@ def item_spans(layout: Layout, request: Request) -> tuple[NDArray[np.int64], NDA
     return np.concatenate(offsets), np.concatenate(nbytes)
 
 
-def libraries(transport: str, layout: Layout) -> dict[str, Callable[[Layout], Library]]:
-    """Those to measure beside rooms over `transport`, by name: that are here and take such a pool on both sides."""
-    found: dict[str, Callable[[Layout], Library]] = {}
-    if transport == "nixl":
-        found["NIXL's own lists"] = Nixl
-        if vllm.takes(layout):
-            found[vllm.NAME] = vllm.VllmWorker
-    elif transport == "mooncake":
-        found["Mooncake's batches"] = Mooncake
-    return {} if available().get(transport) else found
+def libraries(case: Case, transport: str) -> dict[str, Callable[[Layout], Library]]:
+    """Those to measure beside rooms over `transport`, by name: that are here and take the case's pools."""
+    if not case.is_equal or available().get(transport):
+        return {}
+    if transport == "mooncake":
+        return {"Mooncake's batches": Mooncake}
+    if transport != "nixl":
+        return {}
+    own: dict[str, Callable[[Layout], Library]] = {"NIXL's own lists": Nixl}
+    return own | ({vllm.NAME: vllm.VllmWorker} if vllm.takes(case.place(case.src, 0)) else {})
+
+
+class _Pair(NamedTuple):
+    """Two processes, which stand still but while they are measured."""
+
+    src: Rank
+    dst: Rank
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        for rank in self:
+            rank.resume()
+        yield self
+        for rank in self:
+            rank.pause()
 
 
 class Bed:
-    """Both processes of one case. A context manager."""
+    """Both nodes' processes of one case, and both of each library. A context manager."""
 
     def __init__(self, case: Case, fabric: Fabric) -> None:
         self._case = case
         self._directory = BootstrapServer().start()
-        self._src, self._dst = (
-            Rank(side, case, self._directory.address, fabric, env=fabric.env) for side in (Sources, Sinks)
+        self._nodes = _Pair(
+            *(Rank(side, case, self._directory.address, fabric, env=fabric.env) for side in (Sources, Sinks))
         )
+        self.libraries = {
+            name: _Pair(*(Rank(End, case, side, make, env=fabric.env) for side in ("src", "dst")))
+            for name, make in libraries(case, fabric.transport).items()
+        }
         self._burst = 0
-        self.libraries: dict[str, bool] = {}
 
     def __enter__(self) -> Self:
-        for rank in (self._src, self._dst):
-            rank.ready()
-        for one, other in ((self._src, self._dst), (self._dst, self._src)):
-            one.call("connect", *other.call("describe"))
-            self.libraries = one.call("met", *other.call("meet"))
+        for pair in (self._nodes, *self.libraries.values()):
+            for rank in pair:
+                rank.ready()
+            for one, other in (pair, reversed(pair)):
+                one.call("connect", *other.call("describe"))
+            for rank in pair:
+                rank.pause()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for rank in (self._dst, self._src):
-            rank.close()
+        for pair in (*self.libraries.values(), self._nodes):
+            for rank in reversed(pair):
+                rank.close()
         self._directory.close()
 
     def seconds(self, way: str, n: int) -> float:
         """Seconds of a burst of `n` requests by a path, by a library, or as one contiguous write."""
-        if way == BULK:
-            self._each("use_raw", True)
-            took: float = self._src.call("write", n * self._case.nbytes)
-            self._each("use_raw", False)
-            return took
         self._burst += 1
-        self._dst.call("clear")
-        if way in self.libraries:
-            self._each("serve", way)
-            if self.libraries[way]:
-                self._src.call("lend", way, self._burst, n)
-                took = self._dst.call("fetch", way, self._burst, n)
-            else:
-                took = self._src.call("push", way, self._burst, n)
-            self._each("serve", "")
-        else:
-            self._src.call("offer", way, self._burst, n)
-            took = self._dst.call("pull", self._burst, n)
-        self._dst.call("check", self._burst, n)
+        with self.libraries.get(way, self._nodes).running() as pair:
+            if way == BULK:
+                return self._write(pair, n)
+            pair.dst.call("clear")
+            took = self._move(pair, n) if way in self.libraries else self._send(pair, way, n)
+            pair.dst.call("check", self._burst, n)
+            return took
+
+    def _write(self, pair: _Pair, n: int) -> float:
+        for rank in pair:
+            rank.call("use_raw", True)
+        took: float = pair.src.call("write", n * self._case.nbytes)
+        for rank in pair:
+            rank.call("use_raw", False)
         return took
 
-    def n_descriptors(self) -> int:
-        n: int = self._src.call("n_descriptors")
-        return n
+    def _send(self, pair: _Pair, path: str, n: int) -> float:
+        pair.src.call("offer", path, self._burst, n)
+        took: float = pair.dst.call("pull", self._burst, n)
+        return took
 
-    def _each(self, method: str, *given: object) -> None:
-        for rank in (self._src, self._dst):
-            rank.call(method, *given)
+    def _move(self, pair: _Pair, n: int) -> float:
+        pair.src.call("offer", n)
+        driver = pair.dst if pair.dst.call("pulls") else pair.src
+        took: float = driver.call("burst", self._burst, n)
+        return took
+
+    def n_descriptors(self, way: str) -> int:
+        """So far, by that library or by both paths."""
+        with self.libraries.get(way, self._nodes).running() as pair:
+            return sum(rank.call("n_descriptors") for rank in pair)
 
 
 def cases(scale: int, quick: bool) -> Iterator[Case]:
@@ -436,9 +462,9 @@ def _scaled(model: Model, scale: int) -> Model:
     return shapes.of_layers(model, max(4 if SLOTS in model.components() else 1, -(-model.n_layers // scale)))
 
 
-def _fitting(case: Case, limit: int) -> Case | None:
+def _fitting(case: Case, n_libraries: int, limit: int) -> Case | None:
     """The case with those bursts that fit `limit` bytes of memory."""
-    while case.memory_nbytes > limit:
+    while case.memory_nbytes(n_libraries) > limit:
         if len(case.sizes) == 1:
             return None
         case = case._replace(sizes=case.sizes[:-1])
@@ -456,18 +482,18 @@ def run(quick: bool, *, scale: int = 0, transport: str = "") -> Measured:
     rows: list[Row] = []
     left_out = []
     limit, repeats = _memory(), 2 if quick else 5
+    used = [fabric for fabric in fabrics() if transport in ("", fabric.transport)]
     for whole in cases(scale or (QUICK_SCALE if quick else 1), quick):
-        case = _fitting(whole, limit)
+        case = _fitting(whole, max((len(libraries(whole, one.transport)) for one in used), default=0), limit)
         sizes = case.sizes if case is not None else ()
         for size in whole.sizes[len(sizes) :]:
             left_out.append(f"{whole}, {size} at once: not enough memory; a higher --scale keeps fewer layers")
         if case is None:
             continue
-        for fabric in fabrics():
-            if transport in ("", fabric.transport):
-                with Bed(case, fabric) as bed:
-                    for size in sizes:
-                        rows += _measured(bed, case, fabric, size, repeats)
+        for fabric in used:
+            with Bed(case, fabric) as bed:
+                for size in sizes:
+                    rows += _measured(bed, case, fabric, size, repeats)
     return Measured(rows, {}, left_out, [])
 
 
@@ -476,9 +502,9 @@ def _measured(bed: Bed, case: Case, fabric: Fabric, n: int, repeats: int) -> Ite
     ways = [*PATHS, *bed.libraries, BULK]
     n_descriptors = {}
     for way in ways:
-        before = bed.n_descriptors()
+        before = bed.n_descriptors(way)
         bed.seconds(way, n)
-        n_descriptors[way] = bed.n_descriptors() - before
+        n_descriptors[way] = bed.n_descriptors(way) - before
     took: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(repeats):
         for turn in range(len(ways)):
