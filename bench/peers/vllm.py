@@ -60,7 +60,7 @@ def takes(layout: Layout) -> bool:
     A hybrid's states are not such: several arrays lie in one slot, and slots are not pages. On every platform but the
     CPU's, vLLM's worker refuses caches in host memory.
     """
-    views = layout.views()
+    views = list(layout.views())
     if len({(view.n_items, view.tokens_per_item) for view in views}) > 1 or not all(map(_is_dense, views)):
         return False
     if not find_spec("vllm") or not find_spec("nixl"):
