@@ -371,32 +371,36 @@ class Bed:
     """Both nodes' processes of one case, and both of each library. A context manager."""
 
     def __init__(self, case: Case, fabric: Fabric) -> None:
-        self._case = case
-        self._directory = BootstrapServer().start()
-        self._nodes = _Pair(
-            *(Rank(side, case, self._directory.address, fabric, env=fabric.env) for side in (Sources, Sinks))
-        )
-        self.libraries = {
-            name: _Pair(*(Rank(End, case, side, make, env=fabric.env) for side in ("src", "dst")))
-            for name, make in libraries(case, fabric.transport).items()
-        }
+        self._case, self._fabric = case, fabric
         self._burst = 0
+        self.libraries: dict[str, _Pair] = {}
 
     def __enter__(self) -> Self:
-        for pair in (self._nodes, *self.libraries.values()):
-            for rank in pair:
-                rank.ready()
-            for one, other in (pair, reversed(pair)):
-                one.call("connect", *other.call("describe"))
-            for rank in pair:
-                rank.pause()
+        case, fabric = self._case, self._fabric
+        with contextlib.ExitStack() as held:
+            directory = BootstrapServer().start()
+            held.callback(directory.close)
+            self._nodes = self._start(held, *((side, case, directory.address, fabric) for side in (Sources, Sinks)))
+            for name, make in libraries(case, fabric.transport).items():
+                self.libraries[name] = self._start(held, *((End, case, side, make) for side in ("src", "dst")))
+            self._held = held.pop_all()
         return self
 
+    def _start(self, held: contextlib.ExitStack, *ends: tuple[Any, ...]) -> _Pair:
+        """One pair after the other: those that poll would hold up those that still start."""
+        pair = _Pair(*(Rank(*end, env=self._fabric.env) for end in ends))
+        for rank in pair:
+            held.callback(rank.close)
+        for rank in pair:
+            rank.ready()
+        for one, other in (pair, reversed(pair)):
+            one.call("connect", *other.call("describe"))
+        for rank in pair:
+            rank.pause()
+        return pair
+
     def __exit__(self, *_: object) -> None:
-        for pair in (*self.libraries.values(), self._nodes):
-            for rank in reversed(pair):
-                rank.close()
-        self._directory.close()
+        self._held.close()
 
     def seconds(self, way: str, n: int) -> float:
         """Seconds of a burst of `n` requests by a path, by a library, or as one contiguous write."""
