@@ -13,7 +13,6 @@ for polling alone.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,10 +43,13 @@ class Costs(NamedTuple):
     receive_s: float
     scatter_s: float
 
-    def bound_s(self, cores: int = 0) -> float:
-        """`cores`: that both sides' processes share; 0: those of this machine."""
+    def bound_s(self, n_cores: int) -> float:
+        """`n_cores`: that both sides' processes share."""
         src, dst = self.gather_s + self.send_s, self.receive_s + self.scatter_s
-        return max(src, dst, self.write_s, (src + dst) / (cores or os.cpu_count() or 1))
+        return max(src, dst, self.write_s, (src + dst) / n_cores)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.1f} ms" for name, value in self._asdict().items())
 
 
 class Pieces:
@@ -57,21 +59,26 @@ class Pieces:
         self, pool: Pool, own: Mapping[int, Layout], theirs: Mapping[int, Layout], *, rank: int, gathers: bool,
         tokens: int, nbytes: int,
     ) -> None:  # fmt: skip
-        """`own` and `theirs` are all ranks' layouts. A request has `tokens` tokens; a piece has at most `nbytes`."""
+        """`own` and `theirs` are all ranks' layouts. A request has `tokens` tokens; a piece has at most `nbytes`, if it
+        has more than one token.
+        """
         self._gathers, self._tokens = gathers, tokens
-        self._ring: NDArray[np.uint8] = np.ones((max(1, RING_NBYTES // nbytes), nbytes), np.uint8)
-        self._next = 0
         self._parts: list[tuple[str, Plan, int]] = []
+        longest = nbytes
         src, dst = (own, theirs) if gathers else (theirs, own)
-        pairs = [(rank, peer) if gathers else (peer, rank) for peer in theirs]
-        for from_rank, to_rank in pairs:
+        for peer in theirs:
+            from_rank, to_rank = (rank, peer) if gathers else (peer, rank)
             order = wire_order(src[from_rank], dst[to_rank])
             owned = shares(src, dst[to_rank], (len(dst), to_rank)).get(from_rank, ())
             for component in pool.layout.components:
                 select = selects(pool.layout, owned, [Rect(component.name, 0, 1, 0, 1 << 20)])
                 if select:
-                    within = Staging(pool.layout, select).tokens_within(component.name, nbytes)
+                    staging = Staging(pool.layout, select)
+                    longest = max(longest, staging.nbytes({component.name: (0, 1)}))
+                    within = max(1, staging.tokens_within(component.name, nbytes))
                     self._parts.append((component.name, pool.plan(select, order), within))
+        self._ring: NDArray[np.uint8] = np.ones((max(1, RING_NBYTES // longest), longest), np.uint8)
+        self._next = 0
 
     def seconds(self, requests: Sequence[tuple[NDArray[np.int64], int]]) -> float:
         """Of all copies of requests, each (pages, slot)."""

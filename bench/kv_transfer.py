@@ -6,9 +6,11 @@ one permutation. The ceiling of each row is one contiguous write of the same byt
 is compared, and the libraries' own calls run in turn with pdstage's. Further rows have other tensor-parallel sizes,
 page sizes and orders of memory on the two sides.
 
-One process a side has all ranks of its side. Prefill has computed everything before the clock starts. The clock runs
-from the first `bind` to the last Success, or from a library's first post to its last completion. A model keeps 1 of
-`scale` of its layers. Rows whose pools do not fit the machine's memory are left out.
+One process a side has all ranks of its side. A library has two processes and two pools of its own: NIXL's agents have
+threads that poll, and beside them all else is slower. Processes that are not measured stand still. Prefill has computed
+everything before the clock starts. The clock runs from the first `bind` to the last Success, or from a library's first
+post to its last completion. A model keeps 1 of `scale` of its layers. Rows whose pools do not fit the machine's memory
+are left out.
 
 `--peer` has the decode side on another host, where `--serve` waits (two_hosts.py). `--matrix` moves what a traffic
 matrix of NIXL's kvbench says instead (traffic.py).
@@ -17,9 +19,11 @@ matrix of NIXL's kvbench says instead (traffic.py).
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,20 +35,22 @@ from pdstage.layout.items import slot_items
 from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
+from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
 from pdstage.protocol.state import State
 
 from . import matrix as matrices
 from . import shapes, traffic
 from .bound import Costs, Pieces
 from .harness import Measured, Row
+from .peers import vllm
 from .peers.libraries import Library, Pages, installed
-from .ranks import Rank, expose, observers
+from .ranks import Actor, Rank, expose, observers
 from .shapes import SLOTS, Model
 from .sides import Side, fabrics, median_ratio
-from .two_hosts import Place, Requests, Server, There, fabrics_between
+from .two_hosts import FarRank, Place, Requests, Server, There, fabrics_between
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Self
 
     from numpy.typing import NDArray
@@ -58,6 +64,8 @@ MODELS = (shapes.LLAMA_70B, shapes.QWEN3_235B, shapes.DEEPSEEK_V3, shapes.DEEPSE
 PATHS = ("staged", "direct")
 BULK = "bulk"
 LADDER = (1, 2, 4, 8, 16, 32, 64)
+TARGETED = 8
+"""The requests at once of which the rows beside their bound have a target."""
 QUICK_SCALE = 40
 _SLACK = 2
 """Pools have twice the pages of the largest burst, as CollectiveX's have."""
@@ -125,6 +133,21 @@ class Case(NamedTuple):
         model = shapes.of_layers(known[one.model], one.layers)
         return cls(model, one.tokens, Kept(*one.src), Kept(*one.dst), tuple(one.sizes))
 
+    def pages(self, burst: int, n: int, layout: Layout, src_base: int, dst_base: int) -> list[Pages]:
+        """A burst as a library takes it. The sides are alike; their pools begin at those addresses."""
+        return [
+            Pages(src_base + src, dst_base + dst, nbytes, one.pages, other.pages)
+            for one, other in zip(*(self.requests(side, burst, n) for side in ("src", "dst")), strict=True)
+            for (src, nbytes), (dst, _) in [(item_spans(layout, one), item_spans(layout, other))]
+        ]
+
+    def check(self, memories: Iterable[Memory], burst: int, n: int) -> None:
+        """Compares every byte of a burst in the destination's memories."""
+        theirs, own = (self.requests(side, burst, n) for side in ("src", "dst"))
+        for memory in memories:
+            for one, other in zip(theirs, own, strict=True):
+                memory.check(self.tokens, one, other, self.src.page)
+
     @property
     def nbytes(self) -> int:
         """Of one request, all ranks of prefill together; a latent counts once."""
@@ -133,13 +156,12 @@ class Case(NamedTuple):
             view.shards * view.width * (1 if view.key.component == SLOTS else self.tokens) for view in whole.views()
         )
 
-    @property
-    def memory_nbytes(self) -> int:
-        """Of both sides' pools and the two ends of the contiguous write."""
+    def memory_nbytes(self, n_libraries: int) -> int:
+        """Of both sides' pools, for nodes and for each library, and the two ends of the contiguous write."""
         pools = sum(
             self.place(kept, rank).regions[0].nbytes for kept in (self.src, self.dst) for rank in range(kept.tp)
         )
-        return pools + 2 * max(self.sizes) * self.nbytes
+        return (1 + n_libraries) * pools + 2 * max(self.sizes) * self.nbytes
 
     def __str__(self) -> str:
         how = str(self.src) if self.src == self.dst else f"{self.src} -> {self.dst}"
@@ -208,19 +230,14 @@ class Memory:
                 raise AssertionError(f"a request arrived with other bytes than were sent, in {view.key}")
 
 
-class _End(Side):
-    """One side's ranks, "src" or "dst", and one end of each library."""
+class _Nodes(Side):
+    """One side's ranks, "src" or "dst"."""
 
     def __init__(self, case: Case, side: str, fabric: Fabric, place: Place) -> None:
         super().__init__(max(case.sizes) * case.nbytes, fabric.transport, place.far_host)
         self.case, self._side = case, side
         kept, _ = case.ends(side)
         self.memories = [Memory(case, kept, rank) for rank in range(kept.tp)]
-        self.libraries: dict[str, Library] = {}
-        if case.is_equal:
-            known = installed(fabric.transport, place.host)
-            self.libraries = {name: make(self.memories[0].region) for name, make in known.items()}
-        self._serving: Library | None = None
         self._pieces: list[Pieces] = []
 
     def copies(self, burst: int, n: int) -> float:
@@ -237,45 +254,21 @@ class _End(Side):
         return [
             Pieces(
                 memory.pool, own, theirs, rank=rank, gathers=self._side == "src", tokens=self.case.tokens,
-                nbytes=_CONFIG.chunk_nbytes,
+                nbytes=LEAST_PIECE_NBYTES,
             )
             for rank, memory in enumerate(self.memories)
         ]  # fmt: skip
 
-    def idle(self) -> None:
-        if self._serving is not None:
-            self._serving.idle()
-        else:
-            super().idle()
-
-    def meet(self) -> tuple[int, dict[str, object]]:
-        """The pool's address, and what each library tells its peer."""
-        return self.memories[0].region.base, {name: one.describe() for name, one in self.libraries.items()}
-
-    def met(self, base: int, described: dict[str, object]) -> list[str]:
-        """The other side's; returns the libraries that both have."""
-        self._their_base = base
-        both = [name for name in described if name in self.libraries]
-        for name in both:
-            self.libraries[name].connect(described[name])
-        return both
-
-    def serve(self, name: str) -> None:
-        """From now on `idle` serves that library; "": the nodes."""
-        self._serving = self.libraries.get(name)
-
-    def close(self) -> None:
-        for library in self.libraries.values():
-            library.close()
-        super().close()
+    def n_descriptors(self) -> int:
+        """Written so far, by both paths."""
+        return sum(node.stats().get("descriptors", 0) for node in self.nodes)
 
 
-class Sources(_End):
+class Sources(_Nodes):
     """All prefill ranks. Their pools hold their marks."""
 
     def __init__(self, case: Case, directory: str, fabric: Fabric, place: Place) -> None:
         super().__init__(case, "src", fabric, place)
-        self._n_listed = 0
         for rank, memory in enumerate(self.memories):
             memory.paint()
             node = PrefillNode(
@@ -297,25 +290,8 @@ class Sources(_End):
                 sender.finish(states=request.states or None)
                 self.handles.append(sender)
 
-    def push(self, name: str, burst: int, n: int) -> float:
-        """Seconds of a burst by a library."""
-        own, theirs = (self.case.requests(side, burst, n) for side in ("src", "dst"))
-        base, spans = self.memories[0].region.base, self.memories[0].layout
-        pages = [
-            Pages(base + src, self._their_base + dst, nbytes)
-            for one, other in zip(own, theirs, strict=True)
-            for (src, nbytes), (dst, _) in [(item_spans(spans, one), item_spans(spans, other))]
-        ]
-        self._n_listed += sum(len(one.nbytes) for one in pages)
-        return self.libraries[name].burst(pages)
 
-    def n_descriptors(self) -> int:
-        """So far, by all ways."""
-        n: int = sum(node.stats()["descriptors"] for node in self.nodes)
-        return self._n_listed + n
-
-
-class Sinks(_End):
+class Sinks(_Nodes):
     """All decode ranks."""
 
     def __init__(self, case: Case, directory: str, fabric: Fabric, place: Place) -> None:
@@ -349,11 +325,56 @@ class Sinks(_End):
         return took
 
     def check(self, burst: int, n: int) -> None:
-        """Compares every byte of a burst."""
-        theirs, own = (self.case.requests(side, burst, n) for side in ("src", "dst"))
-        for memory in self.memories:
-            for one, other in zip(theirs, own, strict=True):
-                memory.check(self.case.tokens, one, other, self.case.src.page)
+        self.case.check(self.memories, burst, n)
+
+
+class End(Actor):
+    """One end of a library, with a pool of its own, at "src" or "dst"."""
+
+    def __init__(self, case: Case, side: str, transport: str, name: str, host: str) -> None:
+        self.case, self._is_src = case, side == "src"
+        self._memory = Memory(case, case.src, 0)
+        if self._is_src:
+            self._memory.paint()
+        self._library = libraries(case, transport, host)[name](self._memory.layout)
+        self._n_listed = 0
+
+    def idle(self) -> None:
+        self._library.idle()
+
+    def meet(self) -> tuple[int, object]:
+        """The pool's address, and what the library tells its peer."""
+        return self._memory.region.base, self._library.describe()
+
+    def met(self, base: int, described: object) -> None:
+        self._their_base = base
+        self._library.connect(described)
+
+    def pulls(self) -> bool:
+        return self._library.pulls
+
+    def offer(self, n: int) -> None:
+        self._library.offer(n)
+
+    def clear(self) -> None:
+        self._memory.clear()
+
+    def burst(self, burst: int, n: int) -> float:
+        """Seconds."""
+        bases = self._memory.region.base, self._their_base
+        pages = self.case.pages(burst, n, self._memory.layout, *(bases if self._is_src else reversed(bases)))
+        self._n_listed += sum(len(one.nbytes) for one in pages)
+        return self._library.burst(pages)
+
+    def n_descriptors(self) -> int:
+        """So far, of the bursts that this end drove."""
+        return self._n_listed
+
+    def check(self, burst: int, n: int) -> None:
+        self.case.check([self._memory], burst, n)
+
+    def close(self) -> None:
+        self._library.close()
 
 
 def item_spans(layout: Layout, request: Request) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -369,79 +390,141 @@ def item_spans(layout: Layout, request: Request) -> tuple[NDArray[np.int64], NDA
     return np.concatenate(offsets), np.concatenate(nbytes)
 
 
+def libraries(case: Case, transport: str, host: str = "127.0.0.1") -> dict[str, Callable[[Layout], Library]]:
+    """Those to measure beside rooms over `transport`, by name: that are here and take the case's pools. `host`: this
+    host's address for the peer.
+    """
+    if not case.is_equal:
+        return {}
+    found = installed(transport, host)
+    if transport == "nixl" and found and vllm.takes(case.place(case.src, 0)):
+        found[vllm.NAME] = partial(vllm.VllmWorker, host=host)
+    return found
+
+
+class _Pair(NamedTuple):
+    """Two processes, which stand still but while they are measured."""
+
+    src: Rank
+    dst: Rank | FarRank
+
+    def each(self, method: str, *given: object) -> None:
+        for rank in self:
+            rank.call(method, *given)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        for rank in self:
+            rank.resume()
+        yield self
+        for rank in self:
+            rank.pause()
+
+
 class Bed:
-    """Both processes of one case; `there`: the decode side's is at that host. A context manager."""
+    """Both nodes' processes of one case, and both of each library; `there`: the decode side's are at that host. A
+    context manager.
+    """
 
     def __init__(self, case: Case, fabric: Fabric, there: There | None = None) -> None:
-        self._case, self._maps = case, fabric.transport == "local"
-        place = there.place if there is not None else Place()
-        self._directory = place.directory().start()
-        given = case, self._directory.address, fabric
-        self._src = Rank(Sources, *given, place, env=fabric.env)
-        self._dst = (
-            there.rank(case.request(), self._directory.address, fabric)
-            if there is not None
-            else Rank(Sinks, *given, place, env=fabric.env)
-        )
+        self._case, self._fabric, self._there = case, fabric, there
         self._burst = 0
-        self.libraries: list[str] = []
+        self.libraries: dict[str, _Pair] = {}
 
     def __enter__(self) -> Self:
-        for rank in (self._src, self._dst):
-            rank.ready()
-        for one, other in ((self._src, self._dst), (self._dst, self._src)):
-            one.call("connect", *other.call("describe"))
-            self.libraries = one.call("met", *other.call("meet"))
+        case, fabric, there = self._case, self._fabric, self._there
+        place = there.place if there is not None else Place()
+        with contextlib.ExitStack() as held:
+            directory = place.directory().start()
+            held.callback(directory.close)
+            given = case, directory.address, fabric, place
+            self._nodes = self._start(held, (Sources, *given), (Sinks, *given))
+            known = libraries(case, fabric.transport, place.host)
+            for name in known if there is None else known.keys() & there.side.libraries:
+                src, dst = ((End, case, side, fabric.transport, name, place.host) for side in ("src", "dst"))
+                self.libraries[name] = self._start(held, src, dst, name)
+            self._held = held.pop_all()
         return self
 
+    def _start(
+        self, held: contextlib.ExitStack, src: tuple[Any, ...], dst: tuple[Any, ...], library: str = ""
+    ) -> _Pair:
+        """One pair after the other: those that poll would hold up those that still start."""
+        env, there = self._fabric.env, self._there
+        pair = _Pair(
+            Rank(*src, env=env),
+            Rank(*dst, env=env)
+            if there is None
+            else there.rank(self._case.request(), "" if library else dst[2], self._fabric, library),
+        )
+        for rank in pair:
+            held.callback(rank.close)
+        for rank in pair:
+            rank.ready()
+        tell, hear = ("meet", "met") if library else ("describe", "connect")
+        for one, other in (pair, reversed(pair)):
+            one.call(hear, *other.call(tell))
+        for rank in pair:
+            rank.pause()
+        return pair
+
     def __exit__(self, *_: object) -> None:
-        for rank in (self._dst, self._src):
-            rank.close()
-        self._directory.close()
+        self._held.close()
 
     def seconds(self, way: str, n: int) -> float:
         """Seconds of a burst of `n` requests by a path, by a library, or as one contiguous write."""
-        if way == BULK:
-            self._each("use_raw", True)
-            took: float = self._src.call("write", n * self._case.nbytes)
-            self._each("use_raw", False)
-            return took
         self._burst += 1
-        self._dst.call("clear")
-        if way in self.libraries:
-            self._each("serve", way)
-            took = self._src.call("push", way, self._burst, n)
-            self._each("serve", "")
-        else:
-            self._src.call("offer", way, self._burst, n)
-            took = self._dst.call("pull", self._burst, n)
-        self._dst.call("check", self._burst, n)
+        with self.libraries.get(way, self._nodes).running() as pair:
+            if way == BULK:
+                return self._write(pair, n)
+            pair.dst.call("clear")
+            took = self._move(pair, n) if way in self.libraries else self._send(pair, way, n)
+            pair.dst.call("check", self._burst, n)
+            return took
+
+    def _write(self, pair: _Pair, n: int) -> float:
+        pair.each("use_raw", True)
+        took: float = pair.src.call("write", n * self._case.nbytes)
+        pair.each("use_raw", False)
+        return took
+
+    def _send(self, pair: _Pair, path: str, n: int) -> float:
+        pair.src.call("offer", path, self._burst, n)
+        took: float = pair.dst.call("pull", self._burst, n)
         return took
 
     def costs(self, n: int) -> Costs:
         """Of the steps of a burst of `n` requests."""
         self._burst += 1
-        for rank in (self._src, self._dst):
-            rank.begin("copies", self._burst, n)
-        gather_s, scatter_s = self._src.result(), self._dst.result()
-        if self._maps:
-            return Costs(gather_s, 0.0, 0.0, 0.0, scatter_s)
-        nbytes = n * self._case.nbytes
-        self._each("use_raw", True)
-        write_s = self._src.call("write", nbytes)
-        self._each("begin_cost")
-        self._src.call("write_slowly", nbytes)
-        send_s, receive_s = (rank.call("cost") for rank in (self._src, self._dst))
-        self._each("use_raw", False)
+        with self._nodes.running() as pair:
+            for rank in pair:
+                rank.begin("copies", self._burst, n)
+            gather_s, scatter_s = (rank.result() for rank in pair)
+            if self._fabric.transport == "local":  # which maps the peer's memory
+                return Costs(gather_s, 0.0, 0.0, 0.0, scatter_s)
+            write_s = self._write(pair, n)
+            pair.each("use_raw", True)
+            pair.each("begin_cost")
+            pair.src.call("write_slowly", n * self._case.nbytes)
+            send_s, receive_s = (rank.call("cost") for rank in pair)
+            pair.each("use_raw", False)
         return Costs(gather_s, send_s, write_s, receive_s, scatter_s)
 
-    def n_descriptors(self) -> int:
-        n: int = self._src.call("n_descriptors")
-        return n
+    def _move(self, pair: _Pair, n: int) -> float:
+        pair.src.call("offer", n)
+        driver = pair.dst if pair.dst.call("pulls") else pair.src
+        took: float = driver.call("burst", self._burst, n)
+        return took
 
-    def _each(self, method: str, *given: object) -> None:
-        for rank in (self._src, self._dst):
-            rank.call(method, *given)
+    @property
+    def n_cores(self) -> int:
+        """That the two sides share; each other host's are its own."""
+        return (os.cpu_count() or 1) * (1 if self._there is None else 2)
+
+    def n_descriptors(self, way: str) -> int:
+        """So far, by that library or by both paths."""
+        with self.libraries.get(way, self._nodes).running() as pair:
+            return sum(rank.call("n_descriptors") for rank in pair)
 
 
 def cases(scale: int, quick: bool) -> Iterator[Case]:
@@ -472,9 +555,9 @@ def _scaled(model: Model, scale: int) -> Model:
     return shapes.of_layers(model, max(4 if SLOTS in model.components() else 1, -(-model.n_layers // scale)))
 
 
-def _fitting(case: Case, limit: int) -> Case | None:
+def _fitting(case: Case, n_libraries: int, limit: int) -> Case | None:
     """The case with those bursts that fit `limit` bytes of memory."""
-    while case.memory_nbytes > limit:
+    while case.memory_nbytes(n_libraries) > limit:
         if len(case.sizes) == 1:
             return None
         case = case._replace(sizes=case.sizes[:-1])
@@ -489,16 +572,22 @@ def _memory() -> int:
 
 def serve(bind: str, place: Place) -> Server:
     """The other host's side of `--peer`, to be entered."""
-    return Server(bind, place, _decode_side, _memory)
+    anywhere = Case(MODELS[0], 16, Kept(), Kept())
+    names = {name for transport in ("nixl", "mooncake") for name in libraries(anywhere, transport)}
+    return Server(bind, place, _decode_side, _memory, sorted(names))
 
 
-def _decode_side(asked: Requests | Cells, directory: str, fabric: Fabric, place: Place) -> Rank:
+def _decode_side(asked: Requests | Cells, directory: str, fabric: Fabric, place: Place, library: str) -> Rank:
     if not isinstance(asked, Requests):
         return traffic.decode_side(asked, fabric, place, _memory())
     case = Case.asked(asked)
-    if case.memory_nbytes > _memory():
+    if case.memory_nbytes(0) > _memory():
         raise UsageError(f"not enough memory for {case}", remedy="a higher --scale keeps fewer layers")
-    return Rank(Sinks, case, directory, fabric, place, env=fabric.env)
+    if not library:
+        return Rank(Sinks, case, directory, fabric, place, env=fabric.env)
+    if library not in libraries(case, fabric.transport, place.host):
+        raise UsageError(f"no library {library!r} for {case}", remedy="run one release on both sides")
+    return Rank(End, case, "dst", fabric.transport, library, place.host, env=fabric.env)
 
 
 def run(
@@ -540,7 +629,7 @@ def _models(
     left_out = []
     repeats = 2 if quick else 5
     for whole in cases(scale, quick):
-        case = _fitting(whole, limit)
+        case = _fitting(whole, max((len(libraries(whole, one.transport)) for one in over), default=0), limit)
         sizes = case.sizes if case is not None else ()
         for size in whole.sizes[len(sizes) :]:
             left_out.append(f"{whole}, {size} at once: not enough memory; a higher --scale keeps fewer layers")
@@ -558,16 +647,34 @@ def _measured(bed: Bed, case: Case, fabric: Fabric, n: int, repeats: int) -> Ite
     ways = [*PATHS, *bed.libraries, BULK]
     n_descriptors = {}
     for way in ways:
-        before = bed.n_descriptors()
+        before = bed.n_descriptors(way)
         bed.seconds(way, n)
-        n_descriptors[way] = bed.n_descriptors() - before
+        n_descriptors[way] = bed.n_descriptors(way) - before
     took: dict[str, list[float]] = {way: [] for way in ways}
+    costs: list[Costs] = []
     for number in range(repeats):
         for turn in range(len(ways)):
             way = ways[(number + turn) % len(ways)]
             took[way].append(bed.seconds(way, n))
+        costs.append(bed.costs(n))
     gb = n * case.nbytes / 1e9
     ceiling = gb / statistics.median(took[BULK])
+    point = {
+        "transport": fabric.name, "model": case.model.name, "layers": case.model.n_layers, "tokens": case.tokens,
+        "requests": n, "nbytes": n * case.nbytes, "src": case.src._asdict(), "dst": case.dst._asdict(),
+    }  # fmt: skip
+    steps = Costs(*map(statistics.median, zip(*costs, strict=True)))
+    bounds = [one.bound_s(bed.n_cores) for one in costs]
+    bound = gb / statistics.median(bounds)
+    yield Row(
+        name=f"staged beside its bound, {fabric.name}: {case}, {n} at once",
+        value=bound * median_ratio(bounds, took["staged"]),
+        baseline=bound,
+        unit="GB/s",
+        target=0.9 if n == TARGETED else None,
+        detail=f"{n * case.nbytes >> 20} MiB; baseline: the busiest core or link; {steps}",
+        point={"table": "kv-bound", "steps_s": steps._asdict(), "seconds": sorted(took["staged"]), **point},
+    )
     for way in ways[:-1]:
         yield Row(
             name=f"{way}, {fabric.name}: {case}, {n} at once",
@@ -575,9 +682,5 @@ def _measured(bed: Bed, case: Case, fabric: Fabric, n: int, repeats: int) -> Ite
             baseline=ceiling,
             unit="GB/s",
             detail=f"{n * case.nbytes >> 20} MiB, {n_descriptors[way]} descriptors; baseline: one contiguous write",
-            point={
-                "table": "kv-transfer", "transport": fabric.name, "way": way, "model": case.model.name,
-                "layers": case.model.n_layers, "tokens": case.tokens, "requests": n, "nbytes": n * case.nbytes,
-                "src": case.src._asdict(), "dst": case.dst._asdict(), "seconds": sorted(took[way]),
-            },
-        )  # fmt: skip
+            point={"table": "kv-transfer", "way": way, "seconds": sorted(took[way]), **point},
+        )

@@ -6,8 +6,10 @@ A bench gives the class that a process runs, and calls its methods.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _START_S = 120.0
 _ANSWER_S = 300.0
+_PR_SET_PDEATHSIG = 1
 
 _folder: Path | None = None
 _observers: tuple[Observer, ...] = ()
@@ -97,8 +100,20 @@ class Rank:
         self.begin(method, *args)
         return self.result()
 
+    def pause(self) -> None:
+        """Stops the process with all its threads, until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
     def close(self) -> None:
         """Ends the process, in order if it still listens."""
+        self.resume()
         with contextlib.suppress(OSError):  # it may have ended by itself
             self._pipe.send(("", ()))
         self._process.join(20.0)
@@ -141,6 +156,7 @@ def _serve(
     pipe: Connection, env: dict[str, str], trace: Path | None, make: Callable[..., Actor], args: tuple[object, ...]
 ) -> None:
     global _observers, _watching  # noqa: PLW0603  (one rank a process)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a paused rank too ends with its parent
     os.environ.update(env)
     with tracing(trace) as tracers, Watching(asked_by_environment()) as _watching:
         _observers = (*tracers, *_watching.observers)

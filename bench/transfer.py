@@ -103,9 +103,6 @@ class _End(Actor):
         else:
             self.raw.idle()
 
-    def has_scatter_gather(self) -> bool:
-        return has_scatter_gather()
-
     def close(self) -> None:
         for node in self.nodes.values():
             node.close()
@@ -230,10 +227,6 @@ class Bed:
         self._all((*self.src, *self.dst), "use", "")
         return float(self.src[0].call("write"))
 
-    def has_scatter_gather(self) -> bool:
-        """Whether NIXL, over which these run, can put whole lists."""
-        return bool(self.src[0].call("has_scatter_gather"))
-
     def n_descriptors(self, path: str) -> int:
         return sum(self._all(self.src, "n_descriptors", path))
 
@@ -305,13 +298,13 @@ def _against_raw(case: Case, what: str, env: dict[str, str] | None, repeats: int
 
 def _scatter_gather(quick: bool, transport: str) -> list[Row]:
     """Direct with a put for a whole list beside direct with one for each descriptor, and staged; none without it."""
-    rows = []
-    for env, what in ((None, "shared memory"), (TCP, "TCP")) if transport == "nixl" else ():
+    rows: list[Row] = []
+    if transport != "nixl" or not has_scatter_gather():
+        return rows
+    for env, what in ((None, "shared memory"), (TCP, "TCP")):
         for run_nbytes in (1024,) if quick else (256, 1024, 4096, 16384):
             case = Case(2, 1, run_nbytes, QUICK_NBYTES)
             with Bed(case, ("staged", "direct", AGAIN, LISTS), env=env) as bed:
-                if not bed.has_scatter_gather():
-                    return []
                 took = bed.medians(("staged", "direct", AGAIN, LISTS), 3 if quick else 21)
                 n = bed.n_descriptors(LISTS) // bed.n_rooms(LISTS)
             gb, again = case.nbytes / 1e9, took["direct"] / took[AGAIN]

@@ -3,8 +3,9 @@
 The two speak as `pdstage calibrate` and its peer do: msgpack, one frame each, over a control socket, encrypted if it
 has keys. Each question is one of the types below, and each method of a rank that may be asked for is in `METHODS` with
 the types of what it takes and gives: nothing is unpickled, no name of a file or a variable travels, and a fabric's
-environment comes from this module. The other host makes a new process for each case, as this one does, since UCX reads
-its environment once. A caller that dies leaves its last case there until the next one starts.
+environment comes from this module. The other host makes new processes for each case, as this one does, since UCX reads
+its environment once: one for the nodes, and one for each library beside them. A caller that dies leaves its last case
+there until the next one starts.
 
 Addresses: every node and the directory listen at the address that `Place` names, with any free port.
 """
@@ -33,7 +34,7 @@ from . import harness
 from .sides import Fabric
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .ranks import Rank
 
@@ -50,6 +51,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
 Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 24)]
 Kept: TypeAlias = tuple[Annotated[int, Meta(ge=1, le=64)], Annotated[int, Meta(ge=1, le=4096)], bool]
+Index: TypeAlias = Annotated[int, Meta(ge=0, le=64)]
 Word: TypeAlias = Annotated[str, Meta(max_length=512)]
 
 
@@ -101,27 +103,41 @@ class About(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Make a process with the decode side of `case`, instead of the last one."""
+    """Make a process with the decode side of `case`, and answer its number. With `library`, it is one more of the same
+    case, with the decode end of that library; else the last case's processes end.
+    """
 
     case: Requests | Cells
     fabric: Word
     directory: Word
+    library: Word = ""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Call a method of that process."""
+    """Call a method of process `rank`."""
 
+    rank: Index
     method: Word
     given: msgspec.Raw
 
 
+class Stand(msgspec.Struct, frozen=True, tag=True):
+    """Let process `rank` stand still, or go on."""
+
+    rank: Index
+    still: bool
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End that process."""
+    """End all processes of the case."""
 
 
 class Side(msgspec.Struct, frozen=True, tag=True):
-    """`transports`: every known one, with the reason if it cannot be used. `memory`: bytes that a case may use."""
+    """`transports`: every known one, with the reason if it cannot be used. `memory`: bytes that a case may use.
+    `libraries`: those that can be measured beside nodes.
+    """
 
+    libraries: Annotated[list[Word], Meta(max_length=64)]
     transports: dict[Word, Annotated[str, Meta(max_length=4096)]]
     memory: Count
     machine: dict[Word, Any]
@@ -136,7 +152,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     remedy: str = ""
 
 
-Question = About | Start | Call | Stop
+Question = About | Start | Call | Stand | Stop
 Answer = Side | Gave | Failed
 _questions = msgspec.msgpack.Decoder(Question)
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -145,16 +161,18 @@ _answers = msgspec.msgpack.Decoder(Answer)
 METHODS: dict[str, tuple[Any, Any]] = {
     "describe": (tuple[()], tuple[bytes, Region]),
     "connect": (tuple[bytes, Region], None),
-    "meet": (tuple[()], tuple[int, dict[str, Any]]),
-    "met": (tuple[int, dict[str, Any]], list[str]),
     "use_raw": (tuple[bool], None),
-    "serve": (tuple[Word], None),
     "clear": (tuple[()], None),
     "pull": (tuple[Count, Count], float),
     "check": (tuple[Count, Count], None),
     "copies": (tuple[Count, Count], float),
     "begin_cost": (tuple[()], None),
     "cost": (tuple[()], float),
+    "n_descriptors": (tuple[()], Count),
+    "meet": (tuple[()], tuple[int, Any]),
+    "met": (tuple[int, Any], Any),
+    "pulls": (tuple[()], bool),
+    "burst": (tuple[Count, Count], float),
 }
 
 
@@ -211,11 +229,11 @@ class There:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def rank(self, case: Requests | Cells, directory: str, fabric: Fabric) -> FarRank:
-        """The decode side of a case, not started yet."""
-        return FarRank(self, Start(case, fabric.name, directory))
+    def rank(self, case: Requests | Cells, directory: str, fabric: Fabric, library: str = "") -> FarRank:
+        """The decode side of a case, or of a library beside it, not started yet."""
+        return FarRank(self, Start(case, fabric.name, directory, library))
 
-    def gave(self, question: Start | Call | Stop, kind: Any) -> Any:  # noqa: ANN401  (as the type says)
+    def gave(self, question: Start | Call | Stand | Stop, kind: Any) -> Any:  # noqa: ANN401  (as the type says)
         """The answer, of type `kind`. Raises `TransportError` with the other host's reason, or for no answer."""
         answer = self._ask(question, _WAIT_S)
         if not isinstance(answer, Gave):
@@ -264,16 +282,23 @@ class FarRank:
 
     def __init__(self, there: There, start: Start) -> None:
         self._there, self._start = there, start
+        self._number = 0
         self._begun: tuple[str, tuple[object, ...]] = ("", ())
 
     def ready(self) -> Self:
         """Starts it, and waits until its actor is made."""
-        self._there.gave(self._start, None)
+        self._number = self._there.gave(self._start, int)
         return self
+
+    def pause(self) -> None:
+        self._there.gave(Stand(self._number, still=True), None)
+
+    def resume(self) -> None:
+        self._there.gave(Stand(self._number, still=False), None)
 
     def call(self, method: str, *given: object) -> Any:  # noqa: ANN401
         encoded = msgspec.Raw(msgspec.msgpack.encode(given))
-        return self._there.gave(Call(method, encoded), METHODS[method][1])
+        return self._there.gave(Call(self._number, method, encoded), METHODS[method][1])
 
     def begin(self, method: str, *given: object) -> None:
         """As of `Rank`, but the call is made by `result`: two hosts share nothing that both at once would need."""
@@ -284,29 +309,33 @@ class FarRank:
         return self.call(method, *given)
 
     def close(self) -> None:
-        with contextlib.suppress(TransportError):  # the next case's start ends it too
+        """Ends all processes of its case there."""
+        with contextlib.suppress(TransportError):  # the next case's start ends them too
             self._there.gave(Stop(), None)
 
 
 class Server:
     """Answers one question at a time at `bind`, HOST:PORT, until `close`. A context manager.
 
-    `start` makes the decode side's process of a case; it raises `PdstageError` for one that cannot be. `memory` says
-    how many bytes a case may use. Raises `UsageError` for an address that others can reach without keys or `insecure`,
-    and for a wildcard: nodes listen at the same address, and the other host has to reach them.
+    `start` makes the decode side's process of a case, or of one of `libraries`; it raises `PdstageError` for one that
+    cannot be. `memory` says how many bytes a case may use. Raises `UsageError` for an address that others can reach
+    without keys or `insecure`, and for a wildcard: nodes listen at the same address, and the other host has to reach
+    them.
     """
 
     def __init__(
         self,
         bind: str,
         place: Place,
-        start: Callable[[Requests | Cells, str, Fabric, Place], Rank],
+        start: Callable[[Requests | Cells, str, Fabric, Place, str], Rank],
         memory: Callable[[], int],
+        libraries: Sequence[str] = (),
     ) -> None:
         address = Address.parse(bind, "tcp", listening=True)
         _check_named(address)
         self._place, self._make, self._memory = place._replace(host=address.host), start, memory
-        self._rank: Rank | None = None
+        self._libraries = list(libraries)
+        self._ranks: list[Rank] = []
         self._asked_by = b""
         keys = place.held()
         self._socket = ControlSocket(f"tcp://{address}", identity=b"bench", keys=keys, insecure=place.insecure)
@@ -327,13 +356,13 @@ class Server:
                         self._socket.send(route, [msgspec.msgpack.encode(self._answer(route, frame))])
 
     def close(self) -> None:
-        """Ends the case's process and stops listening. May be repeated."""
+        """Ends the case's processes and stops listening. May be repeated."""
         self._stop()
         self._socket.close()
 
     def _stop(self) -> None:
-        rank, self._rank = self._rank, None
-        if rank is not None:
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
             rank.close()
 
     def _answer(self, route: bytes, frame: bytes) -> Answer:
@@ -353,18 +382,32 @@ class Server:
         value: object = None
         match question:
             case About():
-                return Side(available(), self._memory(), harness.machine())
+                return Side(self._libraries, available(), self._memory(), harness.machine())
             case Start():
-                self._stop()
-                self._asked_by = route
-                self._rank = self._make(question.case, question.directory, self._fabric(question.fabric), self._place)
-                self._rank.ready()
+                value = self._begin(route, question)
             case Call():
                 value = self._call(route, question)
+            case Stand(number, still):
+                rank = self._held(route, number)
+                (rank.pause if still else rank.resume)()
             case Stop():
                 if route == self._asked_by:
                     self._stop()
         return Gave(msgspec.Raw(msgspec.msgpack.encode(value)))
+
+    def _begin(self, route: bytes, asked: Start) -> int:
+        """The number of the new process."""
+        if not asked.library or route != self._asked_by:
+            self._stop()
+        self._asked_by, fabric = route, self._fabric(asked.fabric)
+        self._ranks.append(self._make(asked.case, asked.directory, fabric, self._place, asked.library))
+        self._ranks[-1].ready()
+        return len(self._ranks) - 1
+
+    def _held(self, route: bytes, number: int) -> Rank:
+        if number >= len(self._ranks) or route != self._asked_by:
+            raise UsageError("no case of yours is running", remedy="ask one peer from one place at a time")
+        return self._ranks[number]
 
     def _fabric(self, name: str) -> Fabric:
         fabric = ways().get(name)
@@ -375,10 +418,9 @@ class Server:
     def _call(self, route: bytes, asked: Call) -> object:
         if asked.method not in METHODS:
             raise UsageError(f"{asked.method!r} may not be asked for", remedy="run one release on both sides")
-        if self._rank is None or route != self._asked_by:
-            raise UsageError("no case of yours is running", remedy="ask one peer from one place at a time")
+        rank = self._held(route, asked.rank)
         given = msgspec.msgpack.decode(asked.given, type=METHODS[asked.method][0])
-        return self._rank.call(asked.method, *given)
+        return rank.call(asked.method, *given)
 
 
 def _check_named(address: Address) -> None:

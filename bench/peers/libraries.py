@@ -1,16 +1,18 @@
 """The calls that engines make of NIXL and Mooncake themselves, for pages that are alike on both sides.
 
 Each request is a list of pages. NIXL gets a transfer for each request: all are posted, then all awaited, as CollectiveX
-does (SemiAnalysisAI/InferenceX#2510). Mooncake gets batches, as from SGLang. NIXL is measured twice where it can put
-whole lists (ai-dynamo/nixl#1835): a put for each descriptor, its default, and one for the list.
+does (SemiAnalysisAI/InferenceX#2510). Mooncake gets batches, as from SGLang. vLLM's own worker is in `vllm.py`. NIXL is
+measured twice where it can put whole lists (ai-dynamo/nixl#1835): a put for each descriptor, its default, and one for
+the list.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -23,24 +25,32 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import Region
+    from pdstage.layout import Layout
 
 _BATCH = 512
 """Entries of one call: a peer's queue of Mooncake 0.3.13 takes about 2,000 and fails the rest."""
 
+_WHEELS, _PLUGIN = ("nixl-cu12", "nixl-cu13", "nixl"), "libplugin_UCX.so"
 _SCATTER_GATHER = "NIXL_UCX_SGL_ENABLE"
 """Whether an agent of NIXL puts whole lists. It reads this once, when it is created (src/plugins/ucx/ucx_backend.cpp).
 """
 
 
 def has_scatter_gather() -> bool:
-    """Whether the UCX plugin that NIXL has loaded into this process can put whole lists.
+    """Whether NIXL's UCX plugin here can put whole lists.
 
     Only a build that can has these words for its log. One that cannot warns and puts each descriptor, and a NIXL before
-    1.5.1 does not read the switch. False if no agent was created here yet.
+    1.5.1 does not read the switch.
     """
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libplugin_UCX" in line}
-    return any(b"UCX SGL offload" in Path(plugin).read_bytes() for plugin in mapped)
+    folder = os.environ.get("NIXL_PLUGIN_DIR")
+    plugins = [Path(folder) / _PLUGIN] if folder else [one for name in _WHEELS for one in _plugins_of(name)]
+    return any(plugin.is_file() and b"UCX SGL offload" in plugin.read_bytes() for plugin in plugins)
+
+
+def _plugins_of(wheel: str) -> list[Path]:
+    with suppress(PackageNotFoundError):
+        return [Path(str(one.locate())) for one in files(wheel) or () if one.name == _PLUGIN]
+    return []
 
 
 @contextmanager
@@ -57,15 +67,22 @@ def scatter_gather(value: str) -> Iterator[None]:
 
 
 class Pages(NamedTuple):
-    """One request's pages: where they are here and at the peer, and their bytes."""
+    """One request's pages: where they are at the source and at the destination, and their bytes; and the numbers that
+    the tokens' pages have at either, which are the same in every layer.
+    """
 
     src: NDArray[np.int64]
     dst: NDArray[np.int64]
     nbytes: NDArray[np.int64]
+    src_ids: NDArray[np.int64]
+    dst_ids: NDArray[np.int64]
 
 
 class Library(Protocol):
-    """One end of a library, with one region registered."""
+    """One end of a library, with a pool's region registered."""
+
+    pulls: ClassVar[bool] = False
+    """Whether the destination makes the calls of a burst, which reads; else the source does, and writes."""
 
     def describe(self) -> object:
         """What the other end's `connect` wants."""
@@ -73,22 +90,27 @@ class Library(Protocol):
     def connect(self, described: Any) -> None: ...  # noqa: ANN401
 
     def burst(self, requests: Sequence[Pages]) -> float:
-        """Seconds until all of `requests` are written to the peer."""
+        """Seconds until all of `requests` are at the destination."""
+
+    def offer(self, n: int) -> None:
+        """At the source, before the destination reads a burst of `n` requests."""
+        del n
 
     def idle(self) -> None:
-        """Serves the peer's writes, where the library has no thread for it."""
+        """Serves the peer's burst, where the library has no thread for it."""
 
     def close(self) -> None: ...
 
 
-class Nixl:
+class Nixl(Library):
     """NIXL's agent with its UCX backend, which puts each descriptor. Without NIXL's own thread, which spins."""
 
     puts_lists: ClassVar[str] = "n"
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, layout: Layout) -> None:
         from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415  (not everywhere)
 
+        (region,) = layout.regions
         config = nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
         with scatter_gather(self.puts_lists):
             self._agent: Any = nixl_agent(f"bench-{time.monotonic_ns()}", config)
@@ -140,12 +162,13 @@ class NixlLists(Nixl):
     puts_lists = "y"
 
 
-class Mooncake:
+class Mooncake(Library):
     """Mooncake's Transfer Engine over tcp. `host`: this host's address for the peer."""
 
-    def __init__(self, region: Region, host: str = "127.0.0.1") -> None:
+    def __init__(self, layout: Layout, host: str = "127.0.0.1") -> None:
         from mooncake.engine import TransferEngine  # noqa: PLC0415  (not everywhere)
 
+        (region,) = layout.regions
         self._engine: Any = TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError("Mooncake does not start")
@@ -163,7 +186,7 @@ class Mooncake:
         start = time.perf_counter()
         for one in requests:
             for at in range(0, len(one.nbytes), _BATCH):
-                batch = [column[at : at + _BATCH].tolist() for column in one]
+                batch = [column[at : at + _BATCH].tolist() for column in one[:3]]
                 if self._engine.batch_transfer_sync_write(self._peer, *batch):
                     raise RuntimeError("a batch of Mooncake failed")
         return time.perf_counter() - start
@@ -176,7 +199,7 @@ class Mooncake:
         self._engine = None
 
 
-def installed(transport: str, host: str = "127.0.0.1") -> dict[str, Callable[[Region], Library]]:
+def installed(transport: str, host: str = "127.0.0.1") -> dict[str, Callable[[Layout], Library]]:
     """The libraries to measure beside rooms over `transport`, which is open here, by name. `host`: this host's address
     for the peer.
     """

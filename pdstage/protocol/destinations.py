@@ -198,8 +198,8 @@ def split(
         numbers, (first, end) = common.numbers(rect.component), tokens[rect.component]
         cuts = (numbers.token(number) for number in range(first - first % most + most, end, most))
         for start, stop in pairwise(chain((rect.start,), cuts, (rect.stop,))):
-            piece = (rect._replace(start=start, stop=stop),)
-            yield piece, staging.nbytes(common.tokens(piece))
+            part = (rect._replace(start=start, stop=stop),)
+            yield part, staging.nbytes(common.tokens(part))
     elif rect.layer_stop - rect.layer_start > 1:
         middle = (rect.layer_start + rect.layer_stop) // 2
         for half in (rect._replace(layer_stop=middle), rect._replace(layer_start=middle)):

@@ -62,7 +62,7 @@ def test_a_librarys_own_calls_beside(monkeypatch, transport, package, ways):
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch):
     case = next(small())
     monkeypatch.setattr(kv_transfer, "cases", lambda scale, quick: [case, case._replace(tokens=8 * TOKENS)])
-    monkeypatch.setattr(kv_transfer, "_memory", lambda: case._replace(sizes=(1,)).memory_nbytes)
+    monkeypatch.setattr(kv_transfer, "_memory", lambda: case._replace(sizes=(1,)).memory_nbytes(0))
     report = run_named("kv-transfer", quick=True, transport="local")
     left_out = [line.partition(":")[0].rpartition(", ")[2] for line in report["left_out"]]
     assert left_out == ["3 at once", "1 at once", "3 at once"]

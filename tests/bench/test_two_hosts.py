@@ -63,6 +63,12 @@ class Stub:
             raise RuntimeError("Traceback\nAssertionError: a request arrived with other bytes than were sent")
         return 0.5 if method == "pull" else None
 
+    def pause(self) -> None:
+        self.asked.append(("pause",))
+
+    def resume(self) -> None:
+        self.asked.append(("resume",))
+
     def close(self) -> None:
         self.closed = True
 
@@ -107,10 +113,28 @@ def test_a_case_is_started_asked_and_ended(stubs):
         assert made[0].closed, "of a process that failed nothing is asked again"
         again = started(there, "nixl, TCP")
         again.close()
-    asked, directory, fabric, place = made[1].asked[0]
-    assert Case.asked(asked) == next(small()) and directory == "127.0.0.1:1" and place.host == "127.0.0.1"
+    asked, directory, fabric, place, library = made[1].asked[0]
+    assert (
+        Case.asked(asked) == next(small()) and directory == "127.0.0.1:1" and place.host == "127.0.0.1" and not library
+    )
     assert fabric.env == {"UCX_TLS": "tcp,self"}, "no lock to loopback"
     assert made[0].asked[1] == ("pull", 3, 1) and made[1].closed
+
+
+@needs_nixl
+def test_a_librarys_process_is_one_more_of_the_case_and_stands_still(stubs):
+    endpoint, made = stubs
+    with There(endpoint, HERE) as there:
+        nodes = started(there)
+        library = there.rank(next(small()).request(), "", two_hosts.ways()["nixl"], "a library").ready()
+        library.pause()
+        nodes.call("clear")
+        library.resume()
+        library.call("clear")
+        started(there)
+    assert [one.asked[0][4] for one in made] == ["", "a library", ""]
+    assert [one.asked[1:] for one in made] == [[("clear",)], [("pause",), ("resume",), ("clear",)], []]
+    assert [one.closed for one in made[:2]] == [True, True], "the next case ends all of the last"
 
 
 @needs_nixl
@@ -126,7 +150,7 @@ def test_only_what_is_listed_is_obeyed(stubs):
             ("clear", (1,), "cannot be read"),
         ):
             with pytest.raises(TransportError, match=said):
-                there.gave(Call(method, msgspec.Raw(msgspec.msgpack.encode(given))), None)
+                there.gave(Call(0, method, msgspec.Raw(msgspec.msgpack.encode(given))), None)
         with pytest.raises(TransportError, match="no case of yours"):
             two_hosts.FarRank(other, rank._start).call("clear")
         with pytest.raises(TransportError, match="no fabric 'local'"):
@@ -138,7 +162,7 @@ def test_only_what_is_listed_is_obeyed(stubs):
 def test_every_method_that_a_bed_asks_decode_for_is_listed(module):
     """Else a row works on one host, and fails on two."""
     source = inspect.getsource(module.Bed)
-    asked = re.findall(r"(?:_dst|one|other)\.call\(\s*\"(\w+)|_each\(\"(\w+)", source)
+    asked = re.findall(r"(?:dst|one|other|rank|driver)\.(?:call|begin)\(\s*\"(\w+)|each\(\"(\w+)", source)
     assert len(asked) > 4 and {"".join(names) for names in asked} <= two_hosts.METHODS.keys()
 
 
@@ -150,7 +174,7 @@ def test_a_model_that_the_other_release_does_not_know():
 
 def test_fabrics_between_two_hosts_are_what_both_offer():
     here = available()
-    found, left_out = fabrics_between(two_hosts.Side(dict.fromkeys(here, "") | {"nixl": "not installed"}, 0, {}))
+    found, left_out = fabrics_between(two_hosts.Side([], dict.fromkeys(here, "") | {"nixl": "not installed"}, 0, {}))
     assert not [one for one in found if one.transport in ("local", "nixl")]
     assert any(line.startswith("local: ") for line in left_out)
     assert any(line.startswith("nixl, shared memory: ") for line in left_out)
