@@ -331,12 +331,12 @@ class Sinks(_Nodes):
 class End(Actor):
     """One end of a library, with a pool of its own, at "src" or "dst"."""
 
-    def __init__(self, case: Case, side: str, transport: str, name: str, host: str) -> None:
+    def __init__(self, case: Case, side: str, make: Callable[[Layout], Library]) -> None:
         self.case, self._is_src = case, side == "src"
         self._memory = Memory(case, case.src, 0)
         if self._is_src:
             self._memory.paint()
-        self._library = libraries(case, transport, host)[name](self._memory.layout)
+        self._library = make(self._memory.layout)
         self._n_listed = 0
 
     def idle(self) -> None:
@@ -441,7 +441,7 @@ class Bed:
             self._nodes = self._start(held, (Sources, *given), (Sinks, *given))
             known = libraries(case, fabric.transport, place.host)
             for name in known if there is None else known.keys() & there.side.libraries:
-                src, dst = ((End, case, side, fabric.transport, name, place.host) for side in ("src", "dst"))
+                src, dst = ((End, case, side, known[name]) for side in ("src", "dst"))
                 self.libraries[name] = self._start(held, src, dst, name)
             self._held = held.pop_all()
         return self
@@ -585,9 +585,10 @@ def _decode_side(asked: Requests | Cells, directory: str, fabric: Fabric, place:
         raise UsageError(f"not enough memory for {case}", remedy="a higher --scale keeps fewer layers")
     if not library:
         return Rank(Sinks, case, directory, fabric, place, env=fabric.env)
-    if library not in libraries(case, fabric.transport, place.host):
+    known = libraries(case, fabric.transport, place.host)
+    if library not in known:
         raise UsageError(f"no library {library!r} for {case}", remedy="run one release on both sides")
-    return Rank(End, case, "dst", fabric.transport, library, place.host, env=fabric.env)
+    return Rank(End, case, "dst", known[library], env=fabric.env)
 
 
 def run(

@@ -57,7 +57,7 @@ def test_vllms_worker_moves_every_byte_of_bursts(model, page):
 
 
 def test_another_page_read_by_vllms_worker_is_seen(monkeypatch):
-    monkeypatch.setattr(kv_transfer, "libraries", lambda case, transport: {NAME: ReadsOthers})
+    monkeypatch.setattr(kv_transfer, "libraries", lambda case, transport, host: {NAME: ReadsOthers})
     with Bed(tiny("Llama-70B", 16), over_tcp()) as bed, pytest.raises(RuntimeError, match="other bytes than were sent"):
         bed.seconds(NAME, 1)
 
