@@ -50,7 +50,7 @@ from .sides import Side, fabrics, median_ratio
 from .two_hosts import FarRank, Place, Requests, Server, There, fabrics_between
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from typing import Self
 
     from numpy.typing import NDArray
@@ -422,12 +422,14 @@ class _Pair(NamedTuple):
 
 
 class Bed:
-    """Both nodes' processes of one case, and both of each library; `there`: the decode side's are at that host. A
-    context manager.
+    """Both nodes' processes of one case, and both of each library; `there`: the decode side's are at that host.
+    `among`: only those libraries; None: all. A context manager.
     """
 
-    def __init__(self, case: Case, fabric: Fabric, there: There | None = None) -> None:
-        self._case, self._fabric, self._there = case, fabric, there
+    def __init__(
+        self, case: Case, fabric: Fabric, there: There | None = None, among: Collection[str] | None = None
+    ) -> None:
+        self._case, self._fabric, self._there, self._among = case, fabric, there, among
         self._burst = 0
         self.libraries: dict[str, _Pair] = {}
 
@@ -440,7 +442,10 @@ class Bed:
             given = case, directory.address, fabric, place
             self._nodes = self._start(held, (Sources, *given), (Sinks, *given))
             known = libraries(case, fabric.transport, place.host)
-            for name in known if there is None else known.keys() & there.side.libraries:
+            wanted = set(known if self._among is None else self._among)
+            for name in known:
+                if name not in wanted or (there is not None and name not in there.side.libraries):
+                    continue
                 src, dst = ((End, case, side, known[name]) for side in ("src", "dst"))
                 self.libraries[name] = self._start(held, src, dst, name)
             self._held = held.pop_all()
@@ -555,13 +560,25 @@ def _scaled(model: Model, scale: int) -> Model:
     return shapes.of_layers(model, max(4 if SLOTS in model.components() else 1, -(-model.n_layers // scale)))
 
 
-def _fitting(case: Case, n_libraries: int, limit: int) -> Case | None:
-    """The case with those bursts that fit `limit` bytes of memory."""
-    while case.memory_nbytes(n_libraries) > limit:
-        if len(case.sizes) == 1:
-            return None
-        case = case._replace(sizes=case.sizes[:-1])
-    return case
+def _fitting(case: Case, n_libraries: int, limit: int) -> tuple[Case, Case]:
+    """The case with those bursts that fit `limit` bytes of memory beside libraries, and with those of the rest that fit
+    alone.
+    """
+
+    def within(sizes: tuple[int, ...], n: int) -> Case:
+        while sizes and case._replace(sizes=sizes).memory_nbytes(n) > limit:
+            sizes = sizes[:-1]
+        return case._replace(sizes=sizes)
+
+    beside = within(case.sizes, n_libraries)
+    return beside, within(case.sizes[len(beside.sizes) :] if n_libraries else (), 0)
+
+
+def _lacking(size: int, beside: Case, alone: Case) -> list[str]:
+    """What a burst of `size` is not measured with."""
+    if size in beside.sizes:
+        return []
+    return ["libraries beside"] if size in alone.sizes else ["it"]
 
 
 def _memory() -> int:
@@ -630,16 +647,19 @@ def _models(
     left_out = []
     repeats = 2 if quick else 5
     for whole in cases(scale, quick):
-        case = _fitting(whole, max((len(libraries(whole, one.transport)) for one in over), default=0), limit)
-        sizes = case.sizes if case is not None else ()
-        for size in whole.sizes[len(sizes) :]:
-            left_out.append(f"{whole}, {size} at once: not enough memory; a higher --scale keeps fewer layers")
-        if case is None:
-            continue
         for fabric in over:
-            with Bed(case, fabric, there) as bed:
-                for size in sizes:
-                    rows += _measured(bed, case, fabric, size, repeats)
+            known = libraries(whole, fabric.transport)
+            with_all, without = _fitting(whole, len(known), limit)
+            for case, among in ((with_all, frozenset(known)), (without, frozenset[str]())):
+                if case.sizes:
+                    with Bed(case, fabric, there, among) as bed:
+                        for size in case.sizes:
+                            rows += _measured(bed, case, fabric, size, repeats)
+            left_out += [
+                f"{fabric.name}, {whole}, {size} at once: no memory for {what}; a higher --scale keeps fewer layers"
+                for size in whole.sizes
+                for what in _lacking(size, with_all, without)
+            ]
     return rows, left_out
 
 

@@ -69,6 +69,16 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch):
     assert {(row["point"]["requests"], row["point"]["tokens"]) for row in report["rows"]} == {(1, TOKENS)}
 
 
+def test_where_libraries_pools_do_not_fit_nodes_are_measured_alone():
+    case = next(small())._replace(sizes=(1, 2, 8))
+    limit = case._replace(sizes=(2,)).memory_nbytes(2)
+    beside, alone = kv_transfer._fitting(case, 2, limit)
+    assert beside.sizes == (1, 2) and alone.sizes == () and kv_transfer._lacking(8, beside, alone) == ["it"]
+    beside, alone = kv_transfer._fitting(case, 2, case.memory_nbytes(0))
+    assert beside.sizes == (1, 2) and alone.sizes == (8,)
+    assert kv_transfer._lacking(8, beside, alone) == ["libraries beside"]
+
+
 def test_an_option_that_a_bench_has_not():
     with pytest.raises(UsageError, match="bench wire has no --scale"):
         run_named("wire", quick=True, scale=2)
