@@ -20,6 +20,7 @@ import numpy as np
 
 from pdstage.plan import Rect, Staging, selects, shares, wire_order
 from pdstage.plan.tables import Index
+from pdstage.tools.calibrate.pool import allocate
 
 from .shapes import SLOTS
 
@@ -77,7 +78,8 @@ class Pieces:
                     longest = max(longest, staging.nbytes({component.name: (0, 1)}))
                     within = max(1, staging.tokens_within(component.name, nbytes))
                     self._parts.append((component.name, pool.plan(select, order), within))
-        self._ring: NDArray[np.uint8] = np.ones((max(1, RING_NBYTES // longest), longest), np.uint8)
+        self._piece_nbytes, self._n_pieces = longest, max(1, RING_NBYTES // longest)
+        self._ring, self._base = allocate(pool.device, longest * self._n_pieces)
         self._next = 0
 
     def seconds(self, requests: Sequence[tuple[NDArray[np.int64], int]]) -> float:
@@ -88,9 +90,13 @@ class Pieces:
                 items = {name: Index.of(np.array([slot]) if name == SLOTS else pages)}
                 for tokens in self._ranges(name, within):
                     copy = plan.gather if self._gathers else plan.scatter
-                    buffer = self._ring[self._next % len(self._ring)]
-                    copy(buffer.ctypes.data, buffer.nbytes, items, {name: tokens})
+                    at = self._base + self._next % self._n_pieces * self._piece_nbytes
+                    copy(at, self._piece_nbytes, items, {name: tokens})
                     self._next += 1
+        if not isinstance(self._ring, np.ndarray):
+            import torch  # noqa: PLC0415  (with a GPU)
+
+            torch.cuda.synchronize(self._ring.device)
         return time.perf_counter() - start
 
     def _ranges(self, name: str, within: int) -> Iterator[tuple[int, int]]:

@@ -19,6 +19,7 @@ matrix of NIXL's kvbench says instead (traffic.py).
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import statistics
 import time
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pdstage import shared
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout.items import slot_items
@@ -37,6 +39,7 @@ from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
 from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
 from pdstage.protocol.state import State
+from pdstage.tools.calibrate import pool as pools
 
 from . import matrix as matrices
 from . import shapes, traffic
@@ -67,6 +70,7 @@ LADDER = (1, 2, 4, 8, 16, 32, 64)
 TARGETED = 8
 """The requests at once of which the rows beside their bound have a target."""
 QUICK_SCALE = 40
+HERE = Place()
 _SLACK = 2
 """Pools have twice the pages of the largest burst, as CollectiveX's have."""
 _CONFIG = Config(max_silence_s=300.0)
@@ -101,10 +105,12 @@ class Case(NamedTuple):
         """How that side, "src" or "dst", keeps its cache, and how the other does."""
         return (self.src, self.dst) if side == "src" else (self.dst, self.src)
 
-    def place(self, kept: Kept, rank: int, base: int = 0) -> Layout:
+    def place(self, kept: Kept, rank: int, base: int = 0, kind: str = "cpu", device: int = 0) -> Layout:
         n_items = {"kv": self._n_pages(kept), SLOTS: _SLACK * max(self.sizes)}
         model = replace(self.model, page=kept.page)
-        return shapes.place(model, kept.tp, rank, n_items, base=base, heads_first=kept.heads_first)
+        return shapes.place(
+            model, kept.tp, rank, n_items, base=base, kind=kind, device=device, heads_first=kept.heads_first
+        )
 
     def _n_pages(self, kept: Kept) -> int:
         return _SLACK * max(self.sizes) * (self.tokens // kept.page)
@@ -145,6 +151,7 @@ class Case(NamedTuple):
         """Compares every byte of a burst in the destination's memories."""
         theirs, own = (self.requests(side, burst, n) for side in ("src", "dst"))
         for memory in memories:
+            memory.fetch()
             for one, other in zip(theirs, own, strict=True):
                 memory.check(self.tokens, one, other, self.src.page)
 
@@ -181,13 +188,25 @@ class Request(NamedTuple):
 
 
 class Memory:
-    """One rank's pool, with cells whose content says whose they are: `_marks` of view, item, row, shard and word."""
+    """One rank's pool, with cells whose content says whose they are: `_marks` of view, item, row, shard and word.
 
-    def __init__(self, case: Case, kept: Kept, rank: int) -> None:
+    `mappable`: in memory that peers on this host map. A pool on a GPU has a copy in host memory too, which is painted,
+    and compared.
+    """
+
+    def __init__(self, case: Case, kept: Kept, rank: int, device: str = "cpu", *, mappable: bool = False) -> None:
+        kind, _, number = device.partition(":")
         nbytes = case.place(kept, rank).regions[0].nbytes
-        self._words = np.zeros(nbytes // 2, np.uint16)
-        self.layout = case.place(kept, rank, self._words.ctypes.data)
-        self.pool = Pool.of(self.layout, keep=self._words)
+        whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._words: NDArray[np.uint16] = (
+            shared.allocate(whole).view(np.uint16) if mappable else np.zeros(whole // 2, np.uint16)
+        )
+        self._there: Any = None
+        base = self._words.ctypes.data
+        if kind != "cpu":
+            self._there, base = pools.allocate(device, nbytes)
+        self.layout = case.place(kept, rank, base, kind, int(number or 0))
+        self.pool = Pool.of(self.layout, device, keep=(self._words, self._there))
         self.region = self.layout.regions[0]
         self._numbers = {key: number for number, key in enumerate(sorted(self.layout.by_key()))}
 
@@ -212,9 +231,22 @@ class Memory:
         for view in self.layout.views():
             items, rows = np.arange(view.n_items)[:, None], np.arange(view.tokens_per_item)
             self._marks(view, items, rows, out=self._cells(view))
+        self._put()
 
     def clear(self) -> None:
         self._words[:] = 0
+        self._put()
+
+    def _put(self) -> None:
+        if self._there is not None:
+            import torch  # noqa: PLC0415  (with a GPU)
+
+            self._there.copy_(torch.from_numpy(self._words.view(np.uint8)[: len(self._there)]))
+
+    def fetch(self) -> None:
+        """Before `check`: what is in the pool now."""
+        if self._there is not None:
+            self._words.view(np.uint8)[: len(self._there)] = self._there.cpu().numpy()
 
     def check(self, tokens: int, theirs: Request, own: Request, page: int) -> None:
         """Every byte of a request: at `theirs` in prefill's pages of `page` tokens, and at `own` here."""
@@ -234,10 +266,11 @@ class _Nodes(Side):
     """One side's ranks, "src" or "dst"."""
 
     def __init__(self, case: Case, side: str, fabric: Fabric, place: Place) -> None:
-        super().__init__(max(case.sizes) * case.nbytes, fabric.transport, place.far_host)
+        super().__init__(max(case.sizes) * case.nbytes, fabric.transport, place.far_host, place.device)
         self.case, self._side = case, side
         kept, _ = case.ends(side)
-        self.memories = [Memory(case, kept, rank) for rank in range(kept.tp)]
+        mappable = fabric.transport == "local" and place.device == "cpu"
+        self.memories = [Memory(case, kept, rank, place.device, mappable=mappable) for rank in range(kept.tp)]
         self._pieces: list[Pieces] = []
 
     def copies(self, burst: int, n: int) -> float:
@@ -331,9 +364,9 @@ class Sinks(_Nodes):
 class End(Actor):
     """One end of a library, with a pool of its own, at "src" or "dst"."""
 
-    def __init__(self, case: Case, side: str, make: Callable[[Layout], Library]) -> None:
+    def __init__(self, case: Case, side: str, make: Callable[[Layout], Library], device: str) -> None:
         self.case, self._is_src = case, side == "src"
-        self._memory = Memory(case, case.src, 0)
+        self._memory = Memory(case, case.src, 0, device)
         if self._is_src:
             self._memory.paint()
         self._library = make(self._memory.layout)
@@ -390,15 +423,13 @@ def item_spans(layout: Layout, request: Request) -> tuple[NDArray[np.int64], NDA
     return np.concatenate(offsets), np.concatenate(nbytes)
 
 
-def libraries(case: Case, transport: str, host: str = "127.0.0.1") -> dict[str, Callable[[Layout], Library]]:
-    """Those to measure beside rooms over `transport`, by name: that are here and take the case's pools. `host`: this
-    host's address for the peer.
-    """
+def libraries(case: Case, transport: str, place: Place) -> dict[str, Callable[[Layout], Library]]:
+    """Those to measure beside rooms over `transport`, by name: that are here and take the case's pools."""
     if not case.is_equal:
         return {}
-    found = installed(transport, host)
-    if transport == "nixl" and found and vllm.takes(case.place(case.src, 0)):
-        found[vllm.NAME] = partial(vllm.VllmWorker, host=host)
+    found = installed(transport, place.host, place.device)
+    if transport == "nixl" and found and place.device == "cpu" and vllm.takes(case.place(case.src, 0)):
+        found[vllm.NAME] = partial(vllm.VllmWorker, host=place.host)
     return found
 
 
@@ -423,30 +454,36 @@ class _Pair(NamedTuple):
 
 class Bed:
     """Both nodes' processes of one case, and both of each library; `there`: the decode side's are at that host.
-    `among`: only those libraries; None: all. A context manager.
+    `among`: only those libraries; None: all. `place` is this side's. A context manager.
     """
 
     def __init__(
-        self, case: Case, fabric: Fabric, there: There | None = None, among: Collection[str] | None = None
+        self,
+        case: Case,
+        fabric: Fabric,
+        place: Place = HERE,
+        there: There | None = None,
+        among: Collection[str] | None = None,
     ) -> None:
         self._case, self._fabric, self._there, self._among = case, fabric, there, among
+        self._place = there.place if there is not None else place
         self._burst = 0
         self.libraries: dict[str, _Pair] = {}
 
     def __enter__(self) -> Self:
         case, fabric, there = self._case, self._fabric, self._there
-        place = there.place if there is not None else Place()
+        place = self._place
         with contextlib.ExitStack() as held:
             directory = place.directory().start()
             held.callback(directory.close)
             given = case, directory.address, fabric, place
             self._nodes = self._start(held, (Sources, *given), (Sinks, *given))
-            known = libraries(case, fabric.transport, place.host)
+            known = libraries(case, fabric.transport, place)
             wanted = set(known if self._among is None else self._among)
             for name in known:
                 if name not in wanted or (there is not None and name not in there.side.libraries):
                     continue
-                src, dst = ((End, case, side, known[name]) for side in ("src", "dst"))
+                src, dst = ((End, case, side, known[name], place.device) for side in ("src", "dst"))
                 self.libraries[name] = self._start(held, src, dst, name)
             self._held = held.pop_all()
         return self
@@ -590,7 +627,7 @@ def _memory() -> int:
 def serve(bind: str, place: Place) -> Server:
     """The other host's side of `--peer`, to be entered."""
     anywhere = Case(MODELS[0], 16, Kept(), Kept())
-    names = {name for transport in ("nixl", "mooncake") for name in libraries(anywhere, transport)}
+    names = {name for transport in ("nixl", "mooncake") for name in libraries(anywhere, transport, place)}
     return Server(bind, place, _decode_side, _memory, sorted(names))
 
 
@@ -602,10 +639,10 @@ def _decode_side(asked: Requests | Cells, directory: str, fabric: Fabric, place:
         raise UsageError(f"not enough memory for {case}", remedy="a higher --scale keeps fewer layers")
     if not library:
         return Rank(Sinks, case, directory, fabric, place, env=fabric.env)
-    known = libraries(case, fabric.transport, place.host)
+    known = libraries(case, fabric.transport, place)
     if library not in known:
         raise UsageError(f"no library {library!r} for {case}", remedy="run one release on both sides")
-    return Rank(End, case, "dst", known[library], env=fabric.env)
+    return Rank(End, case, "dst", known[library], place.device, env=fabric.env)
 
 
 def run(
@@ -615,11 +652,12 @@ def run(
     transport: str = "",
     matrix: Path | None = None,
     peer: tuple[str, Place] | None = None,
+    device: str = "cpu",
 ) -> Measured:
     """`scale`: 1 of so many layers of each model; 0: all, or few for a look. `transport`: only that one.
 
     `matrix`: a file of kvbench, whose patterns are measured instead of the models (matrix.py). `peer`: the other host's
-    address and this one's place.
+    address and this one's place. `device`: where pools are, "cpu" or "cuda:N".
     """
     patterns = matrices.read(matrix) if matrix is not None else []
     with contextlib.ExitStack() as stack:
@@ -630,29 +668,34 @@ def run(
             raise UsageError(
                 f"no fabric between the two hosts: {'; '.join(left_out)}", remedy="choose another --transport"
             )
+        here = there.place if there is not None else Place(device=device)
         limit = min(_memory(), there.side.memory) if there is not None else _memory()
+        if matrix is not None and here.device != "cpu":
+            raise UsageError(
+                "--matrix with --device", remedy="traffic patterns are moved in host memory", field="device"
+            )
         if matrix is not None:
             rows, more = traffic.measure(patterns, over, 2 if quick else 5, limit, there)
         else:
-            rows, more = _models(scale or (QUICK_SCALE if quick else 1), quick, over, limit, there)
+            rows, more = _models(scale or (QUICK_SCALE if quick else 1), quick, over, here, there, limit=limit)
         machine = {"decode": there.side.machine} if there is not None else {}
         return Measured(rows, machine, left_out + more, [])
 
 
 def _models(
-    scale: int, quick: bool, over: list[Fabric], limit: int, there: There | None
+    scale: int, quick: bool, over: list[Fabric], here: Place, there: There | None, *, limit: int
 ) -> tuple[list[Row], list[str]]:
     """Rows of every case that fits `limit` bytes of memory, and what was left out."""
     rows: list[Row] = []
     left_out = []
-    repeats = 2 if quick else 5
+    repeats = 2 if quick else 3
     for whole in cases(scale, quick):
         for fabric in over:
-            known = libraries(whole, fabric.transport)
+            known = libraries(whole, fabric.transport, here)
             with_all, without = _fitting(whole, len(known), limit)
             for case, among in ((with_all, frozenset(known)), (without, frozenset[str]())):
                 if case.sizes:
-                    with Bed(case, fabric, there, among) as bed:
+                    with Bed(case, fabric, here, there, among) as bed:
                         for size in case.sizes:
                             rows += _measured(bed, case, fabric, size, repeats)
             left_out += [

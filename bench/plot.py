@@ -143,7 +143,7 @@ def paths_section(held: dict[str, dict[str, Any]]) -> str:
         text += _taken("kv-transfer", bursts)
         for plot in burst_plots(bursts):
             text += [f"![{plot.title}](plots/{plot.file})", ""]
-        text += ['??? note "All rows, as shares of one contiguous write"', ""]
+        text += ['??? note "All rows, as shares of one contiguous write, and of the bound"', ""]
         text += [*(f"    {line}" for line in burst_rows(bursts)), ""]
     if auto:
         text += [f"`auto.json`: commit `{auto['commit']}`, `{auto['command']}`.", ""]
@@ -155,8 +155,9 @@ def paths_section(held: dict[str, dict[str, Any]]) -> str:
 def burst_plots(report: dict[str, Any]) -> list[Plot]:
     """Requests at once beside one contiguous write: one plot a transport and page size, one curve a way."""
     points: dict[tuple[str, int], list[tuple[str, int, float]]] = defaultdict(list)
-    ladder = max((row["point"] for row in report["rows"]), key=lambda point: point["requests"])
-    for row in report["rows"]:
+    rows = [row for row in report["rows"] if row["point"]["table"] == "kv-transfer"]
+    ladder = max((row["point"] for row in rows), key=lambda point: point["requests"])
+    for row in rows:
         point = row["point"]
         if point["src"] == point["dst"] and (point["model"], point["tokens"]) == (ladder["model"], ladder["tokens"]):
             points[point["transport"], point["src"]["page"]].append((point["way"], point["requests"], row["ratio"]))
@@ -169,15 +170,21 @@ def burst_plots(report: dict[str, Any]) -> list[Plot]:
 
 
 def burst_rows(report: dict[str, Any]) -> list[str]:
-    """Every row of whole requests, as a table: each way's share of the contiguous write, and that write's speed."""
-    ways = list(dict.fromkeys(row["point"]["way"] for row in report["rows"]))
+    """Every row of whole requests, as a table: staged's share of its bound, each way's share of the contiguous write,
+    and that write's speed.
+    """
+    measured = [row for row in report["rows"] if row["point"]["table"] == "kv-transfer"]
+    bounds = {row["name"].partition(", ")[2]: row["ratio"] for row in report["rows"] if row not in measured}
+    ways = list(dict.fromkeys(row["point"]["way"] for row in measured))
     cells: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for row in report["rows"]:
+    for row in measured:
         cells[row["name"].partition(", ")[2]][row["point"]["way"]] = row
-    lines = [f"| request | {' | '.join(ways)} | one write, GB/s |", f"|---|{'---:|' * (len(ways) + 1)}"]
+    heads = "request", "staged, of its bound", *ways, "one write, GB/s"
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
     for name, found in cells.items():
         shares = [f"{found[way]['ratio']:.2f}" if way in found else "" for way in ways]
-        lines.append(f"| {name} | {' | '.join(shares)} | {next(iter(found.values()))['baseline']:.2f} |")
+        bound = f"{bounds[name]:.2f}" if name in bounds else ""
+        lines.append(f"| {name} | {bound} | {' | '.join(shares)} | {next(iter(found.values()))['baseline']:.2f} |")
     return lines
 
 

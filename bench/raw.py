@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdstage.layout import Region
+from pdstage.tools.calibrate.pool import allocate
 from pdstage.transport import Done, PostFailed, Spans, open_from_config
 
 if TYPE_CHECKING:
@@ -19,13 +20,14 @@ PAUSE_S = 5e-5
 class Raw:
     """One end, with memory for `nbytes`; either end may write to the other.
 
-    `host`: this host's address for peers elsewhere; empty: as the transport chooses.
+    `host`: this host's address for peers elsewhere; empty: as the transport chooses. `device`: where the memory is.
     """
 
-    def __init__(self, transport: str, nbytes: int, host: str = "") -> None:
-        self._transport = open_from_config(transport, "cpu", host)
-        self._memory = np.ones(nbytes, np.uint8)
-        self._region = Region(self._memory.ctypes.data, nbytes)
+    def __init__(self, transport: str, nbytes: int, host: str = "", device: str = "cpu") -> None:
+        kind, _, number = device.partition(":")
+        self._transport = open_from_config(transport, device, host)
+        self._memory, base = allocate(device, nbytes)
+        self._region = Region(base, nbytes, kind, int(number or 0))
         self._transport.register([self._region])
 
     def describe(self) -> tuple[bytes, Region]:

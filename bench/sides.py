@@ -125,12 +125,12 @@ def component(run: int) -> str:
 
 
 class Side(Actor):
-    """All ranks of one side, and one end of the raw write of up to `nbytes`. `host`: see `Raw`."""
+    """All ranks of one side, and one end of the raw write of up to `nbytes`. `host`, `device`: see `Raw`."""
 
-    def __init__(self, nbytes: int, transport: str, host: str = "") -> None:
+    def __init__(self, nbytes: int, transport: str, host: str = "", device: str = "cpu") -> None:
         self.nodes: list[Any] = []
         self.handles: list[Handle] = []
-        self._raw = Raw(transport, nbytes, host)
+        self._raw = Raw(transport, nbytes, host, device)
         self._is_raw = False
         self._cost = ((0.0, 0.0), 0.0)
 

@@ -56,12 +56,15 @@ Word: TypeAlias = Annotated[str, Meta(max_length=512)]
 
 
 class Place(NamedTuple):
-    """Where one side's nodes listen, and whom they trust. Key files go by path: each process reads them itself."""
+    """Where one side's nodes listen, whom they trust, and where its pools are. Key files go by path: each process reads
+    them itself.
+    """
 
     host: str = "127.0.0.1"
     keys: str = ""
     allow: str = ""
     insecure: bool = False
+    device: str = "cpu"
 
     def held(self) -> Keys | None:
         """Raises `UsageError` for a key file that is none."""
@@ -78,7 +81,7 @@ class Place(NamedTuple):
     @property
     def far_host(self) -> str:
         """The host for a library that has an option for it; empty where both sides are on this one."""
-        return "" if self == Place() else self.host
+        return "" if self._replace(device="cpu") == Place() else self.host
 
 
 class Requests(msgspec.Struct, frozen=True, tag=True):

@@ -60,6 +60,7 @@ def parser() -> Parser:
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
     bench.add_argument("--scale", type=int, metavar="N", help="kv-transfer: keep 1 of N of a model's layers")
     bench.add_argument("--transport", metavar="NAME", help="kv-transfer: measure only this transport")
+    bench.add_argument("--device", metavar="DEVICE", help="kv-transfer: where this host's pools are, cpu or cuda:N")
     _add_hosts(bench)
     _add_metrics_port(bench)
     _add_trace(bench)
@@ -200,7 +201,7 @@ def _bench(given: argparse.Namespace) -> int:
 
     if (port := checked(given.metrics_port)) is not None:
         os.environ[VARIABLE] = str(port)
-    names = ("scale", "transport", "matrix")
+    names = ("scale", "transport", "matrix", "device")
     options = {name: value for name in names if (value := getattr(given, name)) is not None}
     if given.serve is not None:
         return _bench_serve(given)
@@ -238,7 +239,7 @@ def _place(given: argparse.Namespace) -> Place:
         if port:
             raise UsageError(f"--bind {given.bind} names one port", remedy="give port 0: each node has its own")
     _keys_given(given)  # raises for files that are none
-    return Place(host, str(given.keys or ""), str(given.allow or ""), given.insecure)
+    return Place(host, str(given.keys or ""), str(given.allow or ""), given.insecure, given.device or "cpu")
 
 
 def _add_top(top: argparse.ArgumentParser) -> None:

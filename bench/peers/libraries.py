@@ -114,22 +114,23 @@ class Nixl(Library):
         config = nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
         with scatter_gather(self.puts_lists):
             self._agent: Any = nixl_agent(f"bench-{time.monotonic_ns()}", config)
-        self._held = self._agent.register_memory([(region.base, region.nbytes, 0, "")], "DRAM")
+        self._own = self._theirs = "DRAM" if region.kind == "cpu" else "VRAM", region.device
+        self._held = self._agent.register_memory([(region.base, region.nbytes, region.device, "")], self._own[0])
         self._peer = ""
 
-    def describe(self) -> bytes:
-        metadata: bytes = self._agent.get_agent_metadata()
-        return metadata
+    def describe(self) -> tuple[bytes, tuple[str, int]]:
+        return self._agent.get_agent_metadata(), self._own
 
-    def connect(self, described: bytes) -> None:
-        peer = self._agent.add_remote_agent(described)
-        self._peer = peer.decode() if isinstance(peer, bytes) else peer
+    def connect(self, described: Sequence[Any]) -> None:
+        metadata, (kind, device) = described
+        peer = self._agent.add_remote_agent(metadata)
+        self._peer, self._theirs = peer.decode() if isinstance(peer, bytes) else peer, (kind, device)
 
     def burst(self, requests: Sequence[Pages]) -> float:
         start = time.perf_counter()
         handles = []
         for one in requests:
-            src, dst = (self._list(at, one.nbytes) for at in (one.src, one.dst))
+            src, dst = self._list(one.src, one.nbytes, *self._own), self._list(one.dst, one.nbytes, *self._theirs)
             handle = self._agent.initialize_xfer("WRITE", src, dst, self._peer)
             self._agent.transfer(handle)
             handles.append(handle)
@@ -143,10 +144,10 @@ class Nixl(Library):
             self._agent.release_xfer_handle(handle)
         return took
 
-    def _list(self, at: NDArray[np.int64], nbytes: NDArray[np.int64]) -> Any:  # noqa: ANN401
+    def _list(self, at: NDArray[np.int64], nbytes: NDArray[np.int64], kind: str, device: int) -> Any:  # noqa: ANN401
         rows = np.zeros((len(at), 3), np.uint64)
-        rows[:, 0], rows[:, 1] = at, nbytes
-        return self._agent.get_xfer_descs(rows, "DRAM")
+        rows[:, 0], rows[:, 1], rows[:, 2] = at, nbytes, device
+        return self._agent.get_xfer_descs(rows, kind)
 
     def idle(self) -> None:
         self._agent.get_new_notifs()  # without a thread, UCX works inside of calls
@@ -199,13 +200,13 @@ class Mooncake(Library):
         self._engine = None
 
 
-def installed(transport: str, host: str = "127.0.0.1") -> dict[str, Callable[[Layout], Library]]:
-    """The libraries to measure beside rooms over `transport`, which is open here, by name. `host`: this host's address
-    for the peer.
+def installed(transport: str, host: str, device: str) -> dict[str, Callable[[Layout], Library]]:
+    """The libraries to measure beside rooms over `transport`, by name, with pools on `device`. `host`: this host's
+    address for the peer.
     """
     if available().get(transport):
         return {}
-    if transport == "mooncake":
+    if transport == "mooncake" and device == "cpu":
         return {"Mooncake's batches": partial(Mooncake, host=host)}
     lists = {"NIXL's own lists by scatter-gather": NixlLists} if has_scatter_gather() else {}
     return {"NIXL's own lists": Nixl, **lists} if transport == "nixl" else {}

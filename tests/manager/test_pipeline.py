@@ -10,6 +10,7 @@ import pytest
 
 from pdstage import Config, State
 from pdstage.manager import driver
+from pdstage.plan.cost import CostModel
 from pdstage.transport.base import Done
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import QUICK, Rank, drive
@@ -130,6 +131,26 @@ def test_a_lease_is_given_back_before_the_next_chunk_is_scattered(site, monkeypa
     while room.transport.held:
         room.transport.let()
     room.end()
+
+
+@pytest.mark.parametrize(
+    ("chunk_s", "lane_nbytes", "n_chunks"), [(1e-9, 128 << 20, 7), (1.0, 128 << 20, 2), (1.0, 20 << 20, 5)],
+    ids=["cheap chunks", "dear chunks", "dear chunks in short lanes"],
+)  # fmt: skip
+def test_chunks_of_a_long_room_are_as_long_as_the_transport_wants(site, chunk_s, lane_nbytes, n_chunks):
+    """24 MiB: in chunks of at least 4 MiB, less what whole pages leave, of at most 16 MiB, and four to a lane."""
+    src, dst = (Rank(page=64, n_pages=1024) for _ in range(2))
+    p = site.prefill(src, path="staged", staging_nbytes=64 << 20, n_buffers=4)
+    d = site.decode(dst, staging_nbytes=2 * lane_nbytes, n_lanes=2)
+    p.data_path._cost_of = lambda traits: CostModel(((1 << 20, 1e-4),), 1e-5, chunk_s=chunk_s)
+    pages = src.allocate(65_536)
+    sender, receiver = p.send(1), d.receive(1, site.address)
+    receiver.bind(dst.allocate(65_536), 65_536)
+    sender.chunk(pages, 65_536)
+    sender.finish()
+    drive((p, d), lambda: receiver.released and sender.released)
+    assert receiver.wait(0) is State.SUCCESS
+    assert p.stats()["bytes_written"] == 24 << 20 and p.stats()["chunks_staged"] == n_chunks
 
 
 def test_one_thread_at_a_time_carries_out_effects(site, monkeypatch):
