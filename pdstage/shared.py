@@ -20,9 +20,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_AT_ONCE_NBYTES = 1 << 30
-"""Longer memory is not mapped page by page at once: 1 GiB takes some 80 ms, which the other rooms of a node wait."""
-
 
 class Backing(NamedTuple):
     """Where memory comes from: bytes `[offset, offset + nbytes)` of the file that is open here as `fd`."""
@@ -77,12 +74,12 @@ def backing(base: int, nbytes: int) -> Backing | None:
     return None
 
 
-def attach(pid: int, described: Backing) -> NDArray[np.uint8]:
+def attach(pid: int, described: Backing, *, at_once: bool = False) -> NDArray[np.uint8]:
     """Maps memory of process `pid` by the backing that it describes; unmapped with the array's last reference.
 
-    Its pages are mapped at once, unless it is long: else each would be where it is first written, which takes five
-    times as long. Raises `OSError` if it is absent, of another kind, or not accessible. A file that its owner could
-    shrink would crash this process, and a file with a name may be anybody's.
+    `at_once`: all of its pages now, some 80 ms for 1 GiB; else each where it is first written, which takes five times
+    as long. Raises `OSError` if it is absent, of another kind, or not accessible. A file that its owner could shrink
+    would crash this process, and a file with a name may be anybody's.
     """
     path = Path(f"/proc/{pid}/fd/{described.fd}")
     strange = FileNotFoundError(f"{path} is not the memory described")
@@ -92,8 +89,8 @@ def attach(pid: int, described: Backing) -> NDArray[np.uint8]:
     try:
         if not _is_its(os.fstat(fd), described) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise strange
-        nbytes = described.offset + described.nbytes
-        whole = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if nbytes <= _AT_ONCE_NBYTES else 0))
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
+        whole = mmap.mmap(fd, described.offset + described.nbytes, flags=flags)
     finally:
         os.close(fd)
     return np.frombuffer(whole, np.uint8)[described.offset :]

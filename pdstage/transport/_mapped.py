@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_AT_ONCE_NBYTES = 1 << 30
+
 
 class Owner(Protocol):
     """What transports of one process see of each other."""
@@ -92,13 +94,18 @@ class There:
         self._views = []
 
     def map(self, backings: Iterable[tuple[int, Backing]], regions: Iterable[Region]) -> None:
-        """Maps the shareable ones of `regions` instead of the previous ones; `backings`: base and backing file."""
-        self._views = []
+        """Maps the shareable ones of `regions` instead of the previous ones; `backings`: base and backing file.
+
+        All of their pages, up to `_AT_ONCE_NBYTES`: the other rooms of a node wait meanwhile.
+        """
+        self._views, left = [], _AT_ONCE_NBYTES
         for base, backing in backings:
             if not any(base <= region.base < base + backing.nbytes for region in regions):
                 continue
             try:
-                self._views.append((base, shared.attach(self._process.pid, backing)))
+                at_once = backing.nbytes <= left
+                self._views.append((base, shared.attach(self._process.pid, backing, at_once=at_once)))
+                left -= backing.nbytes if at_once else 0
             except OSError as error:  # it is then written as unshared memory
                 log.info("memory of process %s is not mapped: %s", self._process.pid, error)
 

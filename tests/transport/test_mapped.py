@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from transport.endpoint import NBYTES, Endpoint, Log, Remote
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
+from pdstage.transport import _mapped
 from pdstage.transport.base import read_description, write_description
 from pdstage.transport.local import LocalTransport, _Description
 from tests import descriptors
@@ -57,6 +59,21 @@ def test_bytes_written_there_are_the_peers_when_their_tag_comes(ends):
     a.post("b", [(0, b.base, 8), (8, b.base + 200, 8)], b"many")
     log.until(lambda: b"many" in log.tags(b))
     assert b.read(200, 8) == bytes(range(8, 16))
+
+
+@pytest.mark.parametrize(("limit", "n_faults"), [(1 << 30, range(64)), (NBYTES // 2, range(NBYTES >> 16, NBYTES))])
+def test_its_pages_are_mapped_at_once_up_to_a_limit(stock, monkeypatch, limit, n_faults):
+    """Else the first write to each page, in the midst of a room, takes five times as long."""
+    monkeypatch.setattr(_mapped, "_AT_ONCE_NBYTES", limit)
+    stock.renew()
+    a = Endpoint("local")
+    a.connect("b", stock.describe())
+    a.prepare("b", [stock.region()])
+    address = a.transport.mapped("b", stock.base, NBYTES).address
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    ctypes.memset(address, 1, NBYTES)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before in n_faults
+    a.close()
 
 
 def test_only_what_was_prepared_is_mapped_and_only_while_connected(ends):
