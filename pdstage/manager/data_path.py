@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observation
     from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
-    from pdstage.plan import Rect
+    from pdstage.plan import Rect, Tokens
     from pdstage.plan.cost import CostModel
     from pdstage.protocol.destinations import Chunk, Destination
     from pdstage.protocol.session import Session
@@ -85,24 +85,38 @@ class DataPath:
         if self.path != "auto":
             return self.path == "direct"
         destination, rects, tokens, nbytes = chunk.destination, chunk.rects, chunk.tokens, chunk.nbytes
-        n_chunks = 1
         if rects != chunk.source.rects:
             rects = clip(chunk.source.rects, destination)
             tokens = destination.session.common.tokens(rects)
             nbytes = destination.session.stagings.of(destination.shares, rects).nbytes(tokens)
-            n_chunks = -(-nbytes // self.piece_nbytes(destination, nbytes))
-        n_descriptors = self._direct(destination, rects).n_descriptors(tokens)
-        traits = self._transport.traits_of(self._sessions.plan(destination.session).label)
-        return self._cost_of(traits).prefers_direct(nbytes, n_descriptors, n_chunks)
+        return self._is_cheaper_direct(destination, rects, tokens, nbytes)
 
-    def piece_nbytes(self, destination: Destination, nbytes: int) -> int:
-        """How long the chunks are to be into which `nbytes` for the destination are split: by what its transport costs,
-        and so that several fit its largest lane, but not below `LEAST_PIECE_NBYTES`, nor above `chunk_nbytes`.
+    def _is_cheaper_direct(
+        self, destination: Destination, rects: tuple[Rect, ...], tokens: Tokens, nbytes: int
+    ) -> bool:
+        n_descriptors = self._direct(destination, rects).n_descriptors(tokens)
+        n_chunks = -(-nbytes // self._staged_nbytes(destination, nbytes))
+        return self._cost(destination).prefers_direct(nbytes, n_descriptors, n_chunks)
+
+    def piece_nbytes(self, destination: Destination, rects: tuple[Rect, ...], nbytes: int) -> int:
+        """How long the chunks are to be into which `rects`, of `nbytes`, are split: direct ones as long as they may,
+        since they have no stages that could overlap.
         """
-        session = destination.session
-        traits = self._transport.traits_of(self._sessions.plan(session).label)
-        wanted = min(self._cost_of(traits).piece_nbytes(nbytes), session.largest_lane // _IN_A_LANE)
+        if self.path != "staged" and destination.may_direct(rects):
+            tokens = destination.session.common.tokens(rects)
+            if self.path == "direct" or self._is_cheaper_direct(destination, rects, tokens, nbytes):
+                return self._chunk_nbytes
+        return self._staged_nbytes(destination, nbytes)
+
+    def _staged_nbytes(self, destination: Destination, nbytes: int) -> int:
+        """The length of staged chunks of `nbytes`: by what the transport costs, and so that several fit the peer's
+        largest lane, but not below `LEAST_PIECE_NBYTES`, nor above `chunk_nbytes`.
+        """
+        wanted = min(self._cost(destination).piece_nbytes(nbytes), destination.session.largest_lane // _IN_A_LANE)
         return min(max(LEAST_PIECE_NBYTES, wanted), self._chunk_nbytes)
+
+    def _cost(self, destination: Destination) -> CostModel:
+        return self._cost_of(self._transport.traits_of(self._sessions.plan(destination.session).label))
 
     def _direct(self, destination: Destination, rects: tuple[Rect, ...]) -> DirectPlans:
         peer, session = self._sessions.plan(destination.session), destination.session

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.protocol.messages import AUX, DIRECT
 from pdstage.protocol.room import Room
@@ -166,14 +166,18 @@ def clip(rects: tuple[Rect, ...], destination: Destination) -> tuple[Rect, ...]:
     return tuple(kept)
 
 
+PieceLength: TypeAlias = "Callable[[Destination, tuple[Rect, ...], int], int]"
+"""How long the chunks are to be into which rectangles of so many bytes for a destination are split."""
+
+
 def split(
     rects: tuple[Rect, ...],
     destination: Destination,
     limit: int,
-    piece: Callable[[Destination, int], int] | None = None,
+    piece: PieceLength | None = None,
 ) -> Iterator[tuple[tuple[Rect, ...], int]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers. Each
-    with its staged bytes. `piece(destination, nbytes)` may say a smaller limit for more than `LEAST_PIECE_NBYTES`.
+    with its staged bytes. `piece` may say a smaller limit for more than `LEAST_PIECE_NBYTES`.
 
     A single row of a single layer that is larger still comes whole: the caller sees its size. No two chunks share a
     row.
@@ -184,7 +188,7 @@ def split(
     tokens, staging = common.tokens(rects), stagings.of(shares, rects)
     nbytes = staging.nbytes(tokens)
     if piece is not None and nbytes > LEAST_PIECE_NBYTES:
-        limit = min(limit, piece(destination, nbytes))
+        limit = min(limit, piece(destination, rects, nbytes))
     if nbytes <= limit:
         yield rects, nbytes
         return

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pdstage.layout.topology import Topology
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
+    from pdstage.protocol.destinations import PieceLength
 
 PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
 """What the prefill core asks of its driver."""
@@ -44,8 +45,7 @@ class PrefillCore:
     """The protocol's prefill half.
 
     `choose(chunk)` says whether a chunk that may be written straight into pages should be; `direct`: any may be.
-    `piece(destination, nbytes)` says how long the chunks are to be into which `nbytes` are split; None: as long as they
-    may.
+    `piece` says how long chunks are to be; None: as long as they may.
     `notifies`: the transport delivers tags; else they are sent as `Tagged`.
     """
 
@@ -61,7 +61,7 @@ class PrefillCore:
         buffer_nbytes: int,
         config: Config,
         choose: Callable[[Chunk], bool],
-        piece: Callable[[Destination, int], int] | None = None,
+        piece: PieceLength | None = None,
         direct: bool = True,
         notifies: bool = True,
         others: tuple[m.Offer, ...] = (),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from pdstage.layout import Layout
     from pdstage.plan import Rect
+    from pdstage.protocol.destinations import PieceLength
     from pdstage.protocol.session import Endpoint, Session
 
 _MAX_PIECES = 1024
@@ -237,8 +238,8 @@ class ChunkOwner(Protocol):
 class ChunkSender:
     """Chunks, from the first Reserve to the last completion.
 
-    `choose(chunk)` says whether a chunk that may be written straight into pages should be. `piece(destination, nbytes)`
-    says how long the chunks are to be into which `nbytes` are split; None: as long as they may.
+    `choose(chunk)` says whether a chunk that may be written straight into pages should be. `piece` says how long chunks
+    are to be; None: as long as they may.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class ChunkSender:
         n_buffers: int,
         buffer_nbytes: int,
         choose: Callable[[Chunk], bool],
-        piece: Callable[[Destination, int], int] | None,
+        piece: PieceLength | None,
     ) -> None:
         self.endpoint = endpoint
         self.buffers = SendBuffers(n_buffers)

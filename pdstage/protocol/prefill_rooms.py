@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pdstage.errors import PdstageError
+    from pdstage.protocol.destinations import PieceLength
     from pdstage.protocol.room import OwnRows
     from pdstage.protocol.session import Endpoint, Session
 
@@ -59,7 +60,7 @@ class PrefillRooms:
         n_buffers: int,
         buffer_nbytes: int,
         choose: Callable[[Chunk], bool],
-        piece: Callable[[Destination, int], int] | None,
+        piece: PieceLength | None,
     ) -> None:
         self.endpoint = endpoint
         self.chunks = ChunkSender(

@@ -153,6 +153,24 @@ def test_chunks_of_a_long_room_are_as_long_as_the_transport_wants(site, chunk_s,
     assert p.stats()["bytes_written"] == 24 << 20 and p.stats()["chunks_staged"] == n_chunks
 
 
+@pytest.mark.parametrize(
+    ("path", "descriptor_s", "chunks"), [("direct", 1.0, (2, 0)), ("auto", 0.0, (2, 0)), ("auto", 1.0, (0, 7))]
+)
+def test_direct_chunks_are_as_long_as_they_may(site, path, descriptor_s, chunks):
+    """They have no stages that could overlap: 24 MiB are two of at most 16 MiB, where in stages they would be seven."""
+    src, dst = (Rank(page=64, n_pages=1024) for _ in range(2))
+    p = site.prefill(src, path=path, staging_nbytes=64 << 20, n_buffers=4)
+    d = site.decode(dst, path="auto", staging_nbytes=256 << 20, n_lanes=2)
+    p.data_path._cost_of = lambda traits: CostModel(((1, descriptor_s),), 0.0, bulk_bytes_per_s=1e9, chunk_s=1e-9)
+    sender, receiver = p.send(1), d.receive(1, site.address)
+    receiver.bind(dst.allocate(65_536), 65_536)
+    sender.chunk(src.allocate(65_536), 65_536)
+    sender.finish()
+    drive((p, d), lambda: receiver.released and sender.released)
+    assert receiver.wait(0) is State.SUCCESS
+    assert (p.stats()["chunks_direct"], p.stats()["chunks_staged"]) == chunks
+
+
 def test_one_thread_at_a_time_carries_out_effects(site, monkeypatch):
     """While a turn does, an engine's call takes none, or it would send its frames before the turn's older ones."""
     node = site.prefill(Rank())
