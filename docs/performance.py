@@ -44,13 +44,14 @@ Targets were missed on two shared cores for these reasons, by profiles (`perf re
   chunks of 4 MiB; they are of 16 MiB since.
 * *Rooms.* 71 % of both sides' samples are in the interpreter, 23 % in the kernel (sockets), 1 % in own C++. A room is
   1,370 calls on both sides, spread over 500 functions: the dearest has 2.5 % of the time, and wire, timers and coverage
-  together 10 %. So there is no hot end to compile. Prefill's process takes 132 us of a room's 145, of which 54 are in
-  two turns of its node. With 10,000 rooms open Python's garbage collector walks them: without it their cost is 1.2 x.
+  together 10 %. So there is no hot end to compile. Prefill's process takes 132 us a room, of which 103 are in turns of
+  its node. With 10,000 rooms open Python's garbage collector walks them: without it their cost is 1.2 x.
 * An idle room is two messages one after the other, each from a sleeping process to another: the echo alone takes 90 to
-  150 us. `bind` takes 55 us, prefill's turn 160 and decode's 100, of which half come after the message has left.
+  150 us. `bind` takes 55 us, prefill's turn 160 and decode's 100, what follows their last message included.
 * Host copies of 64 and 128 B from pool to pool cost an address each on both sides, which the tuned loop has in a list
   already. A gather of single heads of 64 B reads a line of 512: neither it nor the loop is near a streaming copy.
-* Mooncake's own times scatter: `auto` and the better path are measured some seconds apart.
+* In the cells of Mooncake that miss, `auto` took staged, the better path, which there is four to 24 times as fast as
+  direct: two runs of one path over it differ by more than the margin.
 """
 
 
