@@ -64,5 +64,5 @@ def test_another_page_read_by_vllms_worker_is_seen(monkeypatch):
 
 def test_a_hybrid_is_not_for_vllms_worker_here():
     """Its slots hold several arrays each."""
-    assert NAME in kv_transfer.libraries(tiny("Qwen3-235B", 16), "nixl")
-    assert NAME not in kv_transfer.libraries(tiny("Qwen3-Next", 64), "nixl")
+    assert NAME in kv_transfer.libraries(tiny("Qwen3-235B", 16), "nixl", kv_transfer.HERE)
+    assert NAME not in kv_transfer.libraries(tiny("Qwen3-Next", 64), "nixl", kv_transfer.HERE)
