@@ -6,11 +6,11 @@ one permutation. The ceiling of each row is one contiguous write of the same byt
 is compared, and the libraries' own calls run in turn with pdstage's. Further rows have other tensor-parallel sizes,
 page sizes and orders of memory on the two sides.
 
-One process a side has all ranks of its side. A library has two processes and two pools of its own: NIXL's agents have
-threads that poll, and beside them all else is slower. Processes that are not measured stand still. Prefill has computed
-everything before the clock starts. The clock runs from the first `bind` to the last Success, or from a library's first
-post to its last completion. A model keeps 1 of `scale` of its layers. Rows whose pools do not fit the machine's memory
-are left out.
+One process a side has all ranks of its side. A library has two processes and two pools of its own: vLLM's worker has a
+thread that polls, as NIXL's agents have by default, and beside it all else is slower. Processes that are not measured
+stand still. Prefill has computed everything before the clock starts. The clock runs from the first `bind` to the last
+Success, or from a library's first post to its last completion. A model keeps 1 of `scale` of its layers. Rows whose
+pools do not fit the machine's memory are left out.
 
 `--peer` has the decode side on another host, where `--serve` waits (two_hosts.py). `--matrix` moves what a traffic
 matrix of NIXL's kvbench says instead (traffic.py).
@@ -49,7 +49,7 @@ from .peers import vllm
 from .peers.libraries import Library, Pages, installed
 from .ranks import Actor, Rank, expose, observers
 from .shapes import SLOTS, Model
-from .sides import Side, fabrics, median_ratio
+from .sides import Side, fabrics, median_ratio, rounds
 from .two_hosts import FarRank, Place, Requests, Server, There, fabrics_between
 
 if TYPE_CHECKING:
@@ -716,9 +716,8 @@ def _measured(bed: Bed, case: Case, fabric: Fabric, n: int, repeats: int) -> Ite
         n_descriptors[way] = bed.n_descriptors(way) - before
     took: dict[str, list[float]] = {way: [] for way in ways}
     costs: list[Costs] = []
-    for number in range(repeats):
-        for turn in range(len(ways)):
-            way = ways[(number + turn) % len(ways)]
+    for turns in rounds(ways, repeats):
+        for way in turns:
             took[way].append(bed.seconds(way, n))
         costs.append(bed.costs(n))
     gb = n * case.nbytes / 1e9

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -29,7 +30,7 @@ from .ranks import Actor, Rank, expose, observers
 from .raw import Raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -325,11 +326,16 @@ class Sides:
             if way != "raw":
                 self.room(way, run, check=True)
         took: dict[str, list[float]] = {way: [] for way in ways}
-        for number in range(repeats):
-            for turn in range(len(ways)):
-                way = ways[(number + turn) % len(ways)]
-                took[way].append(self.raw() if way == "raw" else self.room(way, run))
+        for way in chain.from_iterable(rounds(ways, repeats)):
+            took[way].append(self.raw() if way == "raw" else self.room(way, run))
         return took
+
+
+def rounds(ways: Sequence[str], repeats: int) -> Iterator[Sequence[str]]:
+    """All ways, `repeats` times, each time in another order: a slow spell of the machine does not hit one alone."""
+    for number in range(repeats):
+        first = number % len(ways)
+        yield (*ways[first:], *ways[:first])
 
 
 def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:

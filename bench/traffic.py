@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from . import shapes
 from .harness import Row
 from .ranks import Rank, expose, observers
 from .shapes import Array, Block, Model
-from .sides import Side, median_ratio
+from .sides import Side, median_ratio, rounds
 from .two_hosts import Cells, Place
 
 if TYPE_CHECKING:
@@ -201,11 +202,10 @@ class Receivers(_End):
             self._memories.append(memory)
             self.nodes.append(node)
 
-    def met(self, base: int, directories: dict[str, object]) -> list[str]:
+    def met(self, base: int, directories: dict[str, object]) -> None:
         """Each sender's directory, by its rank."""
         del base
         self._directories = directories
-        return []
 
     def clear(self) -> None:
         for memory in self._memories:
@@ -325,10 +325,8 @@ def _rows(bed: Bed, case: Case, fabric: Fabric, pattern: Pattern, repeats: int) 
         bed.seconds(way)
         n_descriptors[way] = bed.n_descriptors() - before
     took: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(repeats):
-        for turn in range(len(ways)):
-            way = ways[(number + turn) % len(ways)]
-            took[way].append(bed.seconds(way))
+    for way in chain.from_iterable(rounds(ways, repeats)):
+        took[way].append(bed.seconds(way))
     moved = sum(case.sizes)
     ceiling = moved / 1e9 / statistics.median(took[CEILING])
     for way in WAYS:

@@ -173,7 +173,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "cost": (tuple[()], float),
     "n_descriptors": (tuple[()], Count),
     "meet": (tuple[()], tuple[int, Any]),
-    "met": (tuple[int, Any], Any),
+    "met": (tuple[int, Any], None),
     "pulls": (tuple[()], bool),
     "burst": (tuple[Count, Count], float),
 }

@@ -77,9 +77,9 @@ def backing(base: int, nbytes: int) -> Backing | None:
 def attach(pid: int, described: Backing, *, at_once: bool = False) -> NDArray[np.uint8]:
     """Maps memory of process `pid` by the backing that it describes; unmapped with the array's last reference.
 
-    `at_once`: all of its pages now, some 80 ms for 1 GiB; else each where it is first written, which takes five times
-    as long. Raises `OSError` if it is absent, of another kind, or not accessible. A file that its owner could shrink
-    would crash this process, and a file with a name may be anybody's.
+    `at_once`: all of its pages now; else a few at a time, as they are first written. Raises `OSError` if it is absent,
+    of another kind, or not accessible. A file that its owner could shrink would crash this process, and a file with a
+    name may be anybody's.
     """
     path = Path(f"/proc/{pid}/fd/{described.fd}")
     strange = FileNotFoundError(f"{path} is not the memory described")

@@ -80,8 +80,8 @@ class Sender(Handle):
 
     @property
     def max_chunk_tokens(self) -> int | None:
-        """The most tokens that travel as one chunk to every destination; None before all have opened. Longer ones are
-        split.
+        """The most tokens that may travel as one chunk to every destination; None before all have opened. Longer ones
+        are split, and shorter ones of over 4 MiB may be.
         """
         return self._node.max_chunk_tokens(self.room)
 

@@ -88,7 +88,7 @@ def only_local() -> list[sides.Fabric]:
 @pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
 def test_transfer(small):
     report = run_named("transfer", quick=True)
-    check(report, "staged beside direct", "one raw write, shared memory", "one raw write, TCP", "beside one chunk")
+    check(report, "staged beside direct", "one raw write, shared memory", "one raw write, TCP")
     check(report, "scatter-gather put beside direct, TCP")
     swept = [row["point"]["run_nbytes"] for row in report["rows"] if row["point"].get("table") == "paths"]
     assert swept == [1024, 65536]

@@ -63,7 +63,7 @@ def test_bytes_written_there_are_the_peers_when_their_tag_comes(ends):
 
 @pytest.mark.parametrize(("limit", "n_faults"), [(1 << 30, range(64)), (NBYTES // 2, range(NBYTES >> 16, NBYTES))])
 def test_its_pages_are_mapped_at_once_up_to_a_limit(stock, monkeypatch, limit, n_faults):
-    """Else the first write to each page, in the midst of a room, takes five times as long."""
+    """Else the first writes to them, in the midst of a room, wait for the kernel."""
     monkeypatch.setattr(_mapped, "_AT_ONCE_NBYTES", limit)
     stock.renew()
     a = Endpoint("local")
