@@ -1,13 +1,17 @@
-"""Stops a process, so that nothing of it runs any more when that is said."""
+"""What tests ask of the kernel about processes: to stop one, to end with its parent, to be in a network, its size."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import signal
 import time
 from pathlib import Path
 
 _STOPS_S = 240.0
+_CLONE_NEWNET = 0x4000_0000
+_PR_SET_PDEATHSIG = 1
 
 
 def stop(pid: int) -> None:
@@ -25,3 +29,34 @@ def _state(task: Path) -> str:
         return task.read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "X"
+
+
+def die_with_parent() -> None:
+    """This process, stopped or not, ends with its parent, however that ends: the kernel sees to it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def enter(namespace: str) -> None:
+    """Moves this process, which has one thread yet, into a network namespace; empty: stays where it is."""
+    if not namespace:
+        return
+    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(fd, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter namespace {namespace}")
+    finally:
+        os.close(fd)
+
+
+def n_tasks() -> int:
+    """Threads of this process, Python's and others."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def resident_nbytes() -> int:
+    """Resident memory of this process, after what can be given back was."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) << 10

@@ -79,10 +79,6 @@ def threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate())
 
 
-def n_tasks() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 def shared_memory(pid: int | str = "self") -> set[str]:
     """Files of /dev/shm that a process maps or holds open."""
     try:

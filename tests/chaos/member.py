@@ -171,7 +171,7 @@ class Directory:
 
 
 def _directory(*args) -> None:
-    worker.die_with_parent()
+    processes.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     network.serve_directory(*args)
 

@@ -9,7 +9,6 @@ connections and takes none.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import shutil
 import subprocess
@@ -20,24 +19,11 @@ from pathlib import Path
 import msgspec
 
 from pdstage.control.bootstrap import BootstrapServer
+from tests import processes
 
 KINDS = ("silent", "loud", "one way")
-_CLONE_NEWNET = 0x4000_0000
 _NOBODY = "02:00:00:00:00:99"
 _PREFIX = "pdchaos"
-
-
-def enter(namespace: str) -> None:
-    """Moves this process, which has one thread yet, into a network namespace; empty: stays where it is."""
-    if not namespace:
-        return
-    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(fd, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter namespace {namespace}")
-    finally:
-        os.close(fd)
 
 
 def permitted() -> bool:
@@ -165,7 +151,7 @@ class SameNetwork:
 
 def serve_directory(where: str, host: str, proxied: bool, pipe: Connection) -> None:
     """The directory's process: says its address, then cuts and heals what it is told to, until the pipe closes."""
-    enter(where)
+    processes.enter(where)
     with BootstrapServer(f"{host}:0", insecure=bool(where)) as server:
         proxies = Proxies(server) if proxied else None
         pipe.send(server.address)

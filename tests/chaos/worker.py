@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import os
@@ -21,8 +20,8 @@ from pdstage import DecodeNode, PrefillNode, Topology
 from pdstage.errors import TransportError
 from pdstage.protocol import state
 from pdstage.transport import open_from_config
-from tests import descriptors
-from tests.chaos import account, network
+from tests import descriptors, processes
+from tests.chaos import account
 from tests.chaos.engine import DecodeEngine, Engine, PrefillEngine
 from tests.chaos.pages import Pages
 from tests.chaos.plan import CONFIG, Site
@@ -69,10 +68,10 @@ class Job:
 
 def run(job: Job, pipe: Connection) -> None:
     """Says ("ready", ...), then obeys; a surprise ends the process with its traceback in `job.log`."""
-    die_with_parent()
+    processes.die_with_parent()
     redirect(job.log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    network.enter(job.where)
+    processes.enter(job.where)
     if job.site.fabric:
         os.environ["UCX_TLS"] = job.site.fabric
     os.environ["UCX_LOG_LEVEL"] = "fatal"  # what it says of killed peers fills the log
@@ -83,11 +82,6 @@ def run(job: Job, pipe: Connection) -> None:
     progress = job.site.src_progress if job.role == "prefill" else job.site.dst_progress
     _serve(engine, pipe, inline=progress == "inline")
     _close(engine, pipe, before)
-
-
-def die_with_parent() -> None:
-    """Stopped ranks too end with the supervisor, however it ends: the kernel sees to it (PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def redirect(log: Path) -> None:

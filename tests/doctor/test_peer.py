@@ -134,7 +134,7 @@ def test_two_hosts(tmp_path):
     site = network.Namespaces("dr", ["a", "b"])
     try:
         here, there = (("ip", "netns", "exec", site.where(rank)) for rank in "ab")
-        enter = f"from tests.chaos import network\nnetwork.enter({here[3]!r})"
+        enter = f"from tests import processes\nprocesses.enter({here[3]!r})"
         with serving("--insecure", bind=f"{site.host('b')}:0", within=there) as endpoint:
             if not available()["nixl"]:
                 run = ask(endpoint, "--transport", "nixl", "--insecure", before=enter)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests import descriptors
-from tests.chaos.account import n_tasks
+from tests.processes import n_tasks, resident_nbytes
 
 if TYPE_CHECKING:
     from pdstage import DecodeNode, PrefillNode
@@ -35,14 +33,6 @@ def n_tcp() -> int:
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
     return sum(f"socket:[{fields[9]}]" in own for fields in lines)
-
-
-def resident_nbytes() -> int:
-    """Resident memory, after what can be given back was."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) << 10
 
 
 def tables(node: DecodeNode | PrefillNode) -> dict[str, int]:
