@@ -28,7 +28,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak upgrade etcd lint types format bench gpu sanitize \
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak upgrade fleet etcd lint types format bench gpu sanitize \
     asan tsan micro plots docs site native sdist wheel clean distclean
 
 help:  ## Show this list.
@@ -93,10 +93,16 @@ upgrade: $(STAMP)  ## Run this release beside the last ones while rooms flow: bo
 	$(BIN)/python -m tests.fleet upgrade $(ARGS)
 
 # Debian's etcd-server, if this may install it.
+HAVE_ETCD = command -v etcd >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+	    $(APT_INSTALL) etcd-server >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) etcd-server >/dev/null; }; \
+	    command -v etcd >/dev/null || { echo "there is no etcd: as root, apt-get install -y etcd-server" >&2; exit 1; }
+
+fleet: $(STAMP)  ## A cluster of 60 ranks and etcd in network namespaces for 10 minutes of faults (ARGS="--minutes 2"); as root.
+	@$(HAVE_ETCD)
+	$(BIN)/python -m tests.fleet cluster $(ARGS)
+
 etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
-	@command -v etcd >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
-	    $(APT_INSTALL) etcd-server >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) etcd-server >/dev/null; }
-	@command -v etcd >/dev/null || { echo "there is no etcd: as root, apt-get install -y etcd-server" >&2; exit 1; }
+	@$(HAVE_ETCD)
 	$(BIN)/python $(PYTEST) tests/control/test_etcd.py tests/control/test_contract.py $(ARGS)
 
 test-all:  ## Run everything that needs no engine: all mutants, all drawn cases, all rows.

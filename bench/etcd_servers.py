@@ -1,17 +1,19 @@
-"""Real etcd servers on loopback, each a process with a folder of its own: for the bench of directories, and tests."""
+"""Real etcd servers, each a process with a folder of its own, on loopback or on given hosts: for a bench and tests."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import httpx2
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 ETCD = shutil.which("etcd")
@@ -27,16 +29,25 @@ def _free_ports(n: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-class Member:
-    """One process; `ports` are its clients' and its peers', `options` etcd's own."""
+class Host(NamedTuple):
+    """Where a member listens: for clients at `port`, for the others at `peer_port`; `within` starts its command."""
 
-    def __init__(self, folder: Path, name: str, ports: tuple[int, int], cluster: str, options: tuple[str, ...]) -> None:
-        self.name, (self.port, peer_port) = name, ports
+    address: str
+    port: int
+    peer_port: int
+    within: tuple[str, ...] = ()
+
+
+class Member:
+    """One process; `options` are etcd's own."""
+
+    def __init__(self, folder: Path, name: str, host: Host, cluster: str, options: tuple[str, ...]) -> None:
+        self.name, self.host = name, host
         secure = any(option.startswith("--cert-file") for option in options)
-        self.url = f"{'https' if secure else 'http'}://127.0.0.1:{self.port}"
-        peers = f"http://127.0.0.1:{peer_port}"
+        self.url = f"{'https' if secure else 'http'}://{host.address}:{host.port}"
+        peers = f"http://{host.address}:{host.peer_port}"
         self._command = [
-            str(ETCD), "--name", name, "--data-dir", str(folder / name), "--listen-client-urls", self.url,
+            *host.within, str(ETCD), "--name", name, "--data-dir", str(folder / name), "--listen-client-urls", self.url,
             "--advertise-client-urls", self.url, "--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers,
             "--initial-cluster", cluster, "--log-level", "error", "--logger", "zap", *options,
         ]  # fmt: skip
@@ -53,6 +64,15 @@ class Member:
         self.process.wait()
         self.process = None
 
+    def stop(self) -> None:
+        """It runs no more until `resume`."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
         if self.process is not None:
             self.kill()
@@ -60,13 +80,14 @@ class Member:
 
 
 class Servers:
-    """`n` members of one cluster. A context manager."""
+    """`n` members of one cluster, on loopback or one on each of `hosts`. A context manager."""
 
-    def __init__(self, folder: Path, n: int = 1, *options: str) -> None:
-        ports = _free_ports(2 * n)
-        pairs = list(zip(ports[:n], ports[n:], strict=True))
-        cluster = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(pairs))
-        self.members = [Member(folder, f"m{i}", pair, cluster, options) for i, pair in enumerate(pairs)]
+    def __init__(self, folder: Path, n: int = 1, *options: str, hosts: Sequence[Host] = ()) -> None:
+        if not hosts:
+            ports = _free_ports(2 * n)
+            hosts = [Host("127.0.0.1", port, peer) for port, peer in zip(ports[:n], ports[n:], strict=True)]
+        cluster = ",".join(f"m{i}=http://{host.address}:{host.peer_port}" for i, host in enumerate(hosts))
+        self.members = [Member(folder, f"m{i}", host, cluster, options) for i, host in enumerate(hosts)]
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +97,7 @@ class Servers:
             member.close()
 
     def address(self, prefix: str = "pdstage", user: str = "", options: str = "") -> str:
-        hosts = ",".join(f"127.0.0.1:{member.port}" for member in self.members)
+        hosts = ",".join(f"{member.host.address}:{member.host.port}" for member in self.members)
         return f"etcd://{f'{user}@' if user else ''}{hosts}/{prefix}{options}"
 
     def ask(self, method: str, body: dict[str, object] | None = None, member: int = 0) -> dict[str, object]:

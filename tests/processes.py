@@ -36,17 +36,18 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def enter(namespace: str) -> None:
-    """Moves this process, which has one thread yet, into a network namespace; empty: stays where it is."""
-    if not namespace:
+def enter(namespace: str | int) -> None:
+    """Moves this process, which has one thread yet, into a network namespace, by name or descriptor; "": it stays."""
+    if namespace == "":
         return
-    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    fd = namespace if isinstance(namespace, int) else os.open(f"/run/netns/{namespace}", os.O_RDONLY)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(fd, _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter namespace {namespace}")
     finally:
-        os.close(fd)
+        if fd != namespace:
+            os.close(fd)
 
 
 def n_tasks() -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ CONFIG = {"hello_s": 60.0, "open_s": 30.0, "transfer_s": 60.0, "drain_s": 20.0, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a rank is. `where` is its network namespace, or empty; `wire` a wire version to pretend, or 0."""
+    """What a rank is. `where` is its network namespace and `fabric` its UCX_TLS, if any; `wire`: a version to claim."""
 
     role: str
     tp: int = 1
@@ -36,9 +37,11 @@ class Job:
     tokens: int = 4096
     staging_nbytes: int = 1 << 20
     progress: str = "inline"
+    turn_s: float = 0.002
     host: str = "127.0.0.1"
     port: int = 0
     where: str = ""
+    fabric: str = ""
     keys: str | None = None
     model: dict[str, str] | None = None
     journals: str | None = None
@@ -55,6 +58,7 @@ class Member:
         self.job, self.log = job, log
         self.endpoint = self.directory = self.version = self.file = ""
         self.state = "starting"
+        self._up_at = 0.0
         self.drained = False
         self.report: dict | None = None
         self.closed: dict | None = None
@@ -98,7 +102,7 @@ class Member:
             case "up":
                 self.endpoint, self.directory = said["endpoint"], said["directory"]
                 self.version, self.file = said["version"], said["file"]
-                self.state = "up"
+                self.state, self._up_at = "up", time.monotonic()
             case "drained":
                 self.drained = True
             case "report":
@@ -106,6 +110,11 @@ class Member:
             case "closed":
                 self.closed = said
         return said
+
+    @property
+    def age_s(self) -> float:
+        """Since it said that it is up."""
+        return time.monotonic() - self._up_at
 
     @property
     def port(self) -> int:

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: pdstage is th
 import numpy as np  # noqa: I001
 
 import pdstage
-from pdstage import Config, DecodeNode, PdstageError, Pool, PrefillNode, State, Topology
+from pdstage import Config, DecodeNode, PdstageError, Pool, PrefillNode, State, Topology, TransportError
 from pdstage.manager import decode, prefill
 from pdstage.protocol import wire
 from pdstage.tensors import build, mamba_ssm, paged_hnd, paged_nhd
@@ -38,8 +38,8 @@ STATE = (8, 16)
 SLOTS = 64
 _CHUNK = 128
 """Tokens that prefill computes in one step."""
-_TURN_S = 0.002
-_SWEEP_S = 0.5
+_STARTS_S = 120.0
+_SWEEP_S = 1.0
 
 
 class Memory:
@@ -161,10 +161,18 @@ class Engine:
             "insecure": job["host"] != "127.0.0.1" and not job["keys"],
         }  # fmt: skip
         if job["role"] == "prefill":
-            named = {"instance": job["instance"], "bootstrap": job["directory"] or None}
-            self.node = PrefillNode(self.memory.pool, place, **named, **common)
-        else:
-            self.node = DecodeNode(self.memory.pool, place, **common)
+            common |= {"instance": job["instance"], "bootstrap": job["directory"] or None}
+        self.node = self._open(PrefillNode if job["role"] == "prefill" else DecodeNode, place, common)
+
+    def _open(self, kind: type, place: Topology, named: dict[str, object]) -> PrefillNode | DecodeNode:
+        """As an orchestrator that starts a rank again while its directory is away."""
+        until = time.monotonic() + _STARTS_S
+        while True:
+            try:
+                return kind(self.memory.pool, place, **named)
+            except TransportError:
+                if time.monotonic() > until:
+                    raise
 
     def run(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
@@ -191,7 +199,8 @@ class Engine:
         """What has been ordered; False once it is to close."""
         try:
             # A node with a thread of its own needs no turns; an inline one gets its turns from polling.
-            order = self.orders.get(timeout=_TURN_S if self.rooms or self.waiting else 10 * _TURN_S)
+            turn_s = self.job["turn_s"]
+            order = self.orders.get(timeout=turn_s if self.rooms or self.waiting else 10 * turn_s)
         except queue.Empty:
             return True
         match order.pop("do"):
@@ -282,6 +291,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.enter(job["where"])
     os.environ["UCX_LOG_LEVEL"] = "fatal"  # what it says of killed peers fills the log
+    if job["fabric"]:
+        os.environ["UCX_TLS"] = job["fabric"]
     if job["wire"]:
         _pretend(job["wire"])
     Engine(job).run()

@@ -30,6 +30,7 @@ class Engine:
     python: Python
     ranks: list[Member]
     rests: bool = False
+    retires: bool = False
     life: int = 0
 
     @property
@@ -70,6 +71,8 @@ class Fleet:
         self.reasons: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.window = 0
+        self._sent: Counter[tuple[str, str]] = Counter()
+        """Rooms sent, failed ones too, since `load`: the next goes to those that had the fewest."""
         self._max_tokens = max_tokens
         self._again: list[tuple[int, int]] = []
         """Serial and tokens of rooms that failed, to be sent again."""
@@ -105,30 +108,33 @@ class Fleet:
         self.engines[name] = Engine(name, role, python, ranks, life=life)
         return self.engines[name]
 
-    def close(self, engine: Engine) -> None:
-        """In order: its rooms end first, then each rank closes and says whether its memory is free."""
-        engine.rests = True
-        self.until(lambda: not self._of(engine), f"rooms of {engine.name} end")
+    def retire(self, engine: Engine) -> None:
+        """Closed in order, once its rooms have ended: each rank says whether its memory is free."""
+        engine.rests = engine.retires = True
+
+    def kill(self, engine: Engine) -> None:
         for rank in engine.ranks:
-            rank.order("close")
+            rank.kill()
+        self._leave(engine)
+
+    def close(self, *engines: Engine) -> None:
+        """Retires them, and waits until their processes have ended."""
+        for engine in engines:
+            self.retire(engine)
+        ranks = [rank for engine in engines for rank in engine.ranks]
+        self.until(lambda: all(rank.state == "gone" for rank in ranks), f"{[e.name for e in engines]} end")
+
+    def _leave(self, engine: Engine) -> None:
         self._expected.update(engine.ranks)
         self._leaving += engine.ranks
         del self.engines[engine.name]
 
-    def kill(self, engine: Engine) -> None:
-        for rank in engine.ranks:
-            self._expected.add(rank)
-            rank.kill()
-
-    def gone(self) -> None:
-        """Until all that were closed or killed have ended."""
-        self.until(lambda: all(member.state == "gone" for member in self._expected), "ranks end")
-        for member in self._leaving:
-            member.end()
-        self._leaving = []
-
-    def _of(self, engine: Engine) -> list[Room]:
-        return [room for room in self.rooms.values() if engine in (room.prefill, room.decode)]
+    def _close_retired(self) -> None:
+        busy = {engine for room in self.rooms.values() for engine in (room.prefill, room.decode)}
+        for engine in [engine for engine in self.engines.values() if engine.retires and engine not in busy]:
+            for rank in engine.ranks:
+                rank.order("close")
+            self._leave(engine)
 
     def serving(self, role: str) -> list[Engine]:
         return [engine for engine in self.engines.values() if engine.role == role and engine.serves]
@@ -136,14 +142,18 @@ class Fleet:
     # Rooms.
 
     def _send(self) -> None:
-        """Orders rooms while fewer than `window` are under way, each pair of engines as often as the others."""
+        """Orders rooms while fewer than `window` are under way, of each pair of engines as many as of the others."""
         while len(self.rooms) < self.window:
             prefills, decodes = self.serving("prefill"), self.serving("decode")
             if not (prefills and decodes):
                 return
             again = self._again.pop() if self._again else None
             content = again or (next(self._serials), self.rng.randint(1, self._max_tokens))
-            self.send(self.rng.choice(prefills), self.rng.choice(decodes), *content)
+            pairs = [(prefill, decode) for prefill in prefills for decode in decodes]
+            self.rng.shuffle(pairs)
+            pair = min(pairs, key=lambda one: self._sent[one[0].name, one[1].name])
+            self._sent[pair[0].name, pair[1].name] += 1
+            self.send(*pair, *content)
 
     def send(self, prefill: Engine, decode: Engine, serial: int, tokens: int) -> Room:
         key = f"room-{serial}-{self.counts['rooms sent']}"
@@ -186,8 +196,9 @@ class Fleet:
     # Time.
 
     def turn(self) -> None:
-        """Hears every rank once and sends what may be sent."""
+        """Hears every rank once, sends what may be sent, and closes what retires."""
         self._send()
+        self._close_retired()
         members = [member for member in self.members() if member.state != "gone"]
         ready, _, _ = select.select(members, [], [], 0.05) if members else ([], [], [])
         for member in ready:
@@ -209,6 +220,8 @@ class Fleet:
                 if member not in self._expected or (member.closed is None and member.process.returncode >= 0):
                     log = member.log.read_text(errors="replace")[-2000:]
                     self.wrong.append(f"{member.job.role} {member.job.instance} died, code {said['code']}: {log}")
+                member.end()
+                self._leaving = [one for one in self._leaving if one is not member]
                 for room in [room for room in self.rooms.values() if member in room.awaited]:
                     self._ended(member, room.key, "its process ended", "")
 
@@ -229,6 +242,7 @@ class Fleet:
     def load(self, rooms: int) -> None:
         """Until every pair of engines that serve has moved so many more rooms."""
         self.pairs.clear()
+        self._sent.clear()
         pairs = [(p.name, d.name) for p in self.serving("prefill") for d in self.serving("decode")]
         self.until(lambda: all(self.pairs[pair] >= rooms for pair in pairs), f"{rooms} rooms of each of {pairs}")
 

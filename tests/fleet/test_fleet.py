@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fleet import releases, upgrade
+from tests.fleet import releases, switch, upgrade
 from tests.fleet.member import Job
 from tests.fleet.rank import Memory
 from tests.fleet.router import Fleet, reason_of
@@ -29,7 +31,6 @@ def test_an_engine_replaced_in_order_loses_no_room(fleet):
     fleet.load(3)
     ports = [rank.port for rank in fleet.engines["prefill"].ranks]
     fleet.close(fleet.engines["prefill"])
-    fleet.gone()
     fleet.start("prefill", "prefill", releases.here(), tp=2, ports=ports)
     fleet.until_up()
     fleet.load(3)
@@ -98,3 +99,66 @@ def test_reasons_are_counted_without_numbers():
 def test_releases_are_commits():
     assert all(len(commit) == 40 and int(commit, 16) for commit in releases.released().values())
     assert Path(releases.RECORD).exists()
+
+
+@pytest.mark.skipif(not switch.permitted(), reason="network namespaces and /dev/net/tun need root")
+def test_hosts_behind_the_switch():
+    """What a host sends arrives late by its delay, and not at all over a cut."""
+
+    def ping(network, source, target, tries=60):
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            network.namespaces[source],
+            sys.executable,
+            "-c",
+            PING,
+            network.host(target),
+            str(tries),
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    with switch.Network(3) as network:
+        server = subprocess.Popen(
+            ["ip", "netns", "exec", network.namespaces[1], sys.executable, "-c", ECHO], stdout=subprocess.PIPE
+        )
+        try:
+            assert server.stdout.readline()
+            network.link(0, delay_s=0.05)
+            assert float(ping(network, 0, 1)) >= 0.1
+            network.cut([(1, 0)])
+            assert ping(network, 0, 1, tries=2) == "nothing"
+            assert ping(network, 2, 1) != "nothing"
+            network.heal([(1, 0)])
+            assert ping(network, 0, 1) != "nothing"
+            assert network.counts()["cut"] > 0
+        finally:
+            server.kill()
+            server.communicate()
+
+
+ECHO = """
+import socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.bind(("", 7))
+print("up", flush=True)
+while True:
+    s.sendto(*s.recvfrom(100))
+"""
+PING = """
+import socket, sys, time
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.settimeout(0.5)
+for _ in range(int(sys.argv[2])):
+    at = time.monotonic()
+    s.sendto(b"hello", (sys.argv[1], 7))
+    try:
+        s.recv(100)
+    except TimeoutError:
+        continue
+    print(time.monotonic() - at)
+    break
+else:
+    print("nothing")
+"""

@@ -110,9 +110,7 @@ def roll(folder: Path, old: Python, new: Python, site: Site, *, rooms: int, seed
                 _check_releases(fleet, old, new)
                 fleet.load(rooms)
         fleet.rest()
-        for engine in list(fleet.engines.values()):
-            fleet.close(engine)
-        fleet.gone()
+        fleet.close(*fleet.engines.values())
     return fleet
 
 
@@ -123,7 +121,6 @@ def _replace(fleet: Fleet, engine: Engine, python: Python, *, by_force: bool) ->
         fleet.until(lambda: all(rank.state == "gone" for rank in engine.ranks), f"{engine.name} ends")
     else:
         fleet.close(engine)
-        fleet.gone()
     fleet.counts["engines replaced"] += 1
     fleet.start(engine.name, python=python, ports=ports, **ENGINES[engine.name])
     fleet.until_up()
