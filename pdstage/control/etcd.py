@@ -24,6 +24,7 @@ import logging
 import re
 import ssl
 import threading
+import time
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -46,6 +47,7 @@ SCHEME = "etcd://"
 _QUIET_S = 5.0
 _AGAIN_S = 0.5
 _TRIES = 8
+_FENCE_AGAIN_S = 1.0
 _ENDED_S = 24 * 3600
 """How long it is known that a process was fenced. A node that is away from etcd for longer does not hear of it."""
 _UNAUTHENTICATED, _DENIED, _FULL, _UNAVAILABLE = 16, 7, 8, 14
@@ -427,13 +429,25 @@ class EtcdClient:
 
     # Fencing.
 
-    def fence(self, where: str) -> dict[int, Process]:
+    def fence(self, where: str, *, wait_s: float = 0.0) -> dict[int, Process]:
         """Says that the processes at `where`, a host or an endpoint, have ended: every node that holds back memory
         which one of them might still write gives it back. Only for an orchestrator that has ended them, or their host.
 
-        Returns them by incarnation; those that were withdrawn or fenced before are not among them. Raises `Conflict`
-        while one is registered, which is until its lease has ended: 15 s, as nodes publish themselves.
+        Returns them by incarnation; those that were withdrawn or fenced before are not among them. A process counts as
+        alive while it is registered, which is until its lease has ended: 15 s, as nodes publish themselves. Waits for
+        that up to `wait_s` seconds, then raises `Conflict`. `TransportError` and `PeerError` are as for `publish`.
         """
+        end = time.monotonic() + arguments.number("wait_s", wait_s)
+        while True:
+            try:
+                return self._fence(arguments.text("where", where))
+            except Conflict:
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    raise
+                time.sleep(min(_FENCE_AGAIN_S, left_s))
+
+    def _fence(self, where: str) -> dict[int, Process]:
         answer = self._cluster.ask("kv/range", _range(self._prefix))
         revision = answer["header"]["revision"]
         copy = _Copy.of(answer, self._prefix)
@@ -461,6 +475,14 @@ class EtcdClient:
         """Whether this process was fenced, as far as the watch has told; False before the first look-up."""
         mirror = self._mirror
         return mirror is not None and mirror.has_ended(incarnation)
+
+    @property
+    def watched(self) -> tuple[float, int] | None:
+        """When etcd last answered the watch (monotonic seconds; every 5 s where nothing changes), and how often the
+        watch was taken up again; None before the first look-up.
+        """
+        mirror = self._mirror
+        return (mirror.heard_at, mirror.n_restarts) if mirror is not None else None
 
     def _process_key(self, incarnation: int) -> str:
         return f"{self._prefix}{_PROCESSES}{incarnation:016x}"
@@ -509,6 +531,8 @@ class Mirror:
         """Of the last change in the copy; 0: it must be read."""
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self.n_restarts = 0
+        """How often the watch ended otherwise than by silence."""
         self._read()
         self._thread = threading.Thread(target=self._run, name="pdstage-etcd", daemon=True)
         self._thread.start()
@@ -538,24 +562,26 @@ class Mirror:
         copy = _Copy.of(answer, self._prefix)
         with self._lock:
             self._copy, self._revision = copy, int(answer["header"]["revision"])
+        self.heard_at = time.monotonic()
 
     def _run(self) -> None:
-        is_away = False
+        failed_at = 0.0
         while not self._over.is_set():
             try:
                 if not self._revision:
                     self._read()
                 self._watch()
-                is_away = False
-                self._over.wait(_AGAIN_S)  # the member ended it in order
+                self.n_restarts += 1  # the member ended it in order
+                self._over.wait(_AGAIN_S)
             except _Quiet:
                 continue
             except Exception as error:  # noqa: BLE001  (whatever it is, the copy goes on answering)
                 if self._over.is_set():
                     return
-                if not is_away:
+                if self.heard_at > failed_at:  # else it is still away
                     log.warning("the watch at %s ended, and is taken up again: %s", self._cluster.address, error)
-                is_away = True
+                    self.n_restarts += 1
+                failed_at = time.monotonic()
                 self._over.wait(_AGAIN_S)
 
     def _watch(self) -> None:
@@ -568,6 +594,7 @@ class Mirror:
                     self._revision = 0  # compacted, or without a leader: read anew
                     raise TransportError(f"etcd ended it ({answer.get('cancel_reason', 'no reason given')})")
                 self._take(answer)
+                self.heard_at = time.monotonic()  # its first answer says only that the watch has begun
 
     def _take(self, answer: dict[str, Any]) -> None:
         with self._lock:

@@ -269,6 +269,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         return Status(
             info, core.counters.as_dict(), asdict(self.socket.counters), dict(sessions.over), {}, len(core.sessions),
             len(sessions.lost), len(core.chunks.flights), len(self.lent), failed=self.driver.failure is not None,
+            draining=self.driver.ending, directory=self.directory.status(),
         )  # fmt: skip
 
     def oldest_rooms(self, n: int = 10) -> list[OpenRoom]:
