@@ -433,25 +433,30 @@ class EtcdClient:
         """Says that the processes at `where`, a host or an endpoint, have ended: every node that holds back memory
         which one of them might still write gives it back. Only for an orchestrator that has ended them, or their host.
 
-        Returns them by incarnation; those that were withdrawn or fenced before are not among them. A process counts as
-        alive while it is registered, which is until its lease has ended: 15 s, as nodes publish themselves. Waits for
-        that up to `wait_s` seconds, then raises `Conflict`. `TransportError` and `PeerError` are as for `publish`.
+        Returns them by incarnation; those that were withdrawn or fenced before are not among them, nor those that come
+        to `where` after this call began. A process counts as alive while it is registered, which is until its lease has
+        ended: 15 s, as nodes publish themselves. Waits for that up to `wait_s` seconds, then raises `Conflict`.
+        `TransportError` and `PeerError` are as for `publish`.
         """
-        end = time.monotonic() + arguments.number("wait_s", wait_s)
+        where, end = arguments.text("where", where), time.monotonic() + arguments.number("wait_s", wait_s)
+        _, read = self._processes()
+        meant = {incarnation for incarnation, one in read.processes.items() if one.is_at(where)}
+        fenced: dict[int, Process] = {}
         while True:
             try:
-                return self._fence(arguments.text("where", where))
+                self._fence(where, meant, fenced)
             except Conflict:
                 left_s = end - time.monotonic()
                 if left_s <= 0:
                     raise
                 time.sleep(min(_FENCE_AGAIN_S, left_s))
+            else:
+                return fenced
 
-    def _fence(self, where: str) -> dict[int, Process]:
-        answer = self._cluster.ask("kv/range", _range(self._prefix))
-        revision = answer["header"]["revision"]
-        copy = _Copy.of(answer, self._prefix)
-        found = {incarnation: one for incarnation, one in copy.processes.items() if one.is_at(where)}
+    def _fence(self, where: str, meant: set[int], fenced: dict[int, Process]) -> None:
+        """Adds to `fenced`; some may be there before a `Conflict` over the others."""
+        revision, copy = self._processes()
+        found = {incarnation: one for incarnation, one in copy.processes.items() if incarnation in meant}
         alive = [one for incarnation, one in found.items() if incarnation in copy.registered()]
         if alive:
             raise Conflict(
@@ -459,9 +464,7 @@ class EtcdClient:
                 remedy="end them, wait until their leases end, and fence them then",
                 endpoint=alive[0].endpoint,
             )
-        if not found:
-            return {}
-        lease = self._cluster.ask("lease/grant", {"TTL": str(_ENDED_S)})["ID"]
+        lease = self._cluster.ask("lease/grant", {"TTL": str(_ENDED_S)})["ID"] if found else ""
         for incarnation, one in found.items():
             ended, process = self._ended_key(incarnation), self._process_key(incarnation)
             put = {"key": _encoded(ended), "value": _encoded(msgspec.json.encode(one)), "lease": lease}
@@ -469,7 +472,12 @@ class EtcdClient:
             asked = {"compare": as_read, "success": [{"request_put": put}, _delete(process)]}
             if not self._cluster.ask("kv/txn", asked).get("succeeded"):
                 raise Conflict(f"{one} has changed meanwhile", remedy="ask again", endpoint=one.endpoint)
-        return found
+            fenced[incarnation] = one
+
+    def _processes(self) -> tuple[str, _Copy]:
+        """All that the directory holds, and etcd's revision as it was read."""
+        answer = self._cluster.ask("kv/range", _range(self._prefix))
+        return answer["header"]["revision"], _Copy.of(answer, self._prefix)
 
     def has_ended(self, incarnation: int) -> bool:
         """Whether this process was fenced, as far as the watch has told; False before the first look-up."""

@@ -314,6 +314,24 @@ def test_fencing_waits_for_leases_to_end(make):
         operator.fence("10.0.0.6", wait_s="long")
 
 
+def test_a_process_that_comes_to_the_address_while_fencing_waits_is_neither_fenced_nor_waited_for(make, monkeypatch):
+    """An address is used again: a pod's, by the next pod."""
+    node, newer, operator = make(), make(), make()
+    node.publish(at("tcp://10.0.0.7:5", tp=1, incarnation=10), ttl_s=1.0)
+    fence, n_tries = operator._fence, []
+
+    def and_the_next_comes(*args: object) -> None:
+        n_tries.append(1)
+        if len(n_tries) == 1:
+            newer.publish(at("tcp://10.0.0.7:5", tp=1, incarnation=11, instance="p1"))
+        fence(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(operator, "_fence", and_the_next_comes)
+    assert list(operator.fence("10.0.0.7", wait_s=WAIT_S)) == [10]
+    with pytest.raises(Conflict, match="1 of 1 processes at 10"):
+        make().fence("10.0.0.7")
+
+
 def test_a_process_that_nobody_greeted_is_fenced(server):
     """A prefill process that was killed before any decode node knew it: no session, and nothing to give back."""
     address, dst = server.address("ungreeted"), Rank()
