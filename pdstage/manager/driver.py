@@ -196,6 +196,7 @@ class Driver:
 
     def start(self) -> None:
         """Starts the thread, if there is to be one; the last step of the node's constructor."""
+        log.info("a %s node listens at %s", self._node.role, self._node.socket.endpoint)
         if not self.inline:
             if self._switch_interval_s is not None:
                 # Beside a busy Python thread a waking one waits for the interpreter's switch interval, 5 ms by default.
