@@ -32,5 +32,3 @@ class DirectoryCounters:
     publications: int = 0
     """Registrations and renewals that the directory took."""
     publications_failed: int = 0
-    watches_restarted: int = 0
-    """Watches of etcd that ended and were taken up again; silence of a member that has nothing to tell is none."""

@@ -86,18 +86,15 @@ class Directory:
 
     def status(self) -> dict[str, float]:
         """The fields of `DirectoryCounters`. Where this node is published, `lease_s`: seconds until that ends unless it
-        is renewed, 0 once it has. `watch_age_s`: seconds since a directory that it watches answered last; 0 where it
-        watches none.
+        is renewed, 0 once it has. `watch_age_s`: seconds since a directory that it watches answered last, 0 where it
+        watches none; `watches_restarted`: how often such a watch ended and was taken up again. Takes no lock.
         """
         now, shown = time.monotonic(), dict[str, float](asdict(self.counters))
-        shown["watch_age_s"] = 0.0
         if (publication := self._publication) is not None:
             shown["lease_s"] = max(0.0, publication.ends_at - now)
-        with self._lock:
-            watching = list(self._watching.values())
-        if watched := [one for client in watching if (one := client.watched) is not None]:
-            shown["watch_age_s"] = max(now - heard_at for heard_at, _ in watched)
-            shown["watches_restarted"] = sum(n_restarts for _, n_restarts in watched)
+        watched = [one for client in self._watching.copy().values() if (one := client.watched) is not None]
+        shown["watch_age_s"] = max((now - heard_at for heard_at, _ in watched), default=0.0)
+        shown["watches_restarted"] = sum(n_restarts for _, n_restarts in watched)
         return shown
 
     def cached(self, address: str, dp_rank: int | None, instance: str | None) -> list[Advert] | None:
