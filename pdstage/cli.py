@@ -1,5 +1,5 @@
-"""The `pdstage` command: demo, bench, top, plot, judge, calibrate, doctor, bootstrap, instances, fence, keys,
-sim.
+"""The `pdstage` command: demo, bench, top, plot, judge, calibrate, doctor, bootstrap, instances, drain, fence,
+keys, sim.
 
 It parses arguments and prints. Each command's module is imported only for that command, so that `--help` needs no
 package.
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import sys
-import time
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from importlib import import_module
@@ -85,6 +84,13 @@ def parser() -> Parser:
     )
     _add_keys_options(instances)
     instances.set_defaults(run=_instances)
+    drain = commands.add_parser(
+        "drain", help="ask running nodes to begin no room any more, and wait until none is left"
+    )
+    drain.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="a node's control socket: tcp://HOST:PORT")
+    drain.add_argument("--wait", type=float, default=60.0, metavar="S", help="for rooms to end; default %(default)s")
+    _add_keys_options(drain)
+    drain.set_defaults(run=_drain)
     fence = commands.add_parser("fence", help="say in etcd that a host's processes have ended: every node hears it")
     fence.add_argument("address", metavar="ADDRESS", help="of the directory: etcd://...")
     fence.add_argument("where", metavar="HOST", help="the host that was ended, or one node's endpoint")
@@ -431,9 +437,20 @@ def _instances(given: argparse.Namespace) -> int:
     return 0
 
 
+def _drain(given: argparse.Namespace) -> int:
+    """The exit code is 1 if a node is not drained by the end of the wait."""
+    from pdstage.arguments import number  # noqa: PLC0415
+    from pdstage.control.drain import drain  # noqa: PLC0415
+
+    wait_s = number("--wait", given.wait, above=0.0)
+    said = drain([_scheme(one) for one in given.endpoints], keys=_keys_given(given), wait_s=wait_s)
+    for endpoint, draining in said.items():
+        print(f"{endpoint}: {draining}")
+    return 0 if all(draining.drained for draining in said.values()) else 1
+
+
 def _fence(given: argparse.Namespace) -> int:
     from pdstage.arguments import number  # noqa: PLC0415
-    from pdstage.control.bootstrap import Conflict  # noqa: PLC0415
     from pdstage.control.etcd import SCHEME, EtcdClient  # noqa: PLC0415
 
     if not given.address.startswith(SCHEME):
@@ -442,16 +459,9 @@ def _fence(given: argparse.Namespace) -> int:
             remedy=f"use one in etcd ({SCHEME}...), or call Node.fence at each node",
             address=given.address,
         )
-    end = time.monotonic() + number("--wait", given.wait, above=0.0)
+    wait_s = number("--wait", given.wait, above=0.0)
     with EtcdClient(given.address, _ANSWER_S) as client:
-        while True:
-            try:
-                fenced = client.fence(given.where)
-                break
-            except Conflict:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(1.0)
+        fenced = client.fence(given.where, wait_s=wait_s)
     for incarnation, process in fenced.items():
         print(f"fenced {process} {incarnation:016x}")
     if not fenced:
@@ -509,7 +519,8 @@ def _version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 success, 1 the demo's check or the doctor's verdict failed, 2 bad arguments or a `PdstageError`.
+    """The exit code: 0 success, 1 the demo's check, the doctor's verdict or the draining failed, 2 bad arguments or a
+    `PdstageError`.
 
     An error is printed in one line.
     """

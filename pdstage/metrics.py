@@ -42,6 +42,8 @@ class Counters:
     """Sessions ended in order: a side closed, or neither needed it."""
     sessions_idle: int = 0
     """Of those, at decode: ended because neither side needed it."""
+    sessions_fenced: int = 0
+    """Of those lost: the peer was proved quiet or dead, by the transport, the kernel or an operator's word."""
     peers_crowded: int = 0
     """New peers that arrived at `max_peers`: the idlest was asked to leave, or the new one was refused."""
     sessions_refused: int = 0

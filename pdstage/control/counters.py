@@ -1,4 +1,4 @@
-"""Counters of a control socket."""
+"""Counters of a control socket, and of what a node asks of directories."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ class ControlCounters:
     """Connections ended because too many of their bytes waited for the end of a message."""
     malformed: int = 0
     """Received and dropped: no frames, or more than `zmq.MAX_FRAMES`."""
+
+
+@dataclass(slots=True)
+class DirectoryCounters:
+    """Totals of one node's requests to directories. A look-up is one room's, however often it was asked."""
+
+    lookups_answered: int = 0
+    lookups_failed: int = 0
+    publications: int = 0
+    """Registrations and renewals that the directory took."""
+    publications_failed: int = 0

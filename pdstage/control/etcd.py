@@ -24,6 +24,7 @@ import logging
 import re
 import ssl
 import threading
+import time
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -46,6 +47,7 @@ SCHEME = "etcd://"
 _QUIET_S = 5.0
 _AGAIN_S = 0.5
 _TRIES = 8
+_FENCE_AGAIN_S = 1.0
 _ENDED_S = 24 * 3600
 """How long it is known that a process was fenced. A node that is away from etcd for longer does not hear of it."""
 _UNAUTHENTICATED, _DENIED, _FULL, _UNAVAILABLE = 16, 7, 8, 14
@@ -427,17 +429,34 @@ class EtcdClient:
 
     # Fencing.
 
-    def fence(self, where: str) -> dict[int, Process]:
+    def fence(self, where: str, *, wait_s: float = 0.0) -> dict[int, Process]:
         """Says that the processes at `where`, a host or an endpoint, have ended: every node that holds back memory
         which one of them might still write gives it back. Only for an orchestrator that has ended them, or their host.
 
-        Returns them by incarnation; those that were withdrawn or fenced before are not among them. Raises `Conflict`
-        while one is registered, which is until its lease has ended: 15 s, as nodes publish themselves.
+        Returns them by incarnation; those that were withdrawn or fenced before are not among them, nor those that come
+        to `where` after this call began. A process counts as alive while it is registered, which is until its lease has
+        ended: 15 s, as nodes publish themselves. Waits for that up to `wait_s` seconds, then raises `Conflict`.
+        `TransportError` and `PeerError` are as for `publish`.
         """
-        answer = self._cluster.ask("kv/range", _range(self._prefix))
-        revision = answer["header"]["revision"]
-        copy = _Copy.of(answer, self._prefix)
-        found = {incarnation: one for incarnation, one in copy.processes.items() if one.is_at(where)}
+        where, end = arguments.text("where", where), time.monotonic() + arguments.number("wait_s", wait_s)
+        _, read = self._processes()
+        meant = {incarnation for incarnation, one in read.processes.items() if one.is_at(where)}
+        fenced: dict[int, Process] = {}
+        while True:
+            try:
+                self._fence(where, meant, fenced)
+            except Conflict:
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    raise
+                time.sleep(min(_FENCE_AGAIN_S, left_s))
+            else:
+                return fenced
+
+    def _fence(self, where: str, meant: set[int], fenced: dict[int, Process]) -> None:
+        """Adds to `fenced`; some may be there before a `Conflict` over the others."""
+        revision, copy = self._processes()
+        found = {incarnation: one for incarnation, one in copy.processes.items() if incarnation in meant}
         alive = [one for incarnation, one in found.items() if incarnation in copy.registered()]
         if alive:
             raise Conflict(
@@ -445,9 +464,7 @@ class EtcdClient:
                 remedy="end them, wait until their leases end, and fence them then",
                 endpoint=alive[0].endpoint,
             )
-        if not found:
-            return {}
-        lease = self._cluster.ask("lease/grant", {"TTL": str(_ENDED_S)})["ID"]
+        lease = self._cluster.ask("lease/grant", {"TTL": str(_ENDED_S)})["ID"] if found else ""
         for incarnation, one in found.items():
             ended, process = self._ended_key(incarnation), self._process_key(incarnation)
             put = {"key": _encoded(ended), "value": _encoded(msgspec.json.encode(one)), "lease": lease}
@@ -455,12 +472,25 @@ class EtcdClient:
             asked = {"compare": as_read, "success": [{"request_put": put}, _delete(process)]}
             if not self._cluster.ask("kv/txn", asked).get("succeeded"):
                 raise Conflict(f"{one} has changed meanwhile", remedy="ask again", endpoint=one.endpoint)
-        return found
+            fenced[incarnation] = one
+
+    def _processes(self) -> tuple[str, _Copy]:
+        """All that the directory holds, and etcd's revision as it was read."""
+        answer = self._cluster.ask("kv/range", _range(self._prefix))
+        return answer["header"]["revision"], _Copy.of(answer, self._prefix)
 
     def has_ended(self, incarnation: int) -> bool:
         """Whether this process was fenced, as far as the watch has told; False before the first look-up."""
         mirror = self._mirror
         return mirror is not None and mirror.has_ended(incarnation)
+
+    @property
+    def watched(self) -> tuple[float, int] | None:
+        """When etcd last answered the watch (monotonic seconds; every 5 s where nothing changes), and how often the
+        watch was taken up again; None before the first look-up.
+        """
+        mirror = self._mirror
+        return (mirror.heard_at, mirror.n_restarts) if mirror is not None else None
 
     def _process_key(self, incarnation: int) -> str:
         return f"{self._prefix}{_PROCESSES}{incarnation:016x}"
@@ -509,6 +539,8 @@ class Mirror:
         """Of the last change in the copy; 0: it must be read."""
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self.n_restarts = 0
+        """How often the watch ended otherwise than by silence."""
         self._read()
         self._thread = threading.Thread(target=self._run, name="pdstage-etcd", daemon=True)
         self._thread.start()
@@ -538,24 +570,26 @@ class Mirror:
         copy = _Copy.of(answer, self._prefix)
         with self._lock:
             self._copy, self._revision = copy, int(answer["header"]["revision"])
+        self.heard_at = time.monotonic()
 
     def _run(self) -> None:
-        is_away = False
+        failed_at = 0.0
         while not self._over.is_set():
             try:
                 if not self._revision:
                     self._read()
                 self._watch()
-                is_away = False
-                self._over.wait(_AGAIN_S)  # the member ended it in order
+                self.n_restarts += 1  # the member ended it in order
+                self._over.wait(_AGAIN_S)
             except _Quiet:
                 continue
             except Exception as error:  # noqa: BLE001  (whatever it is, the copy goes on answering)
                 if self._over.is_set():
                     return
-                if not is_away:
+                if self.heard_at > failed_at:  # else it is still away
                     log.warning("the watch at %s ended, and is taken up again: %s", self._cluster.address, error)
-                is_away = True
+                    self.n_restarts += 1
+                failed_at = time.monotonic()
                 self._over.wait(_AGAIN_S)
 
     def _watch(self) -> None:
@@ -568,6 +602,7 @@ class Mirror:
                     self._revision = 0  # compacted, or without a leader: read anew
                     raise TransportError(f"etcd ended it ({answer.get('cancel_reason', 'no reason given')})")
                 self._take(answer)
+                self.heard_at = time.monotonic()  # its first answer says only that the watch has begun
 
     def _take(self, answer: dict[str, Any]) -> None:
         with self._lock:

@@ -36,6 +36,7 @@ from collections import deque
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, assert_never
 
+from pdstage.control import drain
 from pdstage.control.zmq import messages_of
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.aio import Pumps, Wakeup
@@ -195,6 +196,7 @@ class Driver:
 
     def start(self) -> None:
         """Starts the thread, if there is to be one; the last step of the node's constructor."""
+        log.info("a %s node listens at %s", self._node.role, self._node.socket.endpoint)
         if not self.inline:
             if self._switch_interval_s is not None:
                 # Beside a busy Python thread a waking one waits for the interpreter's switch interval, 5 ms by default.
@@ -277,16 +279,13 @@ class Driver:
         Reads only what is ready: each call gives the interpreter to a busy main thread.
         """
         node = self._node
-        if ready.messages and not self._unread:
-            for route, frames in node.socket.recv():
-                for frame in frames:
-                    self._unread.append((route, frame))
+        asked = ready.messages and not self._unread and self._receive()
         events, self._early = self._early, []
         if ready.transport:
             events += node.transport.poll()
         staged = node.stager.poll()
         refusals = node.socket.take_refusals()
-        came = bool(self._unread or events or staged or refusals)
+        came = bool(self._unread or events or staged or refusals or asked)
         with self.lock:
             now = time.monotonic()
             node._take_asked(now)
@@ -305,6 +304,21 @@ class Driver:
             else:
                 node.core.tick(now)
             return came, self._take_effects()
+
+    def _receive(self) -> bool:
+        """Takes in what peers sent, for `_read`, and answers operators. Whether there was one."""
+        node, operators = self._node, []
+        for route, frames in node.socket.recv():
+            if frames[0] == drain.REQUEST:
+                operators.append(route)
+                continue
+            for frame in frames:
+                self._unread.append((route, frame))
+        if operators:
+            answer = drain.encode(node._asked_to_drain())
+            for route in operators:
+                node.socket.send(route, [answer])
+        return bool(operators)
 
     def _read(self, now: float) -> None:
         """Reads peers' frames, for as long as a turn may take."""

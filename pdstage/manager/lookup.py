@@ -13,9 +13,11 @@ import logging
 import random
 import threading
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pdstage.control.bootstrap import Advert, DirectoryClient, Incomplete, client_of
+from pdstage.control.counters import DirectoryCounters
 from pdstage.control.etcd import EtcdClient
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError
 
@@ -60,6 +62,7 @@ class Directory:
         self._keys = keys
         self._lock = threading.Lock()
         self._closed = False
+        self.counters = DirectoryCounters()
         self._askers: dict[str, _Asker] = {}
         self._publication: _Publication | None = None
         self._cache_s = cache_s
@@ -80,6 +83,19 @@ class Directory:
         with self._lock:
             watching = list(self._watching.values())
         return any(client.has_ended(incarnation) for client in watching)
+
+    def status(self) -> dict[str, float]:
+        """The fields of `DirectoryCounters`. Where this node is published, `lease_s`: seconds until that ends unless it
+        is renewed, 0 once it has. `watch_age_s`: seconds since a directory that it watches answered last, 0 where it
+        watches none; `watches_restarted`: how often such a watch ended and was taken up again. Takes no lock.
+        """
+        now, shown = time.monotonic(), dict[str, float](asdict(self.counters))
+        if (publication := self._publication) is not None:
+            shown["lease_s"] = max(0.0, publication.ends_at - now)
+        watched = [one for client in self._watching.copy().values() if (one := client.watched) is not None]
+        shown["watch_age_s"] = max((now - heard_at for heard_at, _ in watched), default=0.0)
+        shown["watches_restarted"] = sum(n_restarts for _, n_restarts in watched)
+        return shown
 
     def cached(self, address: str, dp_rank: int | None, instance: str | None) -> list[Advert] | None:
         """An answer of the last `cache_s` seconds; None if there is none."""
@@ -108,7 +124,7 @@ class Directory:
         the directory may start later. What was published before is withdrawn.
         """
         self._end_publication()
-        self._publication = _Publication(self.client(address), adverts)
+        self._publication = _Publication(self.client(address), adverts, self.counters)
         self._publication.begin(eventually=eventually)
 
     def close(self) -> None:
@@ -178,6 +194,10 @@ class Directory:
         except Exception as error:  # whatever it is, it is this lookup's alone
             log.exception("a lookup at %s failed", look.client.address)
             failure = PeerError(f"the lookup at {look.client.address} failed: {error!r}", remedy="see the log")
+        if failure is None:
+            self.counters.lookups_answered += 1
+        else:
+            self.counters.lookups_failed += 1
         if not self._closed:
             look.answer(adverts, failure)
         return None
@@ -232,8 +252,12 @@ class _Asker:
 class _Publication:
     """Adverts that `begin` publishes, which may raise, and that a thread renews from then on until `end`."""
 
-    def __init__(self, client: DirectoryClient, adverts: Callable[[], Sequence[Advert]]) -> None:
-        self._client, self._adverts = client, adverts
+    def __init__(
+        self, client: DirectoryClient, adverts: Callable[[], Sequence[Advert]], counters: DirectoryCounters
+    ) -> None:
+        self._client, self._adverts, self._counters = client, adverts, counters
+        self.ends_at = 0.0
+        """Of the lease, unless it is renewed (monotonic)."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)
         self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
@@ -256,8 +280,15 @@ class _Publication:
                 self._client.withdraw(advert)
 
     def _publish(self) -> None:
-        for advert in self._adverts():
-            self._client.publish(advert, _TTL_S)
+        asked_at = time.monotonic()
+        try:
+            for advert in self._adverts():
+                self._client.publish(advert, _TTL_S)
+        except Exception:
+            self._counters.publications_failed += 1
+            raise
+        self._counters.publications += 1
+        self.ends_at = asked_at + _TTL_S
 
     def _run(self) -> None:
         while not self._over.wait(self._wait_s):

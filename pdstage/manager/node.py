@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast
 
 import pdstage
 from pdstage import arguments
+from pdstage.control.drain import Draining
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket, check_descriptors
 from pdstage.errors import TransportError, UsageError
@@ -66,6 +67,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
 
     path: str
     """ "auto", "direct" or "staged"."""
+    _drain: threading.Thread | None = None
+    """Begun by an operator's request."""
 
     def __init__(self, pool: Pool, topology: Topology, options: NodeOptions) -> None:
         arguments.instance("pool", pool, Pool)
@@ -269,6 +272,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         return Status(
             info, core.counters.as_dict(), asdict(self.socket.counters), dict(sessions.over), {}, len(core.sessions),
             len(sessions.lost), len(core.chunks.flights), len(self.lent), failed=self.driver.failure is not None,
+            draining=self.driver.ending, directory=self.directory.status(),
         )  # fmt: skip
 
     def oldest_rooms(self, n: int = 10) -> list[OpenRoom]:
@@ -289,11 +293,12 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
     def drain(self, timeout_s: float | None = None) -> bool:
         """From now on no room begins here (`UsageError`); waits until those begun are `released`, up to `timeout_s`.
 
-        Returns whether they are. The node still serves its peers; `close` ends it.
+        Returns whether they are. The node still serves its peers; `close` ends it. A prefill node's advert is
+        withdrawn, and decode ranks that wait for rooms that have not begun there, or ask for them meanwhile, hear at
+        once that they do not. `pdstage drain` does the same from outside.
         """
         timeout_s = arguments.timeout("timeout_s", timeout_s)
-        with self.driver.use():
-            self.driver.ending = True
+        self._begin_drain()
         deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         for handle in self.handles():
             left_s = max(0.0, deadline_at - time.monotonic())
@@ -302,6 +307,33 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             except TimeoutError:
                 return False
         return True
+
+    def _begin_drain(self) -> None:
+        """May wait for a directory, some seconds."""
+        with self.driver.use():
+            self.driver.ending = True
+
+    def _asked_to_drain(self) -> Draining:
+        """In a turn: an operator asks for it. Begins it, in a thread, and says how far it is."""
+        if self._drain is None:
+            log.warning("%s: an operator asks this node to drain: no room begins any more", self.socket.endpoint)
+            begun = threading.Thread(target=self._drain_as_asked, name="pdstage-drain", daemon=True)
+            try:
+                begun.start()
+                self._drain = begun
+            except RuntimeError as error:
+                log.warning("no thread could be started to drain this node (%s); it is when asked again", error)
+        handles = self.handles()
+        rooms = {state: n for state, n in status.by_state(handles).items() if n}
+        oldest_s = max((time.monotonic() - handle.began_at for handle in handles), default=0.0)
+        begins_none = self.driver.ending and self._drain is not None and not self._drain.is_alive()
+        return Draining(self.role, self.topology.unique_rank, begins_none and not rooms, rooms, oldest_s)
+
+    def _drain_as_asked(self) -> None:
+        try:
+            self._begin_drain()
+        except UsageError as error:  # it was closed meanwhile, or failed
+            log.info("this node does not drain: %s", error)
 
     async def drain_async(self, timeout_s: float | None = None) -> bool:
         """`drain` in an event loop, which goes on meanwhile."""
@@ -327,6 +359,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
     def _close(self, patience_s: float) -> bool:
         """Goes on where an earlier call was interrupted."""
         driver = self.driver
+        if self._drain is not None:
+            self._drain.join()
         self.directory.close()
         if driver.failure is None and not driver.closed:
             self._close_rooms(patience_s)

@@ -295,16 +295,12 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             )
         return now._replace(rooms=by_state(self.handles()))
 
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """As `Node.drain`. Its advert is withdrawn, and decode ranks that wait for rooms that have not begun here, or
-        ask for them meanwhile, hear at once that they do not.
-        """
+    def _begin_drain(self) -> None:
         with self.driver.use():
             self.driver.ending = True
             self.core.drain(time.monotonic())
         self.driver.kick()
         self.directory.close()
-        return super().drain(timeout_s)
 
     # What senders call.
 

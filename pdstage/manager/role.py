@@ -14,6 +14,7 @@ from pdstage.protocol.prefill_chunks import ChunkEffect
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdstage.control.drain import Draining
     from pdstage.control.zmq import ControlSocket
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
@@ -100,6 +101,10 @@ class Role(ABC, Generic[AnyCore, Own]):
     @abstractmethod
     def _in_flight(self) -> bool:
         """Whether bytes are under way here: then a transport without descriptors is asked more often."""
+
+    @abstractmethod
+    def _asked_to_drain(self) -> Draining:
+        """In a turn: an operator asks the node to drain. Begins it, and says how far it is."""
 
     # For the sessions.
 

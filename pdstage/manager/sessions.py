@@ -131,6 +131,7 @@ class Sessions:
         self.lost.remove(session)
         self._ended.discard(session)
         if fenced_at is not None:
+            self._node.core.counters.sessions_fenced += 1
             self._node.core.fenced(session, fenced_at)
         self._node.transport.forget(label(session))
         self.hang_up(session.route)

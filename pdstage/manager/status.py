@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.protocol.state import LeasePhase, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pdstage.layout.topology import Topology
     from pdstage.manager.handle import Handle
@@ -61,6 +62,10 @@ class Status(NamedTuple):
     buffer_nbytes: int = 0
     failed: bool = False
     """The driver broke: every room of the node has failed."""
+    draining: bool = False
+    """No room begins any more: the node drains, or closes."""
+    directory: Mapping[str, float] = MappingProxyType({})
+    """As `manager.lookup.Directory.status` says."""
 
 
 class OpenRoom(NamedTuple):

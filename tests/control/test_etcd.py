@@ -23,11 +23,13 @@ from pdstage.control.bootstrap import client_of
 from pdstage.control.directory import Advert, Conflict, Incomplete
 from pdstage.control.etcd import EtcdAddress, EtcdClient
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
+from pdstage.manager import lookup
 from pdstage.tools.judge import judge
 from tests.control.test_directory import advert
 from tests.manager.conftest import Site
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_lifecycle import lost_peer
+from tests.manager.test_processes import Remote
 from tests.processes import stop
 
 if TYPE_CHECKING:
@@ -300,6 +302,55 @@ def test_a_process_that_comes_back_before_it_is_fenced_stays(make, server, monke
     assert found(make()) == [one]
 
 
+def test_fencing_waits_for_leases_to_end(make):
+    """One call of an orchestrator in Python: the lease of a process that was killed ends while it waits."""
+    node, operator = make(), make()
+    node.publish(at("tcp://10.0.0.6:5", tp=1, incarnation=8), ttl_s=1.0)
+    with pytest.raises(Conflict, match="1 of 1 processes at 10"):
+        operator.fence("10.0.0.6", wait_s=0.1)
+    assert list(operator.fence("10.0.0.6", wait_s=WAIT_S)) == [8]
+    assert operator.fence("10.0.0.6", wait_s=WAIT_S) == {}, "nothing to wait for"
+    with pytest.raises(UsageError, match="wait_s"):
+        operator.fence("10.0.0.6", wait_s="long")
+
+
+def test_a_process_that_comes_to_the_address_while_fencing_waits_is_neither_fenced_nor_waited_for(make, monkeypatch):
+    """An address is used again: a pod's, by the next pod."""
+    node, newer, operator = make(), make(), make()
+    node.publish(at("tcp://10.0.0.7:5", tp=1, incarnation=10), ttl_s=1.0)
+    fence, n_tries = operator._fence, []
+
+    def and_the_next_comes(*args: object) -> None:
+        n_tries.append(1)
+        if len(n_tries) == 1:
+            newer.publish(at("tcp://10.0.0.7:5", tp=1, incarnation=11, instance="p1"))
+        fence(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(operator, "_fence", and_the_next_comes)
+    assert list(operator.fence("10.0.0.7", wait_s=WAIT_S)) == [10]
+    with pytest.raises(Conflict, match="1 of 1 processes at 10"):
+        make().fence("10.0.0.7")
+
+
+def test_a_process_that_nobody_greeted_is_fenced(server):
+    """A prefill process that was killed before any decode node knew it: no session, and nothing to give back."""
+    address, dst = server.address("ungreeted"), Rank()
+    with EtcdClient(address) as client, decode_node(dst) as decode:
+        with Remote(address, 1, "local", "staged", rooms=0) as remote:
+            remote.processes[0].kill()
+            remote.processes[0].join()
+        lose(server, client)
+        ((incarnation, process),) = client.fence("127.0.0.1", wait_s=WAIT_S).items()
+        assert process.endpoint.startswith("tcp://127.0.0.1:")
+        receiver = decode.receive(1, address)
+        client_of_decode = decode.directory._watching[address]
+        until(lambda: client_of_decode.has_ended(incarnation), "decode hears it")
+        assert not decode.unfenced()
+        receiver.abort()
+        drive([decode], lambda: receiver.released)
+        assert decode.stats()["sessions_fenced"] == 0
+
+
 def test_the_command_gives_up_on_a_process_that_stays_registered(make, capsys):
     node = make()
     node.publish(at("tcp://10.0.0.4:5", tp=1))
@@ -402,6 +453,30 @@ def test_the_copy_answers_while_etcd_is_away_and_ranks_come_back_with_it(tmp_pat
         until(lambda: bool(found(reader)), "it is back")
         for client in (publisher, reader):
             client.close()
+
+
+def test_what_nodes_count_while_etcd_is_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(etcd, "_QUIET_S", 0.5)
+    monkeypatch.setattr(lookup, "_TTL_S", 1.5)
+    with Servers(tmp_path) as servers:
+        address = servers.ready().address()
+        with prefill_node(Rank(), address) as prefill, decode_node(Rank()) as decode:
+            decode.receive(1, address).abort()
+            until(lambda: decode.status().directory["lookups_answered"] == 1, "it is found")
+            assert prefill.status().directory["lease_s"] > 0
+            for n_ended in (1, 2):
+                servers.members[0].kill()
+                until(lambda: prefill.status().directory["lease_s"] == 0, "its lease ended")
+                assert prefill.status().directory["publications_failed"] > 0
+                until(lambda n=n_ended: decode.status().directory["watches_restarted"] == n, "once for each end")
+                age_s = decode.status().directory["watch_age_s"]
+                until(lambda s=age_s: decode.status().directory["watch_age_s"] > s + 1, "it is away")
+                servers.members[0].start()
+                servers.ready()
+                until(lambda: decode.status().directory["watch_age_s"] < 1, "it answers again")
+                until(lambda: prefill.status().directory["lease_s"] > 0, "it is registered again")
+            decode.receive(2, address, instance="none", deadline_s=0.5)
+            until(lambda: decode.status().directory["lookups_failed"] == 1, "nobody is there")
 
 
 def test_a_full_etcd_is_said_and_goes_on_once_there_is_room(tmp_path):

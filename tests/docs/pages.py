@@ -27,6 +27,7 @@ REASONS = {
     "gpu": "a GPU, or a tool that comes with one",
     "rdma": "RDMA hardware",
     "two hosts": "a second host",
+    "cluster": "a Kubernetes cluster",
     "network": "a package registry or another site",
     "setup": "makes or changes the environment that the test runs in",
     "root": "root and apt",

@@ -159,19 +159,38 @@ def test_every_counter_is_exported():
             read.add(field)
             return 0
 
+        def get(self, field):
+            return self[field]
+
     class Asked:
-        counters, control, sessions_over, rooms, lanes, info = Spy(), Spy(), {}, {}, (), ()
+        counters, control, directory, sessions_over, rooms, lanes, info = Spy(), Spy(), Spy(), {}, {}, (), ()
 
         def __getattr__(self, name):
             return 0
 
     for metric in catalogue.METRICS:
         list(metric.read(Asked()))
-    from pdstage.control.counters import ControlCounters  # noqa: PLC0415
+    from pdstage.control.counters import ControlCounters, DirectoryCounters  # noqa: PLC0415
     from pdstage.metrics import Counters  # noqa: PLC0415
 
-    fields = {*Counters.__dataclass_fields__, *ControlCounters.__dataclass_fields__}
+    fields = {name for one in (Counters, ControlCounters, DirectoryCounters) for name in one.__dataclass_fields__}
     assert fields - read == set(catalogue.LEFT_OUT)
+
+
+def test_what_a_directory_says_and_a_drained_node(watched):
+    watched.move(1)
+    told = watched.scrape()
+    assert 0 < told("pdstage_directory_lease_seconds") <= 15
+    assert told("pdstage_directory_publications_total", outcome="success") >= 1
+    assert told("pdstage_directory_publications_total", outcome="failed") == 0
+    assert told("pdstage_directory_lookups_total", outcome="success") == 1
+    assert told("pdstage_directory_watch_age_seconds") == 0
+    assert told("pdstage_node_draining", role="prefill") == 0
+    watched.p.drain(0.0)
+    told = watched.scrape()
+    assert told("pdstage_node_draining", role="prefill") == 1
+    assert told("pdstage_node_draining", role="decode") == 0
+    assert "pdstage_directory_lease_seconds" not in told.names, "it publishes nothing any more, as it was asked"
 
 
 def test_openmetrics_is_valid_too(watched):

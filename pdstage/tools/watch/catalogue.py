@@ -65,6 +65,27 @@ def _control(name: str, text: str, label: str, fields: tuple[str, ...]) -> Metri
     return Metric(name, "counter", text, (label,), lambda status: [((name,), status.control[name]) for name in fields])
 
 
+def _directory(name: str, kind: Kind, text: str, field: str, role: str) -> Metric:
+    """One number of `Status.directory`; no series while it is not there."""
+
+    def read(status: Status) -> Series:
+        return [((), value)] if (value := status.directory.get(field)) is not None else ()
+
+    return Metric(name, kind, text, (), read, role=role)
+
+
+def _directories(name: str, text: str, fields: dict[str, str], role: str) -> Metric:
+    """Several counters of `Status.directory` under one name, distinguished by their outcome."""
+    return Metric(
+        name,
+        "counter",
+        text,
+        ("outcome",),
+        lambda status: [((value,), status.directory[field]) for field, value in fields.items()],
+        role=role,
+    )
+
+
 def _gauge(name: str, text: str, field: str, role: str = "") -> Metric:
     return Metric(name, "gauge", text, (), lambda status: [((), getattr(status, field))], role=role)
 
@@ -203,6 +224,11 @@ PEERS = (
         "reason",
         {"sessions_ended": "ended", "sessions_lost": "lost"},
     ),
+    _count(
+        "pdstage_sessions_fenced_total",
+        "Lost sessions whose peers were proved quiet or dead, by the transport, the kernel or an operator's word.",
+        "sessions_fenced",
+    ),
     _count("pdstage_sessions_idle_total", "Of those ended: neither side needed it.", "sessions_idle"),
     _count("pdstage_sessions_refused_total", "Handshakes refused, here or by the peer.", "sessions_refused"),
     Metric(
@@ -214,6 +240,43 @@ PEERS = (
     ),
     _count("pdstage_peers_crowded_total", "New peers that arrived at `Config.max_peers`.", "peers_crowded"),
     _count("pdstage_peers_refused_total", "Connections that failed because the keys did not match.", "peers_refused"),
+)
+
+DIRECTORY = (
+    _directory(
+        "pdstage_directory_lease_seconds",
+        "gauge",
+        "Until this rank is found no more, unless its lease is renewed, which is every 5 s; 0: it is not registered. "
+        "No series where the node publishes nothing.",
+        "lease_s",
+        "prefill",
+    ),
+    _directories(
+        "pdstage_directory_publications_total",
+        "Registrations of this rank and renewals of its lease.",
+        {"publications": "success", "publications_failed": "failed"},
+        "prefill",
+    ),
+    _directories(
+        "pdstage_directory_lookups_total",
+        "Look-ups of prefill that a room waited for; not those answered at once by what was found before.",
+        {"lookups_answered": "success", "lookups_failed": "failed"},
+        "decode",
+    ),
+    _directory(
+        "pdstage_directory_watch_age_seconds",
+        "gauge",
+        "Since etcd last answered this node's watch, which is every 5 s where nothing changes; 0: it watches none.",
+        "watch_age_s",
+        "decode",
+    ),
+    _directory(
+        "pdstage_directory_watch_restarts_total",
+        "counter",
+        "Watches of etcd that ended and were taken up again.",
+        "watches_restarted",
+        "decode",
+    ),
 )
 
 MESSAGES = (
@@ -288,6 +351,8 @@ TRANSPORT = (
 
 FAILED = _gauge("pdstage_node_failed", "1 once the node's driver broke: all its rooms have failed.", "failed")
 
+DRAINING = _gauge("pdstage_node_draining", "1 once the node takes no new rooms: it drains, or closes.", "draining")
+
 TIMINGS = (
     _timed(
         "pdstage_room_seconds",
@@ -350,12 +415,13 @@ INFO = Metric(
 )
 
 SECTIONS = {
-    "Nodes": (INFO, FAILED),
+    "Nodes": (INFO, FAILED, DRAINING),
     "Rooms": ROOMS,
     "Times": TIMINGS,
     "Chunks and aux rows": BYTES,
     "Staging memory": STAGING,
     "Peers and sessions": PEERS,
+    "Directory": DIRECTORY,
     "Messages": MESSAGES,
     "What the transport measured": TRANSPORT,
 }

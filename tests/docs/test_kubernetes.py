@@ -1,0 +1,148 @@
+"""The manifests in docs/kubernetes: Kubernetes' own schemas take them, and they fit together and to the page."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+from typing import Any
+
+import pytest
+
+from pdstage import cli
+from tests.docs.pages import ROOT
+
+yaml = pytest.importorskip("yaml")
+FOLDER = ROOT / "docs" / "kubernetes"
+FILES = sorted(FOLDER.glob("*.yaml"))
+OBJECTS: list[dict[str, Any]] = [one for path in FILES for one in yaml.safe_load_all(path.read_text())]
+PODS = {one["metadata"]["name"]: one["spec"]["template"] for one in OBJECTS if "template" in one.get("spec", {})}
+ENGINES = {name: PODS[name] for name in ("prefill", "decode")}
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+VERSIONS = "1.29", "1.33"
+
+
+def of(kind: str) -> list[dict[str, Any]]:
+    return [one for one in OBJECTS if one["kind"] == kind]
+
+
+def check(one: dict[str, Any], version: str) -> None:
+    pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate").validate(
+        one, version, strict=True
+    )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("one", OBJECTS, ids=lambda one: f"{one['kind']} {one['metadata']['name']}")
+def test_kubernetes_schema_takes_it(one, version):
+    check(one, version)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "template", "spec", "containers", 0, "lifecycle", "prestop"), {}),  # misspelt
+        (("spec", "template", "spec", "containers", 0, "ports", 0, "containerPort"), "7470"),
+        (("spec", "template", "spec", "terminationGracePeriodSeconds"), "150s"),
+        (("spec", "selector"), None),
+        (("spec", "template", "spec", "containers"), None),
+    ],
+)
+def test_the_checker_refuses_what_is_wrong(path, value):
+    broken: Any = copy.deepcopy(next(one for one in of("StatefulSet") if one["metadata"]["name"] == "prefill"))
+    check(broken, VERSIONS[-1])
+    place = broken
+    for step in path[:-1]:
+        place = place[step]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    with pytest.raises(Exception, match=r"is not of type|was unexpected|is a required property"):
+        check(broken, VERSIONS[-1])
+
+
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    (one,) = pod["spec"]["containers"]
+    return one
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_hook_drains_the_node_and_fits_into_the_grace_period(name):
+    engine = container(ENGINES[name])
+    shell, flag, script = engine["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, flag) == ("/bin/sh", "-c")
+    sleep, _, command = script.partition("; exec pdstage ")
+    given = cli.parser().parse_args(shlex.split(command))
+    assert given.command == "drain"
+    bind = next(one for one in engine["args"] if one.startswith("--bind="))
+    assert given.endpoints == [bind.removeprefix("--bind=").replace("$(POD_IP)", "$POD_IP")]
+    assert f"--keys={given.keys}" in engine["args"]
+    assert float(sleep.split()[1]) + given.wait < ENGINES[name]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_ports_of_engines_and_of_policies_are_the_same():
+    for pod in ENGINES.values():
+        ports = {one["name"]: one["containerPort"] for one in container(pod)["ports"]}
+        bind, metrics = (next(a for a in container(pod)["args"] if a.startswith(w)) for w in ("--bind", "--metrics"))
+        assert bind.endswith(f":{ports['control']}")
+        assert metrics.endswith(f"={ports['metrics']}")
+    policy = next(one for one in of("NetworkPolicy") if one["metadata"]["name"] == "pdstage")
+    assert {"port": ports["metrics"]} in policy["spec"]["ingress"][1]["ports"]
+
+
+def test_the_fencing_program_may_read_pods_and_nothing_else():
+    (role,) = of("Role")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    assert not of("ClusterRole")
+    assert all(pod["spec"]["automountServiceAccountToken"] is False for n, pod in PODS.items() if n != "fence-pods")
+
+
+def test_its_selector_matches_every_pod_that_registers():
+    (selector,) = (one for one in container(PODS["fence-pods"])["command"] if one.startswith("--selector="))
+    label, value = selector.removeprefix("--selector=").split("=")
+    assert {n for n, pod in PODS.items() if pod["metadata"]["labels"].get(label) == value} == set(ENGINES)
+
+
+def test_all_name_one_directory_of_members_that_exist():
+    addresses = {word for pod in PODS.values() for word in re.findall(r"etcd://\S+", yaml.safe_dump(pod, width=9999))}
+    (address,) = addresses
+    etcd = next(one for one in of("StatefulSet") if one["metadata"]["name"] == "pdstage-etcd")
+    members = [f"pdstage-etcd-{number}.pdstage-etcd:2379" for number in range(etcd["spec"]["replicas"])]
+    assert address == f"etcd://pdstage@{','.join(members)}/pdstage"
+
+
+def test_selectors_match_the_pods_that_they_are_for():
+    for one in of("StatefulSet") + of("Deployment") + of("PodDisruptionBudget"):
+        labels = one["spec"]["selector"]["matchLabels"]
+        assert labels.items() <= PODS[one["metadata"]["name"]]["metadata"]["labels"].items()
+    for one in of("Service"):
+        assert one["spec"]["selector"].items() <= PODS[one["metadata"]["name"]]["metadata"]["labels"].items()
+    for one in of("NetworkPolicy"):
+        selectors = [one["spec"]["podSelector"]]
+        selectors += [
+            peer["podSelector"] for rule in one["spec"]["ingress"] for peer in rule["from"] if "podSelector" in peer
+        ]
+        for selector in selectors:
+            assert any(selector["matchLabels"].items() <= pod["metadata"]["labels"].items() for pod in PODS.values())
+
+
+def test_what_is_mounted_is_made_by_a_command_of_the_page_and_keys_are_private():
+    wanted = set()
+    for pod in PODS.values():
+        names = {one["name"] for one in pod["spec"].get("volumes", ())} | {"data"}
+        assert {one["name"] for one in container(pod).get("volumeMounts", ())} <= names
+        for volume in pod["spec"].get("volumes", ()):
+            if "secret" in volume:
+                wanted.add(f"secret generic {volume['secret']['secretName']}")
+                assert volume["secret"]["defaultMode"] & 0o027 == 0, "others may not read it, and nobody write it"
+            if "configMap" in volume:
+                wanted.add(f"configmap {volume['configMap']['name']}")
+        for variable in container(pod).get("env", ()):
+            if "secretKeyRef" in variable.get("valueFrom", {}):
+                wanted.add(f"secret generic {variable['valueFrom']['secretKeyRef']['name']}")
+    assert wanted == set(re.findall(r"^kubectl create ((?:secret generic|configmap) \S+)", PAGE, re.MULTILINE))
+
+
+def test_the_page_applies_every_file():
+    assert {path.name for path in FILES} == set(re.findall(r"kubernetes/(\w+\.yaml)\)", PAGE))
