@@ -51,14 +51,12 @@ class BootstrapServer:
         insecure: bool = False,
         keys: Keys | str | os.PathLike[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        max_adverts: int = 65536,
     ) -> None:
         address, held = Address.parse(bind, "http", listening=True), keys_of(keys)
         advertise = None if advertise is None else arguments.text("advertise", advertise)
         insecure = arguments.flag("insecure", insecure)
-        max_adverts = arguments.integer("max_adverts", max_adverts, low=1)
         address.check_exposure(insecure, held)
-        self.directory = Directory(clock, max_adverts=max_adverts)
+        self.directory = Directory(clock)
         self._server: directory_curve.Server | directory_http.Server
         if held is not None:
             self._server = directory_curve.Server(address, self.directory, held, advertise)

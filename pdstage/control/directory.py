@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
 MAX_TTL_S = 3600.0
+MAX_ADVERTS = 4096
+_LARGER = f"it takes {MAX_ADVERTS}; for more have the directory in etcd (docs/directory.md), or one for each deployment"
 MAX_REPLICA = 65535
 _MAX_NAME = 256
 _Word = Annotated[str, Meta(max_length=_MAX_NAME)]
@@ -80,17 +82,14 @@ class _Entry:
 
 
 class Directory:
-    """The table. Several threads may use it. `clock` is monotonic, in seconds.
-
-    It holds at most `max_adverts` live adverts; expired ones are removed when the next is published, or earlier.
+    """The table of one host or one rack: `MAX_ADVERTS` ranks at most. Several threads may use it. `clock` is monotonic,
+    in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float], *, max_adverts: int = 65536) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._max_adverts = max_adverts
         self._lock = threading.Lock()
         self._instances: dict[str, dict[int, _Entry]] = {}
-        self._expires_from = math.inf  # no lease ends before this: most lookups need no sweep
 
     def publish(self, advert: Advert, ttl_s: float | None) -> None:
         """Registers or renews a rank for `ttl_s`. None means until it is withdrawn, and is only for the directory's own
@@ -100,11 +99,8 @@ class Directory:
         process holds this place, and `PeerError` if the directory is full.
         """
         check_advert(advert, ttl_s)
-        if math.prod(advert.shape) > self._max_adverts:  # a lookup visits them all
-            raise UsageError(
-                f"{advert.where} is one of {math.prod(advert.shape)} ranks",
-                remedy=f"this directory takes {self._max_adverts}; start it with a larger max_adverts",
-            )
+        if math.prod(advert.shape) > MAX_ADVERTS:  # a lookup visits them all
+            raise UsageError(f"{advert.where} is one of {math.prod(advert.shape)} ranks", remedy=_LARGER)
         with self._lock:
             self._expire()
             held = self._instances.get(advert.instance, {})
@@ -115,19 +111,15 @@ class Directory:
                 entry.advert if entry else None,
                 entry.predecessor if entry else None,
             )
-            if entry is None and sum(map(len, self._instances.values())) >= self._max_adverts:
-                raise PeerError(
-                    f"the directory is full: {self._max_adverts} ranks are registered",
-                    remedy="start the bootstrap server with a larger max_adverts, or one per deployment",
-                )
+            if entry is None and sum(map(len, self._instances.values())) >= MAX_ADVERTS:
+                raise PeerError(f"the directory is full: {MAX_ADVERTS} ranks are registered", remedy=_LARGER)
             if entry is None or entry.advert.incarnation == advert.incarnation:
                 predecessor = entry.predecessor if entry else None
             else:
                 predecessor = entry.advert.incarnation
             expires_at = math.inf if ttl_s is None else self._clock() + ttl_s
-            fresh = _Entry(advert, expires_at, predecessor)
-            self._expires_from = min(self._expires_from, fresh.expires_at)
-            self._instances.setdefault(advert.instance, held)[advert.topology.unique_rank] = fresh
+            held[advert.topology.unique_rank] = _Entry(advert, expires_at, predecessor)
+            self._instances[advert.instance] = held
 
     def withdraw(self, instance: str, unique_rank: int, incarnation: int) -> bool:
         """Removes a rank, unless another incarnation holds its place now. Returns whether it removed anything."""
@@ -165,15 +157,11 @@ class Directory:
 
     def _expire(self) -> None:
         now = self._clock()
-        if now < self._expires_from:
-            return
         for name, held in list(self._instances.items()):
             for rank in [rank for rank, entry in held.items() if entry.expires_at <= now]:
                 del held[rank]
             if not held:
                 del self._instances[name]
-        ends = (entry.expires_at for held in self._instances.values() for entry in held.values())
-        self._expires_from = min(ends, default=math.inf)
 
 
 def check_advert(advert: Advert, ttl_s: float | None) -> None:

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
-import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from pdstage.control import directory_api as api
 from pdstage.errors import PdstageError
-from pdstage.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from pdstage.control.address import Address
@@ -22,9 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 64
 _REQUEST_S = 5.0
-"""A connection without a complete request in this time is dropped."""
+"""A connection that is silent for so long, or whose request has another gap of that length, is dropped."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -66,16 +63,17 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """One thread per connection, a cap on connections, and a close that does not wait for them."""
+    """A thread for each connection, and a close that ends them. It is for loopback and networks that are trusted, so it
+    limits only how long a connection may be silent.
+    """
 
     daemon_threads = False  # so that closing joins them
-    request_queue_size = 256
+    request_queue_size = 1024
+    """All ranks of a rack may come at once."""
 
     def __init__(self, address: Address, directory: Directory) -> None:
         self.directory = directory
-        self._open: dict[socket.socket, float] = {}
-        self._open_lock = threading.Lock()
-        self._log_limit = LogLimit()
+        self._open: set[socket.socket] = set()
         self.address_family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
         super().__init__(("" if address.is_wildcard and not address.is_ipv6 else address.host, address.port), Handler)
 
@@ -90,49 +88,19 @@ class Server(ThreadingHTTPServer):
         host, port = self.socket.getsockname()[:2]
         self.server_address = self.server_name, self.server_port = str(host), int(port)
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ANN401  (the base's signature)
-        """Accepts every connection. Beyond the cap, the connection that has waited longest is dropped."""
-        with self._open_lock:
-            if len(self._open) >= _MAX_CONNECTIONS:
-                self._warn_of_many()
-                self._drop(next(iter(self._open)))
-            self._open[request] = time.monotonic()
-        return True
-
-    def _warn_of_many(self) -> None:
-        where = f"{self.server_name}:{self.server_port}"
-        what = f"bootstrap at {where}: {_MAX_CONNECTIONS} connections are open; each new one replaces the oldest"
-        if text := self._log_limit.due(where, what, time.monotonic()):
-            log.warning("%s", text)
-
-    def service_actions(self) -> None:
-        """Drops connections without a complete request in time; the handler's own timeout restarts with each byte."""
-        overdue_at = time.monotonic() - _REQUEST_S
-        with self._open_lock:
-            for request in [request for request, opened_at in self._open.items() if opened_at < overdue_at]:
-                self._drop(request)
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401  (the base's signature)
+        self._open.add(request)
+        super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
-        with self._open_lock:
-            self._open.pop(request, None)
+        self._open.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         log.debug("bootstrap: the connection from %s broke", client_address, exc_info=True)
 
     def close(self) -> None:
-        self.drop_connections()
+        for request in list(self._open):
+            with contextlib.suppress(OSError):  # it was gone already
+                request.shutdown(socket.SHUT_RDWR)  # its handler closes it
         self.server_close()
-
-    def drop_connections(self) -> None:
-        with self._open_lock:
-            for request in list(self._open):
-                self._drop(request)
-
-    def _drop(self, request: socket.socket) -> None:
-        """Shuts a connection down while its handler uses it; the handler then closes it."""
-        del self._open[request]
-        try:
-            request.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            log.debug("bootstrap: a connection was gone already")

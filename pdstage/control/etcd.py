@@ -435,17 +435,19 @@ class EtcdClient:
 
         Returns them by incarnation; those that were withdrawn or fenced before are not among them, nor those that come
         to `where` after this call began. A process counts as alive while it is registered, which is until its lease has
-        ended: 15 s, as nodes publish themselves. Waits for that up to `wait_s` seconds, then raises `Conflict`.
-        `TransportError` and `PeerError` are as for `publish`.
+        ended: 15 s, as nodes publish themselves. For up to `wait_s` seconds that is waited for, and etcd is asked again
+        while it does not answer; then raises `Conflict` or `TransportError`. `PeerError` is as for `publish`.
         """
         where, end = arguments.text("where", where), time.monotonic() + arguments.number("wait_s", wait_s)
-        _, read = self._processes()
-        meant = {incarnation for incarnation, one in read.processes.items() if one.is_at(where)}
+        meant: set[int] | None = None
         fenced: dict[int, Process] = {}
         while True:
             try:
+                if meant is None:
+                    _, read = self._processes()
+                    meant = {incarnation for incarnation, one in read.processes.items() if one.is_at(where)}
                 self._fence(where, meant, fenced)
-            except Conflict:
+            except (Conflict, TransportError):
                 left_s = end - time.monotonic()
                 if left_s <= 0:
                     raise

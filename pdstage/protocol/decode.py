@@ -18,7 +18,7 @@ from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, too_l
 from pdstage.protocol.handshake import Farewells, HandshakeClient, Peer, features
 from pdstage.protocol.leases import LeaseTable, Lender
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Renew, Session
+from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Renew, Session, forgotten_at
 from pdstage.protocol.state import State, WriterPhase
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class DecodeCore:
             case m.Bye():
                 self._on_bye(session, now)
             case m.NoSession() as message:
-                self.denied(session, PeerError("prefill does not know this session", remedy="it restarted"), now)
+                self.denied(session, forgotten_at("prefill"), now)
                 if message.incarnation == session.id.writer:
                     self.fenced(session, now)
             case m.Welcome() | m.HelloRefused():

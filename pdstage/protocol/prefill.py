@@ -17,7 +17,7 @@ from pdstage.protocol.handshake import HandshakeServer, features
 from pdstage.protocol.prefill_chunks import ChunkEffect
 from pdstage.protocol.prefill_rooms import Ended, PrefillRooms
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import CoreEffect, Detach, Endpoint, PeerWarning, Session
+from pdstage.protocol.session import CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
 from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ class PrefillCore:
             case m.Bye():
                 self._on_bye(session, now)
             case m.NoSession():
-                self.lose(session, PeerError("decode does not know this session", remedy="it restarted"), now)
+                self.lose(session, forgotten_at("decode"), now)
             case (
                 m.Welcome() | m.HelloRefused() | m.Asking() | m.Opened() | m.Reserve() | m.Returned() | m.CloseOk()
                 | m.CloseFailed() | m.Drained() | m.Tagged()

@@ -388,6 +388,11 @@ class Endpoint:
             self.counters.sessions_lost += 1
 
 
+def forgotten_at(side: str) -> PeerError:
+    """What NoSession says: `side` has none of what this session was about."""
+    return PeerError(f"{side} does not know this session", remedy="it restarted, or had given this node up as silent")
+
+
 def drawn(salt: int) -> float:
     """A number in [0, 1) that looks random: the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of `salt`."""
     z = salt * 0x9E37_79B9_7F4A_7C15 % (1 << 64)

@@ -241,23 +241,17 @@ def test_half_a_request_harms_nobody(server: BootstrapServer, client: BootstrapC
     client.publish(advert(tp=1))
 
 
-def test_strangers_that_say_nothing_keep_nobody_out(
-    server: BootstrapServer, client: BootstrapClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of too many connections the one that has waited longest is dropped, not the one that has something to say."""
-    monkeypatch.setattr(directory_http, "_MAX_CONNECTIONS", 3)
+def test_strangers_that_say_nothing_keep_nobody_out(server: BootstrapServer, client: BootstrapClient) -> None:
     host, port = server.address.split(":")
     with contextlib.ExitStack() as held:
-        idle = [held.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S)) for _ in range(9)]
+        for _ in range(200):
+            held.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
         client.publish(advert(tp=1))
         assert client.lookup()
-        assert [stranger.recv(1) for stranger in idle[:6]] == [b""] * 6, "dropped"
 
 
-def test_a_request_that_comes_byte_by_byte_has_an_end(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte begins the handler's own timeout anew."""
-    monkeypatch.setattr(directory_http, "_REQUEST_S", 0.0)
-    monkeypatch.setattr(directory_http.Handler, "timeout", None)
+def test_a_connection_that_says_nothing_has_an_end(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_http.Handler, "timeout", 0.01)
     host, port = server.address.split(":")
     with (
         socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger,

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from pdstage.control import directory as table
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout.topology import Topology
@@ -159,8 +160,9 @@ def test_bad_names_are_refused(directory: Directory, name: str) -> None:
         directory.publish(advert(instance=name), 10)
 
 
-def test_it_is_bounded(clock: Clock) -> None:
-    directory = Directory(clock, max_adverts=2)
+def test_it_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MAX_ADVERTS", 2)
+    directory = Directory(clock)
     directory.publish(advert(instance="a"), 10)
     directory.publish(advert(instance="b"), 10)
     with pytest.raises(PeerError, match="full: 2 ranks"):

@@ -332,6 +332,18 @@ def test_a_process_that_comes_to_the_address_while_fencing_waits_is_neither_fenc
         make().fence("10.0.0.7")
 
 
+def test_fencing_asks_again_while_etcd_is_away(tmp_path, monkeypatch):
+    """As it is while a leader is elected."""
+    with Servers(tmp_path) as servers, EtcdClient(servers.ready().address()) as client:
+        client.publish(at("tcp://10.0.0.8:5", tp=1, incarnation=12), ttl_s=1.0)
+        (member,) = servers.members
+        member.kill()
+        with pytest.raises(TransportError, match="no member of etcd answers"):
+            client.fence("10.0.0.8")
+        monkeypatch.setattr(etcd.time, "sleep", lambda _: member.start() if member.process is None else None)
+        assert list(client.fence("10.0.0.8", wait_s=WAIT_S)) == [12]
+
+
 def test_a_process_that_nobody_greeted_is_fenced(server):
     """A prefill process that was killed before any decode node knew it: no session, and nothing to give back."""
     address, dst = server.address("ungreeted"), Rank()

@@ -14,7 +14,7 @@ import zmq
 
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapClient
-from pdstage.control.directory import Directory
+from pdstage.control.directory import MAX_ADVERTS, Directory
 from pdstage.control.directory_api import Adverts
 from pdstage.control.directory_http import Handler
 from pdstage.control.port import ControlPort, open_port
@@ -22,7 +22,6 @@ from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout.topology import Topology
 from tests.fuzz.draw import Draw
 
-MAX_ADVERTS = 64
 _ADVERT = Advert(
     instance="p0", topology=Topology(2, 1), endpoint="tcp://127.0.0.1:9001", incarnation=1 << 60, layout="0f" * 8,
     transports=("nixl", "local"),
@@ -52,7 +51,7 @@ class _Connection:
 class _Server:
     def __init__(self) -> None:
         ticks = itertools.count()
-        self.directory = Directory(lambda: float(next(ticks)), max_adverts=MAX_ADVERTS)
+        self.directory = Directory(lambda: float(next(ticks)))
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import logging
 import re
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -16,8 +15,7 @@ import pytest
 import zmq
 
 from pdstage import State
-from pdstage.control import directory_http
-from pdstage.control.bootstrap import BootstrapClient, BootstrapServer
+from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.keys import Keys
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 
@@ -153,18 +151,6 @@ def test_aux_rows_out_of_reach_are_told_of_once(site, caplog):
     rows.region = replace(rows.region, kind="cuda")
     site.decode(Rank(), aux="rdma", metadata=rows)
     assert len(warnings(caplog, "pdstage.manager.node")) == 1
-
-
-def test_a_directory_with_too_many_connections_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(directory_http, "_MAX_CONNECTIONS", 2)
-    with BootstrapServer() as server:
-        host, _, port = server.address.rpartition(":")
-        held = [socket.create_connection((host, int(port)), timeout=240) for _ in range(8)]
-        BootstrapClient(server.address, timeout_s=20.0).instances()  # answered after all of those were taken
-        for one in held:
-            one.close()
-    (said,) = warnings(caplog, "pdstage.control.directory_http")
-    assert server.address in said
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

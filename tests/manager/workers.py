@@ -7,8 +7,8 @@ from multiprocessing.connection import Connection
 
 from pdstage import DecodeNode, PrefillNode, State
 from pdstage.transport import open_transport
-from tests.chaos.network import enter
 from tests.manager.engine import IMPATIENT, QUICK, Rank, decode_node, drive, prefill_node
+from tests.processes import enter
 from tests.transport.endpoint import forbid_writing_to_processes
 
 TOKENS = 50
