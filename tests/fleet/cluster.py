@@ -38,8 +38,9 @@ _CONFIG = CONFIG | {
     "drain_s": 10.0, "write_s": 20.0,
 }  # fmt: skip
 KINDS = {
-    "scaled up": 10, "scaled down": 10, "killed": 8, "stopped": 8, "cut from one": 8, "cut from one, one way": 5,
-    "cut from all": 6, "slow": 10, "etcd killed": 4, "etcd stopped": 4, "etcd cut off": 3, "etcd without majority": 1,
+    "scaled up": 10, "scaled down": 5, "drained": 5, "killed": 8, "stopped": 8, "cut from one": 8,
+    "cut from one, one way": 5, "cut from all": 6, "slow": 10, "etcd killed": 4, "etcd stopped": 4, "etcd cut off": 3,
+    "etcd without majority": 1,
 }  # fmt: skip
 
 
@@ -66,7 +67,7 @@ class Cluster:
         self._host_of: dict[str, int] = {}
         self._numbers = count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._fences: list[tuple[int, subprocess.Popen[str]]] = []
+        self._commands: list[tuple[str, subprocess.Popen[str], Callable[[str], None]]] = []
         self._busy: set[str | int] = set()
         """Engines, and members of etcd by number, to which something is being done."""
 
@@ -100,14 +101,14 @@ class Cluster:
     def _do_what_is_due(self) -> None:
         while self._agenda and self._agenda[0][0] <= time.monotonic():
             heapq.heappop(self._agenda)[2]()
-        for host, process in [one for one in self._fences if one[1].poll() is not None]:
-            self._fences.remove((host, process))
+        for command in [one for one in self._commands if one[1].poll() is not None]:
+            self._commands.remove(command)
+            name, process, then = command
             said, errors = process.communicate()
-            self.events["fences"] += 1
-            self.events["processes fenced"] += sum(line.startswith("fenced ") for line in said.splitlines())
+            self.events[f"pdstage {name}"] += 1
             if process.returncode:
-                self.fleet.wrong.append(f"pdstage fence failed: {said}{errors}")
-            self._free.append(host)
+                self.fleet.wrong.append(f"pdstage {name} failed: {said}{errors}")
+            then(said)
         alive = sum(member.state != "gone" for member in self.fleet.members())
         self.fewest, self.most = min(self.fewest, alive), max(self.most, alive)
 
@@ -161,6 +162,10 @@ class Cluster:
                 if self._n_ranks(engine.role) - len(engine.ranks) < self.low:
                     return
                 self._retire(engine)
+            case "drained":
+                if self._n_ranks(engine.role) - len(engine.ranks) < self.low:
+                    return
+                self._drain(engine)
             case "killed":
                 self.fleet.kill(engine)
                 self._fence(host)
@@ -188,13 +193,35 @@ class Cluster:
             else:
                 self._in(0.5, look)
 
-        look()
+        self._in(0.5, look)
+
+    def _drain(self, engine: Engine) -> None:
+        """As an operator does it: out of the router, then `pdstage drain`, and closed once that says so."""
+        engine.rests = True
+        self._busy.add(engine.name)
+        endpoints = [rank.endpoint for rank in engine.ranks]
+
+        def drained(_: str) -> None:
+            self._busy.discard(engine.name)
+            self._retire(engine)
+
+        self._run("drain", *endpoints, "--wait", "120", then=drained)
 
     def _fence(self, host: int) -> None:
-        """What an orchestrator does once it has killed a host."""
-        command = [sys.executable, "-m", "pdstage", "fence", self.address, self.network.host(host), "--wait", "120"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self._fences.append((host, process))
+        """What an orchestrator does once it has killed a host, which is free for others then."""
+
+        def fenced(said: str) -> None:
+            self.events["processes fenced"] += sum(line.startswith("fenced ") for line in said.splitlines())
+            self._free.append(host)
+
+        self._run("fence", self.address, self.network.host(host), "--wait", "120", then=fenced)
+
+    def _run(self, *command: str, then: Callable[[str], None]) -> None:
+        """A command of pdstage, which must succeed; `then` gets what it printed."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pdstage", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._commands.append((command[0], process, then))
 
     def _stop(self, engine: Engine) -> None:
         self._busy.add(engine.name)
@@ -301,7 +328,7 @@ class Cluster:
         self.servers.ready()
         fleet.window = 0
         fleet.until(lambda: not fleet.rooms, "rooms end after all is healed", _HEAL_S)
-        while self._fences:
+        while self._commands:
             self._pass(time.monotonic() + 0.5)
         fleet.until_up()
         self.succeeded_before = fleet.counts["rooms succeeded"]
