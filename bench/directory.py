@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdstage.control.bootstrap import Advert, BootstrapServer, DirectoryClient, client_of
+from pdstage.control.bootstrap import Advert, DirectoryClient, client_of
 from pdstage.control.directory import Incomplete
 from pdstage.control.keys import Keys
 from pdstage.layout.topology import Topology
@@ -138,16 +140,28 @@ def _is_there(reader: DirectoryClient, instance: str) -> bool:
 
 @contextmanager
 def _http() -> Iterator[Callable[[], DirectoryClient]]:
-    with BootstrapServer() as server:
-        yield lambda: client_of(server.address, START_S)
+    with _served() as address:
+        yield lambda: client_of(address, START_S)
 
 
 @contextmanager
 def _curve() -> Iterator[Callable[[], DirectoryClient]]:
     with tempfile.TemporaryDirectory() as folder:
         keys = Keys.make(f"{folder}/key")
-        with BootstrapServer(keys=keys) as server:
-            yield lambda: client_of(server.address, START_S, keys=keys)
+        with _served("--keys", f"{folder}/key") as address:
+            yield lambda: client_of(address, START_S, keys=keys)
+
+
+@contextmanager
+def _served(*options: str) -> Iterator[str]:
+    """The address of a `pdstage bootstrap`, a process of its own as etcd is."""
+    command = [sys.executable, "-m", "pdstage", "bootstrap", "--bind", "127.0.0.1:0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().split()[-1]
+        finally:
+            server.terminate()
 
 
 @contextmanager

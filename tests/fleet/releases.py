@@ -1,6 +1,6 @@
 """Pythons that have an earlier release: its wheel, built from the commit of its tag, in an environment of its own.
 
-All other packages are this environment's. `build/releases` keeps what was made.
+All other packages are those of the environment that this runs in. `build/releases` keeps what was made.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ class NoHistory(RuntimeError):
     """The checkout has no commit of that release: it is shallow, or no checkout at all."""
 
 
-def python_of(version: str) -> Python:
-    """Builds what is missing, in a minute or so. Raises `NoHistory`."""
-    folder = ROOT / "build" / "releases" / version
+def python_of(version: str, within: str = "") -> Python:
+    """Builds what is missing, in a minute or so; `within` names the environment if it is not the usual one. Raises
+    `NoHistory`.
+    """
+    folder = ROOT / "build" / "releases" / (f"{version}-{within}" if within else version)
     python = folder / "venv" / "bin" / "python"
     commit = released()[version]
     made = folder / commit
