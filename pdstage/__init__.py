@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.protocol.state import State
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 find_old_modules()
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application chooses what to show

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import pdstage
+
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
 SOURCES = {  # put into the copy where the checkout has no file of that kind yet
@@ -104,7 +106,7 @@ def expected_modules(root: Path) -> set[str]:
 def test_wheel_holds_every_module_once_under_pdstage(checkout: Path, wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert len(names) == len(set(names)), "a name twice"
-    assert {name.split("/")[0] for name in names} == {"pdstage", "pdstage-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"pdstage", f"pdstage-{pdstage.__version__}.dist-info"}
     assert {name for name in names if name.endswith(".py")} == expected_modules(checkout)
     assert "pdstage/py.typed" in names
 
@@ -116,8 +118,9 @@ def test_wheel_holds_what_is_compiled_at_run_time(checkout: Path, wheel: zipfile
 
 
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
-    info = "pdstage-0.1.0.dist-info"
+    info = f"pdstage-{pdstage.__version__}.dist-info"
     lines = wheel.read(f"{info}/METADATA").decode().splitlines()
+    assert f"Version: {pdstage.__version__}" in lines
     base = sorted(line.split(": ")[1] for line in lines if line.startswith("Requires-Dist") and "extra" not in line)
     assert base == ["msgspec>=0.19", "numpy>=1.26", "pyzmq>=26"]
     extras = {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")}
