@@ -28,8 +28,8 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak upgrade fleet etcd lint types format bench gpu sanitize \
-    asan tsan micro plots docs site native sdist wheel clean distclean
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak upgrade fleet etcd lint types format bench \
+    gpu sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -194,6 +194,15 @@ sdist: $(STAMP)  ## Build dist/*.tar.gz.
 
 wheel: $(STAMP)  ## Build dist/*.whl.
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
+
+build/wheels-venv/.pdstage-setup: tests/wheels/requirements.txt | $(BIN)/python
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(PIP) --python $(@D)/bin/python install -qq -r $<
+	@touch $@
+
+wheels: build/wheels-venv/.pdstage-setup  ## Build dist/*manylinux*.whl for Python 3.11 to 3.13 and try them in empty venvs (ARGS=--whole).
+	build/wheels-venv/bin/python -m tests.wheels $(ARGS)
 
 clean:  ## Remove what builds and tools left behind; keep .venv.
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

@@ -15,7 +15,7 @@ PACKAGES = [
     "manager", "plan", "protocol", "tools", "tools.calibrate", "tools.demo", "tools.doctor", "tools.judge",
     "tools.trace", "tools.watch", "transport",
 ]  # fmt: skip
-SOURCE = Path("csrc/bindings.cpp")
+SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
 
 
 def extensions() -> list[Extension]:
@@ -30,7 +30,7 @@ def extensions() -> list[Extension]:
     flags = ["-std=c++20", "-O3", "-fvisibility=hidden", "-pthread"]
     include = ["csrc", pybind11.get_include()]
     extension = Extension(
-        "pdstage._native", [str(SOURCE)], include, depends=headers, extra_compile_args=flags, extra_link_args=["-ldl"]
+        "pdstage._native", SOURCES, include, depends=headers, extra_compile_args=flags, extra_link_args=["-ldl"]
     )
     extension.optional = wanted != "yes"
     return [extension]

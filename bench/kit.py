@@ -188,8 +188,8 @@ def _build(version: str, into: Path) -> None:
         f"-I{pybind11.get_include()}",
         f"-I{headers}",
     ]
-    source, target = ROOT / "csrc/bindings.cpp", into / f"_native{suffix}"
-    _call([os.environ.get("CXX", "c++"), *flags, str(source), "-ldl", "-o", str(target)])
+    sources, target = sorted((ROOT / "csrc").glob("*.cpp")), into / f"_native{suffix}"
+    _call([os.environ.get("CXX", "c++"), *flags, *map(str, sources), "-ldl", "-o", str(target)])
 
 
 def _python(version: str) -> str:

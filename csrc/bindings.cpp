@@ -277,6 +277,9 @@ PYBIND11_MODULE(_native, module) {
     module.doc() =
         "Host kernels of pdstage in C++; pdstage.kernels, pdstage.plan.spans and pdstage.transport are the faces to "
         "use.";
+    module.attr("processor") =
+        py::dict(py::arg("amd") = pdstage::kProcessor.amd, py::arg("avx") = pdstage::kProcessor.avx,
+                 py::arg("avx2") = pdstage::kProcessor.avx2, py::arg("avx512") = pdstage::kProcessor.avx512);
 
     py::class_<pdstage::CopyPlan>(module, "CopyPlan", "Gather and scatter between affine views and staging.")
         .def(py::init(&make_copy_plan), py::arg("views"), py::arg("components"), py::arg("head_major"),

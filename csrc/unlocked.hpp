@@ -2,10 +2,11 @@
 #pragma once
 
 #include <Python.h>
-#include <cxxabi.h>
-#include <unistd.h>
 
 namespace pdstage {
+
+// PyEval_RestoreThread, but a thread that Python ends there waits for the process to end instead.
+void restore_or_wait(PyThreadState* state);
 
 // Like pybind11's gil_scoped_release, but safe while the interpreter ends. Before Python 3.14, Python ends a daemon
 // thread that then wants the lock back (pthread_exit), which unwinds no destructor: the whole process would be aborted.
@@ -13,13 +14,7 @@ namespace pdstage {
 class Unlocked {
   public:
     Unlocked() : state_(PyEval_SaveThread()) {}
-    ~Unlocked() {
-        try {
-            PyEval_RestoreThread(state_);
-        } catch (abi::__forced_unwind&) {
-            for (;;) ::pause();
-        }
-    }
+    ~Unlocked() { restore_or_wait(state_); }
     Unlocked(const Unlocked&) = delete;
     Unlocked& operator=(const Unlocked&) = delete;
 

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "processor.hpp"
+
 namespace pdstage {
 
 using Byte = unsigned char;
@@ -203,17 +205,8 @@ inline void decode(Kind kind, float scale, const Byte* data, const Byte* scales,
     Kind kind, float scale, const Byte* data, const Byte* scales, std::int64_t n, Byte* values) {
     decode(kind, scale, data, scales, n, values);
 }
-inline bool has_avx512() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
-}
-inline bool has_avx2() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2");
-}
-inline const auto kEncode = has_avx512() ? encode_avx512 : has_avx2() ? encode_avx2 : encode;
-inline const auto kDecode = has_avx512() ? decode_avx512 : has_avx2() ? decode_avx2 : decode;
+inline const auto kEncode = kProcessor.avx512 ? encode_avx512 : kProcessor.avx2 ? encode_avx2 : encode;
+inline const auto kDecode = kProcessor.avx512 ? decode_avx512 : kProcessor.avx2 ? decode_avx2 : decode;
 #else
 inline const auto kEncode = encode;
 inline const auto kDecode = decode;

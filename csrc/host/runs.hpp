@@ -14,6 +14,8 @@
 #include <immintrin.h>
 #endif
 
+#include "processor.hpp"
+
 namespace pdstage {
 
 using Byte = unsigned char;
@@ -79,7 +81,7 @@ inline void stream_line(Byte* dst, const Byte* src) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 inline constexpr bool kHasWide = false;
 #else
-inline const bool kHasWide = __builtin_cpu_supports("avx") != 0;
+inline const bool kHasWide = kProcessor.avx;
 #endif
 inline constexpr std::int64_t kWideNbytes = 1024;
 
@@ -102,7 +104,7 @@ __attribute__((target("avx"), noinline)) void stream_wide(Byte* dst, const Byte*
 // Whether the processor reads one long run faster than four pages of it at a time, which its prefetchers would follow
 // separately. AMD's do; `limits.streaming_copy` of the bench tries both. glibc's memcpy takes four pages at a time
 // above a size of hundreds of MiB.
-inline const bool kInOrder = __builtin_cpu_is("amd") != 0;
+inline const bool kInOrder = kProcessor.amd;
 
 // Runs of any multiple of 16 bytes to a 16-byte aligned `dst`, past the caches.
 struct StreamRun {

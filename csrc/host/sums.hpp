@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "processor.hpp"
+
 namespace pdstage {
 
 using Byte = unsigned char;
@@ -66,9 +68,7 @@ inline std::uint64_t sum_words_avx512(const Byte* at, std::int64_t nbytes, std::
     return nbytes < 192 ? sum_words(at, nbytes, key) : sum_words_wide(at, nbytes, key);
 }
 inline SumWords pick_sum_words() {
-    __builtin_cpu_init();
-    const bool wide = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return wide ? sum_words_avx512 : sum_words_plain;
+    return kProcessor.avx512 ? sum_words_avx512 : sum_words_plain;
 }
 #else
 inline SumWords pick_sum_words() {

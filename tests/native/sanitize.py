@@ -98,8 +98,9 @@ def extension(folder: Path) -> None:
         if not path.name.startswith(("_native", "__pycache__")):
             (package / path.name).symlink_to(path)
     target = package / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    sources = sorted(str(path) for path in (ROOT / "csrc").glob("*.cpp"))
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
-    shared = ["-fPIC", "-shared", "-fvisibility=hidden", *includes, "csrc/bindings.cpp", "-ldl", "-o", str(target)]
+    shared = ["-fPIC", "-shared", "-fvisibility=hidden", *includes, *sources, "-ldl", "-o", str(target)]
     ran("build of the extension", [CXX, *BASE, *FLAGS["asan"], *shared])
     runtimes = [_answer(f"-print-file-name={name}") for name in ("libasan.so", "libubsan.so")]
     env = {
