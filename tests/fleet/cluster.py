@@ -309,8 +309,10 @@ class Cluster:
         most: Counter[str] = Counter()
         for member, now in self._reports():
             if before := self.first.get(member):
-                for what in ("resident_nbytes", "descriptors", "threads"):
+                for what in ("resident_nbytes", "threads"):
                     most[what] = max(most[what], now[what] - before[what])
+                for kind, n in now["descriptors"].items():
+                    most[kind] = max(most[kind], n - before["descriptors"].get(kind, 0))
                 if now["resident_nbytes"] - before["resident_nbytes"] > _GROWTH_NBYTES:
                     self.fleet.wrong.append(f"{member.log.name} grew from {before} to {now}")
         return dict(most)

@@ -218,7 +218,7 @@ class Engine:
         unfenced = self.node.unfenced() if self.job["role"] == "decode" else {}
         say(
             "report", rooms=len(self.rooms) + len(self.waiting), lent=self.memory.kv.shape[2] - len(self.memory.free),
-            resident_nbytes=processes.resident_nbytes(), descriptors=descriptors.count(), threads=processes.n_tasks(),
+            resident_nbytes=processes.resident_nbytes(), descriptors=descriptors.kinds(), threads=processes.n_tasks(),
             stats=self.node.stats(), unfenced=sum(unfenced.values()), wrong=self.memory.altered(),
         )  # fmt: skip
 
