@@ -6,7 +6,6 @@ import contextlib
 import importlib.metadata
 import multiprocessing
 import os
-import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,8 @@ import pytest
 from transport import cuda_double
 from transport.conftest import VARIANTS, Pair
 from transport.endpoint import NBYTES, Endpoint, Log, Remote
+
+from tests.cables import ip, two_hosts
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
@@ -29,6 +30,7 @@ from pdstage.transport._nixl_agent import descriptors, is_known
 from pdstage.transport.base import Ranges, read_description, write_description
 from pdstage.transport.nixl import _Description
 
+__all__ = ["two_hosts"]
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
 OVER_TCP = {"UCX_TLS": "tcp,self"}
 
@@ -261,33 +263,6 @@ def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
     assert a.n_agents() == 0
     assert all(isinstance(event, PostFailed) for event in log.ended(a)[-1:])
     a.close()
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-@pytest.fixture
-def two_hosts() -> object:
-    """Two network namespaces with two cables between them: devices a0 and a1 there, b0 and b1 here."""
-    spaces = [f"pdstage-{side}-{secrets.token_hex(3)}" for side in "ab"]
-    try:
-        for space in spaces:
-            ip("netns", "add", space)
-        for i in range(2):
-            ip("link", "add", f"a{i}", "netns", spaces[0], "type", "veth", "peer", f"b{i}", "netns", spaces[1])
-            for side, space in zip("ab", spaces, strict=True):
-                ip("-n", space, "addr", "add", f"10.77.{i}.{'_ab'.index(side)}/24", "dev", f"{side}{i}")
-                ip("-n", space, "link", "set", f"{side}{i}", "up")
-        for space in spaces:
-            ip("-n", space, "link", "set", "lo", "up")
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-    finally:
-        made = [space for space in spaces if Path("/run/netns", space).exists()]
-    yield spaces
-    for space in made:
-        ip("netns", "del", space)
 
 
 @as_root
