@@ -17,7 +17,7 @@ from transport import cuda_double
 from transport.conftest import VARIANTS, Pair
 from transport.endpoint import NBYTES, Endpoint, Log, Remote
 
-from tests.cables import ip, two_hosts
+from tests.cables import hosts, ip, two_hosts
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
@@ -267,29 +267,37 @@ def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
 
 @as_root
 @pytest.mark.parametrize(
-    ("n_devices", "options"), [pytest.param(1, {}, marks=pytest.mark.full), (2, {}), (2, {"rails": 1})]
+    ("n_devices", "options", "n_used"),
+    [
+        pytest.param(1, {}, 1, marks=pytest.mark.full),
+        (2, {}, 2),
+        (2, {"rails": 1}, 1),
+        (3, {}, 2),  # MAX_RMA_RAILS as NIXL sets it
+        (3, {"rails": 3}, 3),
+    ],
 )
-def test_a_large_write_uses_the_devices_it_was_given(two_hosts, n_devices, options):
-    """Two of them if there are two, as NIXL sets MAX_RMA_RAILS; `rails` goes over that."""
-    ends = [
-        Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(n_devices)], **options)
-        for side, space in zip("ab", two_hosts, strict=True)
-    ]
-    a, b = ends
-    try:
-        a.connect("b", b.describe())
-        a.prepare("b", [b.region()])
-        a.fill(0, data := np.random.default_rng(0).bytes(NBYTES))
-        tickets = [a.post("b", [(0, b.base, NBYTES)], b"") for _ in range(4)]
-        log = Log(a, b)
-        log.until(lambda: sorted(log.done(a)) == tickets)
-        assert b.read(0, NBYTES) == data
-        sent = [a.n_sent(f"a{i}") for i in range(2)]
-        used = [nbytes > NBYTES for nbytes in sent]
-        assert sum(used) == options.get("rails", n_devices), sent
-    finally:
-        for end in ends:
-            end.shut()
+def test_a_large_write_uses_the_devices_it_was_given(n_devices, options, n_used):
+    """As many of them as `rails` says, each for an equal share."""
+    with hosts(3) as spaces:
+        ends = [
+            Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(n_devices)], **options)
+            for side, space in zip("ab", spaces, strict=True)
+        ]
+        a, b = ends
+        try:
+            a.connect("b", b.describe())
+            a.prepare("b", [b.region()])
+            a.fill(0, data := np.random.default_rng(0).bytes(NBYTES))
+            tickets = [a.post("b", [(0, b.base, NBYTES)], b"") for _ in range(4)]
+            log = Log(a, b)
+            log.until(lambda: sorted(log.done(a)) == tickets)
+            assert b.read(0, NBYTES) == data
+            sent = [a.n_sent(f"a{i}") for i in range(3)]
+            assert sum(nbytes > NBYTES for nbytes in sent) == n_used, sent
+            assert not any(sent[i] > NBYTES for i in range(n_devices, 3)), sent
+        finally:
+            for end in ends:
+                end.shut()
 
 
 @contextlib.contextmanager
