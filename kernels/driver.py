@@ -219,6 +219,13 @@ class Cuda:
             raise TransportError(f"the driver does not name device {device}", remedy="see that nvidia-smi -L does")
         return found.raw
 
+    def pci_address(self, device: int) -> str:
+        """Such as 0000:1b:00.0, as this process numbers its devices. Raises `DriverError` for none."""
+        found = ctypes.create_string_buffer(32)
+        check("cuInit", self._slow.cuInit(0))
+        check("cuDeviceGetPCIBusId", self._quick.cuDeviceGetPCIBusId(found, len(found), device))
+        return found.value.decode()
+
     def in_use(self, device: int) -> bool:
         """Whether this process has a context on the device."""
         flags, active = ctypes.c_uint(), ctypes.c_int()
@@ -276,6 +283,11 @@ class Hip:
         found = ctypes.c_void_p()
         failed = self._quick.hipHostGetDevicePointer(ctypes.byref(found), ctypes.c_void_p(ptr), 0)
         return 0 if failed else found.value or 0
+
+    def pci_address(self, device: int) -> str:
+        found = ctypes.create_string_buffer(32)
+        check("hipDeviceGetPCIBusId", self._quick.hipDeviceGetPCIBusId(found, len(found), device))
+        return found.value.decode()
 
     def page_lock(self, ptr: int, nbytes: int) -> None:
         what = (ctypes.c_void_p(ptr), _SIZE(nbytes), _PORTABLE_AND_MAPPED)

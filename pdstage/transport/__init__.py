@@ -17,6 +17,7 @@ A module `x` of this package that defines a class `TRANSPORT` is the transport "
     _auto                       several transports as one
     _faults                     a transport with deliberate faults
     _batches, _fabric           posts as batches of offsets; network devices and NUMA nodes
+    _rails                      which NICs are near which memory, by sysfs
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
     A value that is a mapping holds one value per device of a host ("cuda:0", or "cpu"), so that its ranks can share the
     setting; the value for `device` is used. The option `faults` wraps any transport (`_faults.Faults`). `host` is where
     the control plane listens; transports with an option `host` get it unless one is given. Empty means every interface.
+    Transports with an option `near` get `device`, the memory that `devices="auto"` chooses network devices for.
     Raises `UsageError` if the setting names no transport, and what `open_transport` raises.
     """
     options: dict[str, object] = {}
@@ -119,9 +121,9 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
                 )
             options[option] = value[device]
     if name == "auto" and not options:
-        opened = _auto(host)
+        opened = _auto(host, device)
     else:
-        opened = open_transport(name, **(_placed(load(name), host) | options))
+        opened = open_transport(name, **(_placed(load(name), host, device) | options))
     if faults is None:
         return opened
     log.warning("transport %r injects faults: %s", name, faults)
@@ -217,12 +219,13 @@ def _importable() -> list[tuple[str, type[Transport]]]:
     return sorted(found, key=lambda one: -one[1].preference)
 
 
-def _placed(kind: type[Transport], host: str) -> dict[str, object]:
-    """The option that keeps a transport on the control plane's network, if the transport has it."""
-    return {"host": host} if host and "host" in inspect.signature(kind).parameters else {}
+def _placed(kind: type[Transport], host: str, device: str) -> dict[str, object]:
+    """Where its node is, as far as the transport has options for it: the control plane's host, the pool's device."""
+    known = {"host": host, "near": device}
+    return {name: value for name, value in known.items() if value and name in inspect.signature(kind).parameters}
 
 
-def _auto(host: str = "") -> Transport:
+def _auto(host: str = "", device: str = "") -> Transport:
     """The transports that "auto" may choose, as one transport. Those that do not start are left out."""
     ways: list[Transport] = []
     for _, kind in _importable():
@@ -231,7 +234,7 @@ def _auto(host: str = "") -> Transport:
         if not kind.traits.notifies:  # both sides must know before connecting whether tags travel as messages
             continue
         try:
-            ways.append(kind(**_placed(kind, host)))
+            ways.append(kind(**_placed(kind, host, device)))
         except PdstageError as error:
             log.warning("auto leaves out transport %s: %s", kind.traits.name, error)
     if not ways:

@@ -1,7 +1,7 @@
 """The network devices and NUMA nodes of this host, to choose which of them a transport uses.
 
-The answers come from the kernel (sysfs-class-infiniband and sysfs-devices-node in its documentation). Plain devices are
-looked up by name, since sysfs may show another network namespace's.
+RDMA devices and nodes are read by `_rails`. Plain devices are looked up by name, since sysfs may show another network
+namespace's.
 """
 
 from __future__ import annotations
@@ -17,40 +17,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdstage.errors import UsageError
+from pdstage.transport import _rails
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_SYS = Path("/sys")
-_DEV = Path("/dev")
 _IF_INET6 = Path("/proc/thread-self/net/if_inet6")
-_SIOCGIFCONF = 0x8912
+_SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
+_IFF_UP = 1
 _IFREQ_NBYTES = 40
 _MAX_ADDRESSES = 4096
 
 
 def device_ports(devices: Sequence[str]) -> list[str]:
-    """The devices by the names that UCX uses: `eth0` unchanged, an RDMA device as `mlx5_0:1`, once per port.
+    """The devices by the names that UCX uses: `eth0` unchanged, an RDMA device as `mlx5_0:1`, once per active port.
 
-    Raises `UsageError` for a device or port that this host does not have.
+    Raises `UsageError` for a device or port that this host does not have, or that is down.
     """
     if isinstance(devices, str):
-        raise UsageError(f"devices={devices!r}", remedy=f"give a list of names, such as [{devices!r}]", field="devices")
-    rdma, plain = _listed("class/infiniband"), sorted(name for _, name in socket.if_nameindex())
+        remedy = f'give a list of names, such as [{devices!r}], or "auto"'
+        raise UsageError(f"devices={devices!r}", remedy=remedy, field="devices")
+    rdma = {nic.name: nic for nic in _rails.read().nics}
+    plain = sorted(name for _, name in socket.if_nameindex())
     found = []
     for device in devices:
-        name, _, port = device.partition(":")
-        ports = _listed(f"class/infiniband/{name}/ports") if name in rdma else []
-        if name in rdma and (not port or port in ports):
-            found += [f"{name}:{each}" for each in ([port] if port else ports)]
-        elif device in plain:
-            found.append(device)
-        else:
+        name, _, number = device.partition(":")
+        ports = [port for port in rdma[name].ports if number in ("", port.port)] if name in rdma else []
+        if not ports and device not in plain:
             raise UsageError(
                 f"no network device {device!r} on this host",
                 remedy=f"name some of {', '.join([*rdma, *plain]) or 'none'}",
                 field="devices",
             )
+        usable = [port.name for port in ports if port.active] if ports else [device] * _is_up(device)
+        if not usable:
+            states = ", ".join(map(str, ports)) or f"{device} is not up"
+            remedy = "bring its link up (`ibstat`, `ip link`), or name another: `pdstage doctor --only network`"
+            raise UsageError(f"network device {device!r} is down: {states}", remedy=remedy, field="devices")
+        found += usable
     return found
 
 
@@ -62,7 +66,7 @@ def devices_at(host: str) -> list[str]:
     use.
     """
     interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_of(host)
-    if not interface or (_SYS / "class/net" / interface / "bridge").is_dir():
+    if not interface or (_rails.SYS / "class/net" / interface / "bridge").is_dir():
         return []
     return [*dict.fromkeys(("lo", interface)), *_usable_ports()]
 
@@ -87,20 +91,20 @@ def interface_of(host: str) -> str:
 
 def _usable_ports() -> list[str]:
     """The active ports of RDMA devices that this process may open. UCX complains about others if they are named."""
-    found = []
-    for verbs in _listed("class/infiniband_verbs"):
-        named = _SYS / "class/infiniband_verbs" / verbs / "ibdev"
-        if not named.is_file() or not os.access(_DEV / "infiniband" / verbs, os.R_OK | os.W_OK):
-            continue
-        ports = _SYS / "class/infiniband" / named.read_text().strip() / "ports"
-        states = sorted(ports.glob("*/state"))
-        found += [f"{ports.parent.name}:{state.parent.name}" for state in states if "ACTIVE" in state.read_text()]
-    return found
+    openable = _rails.openable_devices()
+    return [port.name for nic in _rails.read().nics if nic.name in openable for port in nic.active]
 
 
 def near_devices(node: int) -> list[str]:
-    """The RDMA devices on the same NUMA node; empty if the host does not report nodes."""
-    return [name for name in _listed("class/infiniband") if _node_of(name) == node]
+    """The RDMA devices on a NUMA node with an active port; empty if the host does not report nodes."""
+    return [nic.name for nic in _rails.read().nics if nic.place.node == node and nic.active]
+
+
+def _is_up(interface: str) -> bool:
+    """Whether a plain device is up in this thread's network namespace (netdevice(7))."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        answer = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack("16sH22x", interface.encode(), 0))
+    return bool(struct.unpack_from("H", answer, 16)[0] & _IFF_UP)
 
 
 @contextmanager
@@ -113,8 +117,7 @@ def on_node(node: int | None) -> Iterator[None]:
         yield
         return
     before = os.sched_getaffinity(0)
-    listed = _SYS / f"devices/system/node/node{node}/cpulist"
-    wanted = (_cpus(listed.read_text()) if listed.exists() else set()) & before
+    wanted = _rails.cpus_of(node) & before
     if not wanted:
         raise UsageError(
             f"NUMA node {node} has no processor that this process may use",
@@ -126,22 +129,3 @@ def on_node(node: int | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def _listed(folder: str) -> list[str]:
-    path = _SYS / folder
-    return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-
-
-def _node_of(rdma_device: str) -> int:
-    path = _SYS / "class/infiniband" / rdma_device / "device/numa_node"
-    return int(path.read_text()) if path.exists() else -1
-
-
-def _cpus(listed: str) -> set[int]:
-    """Parses the kernel's form: 0-3,8."""
-    cpus: set[int] = set()
-    for part in filter(None, listed.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus

@@ -27,7 +27,9 @@ from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
+from pdstage.transport import _rails
 from pdstage.transport._backend import Backend, Link, Post, offered
+from pdstage.transport._fabric import device_ports
 from pdstage.transport._peer import Here, Identity, own_identity, target_of
 from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport._transfer_engine import Engine, Transfer, Way, check_protocol, failed, library, said
@@ -65,7 +67,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
 
     `protocol`: "tcp", "rdma", "nvlink" (across nodes) or "nvlink_intra" (within one), the same on both sides. `host`:
     this host's address for peers; default: that of the default route. `devices`: RDMA devices by name, separated by
-    commas.
+    commas; "auto": those nearest to the memory that `near` names, "cuda:N" or "cpu"; empty: Mooncake finds them itself.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -84,13 +86,17 @@ class MooncakeTransport(Backend[_Link, _Description]):
     description_type = _Description
     link_type = _Link
 
-    def __init__(self, *, protocol: str = "tcp", host: str = "", devices: str = "") -> None:
-        """Raises `UsageError` for a protocol that is unknown or that host or wheel lack, else `TransportError`."""
+    def __init__(self, *, protocol: str = "tcp", host: str = "", devices: str = "", near: str = "cpu") -> None:
+        """Raises `UsageError` for a protocol that is unknown or that host or wheel lack, and for a device that is not
+        here or down, else `TransportError`.
+        """
         super().__init__()
         check_protocol(protocol)
         if host and not _HOST.fullmatch(host):
             raise UsageError(f"host {host!r}", remedy="give an address or a name, without a port", field="host")
-        self._engine = Engine.take(protocol, host or _own_host(), devices)
+        ports = _rails.auto(near) if devices == "auto" else device_ports(list(filter(None, devices.split(","))))
+        chosen = ",".join(dict.fromkeys(port.partition(":")[0] for port in ports))  # it takes devices, no ports
+        self._engine = Engine.take(protocol, host or _own_host(), chosen)
         self._sending = self._engine
         self._engines = {self._engine}  # and older engines that still reach a peer
         self.life = secrets.token_hex(16)

@@ -23,6 +23,7 @@ int cuDriverGetVersion(int *version) { *version = 13010; return 0; }
 int cuDeviceGetCount(int *n) { *n = 2; return 0; }
 int cuDeviceGet(int *device, int i) { *device = i; return 0; }
 int cuDeviceGetName(char *name, int n, int device) { snprintf(name, n, "Fake %d", device); return 0; }
+int cuDeviceGetPCIBusId(char *address, int n, int device) { snprintf(address, n, "0000:%02X:00.0", 0x1b + device); return 0; }
 int cuDeviceTotalMem_v2(size_t *n, int device) { (void)device; *n = 80ull << 30; return 0; }
 int cuDeviceGetAttribute(int *value, int what, int device) { (void)device; *value = what == 75 ? 9 : 0; return 0; }
 int cuDeviceCanAccessPeer(int *can, int from, int to) { *can = !fails("peer") || from > to; return 0; }

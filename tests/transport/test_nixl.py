@@ -6,7 +6,6 @@ import contextlib
 import importlib.metadata
 import multiprocessing
 import os
-import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -18,17 +17,20 @@ from transport import cuda_double
 from transport.conftest import VARIANTS, Pair
 from transport.endpoint import NBYTES, Endpoint, Log, Remote
 
+from tests.cables import hosts, ip, two_hosts
+
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.kernels import driver
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
-from pdstage.transport import PostFailed, _fabric, open_transport
+from pdstage.transport import PostFailed, _fabric, _rails, open_transport
 from pdstage.transport._nixl_agent import descriptors, is_known
 from pdstage.transport.base import Ranges, read_description, write_description
 from pdstage.transport.nixl import _Description
 
+__all__ = ["two_hosts"]
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
 OVER_TCP = {"UCX_TLS": "tcp,self"}
 
@@ -42,13 +44,15 @@ def host(tmp_path, monkeypatch) -> Path:
     """The sysfs of a host with two RDMA devices on two nodes, one of them with two ports."""
     for name, node, ports in (("mlx5_0", 0, 1), ("mlx5_1", 1, 2)):
         for port in range(1, ports + 1):
-            (tmp_path / "class/infiniband" / name / "ports" / str(port)).mkdir(parents=True)
+            state = tmp_path / "class/infiniband" / name / "ports" / str(port) / "state"
+            state.parent.mkdir(parents=True)
+            state.write_text("4: ACTIVE\n")
         (tmp_path / "class/infiniband" / name / "device").mkdir()
         (tmp_path / "class/infiniband" / name / "device/numa_node").write_text(f"{node}\n")
     for node, cpus in ((0, f"{min(os.sched_getaffinity(0))}\n"), (1, "4000-4003,4010\n")):
         (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
         (tmp_path / f"devices/system/node/node{node}/cpulist").write_text(cpus)
-    monkeypatch.setattr(_fabric, "_SYS", tmp_path)
+    monkeypatch.setattr(_rails, "SYS", tmp_path)
     return tmp_path
 
 
@@ -86,7 +90,7 @@ def test_a_node_without_a_processor_for_us_is_refused(host, node):
 
 def test_rdma_ports_stay_where_the_network_is_chosen(host, tmp_path, monkeypatch):
     """Those that are active and that this process may open."""
-    monkeypatch.setattr(_fabric, "_DEV", tmp_path / "dev")
+    monkeypatch.setattr(_rails, "_DEV", tmp_path / "dev")
     (tmp_path / "dev/infiniband").mkdir(parents=True)
     for i, name in enumerate(("mlx5_0", "mlx5_1")):
         (tmp_path / f"class/infiniband_verbs/uverbs{i}").mkdir(parents=True)
@@ -261,55 +265,39 @@ def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
     a.close()
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-@pytest.fixture
-def two_hosts() -> object:
-    """Two network namespaces with two cables between them: devices a0 and a1 there, b0 and b1 here."""
-    spaces = [f"pdstage-{side}-{secrets.token_hex(3)}" for side in "ab"]
-    try:
-        for space in spaces:
-            ip("netns", "add", space)
-        for i in range(2):
-            ip("link", "add", f"a{i}", "netns", spaces[0], "type", "veth", "peer", f"b{i}", "netns", spaces[1])
-            for side, space in zip("ab", spaces, strict=True):
-                ip("-n", space, "addr", "add", f"10.77.{i}.{'_ab'.index(side)}/24", "dev", f"{side}{i}")
-                ip("-n", space, "link", "set", f"{side}{i}", "up")
-        for space in spaces:
-            ip("-n", space, "link", "set", "lo", "up")
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-    finally:
-        made = [space for space in spaces if Path("/run/netns", space).exists()]
-    yield spaces
-    for space in made:
-        ip("netns", "del", space)
-
-
 @as_root
-@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_large_write_uses_the_devices_it_was_given(two_hosts, n_devices):
-    ends = [
-        Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(n_devices)])
-        for side, space in zip("ab", two_hosts, strict=True)
-    ]
-    a, b = ends
-    try:
-        a.connect("b", b.describe())
-        a.prepare("b", [b.region()])
-        a.fill(0, data := np.random.default_rng(0).bytes(NBYTES))
-        tickets = [a.post("b", [(0, b.base, NBYTES)], b"") for _ in range(4)]
-        log = Log(a, b)
-        log.until(lambda: sorted(log.done(a)) == tickets)
-        assert b.read(0, NBYTES) == data
-        sent = [a.n_sent(f"a{i}") for i in range(2)]
-        used = [nbytes > NBYTES for nbytes in sent]
-        assert used == [True, n_devices == 2], sent
-    finally:
-        for end in ends:
-            end.shut()
+@pytest.mark.parametrize(
+    ("n_devices", "options", "n_used"),
+    [
+        pytest.param(1, {}, 1, marks=pytest.mark.full),
+        (2, {}, 2),
+        (2, {"rails": 1}, 1),
+        (3, {}, 2),  # MAX_RMA_RAILS as NIXL sets it
+        (3, {"rails": 3}, 3),
+    ],
+)
+def test_a_large_write_uses_the_devices_it_was_given(n_devices, options, n_used):
+    """As many of them as `rails` says, each for an equal share."""
+    with hosts(3) as spaces:
+        ends = [
+            Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(n_devices)], **options)
+            for side, space in zip("ab", spaces, strict=True)
+        ]
+        a, b = ends
+        try:
+            a.connect("b", b.describe())
+            a.prepare("b", [b.region()])
+            a.fill(0, data := np.random.default_rng(0).bytes(NBYTES))
+            tickets = [a.post("b", [(0, b.base, NBYTES)], b"") for _ in range(4)]
+            log = Log(a, b)
+            log.until(lambda: sorted(log.done(a)) == tickets)
+            assert b.read(0, NBYTES) == data
+            sent = [a.n_sent(f"a{i}") for i in range(3)]
+            assert sum(nbytes > NBYTES for nbytes in sent) == n_used, sent
+            assert not any(sent[i] > NBYTES for i in range(n_devices, 3)), sent
+        finally:
+            for end in ends:
+                end.shut()
 
 
 @contextlib.contextmanager

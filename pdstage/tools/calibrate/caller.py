@@ -47,7 +47,7 @@ from pdstage.tools.calibrate.peer import (
 from pdstage.transport import available
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pdstage.control.keys import Keys
@@ -99,11 +99,16 @@ class Caller:
         self._socket.close()
 
     @contextlib.contextmanager
-    def started(self, transport: str, *, wait_s: float = 2 * WAIT_S) -> Iterator[PrefillNode]:
-        """A node here, and one at the peer that `room` may use. Raises what either raises at its start."""
+    def started(
+        self, transport: str, options: Mapping[str, object] | None = None, *, wait_s: float = 2 * WAIT_S
+    ) -> Iterator[PrefillNode]:
+        """A node here, with the transport's `options`, and one at the peer that `room` may use. Raises what either
+        raises at its start.
+        """
         self.ask(Start(transport), wait_s=wait_s)
+        here = {"name": transport, **(options or {})}
         with PrefillNode(
-            self.pool, Topology(), transport=transport, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
+            self.pool, Topology(), transport=here, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
             keys=self._keys, insecure=self._insecure, config=_CONFIG,
         ) as node:  # fmt: skip
             yield node

@@ -84,7 +84,12 @@ def _device(cuda: Driver, handle: int) -> dict[str, object]:
     cuda.call("cuDeviceGetName", name, len(name), handle)
     cuda.call("cuDeviceTotalMem_v2", ctypes.byref(nbytes), handle)
     major, minor = (cuda.number("cuDeviceGetAttribute", one, handle) for one in (_MAJOR, _MINOR))
-    return {"name": name.value.decode(errors="replace"), "nbytes": nbytes.value, "capability": f"{major}.{minor}"}
+    address = ctypes.create_string_buffer(32)
+    cuda.call("cuDeviceGetPCIBusId", address, len(address), handle)
+    return {
+        "name": name.value.decode(errors="replace"), "nbytes": nbytes.value, "capability": f"{major}.{minor}",
+        "address": address.value.decode(),
+    }  # fmt: skip
 
 
 def ipc(say: Say, *, device: int) -> None:

@@ -1,6 +1,6 @@
 """Area "network": addresses, ports that can be bound, RDMA devices and their state.
 
-It reads the kernel's tables (sysfs-class-infiniband in its documentation) and binds ports briefly.
+It reads sysfs by `pdstage.transport._rails` and binds ports briefly.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import errno
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pdstage.control.address import Address
 from pdstage.tools.doctor.found import Result, fail, ok, warn
+from pdstage.transport._rails import Port, read
 
 if TYPE_CHECKING:
     from pdstage.tools.doctor.site import Site
@@ -22,39 +23,15 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FEW_PORTS = 8192
 
 
-class RdmaPort(NamedTuple):
-    """One port of an RDMA device, in the kernel's terms."""
-
-    device: str
-    port: str
-    state: str
-    link: str
-    rate: str
-
-    @property
-    def active(self) -> bool:
-        return "ACTIVE" in self.state
-
-    def __str__(self) -> str:
-        return f"{self.device}:{self.port} {self.state.partition(': ')[2] or self.state} ({self.link}, {self.rate})"
-
-
-def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> list[RdmaPort]:
+def rdma_ports(root: Path = Path("/sys")) -> list[Port]:
     """Every port of every RDMA device of this host."""
-    found = []
-    for folder in sorted(root.glob("*/ports/*")):
-        state, link, rate = (
-            (folder / name).read_text().strip() if (folder / name).is_file() else "unknown"
-            for name in ("state", "link_layer", "rate")
-        )
-        found.append(RdmaPort(folder.parent.parent.name, folder.name, state, link, rate))
-    return found
+    return [port for nic in read(root).nics for port in nic.ports]
 
 
 def rdma(site: Site, root: Path = Path("/")) -> Result:
     """RDMA ports, and whether this process may open their devices."""
     del site
-    ports = rdma_ports(root / "sys/class/infiniband")
+    ports = rdma_ports(root / "sys")
     facts = {"ports": [port._asdict() for port in ports]}
     if not ports:
         return warn(

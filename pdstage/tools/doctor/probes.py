@@ -29,6 +29,7 @@ PROBES = {
     "reach": "pdstage.tools.doctor.reach",
     "torch": "pdstage.tools.doctor.try_kernels",
     "triton": "pdstage.tools.doctor.try_kernels",
+    "ucx_choice": "pdstage.tools.doctor.rails",
 }
 """The module of each probe, by the probe's name."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from pdstage.errors import UsageError
-from pdstage.tools.doctor import AREAS, found, gpu, host, kernels, network, peer, transports
+from pdstage.tools.doctor import AREAS, found, gpu, host, kernels, network, peer, rails, transports
 from pdstage.tools.doctor.found import Found, PeerReport, Report, Result, Verdict
 from pdstage.tools.doctor.site import Asked, Site
 
@@ -58,7 +58,7 @@ CHECKS = (
 
 
 def checks(asked: Asked) -> list[Check]:
-    """The checks of the areas asked for; one per transport, and one for the peer."""
+    """The checks of the areas asked for; one per transport, one for the rails of each GPU, and one for the peer."""
     unknown = [area for area in asked.areas if area not in AREAS]
     if unknown:
         raise UsageError(f"no area {unknown[0]!r}", remedy=f"choose of {', '.join(AREAS)}", field="only")
@@ -68,6 +68,7 @@ def checks(asked: Asked) -> list[Check]:
         raise UsageError("area 'peer' without a peer", remedy="name it with --peer HOST:PORT", field="peer")
     every = [
         *CHECKS,
+        *(Check("network", name, look) for name, look in rails.checks()),
         *(Check("transports", name, transports.check(name)) for name in transports.chosen(asked.transports)),
     ]
     if asked.transports and "nixl" not in asked.transports:
