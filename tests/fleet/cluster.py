@@ -347,7 +347,11 @@ class Cluster:
         if late := fleet.counts["ranks closed that could not free their memory"] - free_before:
             fleet.wrong.append(f"{late} ranks could not free their memory at the end")
         self._until(lambda: not self._listed(), "the directory is empty")
-        self.keys_left = self._keys()
+        for host in self._cut_off_at_the_end():
+            self.events["hosts fenced that could not withdraw themselves"] += 1
+            self._fence(host)
+        self._until(lambda: not self._commands, "hosts are fenced")
+        self.keys_left = [key for key, _ in self._keys()]
         if processes := [key for key in self.keys_left if "!ended" not in key]:
             fleet.wrong.append(f"etcd still has {processes}")
 
@@ -383,10 +387,19 @@ class Cluster:
             if engine.role == "prefill"
         }
 
-    def _keys(self) -> list[str]:
-        everything = {"key": "AA==", "range_end": "AA==", "keys_only": True}
-        answer = self.servers.ask("kv/range", everything)
-        return [base64.b64decode(one["key"]).decode() for one in answer.get("kvs", [])]
+    def _cut_off_at_the_end(self) -> set[int]:
+        """Hosts of processes that closed while etcd was out of their reach: their records are left."""
+        left = [value for key, value in self._keys() if "!ended" not in key]
+        return {
+            number for number in range(len(self.network.namespaces)) if f"//{self.network.host(number)}:" in str(left)
+        }
+
+    def _keys(self) -> list[tuple[str, str]]:
+        """All that etcd holds."""
+        answer = self.servers.ask("kv/range", {"key": "AA==", "range_end": "AA=="})
+        return [
+            tuple(base64.b64decode(one[part]).decode() for part in ("key", "value")) for one in answer.get("kvs", [])
+        ]
 
 
 def hosts_of(network: Network) -> list[Host]:

@@ -248,6 +248,23 @@ def test_short_lived_peers_over_tcp_leave_no_descriptors(stock):
     a.close()
 
 
+@pytest.mark.xfail(strict=True, reason="NIXL 1.5.1 leaves the connections of a removed agent open")
+def test_a_peer_that_is_left_and_met_again_leaves_no_connections(stock):
+    """I14 where both processes live on; docs/transports.md says what it costs."""
+    variant = VARIANTS["nixl-tcp"]
+    a, b = stock.remote(variant, "a"), stock.remote(variant, "b")
+    log, n_fds = Log(a), []
+    for _ in range(8):
+        a.connect("b", b.describe())
+        a.prepare("b", [b.region()])
+        ticket = a.post("b", [(0, b.base, 64)], b"")
+        log.until(lambda ticket=ticket: b.poll() is not None and ticket in log.done(a))
+        a.disconnect("b")
+        a.forget("b")
+        n_fds.append((a.n_fds(), b.n_fds()))
+    assert n_fds[-1] == n_fds[0], n_fds
+
+
 def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
     """I14: not with `disconnect`, which would hide how the posts to a peer that is only stopped end."""
     variant = VARIANTS["nixl-tcp"]
