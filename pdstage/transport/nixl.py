@@ -12,9 +12,9 @@ Seen with NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in flight), a
   this host and these namespaces.
 * Bytes of a failed write may lie in the peer's sockets, and land when the peer polls: no failure is settled.
 * Adding newer metadata of an agent does no harm to posts in flight to it.
-* Removing a remote agent whose process lives on leaves its connections open, two over TCP, and adding it again makes new
-  ones. Without the removal those that there are would be used again. With that, in a run with cuts, memory was never
-  proved quiet; so agents are removed all the same.
+* Removing a remote agent whose process lives on leaves its connections open, two over TCP, and adding it again makes
+  new ones. Without the removal those that there are would be used again. With that, in a run with cuts, memory was
+  never proved quiet; so agents are removed all the same.
 * Names of agents are never reused: an old name is refused until it is removed.
 * UCX does not confine a peer to registered memory. Over TCP, and between processes of one host, a write by a forged
   description changed memory that was never registered (tests/doctor/test_nixl.py). That holds on any path, since the

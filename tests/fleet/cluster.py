@@ -61,7 +61,7 @@ class Cluster:
         self.window = window
         self.events: Counter[str] = Counter()
         self.fewest, self.most = 1 << 30, 0
-        """Ranks alive at once, once all had started."""
+        """Ranks alive at once, while they were scaled."""
         self.first: dict[Member, dict] = {}
         self._free = list(range(1 + N_ETCD, len(network.namespaces)))
         self._host_of: dict[str, int] = {}
@@ -86,6 +86,8 @@ class Cluster:
             while at < began + seconds:
                 at += self.rng.expovariate(1 / every_s)
                 self._pass(min(at, began + seconds))
+                alive = sum(member.state != "gone" for member in fleet.members())
+                self.fewest, self.most = min(self.fewest, alive), max(self.most, alive)
                 self._befall(self.rng.choices(list(KINDS), list(KINDS.values()))[0])
                 self._fill()
             self._end()
@@ -109,8 +111,6 @@ class Cluster:
             if process.returncode:
                 self.fleet.wrong.append(f"pdstage {name} failed: {said}{errors}")
             then(said)
-        alive = sum(member.state != "gone" for member in self.fleet.members())
-        self.fewest, self.most = min(self.fewest, alive), max(self.most, alive)
 
     def _at(self, at: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (at, next(self._numbers), what))
@@ -311,8 +311,9 @@ class Cluster:
             if before := self.first.get(member):
                 for what in ("resident_nbytes", "threads"):
                     most[what] = max(most[what], now[what] - before[what])
-                for kind, n in now["descriptors"].items():
-                    most[kind] = max(most[kind], n - before["descriptors"].get(kind, 0))
+                for kind in ("socket:", "pipe:", "anon_inode:[eventfd]", "anon_inode:[pidfd]"):
+                    grown = now["descriptors"].get(kind, 0) - before["descriptors"].get(kind, 0)
+                    most[kind] = max(most[kind], grown)
                 if now["resident_nbytes"] - before["resident_nbytes"] > _GROWTH_NBYTES:
                     self.fleet.wrong.append(f"{member.log.name} grew from {before} to {now}")
         return dict(most)
