@@ -23,8 +23,8 @@ struct Version {
 std::vector<Version> versions() {
     std::vector<Version> found = {{"chosen", detail::kEncode, detail::kDecode}};
 #if defined(__x86_64__) && defined(__GNUC__)
-    if (detail::has_avx2()) found.push_back({"avx2", detail::encode_avx2, detail::decode_avx2});
-    if (detail::has_avx512()) found.push_back({"avx512", detail::encode_avx512, detail::decode_avx512});
+    if (kProcessor.avx2) found.push_back({"avx2", detail::encode_avx2, detail::decode_avx2});
+    if (kProcessor.avx512) found.push_back({"avx512", detail::encode_avx512, detail::decode_avx512});
 #endif
     return found;
 }
