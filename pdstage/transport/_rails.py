@@ -1,7 +1,7 @@
 """Which NICs are near which memory: RDMA devices, GPUs and the PCIe tree between them, as sysfs shows them.
 
-`read` takes the root of a sysfs tree, so that it also reads one that was written down (tests/rails). `Tree.of_gpu` and
-`Tree.of_node` choose; `auto` chooses for this process, and is what `devices="auto"` means.
+`read` takes the root of a sysfs tree, so that it also reads one that was written down (tests/transport/machines).
+`Tree.of_gpu` and `Tree.of_node` choose; `auto` chooses for this process, and is what `devices="auto"` means.
 
 The files are those of sysfs-class-infiniband, sysfs-bus-pci and sysfs-devices-node in the kernel's documentation. The
 words for distances are those of NCCL and `nvidia-smi topo -m`; they follow from the paths alone, as in NCCL

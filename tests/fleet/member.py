@@ -59,7 +59,6 @@ class Member:
         self.endpoint = self.directory = self.version = self.file = ""
         self.state = "starting"
         self._up_at = 0.0
-        self.drained = False
         self.report: dict | None = None
         self.closed: dict | None = None
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
@@ -103,8 +102,6 @@ class Member:
                 self.endpoint, self.directory = said["endpoint"], said["directory"]
                 self.version, self.file = said["version"], said["file"]
                 self.state, self._up_at = "up", time.monotonic()
-            case "drained":
-                self.drained = True
             case "report":
                 self.report = said
             case "closed":

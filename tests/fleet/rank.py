@@ -2,8 +2,8 @@
 
     python -P tests/fleet/rank.py '{"role": "prefill", ...}'
 
-Orders come on stdin, one a line: `room`, `drain`, `report`, `close`. What it says on stdout is JSON too: `up`, `ended`,
-`drained`, `report`, `closed`. Every byte of a page and of an aux row is a function of the room's number, and is
+Orders come on stdin, one a line: `room`, `report`, `close`. What it says on stdout is JSON too: `up`, `ended`,
+`report`, `closed`. Every byte of a page and of an aux row is a function of the room's number, and is
 compared at decode; a page that was given back must stay as it is until it is lent again.
 """
 
@@ -149,7 +149,6 @@ class Engine:
         self.orders: queue.Queue = queue.Queue()
         self.waiting: list[Room] = []
         self.rooms: list[Room] = []
-        self.draining = False
         self._sweep_at = 0.0
         known = {field.name for field in dataclasses.fields(Config)}
         config = Config(**{name: value for name, value in job["config"].items() if name in known})
@@ -182,9 +181,6 @@ class Engine:
         while self._obey():
             self._begin()
             self._look()
-            if self.draining and not self.rooms and not self.waiting:
-                self.draining = False
-                say("drained")
         began = time.monotonic()
         free = self.node.close(self.job["close_s"])
         wrong = self.memory.altered() if free else []
@@ -206,8 +202,6 @@ class Engine:
         match order.pop("do"):
             case "room":
                 self.waiting.append(Room(**order))
-            case "drain":
-                self.draining = True
             case "report":
                 self._report()
             case "close":

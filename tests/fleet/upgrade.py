@@ -30,10 +30,9 @@ class Site(NamedTuple):
     path: str = "auto"
     keys: bool = False
     by_force: bool = False
-    embedded: bool = False
 
     def __str__(self) -> str:
-        words = [self.transport, self.path, "keys" * self.keys, "embedded directory" * self.embedded]
+        words = [self.transport, self.path, "keys" * self.keys]
         return ", ".join(word for word in (*words, "killed" if self.by_force else "in order") if word)
 
 
