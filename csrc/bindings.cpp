@@ -338,7 +338,7 @@ PYBIND11_MODULE(_native, module) {
              py::arg("enough_nbytes"))
         .def("taken", &pdstage::ControlPort::taken, py::arg("connection"))
         .def("forget", &pdstage::ControlPort::forget, py::arg("connection"))
-        .def("wait", &pdstage::ControlPort::wait, py::arg("timeout_ms"), py::arg("fds"))
+        .def("wait", &pdstage::ControlPort::wait, py::arg("timeout_s"), py::arg("fds"))
         .def("wake", &pdstage::ControlPort::wake)
         .def("disconnect", &pdstage::ControlPort::disconnect)
         .def("look_again", &pdstage::ControlPort::look_again)

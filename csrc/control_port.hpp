@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <ctime>
 #include <deque>
 #include <stdexcept>
 #include <string>
@@ -80,18 +81,19 @@ class ControlPort {
 
     void forget(int connection) { taken_.erase(connection); }
 
-    py::tuple wait(int timeout_ms, const std::vector<int>& fds) {
+    py::tuple wait(double timeout_s, const std::vector<int>& fds) {
         using Clock = std::chrono::steady_clock;
+        using Duration = std::chrono::nanoseconds;
         check_open();
         std::vector<pollfd> watched{{socket_.fd(), POLLIN, 0}, {wake_fd_, POLLIN, 0}};
         for (const int fd : fds) watched.push_back({fd, POLLIN, 0});
-        const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
+        const auto until = Clock::now() + std::chrono::duration_cast<Duration>(
+                                              std::chrono::duration<double>(std::min(timeout_s, kLongest_s)));
         const Waiting waiting(n_waiting_);
         for (;;) {
             bool messages = has_message();
-            const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
-            const int left_ms = messages ? 0 : timeout_ms < 0 ? -1 : static_cast<int>(std::max<std::int64_t>(left, 0));
-            const int n_ready = poll(watched, left_ms);
+            const auto left = messages ? Duration(0) : std::max<Duration>(until - Clock::now(), Duration(0));
+            const int n_ready = poll(watched, left, timeout_s < 0 && !messages);
             if (n_ready < 0 && PyErr_CheckSignals() != 0) throw py::error_already_set();
             if (closed_) return py::make_tuple(false, true, py::tuple());
             if (n_ready < 0) continue;
@@ -104,7 +106,7 @@ class ControlPort {
             py::list ready;
             for (std::size_t i = 0; i < fds.size(); ++i)
                 if (watched[i + 2].revents != 0) ready.append(fds[i]);
-            if (messages || woken || !ready.empty() || left_ms == 0)
+            if (messages || woken || !ready.empty() || n_ready == 0)
                 return py::make_tuple(messages, woken, py::tuple(ready));
         }
     }
@@ -125,6 +127,8 @@ class ControlPort {
     }
 
   private:
+    static constexpr double kLongest_s = 1e6;  // its nanoseconds fit
+
     struct Waiting {
         explicit Waiting(int& n) : n(n) { ++n; }
         ~Waiting() { --n; }
@@ -175,12 +179,15 @@ class ControlPort {
     // ZMTP 3, RFC 23: flags and a length of one byte, or of eight.
     static std::size_t on_the_wire(std::size_t nbytes) { return nbytes + (nbytes > 255 ? 9 : 2); }
 
-    // poll(2), but -1 only for an interrupt.
-    static int poll(std::vector<pollfd>& watched, int timeout_ms) {
+    // ppoll(2), but -1 only for an interrupt.
+    static int poll(std::vector<pollfd>& watched, std::chrono::nanoseconds timeout, bool endless) {
         const auto n = static_cast<nfds_t>(watched.size());
-        if (timeout_ms == 0) return retry([&] { return ::poll(watched.data(), n, 0); });
+        const auto seconds = std::chrono::floor<std::chrono::seconds>(timeout);
+        const timespec longest{static_cast<time_t>(seconds.count()), static_cast<long>((timeout - seconds).count())};
+        if (timeout.count() == 0 && !endless)
+            return retry([&] { return ::ppoll(watched.data(), n, &longest, nullptr); });
         const Unlocked unlocked;
-        return ::poll(watched.data(), n, timeout_ms);
+        return ::ppoll(watched.data(), n, endless ? nullptr : &longest, nullptr);
     }
 
     ZmqSocket socket_;

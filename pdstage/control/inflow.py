@@ -43,8 +43,8 @@ MAX_UNFINISHED_NBYTES = 24 << 20
 """Limit for one connection while no whole message waits. Honest messages stay below it."""
 MAX_HELD_NBYTES = 128 << 20
 """Limit for all connections together, whole messages included: beyond it their senders are faster than this node."""
-LOOK_MS = 50
-_LOOK_AGAIN_MS = 1
+LOOK_S = 0.05
+_LOOK_AGAIN_S = 0.001
 _SERVE_S = 0.005
 _GROWN_NBYTES = 8 << 20
 _SMALL_NBYTES = 1 << 20
@@ -98,12 +98,12 @@ class Inflow:
         """Bytes held by all connections together, at the last check."""
         self._log_limit = LogLimit()
 
-    def pause_ms(self, left_ms: int) -> int:
+    def pause_s(self, left_s: float) -> float:
         """How much of a wait passes before the next `look`; a negative wait has no end."""
-        pause_ms = _LOOK_AGAIN_MS if self._unfinished or self._excess_nbytes else LOOK_MS
-        if not self._open or 0 <= left_ms < pause_ms:
-            return left_ms
-        return pause_ms
+        pause_s = _LOOK_AGAIN_S if self._unfinished or self._excess_nbytes else LOOK_S
+        if not self._open or 0 <= left_s < pause_s:
+            return left_s
+        return pause_s
 
     def serve_sometimes(self, port: Port, now: float) -> None:
         """`serve` for a caller that never waits; most calls only read the clock."""
@@ -142,7 +142,7 @@ class Inflow:
         """
         if now < self._look_at:
             return
-        self._look_at = now + LOOK_MS / 1000
+        self._look_at = now + LOOK_S
         try:
             resident_nbytes = _resident_nbytes()
         except OSError:  # no descriptor is left: check all the same
@@ -167,7 +167,7 @@ class Inflow:
                 unfinished.pop(fd, None)
         self._unfinished, self._excess_nbytes = unfinished, max(0, excess_nbytes)
         if self._unfinished or self._excess_nbytes:
-            self._look_at = now + _LOOK_AGAIN_MS / 1000
+            self._look_at = now + _LOOK_AGAIN_S
         else:
             self._low_nbytes = resident_nbytes
 

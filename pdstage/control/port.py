@@ -7,7 +7,10 @@ delay each call for a switch interval. `ControlPort` does the same through pyzmq
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import select
 import sys
 import threading
 import time
@@ -31,6 +34,17 @@ _SRCFD = int(zmq.SRCFD)
 _SHORT = 255
 """ZMTP 3 (RFC 23): flags and a length precede each frame; the length has one byte up to this size, else eight."""
 _BACKEND = "zmq.backend.cython._zmq"
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class _PollFd(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
 class Port(Protocol):
@@ -58,8 +72,11 @@ class Port(Protocol):
     def forget(self, connection: int) -> None:
         """The descriptor belongs to another connection from now on: its count restarts at zero."""
 
-    def wait(self, timeout_ms: int, fds: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
-        """(a message is there, `wake` was called, which of `fds` are readable); a negative timeout has no end."""
+    def wait(self, timeout_s: float, fds: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
+        """(a message is there, `wake` was called, which of `fds` are readable); a negative timeout has no end.
+
+        Never ends early, and late by what the kernel's timers are (50 us by default, PR_SET_TIMERSLACK of prctl(2)).
+        """
 
     def wake(self) -> None:
         """Ends the current or the next wait."""
@@ -166,16 +183,15 @@ class ControlPort:
     def forget(self, connection: int) -> None:
         self._taken.pop(connection, None)
 
-    def wait(self, timeout_ms: int, fds: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
-        until = time.monotonic() + timeout_ms / 1000
-        watched = [(fd, _POLLIN) for fd in (self._fd, self._wake_fd, *fds)]
+    def wait(self, timeout_s: float, fds: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
+        until = time.monotonic() + timeout_s
         self._n_waiting += 1
         try:
             while True:
                 with self._using:
                     messages = self._has_message()
-                left_ms = max(0, round((until - time.monotonic()) * 1000)) if timeout_ms >= 0 else -1
-                ready = {fd for fd, _ in zmq.zmq_poll(watched, 0 if messages else left_ms)}
+                left_s = 0.0 if messages else max(0.0, until - time.monotonic()) if timeout_s >= 0 else -1.0
+                ready = _poll((self._fd, self._wake_fd, *fds), left_s)
                 woken = self._wake_fd in ready
                 with self._wake_lock:
                     if self._closed:
@@ -187,7 +203,7 @@ class ControlPort:
                     with self._using:
                         messages = self._has_message()
                 readable = tuple(fd for fd in fds if fd in ready)
-                if messages or woken or readable or left_ms == 0:
+                if messages or woken or readable or left_s == 0:
                     return messages, woken, readable
         finally:
             self._n_waiting -= 1
@@ -216,3 +232,13 @@ class ControlPort:
 
     def _is_readable(self) -> bool:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+
+def _poll(fds: Sequence[int], timeout_s: float) -> set[int]:
+    """Those of `fds` that are readable: ppoll(2), since what Python and pyzmq have counts in milliseconds."""
+    watched = (_PollFd * len(fds))(*(_PollFd(fd, select.POLLIN, 0) for fd in fds))
+    longest = None if timeout_s < 0 else ctypes.byref(_Timespec(int(timeout_s), int(timeout_s % 1 * 1e9)))
+    n_ready = _LIBC.ppoll(watched, ctypes.c_ulong(len(fds)), longest, None)
+    if n_ready < 0 and (number := ctypes.get_errno()) != errno.EINTR:
+        raise OSError(number, os.strerror(number))
+    return {one.fd for one in watched if one.revents} if n_ready > 0 else set()

@@ -353,17 +353,16 @@ class ControlSocket:
     def wait(self, timeout_s: float | None, extra_fds: Sequence[int] = ()) -> Ready:
         """Waits until a message is there, `wake` was called, one of `extra_fds` is readable, or `timeout_s` is over.
 
-        `timeout_s` is rounded up to a millisecond; None waits without limit, 0 only checks. `messages` stays true while
-        any is left. One wake-up is reported for all calls of `wake` before it. A refusal counts as a wake-up.
+        None waits without limit, 0 only checks. `messages` stays true while any is left. One wake-up is reported for
+        all calls of `wake` before it. A refusal counts as a wake-up.
         """
-        timeout_ms = -1 if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)
         now = time.monotonic()
-        until = now + timeout_ms / 1000
+        until = math.inf if timeout_s is None else now + max(0.0, timeout_s)
         inflow, guard = self._inflow, self._guard
         while True:
-            left_ms = max(0, math.ceil((until - now) * 1000)) if timeout_ms >= 0 else -1
-            pause_ms = 0 if guard is not None and guard.refusals else inflow.pause_ms(left_ms)
-            messages, woken, fds = self._port.wait(pause_ms, (*extra_fds, *inflow.fds))
+            left_s = -1.0 if timeout_s is None else max(0.0, until - now)
+            pause_s = 0.0 if guard is not None and guard.refusals else inflow.pause_s(left_s)
+            messages, woken, fds = self._port.wait(pause_s, (*extra_fds, *inflow.fds))
             now = time.monotonic()
             if fds and not inflow.fds.isdisjoint(fds):
                 inflow.serve(self._port)
@@ -371,7 +370,7 @@ class ControlSocket:
             if not messages:
                 inflow.look(self._port, now, drained=True)
             woken = woken or (guard is not None and bool(guard.refusals))
-            if messages or woken or fds or left_ms == 0:
+            if messages or woken or fds or now >= until:
                 return Ready(messages, woken, fds)
 
     def take_refusals(self) -> list[tuple[bytes, PeerError]]:

@@ -166,7 +166,7 @@ def run_message(data: bytes) -> None:
             heard += [frames for _, frames in messages]
             n_malformed += bad
             if not messages:
-                port.wait(1000, ())
+                port.wait(1.0, ())
         whole = [frames for frames in sent if len(frames) <= _MAX_FRAMES]
         assert heard == [*whole, [_END]]
         assert n_malformed == len(sent) - len(whole)

@@ -1,0 +1,118 @@
+"""How exact a node's sleeps are: what it asked for beside what it got, and how late it notices that a copy ended.
+
+`python -m tests.manager.test_waits` prints the medians. The tests compare them with a bare sleep of the same run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import ExitStack, nullcontext
+from statistics import median
+
+import numpy as np
+import pytest
+
+from pdstage import State, native
+from pdstage.control.zmq import ControlSocket
+from tests.manager.conftest import Site
+from tests.manager.engine import Rank
+
+SHORT_S = 100e-6
+COPIES_S = np.linspace(200e-6, 2e-3, 9)
+N_WAITS, N_ROOMS = 100, 20
+TOKENS = 4
+
+
+class Late:
+    """A device whose streams' copies take `COPIES_S` in turn; `noticed_s` is how long after its end each was seen."""
+
+    flushes = False
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._over_at: dict[int, float] = {}
+        self._lengths_s = itertools.cycle(COPIES_S)
+        self.noticed_s: list[float] = []
+
+    def current(self):
+        return nullcontext()
+
+    def new_stream(self) -> int:
+        return next(self._numbers)
+
+    event = new_stream
+
+    def reserve(self) -> None:
+        """Host plans need nothing."""
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return np.zeros(nbytes, np.uint8)
+
+    def record(self, event: int, stream: int) -> None:
+        self._over_at[event] = time.perf_counter() + next(self._lengths_s)
+
+    def done(self, event: int) -> bool:
+        late_s = time.perf_counter() - self._over_at[event]
+        if late_s >= 0:
+            self.noticed_s.append(late_s)
+        return late_s >= 0
+
+
+def waits(take) -> tuple[float, float]:
+    """Medians of what `take(SHORT_S)` and a bare sleep of as long take, in turn."""
+    both: tuple[list[float], list[float]] = ([], [])
+    for _ in range(N_WAITS):
+        for took, wait in zip(both, (take, time.sleep), strict=True):
+            began = time.perf_counter()
+            wait(SHORT_S)
+            took.append(time.perf_counter() - began)
+    return median(both[0]), median(both[1])
+
+
+def notices(site: Site) -> tuple[float, float]:
+    """Medians: how long after a copy's end its node notices it; and a bare sleep of `SHORT_S`."""
+    runtime, bare = Late(), []
+    src, dst = Rank(), Rank()
+    src.pool.runtime = dst.pool.runtime = lambda: runtime
+    options = {"path": "staged", "progress": "thread", "journal": None}
+    p, d = site.prefill(src, **options), site.decode(dst, **options)
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+    for room in range(N_ROOMS):
+        receiver, sender = d.receive(room, site.address), p.send(room)
+        receiver.bind(into, TOKENS)
+        sender.chunk(pages, (0, TOKENS))
+        sender.finish()
+        while not (receiver.released and sender.released):
+            began = time.perf_counter()
+            time.sleep(SHORT_S)
+            bare.append(time.perf_counter() - began)
+        assert receiver.state is State.SUCCESS
+    assert len(runtime.noticed_s) == 2 * N_ROOMS
+    return median(runtime.noticed_s), median(bare)
+
+
+@pytest.mark.parametrize("ext", [native.ext, None], ids=["c++", "pyzmq"])
+def test_a_short_wait_is_as_short_as_a_bare_sleep(monkeypatch, ext):
+    monkeypatch.setattr(native, "ext", ext)
+    with ControlSocket(identity=b"waits") as socket:
+        took_s, bare_s = waits(socket.wait)
+    assert took_s < 4 * bare_s
+
+
+def test_the_end_of_a_copy_is_noticed_soon(site):
+    noticed_s, bare_s = notices(site)
+    assert noticed_s < 6 * bare_s
+
+
+def main() -> None:
+    with ControlSocket(identity=b"waits") as socket:
+        took_s, bare_s = waits(socket.wait)
+    print(f"a wait of {SHORT_S * 1e6:.0f} us takes {took_s * 1e6:.0f} us, a bare sleep {bare_s * 1e6:.0f}")
+    with ExitStack() as stack:
+        noticed_s, bare_s = notices(Site(stack))
+    print(f"a thread notices a copy's end after {noticed_s * 1e6:.0f} us, a bare sleep takes {bare_s * 1e6:.0f}")
+
+
+if __name__ == "__main__":
+    main()
