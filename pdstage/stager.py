@@ -443,10 +443,7 @@ class Stager:
     ) -> list[Copied]:
         """Calls `copy(stream, sum_ptr)`, here or on the other thread. Returns [] if `poll` reports its end."""
         if self._stream is not None:
-            try:
-                self._stream.start(tickets, copy, checksum)
-            except UsageError as error:
-                return Copied.each(tickets, error)
+            self._stream.start(tickets, copy, checksum)
             return []
 
         def run() -> list[Copied]:
@@ -534,6 +531,7 @@ class _Running(NamedTuple):
     total: NDArray[np.uint64]
     sum_ptr: int
     began_at: float = 0.0
+    error: PdstageError | None = None
 
 
 class _Stream:
@@ -551,18 +549,19 @@ class _Stream:
         return bool(self._running)
 
     def start(self, tickets: tuple[int, ...], copy: Callable[[int, int], None], checksum: bool) -> None:
-        """Launches `copy(stream, sum_ptr)`. Raises its `UsageError`; then nothing is in the stream."""
+        """Launches `copy(stream, sum_ptr)`. Its `UsageError` is reported once the stream is past what it launched: a
+        copy of several parts may be refused at a later one.
+        """
         if not self._spare:
             self._spare = self._more()
         spare = self._spare.pop()
-        spare.total[0], began_at = 0, self._clock()
+        spare.total[0], began_at, refused = 0, self._clock(), None
         try:
             copy(self._stream, spare.sum_ptr if checksum else 0)
-        except UsageError:
-            self._spare.append(spare)
-            raise
+        except UsageError as error:
+            refused = error
         self._runtime.record(spare.event, self._stream)
-        self._running.append(spare._replace(tickets=tickets, began_at=began_at))
+        self._running.append(spare._replace(tickets=tickets, began_at=began_at, error=refused))
 
     def reserve(self) -> None:
         self._runtime.reserve()
@@ -578,5 +577,5 @@ class _Stream:
         while self._running and self._runtime.done(self._running[0].event):
             one = self._running.popleft()
             self._spare.append(one)
-            ended += Copied.each(one.tickets, None, int(one.total[0]), one.began_at, self._clock())
+            ended += Copied.each(one.tickets, one.error, int(one.total[0]), one.began_at, self._clock())
         return ended

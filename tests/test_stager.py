@@ -102,9 +102,31 @@ def test_a_copy_that_cannot_be_launched_is_an_error_of_its_ticket(pool):
     device = Device()
     stager = Stager(pool, runtime=device)
     stager.gather(1, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 9, 2), dst=Region(0x1000, 256))
+    device.over = set(device.recorded)
     (copied,) = stager.poll()
     assert copied.ticket == 1 and isinstance(copied.error, UsageError) and "item 9" in str(copied.error)
-    assert not device.recorded
+
+
+def test_a_copy_refused_at_its_second_part_ends_after_its_first():
+    """I2, I8: until then a kernel of the first may still read the pages, or write them."""
+    held = [hold([Stored(Logical(width=16), n_items=n, rows_per_item=2)]) for n in (4, 3)]
+    parts = [Pool.of(one.layout, keep=one) for one in held]
+    device, launched = Device(), []
+    stager = Stager(parts[0], runtime=device)
+
+    def both(stream, sum_ptr):
+        for part in parts:
+            selected = [(view.key, 0, view.shards) for view in part.layout.views()]
+            part.plan(selected).gather(staging.ctypes.data, 256, items(0, 3, 1), {"kv": (0, TOKENS)}, stream=stream)
+            launched.append(part)
+
+    staging = np.zeros(256, np.uint8)
+    assert stager._begin((1,), both, 256, checksum=False) == []
+    assert launched == parts[:1]
+    assert stager.poll() == [], "its first part runs"
+    device.over = set(device.recorded)
+    (copied,) = stager.poll()
+    assert isinstance(copied.error, UsageError) and "3" in str(copied.error)
 
 
 def several(n):
@@ -144,11 +166,11 @@ def test_where_one_launch_fails_each_of_its_tickets_does(pool):
         _, regions = several(3)
         (ticket, dst), *others = regions.items()
         stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **({"order": TOKEN_MAJOR} | wrong))
+        device.over = set(device.recorded)
         ended = stager.poll()
         assert [copied.ticket for copied in ended] == list(regions)
         assert len({str(copied.error) for copied in ended}) == 1
         assert all(isinstance(copied.error, UsageError) for copied in ended)
-    assert not device.recorded
 
 
 def test_in_host_memory_several_destinations_are_gathers_of_their_own(pool):

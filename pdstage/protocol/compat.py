@@ -219,17 +219,20 @@ def check_shares(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> None:
 
 
 def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:
-    """Raises `PeerError` unless the item numbers exist in `layout` and cover what is asked."""
+    """Raises `PeerError` unless the item numbers exist in `layout`, each once, and cover what is asked."""
     component = next((c for c in layout.components if c.name == items.component), None)
     if component is None or len(items.data) % 4:
         raise PeerError(f"Open gives {len(items.data)} bytes of items of {items.component!r}", remedy="check the peer")
     numbers = np.frombuffer(items.data, _ITEM)
-    # Of a few numbers plain Python finds the extremes several times faster than numpy's calls.
-    held = numbers.tolist() if len(numbers) <= _FEW else [int(numbers.min()), int(numbers.max())]
-    if held and not 0 <= min(held) <= max(held) < component.n_items:
+    # Of a few numbers plain Python finds these several times faster than numpy's calls.
+    few = len(numbers) <= _FEW
+    ordered = sorted(numbers.tolist()) if few else np.sort(numbers)
+    if len(ordered) and not 0 <= ordered[0] <= ordered[-1] < component.n_items:
         raise PeerError(
             f"Open gives items of {items.component!r} past its {component.n_items}", remedy="check the peer"
         )
+    if len(set(ordered)) < len(ordered) if few else np.any(np.equal(ordered[1:], ordered[:-1])):
+        raise PeerError(f"Open gives an item of {items.component!r} twice", remedy="check the peer")
     # The tokens asked for, by the numbers that the destination's own tokens have.
     own = CommonTokens.of(component.owned)
     first, end = (own.count(asked.start), own.count(asked.stop)) if asked is not None else (0, 0)

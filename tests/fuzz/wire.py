@@ -154,7 +154,9 @@ def _use_items(items: tuple[m.Items, ...], asked: tuple[m.Asked, ...]) -> None:
             check_items(own_layout(), one, by_name.get(one.component))
         except PeerError:
             continue
-        assert all(0 <= number < 16 for number in np.frombuffer(one.data, "<i4").tolist())
+        numbers = np.frombuffer(one.data, "<i4").tolist()
+        assert all(0 <= number < 16 for number in numbers)
+        assert len(set(numbers)) == len(numbers)
 
 
 # Tags.

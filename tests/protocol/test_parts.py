@@ -263,6 +263,19 @@ def test_items_of_an_open_are_of_the_destinations_own_tokens(n_items, first, fit
             check_items(layout, items, m.Asked("kv", 0, 15))
 
 
+@pytest.mark.parametrize("n_items", [3, 400])
+def test_an_open_names_no_item_twice(n_items):
+    """Two of its tokens would be written to one place."""
+    memory = Memory(pool_nbytes(heads=1, tp=1, rank=0, layers=(0, 1), n_pages=n_items))
+    layout = make_layout(memory, heads=1, tp=1, rank=0, layers=(0, 1), n_pages=n_items)
+    numbers = np.random.default_rng(0).permutation(n_items).astype(np.int32)
+    asked = m.Asked("kv", 0, n_items)
+    check_items(layout, m.Items("kv", 0, memoryview(numbers).cast("B")), asked)
+    numbers[-1] = numbers[0]
+    with pytest.raises(PeerError, match="Open gives an item of 'kv' twice"):
+        check_items(layout, m.Items("kv", 0, memoryview(numbers).cast("B")), asked)
+
+
 def test_a_lost_reserve_is_no_reason_to_wait_for_others():
     """I4, I5: loss between one writer and the destination costs time only."""
     world = Parts((2, 16), (1, 0), 1, 1, 40)
