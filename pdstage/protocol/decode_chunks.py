@@ -168,12 +168,17 @@ class ChunkReceiver:
         self._rooms.open_answered(writer)
         if room.on(RoomEvent.MOVED):
             self.endpoint.emit(Changed(room))
-        self.endpoint.timers.cancel(("wait", room))
         if fresh:
-            self.endpoint.timers.set(("transfer", room), now + self.endpoint.config.transfer_s)
+            self.endpoint.timers.cancel(("transfer", room))
+        self._begun(room, now)
         if writer.closing is not None:
             self.on_close_ok(writer.session, writer.closing, now)
         self._rooms.maybe_complete(room, now)
+
+    def _begun(self, room: DecodeRoom, now: float) -> None:
+        """Its first chunk has come, or was written and its tag may be lost."""
+        self.endpoint.timers.cancel(("wait", room))
+        self.endpoint.timers.set_default(("transfer", room), now + self.endpoint.config.transfer_s)
 
     # Copied out.
 
@@ -216,6 +221,7 @@ class ChunkReceiver:
             for lease in self._leases.of(session, close.epoch):
                 lease.said_written = (lease.lane, lease.cursor) in written
             if any(w.chunk not in writer.arrived for w in close.written):
+                self._begun(room, now)
                 return
             shortfall = self._shortfall(writer, close)
             if shortfall:

@@ -271,7 +271,7 @@ MUTANTS = [
         "Close that overtakes a tag frees delivered data",
         "7 Close, I5",
         "on_close_ok",
-        "            if any(w.chunk not in writer.arrived for w in close.written):\n                return\n",
+        "            if any(w.chunk not in writer.arrived for w in close.written):\n                self._begun(room, now)\n                return\n",
         "",
     ),
     Mutant(
