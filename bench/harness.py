@@ -142,20 +142,19 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" if files were changed. Without git or its folder, PDSTAGE_COMMIT's value."""
+    """PDSTAGE_COMMIT, else the checkout's commit, with "+" if files were changed; None if neither is there."""
     git, configured = shutil.which("git"), environment.COMMIT.read()
-    if git is None:
+    if git is None or configured:
         return configured
+    root = Path(__file__).resolve().parents[1]
 
-    def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [git, "-C", str(Path(__file__).resolve().parent), *arguments], capture_output=True, text=True, check=False
-        )
+    def ask(*arguments: str) -> str:
+        done = subprocess.run([git, "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
 
-    head = ask("rev-parse", "--short=12", "HEAD")
-    if head.returncode:
-        return configured
-    return head.stdout.strip() + ("+" if ask("status", "--porcelain").stdout.strip() else "")
+    if ask("rev-parse", "--show-toplevel") != str(root):  # the tree is a copy, maybe inside another repository
+        return None
+    return ask("rev-parse", "--short=12", "HEAD") + ("+" if ask("status", "--porcelain") else "")
 
 
 def run_named(name: str, quick: bool = False, **options: object) -> dict[str, Any]:

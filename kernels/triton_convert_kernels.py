@@ -68,9 +68,8 @@ def _from_e4m3(code):
     magnitude = code & 0x7F
     normal = (magnitude << 20) + (120 << 23)
     subnormal = _bits(magnitude.to(tl.float32) * 0.001953125)
-    bits = tl.where(magnitude < 8, subnormal, normal)
-    value = _float(tl.where(magnitude == 0x7F, QUIET_NAN, bits))
-    return tl.where((code & 0x80) != 0, -value, value)
+    bits = tl.where(magnitude == 0x7F, QUIET_NAN, tl.where(magnitude < 8, subnormal, normal))
+    return _float(bits | ((code & 0x80) << 24))  # Triton's -value is 0 - value, which has no negative zero
 
 
 @triton.jit

@@ -106,8 +106,8 @@ CACHE_DIR = Variable(
     "the first copy by the CUDA kernels",
 )  # fmt: skip
 COMMIT = Variable(
-    "PDSTAGE_COMMIT", str, "a commit", "unknown where there is no git",
-    "The commit that benchmark results name where the tree has no git folder.",
+    "PDSTAGE_COMMIT", str, "a commit", "the checkout's own; unknown where the tree is a copy of one",
+    "The commit that benchmark results name.",
     "`pdstage bench`, `make gpu`",
 )  # fmt: skip
 ETCD_PASSWORD = Variable(

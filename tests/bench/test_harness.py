@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -53,12 +54,21 @@ def test_a_report_names_its_machine_and_its_rows(tmp_path, capsys):
         assert row["name"] in printed
 
 
-def test_a_copy_without_git_names_the_commit_it_was_told(monkeypatch):
-    monkeypatch.setattr(harness.shutil, "which", lambda name: None)
+def test_the_commit_is_the_one_it_was_told_or_of_this_very_checkout(monkeypatch, tmp_path):
     monkeypatch.delenv("PDSTAGE_COMMIT", raising=False)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a", "-C", tmp_path]
+    for what in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "a"]):
+        subprocess.run([*git, *what], check=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness, "__file__", str(tmp_path / "copy" / "bench" / "harness.py"))
+        assert harness.commit() is None, "the repository around a copy is another"
+        patch.setattr(harness, "__file__", str(tmp_path / "bench" / "harness.py"))
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+        assert head.startswith(harness.commit())
+        patch.setenv("PDSTAGE_COMMIT", "abc")
+        assert harness.commit() == "abc"
+    monkeypatch.setattr(harness.shutil, "which", lambda name: None)
     assert harness.commit() is None
-    monkeypatch.setenv("PDSTAGE_COMMIT", "abc")
-    assert harness.commit() == "abc"
 
 
 def test_an_unknown_bench_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import re
@@ -45,6 +46,16 @@ def test_everything_in_the_interpreter(suite, request):
         env=os.environ | {"TRITON_INTERPRET": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", [triton_convert_kernels, triton_kernels, triton_sum_kernels])
+def test_no_kernel_negates_a_number(module):
+    """Triton's -x is 0 - x: on a GPU it has no negative zero. A sign is set by its bit."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    negated = (
+        node.operand for node in ast.walk(tree) if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+    )
+    assert [ast.unparse(one) for one in negated if not isinstance(one, ast.Constant)] == []
 
 
 SIDES = {GATHER: 1, SCATTER: 1, COPY: 2}
