@@ -33,6 +33,13 @@ def integer(what: str, value: object, low: int = 0, high: int = MAX_INTEGER) -> 
     return number
 
 
+def quotient(what: str, value: int, by: int) -> int:
+    """`value / by`, which must be whole."""
+    if by < 1 or value % by:
+        raise _wrong(what, value, f"give a multiple of {by}")
+    return value // by
+
+
 def number(what: str, value: object, *, above: float = -math.inf) -> float:
     """A finite number greater than `above`."""
     wanted = "give a finite number" + (f" above {above:g}" if above > -math.inf else "")

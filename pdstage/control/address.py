@@ -31,6 +31,12 @@ class Address(NamedTuple):
     port: int
     key: bytes = b""
 
+    @staticmethod
+    def joined(host: str, port: int) -> str:
+        """`host:port` of what an engine or a router gave apart: `host` with or without brackets, maybe `KEY@host`."""
+        key, at, bare = host.rpartition("@")
+        return f"{key}{at}{Address(bare.strip('[]'), port)}"
+
     @classmethod
     def parse(cls, text: str, scheme: str, *, listening: bool = False) -> Address:
         """Reads `scheme://key@host:port`; scheme and key are optional.

@@ -219,8 +219,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         if self.dist_init_addr:
             hosts.append(NetworkAddress.parse(self.dist_init_addr).resolved().host)
         if not all(Address(host, 0).is_loopback for host in hosts):
-            return str(NetworkAddress(self.local_ip, 0).to_tcp())
-        return str(NetworkAddress("::1" if self.bootstrap_host == "::1" else "127.0.0.1", 0).to_tcp())
+            return f"tcp://{Address.joined(self.local_ip, 0)}"
+        return f"tcp://{Address('::1' if self.bootstrap_host == '::1' else '127.0.0.1', 0)}"
 
     def _bootstrap_address(self) -> str:
         """Where the base class's `register_to_bootstrap` registers: SGLang's server, which speaks plain HTTP."""
@@ -228,7 +228,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             host = NetworkAddress.parse(self.dist_init_addr).resolved().host
         else:
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bootstrap_host, self.bootstrap_host)
-        return PLAIN + str(NetworkAddress(host, self.bootstrap_port).to_host_port_str())
+        return PLAIN + Address.joined(host, self.bootstrap_port)
 
     # Memory of failed rooms, which SGLang's decode scheduler keeps until `is_abort_release_safe`. Another thread of
     # SGLang's asks prefill to compute a retracted request again. If that fails, it aborts the request.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 
+from pdstage.arguments import quotient
 from pdstage.errors import UsageError
 from pdstage.integrations.sglang.pools import Pools, inner, layer_ids
 from pdstage.kernels import Pool
@@ -57,9 +58,7 @@ def _caches(args: KVArgs, place: Topology, is_mla: bool, total_heads: int, where
     roles, pools = {}, Pools.of(args)
     for prefix, low, high in (("", 0, n_target), ("draft_", n_target, len(args.kv_data_ptrs))):
         n_roles = 1 if replicated else 2
-        if (high - low) % n_roles:
-            raise UsageError(f"{high - low} KV buffers are not K and V of each layer", remedy="use another backend")
-        each = (high - low) // n_roles
+        each = quotient("the number of KV buffers, K and V of each layer,", high - low, n_roles)
         for i, role in enumerate(("latent",) if replicated else ("k", "v")):
             held = slice(low + i * each, low + (i + 1) * each)
             numbers = layer_ids(pools.kv, each) if pools is not None and not prefix else None
@@ -85,7 +84,7 @@ def _append_state(states: StateComponents, args: KVArgs, number: int, place: Top
     ptrs, lens, items = args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
     layers, pools = args.state_layer_ids[number], Pools.of(args)
     if kind is StateType.SWA and args.swa_kv_cache_layout == "nhd":
-        each = len(ptrs) // 2
+        each = quotient("the number of buffers with a window, K and V of each layer,", len(ptrs), 2)
         numbers = layer_ids(pools.kv, each, window=True) if pools is not None else None
         layers = layers or [*(numbers or range(each))] * 2
         roles = {

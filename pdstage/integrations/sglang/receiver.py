@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from pdstage import State
+from pdstage.arguments import quotient
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import PdstageError
 from pdstage.integrations.sglang.memory import cache_items, state_items
@@ -68,9 +69,9 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         if self._room is None:
             return
         args, self._aux_index = self.kv_mgr.kv_args, aux_index
-        first = (decode_prefix_len or 0) // args.page_size
-        items = cache_items(kv_indices, first, args.page_size)
         try:
+            first = quotient("decode_prefix_len", decode_prefix_len or 0, args.page_size)
+            items = cache_items(kv_indices, first, args.page_size)
             states = state_items(args, state_indices, first + len(kv_indices))
             self._room.bind(items | states, after=self.kv_mgr.launched())
         except PdstageError as error:

@@ -83,7 +83,7 @@ def _plan(layers: Layers, page_size: int, head_start: int, n_heads: int) -> tupl
             f"heads [{head_start}, {head_start + n_heads}) of a pool with {layers.n_heads}",
             remedy="start prefill and decode with one model and TP sizes that divide each other",
         )
-    shape = (layers.n_slots // page_size, page_size, layers.n_heads, layers.width)
+    shape = (layers.n_slots // page_size, page_size, layers.n_heads, layers.width)  # nobody names a part of a page
     row = layers.n_heads * layers.width
     strides = (page_size * row, row, layers.width, 1)
     geometry = tuple(Geometry(pointer, layers.device, shape, strides) for pointer in layers.pointers)

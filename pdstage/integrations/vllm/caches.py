@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from pdstage.arguments import quotient
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.backends import Backend, Pages, Unknown
 from pdstage.integrations.vllm.groups import Group, groups_of
@@ -75,6 +77,11 @@ class Caches:
         paged: dict[str, list[torch.Tensor]] = {}
         numbers: dict[str, int] = {}
         groups: list[Group] = []
+        n_blocks = {
+            name: kv_cache_config.num_blocks_of(tensor)
+            for tensor in kv_cache_config.kv_cache_tensors
+            for name in tensor.layers
+        }
         for group in groups_of(kv_cache_config, topology.cp_size):
             given = kv_cache_config.kv_cache_groups[group.index]
             if kv_caches.keys().isdisjoint(given.layer_names):
@@ -86,11 +93,18 @@ class Caches:
                     continue  # a layer of another pipeline stage, or one that reads an earlier layer's cache
                 seen.add(kv_caches[name].data_ptr())
                 cache, spec = kv_caches[name], _spec_of(given.kv_cache_spec, name)
+                n = _pages_per_block(name, cache, spec, n_blocks.get(name, 0))
+                if n_pages.setdefault(group.component, n) != n:
+                    raise UsageError(
+                        f"layer {name!r} has {n} pages in a block, other layers of its group "
+                        f"{n_pages[group.component]}",
+                        remedy="use one attention backend, and one cache dtype, for all layers of a kind",
+                        layer=name,
+                    )
                 if isinstance(spec, MambaSpec):
                     naming: Naming = {"component": group.component, "layers": (_number(name),)}
                     made = state_parts(cache, spec, tp, n_groups, naming)
                 else:
-                    _check_pages(group, name, cache, kv_cache_config.num_blocks, n_pages)
                     encoding = _format(cache, spec, config.cache_config.cache_dtype)
                     heads = _total_heads(spec, n_heads, tp)
                     _check_known(name, cache, spec, layers.get(name))
@@ -115,12 +129,12 @@ class Caches:
 
     def pages(self, component: str, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """The pages of vLLM's `blocks`: a block is several pages if a kernel wants smaller ones."""
-        held, n = np.array(blocks, np.int64), self.n_pages.get(component, 1)
+        held, n = np.array(blocks, np.int64), self.n_pages[component]
         return held if n == 1 else (held[:, None] * n + np.arange(n)).reshape(-1)
 
     def nbytes(self, component: str, n_blocks: int) -> int:
         """Bytes of that many vLLM blocks in every layer of the component."""
-        return sum(cache[0].nbytes for cache in self.paged[component]) * n_blocks * self.n_pages.get(component, 1)
+        return sum(cache[0].nbytes for cache in self.paged[component]) * n_blocks * self.n_pages[component]
 
     def clear(self, component: str, blocks: Sequence[int]) -> None:
         """Zeroes vLLM's `blocks` in every layer of the component."""
@@ -129,15 +143,24 @@ class Caches:
                 cache[int(page)].zero_()
 
 
-def _check_pages(group: Group, name: str, cache: torch.Tensor, n_blocks: int, n_pages: dict[str, int]) -> None:
-    ratio = cache.shape[0] // n_blocks
-    if cache.ndim != 4 or ratio < 1 or n_pages.setdefault(group.component, ratio) != ratio:
+def _pages_per_block(name: str, cache: torch.Tensor, spec: KVCacheSpec, n_blocks: int) -> int:
+    """How many of the cache's pages are one of vLLM's blocks: one, or several if a kernel wants smaller ones.
+
+    There may be more pages than the `n_blocks` blocks, such as memory that is only reserved. Raises `UsageError` for
+    fewer, and for pages that do not divide a block.
+    """
+    n = Fraction(0)
+    if cache.ndim == 4:
+        n = Fraction(1) if isinstance(spec, MambaSpec) else Fraction(spec.block_size) / cache.shape[2]
+        n /= spec.tokens_per_state if isinstance(spec, AttentionSpec) else 1
+    if n < 1 or n.denominator > 1 or not 0 < n_blocks * n <= cache.shape[0]:
         raise UsageError(
-            f"the cache of layer {name!r} has shape {list(cache.shape)}, not [blocks, heads, block_size, content] with "
-            f"as many blocks as the other layers of its group",
+            f"the cache of layer {name!r} has shape {list(cache.shape)}, not [pages, heads, rows, content] with whole "
+            f"pages for {n_blocks} blocks of {spec.block_size} tokens",
             remedy="this is vLLM's layout of 0.33: use the pdstage release for your vLLM",
             layer=name,
         )
+    return int(n)
 
 
 def _check_known(name: str, cache: torch.Tensor, spec: AttentionSpec, layer: object) -> None:
@@ -180,7 +203,7 @@ def _attention(
         return mla([cache[:, 0]], tokens_per_row=per_row, **naming)
     content = cache.shape[3] * cache.element_size()
     dense = spec.state_content_bytes is None
-    key_nbytes = spec.head_size * cache.element_size() if dense else content // 2
+    key_nbytes = spec.head_size * cache.element_size() if dense else quotient("the length of a packed row", content, 2)
     return vllm_blocks([cache], total_heads=heads, tp=tp, key_nbytes=key_nbytes, **naming)
 
 

@@ -78,8 +78,8 @@ class SchedulerSide:
     def serve(self, handshakes: Mapping[tuple[int, int], PdStageHandshake]) -> None:
         """Serves the adverts of all workers, by (pp rank, tp rank). Called again after they registered anew.
 
-        Data-parallel replicas share the first one's directory, if it has a port that they know: it is what a router is
-        told. With `keys`, by which no router can read it, each has a directory of its own.
+        Data-parallel replicas behind one API server share the first one's directory, if it has a port that they know:
+        it is what a router is told. With `keys`, by which no router can read it, each has a directory of its own.
         """
         number = self._settings.replica.number
         adverts = [
@@ -98,7 +98,7 @@ class SchedulerSide:
             self._first.publish(self._address, lambda: adverts, eventually=True)
             return
         if self._server is None:
-            where = Address(self._settings.host, port and port + (self._settings.replica.index if first_at else 0))
+            where = Address(self._settings.host, port and port + self._settings.replica.port_offset)
             self._server = BootstrapServer(str(where), **exposure).start()
             self._address = self._server.address
             log.info("decode engines find this one at %s", self._address)
@@ -363,4 +363,4 @@ def _remote(params: Mapping[str, Any]) -> Remote | None:
     if not (room and engine and host and port):
         log.warning("kv_transfer_params %s name no request of a prefill engine: it is computed here", dict(params))
         return None
-    return Remote(room, f"{host}:{port}", engine)
+    return Remote(room, Address.joined(str(host), port), engine)

@@ -54,22 +54,26 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A data-parallel replica of vLLM, which is an engine of its own. `index` is its number among all, `number` among
-    those behind one API server, and `first_at` the host of the first of these; "" if it is the first.
+    """A data-parallel replica of vLLM, which is an engine of its own. `number` is its number among those behind one API
+    server, and `first_at` the host of the first of these; "" if it is the first. A directory of its own is at the
+    configured port plus `port_offset`.
     """
 
-    index: int
     number: int
     first_at: str
+    port_offset: int
 
     @staticmethod
     def of(parallel: ParallelConfig, host: str) -> Replica:
         index = parallel.data_parallel_index
+        if parallel.data_parallel_external_lb:
+            # Each has an API server, on whatever host, and local rank 0. vLLM's NixlConnector numbers its ports alike.
+            return Replica(0, "", index)
         if parallel.local_engines_only:  # an API server on each host, in front of that host's replicas
             number = parallel.data_parallel_rank_local or 0
-            return Replica(index, number, host if number else "")
+            return Replica(number, host if number else "", number)
         master = parallel.data_parallel_master_ip
-        return Replica(index, index, (host if master == "127.0.0.1" else master) if index else "")
+        return Replica(index, (host if master == "127.0.0.1" else master) if index else "", index)
 
 
 @dataclass(frozen=True, slots=True)

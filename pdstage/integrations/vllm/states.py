@@ -12,6 +12,7 @@ import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from pdstage.arguments import quotient
 from pdstage.tensors import Section, mamba_conv, mamba_ssm, slot_states
 
 if TYPE_CHECKING:
@@ -56,9 +57,7 @@ def _apart(cache: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor]:
     """The states in each block, in memory order."""
     nbytes = spec.real_page_size_bytes
     whole = cache.view(torch.int8)
-    stride = whole.stride(0) if cache.ndim > 1 else spec.page_size_bytes
-    n_blocks = whole.shape[0] if cache.ndim > 1 else whole.shape[0] // stride
-    pages = whole.as_strided((n_blocks, nbytes), (stride, 1))
+    pages = whole.as_strided((whole.shape[0], nbytes), (whole.stride(0), 1))
     found, at = [], 0
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
         size = math.prod(shape) * dtype.itemsize
@@ -86,11 +85,11 @@ def _sections(spec: MambaSpec, tp_size: int, n_groups: int | None) -> Sequence[S
             x = Section("x", heads, spec.shapes[1][1])
             if n_groups is not None:
                 return [x, *(Section(name, n_groups, spec.shapes[1][2]) for name in "bc")]
-            other = (held - heads * spec.shapes[1][1]) // 2
+            other = quotient("the channels of B and C in a conv state", held - heads * spec.shapes[1][1], 2)
             return [x, _cut("b", other), _cut("c", other)]
         case _KINDS.GDN_ATTN:
             inner = heads * spec.shapes[1][1]
-            other = (held - inner) // 2
+            other = quotient("the channels of Q and K in a conv state", held - inner, 2)
             return [_cut("q", other), _cut("k", other), Section("v", heads, spec.shapes[1][1])]
     return None
 

@@ -22,6 +22,7 @@ from vllm.distributed.parallel_state import (
 )
 
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
+from pdstage.arguments import quotient
 from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
 from pdstage.integrations.task_thread import TaskThread
 from pdstage.integrations.vllm.caches import Caches
@@ -422,8 +423,9 @@ def topology_of(parallel: ParallelConfig) -> Topology:
         parallel.pipeline_parallel_size,
     )
     at = parallel.rank % tp_size * pcp_size + _pcp_rank(parallel)
+    n_groups = quotient("tensor times prefill context parallel size", tp_size * pcp_size, cp_size)
     return Topology(
-        tp_size=tp_size * pcp_size // cp_size, tp_rank=at // cp_size, cp_size=cp_size, cp_rank=at % cp_size,
+        tp_size=n_groups, tp_rank=at // cp_size, cp_size=cp_size, cp_rank=at % cp_size,
         pp_size=pp_size, pp_rank=parallel.rank // (tp_size * pcp_size) % pp_size,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.tools.watch.exporter import collector_of, register
 
@@ -50,7 +51,7 @@ class Endpoint:
         self._server = _bind(host, port, n_ports)
         self._server.set_app(self._answer)
         bound = self._server.server_address[1]
-        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        self.address = str(Address(host, int(bound)))
         """HOST:PORT, as `pdstage top` takes it."""
         self.port = int(bound)
         self._thread = threading.Thread(
@@ -127,9 +128,8 @@ def _bind(host: str, port: int, n_ports: int) -> _Server:
             return family((host, one), _Handler)  # type: ignore[no-any-return]
         except (OSError, OverflowError) as error:
             if one + 1 == port + n_ports or getattr(error, "errno", None) != errno.EADDRINUSE:
-                raise UsageError(
-                    f"no metrics endpoint at {host}:{one}: {error}", remedy="choose another port, or 0", field="port"
-                ) from error
+                what = f"no metrics endpoint at {Address(host, one)}: {error}"
+                raise UsageError(what, remedy="choose another port, or 0", field="port") from error
     raise UsageError(f"{n_ports} ports", remedy="give at least 1", field="n_ports")
 
 

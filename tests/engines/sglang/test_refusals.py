@@ -220,8 +220,9 @@ def states(*kinds: StateType) -> dict[str, object]:
     [
         (states(StateType.DSA_TAIL), "state 'dsa_tail'"),
         (states(StateType.DSA, StateType.DSA), "a second component"),
-        ({"kv_data_ptrs": [1 << 20], "kv_layer_ids": [0]}, "1 KV buffers are not K and V of each layer"),
-        ({"num_draft_entries": 1}, "3 KV buffers are not K and V of each layer"),
+        ({"kv_data_ptrs": [1 << 20], "kv_layer_ids": [0]}, "KV buffers, K and V of each layer, is 1"),
+        (states(StateType.SWA) | {"swa_kv_cache_layout": "nhd"}, "buffers with a window, K and V of each layer, is 1"),
+        ({"num_draft_entries": 1}, "KV buffers, K and V of each layer, is 3"),
     ],
 )
 def test_memory_that_is_not_understood(other, culprit):

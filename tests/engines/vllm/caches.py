@@ -54,7 +54,7 @@ MODEL: dict[str, Any] = {
 
 def config(
     folder: Path, role: str, *, tp: int = 1, rank: int = 0, block_size: int = 16, layout: str = "LBHNC",
-    replica: int | None = None, **extra: Any,
+    replica: int | None = None, external_lb: bool = False, **extra: Any,
 ) -> VllmConfig:  # fmt: skip
     """As vLLM's command line would make it; a `replica` as its process for that data-parallel rank has it."""
     folder.mkdir(exist_ok=True)
@@ -81,6 +81,7 @@ def config(
     made.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU: vLLM has no hybrid caches on the CPU
     made.parallel_config.rank = rank
     made.parallel_config.data_parallel_index = replica or 0
+    made.parallel_config.data_parallel_external_lb = external_lb
     made.cache_config.kv_cache_layout = layout
     return made
 
@@ -100,6 +101,7 @@ class Side:
     layout: str = "LBHNC"
     kernel_block_size: int | None = None
     replica: int | None = None
+    external_lb: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     bind: Callable[[VllmConfig, dict[str, torch.Tensor]], None] | None = None
     """Puts layers with these caches where vLLM's model runner has them."""
@@ -110,6 +112,7 @@ class Side:
             "block_size": self.block_size,
             "layout": self.layout,
             "replica": self.replica,
+            "external_lb": self.external_lb,
             **self.extra,
         }
         self.configs = [config(self.path, self.role, rank=rank, **given) for rank in range(self.tp)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from pdstage import Topology
 from pdstage.errors import UsageError
+from pdstage.integrations.vllm.caches import Caches
 from tests.engines.vllm import caches
 from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, transfer
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 N_TOKENS = 100
@@ -255,12 +258,46 @@ def test_a_prefix_that_is_there_is_not_sent(pair, start: int) -> None:
     check(*pair({"tp": 2}, {"block_size": 16}, windowed), start=start // 16 * 16)
 
 
-def test_a_cache_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
-    side = Side(tmp_path, "kv_producer", full)
-    try:
-        flat = {name: cache.flatten(2) for name, cache in side.caches[0].items()}
-        side.workers.append(side.connector(side.workers[0].role, 0))
-        with pytest.raises(UsageError, match="model.layers.0.self_attn.attn"):
-            side.workers[-1].register_kv_caches(flat)
-    finally:
-        side.close()
+@pytest.fixture
+def side(tmp_path: Path) -> Iterator[Side]:
+    made = Side(tmp_path, "kv_producer", full)
+    yield made
+    made.close()
+
+
+def caches_of(side: Side, n_pages: int, rows: int, plan: KVCacheConfig) -> Caches:
+    """vLLM's tensors of that many pages, of `rows` tokens each, under `plan`."""
+    tensors = {name: torch.zeros(n_pages, N_HEADS, rows, 2 * HEAD_SIZE, dtype=torch.float16) for name in side.caches[0]}
+    return Caches.of(tensors, plan, side.configs[0], Topology())
+
+
+def test_a_group_with_blocks_of_its_own_number_has_one_page_a_block(side: Side) -> None:
+    """HiSparse's group in host memory, whose blocks another manager counts."""
+    n_blocks, groups, tensors = side.plan.num_blocks, side.plan.kv_cache_groups, side.plan.kv_cache_tensors
+    plan = replace(
+        side.plan, hisparse_host_num_blocks=3 * n_blocks,
+        kv_cache_groups=[replace(group, host_resident=True) for group in groups],
+        kv_cache_tensors=[replace(tensor, host_resident=True) for tensor in tensors],
+    )  # fmt: skip
+    assert caches_of(side, 3 * n_blocks, 16, plan).pages("kv", [5]).tolist() == [5]
+    with pytest.raises(UsageError, match=f"whole pages for {3 * n_blocks} blocks of 16 tokens"):
+        caches_of(side, n_blocks, 16, plan)
+
+
+def test_memory_that_is_only_reserved_makes_no_block_larger(side: Side) -> None:
+    """As kvcached's tensors, which span what they may grow to."""
+    n_blocks = side.plan.num_blocks
+    assert caches_of(side, 2 * n_blocks, 16, side.plan).pages("kv", [3]).tolist() == [3]
+    assert caches_of(side, 4 * n_blocks, 8, side.plan).pages("kv", [3]).tolist() == [6, 7]
+
+
+@pytest.mark.parametrize(("n_pages", "rows"), [(-1, 16), (0, 12), (0, 32), (0, 8)])
+def test_pages_that_are_not_whole_blocks_are_refused(side: Side, n_pages: int, rows: int) -> None:
+    with pytest.raises(UsageError, match="model.layers.0.self_attn.attn.*not .pages, heads, rows, content. with whole"):
+        caches_of(side, side.plan.num_blocks + n_pages, rows, side.plan)
+
+
+def test_a_cache_of_another_shape_is_refused_by_name(side: Side) -> None:
+    flat = {name: cache.flatten(2) for name, cache in side.caches[0].items()}
+    with pytest.raises(UsageError, match="model.layers.0.self_attn.attn"):
+        Caches.of(flat, side.plan, side.configs[0], Topology())

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from pdstage.control.address import Address
 from pdstage.control.keys import Keys
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm import PdStageConnector
@@ -157,6 +158,26 @@ def test_an_answer_that_names_no_room_is_computed_here(src: Side, dst: Side, mis
     assert not dst.scheduler.build_connector_meta(None)
 
 
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("fd00::1", "[fd00::1]:8998"),
+        ("[fd00::1]", "[fd00::1]:8998"),
+        ("10.0.0.1", "10.0.0.1:8998"),
+        ("prefill-0.pods", "prefill-0.pods:8998"),
+        (f"{'a' * 64}@fd00::1", f"{'a' * 64}@[fd00::1]:8998"),
+    ],
+)
+def test_a_router_writes_an_ipv6_host_with_or_without_brackets(dst: Side, host: str, address: str) -> None:
+    params = {"remote_room": "r", "remote_engine_id": "p", "remote_host": host, "remote_port": 8998}
+    wanted = request({"do_remote_prefill": True, "remote_num_tokens": N_TOKENS, **params})
+    assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (N_TOKENS, True)
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), N_TOKENS)
+    (receive,) = dst.scheduler.build_connector_meta(None).receives.values()
+    assert receive.remote.address == address
+    assert str(Address.parse(address, "tcp")) == address.rpartition("@")[2]
+
+
 @pytest.mark.parametrize(("there", "here"), [(None, "sql"), ("sql", None), ("sql", "chat"), ("sql", "sql")])
 def test_kv_of_another_adapter_is_computed_here(src: Side, dst: Side, there: str | None, here: str | None) -> None:
     """Prefill and decode may know different LoRA adapters by the name that a client gave, or one of them none."""
@@ -263,6 +284,18 @@ def test_data_parallel_replicas_share_the_first_one_s_directory(tmp_path: Path, 
     for side in replicas:
         assert transfer(side, dst, f"r{side.replica}", side.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
         assert side.scheduler.scheduler_side._address == f"127.0.0.1:{port}"
+        side.close()
+
+
+def test_replicas_behind_api_servers_of_their_own_have_directories_of_their_own(tmp_path: Path, dst: Side) -> None:
+    """With external load balancing each of a host's processes has local data-parallel rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    extra = {"extra": {"port": port}, "external_lb": True}
+    replicas = [Side(tmp_path, "kv_producer", full, replica=number, **extra) for number in (1, 0)]
+    for side in replicas:
+        assert side.scheduler.scheduler_side._address == f"127.0.0.1:{port + side.replica}"
+        assert transfer(side, dst, f"r{side.replica}", side.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
         side.close()
 
 
