@@ -103,7 +103,7 @@ class Caches:
                     )
                 if isinstance(spec, MambaSpec):
                     naming: Naming = {"component": group.component, "layers": (_number(name),)}
-                    made = state_parts(cache, spec, tp, n_groups, naming)
+                    made = state_parts(name, cache, spec, layers.get(name), tp=tp, n_groups=n_groups, naming=naming)
                 else:
                     encoding = _format(cache, spec, config.cache_config.cache_dtype)
                     heads = _total_heads(spec, n_heads, tp)

@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
+from pdstage.errors import UsageError
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, Receive, Remote, Send
 from pdstage.integrations.vllm.model import adapter_of
@@ -53,6 +54,12 @@ class SchedulerSide:
         self._groups = groups_of(kv_cache_config, self._parallel.decode_context_parallel_size)
         self._left = recomputed_tokens(self._groups, vllm_config.num_prefill_lookahead_tokens)
         self._has_state = any(group.is_state for group in self._groups)
+        if settings.turns is not None and any(one.is_state and one.spec.num_speculative_blocks for one in self._groups):
+            raise UsageError(
+                "bidirectional_kv_xfer for a model with recurrent states that is decoded speculatively: after an "
+                "answer its state may be in the block of any draft token",
+                remedy="leave out bidirectional_kv_xfer, or speculative decoding",
+            )
         self._all_whole = all(group.is_whole for group in self._groups)
         self._streams = Streams(self._groups)
         self._spans = RequestSpans()

@@ -169,10 +169,15 @@ class _IndexWriter:
 
 
 class _StateWriter:
-    """A recurrent layer's states, stored where the layer itself indexes them."""
+    """A recurrent layer's states, stored where the layer itself indexes them; of a conv state its window."""
 
     def __init__(self, states: Sequence[torch.Tensor], views: Sequence[View]) -> None:
-        self._states, self._views = states, views
+        conv = next((view for view in views if _role(view).startswith("conv")), None)
+        self._states, self._views = [*states], views
+        if conv is not None and _role(conv).startswith("conv_sd"):
+            self._states[0] = states[0][:, : conv.segs]
+        elif conv is not None:
+            self._states[0] = states[0][:, :, : conv.width // states[0].element_size()]
 
     def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
         drawn = [

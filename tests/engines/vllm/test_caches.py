@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from pdstage import Topology
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.caches import Caches
+from pdstage.integrations.vllm.states import state_parts
 from tests.engines.vllm import caches
 from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, transfer
 
@@ -95,7 +97,7 @@ def blocks_for(side: Side, n_tokens: int, first: int) -> list[list[int]]:
     free = list(rng.permutation(np.arange(1, side.plan.num_blocks)))
     for group in side.groups:
         size = group.spec.block_size
-        n = 1 if group.is_state else -(-n_tokens // size)
+        n = 1 + group.spec.num_speculative_blocks if group.is_state else -(-n_tokens // size)
         null = 0 if group.is_state else group.needed_from(n_tokens) // size
         made.append([0] * null + [int(free.pop()) for _ in range(n - null)])
     return made
@@ -114,7 +116,7 @@ def check(src: Side, dst: Side, n_tokens: int = N_TOKENS, start: int = 0) -> Non
     for group in dst.groups:
         for name in dst.plan.kv_cache_groups[group.index].layer_names:
             if group.is_state:
-                check_state(src, dst, name, theirs[group.index][-1], ours[group.index][-1])
+                check_state(src, dst, name, theirs[group.index][0], ours[group.index][0])
                 continue
             tokens = range(max(start, group.needed_from(n_tokens)), n_tokens)
             sent = heads(src, name, theirs[group.index], tokens)
@@ -170,24 +172,29 @@ def test_every_family_at_unequal_tp_and_block_size(pair, family, src: Any, dst: 
 
 
 SHAPES = MambaStateShapeCalculator
-STATES = {  # the conv state's sections, in channels of the whole model; a rank's shapes at a TP size
-    "MAMBA1": ([64], lambda tp: SHAPES.mamba1_state_shape(tp, 64, 8, 4)),
-    "MAMBA2": ([64, 16, 16], lambda tp: SHAPES.mamba2_state_shape(tp, 64, 4, 8, 8, 4, 4)),
-    "GDN_ATTN": ([32, 32, 64], lambda tp: SHAPES.gated_delta_net_state_shape(tp, 4, 8, 8, 8, 4)),
-    "LINEAR": ([64], lambda tp: ((3, 64 // tp), (8 // tp, 8, 4))),
+WINDOW = 3
+STATES = {  # the conv state's sections, in channels of the whole model; a rank's shapes at a TP size, as it speculates
+    "MAMBA1": ([64], lambda tp, _: SHAPES.mamba1_state_shape(tp, 64, 8, WINDOW + 1)),
+    "MAMBA2": ([64, 16, 16], lambda tp, n: SHAPES.mamba2_state_shape(tp, 64, 4, 8, 8, 4, WINDOW + 1, num_spec=n)),
+    "GDN_ATTN": (
+        [32, 32, 64],
+        lambda tp, n: SHAPES.gated_delta_net_state_shape(tp, 4, 8, 8, 8, WINDOW + 1, num_spec=n),
+    ),
+    "LINEAR": ([64], lambda tp, _: ((WINDOW, 64 // tp), (8 // tp, 8, 4))),
 }
 
 
-def recurrent(kind: str) -> Any:
+def recurrent(kind: str, n_speculative: int = 0) -> Any:
     """Two layers of states beside two of attention."""
 
     def specs(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
         spec = MambaSpec(
             block_size=block_size,
-            shapes=STATES[kind][1](tp),
+            shapes=STATES[kind][1](tp, n_speculative),
             dtypes=(torch.float16, torch.float32),
             mamba_type=MambaAttentionBackendEnum[kind],
             page_size_padded=attention(tp, block_size).page_size_bytes,
+            num_speculative_blocks=n_speculative,
         )
         return full(tp, block_size) | {f"model.layers.{i}.mixer": spec for i in (2, 3)}
 
@@ -195,7 +202,7 @@ def recurrent(kind: str) -> Any:
 
 
 def states(side: Side, name: str, block: int) -> list[np.ndarray]:
-    """A block's conv state, channels first, and its SSM state, of the whole model."""
+    """A block's conv state, the window alone and channels first, and its SSM state, of the whole model."""
     spec, convs, ssms = side.spec(name), [], []
     sections = STATES[spec.mamba_type.name][0]
     for memory, one in zip(side.memory, side.caches, strict=True):
@@ -204,7 +211,7 @@ def states(side: Side, name: str, block: int) -> list[np.ndarray]:
         (conv, ssm), (conv_dtype, ssm_dtype) = spec.shapes, spec.dtypes
         nbytes = int(np.prod(conv)) * conv_dtype.itemsize
         held = memory[at : at + nbytes].reshape(*conv, -1)
-        convs.append(held if is_conv_state_dim_first() else held.swapaxes(0, 1))
+        convs.append((held if is_conv_state_dim_first() else held.swapaxes(0, 1))[:, :WINDOW])
         ssms.append(memory[at + nbytes : at + nbytes + int(np.prod(ssm)) * ssm_dtype.itemsize].reshape(ssm[0], -1))
     parts = [np.split(conv, np.cumsum(sections)[:-1] // side.tp) for conv in convs]
     return [np.concatenate([part[i] for i in range(len(sections)) for part in parts]), np.concatenate(ssms)]
@@ -229,6 +236,20 @@ def conv_order(request, monkeypatch) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["MAMBA1", "MAMBA2", "GDN_ATTN"])
 def test_recurrent_states_at_unequal_tp(pair, conv_order: None, kind: str, src: int, dst: int) -> None:
     check(*pair({"tp": src}, {"tp": dst, "block_size": 32}, recurrent(kind)))
+
+
+@pytest.mark.parametrize(("src", "dst"), [(0, 2), (2, 0), (2, 4)], ids=["3-5", "5-3", "5-7"])
+@pytest.mark.parametrize("kind", ["MAMBA1", "MAMBA2", "GDN_ATTN"])
+def test_each_side_may_speculate_as_it_likes(pair, conv_order: None, kind: str, src: int, dst: int) -> None:
+    """Conv states have rows for speculation behind those of their window."""
+    check(*pair({"tp": 2}, {"block_size": 32}, recurrent(kind, src), recurrent(kind, dst)))
+
+
+def test_a_conv_state_whose_window_is_not_the_layers_is_refused(side: Side) -> None:
+    spec = recurrent("MAMBA2", 2)(1, 16)["model.layers.2.mixer"]
+    state, wrong = torch.zeros(4, 1, 1, spec.page_size_bytes, dtype=torch.int8), SimpleNamespace(conv_kernel_size=5)
+    with pytest.raises(UsageError, match="model.layers.2.mixer.*5 rows, 2 of them for speculation, and a kernel of 5"):
+        state_parts("model.layers.2.mixer", state, spec, wrong, tp=(1, 0), n_groups=None, naming={})
 
 
 def test_states_of_unknown_order_move_whole_at_equal_tp(pair) -> None:

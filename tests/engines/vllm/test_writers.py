@@ -62,13 +62,13 @@ def latent_layers(config: Any, caches: dict[str, torch.Tensor]) -> None:
         )
 
 
-def state_layers(kind: str) -> Callable[[Any, dict[str, torch.Tensor]], None]:
+def state_layers(kind: str, n_speculative: int = 0) -> Callable[[Any, dict[str, torch.Tensor]], None]:
     """Recurrent layers that bind their caches as vLLM's do."""
 
     def bind(config: Any, caches: dict[str, torch.Tensor]) -> None:
         for name in [name for name in caches if "mixer" in name]:
             made = SimpleNamespace(
-                get_state_shape=lambda: STATES[kind][1](config.parallel_config.tensor_parallel_size),
+                get_state_shape=lambda: STATES[kind][1](config.parallel_config.tensor_parallel_size, n_speculative),
                 get_state_dtype=lambda: (torch.float16, torch.float32),
             )
             MambaBase.bind_kv_cache(made, caches[name])
@@ -113,9 +113,9 @@ def test_latents_are_proved(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("conv_order")
-@pytest.mark.parametrize("kind", list(STATES))
-def test_states_are_proved(tmp_path: Path, kind: str) -> None:
-    Side(tmp_path, "kv_producer", recurrent(kind), tp=2, bind=state_layers(kind)).close()
+@pytest.mark.parametrize(("kind", "n"), [*((kind, 0) for kind in STATES), ("GDN_ATTN", 2)])
+def test_states_are_proved(tmp_path: Path, kind: str, n: int) -> None:
+    Side(tmp_path, "kv_producer", recurrent(kind, n), tp=2, bind=state_layers(kind, n)).close()
 
 
 def test_states_elsewhere_are_refused(tmp_path: Path) -> None:
