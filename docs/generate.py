@@ -49,8 +49,6 @@ DEADLINES = {  # field: whose, what it bounds, what happens at its end
     ),
     "hello_s": ("both", "a handshake: its answer, or the first frame after it", "its rooms fail, or it is forgotten"),
     "open_s": ("decode", "from Open to every writer's Opened", "the room fails"),
-    "bind_s": ("decode", "from `receive()` to `bind()`", "the room fails"),
-    "ask_s": ("decode", "between questions whether a room exists yet", "it is asked again"),
     "wait_s": ("decode", "from Open to the first chunk", "the room fails"),
     "transfer_s": ("decode", "between two chunks that bring something new", "the room fails"),
     "recall_after_s": ("decode", "a lease that may be written, is not, and is in another's way", "it is recalled"),
@@ -64,7 +62,11 @@ DEADLINES = {  # field: whose, what it bounds, what happens at its end
         "a writer's answer to Abort, or its Close after Success",
         "the session is lost: all its rooms fail",
     ),
-    "open_wait_s": ("prefill", "`send()` to the last destination's Open", "the room fails"),
+    "open_wait_s": (
+        "prefill",
+        "`send()` to the last destination's Open; begins anew while a decode rank waits with the room",
+        "the room fails",
+    ),
     "send_wait_s": ("prefill", "an Open to its room's `send()`", "the room fails at decode"),
     "write_s": ("prefill", "one write", "the session is lost: all its rooms fail"),
     "fall_back_after_s": (

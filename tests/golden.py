@@ -94,6 +94,7 @@ FRAMES: dict[str, m.AnyMessage] = {
     "Abort, declined": m.Abort(7, "another number of layers", False, b"sroom"),
     "Drained": m.Drained(7),
     "Heartbeat": m.Heartbeat(),
+    "Heartbeat, waiting": m.Heartbeat(m.IN_USE, (m.Wanted(7, b"i13"),), (b"i14", b"swait")),
     "Bye": m.Bye(),
     "NoSession": m.NoSession(2**64 - 1),
     "Tagged": m.Tagged(wire.encode_tag(wire.Tag(SESSION, 7, 1, 0, 8192, _RECTS, 5), COMPONENTS)),

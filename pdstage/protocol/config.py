@@ -17,7 +17,8 @@ class Config:
     `retry_s`: every repeated question; a greeting's, and a farewell's, doubles with each try up to `retry_cap_s`, less
     up to half of it at random. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s`
     without new coverage, `recall_after_s`, `stuck_after_s`, `drain_s`. Prefill: `open_wait_s` from send to the last
-    Open, `send_wait_s` from an Open to its room's send, `write_s` for one post, `fall_back_after_s` until a chunk that
+    Open, begun anew by each of decode's heartbeats while the room is announced there; `send_wait_s` from an Open to its
+    room's send, `write_s` for one post, `fall_back_after_s` until a chunk that
     gets no staging memory goes direct, where it may. Both: `max_silence_s` is what this node promises its peers: it
     never stays silent longer; a session that no room needs on either side ends in order once it was idle for `idle_s`
     of one of them, and the next room greets anew.
@@ -27,8 +28,6 @@ class Config:
     retry_cap_s: float = 5.0
     hello_s: float = 60.0
     open_s: float = 30.0
-    bind_s: float = 600.0
-    ask_s: float = 5.0
     wait_s: float = 300.0
     transfer_s: float = 60.0
     recall_after_s: float = 2.0

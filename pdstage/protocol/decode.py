@@ -22,7 +22,7 @@ from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, Peer
 from pdstage.protocol.state import State, WriterPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
@@ -108,7 +108,6 @@ class DecodeCore:
         self.rooms.by_key[key] = self.rooms.by_epoch[room.epoch] = room
         self.endpoint.counters.rooms_opened += 1
         self.endpoint.timers.set(("room", room), now + deadline_s)
-        self.endpoint.timers.set(("bind", room), now + self.endpoint.config.bind_s)
         if writers is not None:
             self._greet(room, writers, now)
         return room
@@ -184,7 +183,7 @@ class DecodeCore:
         room.bound, room.asked, room.items = True, asked, items
         room.wire_items, room.priority = wire_items, priority
         room.row = row if self._rows.within_reach else None
-        self.endpoint.timers.cancel_all(room, ("bind", "asking"))
+        self.endpoint.timers.cancel(("asking", room))
         if room.state is State.WAITING_FOR_INPUT:
             self.rooms.open(room, now)
 
@@ -492,6 +491,9 @@ class DecodeCore:
     def in_use(self, session: Session) -> bool:
         peer = self.handshake.peers.get(session.route)
         return bool(session.claims) or (peer is not None and bool(peer.rooms))
+
+    def waiting(self, session: Session) -> Iterable[tuple[tuple[m.Wanted, ...], tuple[bytes, ...]]]:
+        return self.rooms.waiting(session)
 
     def welcomed(self, peer: Peer, now: float) -> None:
         self.rooms.welcomed(peer, now)

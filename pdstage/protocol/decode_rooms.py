@@ -20,7 +20,7 @@ from pdstage.protocol.session import Changed, Session
 from pdstage.protocol.state import WRITER, RoomEvent, State, WriterEvent, WriterPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pdstage.columns import Shared
     from pdstage.protocol.config import Config
@@ -154,7 +154,16 @@ class DecodeRooms:
     def ask(self, room: DecodeRoom, now: float) -> None:
         writer = next(writer for writer in room.writers.values() if writer.has_aux)
         self.endpoint.send(writer.session, m.Ask(room.epoch, room.key), now)
-        self.endpoint.timers.set(("asking", room), now + self.endpoint.config.ask_s)
+
+    def waiting(self, session: Session) -> Iterator[tuple[tuple[m.Wanted, ...], tuple[bytes, ...]]]:
+        """The rooms of a session that are announced and not opened, as a Heartbeat says them."""
+        unopened = [writer for writer in session.claims.values() if writer.phase is WriterPhase.UNOPENED]
+        asked = [writer.has_aux and not writer.room.ready_to_bind for writer in unopened]
+        asks = [m.Wanted(one.room.epoch, one.room.key) for one, asks in zip(unopened, asked, strict=True) if asks]
+        waits = [one.room.key for one, asks in zip(unopened, asked, strict=True) if not asks]
+        n = m.MAX_WAITING
+        for at in range(0, max(len(asks), len(waits)), n):
+            yield tuple(asks[at : at + n]), tuple(waits[at : at + n])
 
     def open(self, room: DecodeRoom, now: float) -> None:
         self.endpoint.timers.set(("open_until", room), now + self.endpoint.config.open_s)
@@ -206,7 +215,7 @@ class DecodeRooms:
                 peer.given_up[abort.room] = abort
 
     def _end(self, room: DecodeRoom) -> None:
-        self.endpoint.timers.cancel_all(room, ("room", "bind", "asking", "open_until", "wait", "transfer"))
+        self.endpoint.timers.cancel_all(room, ("room", "asking", "open_until", "wait", "transfer"))
         if self.by_key.get(room.key) is room:
             del self.by_key[room.key]
         for route in room.routes.values():
@@ -306,7 +315,6 @@ class DecodeRooms:
 def too_late(kind: str, room: DecodeRoom, config: Config) -> DeadlineExceeded:
     what, remedy = {
         "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
-        "bind": (f"was not bound in {config.bind_s} s", "call bind() sooner or raise Config.bind_s"),
         "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
         "wait": (f"got no chunk in {room.wait_s} s", "was it submitted at prefill?"),
         "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),

@@ -25,6 +25,8 @@ MAX_ROOM_NBYTES = 256
 MAX_REASON = 4096
 MAX_WORD = 256
 MAX_FACTS = 64
+MAX_WAITING = 1 << 14
+"""The most rooms of each kind in one Heartbeat; more take several."""
 FEATURES = DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
 """What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum; formats are
 converted; tags travel as messages, since the transport carries none.
@@ -119,6 +121,13 @@ class Items(NamedTuple):
     data: memoryview
 
 
+class Wanted(NamedTuple):
+    """A room that decode has announced, and the epoch in which it will open it."""
+
+    epoch: Number
+    room: RoomKey
+
+
 Offers: TypeAlias = Annotated[tuple[Offer, ...], Meta(max_length=16)]
 Model: TypeAlias = Annotated[tuple[Fact, ...], Meta(max_length=MAX_FACTS)]
 
@@ -177,14 +186,16 @@ class HelloRefused(Message, frozen=True, tag=3):
 
 
 class Ask(Message, frozen=True, tag=4):
-    """D>P until Open. Is this room there yet? Lets decode allocate late; changes nothing at prefill."""
+    """D>P, then in each Heartbeat until Asking says finished, or Open. Is this room there yet? Lets decode allocate
+    late.
+    """
 
     epoch: Number
     room: RoomKey
 
 
 class Asking(Message, frozen=True, tag=5):
-    """P>D, answer to Ask. `finished`: every chunk is computed and held for an Open."""
+    """P>D, answer to Ask, and to a Heartbeat that asks if `finished`: every chunk is computed and held for an Open."""
 
     epoch: Number
     finished: bool
@@ -351,12 +362,17 @@ class Drained(Message, frozen=True, tag=18):
 
 
 class Heartbeat(Message, frozen=True, tag=19):
-    """Both ways, when nothing else was said for a while. `idle`: IN_USE, IDLE or SPARE.
+    """Both ways, when nothing else was said for a while, and by decode while it waits with rooms. `idle`: IN_USE, IDLE
+    or SPARE.
 
-    An idle prefill answers SPARE with IDLE. If both sides are idle and either said SPARE, decode says Bye.
+    An idle prefill answers SPARE with IDLE. If both sides are idle and either said SPARE, decode says Bye. `asks` and
+    `waits`: the rooms that decode has announced and not opened; of `asks` it has not heard that they are finished.
+    Prefill holds them all on.
     """
 
     idle: Number = IN_USE
+    asks: Annotated[tuple[Wanted, ...], Meta(max_length=MAX_WAITING)] = ()
+    waits: Annotated[tuple[RoomKey, ...], Meta(max_length=MAX_WAITING)] = ()
 
 
 class Bye(Message, frozen=True, tag=20):

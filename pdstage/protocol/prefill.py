@@ -312,8 +312,10 @@ class PrefillCore:
                 self.chunks.on_watermark(session, message, now)
             case m.Heartbeat():
                 self.handshake.on_heartbeat(session, message, now)
+                self._hold(session, message, now)
             case m.Ask():
-                self._on_ask(session, message, now)
+                finished = self._asked(session, message.room, message.epoch, now)
+                self.endpoint.send(session, m.Asking(message.epoch, finished), now)
             case m.Refused():
                 self.chunks.on_refused(session, message, now)
             case m.Recall():
@@ -346,14 +348,27 @@ class PrefillCore:
         proof = 0 if self.chunks.is_in_doubt(frame.session) else self.endpoint.incarnation
         self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
-    def _on_ask(self, session: Session, ask: m.Ask, now: float) -> None:
-        """Answered at once and, if not `finished`, again at finish(). Decode repeats Ask, in case an answer is lost."""
-        room = self.rooms.by_key.get(ask.room)
-        self._wanted_again(ask.room, session, ask.epoch, now)
-        finished = room is not None and room.finished
-        if not finished and self.rooms.askers.note(ask.room, session, ask.epoch):
-            self.endpoint.timers.set(("asked", ask.room), now + 4 * self.endpoint.config.ask_s)
-        self.endpoint.send(session, m.Asking(ask.epoch, finished), now)
+    def _asked(self, session: Session, key: bytes, epoch: int, now: float) -> bool:
+        """Decode asks whether this room is finished. If not, it is told at finish()."""
+        room = self.rooms.by_key.get(key)
+        self._wanted_again(key, session, epoch, now)
+        if room is not None and room.finished:
+            return True
+        if self.rooms.askers.note(key, session, epoch):
+            self.endpoint.timers.set(("asked", key), now + 4 * session.silence_s)
+        return False
+
+    def _hold(self, session: Session, beat: m.Heartbeat, now: float) -> None:
+        """Decode waits with these rooms, for pages say: their wait for an Open begins anew. It asks again whether some
+        are finished, in case an answer was lost.
+        """
+        for wanted in beat.asks:
+            if self._asked(session, wanted.room, wanted.epoch, now):
+                self.endpoint.send(session, m.Asking(wanted.epoch, True), now)
+        for key in (*(wanted.room for wanted in beat.asks), *beat.waits):
+            room = self.rooms.by_key.get(key)
+            if room is not None and ("open_wait", room) in self.endpoint.timers:
+                self.endpoint.timers.set(("open_wait", room), now + max(room.open_wait_s, 2 * session.silence_s))
 
     def _on_open(self, session: Session, opened: m.Open, now: float) -> None:
         destination = self.rooms.destination(session, opened.epoch)
@@ -505,6 +520,9 @@ class PrefillCore:
 
     def in_use(self, session: Session) -> bool:
         return bool(session.claims)
+
+    def waiting(self, session: Session) -> tuple[()]:
+        return ()
 
     def settle(self, now: float) -> None:
         self.chunks.start_ready(now)

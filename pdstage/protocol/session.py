@@ -44,7 +44,7 @@ from pdstage.protocol.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable
 
     from pdstage.columns import Shared
     from pdstage.errors import PdstageError
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pdstage.plan.convert import StagedPair
     from pdstage.plan.ownership import Common
     from pdstage.protocol.config import Config
-    from pdstage.protocol.messages import RowSpan
+    from pdstage.protocol.messages import RowSpan, Wanted
     from pdstage.protocol.room import Room
 
 
@@ -80,6 +80,8 @@ class Session:
     used_at: float
     """When a room last needed it: the last frame that was no heartbeat. No room of either side ends without one."""
     sent_at: float = 0.0
+    beat_at: float = 0.0
+    """When it was last asked whether a heartbeat must be sent."""
     n_sent: int = 0
     last_seq: int = 0
     """Of the frames accepted from the peer."""
@@ -185,6 +187,9 @@ class Owner(Protocol):
 
     def in_use(self, session: Session) -> bool:
         """Whether a room of this side needs the session."""
+
+    def waiting(self, session: Session) -> Iterable[tuple[tuple[Wanted, ...], tuple[bytes, ...]]]:
+        """The rooms that the peer shall hold on, as the Heartbeats that say so: of each its `asks` and `waits`."""
 
     def settle(self, now: float) -> None:
         """After every input: begins what may begin now."""
@@ -351,11 +356,17 @@ class Endpoint:
             self._beat(session, now)
 
     def _beat(self, session: Session, now: float) -> float:
-        """Sends a heartbeat if it is due; returns when the next one is."""
+        """Sends a heartbeat if it is due; returns when the next one is. Rooms that wait need one whatever else is said,
+        one for all of them.
+        """
         pause_s = self.config.max_silence_s / 3
+        if session.beat_at + pause_s <= now:
+            session.beat_at = now
+            for asks, waits in self._owner.waiting(session):
+                self.send(session, Heartbeat(IN_USE, asks, waits), now)
         if session.sent_at + pause_s <= now:
             self.send(session, Heartbeat(self.need_of(session, now)), now)
-        return session.sent_at + pause_s
+        return min(session.sent_at, session.beat_at) + pause_s
 
     def need_of(self, session: Session, now: float) -> int:
         """What a heartbeat says of the session. One that no room needs costs both ends memory and a connection."""

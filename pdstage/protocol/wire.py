@@ -26,7 +26,7 @@ from pdstage.protocol.messages import (
     Welcome,
 )
 
-VERSION = 1
+VERSION = 2
 """Rises with every change of any message's or tag's bytes."""
 OLDEST = 1
 """The oldest version this one talks with; rises when an older one could no longer read or be read."""

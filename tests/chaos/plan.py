@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pdstage import Config
 
 CONFIG = Config(
-    retry_s=0.05, hello_s=6.0, open_s=4.0, bind_s=6.0, ask_s=0.5, wait_s=5.0, transfer_s=4.0, recall_after_s=0.3,
+    retry_s=0.05, hello_s=6.0, open_s=4.0, wait_s=5.0, transfer_s=4.0, recall_after_s=0.3,
     stuck_after_s=0.2, drain_s=2.0, open_wait_s=6.0, send_wait_s=6.0, write_s=3.0, max_silence_s=1.5,
 )  # fmt: skip
 ROOM_S = 8.0

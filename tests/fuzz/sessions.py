@@ -32,7 +32,7 @@ from tests.pair import Decode, Item, Prefill, World, assert_flat
 
 TOKENS, PAGES = 8, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 _DEADLINES = {
-    "hello_s": 4.0, "open_s": 6.0, "bind_s": 20.0, "wait_s": 40.0, "transfer_s": 40.0, "recall_after_s": 0.6,
+    "hello_s": 4.0, "open_s": 6.0, "wait_s": 40.0, "transfer_s": 40.0, "recall_after_s": 0.6,
     "stuck_after_s": 0.4, "drain_s": 3.0, "open_wait_s": 40.0, "send_wait_s": 40.0, "write_s": 4.0,
     "max_silence_s": 6.0,
 }  # fmt: skip

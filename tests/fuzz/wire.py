@@ -58,7 +58,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
         m.Closed(1),
         m.Abort(1, "why", False),
         m.Drained(1),
-        m.Heartbeat(),
+        m.Heartbeat(m.IDLE, (m.Wanted(1, b"i1"),), (b"i2",)),
         m.Bye(),
         m.NoSession(1),
         m.Tagged(wire.encode_tag(wire.Tag(m.SessionId(1, 2), 1, 0, 0, 0, (rect,)), ("kv",))),

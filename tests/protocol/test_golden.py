@@ -27,6 +27,10 @@ PINNED = {
         "v1.json": "7d43a5d5d91656191555da3f341b35dc54818b335b025a87dd7c3c9b4bb527de",
         "v1-session.json": "ab6decaff034cbe0859f461aa3691755576eeed93ce2241b723a02ed9bfcfa10",
     },
+    2: {
+        "v2.json": "830aae05d52b6e51a2c4eea7694932df3d3045e0f8fd9df54f4f9c9b3ed66bc2",
+        "v2-session.json": "31fa89540d4527a08eedf9e7f3f04b7242e64df9a3a5c1f4cf46e9aa49e3b8c8",
+    },
 }
 """SHA-256 of every golden file. From a version's first release on its line never changes: what is on disk or on the
 other side of a rolling upgrade does not change either.

@@ -105,7 +105,12 @@ MESSAGES: dict[type, st.SearchStrategy] = {
     m.Closed: st.builds(m.Closed, NUMBER),
     m.Abort: st.builds(m.Abort, NUMBER, WORD, st.booleans(), st.binary(max_size=8)),
     m.Drained: st.builds(m.Drained, NUMBER),
-    m.Heartbeat: st.builds(m.Heartbeat),
+    m.Heartbeat: st.builds(
+        m.Heartbeat,
+        st.integers(0, 2),
+        st.lists(st.builds(m.Wanted, NUMBER, st.binary(max_size=32))).map(tuple),
+        st.lists(st.binary(max_size=32)).map(tuple),
+    ),
     m.Bye: st.builds(m.Bye),
     m.NoSession: st.builds(m.NoSession, U64),
     m.Tagged: st.builds(m.Tagged, st.binary(max_size=128)),

@@ -73,7 +73,7 @@ def test_either_side_may_be_the_less_patient(side: str) -> None:
 
 def test_rooms_keep_their_session_however_long_they_wait() -> None:
     """Unbound, unsubmitted, half sent: a room's session is no idle one."""
-    world = served(wait_s=900.0, transfer_s=900.0, open_wait_s=900.0, bind_s=900.0)
+    world = served(wait_s=900.0, transfer_s=900.0, open_wait_s=900.0)
     (session_id,) = world.decode[0].core.sessions
     unbound = world.announce(2)
     world.run(until=100.0)

@@ -12,8 +12,6 @@ from typing import NamedTuple
 DEADLINES = {
     "hello_s": 4.0,
     "open_s": 6.0,
-    "bind_s": 10.0,
-    "ask_s": 1.0,
     "wait_s": 10.0,
     "transfer_s": 8.0,
     "recall_after_s": 0.6,
@@ -27,7 +25,6 @@ DEADLINES = {
     "fall_back_after_s": 2.0,
 }
 PATIENT = dict.fromkeys(DEADLINES, 1000.0) | {
-    "ask_s": 1.0,
     "recall_after_s": 0.6,
     "stuck_after_s": 0.4,
     "fall_back_after_s": 2.0,

@@ -367,6 +367,11 @@ class SimWorld(FabricWorld):
             return
         if isinstance(message, m.Open) and (room := target.core.rooms.by_key.get(message.room)) is not None:
             self.engines.opened(self.sides[target], room, message.deadline_s)
+        if isinstance(message, m.Heartbeat):
+            hold_s = max(self.config.open_wait_s, 2 * self.config.max_silence_s)
+            for key in (*(wanted.room for wanted in message.asks), *message.waits):
+                if (room := target.core.rooms.by_key.get(key)) is not None:
+                    self.engines.opened(self.sides[target], room, hold_s)
         with self.checks.stale_frame_changes_nothing(target, frame, message):
             super().hear(src, route, frame, message)
 
