@@ -89,8 +89,10 @@ class Receiver(Handle):
         return self._aux
 
     @property
-    def ready_to_bind(self) -> bool:
-        """Whether prefill has computed everything and only waits for `bind`, for engines that allocate late."""
+    def ready_to_bind(self) -> bool | None:
+        """Whether prefill has computed everything and only waits for `bind`, for engines that allocate late. None until
+        prefill has answered; one that does not know the room has not.
+        """
         return self.room.ready_to_bind
 
     def bind(

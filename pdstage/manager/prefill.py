@@ -112,15 +112,22 @@ class Sender(Handle):
         self._node.add_chunk(self, items, tokens, layers, ready)
 
     def finish(
-        self, aux: bytes | AuxRow | None = None, *, states: GivenItems | None = None, ready: CudaEvent | None = None
+        self,
+        aux: bytes | AuxRow | None = None,
+        *,
+        states: GivenItems | None = None,
+        ready: CudaEvent | None = None,
+        open_wait_s: float | None = None,
     ) -> None:
         """No more chunks. `states` is a last chunk of slots.
 
         `aux` is the request's small row, for the destination: bytes, or a row of the node's metadata buffers. Such a
-        row must stay as it is until `released`. `ready` is an event after which the row and `states` are there. Raises
-        `UsageError` for a second call, too many bytes or a row that is free or another room's.
+        row must stay as it is until `released`. `ready` is an event after which the row and `states` are there.
+        `open_wait_s` is how long from then on decode may take to open the room or, by its heartbeats, to say that it
+        waits with it; None: as `send` said. Raises `UsageError` for a second call, too many bytes or a row that is free
+        or another room's.
         """
-        self._node.finish(self, aux, states, ready)
+        self._node.finish(self, aux, states, ready, open_wait_s)
 
     def wait_carried(self, timeout_s: float | None = None) -> None:
         """Until every destination has the chunks given so far, so that their pages may change before `released`: for
@@ -347,10 +354,17 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
 
     @changes_rooms
     def finish(
-        self, sender: Sender, aux: bytes | AuxRow | None, states: GivenItems | None, ready: CudaEvent | None
+        self,
+        sender: Sender,
+        aux: bytes | AuxRow | None,
+        states: GivenItems | None,
+        ready: CudaEvent | None,
+        open_wait_s: float | None,
     ) -> None:
         """`Sender.finish`."""
         check_event("`ready`", ready)
+        if open_wait_s is not None:
+            open_wait_s = arguments.number("open_wait_s", open_wait_s, above=0.0)
         if aux is not None and not isinstance(aux, AuxRow):
             aux = arguments.octets("aux", aux)
         if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
@@ -366,9 +380,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             given = aux if not isinstance(aux, AuxRow) else GivenRow(self.lent.lend(sender, aux).address(aux), aux.read)
             sender.finishing = True
             if ready is None:
-                self.core.finish(sender.room, given, time.monotonic())
+                self.core.finish(sender.room, given, time.monotonic(), open_wait_s=open_wait_s)
             else:
-                self._await(sender, ready, partial(self.core.finish, sender.room, given))
+                self._await(sender, ready, partial(self.core.finish, sender.room, given, open_wait_s=open_wait_s))
         self.driver.kick()
 
     @changes_rooms

@@ -322,13 +322,12 @@ class DecodeCore:
 
     def _on_asking(self, session: Session, asking: m.Asking) -> None:
         writer = self.rooms.writer(session, asking.epoch)
-        if writer is None or not asking.finished:
+        room = writer.room if writer is not None else None
+        if room is None or room.bound or room.ended or room.ready_to_bind in (True, asking.finished):
             return
-        room = writer.room
-        if not room.bound and not room.ended and not room.ready_to_bind:
-            room.ready_to_bind = True
-            self.endpoint.timers.cancel(("asking", room))
-            self.endpoint.emit(Changed(room))
+        room.ready_to_bind = asking.finished
+        self.endpoint.timers.cancel(("asking", room))
+        self.endpoint.emit(Changed(room))
 
     def _on_opened(self, session: Session, opened: m.Opened, now: float) -> None:
         writer = self.rooms.writer(session, opened.epoch)

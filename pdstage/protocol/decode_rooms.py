@@ -59,8 +59,8 @@ class DecodeRoom(Room):
     """One room as its decode rank sees it. `items` are the engine's, opaque here."""
 
     __slots__ = (
-        "asked", "aux", "bound", "deadline_s", "epoch", "items", "pending", "priority", "routes", "row", "shared",
-        "wait_s", "wire_items", "writers",
+        "asked", "aux", "bound", "deadline_s", "epoch", "items", "pending", "priority", "ready_to_bind", "routes",
+        "row", "shared", "wait_s", "wire_items", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, epoch: int) -> None:
@@ -70,6 +70,8 @@ class DecodeRoom(Room):
         """Of each writer, by its number; none while they are looked up."""
         self.writers: dict[m.SessionId, Writer] = {}
         self.bound = False
+        self.ready_to_bind: bool | None = None
+        """Whether prefill has finished it; None until it has answered."""
         self.items: Mapping[str, object] = {}
         self.wire_items: tuple[m.Items, ...] = ()
         self.asked: tuple[m.Asked, ...] = ()

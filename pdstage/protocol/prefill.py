@@ -17,7 +17,7 @@ from pdstage.protocol.handshake import HandshakeServer, features
 from pdstage.protocol.prefill_chunks import ChunkEffect
 from pdstage.protocol.prefill_rooms import Ended, PrefillRooms
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
+from pdstage.protocol.session import HOLD_EVERY_S, CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
 from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase
 
 if TYPE_CHECKING:
@@ -177,8 +177,11 @@ class PrefillCore:
                 self.chunks.advance(chunk)
         self.settle(now)
 
-    def finish(self, room: PrefillRoom, aux: bytes | GivenRow | None, now: float) -> None:
-        """No more chunks will come; `aux` goes to the destinations that want it.
+    def finish(
+        self, room: PrefillRoom, aux: bytes | GivenRow | None, now: float, *, open_wait_s: float | None = None
+    ) -> None:
+        """No more chunks will come; `aux` goes to the destinations that want it. The last Open is awaited for
+        `open_wait_s` from here; None: as `submit` said.
 
         A row is written straight into the destination's row if both sides can reach them. Else CloseOk carries it.
         """
@@ -193,6 +196,9 @@ class PrefillCore:
                 room=room.id,
             )
         room.finished, room.aux = True, aux
+        if open_wait_s is not None and ("open_wait", room) in self.endpoint.timers:
+            room.open_wait_s = open_wait_s
+            self.endpoint.timers.set(("open_wait", room), now + open_wait_s)
         for session, epoch in self.rooms.take_askers(room.key):
             if session.id in self.endpoint.sessions:
                 self.endpoint.send(session, m.Asking(epoch, True), now)
@@ -349,26 +355,29 @@ class PrefillCore:
         self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
     def _asked(self, session: Session, key: bytes, epoch: int, now: float) -> bool:
-        """Decode asks whether this room is finished. If not, it is told at finish()."""
-        room = self.rooms.by_key.get(key)
+        """Decode waits with this room, and asks whether it is finished. If not, it is told at finish()."""
+        room = self._waited(key, now)
         self._wanted_again(key, session, epoch, now)
         if room is not None and room.finished:
             return True
         if self.rooms.askers.note(key, session, epoch):
-            self.endpoint.timers.set(("asked", key), now + 4 * session.silence_s)
+            self.endpoint.timers.set(("asked", key), now + 4 * HOLD_EVERY_S)
         return False
 
+    def _waited(self, key: bytes, now: float) -> PrefillRoom | None:
+        """The room with which decode waits, for pages say, if it is here: its wait for an Open begins anew."""
+        room = self.rooms.by_key.get(key)
+        if room is not None and ("open_wait", room) in self.endpoint.timers:
+            self.endpoint.timers.set(("open_wait", room), now + max(room.open_wait_s, 3 * HOLD_EVERY_S))
+        return room
+
     def _hold(self, session: Session, beat: m.Heartbeat, now: float) -> None:
-        """Decode waits with these rooms, for pages say: their wait for an Open begins anew. It asks again whether some
-        are finished, in case an answer was lost.
-        """
+        """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost."""
         for wanted in beat.asks:
             if self._asked(session, wanted.room, wanted.epoch, now):
                 self.endpoint.send(session, m.Asking(wanted.epoch, True), now)
-        for key in (*(wanted.room for wanted in beat.asks), *beat.waits):
-            room = self.rooms.by_key.get(key)
-            if room is not None and ("open_wait", room) in self.endpoint.timers:
-                self.endpoint.timers.set(("open_wait", room), now + max(room.open_wait_s, 2 * session.silence_s))
+        for key in beat.waits:
+            self._waited(key, now)
 
     def _on_open(self, session: Session, opened: m.Open, now: float) -> None:
         destination = self.rooms.destination(session, opened.epoch)

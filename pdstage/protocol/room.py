@@ -85,14 +85,13 @@ class Room:
     `status` is `state | released << 7`, one byte for arrays over many rooms. `ended`: its state is Success or Failed.
     """
 
-    __slots__ = ("__weakref__", "ended", "error", "key", "ready_to_bind", "status")
+    __slots__ = ("__weakref__", "ended", "error", "key", "status")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None
         self.ended = False
-        self.ready_to_bind = False
         if machines.watch is not None:
             machines.watch(ROOM.name, self, "", "OPENED", self.state.name)
 

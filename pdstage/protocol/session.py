@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 
 _MAX_SAID = 64
+HOLD_EVERY_S = 5.0
+"""Decode names the rooms that it waits with at least this often."""
 
 
 @dataclass(slots=True, eq=False)
@@ -333,7 +335,7 @@ class Endpoint:
 
     def watch(self, session: Session, now: float) -> None:
         """Starts the two timers of a live session: our heartbeat and the peer's silence."""
-        self.timers.set(("beat", session), now + self.config.max_silence_s / 3)
+        self.timers.set(("beat", session), now + min(self.config.max_silence_s / 3, HOLD_EVERY_S))
         self.timers.set(("silence", session), now + self._patience_s(session))
 
     def unwatch(self, session: Session) -> None:
@@ -360,13 +362,14 @@ class Endpoint:
         one for all of them.
         """
         pause_s = self.config.max_silence_s / 3
-        if session.beat_at + pause_s <= now:
+        held_s = min(pause_s, HOLD_EVERY_S)
+        if session.beat_at + held_s <= now:
             session.beat_at = now
             for asks, waits in self._owner.waiting(session):
                 self.send(session, Heartbeat(IN_USE, asks, waits), now)
         if session.sent_at + pause_s <= now:
             self.send(session, Heartbeat(self.need_of(session, now)), now)
-        return min(session.sent_at, session.beat_at) + pause_s
+        return min(session.sent_at + pause_s, session.beat_at + held_s)
 
     def need_of(self, session: Session, now: float) -> int:
         """What a heartbeat says of the session. One that no room needs costs both ends memory and a connection."""

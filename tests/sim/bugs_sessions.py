@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         "a room that decode waits with is not held",
         "7 open_wait_s, I4",
-        "_hold",
-        'self.endpoint.timers.set(("open_wait", room), now + max(room.open_wait_s, 2 * session.silence_s))',
+        "_waited",
+        'self.endpoint.timers.set(("open_wait", room), now + max(room.open_wait_s, 3 * HOLD_EVERY_S))',
         "pass",
         "tests/protocol/test_holds.py",
     ),
@@ -164,8 +164,8 @@ MUTANTS = [
         "rooms are held only where nothing else is said",
         "7 open_wait_s, I4",
         "_beat",
-        "        if session.beat_at + pause_s <= now:\n",
-        "        if max(session.beat_at, session.sent_at) + pause_s <= now:\n",
+        "        if session.beat_at + held_s <= now:\n",
+        "        if max(session.beat_at, session.sent_at) + held_s <= now:\n",
         "tests/protocol/test_holds.py",
     ),
     Mutant(

@@ -16,6 +16,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import Room
+from pdstage.protocol.session import HOLD_EVERY_S
 from pdstage.protocol.state import State
 from tests.pair import COLUMNS, Decode, Item, Prefill
 from tests.sim.checks import Checks
@@ -367,11 +368,11 @@ class SimWorld(FabricWorld):
             return
         if isinstance(message, m.Open) and (room := target.core.rooms.by_key.get(message.room)) is not None:
             self.engines.opened(self.sides[target], room, message.deadline_s)
-        if isinstance(message, m.Heartbeat):
-            hold_s = max(self.config.open_wait_s, 2 * self.config.max_silence_s)
-            for key in (*(wanted.room for wanted in message.asks), *message.waits):
+        if isinstance(message, m.Ask | m.Heartbeat):
+            asks, waits = ((message,), ()) if isinstance(message, m.Ask) else (message.asks, message.waits)
+            for key in (*(wanted.room for wanted in asks), *waits):
                 if (room := target.core.rooms.by_key.get(key)) is not None:
-                    self.engines.opened(self.sides[target], room, hold_s)
+                    self.engines.opened(self.sides[target], room, max(self.config.open_wait_s, 3 * HOLD_EVERY_S))
         with self.checks.stale_frame_changes_nothing(target, frame, message):
             super().hear(src, route, frame, message)
 

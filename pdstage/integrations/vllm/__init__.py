@@ -10,6 +10,7 @@ Read in this order:
     metadata         what the scheduler's side tells the workers' side in each step
     streams          requests that are sent while prefill computes them
     turns            what decode keeps of a conversation for its next turn
+    loads            the rooms that requests load, from their arrival on
     scheduler        the scheduler's side: requests in, metadata out
     caches, states   the workers' KV cache tensors and recurrent states as a pdstage layout
     backends         attention backends with other pages than rows of tokens
@@ -32,9 +33,10 @@ each step's chunk is sent at that step's end.
 **Who begins.** Decode announces a room and prefill writes into it. When prefill has finished a request, its workers
 `send` the room that the answer names, `remote_room`, pass all its chunks and `finish`. The room keeps the blocks:
 nothing moves before decode opens it. They go back to vLLM (`finished_sending`) once the room is `released`, or after
-`Config.open_wait_s` if no decode opens it. Decode's workers `receive` and `bind` the room when the scheduler has
-allocated blocks. They report its end (`finished_recving`) once it is `released`, after Success or not: no write can
-then land in a block that vLLM has given to another request.
+`kv_lease_duration` (30 s) if no decode engine waits with it. Decode's workers `receive` the room as its request
+arrives, and from then on their heartbeats hold it at prefill. They `bind` it when the scheduler has allocated blocks,
+and report its end (`finished_recving`) once it is `released`, after Success or not: no write can then land in a block
+that vLLM has given to another request.
 
 **What never happens.** A request whose room failed is reported in `failed_recving`, and vLLM recomputes or fails it, by
 `kv_load_failure_policy`. It never goes on with missing KV: Success covers every byte that was asked for.

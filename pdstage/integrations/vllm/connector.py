@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from pdstage.integrations.vllm.metadata import PdStageMetadata
+    from pdstage.integrations.vllm.metadata import PdStageMetadata, PdStageWorkerMeta
 
 
 class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -156,6 +156,9 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
+
+    def build_connector_worker_meta(self) -> PdStageWorkerMeta | None:
+        return self._worker.turns()
 
     def get_kv_connector_stats(self) -> PdStageStats | None:
         return self.worker_side.stats() if self.worker_side is not None else None

@@ -8,7 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 if TYPE_CHECKING:
     from pdstage.integrations.vllm.groups import Held
@@ -17,14 +21,24 @@ if TYPE_CHECKING:
 class Remote(NamedTuple):
     """A request's room and the prefill engine that sends it: its directory's address, and its name there.
 
-    A room's name is never reused, unlike request ids and, after a restart, engine ids. `is_early`: decode learns of it
-    while prefill works, or before.
+    A room's name is never reused, unlike request ids and, after a restart, engine ids, unless it is a router's
+    `transfer_id` (`is_routers`). `is_early`: decode learns of it while prefill works, or before. `is_turn`: a decode
+    engine keeps it for its conversation's next turn.
     """
 
     room: str
     address: str
     instance: str
     is_early: bool = False
+    is_routers: bool = False
+    is_turn: bool = False
+
+
+class Want(NamedTuple):
+    """A room that a request here will load, or (not `is_wanted`) that none will: prefill need not hold it."""
+
+    remote: Remote
+    is_wanted: bool
 
 
 class Chunk(NamedTuple):
@@ -59,11 +73,11 @@ class Receive(NamedTuple):
 @dataclass
 class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's news, by request id. `arrived` are requests that prefill will send early, and their rooms; of these
-    `withdrawn` ended before they were scheduled. `abandoned` are rooms that decode does not need: prefill need not hold
-    them. `dropped` are requests that need not be held any longer, since vLLM's caches were reset.
+    `withdrawn` ended before they were scheduled. `wants` are in their order. `dropped` are requests that need not be
+    held any longer, since vLLM's caches were reset.
 
-    `preempted` come first, since other requests use their blocks in this step, and `arrived` before its chunks.
-    `aborted` come after `receives`, and `withdrawn` after `arrived`, since a request may be in both.
+    `preempted` come first, since other requests use their blocks in this step, `arrived` before its chunks, and `wants`
+    before `receives`. `aborted` come after `receives`, and `withdrawn` after `arrived`, since a request may be in both.
     """
 
     preempted: dict[str, bool] = field(default_factory=dict)
@@ -73,12 +87,27 @@ class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
     sends: dict[str, Send] = field(default_factory=dict)
     receives: dict[str, Receive] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
-    abandoned: list[Remote] = field(default_factory=list)
+    wants: list[Want] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return any(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass
+class PdStageWorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What a worker learned in a step of the rooms of turns that it announced: whether their decode engines have them
+    still, each by the room's name.
+    """
+
+    held: dict[str, bool]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> PdStageWorkerMeta:
+        assert isinstance(other, PdStageWorkerMeta)
+        for room, is_held in other.held.items():
+            self.held[room] = is_held and self.held.get(room, True)
+        return self
 
 
 @dataclass

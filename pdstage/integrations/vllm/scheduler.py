@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +16,16 @@ from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
-from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, Receive, Remote, Send
+from pdstage.integrations.vllm.loads import Loads, Phase
+from pdstage.integrations.vllm.metadata import (
+    PdStageHandshake,
+    PdStageMetadata,
+    PdStageWorkerMeta,
+    Receive,
+    Remote,
+    Send,
+    Want,
+)
 from pdstage.integrations.vllm.model import adapter_of
 from pdstage.integrations.vllm.request_spans import RequestSpans
 from pdstage.integrations.vllm.streams import Streams
@@ -35,12 +43,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from pdstage.integrations.vllm.loads import Load
     from pdstage.integrations.vllm.settings import Settings, Turns
     from pdstage.integrations.vllm.streams import Stream
 
 log = logging.getLogger(__name__)
 
-_MAX_ASKED = 65_536
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -65,14 +73,10 @@ class SchedulerSide:
         self._spans = RequestSpans()
         self._news = PdStageMetadata()
         self._local: dict[str, int] = {}  # tokens that decode had when it asked for this engine's
-        self._loading: dict[str, str] = {}
-        """Requests that load, and their rooms."""
-        self._loaded: set[str] = set()
-        """Rooms whose load ended in the last step: vLLM caches their blocks in the next step."""
+        self._loads = Loads()
         self._kept: set[str] = set()
         """Requests whose KV is held for their conversation's next turn."""
         self._shares_blocks = bool(vllm_config.cache_config.enable_prefix_caching)
-        self._asked: OrderedDict[str, None] = OrderedDict()  # rooms: all samples of one prompt name the same room
         self._address = ""
         """Where decode engines find the ranks of this one, once they are there."""
         self._server: BootstrapServer | None = None
@@ -128,6 +132,7 @@ class SchedulerSide:
     def arrived(self, request: Request) -> None:
         """A request arrived. Prefill leaves out the tokens that decode computes again."""
         params = request.kv_transfer_params
+        self._wanted(request)
         if not params or not params.get("do_remote_decode"):
             return
         self._cut(request, params)
@@ -161,10 +166,10 @@ class SchedulerSide:
         self._local.pop(request.request_id, None)
         if not params:
             return False, None
-        if request.request_id in self._loading:
+        if self._loads.is_running(request.request_id):
             self._news.aborted.add(request.request_id)
-        elif params.get("do_remote_prefill") or self._names_turn(params):
-            self._abandon(params)
+        self._wanted(request)
+        self._leave(request)
         if not params.get("do_remote_decode"):
             keeps = self._settings.turns is not None and request.status in _DONE and any(blocks)
             return self._hand_over(request, blocks, None, self._settings.turns) if keeps else (False, None)
@@ -218,7 +223,8 @@ class SchedulerSide:
             "tp_size": self._parallel.tensor_parallel_size,
             "pp_size": self._parallel.pipeline_parallel_size,
             "transfer_mode": "pdstage",
-            **(kept_tokens(request, n_tokens, turns.ttl_s) if turns is not None else {}),
+            **({"transfer_id": room} if stream is not None else {}),
+            **(kept_tokens(request, n_tokens) if turns is not None else {}),
         }
 
     def _says(self, n_tokens: int, adapter: str) -> bytes:
@@ -230,23 +236,43 @@ class SchedulerSide:
 
     # Decode.
 
+    def _wanted(self, request: Request) -> Load | None:
+        """The load of a request that names a room and has not gone on without it; announced when it is first seen."""
+        load, params = self._loads.of(request.request_id), request.kv_transfer_params
+        if load is not None or not params or not (params.get("do_remote_prefill") or self._names_turn(params)):
+            return load
+        remote = _remote(params, is_turn=not params.get("do_remote_prefill"))
+        if remote is None:
+            _mark_read(params)
+            return None
+        if not _same_adapter(request, params):
+            self._news.wants.append(Want(remote, is_wanted=False))
+            _mark_read(params)
+            return None
+        load, is_new = self._loads.add(request.request_id, remote)
+        if is_new:
+            self._news.wants.append(Want(remote, is_wanted=True))
+        return load
+
     def matched(self, request: Request, n_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the `n_local` cached ones come from prefill, and whether they are loaded
         asynchronously.
 
-        None while another sample of the same prompt loads them: this request then finds the blocks in the cache.
+        None while another sample of the same prompt loads them: this request then finds the blocks in the cache. None
+        too until it is known whether decode keeps the conversation's last turn still.
         """
-        params = request.kv_transfer_params or {}
-        is_turn = self._names_turn(params)
-        remote = _remote(params) if is_turn or params.get("do_remote_prefill") else None
-        if remote is None or not _same_adapter(request, params):
+        load, params = self._wanted(request), request.kv_transfer_params or {}
+        if load is None or params.get("_pdstage_read"):
             return 0, False
-        if remote.room in self._asked:
-            loads = remote.room in self._loaded or remote.room in self._loading.values()
-            return (None if loads and self._shares_blocks else 0), False
+        if load.phase is not Phase.ANNOUNCED:
+            waits = self._shares_blocks and load.phase in (Phase.RUNNING, Phase.CACHING)
+            return (None if waits else 0), False
+        is_turn = load.remote.is_turn
         n_tokens = self._n_of_turn(request, params, n_local) if is_turn else self._n_of_prefill(request, params)
         if n_tokens <= n_local:
             return 0, False
+        if is_turn and not load.is_held:
+            return (None if load.is_awaited() else 0), False
         self._local[request.request_id] = n_local
         return n_tokens - n_local, True
 
@@ -277,14 +303,13 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, n_external: int) -> None:
         """The request got `blocks`; `n_external` tokens will come from prefill."""
-        params = request.kv_transfer_params
-        if not params or not (params.get("do_remote_prefill") or self._names_turn(params)):
+        load, params = self._wanted(request), request.kv_transfer_params
+        if load is None or not params or params.get("_pdstage_read"):
             return
-        n_local = self._local.pop(request.request_id, 0)
-        remote = _remote(params)
+        n_local, remote = self._local.pop(request.request_id, 0), load.remote
         if n_external <= 0:
-            self._abandon(params)
-        elif remote is not None:
+            self._leave(request)
+        else:
             n_tokens, ids = n_local + n_external, blocks.get_block_ids()
             held = {
                 one.component: one.held(ids[one.index], n_tokens, one.n_cached(blocks.blocks[one.index], n_local))
@@ -292,28 +317,23 @@ class SchedulerSide:
             }
             says = self._says(n_tokens, adapter_of(request.lora_request)) if remote.is_early else None
             self._news.receives[request.request_id] = Receive(remote, held, says)
-            self._ask(remote)
-            self._loading[request.request_id] = remote.room
+            self._loads.begin(request.request_id)
             self._spans.begin("kv_transfer.receive", request, remote.room, n_external)
         _mark_read(params)
 
-    def _abandon(self, params: dict[str, Any]) -> None:
-        remote = _remote(params)
-        if remote is not None and remote.room not in self._asked:
-            self._news.abandoned.append(remote)
-            self._ask(remote)
-        _mark_read(params)
-
-    def _ask(self, remote: Remote) -> None:
-        self._asked[remote.room] = None
-        if len(self._asked) > _MAX_ASKED:
-            self._asked.popitem(last=False)
+    def _leave(self, request: Request) -> None:
+        """The request ended, or goes on without its room."""
+        remote = self._loads.leave(request.request_id)
+        if remote is not None:
+            self._news.wants.append(Want(remote, is_wanted=False))
+        if request.kv_transfer_params:
+            _mark_read(request.kv_transfer_params)
 
     def ended(self, output: KVConnectorOutput) -> None:
         """The workers' results of this step."""
-        for name in output.finished_recving or ():
-            if (room := self._loading.pop(name, None)) is not None:
-                self._loaded.add(room)
+        if isinstance(output.kv_connector_worker_meta, PdStageWorkerMeta):
+            self._loads.held(output.kv_connector_worker_meta.held)
+        self._loads.ended(output.finished_recving or ())
         self._kept.difference_update(output.finished_sending or ())
         self._spans.end("kv_transfer.receive", output.finished_recving or (), output.failed_recving)
         self._spans.end("kv_transfer.send", output.finished_sending or ())
@@ -322,7 +342,7 @@ class SchedulerSide:
 
     def news(self, output: SchedulerOutput) -> PdStageMetadata:
         """This step's news, returned once; `output` is what it computes."""
-        self._loaded.clear()
+        self._loads.step()
         news, self._news = self._news, PdStageMetadata()
         news.preempted, news.chunks = self._streams.step(output)
         return news
@@ -358,16 +378,16 @@ def _same_adapter(request: Request, params: Mapping[str, Any]) -> bool:
     return bool(there == here)
 
 
-def _remote(params: Mapping[str, Any]) -> Remote | None:
-    """The room that prefill's answer names, or a router that asks both engines at once. If none is named, logs it and
-    returns None.
+def _remote(params: Mapping[str, Any], *, is_turn: bool) -> Remote | None:
+    """The room that prefill's answer names, or a router that asks both engines at once; `is_turn`: decode's answer. If
+    none is named, logs it and returns None.
     """
     early, directory = params.get("transfer_id"), params.get("remote_bootstrap_addr")
     if early and directory and params.get("remote_engine_id"):
-        return Remote(early, directory, params["remote_engine_id"], is_early=True)
+        return Remote(early, directory, params["remote_engine_id"], is_early=True, is_routers=True)
     names: Iterable[str] = ("remote_room", "remote_engine_id", "remote_host", "remote_port")
     room, engine, host, port = (params.get(name) for name in names)
     if not (room and engine and host and port):
         log.warning("kv_transfer_params %s name no request of a prefill engine: it is computed here", dict(params))
         return None
-    return Remote(room, Address.joined(str(host), port), engine)
+    return Remote(room, Address.joined(str(host), port), engine, is_routers=room == early, is_turn=is_turn)

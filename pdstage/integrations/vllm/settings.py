@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from pdstage.manager import DecodeNode, PrefillNode
 
 _WHERE = "kv_connector_extra_config"
-_DEADLINES = {"hello_s": 10.0, "wait_s": 60.0, "send_wait_s": 60.0}
+_DEADLINES = {"hello_s": 10.0, "wait_s": 60.0}
 """Prefill has answered the proxy with the whole request computed: an engine that is absent now is gone, and a room that
-gets no data was another request's. Where the proxy asks both at once, prefill begins a room as its request arrives: one
-that has not come within a minute was refused.
+gets no data was another request's.
 """
 
 
@@ -82,7 +81,9 @@ class Settings:
     engine's directory; 0 is any. `replica` is the engine's place among data-parallel ones. Beyond loopback `keys` (a
     key file's path) or `insecure` is required. `trust_layout` admits caches whose layout nothing proves. `options` are
     other arguments of pdstage's nodes, `config` the fields of `Config`. `turns`, if set, are kept for the next turn of
-    their conversation.
+    their conversation. `lease_s` (vLLM's NixlConnector: `kv_lease_duration`) is how long prefill holds a request that
+    no decode engine asks for; one that waits with it says so every few seconds. Where the proxy asks both at once,
+    prefill begins a room as its request arrives, so decode waits no longer for one that prefill refused.
     """
 
     host: str
@@ -90,6 +91,7 @@ class Settings:
     replica: Replica
     trust_layout: bool
     turns: Turns | None
+    lease_s: float
     options: Mapping[str, Any]
 
     @staticmethod
@@ -99,11 +101,15 @@ class Settings:
         trust_layout = trusts_layout(options, where=_WHERE)
         options.pop("trust_layout", None)
         turns = Turns.of(options, vllm_config.kv_transfer_config.kv_role)
+        lease_s = number("kv_lease_duration", options.pop("kv_lease_duration", 30.0), above=0.0)
         host = get_ip() if host == "auto" else host
-        return Settings(host, port, Replica.of(vllm_config.parallel_config, host), trust_layout, turns, options)
+        return Settings(
+            host, port, Replica.of(vllm_config.parallel_config, host), trust_layout, turns, lease_s, options
+        )
 
     def node(self, kind: type[PrefillNode | DecodeNode], model: Mapping[str, str] | None = None) -> dict[str, Any]:
         """A node's arguments; `model` is vLLM's facts. Raises `UsageError` for arguments that no node takes."""
-        arguments = node_options(kind, self.options, where=_WHERE, deadlines=_DEADLINES)
+        deadlines = {**_DEADLINES, "send_wait_s": self.lease_s, "open_wait_s": self.lease_s}
+        arguments = node_options(kind, self.options, where=_WHERE, deadlines=deadlines)
         arguments["model"] = overridden(model or {}, arguments.get("model"), where=_WHERE)
         return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **arguments}

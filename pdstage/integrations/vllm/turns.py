@@ -2,12 +2,12 @@
 
 The next prompt contains the last answer as text, and its tokens may differ: a chat template drops the reasoning, a
 tokenizer joins pieces. So decode's answer identifies its tokens by digests, and prefill loads those that are the same.
+Whether decode has them still, it is asked when the next turn arrives (`loads`): no clock of another host is believed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,23 +20,17 @@ if TYPE_CHECKING:
 _EVERY = 256
 """Tokens between two digests."""
 _DIGEST_NBYTES = 8
-_MARGIN_S = 5.0
-"""A room is not asked for this long before its end: clocks differ, and a request waits until it is scheduled."""
 
 
-def kept_tokens(request: Request, n_tokens: int, ttl_s: float) -> dict[str, Any]:
-    """For `kv_transfer_params`: digests of the first `n_tokens`, and until when they are kept (seconds since 1970)."""
-    digests = "".join(digest for _, digest in _digests(request, n_tokens))
-    return {"remote_token_digests": digests, "remote_blocks_expiry_time": time.time() + ttl_s}
+def kept_tokens(request: Request, n_tokens: int) -> dict[str, Any]:
+    """For `kv_transfer_params`: digests of the first `n_tokens`."""
+    return {"remote_token_digests": "".join(digest for _, digest in _digests(request, n_tokens))}
 
 
 def n_common(request: Request, params: Mapping[str, Any]) -> int:
-    """How many first tokens of this request are those in `params`; 0 if they are no longer kept."""
+    """How many first tokens of this request are those in `params`."""
     there, n_there = params.get("remote_token_digests"), params.get("remote_num_tokens")
-    until = params.get("remote_blocks_expiry_time")
-    if not isinstance(there, str) or not isinstance(n_there, int) or not isinstance(until, int | float):
-        return 0
-    if until < time.time() + _MARGIN_S:
+    if not isinstance(there, str) or not isinstance(n_there, int):
         return 0
     at, width = 0, 2 * _DIGEST_NBYTES
     for number, (stop, digest) in enumerate(_digests(request, n_there)):

@@ -5,6 +5,7 @@ The scheduler's metadata names the requests.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from pdstage.arguments import quotient
 from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
 from pdstage.integrations.task_thread import TaskThread
 from pdstage.integrations.vllm.caches import Caches
-from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
+from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, PdStageWorkerMeta
 from pdstage.integrations.vllm.model import model_facts
 from pdstage.integrations.vllm.stats import NOW, PdStageStats
 from pdstage.integrations.vllm.streams import EarlySender, LayerGroups, Layers
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EARLY_S = 600.0
-"""How long prefill may take to begin a request that decode announced before: as long as a room may last."""
+"""How long prefill may take to compute a request whose room it has begun, until its first chunk."""
+_LONGEST_S = 86_400.0
+"""How long a request may wait for blocks here, and its load last: vLLM ends it, if nothing else does."""
 
 
 class WorkerSide:
@@ -71,6 +74,12 @@ class WorkerSide:
         # The task thread fills these four and the worker's thread empties them, by atomic calls.
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
+        self._announced: dict[str, Receiver] = {}
+        """Rooms, by name, whose requests wait for blocks. Only the task thread uses it."""
+        self._asked: deque[tuple[str, Receiver | None]] = deque()
+        """Of these, rooms of turns that were announced; None where that was refused. Filled by the task thread."""
+        self._turns: dict[str, tuple[Receiver, bool | None]] = {}
+        """The same, and what was told of each. Only the worker's thread uses it."""
         self._expected: dict[str, bytes] = {}
         """The statement required of prefill, for each request that is being received."""
         self._begun: deque[tuple[Handle, str, str]] = deque()
@@ -203,12 +212,12 @@ class WorkerSide:
     def _carry_out(self, metadata: PdStageMetadata, computed: CudaEvent | None, after: CudaEvent | None) -> None:
         for request_id, send in metadata.sends.items():
             self._send(request_id, send, computed)
+        for remote, is_wanted in metadata.wants:
+            (self._want if is_wanted else self._abandon)(remote)
         for request_id, receive in metadata.receives.items():
             self._receive(request_id, receive, after)
         for request_id in metadata.aborted:
             self._abort(request_id)
-        for remote in metadata.abandoned:
-            self._abandon(remote)
         for request_id in metadata.withdrawn:
             if (early := self._early.pop(request_id, None)) is not None:
                 early.sender.abort("the request ended at prefill")
@@ -223,7 +232,7 @@ class WorkerSide:
         assert self.prefill is not None, "a request to send at an engine that does not prefill"
         for request_id, room in rooms.items():
             try:
-                self._early[request_id] = EarlySender(self.prefill.send(room))
+                self._early[request_id] = EarlySender(self.prefill.send(room, open_wait_s=_EARLY_S))
             except PdstageError as error:
                 log.warning("request %s is not sent: %s", request_id, error)
 
@@ -254,7 +263,8 @@ class WorkerSide:
                 items, tokens, states = self._named(held)
                 if items:
                     sender.chunk(items, tokens, ready=computed)
-                sender.finish(send.says, states=states or None, ready=computed)
+                hold_s = send.open_wait_s or self.prefill.config.open_wait_s
+                sender.finish(send.says, states=states or None, ready=computed, open_wait_s=hold_s)
         except PdstageError as error:
             log.warning("request %s is not sent: %s", request_id, error)
             if sender is None:
@@ -267,7 +277,7 @@ class WorkerSide:
     def _receive(self, request_id: str, receive: Receive, after: CudaEvent | None) -> None:
         receiver = None
         try:
-            receiver = self._announce(receive.remote)
+            receiver = self._announced.pop(receive.remote.room, None) or self._announce(receive.remote)
             items, tokens, states = self._named(receive.held)
             receiver.bind(items | states, tokens, after=after)
         except PdstageError as error:
@@ -286,17 +296,29 @@ class WorkerSide:
         if receiver is not None:
             receiver.abort("the request ended at decode")
 
+    def _want(self, remote: Remote) -> None:
+        """Announces a room whose request waits here for blocks: its sender holds it on. Where that is refused, its
+        load is, with the reason.
+        """
+        receiver = None
+        with contextlib.suppress(PdstageError):
+            receiver = self._announced[remote.room] = self._announce(remote)
+        if remote.is_turn:
+            self._asked.append((remote.room, receiver))
+
     def _abandon(self, remote: Remote) -> None:
         """A room that asks for nothing succeeds at once, and frees prefill's blocks."""
         try:
-            self._announce(remote).bind({}, {})
+            (self._announced.pop(remote.room, None) or self._announce(remote)).bind({}, {})
         except PdstageError as error:
             log.warning("room %s is left to its deadline at prefill: %s", remote.room, error)
 
     def _announce(self, remote: Remote) -> Receiver:
         assert self.decode is not None, "a request to receive at an engine that does not decode"
         longest_s = _EARLY_S if remote.is_early else None
-        return self.decode.receive(remote.room, prefill=remote.address, instance=remote.instance, wait_s=longest_s)
+        return self.decode.receive(
+            remote.room, prefill=remote.address, instance=remote.instance, deadline_s=_LONGEST_S, wait_s=longest_s
+        )
 
     def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, tuple[int, int]], dict[str, Items]]:
         """Pages and their tokens, and states, as nodes expect them."""
@@ -335,6 +357,24 @@ class WorkerSide:
             self._note(handle, request_id, what)
             self._tell(results, what, request_id, failed=handle.state is not State.SUCCESS or not is_right)
         return results
+
+    def turns(self) -> PdStageWorkerMeta | None:
+        """What is new of announced rooms of turns: whether their senders have them."""
+        held: dict[str, bool] = {}
+        while self._asked:
+            room, receiver = self._asked.popleft()
+            if receiver is None:
+                held[room] = False
+            else:
+                self._turns[room] = receiver, None
+        for room, (receiver, told) in list(self._turns.items()):
+            is_held = False if receiver.state is State.FAILED else receiver.ready_to_bind
+            if is_held is not told and is_held is not None:
+                held[room] = is_held
+                self._turns[room] = receiver, is_held
+            if receiver.bound is not None or receiver.state is State.FAILED:
+                del self._turns[room]
+        return PdStageWorkerMeta(held) if held else None
 
     def _take_released(self) -> list[Handle]:
         """The rooms that are released since the last call. Looks only at those that ended: many more may be waiting."""

@@ -133,6 +133,12 @@ class Engine:
             for one in some.outputs
         ]
 
+    def set_clock(self, offset_s: float) -> None:
+        """This host's clock is that far from the others'; its ranks' too."""
+        real = time.time
+        time.time = lambda: real() + offset_s
+        self.core.model_executor.collective_rpc("set_clock", args=(offset_s,))
+
     def abort(self, name: str) -> None:
         self.core.abort_requests([name])
         self.spoil()
@@ -153,6 +159,10 @@ class Engine:
     def status(self, name: str) -> str | None:
         request = self.scheduler.requests.get(name)
         return None if request is None else request.status.name
+
+    def requests(self) -> list[str]:
+        """Those that this engine knows, with their blocks."""
+        return list(self.scheduler.requests)
 
     def blocks(self, name: str) -> tuple[list[int], ...]:
         return self.manager.get_block_ids(name)

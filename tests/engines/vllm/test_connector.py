@@ -190,7 +190,8 @@ def test_kv_of_another_adapter_is_computed_here(src: Side, dst: Side, there: str
     assert matched == (0, False)
     dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), 0)
     told = dst.scheduler.build_connector_meta(None)
-    assert [remote.room for remote in told.abandoned] == [params["remote_room"]], "prefill need not hold it"
+    wants = [(remote.room, is_wanted) for remote, is_wanted in told.wants]
+    assert wants == [(params["remote_room"], False)], "prefill need not hold it"
 
 
 def test_another_model_of_the_same_shape_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -236,18 +237,19 @@ def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side, caching: bool)
         assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (None, False), "while the first one loads"
         (step,) = [dst.scheduler.build_connector_meta(None)]
         assert set(step.receives) == {"s0"}
+        assert len(step.wants) == 1
         dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"s0"}))
         assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (None, False), "vLLM has not cached it yet"
         assert not dst.scheduler.build_connector_meta(None)
         assert dst.scheduler.get_num_new_matched_tokens(second, 32) == (0, False)
         dst.scheduler.update_state_after_alloc(second, blocks_of([4, 5, 6]), 0)
-        assert not dst.scheduler.build_connector_meta(None).abandoned
+        assert not dst.scheduler.build_connector_meta(None)
         return
     assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
     dst.scheduler.update_state_after_alloc(second, blocks_of([4, 5, 6]), 0)
     told = dst.scheduler.build_connector_meta(None)
     assert set(told.receives) == {"s0"}
-    assert not told.abandoned
+    assert [is_wanted for _, is_wanted in told.wants] == [True], "announced once, and not given up"
 
 
 def test_a_room_that_is_over_fails_another_engine_s_request(src: Side, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
 from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, PATIENCE_S
 from tests.engines.vllm.caches import Side as Workers
-from tests.engines.vllm.lives import Pair, prompts
+from tests.engines.vllm.lives import Pair, continuation, prompts
 from tests.engines.vllm.models import GEMMA, LLAMA, QWEN, Side
 
 if TYPE_CHECKING:
@@ -187,9 +187,70 @@ def test_a_room_begins_before_its_request_is_scheduled(pair):
     pair.went_well("queued", second)
 
 
+@pytest.mark.parametrize("serial", [False, True], ids=["at-once", "serial"])
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["after", "during"])
+def test_a_routers_retry_under_its_transfer_id_loads(pair, serial: bool, meanwhile: bool):
+    """Prefill has computed the prompt again; what it held would be held in vain."""
+    (prompt,) = prompts(150, seed=60 + 2 * serial + meanwhile)
+    name = f"retried-{serial}-{meanwhile}"
+    pair.both(name, prompt, 60, decode=not serial)
+    if serial:
+        pair.until(lambda: name in pair.p.ended, pair.p, what="prefill")
+        pair.decode(name, prompt, 60)
+    pair.until(lambda: name in pair.d.ended or (meanwhile and pair.d.tokens[name]), what="the first try")
+    assert (name in pair.d.ended) != meanwhile
+    told = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{name}"}
+    again = f"{name}-again"
+    pair.p.add(again, prompt, 1, told)
+    if serial:
+        pair.until(lambda: again in pair.p.ended, what="prefill")
+        pair.decode(again, prompt)
+    else:
+        address, engine = pair.p.call("directory")
+        where = {"remote_bootstrap_addr": address, "remote_engine_id": engine}
+        pair.d.add(again, prompt, 4, told | where | {"do_remote_decode": False, "do_remote_prefill": True})
+    pair.until(lambda: {name, again} <= set(pair.d.ended), what="both tries")
+    pair.went_well(again, prompt)
+    assert pair.d.tokens[name] == continuation(prompt, 60)
+
+
+def test_a_request_that_waits_at_decode_is_held_at_prefill_and_one_that_was_lost_is_not(engines):
+    """Decode has blocks for one request at a time."""
+    long, short, lost = prompts(300, 250, 100, seed=70)
+    producer = replace(PRODUCER, options={"kv_lease_duration": 1.0})
+    with engines(producer, replace(CONSUMER, n_blocks=9, limits={"max_silence_s": 1.5})) as pair:
+        pair.prefill("long", long)
+        pair.until(lambda: "long" in pair.p.ended, pair.p, what="prefill")
+        pair.decode("long", long, 200)
+        pair.until(lambda: pair.d.tokens["long"], what="the first")
+        for name, prompt in (("short", short), ("lost", lost)):
+            pair.prefill(name, prompt)
+        pair.until(lambda: "short" in pair.p.ended, pair.p, what="prefill")
+        pair.decode("short", short)
+        pair.d.step()
+        assert pair.d.call("status", "short") == "WAITING"
+        pair.until(lambda: "lost" in pair.p.ended and pair.p.call("requests") == ["short"], pair.p, what="the lost one")
+        until = time.monotonic() + 2.0
+        pair.until(lambda: time.monotonic() > until, pair.p, what="two leases")
+        assert pair.p.call("requests") == ["short"], "decode waits with it"
+        pair.until(lambda: {"long", "short"} <= set(pair.d.ended), what="both")
+        pair.went_well("short", short)
+        pair.settle()
+
+
+def test_an_abort_by_the_proxy_ends_what_prefill_refused(engines):
+    """Decode has opened the room of a request that prefill never saw, and every deadline is far."""
+    with engines(producer=replace(PRODUCER, options={"kv_lease_duration": 10 * PATIENCE_S})) as pair:
+        (prompt,) = prompts(100, seed=71)
+        pair.decode_early("refused", prompt)
+        pair.until(lambda: pair.d.call("status", "refused") == "WAITING_FOR_REMOTE_KVS", pair.d, what="a load")
+        pair.d.call("abort", "refused")
+        pair.settle()
+
+
 def test_a_request_that_prefill_refused(engines):
     """A proxy that asks both at once has sent decode's half already: it ends long before a room's own deadline."""
-    with engines(producer=replace(PRODUCER, limits={"send_wait_s": 0.5})) as pair:
+    with engines(producer=replace(PRODUCER, options={"kv_lease_duration": 0.5})) as pair:
         (prompt,) = prompts(100, seed=48)
         pair.decode_early("refused", prompt)
         pair.until(lambda: "refused" in pair.d.ended)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,10 @@ from vllm.v1.request import Request
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.settings import Turns
 from pdstage.integrations.vllm.turns import kept_tokens, n_common
+from tests.engines.vllm.caches import Side as Workers
 from tests.engines.vllm.lives import Pair, continuation, prompts
 from tests.engines.vllm.models import GEMMA, LLAMA, QWEN, Side
+from tests.engines.vllm.test_caches import recurrent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,7 @@ def through_json(told: dict[str, Any], n: int) -> dict[str, Any]:
 
 def test_tokens_that_are_the_same_are_found() -> None:
     tokens = [at * 7 % 501 for at in range(1000)]
-    told = through_json(kept_tokens(request(tokens), 900, 60.0), 900)
+    told = through_json(kept_tokens(request(tokens), 900), 900)
     assert n_common(request(tokens), told) == 900, "up to the end of what is there"
     assert n_common(request([*tokens[:900], 3, 4]), told) == 900
     assert n_common(request(tokens[:900]), told) == 900
@@ -54,7 +55,7 @@ def test_tokens_that_are_the_same_are_found() -> None:
 
 def test_other_images_are_other_tokens() -> None:
     tokens = [5] * 600
-    told = through_json(kept_tokens(request(tokens, images={10: "a", 300: "b"}), 600, 60.0), 600)
+    told = through_json(kept_tokens(request(tokens, images={10: "a", 300: "b"}), 600), 600)
     assert n_common(request(tokens, images={10: "a", 300: "b"}), told) == 600
     assert n_common(request(tokens, images={10: "a", 300: "c"}), told) == 256
     assert n_common(request(tokens, images={10: "c", 300: "b"}), told) == 0
@@ -65,20 +66,14 @@ def test_other_images_are_other_tokens() -> None:
     "told",
     [
         {},
-        {"remote_token_digests": None, "remote_num_tokens": 10, "remote_blocks_expiry_time": 9e9},
-        {"remote_token_digests": "", "remote_num_tokens": 10, "remote_blocks_expiry_time": 9e9},
-        {"remote_token_digests": "00" * 8, "remote_num_tokens": "10", "remote_blocks_expiry_time": 9e9},
+        {"remote_token_digests": None, "remote_num_tokens": 10},
+        {"remote_token_digests": "", "remote_num_tokens": 10},
+        {"remote_token_digests": "00" * 8, "remote_num_tokens": "10"},
     ],
 )
 def test_who_does_not_say_what_there_is_is_not_believed(told: dict[str, Any]) -> None:
     """vLLM's NixlConnector says how many tokens there are, and no more."""
     assert n_common(request(list(range(50))), told) == 0
-
-
-def test_what_is_kept_no_longer_is_not_asked_for() -> None:
-    tokens = list(range(300))
-    told = through_json(kept_tokens(request(tokens), 300, 60.0), 300)
-    assert n_common(request(tokens), told | {"remote_blocks_expiry_time": time.time() - 1}) == 0
 
 
 def test_both_engines_must_be_both() -> None:
@@ -171,6 +166,23 @@ def test_prefill_loads_what_another_engine_has_computed_alone(engines):
         pair.turn("next", prompt, "alone")
         assert pair.computed("next", len(prompt)) == 4
         finish(pair, "next")
+
+
+@pytest.mark.parametrize("offset_s", [-600.0, 600.0])
+def test_another_hosts_clock_changes_nothing(engines, offset_s: float):
+    with engines() as pair:
+        pair.p.call("set_clock", offset_s)
+        (new,) = prompts(200, seed=68)
+        said = pair.turn("first", new)
+        pair.turn("second", [*said, 4, 5], "first")
+        assert pair.computed("second", len(said) + 2) == 3
+        finish(pair, "second")
+
+
+def test_states_that_are_decoded_speculatively_are_kept_for_no_turn(tmp_path: Path) -> None:
+    """After an answer the state may be in the block of any draft token."""
+    with pytest.raises(UsageError, match="bidirectional_kv_xfer for a model with recurrent states"):
+        Workers(tmp_path, "kv_both", recurrent("MAMBA2", 2), extra=BOTH)
 
 
 def test_an_abort_of_a_turn_gives_back_what_decode_keeps(engines):

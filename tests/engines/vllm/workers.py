@@ -7,6 +7,7 @@ it writes (`model`).
 
 from __future__ import annotations
 
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -256,6 +257,10 @@ class Worker(Model):
         connector = kv_transfer.get_kv_transfer_group()
         assert connector.has_connector_metadata()
         connector.save_kv_layer(name, self.pools[name], None)
+
+    def set_clock(self, offset_s: float) -> None:
+        real = time.time
+        time.time = lambda: real() + offset_s
 
     def written(self) -> int:
         side = kv_transfer.get_kv_transfer_group().worker_side
