@@ -29,11 +29,13 @@ _MAX_SHOWN = 200
 
 
 def facts(
-    *, name: str, revision: str | None, dtype: object, quantization: str | None, rope: object, dummy: bool = False
-) -> dict[str, str]:
+    *, name: str, revision: str | None, dtype: object, quantization: str | None, rope: object,
+    kv_scales: Mapping[int, float] | None = None, dummy: bool = False,
+) -> dict[str, str]:  # fmt: skip
     """An engine's facts about its model, by name; unknown ones are left out. `dummy`: the weights are random.
 
-    `rope` is the model's rotary embedding as configured: scaling may be overridden on one side only.
+    `rope` is the model's rotary embedding as configured: scaling may be overridden on one side only. So may be
+    `kv_scales`: of quantized KV, each layer's scale that is not from the weights and not 1.
     """
     stated: dict[str, str | None] = {
         "name": _brief(name),
@@ -41,6 +43,11 @@ def facts(
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": quantization or "none",
         "rope": _brief(json.dumps(rope, sort_keys=True, default=str)) if rope else None,
+        "kv_scales": None
+        if kv_scales is None
+        else _brief(json.dumps(kv_scales, sort_keys=True))
+        if kv_scales
+        else "none",
     }
     folder = None if dummy else _folder_of(name, revision)
     if folder is not None:

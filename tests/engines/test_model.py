@@ -72,6 +72,12 @@ def test_what_an_engine_does_not_know_is_left_out(weights: Path) -> None:
     assert made_up == {"name": str(weights), "revision": "1", "dtype": "x", "quantization": "fp8"}
 
 
+def test_scales_are_told_where_an_engine_has_them() -> None:
+    asked = {"name": "no such model", "revision": None, "dtype": "x", "quantization": None, "rope": None}
+    told = [facts(**asked, kv_scales=scales).get("kv_scales") for scales in (None, {}, {0: 0.5})]
+    assert told == [None, "none", '{"0": 0.5}']
+
+
 def test_a_long_text_is_told_by_its_digest() -> None:
     one, other = (
         facts(name="no such model", revision=None, dtype="x", quantization=None, rope={"factors": [n] * 100})["rope"]

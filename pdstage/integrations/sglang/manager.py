@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_ib_devices_for_gpu
 from sglang.srt.environ import envs
+from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
 from sglang.srt.runtime_context import (
     get_device,
     get_disagg,
     get_memory,
+    get_model,
     get_observability,
     get_parallel,
     process_model_config,
@@ -59,10 +61,16 @@ _STOP_S = 3.0
 """A heartbeat in flight ends by itself within five seconds."""
 
 
-class Publishes(Protocol):
-    """A sender, which reports its room's state to the scheduler."""
+class Request(Protocol):
+    """A sender or a receiver. SGLang's dicts know it by its number, which a router chose for it."""
 
-    def publish(self) -> None: ...
+    bootstrap_room: int
+    conclude_state: KVPoll | None
+    reason: str | None
+    """Why it failed, if SGLang's record under its number is not its own."""
+
+    def publish(self) -> None:
+        """Reports its room's state to the scheduler; a sender does."""
 
 
 class _All(NamedTuple):
@@ -91,8 +99,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         _refuse_what_is_not_supported(disaggregation_mode)
         adapters.install()
         self.status_lock = threading.RLock()
-        self.senders: WeakValueDictionary[int, Publishes] = WeakValueDictionary()
-        """The latest sender of each room; see `observe`."""
+        self.owners: WeakValueDictionary[int, Request] = WeakValueDictionary()
+        """The request that each number stands for."""
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if self.enable_all_cp_ranks_for_transfer and self.attn_cp_size > 1:
             raise UsageError("every context-parallel rank would send a part", remedy="use another transfer backend")
@@ -124,7 +132,9 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's settings
         if cards := getattr(self.kv_args, "ib_device", None):
             options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
-        options["model"] = overridden(_model_facts(self.server_args), options.get("model"), where=environment.NODE.name)
+        options["model"] = overridden(
+            _model_facts(self.server_args, self.kv_cache_dtype_str), options.get("model"), where=environment.NODE.name
+        )
         if self.is_prefill:
             options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
             options |= {"observers": [self] if self.pp_rank else []}
@@ -272,24 +282,59 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
     def observe(self, origin: Origin, event: Event) -> None:
         """Publishes a room's new state, on the node's thread.
 
-        Another request may have the room's number by now. So the event only triggers a look-up, and the sender gives
+        Another request may have the room's number by now. So the event only triggers a look-up, and the request gives
         the state.
         """
         if isinstance(event, RoomBound | RoomEnded):
-            sender = self.senders.get(event.room)  # type: ignore[arg-type]  # SGLang's rooms are numbers
-            if sender is not None:
-                sender.publish()
+            request = self.owners.get(event.room)  # type: ignore[arg-type]  # SGLang's rooms are numbers
+            if request is not None:
+                request.publish()
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Applies SGLang's rules for transitions, for one writer at a time: it reads, compares and writes."""
         with self.status_lock:
             super().update_status(bootstrap_room, status)
 
-    def fail(self, room: int, reason: str) -> None:
-        """Marks the room as failed, for `reason` unless another reason is recorded already."""
+    # Whose a number is. A router may give one again while an earlier request has it. Then that one goes on, and the
+    # later one fails.
+
+    def claim(self, room: int, request: Request) -> bool:
+        """Whether the number stands for `request` from now on: not while an unfinished request has it."""
+        with self.status_lock, self.failure_lock:
+            earlier = self.owners.get(room)
+            if earlier is not None and earlier.conclude_state is None:
+                request.reason = f"an earlier request has bootstrap_room {room}: give each request a number of its own"
+                return False
+            left = self.failure_records.pop(room, None)
+            if earlier is not None:
+                earlier.reason = earlier.reason or left
+            self.request_status.pop(room, None)
+            self.owners[room] = request
+            return True
+
+    def owns(self, request: Request) -> bool:
+        return self.owners.get(request.bootstrap_room) is request
+
+    def fail(self, request: Request, reason: str) -> None:
+        """Marks the request as failed, for `reason` unless another reason is recorded already."""
+        if not self.owns(request):
+            request.reason = request.reason or reason
+            return
         with self.failure_lock:
-            self.failure_records.setdefault(room, reason)
-        self.update_status(room, KVPoll.Failed)
+            self.failure_records.setdefault(request.bootstrap_room, reason)
+        self.update_status(request.bootstrap_room, KVPoll.Failed)
+
+    def failure_of(self, request: Request) -> str | None:
+        """Why it failed; None if another rank failed."""
+        with self.failure_lock:
+            return self.failure_records.get(request.bootstrap_room) if self.owns(request) else request.reason
+
+    def raise_failure_of(self, request: Request) -> NoReturn:
+        """In place of SGLang's `failure_exception` for a request that does not own its number."""
+        reason = request.reason
+        raise KVTransferError(
+            request.bootstrap_room, reason or "another rank failed", is_from_another_rank=reason is None
+        )
 
 
 def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
@@ -333,7 +378,7 @@ def over_devices(transport: str | Mapping[str, object], ib_device: str, gpu: int
     return {"name": transport, "devices": [name.strip() for name in devices.split(",")]} if devices else transport
 
 
-def _model_facts(args: ServerArgs) -> dict[str, str]:
+def _model_facts(args: ServerArgs, kv_dtype: str) -> dict[str, str]:
     """Facts about the model that this engine serves."""
     config = process_model_config()
     return facts(
@@ -342,5 +387,17 @@ def _model_facts(args: ServerArgs) -> dict[str, str]:
         dtype=config.dtype,
         quantization=config.quantization,
         rope=getattr(config.hf_text_config, "rope_parameters", None),
+        kv_scales=_kv_scales(config.hf_text_config) if kv_dtype == "fp8_e4m3" else None,
         dummy=args.load_format == "dummy",
     )
+
+
+def _kv_scales(config: Any) -> dict[int, float]:  # noqa: ANN401  (Transformers')
+    """What `--quantization-param-path` has for this rank's layers, as SGLang's models read it."""
+    path, parallel = get_model().quantization_param_path, get_parallel()
+    if path is None:
+        return {}
+    of_layers = kv_cache_scales_loader(
+        path, parallel.tp_rank, parallel.tp_size, config.num_hidden_layers, type(config).model_type
+    )
+    return {layer: scale for layer, scale in of_layers if scale != 1.0}

@@ -7,7 +7,7 @@ the metadata row until the manager's `is_abort_release_safe`, that is until pdst
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -37,13 +37,24 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     kv_mgr: PdStageKVManager
 
-    def __init__(self, mgr: PdStageKVManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+    def __init__(self, mgr: PdStageKVManager, bootstrap_addr: str, bootstrap_room: int) -> None:
         self.adapter: str | None = None
         """The adapter that decode uses; set after construction, see `adapters`."""
         self._room: Receiver | None = None
         self._aux_index: int | None = None
         self._is_cleared = False
+        self.reason: str | None = None
+        self.conclude_state = None
+        is_owner = mgr.claim(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        if not is_owner:
+            self.conclude_state = KVPoll.Failed
+            self._untrack()
+
+    def _untrack(self) -> None:
+        """The number is another request's, which does not fail with this one's prefill."""
+        if getattr(self.kv_mgr.owners.get(self.bootstrap_room), "bootstrap_addr", None) != self.bootstrap_addr:
+            self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
         """Called by `init` instead of SGLang's look-up of peers: pdstage finds and connects them itself."""
@@ -79,7 +90,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.init_time = time.time()
 
     def _fail(self, error: PdstageError) -> None:
-        self.kv_mgr.fail(self.bootstrap_room, str(error))
+        self.kv_mgr.fail(self, str(error))
         self.conclude_state = KVPoll.Failed
         self._give_up(str(error))
 
@@ -93,7 +104,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         room = self._room
         if room is not None and self.conclude_state is None:
             if room.state is State.FAILED:
-                self.kv_mgr.fail(self.bootstrap_room, str(room.error))
+                self.kv_mgr.fail(self, str(room.error))
             elif room.state is State.SUCCESS and room.released:  # a request of one token returns its pages at once
                 self._take_row(room)
             elif room.state is State.TRANSFERRING:
@@ -106,19 +117,31 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             if self._aux_index is not None and isinstance(room.aux, bytes):
                 write_row(self.kv_mgr.kv_args, self._aux_index, room.aux, self.adapter)
         except PdstageError as error:
-            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            self.kv_mgr.fail(self, str(error))
         else:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def abort(self) -> None:
+        if self.kv_mgr.owns(self):
+            super().abort()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """Called once by `abort`, by a timeout, and for a room that failed without decode's doing."""
         self._give_up("decode gave it up")
+
+    def failure_exception(self) -> NoReturn:
+        if self.kv_mgr.owns(self):
+            super().failure_exception()
+        self.kv_mgr.raise_failure_of(self)
 
     def clear(self) -> None:
         """Called again when a failed room's memory is returned: by then another request may have the name."""
         if self._is_cleared:
             return
         self._is_cleared = True
-        super().clear()
+        if self.kv_mgr.owns(self):
+            super().clear()
+        else:
+            self._untrack()
         if self.conclude_state != KVPoll.Success:
             self._give_up("decode gave it up")

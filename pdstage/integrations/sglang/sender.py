@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
@@ -53,22 +53,27 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self.adapter: str | None = None
         """The adapter of the request's KV; set after construction, see `adapters`."""
         self._room: Sender | None = None
         self._first_page = 0
         self._is_cleared = False
+        self.reason: str | None = None
+        self.conclude_state = None
+        is_owner = mgr.claim(bootstrap_room, self)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._is_whole = False  # its last chunk was sent: it is in the scheduler's in-flight queue
         self._is_given_up = False  # by all ranks
+        if not is_owner:
+            self.conclude_state = KVPoll.Failed
+            return
         if mgr.is_dummy_cp_rank or mgr.request_status.get(bootstrap_room) == KVPoll.Failed:
             return
         try:
             self._room = mgr.awake().send(bootstrap_room)
         except PdstageError as error:
-            mgr.fail(bootstrap_room, str(error))
+            mgr.fail(self, str(error))
         else:
-            mgr.senders[bootstrap_room] = self
             self.publish()  # events from before the node could find this sender
 
     def pop_decode_prefix_len(self) -> int:
@@ -103,7 +108,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
                 aux = read_row(args, self.aux_index, self.adapter) if self.aux_index is not None else None
                 self._room.finish(aux, states=states or None, ready=ready)
         except PdstageError as error:
-            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            self.kv_mgr.fail(self, str(error))
             self._end(self._room, str(error))
             return
         self._record_transfer_indices(kv_indices, state_indices)
@@ -130,7 +135,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
                 return
             state = room.state
             if state is State.FAILED:
-                self.kv_mgr.fail(self.bootstrap_room, str(room.error))
+                self.kv_mgr.fail(self, str(room.error))
             else:
                 ended = state is State.SUCCESS and not room.released  # the scheduler would take the pages back
                 self.kv_mgr.update_status(self.bootstrap_room, int(State.TRANSFERRING if ended else state))
@@ -164,8 +169,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         return int(KVPoll.Transferring)
 
     def _reason(self) -> str:
-        with self.kv_mgr.failure_lock:
-            return str(self.kv_mgr.failure_records.get(self.bootstrap_room, "another rank failed"))
+        return self.kv_mgr.failure_of(self) or "another rank failed"
 
     def _end(self, room: Sender, reason: str) -> None:
         if room.state not in (State.SUCCESS, State.FAILED):  # else it ended by itself, or with its node
@@ -176,13 +180,20 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         return self._room is not None and self._transfer_start_time is not None and not self._room.released
 
     def abort(self) -> None:
-        super().abort()
+        if self.kv_mgr.owns(self):
+            super().abort()
         self._give_up()
+
+    def failure_exception(self) -> NoReturn:
+        if self.kv_mgr.owns(self):
+            super().failure_exception()
+        self.kv_mgr.raise_failure_of(self)
 
     def clear(self) -> None:
         with self.kv_mgr.status_lock:
             self._is_cleared = True
-            super().clear()
+            if self.kv_mgr.owns(self):
+                super().clear()
         self._give_up()
         if self._is_whole and self._is_read():
             log.error("room %s: its pages are reused though a write may still read them", self.bootstrap_room)

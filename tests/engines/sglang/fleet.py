@@ -70,8 +70,8 @@ class Engine:
     The first `n_first` ranks are those of the first pipeline stage.
     """
 
-    def __init__(self, ranks: list[Child], n_first: int) -> None:
-        self.ranks, self.n_first = ranks, n_first
+    def __init__(self, ranks: list[Child], n_first: int, mode: str = "") -> None:
+        self.ranks, self.n_first, self.mode = ranks, n_first, mode
 
     def each(self, name: str, *args: object) -> list[Any]:
         for rank in self.ranks:
@@ -104,7 +104,8 @@ class Fleet:
 
     def __init__(
         self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16,
-        decode_page_size: int = 0, prefill_pp: int = 1, options: tuple[str, ...] = (), **environ: str,
+        decode_page_size: int = 0, prefill_pp: int = 1, options: tuple[str, ...] = (),
+        decode_options: tuple[str, ...] = (), **environ: str,
     ) -> None:  # fmt: skip
         self.page_size = page_size
         pages = {"prefill": page_size, "decode": decode_page_size or page_size}
@@ -123,14 +124,28 @@ class Fleet:
             for mode, size, stages in (("prefill", prefill_tp, prefill_pp), ("decode", decode_tp, 1)):
                 port = self.other_port if switches and mode == "decode" else self.port
                 usual = setups.Setup(
-                    mode, size, 0, port, pool, pages[mode], 64, node, said, stages, 0, options, meeting
+                    mode,
+                    size,
+                    0,
+                    port,
+                    pool,
+                    pages[mode],
+                    64,
+                    node,
+                    said,
+                    stages,
+                    0,
+                    options + decode_options * (mode == "decode"),
+                    meeting,
                 )
                 given = [usual._replace(tp_rank=n % size, pp_rank=n // size) for n in range(size * stages)]
                 sides[mode] = [self._child(opened, "rank", one) for one in given]
             for ranks in sides.values():
                 for rank in ranks:
                     rank.answer()
-            self.prefill, self.decode = Engine(sides["prefill"], prefill_tp), Engine(sides["decode"], decode_tp)
+            self.prefill, self.decode = (
+                Engine(sides[mode], size, mode) for mode, size in (("prefill", prefill_tp), ("decode", decode_tp))
+            )
             self.decode.each("find", self.port)
             eventually(lambda: all(self.decode.each("ensure")))
             self._opened = opened.pop_all()

@@ -73,7 +73,8 @@ class Memory:
         page, size = setup.page_size, (setup.n_pages - 1) * setup.page_size
         count, first = max(1, HEADS // setup.tp_size), setup.tp_rank * HEADS // setup.tp_size
         heads = np.arange(first, first + count)
-        common = {"dtype": torch.bfloat16, "device": "cpu", "enable_memory_saver": False}
+        dtype = torch.float8_e4m3fn if "fp8_e4m3" in setup.options else torch.bfloat16
+        common = {"dtype": dtype, "device": "cpu", "enable_memory_saver": False}
         self.page_size, self.states = page, []
 
         def mha(pool, layers: list[int]) -> list[Held]:

@@ -163,7 +163,8 @@ class Rank:
     def _manager(self, args):
         model = runtime_context.process_model_config()
         model.hf_text_config.full_attention_layer_ids = [0, 3]  # what a hybrid model's config says
-        runner = SimpleNamespace(kv_cache_dtype_str="bfloat16", lora_manager=SimpleNamespace(lora_refs=self.adapters))
+        kind = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else "bfloat16"
+        runner = SimpleNamespace(kv_cache_dtype_str=kind, lora_manager=SimpleNamespace(lora_refs=self.adapters))
         self.scheduler = scheduler = Scheduler(
             tp_worker=SimpleNamespace(model_runner=runner), model_config=model, server_args=args,
             metrics_collector_context=self.metrics, enable_hisparse=self.memory.host is not None,
@@ -287,7 +288,9 @@ class Rank:
 
     def call(self, room: int, other: int) -> None:
         """The test knows that request by another number from now on: its own comes again."""
-        self.rooms[other], self.items[other] = self.rooms.pop(room), self.items.pop(room)
+        for known in (self.rooms, self.items):
+            if room in known:
+                known[other] = known.pop(room)
 
     def errors_of(self, name: str, room: int) -> list[str]:
         """What pdstage logs as errors during that call."""

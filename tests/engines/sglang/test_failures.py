@@ -97,6 +97,56 @@ def test_a_retracted_request_comes_again_under_its_number(fleet):
     fleet.forgets_all()
 
 
+@pytest.mark.parametrize("at", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("ends", ["poll", "abort"])
+def test_a_number_that_comes_again_fails_the_later_request_alone(fleet, at, ends):
+    """A router gives a `bootstrap_room` again while the first request with it is in transfer (sglang#40125)."""
+    room, first, second = 32, 33, 34
+    fleet.open(room, TOKENS)
+    fleet.compute(room, 0, 64, False)
+    fleet.decode.until(room, TRANSFERRING)
+    for engine, name in ((fleet.prefill, "send_to"), (fleet.decode, "receive")):
+        if at not in (engine.mode, "both"):
+            continue
+        engine.each("call", room, first)
+        engine.each(name, room)
+        engine.each("call", room, second)
+        engine.each("call", first, room)
+        if ends == "abort":
+            engine.each("abort", second)
+        assert engine.until(second, FAILED, SUCCESS) == FAILED
+        assert all(f"an earlier request has bootstrap_room {room}" in said for said in engine.each("failure", second))
+        engine.each("clear", second)
+        assert engine.poll(room) == TRANSFERRING
+    fleet.compute(room, 64, TOKENS, True)
+    fleet.finish(room, TOKENS)
+    fleet.forgets_all()
+
+
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+def test_a_number_that_comes_again_after_a_failure_keeps_the_failures_apart(fleet, at):
+    """The first has failed, and its scheduler has not heard of it: the later request is served, with its own end."""
+    room, first = 35, 36
+    fleet.open(room, TOKENS)
+    fleet.prefill.each("abort", room)
+    assert fleet.decode.until(room, FAILED) == FAILED
+    others = fleet.prefill if at == "decode" else fleet.decode
+    assert others.until(room, FAILED) == FAILED
+    others.each("failure", room)
+    if at == "prefill":
+        fleet.decode.each("defer", room)
+        eventually(lambda: all(fleet.decode.each("safe", room)))
+        fleet.decode.each("release", room)
+    engine = getattr(fleet, at)
+    engine.each("call", room, first)
+    fleet.open(room, TOKENS)
+    assert all("another rank" not in said for said in engine.each("failure", first)), "each failure has its own reason"
+    engine.each("clear", first)
+    fleet.compute(room, 0, TOKENS, True)
+    fleet.finish(room, TOKENS)
+    fleet.forgets_all()
+
+
 def test_memory_that_a_stopped_writer_may_write_is_not_given_back(fleet):
     fleet.open(10, TOKENS)
     fleet.prefill.ranks[0].stop()

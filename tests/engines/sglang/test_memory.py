@@ -98,7 +98,7 @@ def test_a_room_given_up_between_chunks_leaves_its_pages_at_once(fleet):
 def sender_of(state: int, room: object) -> PdStageKVSender:
     """One rank's, whose last chunk was sent."""
     one = object.__new__(PdStageKVSender)
-    one.kv_mgr = SimpleNamespace(status_lock=nullcontext(), failure_lock=nullcontext(), failure_records={})
+    one.kv_mgr = SimpleNamespace(status_lock=nullcontext(), failure_of=lambda _: None)
     one.bootstrap_room, one.conclude_state, one._room = 21, state, room
     one._is_whole, one._is_given_up, one._is_cleared, one._transfer_start_time = True, False, False, 1.0
     return one

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pdstage import Keys
-from tests.engines.sglang.fleet import Fleet
+from tests.engines.sglang.fleet import FAILED, SUCCESS, Fleet
 
 STAGED, DIRECT = '{"path": "staged", "transport": "nixl"}', '{"path": "direct", "transport": "local"}'
 
@@ -48,6 +48,32 @@ def test_unequal_pages_stop_decode_by_name():
     """SGLang's own refusal, at its first request, whatever a backend could do."""
     with pytest.raises(AssertionError, match="Page size mismatch: prefill server has page_size=16.*page_size=32"):
         Fleet(2, 2, "mha", DIRECT, decode_page_size=32)
+
+
+def scale_file(path, tp_size: int, scale: float) -> str:
+    """What `--quantization-param-path` reads: a scale for each layer of each rank."""
+    of_ranks = {rank: dict.fromkeys(range(2), scale) for rank in range(tp_size)}
+    said = {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": of_ranks}}
+    path.write_text(json.dumps(said))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("here", "there"), [(0.5, 0.5), (0.5, 0.25), (0.5, 1.0)], ids=["equal", "others", "on one side"]
+)
+def test_quantized_pages_are_sent_between_equal_scales_only(tmp_path, here, there):
+    """The same bytes under another scale are another cache (sglang#18818)."""
+    name = "--quantization-param-path"
+    options = "--kv-cache-dtype", "fp8_e4m3", name, scale_file(tmp_path / "prefill", 2, here)
+    others = (name, scale_file(tmp_path / "decode", 1, there))
+    with Fleet(2, 1, "mha", STAGED, options=options, decode_options=others) as fleet:
+        if here == there:
+            fleet.run(1, 100)
+            return
+        fleet.announce(1)
+        assert fleet.decode.until(1, FAILED, SUCCESS) == FAILED
+        (said,) = fleet.decode.each("failure", 1)
+        assert 'the model\'s kv_scales is \'{"0": 0.5, "1": 0.5}\' at prefill and' in said
 
 
 def test_with_a_key_file(tmp_path):
