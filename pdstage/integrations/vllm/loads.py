@@ -57,7 +57,8 @@ class Loads:
     """The loads of one scheduler."""
 
     def __init__(self) -> None:
-        self._by_room: dict[str, Load] = {}
+        self._by_room: dict[Remote, Load] = {}
+        """By engine too: a router may try another one under the same `transfer_id`."""
         self._of: dict[str, Load] = {}
         """Of each request that names a room, until it has ended or gone on without it."""
         self._running: dict[str, Load] = {}
@@ -70,16 +71,16 @@ class Loads:
 
     def add(self, request_id: str, remote: Remote) -> tuple[Load, bool]:
         """The load of a request that arrives, and whether its room is to be announced."""
-        load = self._by_room.get(remote.room)
+        load = self._by_room.get(remote)
         is_new = load is None or load.phase is Phase.OVER
         if load is None or is_new:
             load = Load(remote, Phase.SPENT if remote.room in self._spent else Phase.ANNOUNCED)
-            self._by_room[remote.room] = load
+            self._by_room[remote] = load
         load.requests.add(request_id)
         self._of[request_id] = load
         return load, is_new and load.phase is Phase.ANNOUNCED
 
-    def held(self, rooms: Mapping[str, bool]) -> None:
+    def held(self, rooms: Mapping[Remote, bool]) -> None:
         """What is known of announced rooms: whether their senders have them."""
         for room, is_held in rooms.items():
             load = self._by_room.get(room)
@@ -128,8 +129,8 @@ class Loads:
         self._caching.clear()
 
     def _forget(self, load: Load) -> None:
-        if self._by_room.get(load.remote.room) is load:
-            del self._by_room[load.remote.room]
+        if self._by_room.get(load.remote) is load:
+            del self._by_room[load.remote]
 
     def _spend(self, load: Load) -> None:
         if not load.remote.is_routers:

@@ -98,10 +98,10 @@ class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class PdStageWorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What a worker learned in a step of the rooms of turns that it announced: whether their decode engines have them
-    still, each by the room's name.
+    still.
     """
 
-    held: dict[str, bool]
+    held: dict[Remote, bool]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdStageWorkerMeta:
         assert isinstance(other, PdStageWorkerMeta)

@@ -74,11 +74,11 @@ class WorkerSide:
         # The task thread fills these four and the worker's thread empties them, by atomic calls.
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
-        self._announced: dict[str, Receiver] = {}
-        """Rooms, by name, whose requests wait for blocks. Only the task thread uses it."""
-        self._asked: deque[tuple[str, Receiver | None]] = deque()
+        self._announced: dict[Remote, Receiver] = {}
+        """Rooms whose requests wait for blocks. Only the task thread uses it."""
+        self._asked: deque[tuple[Remote, Receiver | None]] = deque()
         """Of these, rooms of turns that were announced; None where that was refused. Filled by the task thread."""
-        self._turns: dict[str, tuple[Receiver, bool | None]] = {}
+        self._turns: dict[Remote, tuple[Receiver, bool | None]] = {}
         """The same, and what was told of each. Only the worker's thread uses it."""
         self._expected: dict[str, bytes] = {}
         """The statement required of prefill, for each request that is being received."""
@@ -277,7 +277,7 @@ class WorkerSide:
     def _receive(self, request_id: str, receive: Receive, after: CudaEvent | None) -> None:
         receiver = None
         try:
-            receiver = self._announced.pop(receive.remote.room, None) or self._announce(receive.remote)
+            receiver = self._announced.pop(receive.remote, None) or self._announce(receive.remote)
             items, tokens, states = self._named(receive.held)
             receiver.bind(items | states, tokens, after=after)
         except PdstageError as error:
@@ -302,14 +302,14 @@ class WorkerSide:
         """
         receiver = None
         with contextlib.suppress(PdstageError):
-            receiver = self._announced[remote.room] = self._announce(remote)
+            receiver = self._announced[remote] = self._announce(remote)
         if remote.is_turn:
-            self._asked.append((remote.room, receiver))
+            self._asked.append((remote, receiver))
 
     def _abandon(self, remote: Remote) -> None:
         """A room that asks for nothing succeeds at once, and frees prefill's blocks."""
         try:
-            (self._announced.pop(remote.room, None) or self._announce(remote)).bind({}, {})
+            (self._announced.pop(remote, None) or self._announce(remote)).bind({}, {})
         except PdstageError as error:
             log.warning("room %s is left to its deadline at prefill: %s", remote.room, error)
 
@@ -360,7 +360,7 @@ class WorkerSide:
 
     def turns(self) -> PdStageWorkerMeta | None:
         """What is new of announced rooms of turns: whether their senders have them."""
-        held: dict[str, bool] = {}
+        held: dict[Remote, bool] = {}
         while self._asked:
             room, receiver = self._asked.popleft()
             if receiver is None:

@@ -347,6 +347,21 @@ def test_a_room_that_cannot_be_announced_fails_its_request_only(dst: Side, caplo
     assert said.startswith("request r is not received: ") and "no port in this" in said
 
 
+def test_a_router_may_try_another_engine_under_its_transfer_id(dst: Side) -> None:
+    """The first one's engine is dead, and its request waits: the other loads from the engine that its own try names."""
+    told = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "xfer"}
+    for name in ("dead", "alive"):
+        where = {"remote_engine_id": name, "remote_bootstrap_addr": f"{name}:8998"}
+        wanted = request(told | where, name=f"req-{name}")
+        dst.scheduler.on_new_request(wanted)
+        assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (N_TOKENS, True)
+    news = dst.scheduler.build_connector_meta(None)
+    assert [(want.remote.address, want.is_wanted) for want in news.wants] == [("dead:8998", True), ("alive:8998", True)]
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), N_TOKENS)
+    (receive,) = dst.scheduler.build_connector_meta(None).receives.values()
+    assert receive.remote.address == "alive:8998"
+
+
 def test_a_room_that_cannot_be_sent_gives_its_blocks_back(tmp_path: Path) -> None:
     src = Side(tmp_path, "kv_producer", full, extra={"config": {"open_wait_s": 1.0}})
     held = src.held([[1, 2, src.plan.num_blocks]], N_TOKENS)
