@@ -230,6 +230,19 @@ def test_native_has_one_door() -> None:
     assert not named, f"import pdstage.native instead of the extension: {named}"
 
 
+def test_only_tools_read_the_time_of_day() -> None:
+    """Two hosts' clocks differ, so nothing that decides may compare them: durations travel, and times never."""
+    of_day = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
+    read = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for name, path in sources()
+        if (layer_of(name) or 0) < 7 and name != "pdstage.integrations.sglang.receiver"  # SGLang's own field
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in of_day
+    ]
+    assert not read, f"the time of day, which another host has otherwise: {read}"
+
+
 def test_imports_inside_kernels_are_relative() -> None:
     absolute = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
