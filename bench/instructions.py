@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.kernels import cuda_copy, nvrtc
+from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.cuda_tables import UNIT
-from pdstage.kernels.cupy_runtime import CupyRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -99,14 +99,14 @@ def _copies(name: str, base: dict[str, int], narrow: tuple[int, ...]) -> Iterato
     for one in narrow:
         yield from _plain(name + " narrow" * one, base | {"PDSTAGE_NARROW": one})
     wide = base | {"PDSTAGE_NARROW": 0}
-    macros = wide | {"PDSTAGE_SUM": 0} | cuda_copy.bulk_macros(CupyRuntime)
+    macros = wide | {"PDSTAGE_SUM": 0} | cuda_copy.bulk_macros(CudaRuntime)
     yield Variant(f"{name} bulk", cuda_copy.BULK_SOURCE, macros)
     yield from _plain(f"{name} 32 bytes", wide, 32, "sm_100")
 
 
 def _plain(name: str, base: dict[str, int], access: int = UNIT, architecture: str = "sm_90") -> Iterator[Variant]:
     for summed in (False, True):
-        macros = cuda_copy.plain_macros(CupyRuntime, base["PDSTAGE_WAY"], summed=summed, access=access)
+        macros = cuda_copy.plain_macros(CudaRuntime, base["PDSTAGE_WAY"], summed=summed, access=access)
         macros |= base | {"PDSTAGE_SUM": int(summed)}
         yield Variant(name + " sum" * summed, cuda_copy.SOURCE, macros, architecture)
 

@@ -16,8 +16,9 @@ import numpy as np
 from pdstage.kernels.arena import Arena
 from pdstage.kernels.backend import Launch, Recipe
 from pdstage.kernels.cuda_copy import CudaPlan
+from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.cuda_tables import LISTED, LISTED_LARGE
-from pdstage.kernels.cupy_runtime import CupyRuntime, Kernel
+from pdstage.kernels.driver import Kernel
 from pdstage.kernels.index_ring import IndexRing
 from pdstage.plan import TOKEN_MAJOR, Staging
 from pdstage.plan.tables import Index
@@ -36,19 +37,18 @@ _STREAM = 1 << 40
 _BASE = 1 << 30
 
 
-class Machine(CupyRuntime):
+class Machine(CudaRuntime):
     """A runtime over a driver that does nothing; lists of up to `listed` items go into parameters."""
 
     def __init__(self, *listed: int) -> None:
         def nothing(*_: object) -> int:
             return 0
 
-        calls = dict.fromkeys(("setDevice", "getDevice", "eventQuery", "eventRecord", "streamIsCapturing"), nothing)
-        self._cuda: Any = SimpleNamespace(**calls, memcpyAsync=nothing, memcpyHostToDevice=1, check_status=nothing)
-        self._driver: Any = SimpleNamespace(launchKernel=nothing)
-        self._library: Any = SimpleNamespace(capture_mode=nothing, upload=nothing)
+        names = "capture_mode", "context", "bind", "upload", "record", "wait", "capturing", "launch"
+        calls = dict.fromkeys(names, nothing)
+        self._library: Any = SimpleNamespace(**calls, done=lambda _: True, new_stream=lambda: _STREAM)
         self.device, self.n_sms, self.capability, self.widest, self.listed = 0, 132, 90, 16, listed
-        self._held, self._own, self._stream = [], set(), lambda **_: SimpleNamespace(ptr=_STREAM)
+        self._context, self._own = 0, set()
         self.tables = Arena(self)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
@@ -57,8 +57,8 @@ class Machine(CupyRuntime):
     def allocate(self, nbytes: int) -> int:
         return _BASE + nbytes
 
-    def event(self) -> object:
-        return SimpleNamespace(ptr=_BASE)
+    def event(self) -> int:
+        return _BASE
 
     def kernel(self, name: str, macros: Mapping[str, int], threads: int, shared_nbytes: int = 0) -> Kernel:
         return Kernel(_BASE, threads, shared_nbytes)

@@ -9,7 +9,7 @@ work here.
 
 Read `reference` and `checksum` (what is correct); `pool`, `buffers` (what callers hold); `backend` (the interface of a
 backend); `host_copy`. Then for GPUs `device` (tables), `arena` (their memory), `index_ring` (uploads of item lists),
-`cuda_copy` with `cuda_tables`, `cupy_runtime` and `nvrtc`, and `triton_copy` with `triton_kernels`, `triton_device` and
+`cuda_copy` with `cuda_tables`, `cuda_runtime` and `nvrtc`, and `triton_copy` with `triton_kernels`, `triton_device` and
 `torch_runtime`. Both use `driver` (contexts, stream capture) and `device_memory` with `virtual_memory`. Change of
 precision has its own modules: `convert_reference` (what is correct), `host_convert`, `cuda_convert`, and
 `triton_convert` with `triton_convert_kernels` and `triton_sum_kernels`.

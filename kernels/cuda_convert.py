@@ -20,8 +20,8 @@ from ..plan.convert import DATA, SCALE, TOKEN_HEAD, feeding
 from ..plan.tables import FAULT_TOO_SMALL
 from . import cuda_copy
 from .cuda_copy import CTAS_PER_SM, FROM_STAGING, LANES, TO_STAGING, Call, CudaPlan, Fitted, Part, Tables
+from .cuda_runtime import held_runtime
 from .cuda_tables import UNIT, access_of, pack_groups, pack_views
-from .cupy_runtime import held_runtime
 from .device import ALIGNMENT, check_aligned
 from .host_convert import COPY, HOLDS, KINDS
 

@@ -25,6 +25,8 @@ import numpy as np
 
 from ..errors import UsageError
 from ..plan.tables import ComponentArgs
+from .cuda_runtime import Arguments, held_runtime
+from .cuda_runtime import missing as runtime_missing
 from .cuda_tables import (
     EXTENT_NBYTES,
     LISTED_LARGE,
@@ -38,8 +40,6 @@ from .cuda_tables import (
     pack_views,
     run_nbytes,
 )
-from .cupy_runtime import Arguments, held_runtime
-from .cupy_runtime import missing as runtime_missing
 from .device import DeviceTable
 from .index_ring import IndexRing, Runtime
 
@@ -50,8 +50,9 @@ if TYPE_CHECKING:
     from ..plan.tables import Index, Int64s
     from .arena import Arena, Table
     from .backend import Compiled, Launch, Recipe
-    from .cupy_runtime import Bulk, Kernel
+    from .cuda_runtime import Bulk
     from .device import Checked, Group
+    from .driver import Kernel
     from .index_ring import Slot
 
 TO_STAGING, FROM_STAGING, TO_PEER = range(3)
@@ -69,7 +70,7 @@ An assumption, until the row "bulk copies are ahead from" in bench/results of su
 
 
 class Machine(Runtime, Protocol):
-    """A device as plans use it; `CupyRuntime` is one."""
+    """A device as plans use it; `CudaRuntime` is one."""
 
     n_sms: int
     threads: int

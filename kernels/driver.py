@@ -1,4 +1,4 @@
-"""A GPU driver's library by ctypes: calls that CuPy and torch lack, or make in an unsuitable way.
+"""A GPU driver's library by ctypes: all of CUDA's calls that this package makes, and of HIP's those that torch lacks.
 
 Signatures and numbers are those of cuda.h (CUDA 13.1) and hip_runtime_api.h (ROCm 7).
 
@@ -14,7 +14,7 @@ import ctypes
 import threading
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,8 +31,16 @@ HANDLE_TYPES, _MAPPING_NBYTES, _MAPPING_START = 14, 18, 19  # those of memory of
 _RDMA_SUPPORTED, _RDMA_FLUSH_OPTIONS, _RDMA_ORDERING = 116, 117, 118
 _FLUSH_BY_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 _OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+# CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR
+N_SMS, _MAJOR, _MINOR = 16, 75, 76
 _PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP, and HIP's
-_ADDRESS, _SIZE = ctypes.c_uint64, ctypes.c_size_t
+_PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
+_NON_BLOCKING, _DISABLE_TIMING = 1, 2  # CU_STREAM_NON_BLOCKING, CU_EVENT_DISABLE_TIMING
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_
+_IPC_NBYTES = 64  # CU_IPC_HANDLE_SIZE
+_NOT_READY, _ALREADY_ENABLED = 600, 704  # CUDA_ERROR_NOT_READY, _PEER_ACCESS_ALREADY_ENABLED
+_ADDRESS, _SIZE, _POINTER, _UINT = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
 
 
 class Library(Protocol):
@@ -70,6 +78,14 @@ class Library(Protocol):
 
     def flush(self) -> None:
         """Waits until the current device sees all earlier writes by NICs."""
+
+
+class Kernel(NamedTuple):
+    """A function of CUDA's driver, the threads of its CTA and their dynamic shared memory."""
+
+    function: int
+    threads: int
+    shared_nbytes: int
 
 
 class _Attributes(ctypes.Structure):
@@ -123,12 +139,42 @@ class Relaxed:
         restore(self._library, self._before)
 
 
+class Current:
+    """Makes a context current, and restores the previous one at the end. Inside, the calling thread's calls break no
+    recording of a graph by another thread.
+    """
+
+    __slots__ = ("_before", "_context", "_library", "_mode_before")
+
+    def __init__(self, library: Library, context: int) -> None:
+        self._library, self._context = library, context
+
+    def __enter__(self) -> None:
+        self._before = self._library.context()
+        if self._before != self._context:
+            self._library.bind(self._context)
+        self._mode_before = relax(self._library)
+
+    def __exit__(self, *error: object) -> None:
+        restore(self._library, self._mode_before)
+        if self._before != self._context:
+            self._library.bind(self._before)
+
+
+class _Ipc(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * _IPC_NBYTES),)
+
+
 class Cuda:
-    """libcuda. Raises `OSError` without a driver."""
+    """libcuda. Raises `OSError` without a driver. Streams, events, modules and functions are integers."""
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
         # Calls that return at once keep the GIL: releasing it costs a node in a busy process milliseconds.
         self._quick, self._slow = ctypes.PyDLL(path), ctypes.CDLL(path)
+        self._launch = self._quick.cuLaunchKernel
+        self._launch.argtypes = (_POINTER, *(_UINT,) * 7, _POINTER, _POINTER, _POINTER)
         # cuda.h: the batch call of 12.8 also reports which copy failed; that of 13.0 has another name and does not.
         self._batch = getattr(self._slow, "cuMemcpyBatchAsync_v2", None)
         self._fault: tuple[object, ...] = ()
@@ -158,10 +204,126 @@ class Cuda:
         """Calls a function of cuda.h by its name in the library. Raises `DriverError`."""
         check(name, getattr(self._slow, name)(*arguments))
 
-    def allocate(self, nbytes: int) -> int:
-        found = _ADDRESS()
-        check("cuMemAlloc", self._slow.cuMemAlloc_v2(ctypes.byref(found), _SIZE(nbytes)))
+    def n_devices(self) -> int:
+        """Raises `DriverError` if the driver cannot be used."""
+        found = ctypes.c_int()
+        check("cuInit", self._slow.cuInit(0))
+        check("cuDeviceGetCount", self._quick.cuDeviceGetCount(ctypes.byref(found)))
         return found.value
+
+    def version(self) -> int:
+        """Of CUDA, such as 12010 for 12.1."""
+        found = ctypes.c_int()
+        check("cuDriverGetVersion", self._quick.cuDriverGetVersion(ctypes.byref(found)))
+        return found.value
+
+    def capability(self, device: int) -> int:
+        """The device's compute capability, such as 90."""
+        return 10 * self.device_attribute(_MAJOR, device) + self.device_attribute(_MINOR, device)
+
+    def _made(self, name: str, *arguments: object) -> int:
+        """Calls a function whose first argument is where it writes a handle or an address."""
+        found = _POINTER()
+        check(name.partition("_v")[0], getattr(self._slow, name)(ctypes.byref(found), *arguments))
+        return found.value or 0
+
+    def allocate(self, nbytes: int) -> int:
+        return self._made("cuMemAlloc_v2", _SIZE(nbytes))
+
+    def pinned(self, nbytes: int) -> int:
+        """Page-locked host memory."""
+        return self._made("cuMemHostAlloc", _SIZE(nbytes), _PORTABLE)
+
+    # Streams and events, of the current device.
+
+    def new_stream(self) -> int:
+        """Of the highest priority; it does not wait for the default stream."""
+        least, greatest = ctypes.c_int(), ctypes.c_int()
+        found = self._slow.cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(greatest))
+        check("cuCtxGetStreamPriorityRange", found)
+        return self._made("cuStreamCreateWithPriority", _NON_BLOCKING, greatest)
+
+    def free_stream(self, stream: int) -> None:
+        check("cuStreamDestroy", self._slow.cuStreamDestroy_v2(_POINTER(stream)))
+
+    def capturing(self, stream: int) -> bool:
+        found = ctypes.c_int()
+        check("cuStreamIsCapturing", self._quick.cuStreamIsCapturing(_POINTER(stream), ctypes.byref(found)))
+        return bool(found.value)
+
+    def new_event(self) -> int:
+        return self._made("cuEventCreate", _DISABLE_TIMING)
+
+    def free_event(self, event: int) -> None:
+        check("cuEventDestroy", self._slow.cuEventDestroy_v2(_POINTER(event)))
+
+    def record(self, event: int, stream: int) -> None:
+        check("cuEventRecord", self._quick.cuEventRecord(_POINTER(event), _POINTER(stream)))
+
+    def wait(self, event: int, stream: int) -> None:
+        check("cuStreamWaitEvent", self._quick.cuStreamWaitEvent(_POINTER(stream), _POINTER(event), 0))
+
+    def done(self, event: int) -> bool:
+        """Whether all work before the event's last record has run. Never waits. Raises `DriverError` on a failed
+        device, and for 900: a thread records a graph that forbids this query, which has broken that recording. In
+        relaxed mode it is not forbidden.
+        """
+        status = self._quick.cuEventQuery(_POINTER(event))
+        if status == _NOT_READY:
+            return False
+        check("cuEventQuery", status)
+        return True
+
+    # Kernels.
+
+    def module(self, image: bytes) -> int:
+        """Machine code or PTX, loaded for the current device."""
+        return self._made("cuModuleLoadData", image)
+
+    def function(self, module: int, name: str, shared_nbytes: int) -> int:
+        """A kernel of a module, which may have up to `shared_nbytes` of dynamic shared memory."""
+        function = self._made("cuModuleGetFunction", _POINTER(module), name.encode())
+        if shared_nbytes:
+            kind = _MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check("cuFuncSetAttribute", self._slow.cuFuncSetAttribute(_POINTER(function), kind, shared_nbytes))
+        return function
+
+    def launch(self, kernel: Kernel, grid: int, stream: int, params: int) -> None:
+        """`params` is the address of an array with the addresses of the kernel's arguments, which are read at once."""
+        function, threads, shared = kernel
+        check("cuLaunchKernel", self._launch(function, grid, 1, 1, threads, 1, 1, shared, stream, params, None))
+
+    # Copies, and memory of other processes and devices.
+
+    def copy(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
+        """Enqueues a copy. The driver finds the memory's kind from the address (unified addressing)."""
+        what = (_ADDRESS(dst_ptr), _ADDRESS(src_ptr), _SIZE(nbytes), _POINTER(stream))
+        check("cuMemcpyAsync", self._quick.cuMemcpyAsync(*what))
+
+    def ipc_handle(self, base: int) -> bytes:
+        """By which another process opens an allocation."""
+        found = _Ipc()
+        check("cuIpcGetMemHandle", self._slow.cuIpcGetMemHandle(ctypes.byref(found), _ADDRESS(base)))
+        return bytes(found)
+
+    def ipc_open(self, handle: bytes) -> int:
+        """The address at which another process's allocation is mapped for the current device."""
+        return self._made("cuIpcOpenMemHandle_v2", _Ipc.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+
+    def ipc_close(self, address: int) -> None:
+        check("cuIpcCloseMemHandle", self._slow.cuIpcCloseMemHandle(_ADDRESS(address)))
+
+    def can_access(self, device: int, peer: int) -> bool:
+        """Whether kernels on `device` can access memory of `peer`, another one."""
+        found = ctypes.c_int()
+        check("cuDeviceCanAccessPeer", self._quick.cuDeviceCanAccessPeer(ctypes.byref(found), device, peer))
+        return bool(found.value)
+
+    def enable_peer(self, peer: int) -> None:
+        """Lets kernels of the current device access memory of `peer`'s cuMemAlloc."""
+        status = self._slow.cuCtxEnablePeerAccess(_POINTER(self.primary(peer)), 0)
+        if status != _ALREADY_ENABLED:
+            check("cuCtxEnablePeerAccess", status)
 
     def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
         what = (_ADDRESS(dst_ptr), ctypes.c_void_p(src_ptr), _SIZE(nbytes), ctypes.c_void_p(stream))

@@ -25,7 +25,7 @@ _LEGACY = 1
 
 
 class Current:
-    """See `cupy_runtime.Current`. Torch binds no context for a device that is current by number already, such as device
+    """See `cuda_runtime.Current`. Torch binds no context for a device that is current by number already, such as device
     0 in a new thread; so the driver binds the context.
     """
 

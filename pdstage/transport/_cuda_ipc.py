@@ -1,7 +1,6 @@
 """CUDA IPC: maps a GPU allocation of one process into another, and copies in a stream of this process.
 
-This is the only module here that calls CUDA: through CuPy's runtime, and through the driver (`pdstage.kernels.driver`)
-for calls that CuPy lacks.
+This is the only module here that calls CUDA, by `pdstage.kernels.driver`.
 
 The rules come from cudaIpcGetMemHandle, cudaIpcOpenMemHandle and cudaIpcCloseMemHandle in the CUDA runtime's reference,
 and from the driver's header (cuda.h 13):
@@ -19,18 +18,16 @@ UCX (src/uct/cuda/cuda_ipc) finds base and capability the same way.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import threading
 import weakref
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import driver, virtual_memory
-from pdstage.kernels.cupy_runtime import Current
 from pdstage.transport import _segments
 from pdstage.transport._segments import Segments
 
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NOT_READY = 600  # cudaErrorNotReady
 _REMEDY = (
     "leave staging memory to the node, or give memory of cudaMalloc (torch without cudaMallocAsync), or let auto take "
     "another transport"
@@ -62,17 +58,20 @@ class Block(NamedTuple):
 class Cuda:
     """CUDA as this transport uses it. Devices are this process's numbers; streams, events and addresses integers."""
 
-    def __init__(self, runtime: Any, library: Library, calls: Calls) -> None:  # noqa: ANN401  (a module without types)
-        self._runtime = runtime
+    def __init__(self, library: Library, calls: Calls) -> None:
         self._driver = library
         self._calls = calls
         self._lock = threading.RLock()  # the garbage collector may release a mapping while another is being opened
         self._open: dict[tuple[int, bytes], _Opened] = {}
         self._batches = library.has_batches
-        self.error: type[Exception] = runtime.CUDARuntimeError
+        self._contexts: dict[int, int] = {}
 
-    def on(self, device: int) -> Current:
-        return Current(self._runtime, device, self._driver)
+    def on(self, device: int) -> driver.Current:
+        """Makes the device current. Only this makes its context, which takes hundreds of MiB."""
+        context = self._contexts.get(device)
+        if context is None:
+            context = self._contexts[device] = self._driver.primary(device)
+        return driver.Current(self._driver, context)
 
     def export(self, base: int, nbytes: int) -> Block | Segments:
         """Exports memory of this process so that another can open it. The caller closes the descriptors of `Segments`.
@@ -98,28 +97,24 @@ class Cuda:
             if not capable:
                 return _segments.export(self._driver, self._calls, uuid, base, nbytes)
             try:
-                handle = bytes(self._runtime.ipcGetMemHandle(start))
-            except self.error as error:
+                handle = self._driver.ipc_handle(start)
+            except driver.DriverError as error:
                 what = f"device memory at {base:#x} cannot be exported: {error}"
                 raise UsageError(what, remedy=_REMEDY) from error
         return Block(handle, uuid, start, whole)
 
     def ordinal(self, uuid: bytes) -> int | None:
         """This process's number of a GPU; None if it is not visible, as with CUDA_VISIBLE_DEVICES of one GPU."""
-        every = range(self._runtime.getDeviceCount())
+        every = range(self._driver.n_devices())
         return next((device for device in every if self._driver.uuid(device) == uuid), None)
 
     def can_access(self, device: int, peer: int) -> bool:
-        return device == peer or bool(self._runtime.deviceCanAccessPeer(device, peer))
+        return device == peer or self._driver.can_access(device, peer)
 
     def allow(self, device: int, peer: int, base: int, nbytes: int) -> None:
         """Lets kernels on `device` write memory of this process on `peer`."""
         with self.on(device):
-            try:
-                self._runtime.deviceEnablePeerAccess(peer)
-            except self.error as error:
-                if getattr(error, "status", 0) != 704:  # cudaErrorPeerAccessAlreadyEnabled
-                    raise
+            self._driver.enable_peer(peer)
             if not self._driver.attribute(driver.IPC_CAPABLE, base):  # virtual mappings are given access range by range
                 for start, whole in _segments.ranges(self._driver, base, nbytes):
                     self._calls.allow(start, whole, device)
@@ -154,11 +149,10 @@ class Cuda:
     def _map(self, block: Block, device: int) -> _Opened:
         try:
             with self.on(device):
-                flags = self._runtime.cudaIpcMemLazyEnablePeerAccess
-                address = int(self._runtime.ipcOpenMemHandle(block.handle, flags))
-        except self.error as error:
-            raise TransportError(f"the driver does not map it: {error}", remedy="see the driver's message") from error
-        opened = _Opened(address, lambda: self._runtime.ipcCloseMemHandle(address))
+                address = self._driver.ipc_open(block.handle)
+        except driver.DriverError as error:
+            raise TransportError(f"the driver does not map it: {error.what}", remedy="see cuda.h") from error
+        opened = _Opened(address, lambda: self._driver.ipc_close(address))
         whole = self._driver.attribute(driver.RANGE_NBYTES, address)  # 0 if the driver does not report it
         if (address - block.base) % 256 or 0 < whole < block.nbytes:
             self._unmap(device, opened)
@@ -178,26 +172,25 @@ class Cuda:
         try:
             with self.on(device):
                 opened.close()
-        except (self.error, driver.DriverError) as error:  # the device failed: the process's end closes it
+        except driver.DriverError as error:  # the device failed: the process's end closes it
             log.warning("mapped device memory is not closed: %s", error)
 
     def new_stream(self, device: int) -> int:
         with self.on(device):
-            return int(self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking))
+            return self._driver.new_stream()
 
     def new_event(self, device: int) -> int:
         with self.on(device):
-            return int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
+            return self._driver.new_event()
 
     def free(self, stream: int, events: list[int]) -> None:
         """Releases a stream and events whose work is done."""
         for event in events:
-            self._runtime.eventDestroy(event)
-        self._runtime.streamDestroy(stream)
+            self._driver.free_event(event)
+        self._driver.free_stream(stream)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Enqueues a copy. The driver finds the memory kind from the address (unified addressing)."""
-        self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, stream)
+        self._driver.copy(dst, src, nbytes, stream)
 
     @property
     def has_batches(self) -> bool:
@@ -213,15 +206,11 @@ class Cuda:
         return self._batches
 
     def record(self, event: int, stream: int) -> None:
-        self._runtime.eventRecord(event, stream)
+        self._driver.record(event, stream)
 
     def done(self, event: int) -> bool:
         """Whether everything enqueued before the event's record has run. Never waits."""
-        status = self._runtime.eventQuery(event)
-        if status == _NOT_READY:
-            return False
-        self._runtime.check_status(status)
-        return True
+        return self._driver.done(event)
 
 
 class _Opened:
@@ -242,11 +231,9 @@ class Mapping:
 
 @cache
 def is_here() -> bool:
-    """Whether device memory can be used: CuPy and the driver's library are installed. Initialises nothing, since a
-    process that has touched CUDA cannot fork workers that use it.
+    """Whether device memory can be used: the driver's library is installed. Initialises nothing, since a process that
+    has touched CUDA cannot fork workers that use it.
     """
-    if importlib.util.find_spec("cupy") is None:
-        return False
     try:
         driver.cuda()
     except OSError:
@@ -258,14 +245,11 @@ def is_here() -> bool:
 def here() -> Cuda:
     """The process's CUDA. Raises `UsageError` if CUDA cannot be used."""
     try:
-        from cupy.cuda import runtime  # noqa: PLC0415  (half a second, and only for memory on a device)
-
         library = driver.cuda()
-        cuda = Cuda(runtime, library, virtual_memory.VirtualMemory(library))
-        runtime.getDeviceCount()
-    except (ImportError, OSError, RuntimeError) as error:  # CuPy's own errors are RuntimeErrors
-        raise UsageError(f"CUDA cannot be used here: {error}", remedy="install pdstage[cuda13] and a driver") from error
-    return cuda
+        library.n_devices()
+    except (OSError, driver.DriverError) as error:
+        raise UsageError(f"CUDA cannot be used here: {error}", remedy="install NVIDIA's driver") from error
+    return Cuda(library, virtual_memory.VirtualMemory(library))
 
 
 def under_mps() -> bool:

@@ -162,7 +162,7 @@ class Devices(Generic[Word]):
             distinct = {(one.base, one.nbytes): one for one in holders}.values()
             views = [self._view(peer, one, cuda, device, fetch) for one in distinct]
             self.copies(device)
-        except (cuda.error, DriverError) as error:
+        except DriverError as error:
             raise self._refused(peer, str(error)) from error
         return Views(views)
 
@@ -286,12 +286,12 @@ class Copies(Generic[Word]):
                         for dst, src, nbytes in columns:
                             cuda.copy(dst, src, nbytes, self._stream)
                             begun = True
-                    except cuda.error as error:
+                    except DriverError as error:
                         failed = _failed(error)
                         if not begun:
                             raise
                 cuda.record(event, self._stream)
-        except cuda.error as error:
+        except DriverError as error:
             if not begun:
                 raise _failed(error) from error
             failed, event = _failed(error), 0
@@ -309,7 +309,7 @@ class Copies(Generic[Word]):
                     ended.append(Ended(one.word, one.error))
             broken = bool(self.running) and not self.running[0].event
             failed = self.running[0].error if broken else None
-        except self._cuda.error as error:
+        except DriverError as error:
             broken, failed = True, _failed(error)
         if broken:  # a failed device never answers again
             ended += [Ended(one.word, one.error or failed, settled=False) for one in self.running]
@@ -325,7 +325,7 @@ class Copies(Generic[Word]):
         try:
             with self._cuda.on(self._device):
                 self._cuda.free(self._stream, self._spare)
-        except self._cuda.error as error:
+        except DriverError as error:
             log.warning("a stream is not released: %s", error)
 
     def __enter__(self) -> Self:

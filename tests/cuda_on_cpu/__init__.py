@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import shutil
 import subprocess
-import tempfile
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
@@ -22,41 +19,28 @@ from pdstage.kernels.arena import Arena
 from pdstage.kernels.backend import Recipe
 from pdstage.kernels.cuda_convert import ConvertPlan
 from pdstage.kernels.cuda_copy import CudaPlan
-from pdstage.kernels.cupy_runtime import Bulk, Kernel
+from pdstage.kernels.cuda_runtime import Bulk
+from pdstage.kernels.driver import Kernel
 from pdstage.kernels.index_ring import IndexRing
 from pdstage.plan import TOKEN_MAJOR, Staging
 from pdstage.plan.convert import codings
+from tests import cuda_double
+from tests.cuda_double import compiler
 
-HERE = Path(__file__).parent
-COMPILER = shutil.which("g++") or shutil.which("c++")
-# What a bit mask keeps from being read, the compiler takes for read.
-WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Werror"]
-OPTIONS = ["-std=c++20", "-O1", "-fPIC", *WARNINGS]
-
-
-@lru_cache(maxsize=1)
-def _folder():
-    """The sources, and the double's headers compiled once: parsing them is most of a small kernel's compilation."""
-    folder = Path(tempfile.mkdtemp(prefix="pdstage-cuda-on-cpu-"))
-    for path in [*nvrtc.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), *HERE.glob("*.[ch]pp")]:
-        shutil.copy(path, folder)
-    command = [COMPILER, *OPTIONS, "-x", "c++-header", "device.hpp", "-o", "device.hpp.gch"]
-    subprocess.run(command, cwd=folder, check=True)
-    return folder
+COMPILER = cuda_double.COMPILER
 
 
 @lru_cache(maxsize=128)
 def _built(name, macros):
-    folder = _folder()
-    target = folder / ("_".join([name.removesuffix(".cu"), *(str(value) for _, value in macros)]) + ".so")
-    defines = [f"-D{macro}={value}" for macro, value in macros] + [f'-DPDSTAGE_SOURCE="{name}"']
-    command = [COMPILER, *OPTIONS, "-shared", *defines]
-    subprocess.run([*command, "launch.cpp", "-o", target.name], cwd=folder, check=True)
+    texts = {path.name: path.read_text() for path in nvrtc.SOURCES.glob("*.cu*")}
+    target, command = compiler.recipe(texts, name, [f"-D{macro}={value}" for macro, value in macros])
+    if not target.exists():
+        subprocess.run(command, shell=True, check=True)
     return ctypes.CDLL(str(target)).pdstage_launch
 
 
 class CpuMachine:
-    """What `CupyRuntime` is for a GPU. Events of uploads are done when `finish` is called, or at once if `eager`."""
+    """What `CudaRuntime` is for a GPU. Events of uploads are done when `finish` is called, or at once if `eager`."""
 
     n_sms = 2
     threads = 32

@@ -31,7 +31,7 @@ def runtime(request):
         return TorchRuntime("cuda:0")
     if not importlib.util.find_spec("cupy"):
         pytest.skip("cupy is not installed")
-    from pdstage.kernels.cupy_runtime import held_runtime  # noqa: PLC0415
+    from pdstage.kernels.cuda_runtime import held_runtime  # noqa: PLC0415
 
     return held_runtime("cuda:0")[0]
 

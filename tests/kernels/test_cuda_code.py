@@ -14,8 +14,8 @@ import pytest
 
 from pdstage.bench.instructions import SHAPES, WAYS
 from pdstage.kernels import cuda_convert, cuda_copy, nvrtc
+from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.cuda_tables import LISTED, LISTED_LARGE
-from pdstage.kernels.cupy_runtime import CupyRuntime
 from tests import disassembly
 from tests.rows import rows
 
@@ -49,12 +49,12 @@ def macros(way, shape, narrow=0, summed=0, listed=0):
 
 
 def plain(way, shape, narrow, summed, listed=0, access=16, many=0):
-    more = cuda_copy.plain_macros(CupyRuntime, WAYS[way], summed=bool(summed), access=access)
+    more = cuda_copy.plain_macros(CudaRuntime, WAYS[way], summed=bool(summed), access=access)
     return cuda_copy.SOURCE, macros(way, shape, narrow, summed, listed) | more | {"PDSTAGE_MANY": many}
 
 
 def bulk(way, shape, listed=0, many=0):
-    defines = macros(way, shape, listed=listed) | cuda_copy.bulk_macros(CupyRuntime)
+    defines = macros(way, shape, listed=listed) | cuda_copy.bulk_macros(CudaRuntime)
     return cuda_copy.BULK_SOURCE, defines | {"PDSTAGE_MANY": many}
 
 
@@ -170,7 +170,7 @@ DECODED_SCALES = {"LDG.E.U8.CONSTANT"}
 
 
 def converting(way, kinds, narrow=0, listed=0):
-    more = cuda_convert.convert_macros(CupyRuntime, kinds) | {"PDSTAGE_UNITS": cuda_convert.UNITS[WAYS[way]]}
+    more = cuda_convert.convert_macros(CudaRuntime, kinds) | {"PDSTAGE_UNITS": cuda_convert.UNITS[WAYS[way]]}
     return cuda_convert.SOURCE, macros(way, "token-major", narrow, listed=listed) | more
 
 
@@ -202,7 +202,7 @@ def test_converting_kernels_of_several_kinds_and_widths_fit_their_registers(acce
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
 def test_sums_of_staged_cells_fit_their_registers(accesses_of, architecture):
-    more = cuda_convert.sum_macros(CupyRuntime) | {"PDSTAGE_UNITS": cuda_convert.SUM_UNITS}
+    more = cuda_convert.sum_macros(CudaRuntime) | {"PDSTAGE_UNITS": cuda_convert.SUM_UNITS}
     kernels = {n: (cuda_convert.SUM_SOURCE, macros("gather", "token-major", n) | more) for n in (0, 1)}
     for narrow, accesses in accesses_of(kernels, architecture).items():
         assert accesses.count(PAYLOAD_LOAD) == (0 if narrow else cuda_convert.SUM_UNITS)

@@ -1,15 +1,11 @@
-"""Memory of cuMemCreate: the calls by ctypes against NVIDIA's header, on a library that keeps it in files."""
+"""Memory of cuMemCreate, on the double, which is declared by NVIDIA's own header and keeps it in files."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import os
-import shutil
-import subprocess
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
@@ -17,47 +13,29 @@ from pdstage.errors import UsageError
 from pdstage.kernels import driver, virtual_memory
 from pdstage.kernels.device_memory import DeviceMemory
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC, VirtualMemory
+from tests import cuda_double
 
-COMPILER = shutil.which("g++")
-SOURCE = Path(__file__).parent / "virtual_memory.cpp"
 MIB = 1 << 20
-
-
-def header():
-    """The folder of cuda.h that Triton brings."""
-    found = importlib.util.find_spec("triton")
-    folder = Path(found.origin).parent / "backends/nvidia/include" if found and found.origin else Path()
-    return folder if (folder / "cudaTypedefs.h").exists() else None
-
-
-pytestmark = pytest.mark.skipif(COMPILER is None or header() is None, reason="needs g++ and CUDA's header")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    library = tmp_path_factory.mktemp("virtual_memory") / "libcuda.so"
-    command = [COMPILER, "-std=c++17", "-shared", "-fPIC", f"-I{header()}", str(SOURCE), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return str(library)
+pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())
 
 
 @pytest.fixture
-def library(path, monkeypatch):
+def gpu(monkeypatch):
     monkeypatch.setenv("PDSTAGE_DEVICE_MEMORY", "cuMemCreate")
-    values = {"fabric_status": 0, "has_fabric": 1, "has_any": 1}
-    yield set_to(path, **values)
-    set_to(path, **values)
+    with cuda_double.use() as gpu:
+        gpu.reset()
+        with gpu.on(1):
+            yield gpu
+        gpu.reset()
 
 
-def set_to(path, **values):
-    for name, value in values.items():
-        ctypes.c_int.in_dll(ctypes.CDLL(path), name).value = value
-    return driver.Cuda(path)
+@pytest.fixture
+def library(gpu):
+    return gpu.driver
 
 
-def counts(path):
-    c = ctypes.CDLL(path)
-    return c.n_handles(), c.n_mapped(), ctypes.c_int.in_dll(c, "n_reserved").value
+def counts(gpu):
+    return gpu["n_handles"], gpu["n_mapped"], gpu["n_reserved"]
 
 
 class Device(DeviceMemory):
@@ -69,9 +47,9 @@ class Device(DeviceMemory):
 
 
 @pytest.mark.parametrize("handle_type", [DESCRIPTOR, FABRIC])
-def test_memory_is_exported_adopted_and_mapped_again(library, path, handle_type):
+def test_memory_is_exported_adopted_and_mapped_again(library, gpu, handle_type):
     """By either handle; what is written through one mapping is there in the other."""
-    before = counts(path)
+    before = counts(gpu)
     calls, ours = VirtualMemory(library), Device(library).allocate(3 * MIB)
     handle = calls.retain(ours + 3 * MIB)
     exported = calls.export(handle, handle_type)
@@ -82,18 +60,18 @@ def test_memory_is_exported_adopted_and_mapped_again(library, path, handle_type)
     ctypes.memset(ours + MIB, 7, 3)
     for at in (theirs, theirs + 4 * MIB):
         assert ctypes.string_at(at + MIB - 1, 5) == b"\0\7\7\7\0"
-    assert counts(path) == (before[0], before[1] + 3, before[2] + 2), "handles are released, mappings stay"
+    assert counts(gpu) == (before[0], before[1] + 3, before[2] + 2), "handles are released, mappings stay"
     virtual_memory.unmap_all(calls, theirs, sizes)
-    assert counts(path) == (before[0], before[1] + 1, before[2] + 1), "ours is for good"
+    assert counts(gpu) == (before[0], before[1] + 1, before[2] + 1), "ours is for good"
     if handle_type == DESCRIPTOR:
         os.close(exported)
 
 
 @pytest.mark.parametrize("has_attributes", [1, 0])
-def test_each_allocation_is_found_by_any_of_its_addresses(path, library, has_attributes):
+def test_each_allocation_is_found_by_any_of_its_addresses(gpu, library, has_attributes):
     """By the attributes of pointers, and where a driver does not know those by the call that cuda.h points to."""
     calls, sizes = VirtualMemory(library), [2 * MIB, 4 * MIB, 2 * MIB]
-    set_to(path, has_attributes=has_attributes)
+    gpu["has_ranges"] = has_attributes
     properties = calls.properties(1)
     base = virtual_memory.map_all(calls, 1, sizes, lambda place: calls.create(sizes[place], properties))
     assert library.mapping(base + 2 * MIB - 1) == (base, 2 * MIB)
@@ -102,36 +80,36 @@ def test_each_allocation_is_found_by_any_of_its_addresses(path, library, has_att
     assert library.attribute(driver.HANDLE_TYPES, base) == (has_attributes and DESCRIPTOR | FABRIC)
     virtual_memory.unmap_all(calls, base, sizes)
     assert library.mapping(base) == (0, 0)
-    set_to(path, has_attributes=1)
+    gpu["has_ranges"] = 1
 
 
 @pytest.mark.parametrize("has_fabric", [1, 0])
-def test_allocated_memory_may_leave_by_whatever_the_device_has(path, library, has_fabric):
-    set_to(path, has_fabric=has_fabric)
+def test_allocated_memory_may_leave_by_whatever_the_device_has(gpu, library, has_fabric):
+    gpu["has_fabric"] = has_fabric
     Device(library).allocate(1)
-    types = ctypes.c_int.in_dll(ctypes.CDLL(path), "handle_types").value
+    types = gpu["handle_types"]
     assert types == (DESCRIPTOR | FABRIC if has_fabric else DESCRIPTOR)
 
 
 @pytest.mark.parametrize("status", [800, 801])
-def test_without_an_imex_channel_memory_has_no_fabric_handles_and_that_is_said(path, library, status, caplog):
-    set_to(path, fabric_status=status)
+def test_without_an_imex_channel_memory_has_no_fabric_handles_and_that_is_said(gpu, library, status, caplog):
+    gpu["fabric_status"] = status
     with caplog.at_level(logging.WARNING):
         Device(library).allocate(MIB)
-    assert ctypes.c_int.in_dll(ctypes.CDLL(path), "handle_types").value == DESCRIPTOR
+    assert gpu["handle_types"] == DESCRIPTOR
     assert f"no fabric handles, for lack of an IMEX channel: cuMemCreate failed with {status}" in caplog.text
 
 
-def test_what_fails_leaves_nothing_behind(path, library):
-    before = counts(path)
-    set_to(path, fabric_status=2)
+def test_what_fails_leaves_nothing_behind(gpu, library):
+    before = counts(gpu)
+    gpu["fabric_status"] = 2
     with pytest.raises(driver.DriverError, match="cuMemCreate failed with 2"):
         Device(library).allocate(MIB)
-    assert counts(path) == before
+    assert counts(gpu) == before
 
 
-def test_a_device_without_such_memory_is_refused_in_words(path, library):
-    set_to(path, has_any=0)
+def test_a_device_without_such_memory_is_refused_in_words(gpu, library):
+    gpu["has_virtual"] = 0
     with pytest.raises(UsageError, match="device 1 has no memory of cuMemCreate.*PDSTAGE_DEVICE_MEMORY=cudaMalloc"):
         Device(library).allocate(MIB)
 

@@ -95,9 +95,9 @@ def test_another_value_is_refused(site, monkeypatch):
 def test_cupys_library_takes_them():
     """The library itself, which does nothing where no profiler listens; it needs no device."""
     pytest.importorskip("cupy")
-    from pdstage.kernels.cupy_runtime import CupyRuntime  # noqa: PLC0415
+    from pdstage.kernels.cuda_runtime import CudaRuntime  # noqa: PLC0415
 
-    runtime = CupyRuntime.__new__(CupyRuntime)
+    runtime = CudaRuntime.__new__(CudaRuntime)
     runtime.push_range("pdstage test")
     runtime.pop_range()
 

@@ -40,25 +40,28 @@ class Endpoint:
     """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer.
 
     `name` is the transport's, with "+shared" for memory that peers can map, "+cuda" for the double's device memory,
-    "+segments" for such of cuMemCreate.
+    "+segments" for such of cuMemCreate, "+beside" for host memory beside the double's devices.
     """
 
     kind = "cpu"
+    double: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def __init__(self, name: str, **options: object) -> None:
         transport, _, kind = name.partition("+")
         self.kind = "cuda" if kind in ("cuda", "segments") else "cpu"
         self.sizes = [1 << 20, 2 << 20, 1 << 20, 4 << 20] if kind == "segments" else []
+        if kind in ("cuda", "segments", "beside"):
+            from tests import cuda_double  # noqa: PLC0415  (imports `local`, which others are tried without)
+
+            self.double = contextlib.ExitStack()
+            self.gpu = self.double.enter_context(cuda_double.use())
         memory = shared.allocate(NBYTES) if kind == "shared" else self.allocate()
         self.own(open_transport(transport, **options), memory)
 
     def allocate(self) -> np.ndarray:
         if self.kind == "cpu":
             return np.zeros(NBYTES, np.uint8)
-        from transport import cuda_double  # noqa: PLC0415  (imports `local`, which others are tried without)
-
-        runtime = cuda_double.RUNTIME
-        return (runtime.expandable(self.sizes) if self.sizes else runtime.allocate(NBYTES)).view
+        return (self.gpu.expandable(self.sizes) if self.sizes else self.gpu.allocate(NBYTES)).view
 
     def own(self, transport: Transport, memory: np.ndarray) -> None:
         self.transport = transport
@@ -164,12 +167,11 @@ class Endpoint:
         self.transport.close()
         if self.kind == "cuda":
             self.give_up()
+        self.double.__exit__(None, None, None)
 
     def give_up(self) -> None:
-        from transport import cuda_double  # noqa: PLC0415
-
         for memory in (self.memory, *self.more):
-            cuda_double.RUNTIME.give_up(memory.ctypes.data)
+            self.gpu.give_up(memory.ctypes.data)
 
     def pid(self) -> int:
         return os.getpid()

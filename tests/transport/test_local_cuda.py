@@ -5,28 +5,28 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from transport import cuda_double
-from transport.cuda_double import MANAGED, POOL, VIRTUAL, Broken, LocalDouble, Runtime, cuda_of
 from transport.endpoint import NBYTES, Endpoint, Log, Remote
 from transport.postbox import Postbox
 
 from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.kernels import driver
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
-from pdstage.transport import Done, PostFailed, Spans, _peer
+from pdstage.transport import Done, PostFailed, Spans, _cuda_ipc, _peer
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport.base import read_description, write_description
 from pdstage.transport.local import LocalTransport, _Description
-from tests import descriptors
+from tests import cuda_double, descriptors
+from tests.cuda_double import MANAGED, POOL
 
-DEVICE = "local-double+cuda"
+DEVICE = "local+cuda"
+pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())
 
 
 @pytest.fixture(scope="module")
@@ -36,26 +36,22 @@ def stock() -> object:
     b.shut()
 
 
-def use(runtime: Runtime, monkeypatch) -> Runtime:
-    """It is this process's CUDA for one test."""
-    cuda = cuda_of(runtime)
-    monkeypatch.setattr(cuda_double, "RUNTIME", runtime)
-    monkeypatch.setattr(LocalDouble, "_load_cuda", staticmethod(lambda: cuda))
-    return runtime
+@pytest.fixture
+def gpu() -> object:
+    """This process's GPUs, as at its start."""
+    with cuda_double.use() as gpu:
+        gpu.reset()
+        gpu["strict"], n_streams = 1, gpu["n_streams"]
+        yield gpu
+        gc.collect()
+        broken, left = gpu.broken(), (gpu["n_open"], gpu["n_streams"])
+        gpu.reset()
+        assert not broken
+        assert left == (0, n_streams), "a mapping was not closed, a stream not given back"
 
 
 @pytest.fixture
-def runtime(monkeypatch) -> Runtime:
-    """This process's own, for one test."""
-    runtime = use(Runtime(), monkeypatch)
-    yield runtime
-    gc.collect()
-    assert not runtime.n_open(), "a mapping was not closed"
-    assert not runtime.streams, "a stream was not given back"
-
-
-@pytest.fixture
-def ends(runtime, stock) -> object:
+def ends(gpu, stock) -> object:
     stock.renew()
     a = Endpoint(DEVICE)
     a.connect("b", stock.describe())
@@ -76,33 +72,33 @@ def block_of(b):
     return region.block
 
 
-def test_a_post_is_over_when_its_event_is_and_the_tag_leaves_then(ends, runtime):
+def test_a_post_is_over_when_its_event_is_and_the_tag_leaves_then(ends, gpu):
     a, b = ends
-    runtime.held = True
+    gpu["held"] = 1
     a.fill(0, b"device")
     ticket = a.post("b", [(0, b.base + 64, 6)], b"tag")
     assert not a.n_filenos(), "nothing announces the end of a copy: the transport must be asked"
     assert a.poll() == []
     assert b.poll() == []
     assert b.read(64, 6) == bytes(6)
-    runtime.held = False
+    gpu["held"] = 0
     log = Log(a, b)
     log.until(lambda: log.ended(a) == [Done(ticket)] and log.tags(b) == [b"tag"])
     assert b.read(63, 8) == b"\0device\0"
     assert a.n_filenos() == 1
 
 
-def test_a_copy_in_flight_ends_after_disconnect_and_its_mapping_stays_so_long(ends, runtime):
+def test_a_copy_in_flight_ends_after_disconnect_and_its_mapping_stays_so_long(ends, gpu):
     a, b = ends
     assert not a.traits("b").stops_reads
-    runtime.held = True
+    gpu["held"] = 1
     a.fill(0, b"late")
     tickets = [a.post("b", [(0, b.base, 4)], tag) for tag in (b"told", b"")]
     a.disconnect("b")
-    assert runtime.n_open() == 1
+    assert gpu["n_open"] == 1
     assert not a.traits("b").stops_reads
     assert a.poll() == []
-    runtime.held = False
+    gpu["held"] = 0
     log = Log(a)
     log.until(lambda: len(log.ended(a)) == 2)
     failed, done = log.ended(a)
@@ -111,26 +107,26 @@ def test_a_copy_in_flight_ends_after_disconnect_and_its_mapping_stays_so_long(en
     assert failed.settled
     assert isinstance(done, Done)
     assert b.read(0, 4) == b"late"
-    assert not runtime.n_open()
+    assert not gpu["n_open"]
     a.transport.forget("b")
     assert a.traits("b").stops_reads
 
 
-def test_what_a_closed_transport_left_in_flight_is_given_back_when_it_has_ended(ends, runtime):
+def test_what_a_closed_transport_left_in_flight_is_given_back_when_it_has_ended(ends, gpu):
     a, b = ends
-    runtime.held = True
+    gpu["held"] = 1
     a.post("b", [(0, b.base, 4)], b"tag")
     a.close()
-    assert runtime.n_open() == 1, "closed while a copy writes it"
-    runtime.held = False
+    assert gpu["n_open"] == 1, "closed while a copy writes it"
+    gpu["held"] = 0
     for _ in range(3):
         other = Endpoint(DEVICE)
         other.transport._devices.copies(0)
         other.close()
-    assert not runtime.n_open()
+    assert not gpu["n_open"]
 
 
-def test_a_gather_may_go_straight_into_a_peers_memory(ends, runtime):
+def test_a_gather_may_go_straight_into_a_peers_memory(ends, gpu):
     a, b = ends
     mapped = a.transport.mapped("b", b.base + 128, 64)
     assert mapped.kind == "cuda"
@@ -143,13 +139,13 @@ def test_a_gather_may_go_straight_into_a_peers_memory(ends, runtime):
         assert a.transport.mapped("b", address, nbytes) is None
     a.disconnect("b")
     assert a.transport.mapped("b", b.base, 1) is None
-    assert runtime.n_open() == 1, "it is being written"
+    assert gpu["n_open"] == 1, "it is being written"
     ctypes.memset(mapped.address, 8, 1)
     del mapped
-    assert not runtime.n_open()
+    assert not gpu["n_open"]
 
 
-def test_a_handle_is_opened_once_in_a_process(ends, runtime):
+def test_a_handle_is_opened_once_in_a_process(ends, gpu):
     """Older drivers refuse the second time; the double does."""
     a, b = ends
     other = Endpoint(DEVICE)
@@ -158,9 +154,9 @@ def test_a_handle_is_opened_once_in_a_process(ends, runtime):
     a.connect("again", b.describe())
     a.prepare("again", [b.region()])
     a.prepare("b", [b.region()])
-    assert runtime.n_open() == 1
+    assert gpu["n_open"] == 1
     a.close()
-    assert runtime.n_open() == 1
+    assert gpu["n_open"] == 1
     other.fill(0, b"other")
     ticket = other.post("its b", [(0, b.base, 5)], b"")
     log = Log(other)
@@ -169,16 +165,16 @@ def test_a_handle_is_opened_once_in_a_process(ends, runtime):
     other.close()
 
 
-def test_regions_of_one_block_and_what_lies_beside_them(runtime, stock):
+def test_regions_of_one_block_and_what_lies_beside_them(gpu, stock):
     """Torch hands out parts of larger blocks: a handle is of the whole."""
     stock.renew()
-    memory = runtime.allocate(4 * NBYTES)
-    a = LocalDouble()
+    memory = gpu.allocate(4 * NBYTES)
+    a = LocalTransport()
     parts = [Region(memory.address + NBYTES * i, NBYTES, "cuda") for i in (1, 3)]
     a.register(parts)
     told = read_description("a", a.describe(), _Description, LocalTransport.traits).devices
     assert {one.block.base for one in told} == {memory.address}
-    assert {one.block.handle for one in told} == {runtime.ipcGetMemHandle(memory.address)}
+    assert {one.block.handle for one in told} == {gpu.driver.ipc_handle(memory.address)}
     stock.connect("a", a.describe())
     stock.prepare("a", parts)
     stock.fill(0, b"part")
@@ -188,26 +184,24 @@ def test_regions_of_one_block_and_what_lies_beside_them(runtime, stock):
     at = 3 * NBYTES + 5
     assert bytes(memory.view[at : at + 4]) == b"part"
     assert np.count_nonzero(memory.view) == 4
-    with pytest.raises(Broken, match="another process has it open"):
-        runtime.free(memory.address)
     stock.disconnect("a")
-    runtime.free(memory.address)
+    gpu.free(memory.address)
     a.close()
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (VIRTUAL, "without handles for other processes.*PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"),
+        (None, "without handles for other processes.*PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"),
         (MANAGED, "cudaMallocManaged.*cudaMalloc"),
         (POOL, "cudaMallocAsync.*cudaMalloc"),
     ],
 )
-def test_memory_that_cannot_be_exported_is_read_and_not_written(runtime, stock, how, said, caplog):
+def test_memory_that_cannot_be_exported_is_read_and_not_written(gpu, stock, how, said, caplog):
     stock.renew()
-    memory = runtime.allocate(NBYTES, how=how)
+    memory = gpu.expandable([NBYTES], 0) if how is None else gpu.allocate(NBYTES, how=how)
     region = Region(memory.address, NBYTES, "cuda")
-    a = LocalDouble()
+    a = LocalTransport()
     a.register([region])
     with pytest.raises(PeerError, match=f"not mapped.*{said}"):
         stock.connect("a", a.describe())
@@ -236,13 +230,13 @@ def n_files():
 
 
 @pytest.mark.parametrize("types", [DESCRIPTOR, FABRIC, DESCRIPTOR | FABRIC])
-def test_a_pool_of_expandable_segments_is_mapped_in_their_order_and_copied_exactly(runtime, stock, types):
+def test_a_pool_of_expandable_segments_is_mapped_in_their_order_and_copied_exactly(gpu, stock, types):
     """Two regions of it, that share an allocation; the copies cross from one allocation to the next."""
     stock.renew()
-    memory = runtime.expandable(SIZES, types)
+    memory = gpu.expandable(SIZES, types)
     at = NBYTES // 2
     parts = [Region(memory.address + 64, at, "cuda"), Region(memory.address + at + 64, NBYTES, "cuda")]
-    a = LocalDouble()
+    a = LocalTransport()
     a.register(parts)
     told = segments_of(a)
     assert [one.sizes for one in told] == [SIZES[:2], SIZES[1:3]]
@@ -260,81 +254,95 @@ def test_a_pool_of_expandable_segments_is_mapped_in_their_order_and_copied_exact
     np.testing.assert_array_equal(memory.view, want)
     stock.disconnect("a")
     a.close()
-    runtime.free(memory.address)
+    gpu.free(memory.address)
 
 
-def test_what_is_mapped_of_segments_is_given_back_whole(runtime, stock):
+def test_what_is_mapped_of_segments_is_given_back_whole(gpu, stock):
     """In the process that maps them; in their owner's no handle is left, and no descriptor after `close`."""
     stock.renew()
     before = n_files()
-    memory = runtime.expandable(SIZES)
-    held, runtime.calls = n_files(), Counter()
-    a = LocalDouble()
+    memory = gpu.expandable(SIZES)
+    held = n_files()
+    gpu.forget_calls()
+    a = LocalTransport()
     a.register([Region(memory.address, memory.nbytes, "cuda")])
     assert n_files() == held + len(SIZES)
     a.unregister([Region(memory.address, memory.nbytes, "cuda")])
     assert n_files() == held + len(SIZES), "a number that is given again would be another allocation's"
     a.close()
     assert n_files() == held
-    assert not runtime.handles
-    assert runtime.calls == {"retain": 4, "export": 4, "release": 4}
-    runtime.free(memory.address)
+    assert not gpu["n_handles"]
+    names = "RetainAllocationHandle", "ExportToShareableHandle", "Release"
+    assert [gpu.calls(f"cuMem{name}") for name in names] == [4, 4, 4]
+    gpu.free(memory.address)
     assert n_files() == before
 
-    b = Remote("local-double+segments")
+    b = Remote("local+segments")
     try:
-        before, runtime.calls = n_files(), Counter()
+        before = n_files()
+        gpu.forget_calls()
         for _ in range(2):
             a = Endpoint(DEVICE)
             for name in ("b", "again"):
                 a.connect(name, b.describe())
                 a.prepare(name, [b.region()])
                 a.prepare(name, [b.region()])
-            assert runtime.n_open() == 1
+            assert gpu["n_open"] == 1
             a.close()
             gc.collect()
-            assert not runtime.n_open()
+            assert not gpu["n_open"]
         n = 4 * 2
-        wanted = {"reserve": 2, "adopt": n, "map": n, "release": n, "allow": 2, "unmap": n, "free": 2}
-        assert runtime.calls == wanted
-        assert not runtime.handles
-        assert not runtime.reserved
-        assert n_files() == before + 2, "of the last endpoint's own memory, and of its mapping"
+        wanted = {
+            "AddressReserve": 2,
+            "ImportFromShareableHandle": n,
+            "Map": n,
+            "Release": n,
+            "SetAccess": 2,
+            "Unmap": n,
+        }
+        assert {name: gpu.calls(f"cuMem{name}") for name in wanted} == wanted
+        assert not gpu["n_handles"]
+        assert not gpu["n_reserved"]
+        assert n_files() == before + 1, "of the last endpoint's own memory"
     finally:
         b.shut()
 
 
-@pytest.mark.parametrize("call", [("reserve", 1), ("adopt", 3), ("map", 2), ("allow", 1)])
-def test_segments_that_the_driver_refuses_midway_leave_nothing_behind(runtime, stock, call):
-    b = Remote("local-double+segments")
+@pytest.mark.parametrize(
+    "call",
+    [("cuMemAddressReserve", 1), ("cuMemImportFromShareableHandle", 3), ("cuMemMap", 2), ("cuMemSetAccess", 1)],
+)
+def test_segments_that_the_driver_refuses_midway_leave_nothing_behind(gpu, stock, call):
+    b = Remote("local+segments")
     a = Endpoint(DEVICE)
     try:
-        runtime.calls, runtime.fails_at = Counter(), call
+        gpu.fail(*call)
         a.connect("b", b.describe())
         with pytest.raises(PeerError, match=f"not mapped: the driver does not map it: {call[0]} failed with 304"):
             a.prepare("b", [b.region()])
-        assert not runtime.handles
-        assert not runtime.reserved
-        runtime.fails_at = None
+        assert not gpu["n_handles"]
+        assert not gpu["n_reserved"]
+        gpu.fail(call[0], 0)
         a.prepare("b", [b.region()])
-        assert runtime.n_open() == 1
+        assert gpu["n_open"] == 1
     finally:
         a.close()
         b.shut()
 
 
-def test_an_export_that_stops_midway_is_refused_in_words_and_leaves_nothing_open(runtime):
-    memory = runtime.expandable(SIZES)
-    before, runtime.calls, runtime.fails_at = n_files(), Counter(), ("export", 3)
+def test_an_export_that_stops_midway_is_refused_in_words_and_leaves_nothing_open(gpu):
+    memory = gpu.expandable(SIZES)
+    before = n_files()
+    gpu.fail("cuMemExportToShareableHandle", 3)
     with pytest.raises(UsageError, match=r"allocation 3 of 4 .* failed with 304.*ulimit -n"):
-        cuda_of(runtime).export(memory.address, memory.nbytes)
+        _cuda_ipc.here().export(memory.address, memory.nbytes)
     assert n_files() == before
-    assert not runtime.handles
-    runtime.free(memory.address)
+    assert not gpu["n_handles"]
+    gpu.free(memory.address)
 
 
-def test_segments_that_say_nonsense_are_refused_before_anything_is_mapped(runtime, stock):
-    b = Remote("local-double+segments")
+def test_segments_that_say_nonsense_are_refused_before_anything_is_mapped(gpu, stock):
+    b = Remote("local+segments")
     a = Endpoint(DEVICE)
     try:
         (told,) = read_description("b", b.describe(), _Description, LocalTransport.traits).devices
@@ -357,15 +365,15 @@ def test_segments_that_say_nonsense_are_refused_before_anything_is_mapped(runtim
         a.connect("b", altered(b, segments=segments._replace(descriptors=[9999, *segments.descriptors[1:]])))
         with pytest.raises(PeerError, match=r"taking over descriptor 9999 .*EBADF"):
             a.prepare("b", [b.region()])
-        assert not runtime.handles
-        assert not runtime.reserved
+        assert not gpu["n_handles"]
+        assert not gpu["n_reserved"]
     finally:
         a.close()
         b.shut()
 
 
 def test_where_descriptors_of_others_may_not_be_taken_over_it_is_said_what_allows_it(stock, monkeypatch):
-    b = Remote("local-double+segments")
+    b = Remote("local+segments")
     a = Endpoint(DEVICE)
     try:
         a.connect("b", b.describe())
@@ -381,7 +389,7 @@ def test_where_descriptors_of_others_may_not_be_taken_over_it_is_said_what_allow
 
 def test_a_peer_without_segments_says_why_none_are_mapped(stock):
     """What an older one reads of the same description."""
-    b = Remote("local-double+segments")
+    b = Remote("local+segments")
     a = Endpoint(DEVICE)
     try:
         a.connect("b", altered(b, segments=None))
@@ -392,23 +400,23 @@ def test_a_peer_without_segments_says_why_none_are_mapped(stock):
         b.shut()
 
 
-def test_a_region_over_two_allocations_cannot_be_exported(runtime):
-    memory = runtime.allocate(NBYTES)
+def test_a_region_over_two_allocations_cannot_be_exported(gpu):
+    memory = gpu.allocate(NBYTES)
     with pytest.raises(UsageError, match="more than one allocation"):
-        cuda_of(runtime).export(memory.address + 1, NBYTES)
+        _cuda_ipc.here().export(memory.address + 1, NBYTES)
 
 
-def test_under_mps_nothing_is_exported(runtime, tmp_path, monkeypatch):
+def test_under_mps_nothing_is_exported(gpu, tmp_path, monkeypatch):
     """The server goes on with what a killed client began."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    memory = runtime.allocate(NBYTES)
-    assert cuda_of(runtime).export(memory.address, NBYTES)
+    memory = gpu.allocate(NBYTES)
+    assert _cuda_ipc.here().export(memory.address, NBYTES)
     (tmp_path / "control").touch()
     with pytest.raises(UsageError, match="MPS"):
-        cuda_of(runtime).export(memory.address, NBYTES)
+        _cuda_ipc.here().export(memory.address, NBYTES)
 
 
-def test_a_handle_of_another_life_is_not_opened(ends, runtime):
+def test_a_handle_of_another_life_is_not_opened(ends, gpu):
     a, b = ends
     stale, region = b.describe(), b.region()
     b.renew()
@@ -422,15 +430,15 @@ def test_a_handle_of_another_life_is_not_opened(ends, runtime):
     c.kill()
     with pytest.raises(TransportError, match="ended|gone"):
         a.prepare("c", [region])
-    assert not runtime.n_open()
+    assert not gpu["n_open"]
 
 
-def test_an_allocation_that_was_freed_since_is_refused_in_words(ends, runtime):
+def test_an_allocation_that_was_freed_since_is_refused_in_words(ends, gpu):
     a, b = ends
     block = block_of(b)
     handle = block.handle[:8] + bytes([block.handle[8] ^ 1]) + block.handle[9:]
     a.connect("b", altered(b, block=block._replace(handle=handle)))
-    with pytest.raises(PeerError, match="not mapped: the driver does not map it: cudaError 400"):
+    with pytest.raises(PeerError, match="not mapped: the driver does not map it: cuIpcOpenMemHandle failed with 400"):
         a.prepare("b", [b.region()])
     a.fill(0, b"as before")
     a.post("b", [(0, b.base, 9)], b"")
@@ -453,9 +461,10 @@ def test_a_peer_that_tells_of_more_than_its_allocation_is_refused(ends):
         a.prepare("b", [beyond])
 
 
-def test_without_peer_access_it_is_said_once_and_nothing_is_opened(monkeypatch, stock, caplog):
+def test_without_peer_access_it_is_said_once_and_nothing_is_opened(gpu, stock, caplog):
     stock.renew()
-    use(Runtime([1, 0], apart=True), monkeypatch)  # its device 0 is another GPU than the peer's
+    gpu.see(1, 0)  # its device 0 is another GPU than the peer's
+    gpu["apart"] = 1
     a = Endpoint(DEVICE)
     with caplog.at_level(logging.WARNING):
         for peer in ("b", "c"):
@@ -467,43 +476,40 @@ def test_without_peer_access_it_is_said_once_and_nothing_is_opened(monkeypatch, 
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_gpu_that_only_the_peer_sees_is_for_the_driver_to_judge(monkeypatch, stock, apart):
+def test_a_gpu_that_only_the_peer_sees_is_for_the_driver_to_judge(gpu, stock, apart):
     """With CUDA_VISIBLE_DEVICES of one a rank, no rank sees the other's: both are device 0."""
     stock.renew()
-    runtime = use(Runtime([1], apart=apart), monkeypatch)
+    gpu.see(1)
+    gpu["apart"] = apart
     a = Endpoint(DEVICE)
     a.connect("b", stock.describe())
     if apart:
-        with pytest.raises(PeerError, match="cudaError 217"):
+        with pytest.raises(PeerError, match="cuIpcOpenMemHandle failed with 217"):
             a.prepare("b", [stock.region()])
     else:
         a.prepare("b", [stock.region()])
         assert a.transport.mapped("b", stock.base, 1)
     a.close()
-    gc.collect()
-    assert not runtime.n_open()
 
 
-def test_no_device_is_touched_that_nothing_lies_on(ends, runtime):
+def test_no_device_is_touched_that_nothing_lies_on(gpu):
     """A context takes hundreds of MiB, of a GPU that is another rank's at that."""
-    memory = runtime.allocate(NBYTES, device=1)
-    own = Runtime([0, 1])
-    cuda = cuda_of(own)
-    own.memory = {memory.address: memory}
-    cuda.export(memory.address, NBYTES)
-    assert own.contexts == {1}
+    memory = gpu.allocate(NBYTES, device=1)
+    _cuda_ipc.here().export(memory.address, NBYTES)
+    assert gpu["contexts"] == 0b10
 
 
-def test_within_a_process_kernels_of_one_gpu_are_let_into_the_others(runtime):
-    a, b = LocalDouble(), LocalDouble()
-    memory = [runtime.allocate(NBYTES, device=device) for device in (0, 1)]
+def test_within_a_process_kernels_of_one_gpu_are_let_into_the_others(gpu):
+    a, b = LocalTransport(), LocalTransport()
+    memory = [gpu.allocate(NBYTES, device=device) for device in (0, 1)]
     regions = [Region(one.address, NBYTES, "cuda", one.device) for one in memory]
     for one, region in zip((a, b), regions, strict=True):
         one.register([region])
     for label in ("b", "again"):
         a.connect(label, b.describe())
         a.prepare(label, [regions[1]])
-    assert runtime.enabled == {(0, 1)}
+    assert gpu.has_peer(0, 1)
+    assert not gpu.has_peer(1, 0)
     assert a.mapped("b", regions[1].base + 8, 8).address == regions[1].base + 8
     b.unregister([regions[1]])
     assert a.mapped("b", regions[1].base + 8, 8) is None
@@ -514,24 +520,25 @@ def test_within_a_process_kernels_of_one_gpu_are_let_into_the_others(runtime):
     b.close()
 
 
-def test_within_a_process_segments_are_let_in_one_by_one(runtime):
+def test_within_a_process_segments_are_let_in_one_by_one(gpu):
     """What enables a peer's access holds for memory of cudaMalloc alone."""
-    a, b = LocalDouble(), LocalDouble()
-    mine, theirs = runtime.allocate(NBYTES), runtime.expandable(SIZES, types=0, device=1)
+    a, b = LocalTransport(), LocalTransport()
+    mine, theirs = gpu.allocate(NBYTES), gpu.expandable(SIZES, types=0, device=1)
     regions = [Region(mine.address, NBYTES, "cuda"), Region(theirs.address, NBYTES, "cuda", 1)]
     for one, region in zip((a, b), regions, strict=True):
         one.register([region])
     a.connect("b", b.describe())
     a.prepare("b", [regions[1]])
-    assert theirs.allowed == {0, 1}
+    assert gpu.is_allowed(theirs.address, 0)
+    assert gpu.is_allowed(theirs.address, 1)
     a.close()
     b.close()
-    runtime.free(theirs.address)
+    gpu.free(theirs.address)
 
 
-def test_host_and_device_memory_do_not_meet(ends, runtime):
+def test_host_and_device_memory_do_not_meet(ends, gpu):
     a, b = ends
-    host = Remote("local-double")
+    host = Remote("local+beside")
     try:
         a.connect("host", host.describe())
         with pytest.raises(PeerError, match="device memory there"):
@@ -555,17 +562,17 @@ class Fabric(Postbox):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_auto_takes_another_transport_where_a_gpu_cannot_reach_the_other(runtime, apart, tmp_path, monkeypatch):
+def test_auto_takes_another_transport_where_a_gpu_cannot_reach_the_other(gpu, apart, tmp_path, monkeypatch):
     monkeypatch.setenv("POSTBOX_DIR", str(tmp_path))
-    runtime.apart = apart
-    a, b = (AutoTransport([LocalDouble(), Fabric()]) for _ in range(2))
-    memory = [runtime.allocate(4096, device=device) for device in (0, 1)]
+    gpu["apart"] = apart
+    a, b = (AutoTransport([LocalTransport(), Fabric()]) for _ in range(2))
+    memory = [gpu.allocate(4096, device=device) for device in (0, 1)]
     regions = [Region(one.address, 4096, "cuda", one.device) for one in memory]
     a.register(regions[:1])
     b.register(regions[1:])
     a.connect("b", b.describe())
     a.prepare("b", regions[1:])
-    assert a.traits_of("b").name == ("fabric" if apart else "local-double")
+    assert a.traits_of("b").name == ("fabric" if apart else "local")
     memory[0].view[:8] = 5
     a.post("b", Spans(*(np.array([at], np.int64) for at in (regions[0].base, regions[1].base, 8))), b"tag")
     log = Log(a, b)
@@ -575,46 +582,35 @@ def test_auto_takes_another_transport_where_a_gpu_cannot_reach_the_other(runtime
     b.close()
 
 
-def test_a_device_that_makes_no_stream_is_refused_like_one_out_of_reach(runtime, stock, monkeypatch):
-    def refuse(flags):
-        raise cuda_double.CUDARuntimeError(2)
-
+def test_a_device_that_makes_no_stream_is_refused_like_one_out_of_reach(gpu, stock):
     stock.renew()
-    monkeypatch.setattr(runtime, "streamCreateWithFlags", refuse)
+    gpu.fail("cuStreamCreateWithPriority", 1, 2)
     a = Endpoint(DEVICE)
     a.connect("b", stock.describe())
-    with pytest.raises(PeerError, match="not mapped: cudaError 2"):
+    with pytest.raises(PeerError, match="not mapped: cuStreamCreateWithPriority failed with 2"):
         a.prepare("b", [stock.region()])
     a.close()
 
 
-def test_a_failed_device_ends_every_post_and_settles_none(ends, runtime):
+def test_a_failed_device_ends_every_post_and_settles_none(ends, gpu):
     a, b = ends
-    runtime.held = True
+    gpu["held"] = 1
     tickets = [a.post("b", [(0, b.base, 4)], b"tag") for _ in range(3)]
-    runtime.broken = 700
+    gpu["broken"] = 700
     ended = a.poll()
     assert [event.ticket for event in ended] == tickets
     assert not any(event.settled for event in ended)
-    assert "cudaError 700" in str(ended[0].error)
-    with pytest.raises(TransportError, match="cudaError 700"):
+    assert "cuEventQuery failed with 700" in str(ended[0].error)
+    with pytest.raises(TransportError, match="failed with 700"):
         a.post("b", [(0, b.base, 4)], b"tag")
-    runtime.broken, runtime.held = 0, False
-    for stream in runtime.streams.values():
-        stream.work.clear()
+    gpu["broken"] = gpu["held"] = 0
+    gpu.drop_work()
 
 
-def test_a_fault_in_the_middle_of_a_post_is_told_when_what_had_begun_is_over(ends, runtime, monkeypatch):
+def test_a_fault_in_the_middle_of_a_post_is_told_when_what_had_begun_is_over(ends, gpu):
     a, b = ends
-    begin, n_spans = runtime.memcpyAsync, iter(range(2))
-
-    def memcpy(*args):
-        if next(n_spans, None) is None:
-            raise cuda_double.CUDARuntimeError(1)
-        begin(*args)
-
-    monkeypatch.setattr(runtime, "memcpyAsync", memcpy)
     a.transport._load_cuda()._batches = False
+    gpu.fail("cuMemcpyAsync", 3, 1)
     a.fill(0, b"\1" * 12)
     ticket = a.post("b", [(0, b.base, 4), (4, b.base + 4, 4), (8, b.base + 8, 4)], b"tag")
     log = Log(a, b)
@@ -623,7 +619,8 @@ def test_a_fault_in_the_middle_of_a_post_is_told_when_what_had_begun_is_over(end
     assert (failed.ticket, failed.settled) == (ticket, True)
     assert b.read(0, 12) == b"\1" * 8 + bytes(4)
     assert log.tags(b) == []
-    with pytest.raises(TransportError, match="cudaError 1"):
+    gpu.fail("cuMemcpyAsync", 1, 1)
+    with pytest.raises(TransportError, match="cuMemcpyAsync failed with 1"):
         a.post("b", [(0, b.base, 4)], b"tag")
 
 
@@ -631,21 +628,22 @@ def thirds(b):
     return [(at, b.base + at, 4) for at in (0, 4, 8)]
 
 
-def test_many_copies_are_one_call_of_the_driver(ends, runtime):
+def test_many_copies_are_one_call_of_the_driver(ends, gpu):
     a, b = ends
     a.fill(0, bytes(range(12)))
     tickets = [a.post("b", thirds(b), b"tag"), a.post("b", [(0, b.base + 12, 1)], b"")]
     log = Log(a, b)
     log.until(lambda: log.done(a) == tickets and log.tags(b) == [b"tag"])
     assert b.read(0, 13) == bytes([*range(12), 0])
-    assert runtime.n_batches == 1, "and one copy goes by itself"
+    assert gpu.calls("cuMemcpyBatchAsync") == 1, "and one copy goes by itself"
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_copies_go_one_by_one_without_batches(runtime, stock, refuses, monkeypatch, caplog):
+def test_copies_go_one_by_one_without_batches(gpu, stock, refuses, monkeypatch, caplog):
     stock.renew()
-    runtime.batches, runtime.refused = refuses, 801 if refuses else 0
-    use(runtime, monkeypatch)
+    gpu["batch_status"] = 801
+    if not refuses:
+        monkeypatch.setattr(driver.Cuda, "has_batches", False)
     a = Endpoint(DEVICE)
     a.connect("b", stock.describe())
     a.prepare("b", [stock.region()])
@@ -655,31 +653,28 @@ def test_copies_go_one_by_one_without_batches(runtime, stock, refuses, monkeypat
     log = Log(a)
     log.until(lambda: log.done(a) == tickets)
     assert stock.read(0, 12) == bytes(range(12))
-    assert runtime.n_batches == int(refuses), "it is asked once"
+    assert gpu.calls("cuMemcpyBatchAsync") == int(refuses), "it is asked once"
     assert ("one by one" in caplog.text) == refuses
     a.close()
 
 
-def test_a_batch_on_a_device_that_fails_settles_nothing(ends, runtime):
+def test_a_batch_on_a_device_that_fails_settles_nothing(ends, gpu):
     """Some of it may have begun, so that it is no post that never began."""
     a, b = ends
-    check = runtime._check
-    runtime.held, runtime.refused = True, 700
-    runtime._check = lambda: (check(), setattr(runtime, "broken", 700))  # with its first copy
+    gpu["held"], gpu["batch_status"], gpu["breaks_in_batch"] = 1, 700, 700
     ticket = a.post("b", thirds(b), b"tag")
     (failed,) = a.poll()
     assert (failed.ticket, failed.settled) == (ticket, False)
-    assert "cudaError 700" in str(failed.error)
-    runtime._check, runtime.broken, runtime.held = check, 0, False
-    for stream in runtime.streams.values():
-        stream.work.clear()
+    assert "failed with 700" in str(failed.error)
+    gpu["broken"] = gpu["held"] = 0
+    gpu.drop_work()
 
 
-def test_host_memory_keeps_its_traits_beside_a_gpu(runtime):
-    a, b = Endpoint("local-double"), Endpoint("local-double")
+def test_host_memory_keeps_its_traits_beside_a_gpu(gpu):
+    a, b = Endpoint("local"), Endpoint("local")
     a.connect("b", b.describe())
     a.prepare("b", [b.region()])
-    assert a.traits("b") == LocalDouble.traits
+    assert a.traits("b") == LocalTransport.traits
     assert a.transport.traits.kinds == {"cpu", "cuda"}
     a.close()
     b.close()

@@ -7,21 +7,22 @@ import multiprocessing
 from itertools import pairwise
 
 import pytest
-from transport import cuda_double, device_rank
-from transport.device_rank import N_ROOMS, STREAMS, TOKENS, DeviceRank, serve_decode, staging
+from transport.device_rank import N_ROOMS, TOKENS, DeviceRank, serve_decode, staging
 
 from pdstage import State
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.zmq import Ready
-from pdstage.kernels import pool
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.tools.judge import judge
+from pdstage.transport.local import LocalTransport
+from tests import cuda_double
 from tests.manager.engine import IMPATIENT, drive, prefill_node
 
 spawn = multiprocessing.get_context("spawn")
+pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())
 
 
-class TwoPasses(cuda_double.LocalDouble):
+class TwoPasses(LocalTransport):
     """Maps nothing for its callers: what is gathered is written by a copy."""
 
     def mapped(self, peer, address, nbytes):
@@ -29,9 +30,11 @@ class TwoPasses(cuda_double.LocalDouble):
 
 
 @pytest.fixture
-def backend(monkeypatch):
-    device_rank.use_double(lambda name, double: monkeypatch.setitem(pool._BACKENDS, name, double))
-    STREAMS.held = False
+def gpu():
+    with cuda_double.use() as gpu:
+        gpu.reset()
+        yield gpu
+        assert not gpu.broken()
 
 
 @pytest.fixture
@@ -55,13 +58,12 @@ def send_all(node, rank, decode, cuts=(0, TOKENS)):
     assert decode.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
 
 
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("transport", [cuda_double.LocalDouble, TwoPasses])
+@pytest.mark.parametrize("transport", [LocalTransport, TwoPasses])
 @pytest.mark.parametrize("path", ["staged", "direct"])
-def test_rooms_between_two_processes(address, path, transport, tmp_path):
+def test_rooms_between_two_processes(gpu, address, path, transport, tmp_path):
     """A tag that left before its kernel or its copy were over would be seen: the pages are looked at then."""
     rank = DeviceRank(n_pages=128)
-    send_buffers, ran = staging(), STREAMS.n_run
+    send_buffers, ran = staging(), gpu["n_kernels"]
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=serve_decode, args=(theirs, address, tmp_path, path), daemon=True)
     options = {"transport": transport(), "path": path, "staging": send_buffers, "journal": tmp_path}
@@ -69,11 +71,11 @@ def test_rooms_between_two_processes(address, path, transport, tmp_path):
         process.start()
         try:
             send_all(node, rank, ours, cuts=(0, 20, TOKENS))
-            assert node.stats()["sessions_over_local-double"] == 1
-            one_pass = transport is cuda_double.LocalDouble
-            assert STREAMS.n_run - ran >= N_ROOMS if path == "staged" or one_pass else STREAMS.n_run == ran
+            assert node.stats()["sessions_over_local"] == 1
+            one_pass = transport is LocalTransport
+            assert gpu["n_kernels"] - ran >= N_ROOMS if path == "staged" or one_pass else gpu["n_kernels"] == ran
             read = send_buffers.data_ptr() if path == "staged" else rank.pool.keep.address
-            n_copies = cuda_double.RUNTIME.n_copies_of[read]
+            n_copies = gpu.copies_of(read)
             assert n_copies == 0 if one_pass else n_copies >= N_ROOMS
             stats = node.stats()
             assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (path == "direct", path == "staged")
@@ -87,44 +89,40 @@ def test_rooms_between_two_processes(address, path, transport, tmp_path):
     assert verdict.counts["writes seen at both ends"] >= 2 * N_ROOMS
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("where", [{"staging_on": "host", "staging_nbytes": 1 << 16}, {"staging_nbytes": 1 << 16}])
-def test_rooms_with_staging_memory_of_the_nodes_own(address, where):
+def test_rooms_with_staging_memory_of_the_nodes_own(gpu, address, where):
     """On the device, as its driver allocates it; or in page-locked host memory, of which no byte passes CUDA IPC."""
     rank = DeviceRank(n_pages=128)
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=where, daemon=True)
-    on_host, before = "staging_on" in where, sum(cuda_double.RUNTIME.n_copies_of.values())
-    with prefill_node(rank, address, transport=cuda_double.LocalDouble(), path="staged", **where) as node:
+    on_host, before = "staging_on" in where, gpu["n_copies"]
+    with prefill_node(rank, address, transport="local", path="staged", **where) as node:
         process.start()
         try:
             assert node.memory.region.kind == ("cpu" if on_host else "cuda")
-            assert bool(STREAMS.locked) is on_host
+            assert bool(gpu["n_locked"]) is on_host
             send_all(node, rank, ours)
             (session,) = node.core.sessions.values()
             assert {lane.kind for lane in session.lanes} == {"cpu" if on_host else "cuda"}
-            assert cuda_double.RUNTIME.n_open() == (0 if on_host else 1)
-            assert sum(cuda_double.RUNTIME.n_copies_of.values()) == before
+            assert gpu["n_open"] == (0 if on_host else 1)
+            assert gpu["n_copies"] == before
             ours.send("end")
             process.join(60)
         finally:
             process.kill()
             process.join()
-    assert not STREAMS.locked
+    assert not gpu["n_locked"]
 
 
-@pytest.mark.usefixtures("backend")
-def test_rooms_whose_destination_is_in_host_memory_land_on_the_device(address):
+def test_rooms_whose_destination_is_in_host_memory_land_on_the_device(gpu, address):
     """And a kernel scatters them from there, K to the host, V to the device. Prefill's pool has both as well."""
     rank = DeviceRank(n_pages=128, k_on_host=True)
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs={"k_on_host": True}, daemon=True)
-    with prefill_node(
-        rank, address, transport=cuda_double.LocalDouble(), path="staged", staging_nbytes=1 << 16
-    ) as node:
+    with prefill_node(rank, address, transport="local", path="staged", staging_nbytes=1 << 16) as node:
         process.start()
         try:
-            assert set(STREAMS.locked) == {region.base for region in rank.pool.on_host}
+            assert gpu["n_locked"] == len(rank.pool.on_host)
             assert node.memory.region.kind == "cuda"
             send_all(node, rank, ours)
             (session,) = node.core.sessions.values()
@@ -134,12 +132,13 @@ def test_rooms_whose_destination_is_in_host_memory_land_on_the_device(address):
         finally:
             process.kill()
             process.join()
-    assert not STREAMS.locked
+    assert not gpu["n_locked"]
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("types", "path"), [(DESCRIPTOR, "direct"), (FABRIC, "direct"), (0, "auto")])
-def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is_said(address, types, path, caplog):
+def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is_said(
+    gpu, address, types, path, caplog
+):
     """Without a kind of handle that others open: in staging memory's way, and with a warning that says what to do."""
     rank = DeviceRank(n_pages=128)
     ours, theirs = spawn.Pipe()
@@ -147,7 +146,7 @@ def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is
     process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=decode, daemon=True)
     with (
         caplog.at_level(logging.INFO),
-        prefill_node(rank, address, transport=cuda_double.LocalDouble(), path=path, staging=staging()) as node,
+        prefill_node(rank, address, transport="local", path=path, staging=staging()) as node,
     ):
         process.start()
         try:
@@ -166,21 +165,20 @@ def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is
             process.join()
 
 
-@pytest.mark.usefixtures("backend")
-def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(address):
+def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(gpu, address):
     """I8: a gather reads its pages until its event, whatever became of the peer."""
     rank = DeviceRank(n_pages=128)
     ours, theirs = spawn.Pipe()
     soon = {"config": IMPATIENT}
     process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=soon, daemon=True)
-    options = {"transport": cuda_double.LocalDouble(), "path": "staged", "staging": staging(), **soon}
+    options = {"transport": "local", "path": "staged", "staging": staging(), **soon}
     with prefill_node(rank, address, **options) as node:
         process.start()
         try:
             pages = rank.allocate(TOKENS)
             rank.write(0, TOKENS, pages)
             sender = node.send(0)
-            STREAMS.held = True
+            gpu["held"] = 1
             sender.chunk(pages, (0, TOKENS))
             drive([node], lambda: node.data_path._placed)
             process.kill()
@@ -189,33 +187,32 @@ def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(a
             for _ in range(50):
                 node.turn()
             assert not sender.released
-            assert cuda_double.RUNTIME.n_open() == 1, "the gather writes there"
-            STREAMS.held = False
+            assert gpu["n_open"] == 1, "the gather writes there"
+            gpu["held"] = 0
             drive([node], lambda: sender.released)
             assert not node.data_path._placed
         finally:
-            STREAMS.held = False
+            gpu["held"] = 0
             process.kill()
             process.join()
     del ours
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("fenced", [False, True])
-def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_over(address, fenced):
+def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_over(gpu, address, fenced):
     """I8: neither the peer's death nor an operator's word of it ends a kernel that reads this node's pages."""
     rank = DeviceRank(n_pages=128)
     ours, theirs = spawn.Pipe()
     soon = {"path": "direct", "config": IMPATIENT}
     process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=soon, daemon=True)
-    options = {"transport": cuda_double.LocalDouble(), "staging": staging(), **soon}
+    options = {"transport": "local", "staging": staging(), **soon}
     with prefill_node(rank, address, **options) as node:
         process.start()
         try:
             pages = rank.allocate(TOKENS)
             rank.write(0, TOKENS, pages)
             sender = node.send(0)
-            STREAMS.held = True
+            gpu["held"] = 1
             sender.chunk(pages, (0, TOKENS))
             drive([node], lambda: node.data_path._copies)
             process.kill()
@@ -228,31 +225,30 @@ def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_ove
                 node.turn()
             assert not sender.released
             assert node.unfenced()
-            assert cuda_double.RUNTIME.n_open() == 1, "the kernel writes there"
-            STREAMS.held = False
+            assert gpu["n_open"] == 1, "the kernel writes there"
+            gpu["held"] = 0
             drive([node], lambda: sender.released)
             node.sessions._dead_check_at = 0.0
             drive([node], lambda: not node.unfenced())
             assert not node.data_path._copies
         finally:
-            STREAMS.held = False
+            gpu["held"] = 0
             process.kill()
             process.join()
     del ours
 
 
-@pytest.mark.usefixtures("backend")
-def test_a_node_does_not_sleep_over_the_end_of_a_copy_on_its_gpu(address, monkeypatch):
+def test_a_node_does_not_sleep_over_the_end_of_a_copy_on_its_gpu(gpu, address, monkeypatch):
     """Neither a socket nor the transport announces it: a room would take a pause of the driver longer for each copy."""
     rank = DeviceRank()
-    with prefill_node(rank, address, transport=cuda_double.LocalDouble(), staging=staging()) as node:
+    with prefill_node(rank, address, transport="local", staging=staging()) as node:
         slept = []
         monkeypatch.setattr(node.socket, "wait", lambda wait_s, *_: slept.append(wait_s) or Ready(False, False, ()))
         node.turn(10.0)
-        STREAMS.held = True
+        gpu["held"] = 1
         node.stager._stream.start(1, lambda stream, sum_ptr: None, checksum=False)
         node.turn(10.0)
-        STREAMS.held = False
+        gpu["held"] = 0
         monkeypatch.undo()
     assert slept[0] > 1e-2, "until its next deadline"
     assert slept[1] < 1e-3

@@ -13,16 +13,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from transport import cuda_double
 from transport.conftest import VARIANTS, Pair
 from transport.endpoint import NBYTES, Endpoint, Log, Remote
 
+from tests import cuda_double
 from tests.cables import hosts, ip, two_hosts
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
 from pdstage.errors import PeerError, UsageError
-from pdstage.kernels import driver
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
 from pdstage.transport import PostFailed, _fabric, _rails, open_transport
@@ -473,18 +472,16 @@ def test_metadata_of_another_layout_is_left_to_nixl(caplog):
 @pytest.mark.parametrize(
     ("memory", "said"),
     [
-        (lambda runtime: runtime.allocate(4096), False),
-        (lambda runtime: runtime.allocate(4096, how=cuda_double.POOL), True),
-        (lambda runtime: runtime.expandable([4096], FABRIC | DESCRIPTOR), False),
-        (lambda runtime: runtime.expandable([4096], DESCRIPTOR), True),
+        (lambda gpu: gpu.allocate(4096), False),
+        (lambda gpu: gpu.allocate(4096, how=cuda_double.POOL), True),
+        (lambda gpu: gpu.expandable([4096], FABRIC | DESCRIPTOR), False),
+        (lambda gpu: gpu.expandable([4096], DESCRIPTOR), True),
     ],
     ids=["cudaMalloc", "cudaMallocAsync", "with fabric handles", "without"],
 )
 def test_gpu_memory_that_ucx_moves_without_nvlink_is_warned_of_once(memory, said, monkeypatch, caplog):
-    runtime = cuda_double.Runtime()
-    held = memory(runtime)
-    monkeypatch.setattr(driver, "cuda", lambda: cuda_double.Driver(runtime))
-    with contextlib.closing(open_transport("nixl")) as transport:
+    with cuda_double.use() as gpu, contextlib.closing(open_transport("nixl")) as transport:
+        held = memory(gpu)
         monkeypatch.setattr(transport._memory, "register", lambda _: None)
         for address in (held.address, held.address + 64):
             transport._register([Region(held.address, 64, "cuda"), Region(address, 64)])

@@ -7,6 +7,8 @@ namespace {
 const pdstage::Params* argument;
 }
 
+extern "C" const size_t pdstage_params_nbytes = sizeof(pdstage::Params);
+
 extern "C" int pdstage_launch(const void* params, unsigned grid, unsigned threads) {
     argument = static_cast<const pdstage::Params*>(params);
     gridDim.x = grid;
