@@ -236,7 +236,13 @@ def use(*, for_all: bool = False) -> Iterator[Double]:
 _for_good = ExitStack()
 
 
+def is_installed() -> bool:
+    return "UCX_MEMTYPE_CACHE" in os.environ and _n_users > 0
+
+
 def install() -> Double:
     """The rest of this process, and its children that call this too, have the double's devices."""
+    # UCX knows memory from before its start by what maps NVIDIA's device files; so it asks the driver.
+    os.environ["UCX_MEMTYPE_CACHE"] = "n"
     os.environ["LD_LIBRARY_PATH"] = f"{folder() / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     return _for_good.enter_context(use(for_all=True))

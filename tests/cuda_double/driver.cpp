@@ -207,9 +207,10 @@ struct Memory {
     std::set<int> allowed;
 };
 
-std::map<uintptr_t, Memory> memories;
-std::map<uintptr_t, Memory> reservations;
-std::map<CUmemGenericAllocationHandle, Allocation> handles;
+// For good, as all state here: UCX calls after this library's end.
+auto& memories = *new std::map<uintptr_t, Memory>;
+auto& reservations = *new std::map<uintptr_t, Memory>;
+auto& handles = *new std::map<CUmemGenericAllocationHandle, Allocation>;
 CUmemGenericAllocationHandle last_handle = 1ull << 40;  // more than an int, as the driver's are
 
 Memory* within(std::map<uintptr_t, Memory>& all, uintptr_t address, size_t nbytes) {
@@ -323,8 +324,8 @@ struct CUgraph_st {
 
 namespace {
 
-std::map<CUstream, std::shared_ptr<CUstream_st>> streams;
-std::map<CUevent, std::shared_ptr<CUevent_st>> events;
+auto& streams = *new std::map<CUstream, std::shared_ptr<CUstream_st>>;
+auto& events = *new std::map<CUevent, std::shared_ptr<CUevent_st>>;
 
 bool is_recorded_globally() {
     for (const auto& [_, one] : streams)
@@ -883,6 +884,11 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 CUresult cuCtxGetFlags(unsigned* flags) {
     ENTER(NEEDS_CONTEXT);
     *flags = 0;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetFlags(unsigned) {
+    ENTER(NEEDS_CONTEXT);
     return CUDA_SUCCESS;
 }
 

@@ -12,13 +12,14 @@ import sys
 import pytest
 
 from pdstage.control.keys import Keys
+from pdstage.protocol import wire
 from pdstage.transport import available
 from tests.chaos import network
 from tests.doctor.conftest import ROOT, doctor
 
 STAGES = ["connect", "control", "versions", "transport", "bootstrap", "hello", "direct", "staged"]
 MAIN = "import sys\nfrom pdstage import cli\nsys.exit(cli.main(sys.argv[1:]))"
-NEWER = "from pdstage.protocol import wire\nwire.VERSION = wire.OLDEST = 2\n"
+NEWER = f"from pdstage.protocol import wire\nwire.VERSION = wire.OLDEST = {wire.VERSION + 1}\n"
 ELDER = """\
 import msgspec
 from pdstage.tools.calibrate import peer
@@ -105,7 +106,7 @@ def test_keys(tmp_path):
 
 def test_a_release_that_does_not_talk_with_this_one():
     with serving(before=NEWER) as endpoint:
-        line = failed(ask(endpoint), "versions", "speaks wire version 2")
+        line = failed(ask(endpoint), "versions", f"speaks wire version {wire.VERSION + 1}")
         assert "releases" in line.remedy
 
 

@@ -48,8 +48,8 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """The layout and its device; the keys of a layer's views, by layer name; and the pages per vLLM block, by
-    component.
+    """The layout and its device, beside which some caches may be in host memory; the keys of a layer's views, by layer
+    name; and the pages per vLLM block, by component.
     """
 
     layout: Layout
@@ -120,7 +120,7 @@ class Caches:
         shard = TokenShard.by(topology, config.parallel_config.cp_kv_cache_interleave_size)
         dealt = {group.component: shard for group in groups if group.n_shards > 1}
         layout = build(*parts, slots=states, exact=states, owned=dealt)
-        return Caches(layout, next(iter(kv_caches.values())).device, keys, n_pages, paged, numbers)
+        return Caches(layout, _device_of(kv_caches), keys, n_pages, paged, numbers)
 
     def own(self, held: Mapping[str, Held]) -> dict[str, Held]:
         """`held` without the groups of which this pipeline stage has no layer."""
@@ -141,6 +141,14 @@ class Caches:
         for cache in self.paged[component]:
             for page in self.pages(component, blocks):
                 cache[int(page)].zero_()
+
+
+def _device_of(kv_caches: Mapping[str, torch.Tensor]) -> torch.device:
+    """That of all caches that are not in host memory. Raises `UsageError` for several."""
+    devices = {cache.device for cache in kv_caches.values() if cache.device.type != "cpu"}
+    if len(devices) > 1:
+        raise UsageError(f"caches on {' and '.join(sorted(map(str, devices)))}", remedy="a worker's are on one device")
+    return next(iter(devices), torch.device("cpu"))
 
 
 def _pages_per_block(name: str, cache: torch.Tensor, spec: KVCacheSpec, n_blocks: int) -> int:

@@ -117,13 +117,14 @@ class WorkerSide:
         proof = prove_layout(self._caches.layout, probes, trust_layout=self._settings.trust_layout)
         log.info("KV cache layout of rank %d: %s", self.topology.tp_rank, proof)
         self._groups = LayerGroups(self._caches.numbers)
-        pool = Pool.of(self._caches.layout, keep=tuple(kv_caches.values()))
-        said = model_facts(self._config)
+        pool = Pool.of(self._caches.layout, str(self._caches.device), keep=tuple(kv_caches.values()))
+        said, name = model_facts(self._config), self._transfer.engine_id
+        path = {"path": "staged"} if pool.on_host else {}  # bytes land on the device, and a kernel scatters them
         if self._transfer.is_kv_producer:
-            options, name = self._settings.node(PrefillNode, said), self._transfer.engine_id
+            options = path | self._settings.node(PrefillNode, said)
             self.prefill = PrefillNode(pool, self.topology, publish=False, instance=name, **options)
         if self._transfer.is_kv_consumer:
-            self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode, said))
+            self.decode = DecodeNode(pool, self.topology, **path | self._settings.node(DecodeNode, said))
 
     def handshake(self) -> PdStageHandshake | None:
         """This rank's advert, if it prefills. Under prefill context parallelism vLLM keeps one answer a TP rank: each
@@ -336,9 +337,8 @@ class WorkerSide:
         assert self._caches is not None, "a request before register_kv_caches"
         if self._caches.device.type == "cpu":
             return None
-        event = torch.Event(self._caches.device)
-        event.record()
-        return event
+        # Not torch.Event, which forgets the device's index and is recorded on whatever device is current.
+        return torch.cuda.current_stream(self._caches.device).record_event()
 
     # What became of them.
 

@@ -32,6 +32,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from pdstage.integrations.vllm.groups import groups_of
 from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send
+from tests.engines import stubs
 from tests.engines.vllm.models import look_at
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def config(
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="PdStageConnector", kv_connector_module_path="pdstage.integrations.vllm", kv_role=role,
+            kv_buffer_device=stubs.DEVICE.partition(":")[0],
             engine_id=f"{role}-engine" if replica is None else f"{role}-engine_dp{replica}",
             kv_connector_extra_config={
                 "transport": "local", "staging_nbytes": 1 << 20, "trust_layout": True, **extra,
@@ -123,13 +125,14 @@ class Side:
         sizes = [self.kernel_block_size or self.block_size] * len(groups) if self.kernel_block_size else None
         self.n_heads = self.configs[0].model_config.get_total_num_kv_heads()
         self.caches: list[dict[str, torch.Tensor]] = []
-        self.memory: list[npt.NDArray[np.uint8]] = []  # all bytes of each rank's caches
+        self.memory: list[torch.Tensor] = []  # all bytes of each rank's caches
         for rank, plan in enumerate(plans):
             layout = self.configs[rank].cache_config.get_resolved_kv_cache_layout()
-            caches = allocate_kv_cache(plan, torch.device("cpu"), layout, sizes)
+            caches = allocate_kv_cache(plan, torch.device(stubs.DEVICE), layout, sizes)
             storage = next(iter(caches.values())).untyped_storage()
-            raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            raw[:] = np.random.default_rng([rank, self.role == "kv_producer"]).integers(0, 256, len(raw), np.uint8)
+            raw = torch.empty(0, dtype=torch.uint8, device=stubs.DEVICE).set_(storage)
+            noise = np.random.default_rng([rank, self.role == "kv_producer"]).integers(0, 256, len(raw), np.uint8)
+            raw.copy_(torch.from_numpy(noise))
             self.caches.append(caches)
             self.memory.append(raw)
         self.groups = groups_of(self.plan)
@@ -172,7 +175,7 @@ class Side:
 
     def layer(self, rank: int, name: str, blocks: Sequence[int], tokens: range) -> npt.NDArray[np.uint8]:
         """`[token, head, byte]` of one rank's layer."""
-        cache = self.caches[rank][name].view(torch.uint8).numpy()
+        cache = self.caches[rank][name].view(torch.uint8).cpu().numpy()
         size = cache.shape[2] * (cache.shape[0] // self.plan.num_blocks)
         spec = self.spec(name)
         assert spec.block_size == size * getattr(spec, "tokens_per_state", 1), "a block of several pages"

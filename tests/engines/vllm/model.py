@@ -1,6 +1,7 @@
 """The model of the tests' engines: it writes `oracle`'s bytes where attention would, and checks what it would read.
 
-Beside each pool is its shadow, which pdstage never sees: what the pool must hold, byte for byte.
+Beside each pool is its shadow, which pdstage never sees: what the pool must hold, byte for byte. The shadow is in host
+memory. Where the pool is on a device, work on it is launched in the device's current stream, as a model's is.
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ def heads_of(total: int, tp: int, rank: int) -> list[int]:
 
 def layer_number(name: str) -> int:
     return int(name.split(".")[2])
+
+
+def put(view: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    view[blocks.to(view.device), :, rows.to(view.device)] = values.to(view.device)
+
+
+def take(view: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> NDArray[np.uint8]:
+    return view[blocks.to(view.device), :, rows.to(view.device)].cpu().numpy()  # type: ignore[no-any-return]
 
 
 class Model:
@@ -98,14 +107,14 @@ class Model:
         if isinstance(spec, MambaSpec):
             state = torch.from_numpy(self.state(digest[stop - 1], spec, name))
             block = sequence.blocks[at][(stop - 1) // spec.block_size]
-            self.pools[name][block, 0, 0] = state
-            self.shadows[name][block, 0, 0] = state
+            for views in (self.pools, self.shadows):
+                views[name][block, 0, 0] = state.to(views[name].device)
             return
         mine = self.own(spec, np.arange(start, stop))
-        truth = self.truth(digest[mine], name)
+        truth = torch.from_numpy(self.truth(digest[mine], name))
         where = self.places(spec, sequence.blocks[at], mine)
         for views in self.written_by_compute():
-            views[name][where[0], :, where[1]] = torch.from_numpy(truth)
+            put(views[name], *where, truth)
 
     def written_by_compute(self) -> tuple[dict[str, torch.Tensor], ...]:
         return self.pools, self.shadows
@@ -172,7 +181,7 @@ class Model:
 
         The first `outside` of them are before a window: they may be there.
         """
-        found = self.pools[name][blocks[:outside], :, rows[:outside]].numpy()
+        found = take(self.pools[name], blocks[:outside], rows[:outside])
         here = np.concatenate([(found == truth[:outside]).all((1, 2)), np.full(len(truth) - outside, True)])
         self.shadows[name][blocks[here], :, rows[here]] = torch.from_numpy(truth[here])
 
@@ -192,7 +201,7 @@ class Model:
                 self.shadows[name][sequence.blocks[at][block]][:, empty] = 0
 
     def check(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8], _: int) -> None:
-        found = self.pools[name][blocks, :, rows].numpy()
+        found = take(self.pools[name], blocks, rows)
         wrong = np.argwhere(found != truth)
         assert not len(wrong), (
             f"rank {self.rank} continues on wrong bytes: {len(wrong)} of {truth.size} in {name}, the first at position"
@@ -205,18 +214,19 @@ class Model:
         for block in blocks:
             for name, view in self.pools.items():
                 noise = torch.from_numpy(draw.integers(0, 256, view.shape[1:], np.uint8))
-                view[block] = noise
+                view[block] = noise.to(view.device)
                 self.shadows[name][block] = noise
 
     def compare(self) -> int:
         """Every byte of the pool; their number."""
-        wrong = torch.nonzero(self.raw != self.shadow).flatten()
+        raw = self.raw.cpu()
+        wrong = torch.nonzero(raw != self.shadow).flatten()
         if len(wrong):
             where = [
                 f"{name} block {block}"
                 for name, view in self.pools.items()
                 for block in range(len(view))
-                if not torch.equal(view[block], self.shadows[name][block])
+                if not torch.equal(view[block].cpu(), self.shadows[name][block])
             ]
-            raise AssertionError(f"rank {self.rank}: {len(wrong)} of {len(self.raw)} bytes are wrong, in {where[:12]}")
-        return len(self.raw)
+            raise AssertionError(f"rank {self.rank}: {len(wrong)} of {len(raw)} bytes are wrong, in {where[:12]}")
+        return len(raw)

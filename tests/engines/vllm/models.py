@@ -17,6 +17,8 @@ from vllm.config import (
 )
 from vllm.model_executor.models.registry import ModelRegistry
 
+from tests.engines import stubs
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -155,6 +157,7 @@ def config(side: Side, model: Path) -> VllmConfig:
             kv_connector="PdStageConnector",
             kv_connector_module_path="pdstage.integrations.vllm",
             kv_role=side.role,  # type: ignore[arg-type]
+            kv_buffer_device=stubs.DEVICE.partition(":")[0],
             kv_connector_extra_config={
                 "transport": "nixl",
                 "staging_nbytes": 4 << 20,

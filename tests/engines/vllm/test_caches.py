@@ -108,7 +108,7 @@ def check(src: Side, dst: Side, n_tokens: int = N_TOKENS, start: int = 0) -> Non
     theirs, ours = blocks_for(src, n_tokens, 1), blocks_for(dst, n_tokens, 2)
     if all(group.spec.num_kv_heads == 1 for group in src.groups if not group.is_state):  # each rank has the same
         for cache in src.memory[1:]:
-            cache[:] = src.memory[0]
+            cache.copy_(src.memory[0])
     before = [{name: cache.clone() for name, cache in one.items()} for one in dst.caches]
     assert not transfer(src, dst, "r", src.held(theirs, n_tokens), dst.held(ours, n_tokens, start))
     named = {block for ids in ours for block in ids}
@@ -205,9 +205,9 @@ def states(side: Side, name: str, block: int) -> list[np.ndarray]:
     """A block's conv state, the window alone and channels first, and its SSM state, of the whole model."""
     spec, convs, ssms = side.spec(name), [], []
     sections = STATES[spec.mamba_type.name][0]
-    for memory, one in zip(side.memory, side.caches, strict=True):
-        cache = one[name]
-        at = cache.data_ptr() - memory.ctypes.data + block * cache.stride(0) * cache.element_size()
+    for raw, one in zip(side.memory, side.caches, strict=True):
+        cache, memory = one[name], raw.cpu().numpy()
+        at = cache.data_ptr() - raw.data_ptr() + block * cache.stride(0) * cache.element_size()
         (conv, ssm), (conv_dtype, ssm_dtype) = spec.shapes, spec.dtypes
         nbytes = int(np.prod(conv)) * conv_dtype.itemsize
         held = memory[at : at + nbytes].reshape(*conv, -1)

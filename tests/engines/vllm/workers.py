@@ -36,8 +36,9 @@ from vllm.v1.worker.gpu.pcp_manager import maybe_build_pcp_manager
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from tests.engines import stubs
 from tests.engines.vllm import oracle
-from tests.engines.vllm.model import Model, Sequence, heads_of
+from tests.engines.vllm.model import Model, Sequence, heads_of, put
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -71,6 +72,9 @@ class Worker(Model):
         config.parallel_config.rank = rank
         self.sequences: dict[str, Sequence] = {}
         self.admitted: dict[str, int] = {}
+        self.device = torch.device(stubs.DEVICE)
+        if self.device.type != "cpu":
+            torch.cuda.set_device(self.device)
         torch_utils.PIN_MEMORY = False  # there is no accelerator, whatever vLLM's wheel was built for
         with set_current_vllm_config(config):
             parallel = config.parallel_config
@@ -145,12 +149,12 @@ class Worker(Model):
         with set_current_vllm_config(self.config):
             kv_transfer.ensure_kv_transfer_initialized(self.config, kv)
             layout = self.config.cache_config.get_resolved_kv_cache_layout()
-            caches = allocate_kv_cache(kv, torch.device("cpu"), layout)
+            caches = allocate_kv_cache(kv, self.device, layout)
             views = {name: cache.view(torch.uint8) for name, cache in caches.items()}
             raw = next(iter(views.values())).untyped_storage()
-            self.raw = torch.empty(0, dtype=torch.uint8).set_(raw)
+            self.raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(raw)
             self.raw.copy_(torch.from_numpy(np.random.default_rng(self.rank).integers(0, 256, len(self.raw), np.uint8)))
-            self.shadow = self.raw.clone()
+            self.shadow = self.raw.cpu().clone()
             self.pools = views
             self.shadows = {
                 name: self.shadow.as_strided(view.shape, view.stride(), view.storage_offset())
@@ -250,7 +254,7 @@ class Worker(Model):
         )
         kept = where != PAD_SLOT_ID
         blocks, rows = where[kept] // spec.block_size, where[kept] % spec.block_size
-        self.pools[name][blocks, 0, rows] = torch.cat([kv, rope[:, 0]], 1)[kept]
+        put(self.pools[name], blocks, rows, torch.cat([kv, rope[:, 0]], 1)[kept][:, None])
 
     def computed(self, name: str) -> None:
         """As an attention layer ends, in `maybe_transfer_kv_layer`."""
