@@ -3,7 +3,8 @@
     python -m pdstage.bench.kit            into .gpu-kit of this checkout, which git ignores; at most 64 MiB
 
 It has, for Python 3.11 and 3.12 on x86-64: msgspec and pyzmq, NIXL without the parts that one GPU does not need,
-pytest, rich, the compiled extension and SGLang's one file of staging kernels. Only missing packages are used from it.
+pytest, rich, the compiled extension, SGLang's one file of staging kernels, and vLLM without its compiled operators, as
+the adapter's tests need it. Only missing packages are used from it.
 `kit.json` lists its content, and why the rest is absent.
 """
 
@@ -38,6 +39,7 @@ _ABOUT, _EXTENSION = "kit.json", "extension"
 _SGLANG = Path("sglang/staging_buffer.py")
 _SGLANG_FILE = "sglang/srt/disaggregation/common/staging_buffer.py"
 _SGLANG_PINS = "tests/engines/requirements-sglang.txt"
+_PINS = ("constraints.txt", "tests/engines/requirements-vllm.txt")
 # pip takes a wheel for exactly the platforms it is told of: those of a C library that any image with Python 3.11 has.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(34, 16, -1)] + ["manylinux2014_x86_64"]
 _NOT_HERE = {
@@ -79,6 +81,17 @@ def of_nixl(folder: Path) -> Iterable[Path]:
     return found
 
 
+def of_vllm(folder: Path) -> Iterable[Path]:
+    """Python's part of vLLM, and all of what it imports."""
+    return (path for path in everything(folder) if path.relative_to(folder).parts[0] != "vllm" or path.suffix == ".py")
+
+
+_VLLM = (
+    "vllm", "annotated-types", "apache-tvm-ffi", "cachetools", "cbor2", "compressed-tensors", "fastapi", "httpcore2",
+    "httpx2", "jiter", "llguidance", "loguru", "openai", "openai-harmony", "opentelemetry-api", "opentelemetry-sdk",
+    "opentelemetry-semantic-conventions", "partial-json-parser", "pybase64", "pydantic", "pydantic-core", "sniffio",
+    "starlette", "truststore", "typing-inspection", "uvicorn", "xgrammar",
+)  # fmt: skip
 PACKAGES = (
     Package("msgspec", ("msgspec",), everything),
     Package("zmq", ("pyzmq",), everything),
@@ -86,6 +99,7 @@ PACKAGES = (
     Package("nixl", ("nixl", "nixl-cu13"), of_nixl),
     Package("rich", ("rich", "markdown-it-py", "mdurl"), everything),
     Package("pygments", ("pygments",), everything),
+    Package("vllm", _VLLM, of_vllm),
 )
 
 
@@ -134,24 +148,25 @@ def prepare(folder: Path) -> dict[str, Any]:
 
 
 def _bring(package: Package, into: Path) -> None:
-    """Wheels for every Python, unpacked over each other: what differs between them has the Python in its name."""
+    """An archive of wheels for every Python over each other: what differs between them has the Python in its name."""
     with tempfile.TemporaryDirectory() as held:
-        unpacked = Path(held) / "unpacked"
+        unpacked, kept = Path(held) / "unpacked", Path(held) / "kept"
         for version in PYTHONS:
-            wheels = _download(package.distributions, version, Path(held) / version)
-            for wheel in wheels:
+            for wheel in _download(package.distributions, version, Path(held) / version):
                 zipfile.ZipFile(wheel).extractall(unpacked)
         for path in package.keep(unpacked):
-            target = into / path.relative_to(unpacked)
+            target = kept / path.relative_to(unpacked)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
             if ".so" in path.name:
                 _call(["strip", "--strip-unneeded", str(target)])
+        shutil.make_archive(str(into), "zip", kept)
 
 
 def _download(names: Sequence[str], version: str, into: Path) -> list[Path]:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(into)]
-    command += ["--python-version", version, "--implementation", "cp", "-c", str(ROOT / "constraints.txt")]
+    command += ["--python-version", version, "--implementation", "cp"]
+    command += [part for pins in _PINS for part in ("-c", str(ROOT / pins))]
     _call([*command, *(part for name in _PLATFORMS for part in ("--platform", name)), *names])
     return sorted(into.glob("*.whl"))
 
@@ -233,12 +248,16 @@ def _nbytes(folder: Path) -> int:
 
 @lru_cache(maxsize=1)
 def used() -> dict[str, Path]:
-    """By module: the folders of those packages that this Python lacks and the kit has for it."""
+    """By module: the folders of those packages that this Python lacks and the kit has for it, unpacked."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if not (FOLDER / _ABOUT).exists() or version not in PYTHONS:
         return {}
     lacking = [package.module for package in PACKAGES if importlib.util.find_spec(package.module) is None]
-    return {name: FOLDER / name for name in lacking if (FOLDER / name).is_dir()}
+    found = {name: FOLDER / name for name in lacking if (FOLDER / f"{name}.zip").exists()}
+    for folder in found.values():
+        if not folder.is_dir():
+            shutil.unpack_archive(f"{folder}.zip", folder)
+    return found
 
 
 def paths() -> list[str]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 RESULTS = ROOT / "bench/results"
 SCRATCH = ROOT / "build/gpu"
 """The folder for the log if $OUT is not set, and for rehearsals."""
-TESTS = "tests/gpu"
+TESTS = ("tests/gpu", "tests/engines/vllm")
 BUDGET_S = 540.0
 _SMOKE = "tests/gpu/test_space.py"
 _ALONE = "tests/gpu/test_streams.py"  # it sees what any process allocates on the device
@@ -59,22 +59,23 @@ _SANITIZED_S = 280.0
 _PROBE_S = 120.0
 # A tool and the variants it runs on: only the bulk kernel has barriers and shared memory.
 TOOLS = (("memcheck", ""), ("racecheck", "bulk"), ("synccheck", "bulk"))
-# Few cases, and each tensor in separate memory: inside a cached block nothing is out of bounds.
-_SANITIZED = {environment.GPU_TESTS.name: "few", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+_FEW = {environment.GPU_TESTS.name: "few"}
+# Each tensor in separate memory: inside a cached block nothing is out of bounds.
+_SANITIZED = {**_FEW, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
-def sections() -> list[Section]:
+def sections(device: str = "cuda:0") -> list[Section]:
     """In the order of their worth. The tests have time of their own."""
-    rest = sorted(str(path.relative_to(ROOT)) for path in (ROOT / TESTS).glob("test_*.py"))
-    rest.remove(_ALONE)
+    rest, vllm = (tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / at).glob("test_*.py"))) for at in TESTS)
     benches = {section.name: section for section in gpu.ORDER}
     first = ("runs", "launch", "rooms", "sms", "sglang", "models")
     return [
         benches.pop("compile"),
-        Section("smoke", 45.0, (_SMOKE,), few=True),
+        Section("smoke", 45.0, (_SMOKE,), env=_FEW),
         *(benches.pop(name) for name in first),
-        Section("tests", 150.0, tuple(rest), keeps_s=110.0),
+        Section("tests", 150.0, tuple(path for path in rest if path != _ALONE), keeps_s=110.0),
         Section("streams", 60.0, (_ALONE,), keeps_s=60.0),
+        Section("vllm", 100.0, vllm, keeps_s=60.0, env={"ENGINES_DEVICE": device}),
         Section("demo", 90.0, keeps_s=40.0, by_kernel=False),
         *benches.values(),
     ]
@@ -188,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kit.install()
     try:
         require = _named(given.require, REQUIREMENTS, "require")
-        known = {section.name: section for section in sections()}
+        runs_on = "cpu" if given.rehearse else "cuda:0"
+        known = {section.name: section for section in sections(runs_on)}
         chosen = [known[name] for name in _named(given.only, known, "only") or known]
         if given.rehearse:  # a slow or busy machine is not a fault of what is rehearsed
             chosen = [section._replace(most_s=_SLOWER * section.most_s) for section in chosen]
@@ -203,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with (_out() / "sanitize.log").open("w") as log:
             return _verdict(sanitize(log))
     report = prove(
-        "cpu" if given.rehearse else "cuda:0",
+        runs_on,
         f"{curves.slug(device)}{'-quick' if given.quick else ''}",
         quick=given.quick or given.rehearse,
         require=require,

@@ -11,15 +11,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdstage import environment
-
 from . import children, variants
 from .children import Command
 from .nvml import Clocks
 from .record import DROPPED, Lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import IO, Any
 
     from .children import Ended
@@ -35,15 +33,15 @@ _NOTHING_CHOSEN = 5  # pytest's exit code
 class Section(NamedTuple):
     """One part of a run. It gets `most_s` at most; `keeps_s` of the time are its own, whatever comes before it.
 
-    With `tests`, files of tests that run side by side; else the section of the benchmark that has its name. `few`:
-    those tests that draw their cases draw few. `by_kernel`: it measures kernels, which may be run each by itself.
+    With `tests`, files of tests that run side by side, with `env`; else the section of the benchmark that has its name.
+    `by_kernel`: it measures kernels, which may be run each by itself.
     """
 
     name: str
     most_s: float
     tests: tuple[str, ...] = ()
     keeps_s: float = 0.0
-    few: bool = False
+    env: Mapping[str, str] = {}
     by_kernel: bool = True
 
 
@@ -105,8 +103,7 @@ class Runner:
         """Each file in a process of its own, side by side. On the CPU those too that a GPU is not needed for."""
         options = ["-q", "-p", "no:cacheprovider", "-p", "pdstage.bench.outcomes", "--outcomes", OUT]
         options += ["-m", "gpu or multigpu"] if self._device != "cpu" else []
-        env = {environment.GPU_TESTS.name: "few"} if section.few else {}
-        commands = [Command(path, ["-m", "pytest", path, *options], env) for path in section.tests]
+        commands = [Command(path, ["-m", "pytest", path, *options], section.env) for path in section.tests]
         problems = []
         for command, ended in zip(commands, self._children(commands, stop_at), strict=True):
             if ended.code not in (0, _NOTHING_CHOSEN):

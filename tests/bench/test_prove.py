@@ -6,6 +6,7 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,8 +54,8 @@ def read(tmp_path, name="nvidia-x1", folder="out"):
 
 def test_what_would_be_missed_most_comes_first(machine, tmp_path):
     assert prove.main([]) == 0
-    first = ["compile", "smoke", "runs", "launch", "rooms", "sms", "sglang", "models", "tests", "streams", "demo"]
-    assert machine["ran"] == [*first, "fused", "convert", "ipc", "decode", "gemm"]
+    first = ["compile", "smoke", "runs", "launch", "rooms", "sms", "sglang", "models", "tests", "streams", "vllm"]
+    assert machine["ran"] == [*first, "demo", "fused", "convert", "ipc", "decode", "gemm"]
     for folder in ("results", "out"):
         report = read(tmp_path, folder=folder)
         assert report["finished"] is True
@@ -63,8 +64,11 @@ def test_what_would_be_missed_most_comes_first(machine, tmp_path):
 
 
 def test_every_file_of_gpu_tests_is_run_once():
-    files = [path for section in prove.sections() if not section.few for path in section.tests]
-    assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    files = [path for section in prove.sections() if section.name != "smoke" for path in section.tests]
+    folders = "tests/gpu", "tests/engines/vllm"
+    assert sorted(files) == sorted(
+        str(path.relative_to(ROOT)) for one in folders for path in (ROOT / one).glob("test_*.py")
+    )
     assert {section.name for section in prove.sections() if not section.tests} == gpu.SECTIONS.keys()
 
 
@@ -444,12 +448,17 @@ def test_a_kit_brings_only_what_is_lacking(tmp_path, monkeypatch):
     try:
         assert kit.paths() == []
         (tmp_path / "kit.json").write_text("{}")
-        for name in ("msgspec", "zmq", "sglang"):
-            (tmp_path / name).mkdir()
+        for name in ("msgspec", "zmq"):
+            (tmp_path / f"packed/{name}").mkdir(parents=True)
+            (tmp_path / f"packed/{name}/module.py").touch()
+            shutil.make_archive(str(tmp_path / name), "zip", tmp_path / f"packed/{name}")
+        (tmp_path / "sglang").mkdir()
         (tmp_path / "sglang/staging_buffer.py").write_text("")
         kit.used.cache_clear()
         supported = f"{sys.version_info.major}.{sys.version_info.minor}" in kit.PYTHONS
         assert kit.paths() == [str(tmp_path / "zmq")] * supported
+        assert (tmp_path / "zmq/module.py").exists() == supported
+        assert not (tmp_path / "msgspec").exists()
         monkeypatch.delenv("PDSTAGE_SGLANG", raising=False)
         assert kit.variables() == {"PDSTAGE_SGLANG": str(tmp_path / "sglang/staging_buffer.py")}
         monkeypatch.setenv("PDSTAGE_SGLANG", "elsewhere")

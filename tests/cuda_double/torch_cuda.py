@@ -1,4 +1,4 @@
-"""`torch.cuda` of a torch without CUDA, over the double: devices, streams and events. Tensors are `torch_backend.cpp`'s."""
+"""`torch.cuda` of a torch without CUDA: the double's devices, streams and events. Tensors are `torch_backend.cpp`'s."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Event:
 class Stream:
     """`torch.cuda.Stream`."""
 
-    def __init__(self, device: Any = None, priority: int = 0, stream_ptr: int | None = None) -> None:  # noqa: ANN401
+    def __init__(self, device: Any = None, priority: int = 0, stream_ptr: int | None = None) -> None:
         del priority
         self.device = torch.device("cuda", _index(device))
         if stream_ptr is None:
@@ -49,7 +49,7 @@ class Stream:
                 stream_ptr = driver().new_stream()
         self.cuda_stream = stream_ptr
 
-    def current(self) -> Any:  # noqa: ANN401
+    def current(self) -> Any:
         return double().on(self.device.index)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -98,7 +98,7 @@ class _In:
 class _Device:
     """`torch.cuda.device(...)`."""
 
-    def __init__(self, device: Any) -> None:  # noqa: ANN401
+    def __init__(self, device: Any) -> None:
         self._index = _index(device)
 
     def __enter__(self) -> None:
@@ -113,7 +113,7 @@ def driver() -> Cuda:
     return double().driver
 
 
-def _index(device: Any) -> int:  # noqa: ANN401
+def _index(device: Any) -> int:
     if isinstance(device, int):
         return device
     index = None if device is None else torch.device(device).index
@@ -124,11 +124,11 @@ def current_device() -> int:
     return int(_library().torch_double_device())
 
 
-def set_device(device: Any) -> None:  # noqa: ANN401
+def set_device(device: Any) -> None:
     _library().torch_double_set_device(_index(device))
 
 
-def current_stream(device: Any = None) -> Stream:  # noqa: ANN401
+def current_stream(device: Any = None) -> Stream:
     index = _index(device)
     return Stream(index, stream_ptr=int(_library().torch_double_stream(index) or 0))
 
@@ -137,7 +137,7 @@ def set_stream(stream: Stream) -> None:
     _library().torch_double_set_stream(stream.device.index, ctypes.c_void_p(stream.cuda_stream))
 
 
-def synchronize(device: Any = None) -> None:  # noqa: ANN401
+def synchronize(device: Any = None) -> None:
     with double().on(_index(device)):
         driver().call("cuCtxSynchronize")
 

@@ -29,3 +29,9 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
         return Missing.from_parent(parent, path=path)
     stubs.install()
     return None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """On a machine with a GPU, caches lie on it."""
+    if stubs.on_gpu():
+        item.add_marker("gpu")

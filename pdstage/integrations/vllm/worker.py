@@ -338,7 +338,8 @@ class WorkerSide:
         if self._caches.device.type == "cpu":
             return None
         # Not torch.Event, which forgets the device's index and is recorded on whatever device is current.
-        return torch.cuda.current_stream(self._caches.device).record_event()
+        event: CudaEvent = torch.cuda.current_stream(self._caches.device).record_event()
+        return event
 
     # What became of them.
 

@@ -139,6 +139,9 @@ class Engine:
         time.time = lambda: real() + offset_s
         self.core.model_executor.collective_rpc("set_clock", args=(offset_s,))
 
+    def forget_events(self) -> None:
+        self.core.model_executor.collective_rpc("forget_events")
+
     def abort(self, name: str) -> None:
         self.core.abort_requests([name])
         self.spoil()

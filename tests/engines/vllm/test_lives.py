@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.engines.stubs import DEVICE
 from tests.engines.vllm.lives import Pair, continuation, prompts
 from tests.engines.vllm.models import DEEPSEEK, GEMMA, LLAMA, QWEN, Side
 
@@ -74,6 +75,20 @@ def test_requests_of_many_lengths(pair):
     """One token, whole blocks, ends in the middle, chunked prefill; all at once."""
     lengths = 1, 2, 15, 16, 17, 63, 64, 65, 100, 200
     pair.whole({f"length-{len(one)}": one for one in prompts(*lengths)})
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="work on the CPU is done when its call returns")
+def test_without_events_bytes_are_taken_before_they_are_written(engines):
+    """What the other tests prove of a model that runs late."""
+    with engines() as pair:
+        pair.p.call("forget_events")
+        asked = {f"early-{len(one)}": one for one in prompts(200, 300, 400, seed=31)}
+        for name, prompt in asked.items():
+            pair.both(name, prompt)
+        with pytest.raises(AssertionError, match="wrong bytes"):
+            pair.until(lambda: all(name in pair.d.ended for name in asked), what="early requests")
+        pair.p.kill()
+        pair.d.kill()
 
 
 def test_an_abort_before_prefill_is_done(pair):

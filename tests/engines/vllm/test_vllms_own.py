@@ -64,7 +64,9 @@ def test_vllms_own_tests_of_any_connector(tmp_path):
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *names],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parents[2]}", "HF_HUB_OFFLINE": "1"},
+        env=os.environ
+        | {"ENGINES_DEVICE": "cpu", "PYTHONPATH": f"{HERE}:{HERE.parents[2]}", "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

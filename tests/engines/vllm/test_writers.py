@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.backends import KNOWN, Backend, Pages, Unknown
+from tests.engines import stubs
 from tests.engines.vllm.caches import HEAD_SIZE, Side
 from tests.engines.vllm.test_caches import STATES, conv_order, full, mla, recurrent  # noqa: F401  (a fixture)
 
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED = stubs.on_gpu()
+runs_triton = pytest.mark.skipif(not (INTERPRETED or COMPILED), reason="test_tritons_writer_in_its_interpreter runs it")
 PROVED = {"extra": {"trust_layout": False}}
 
 
 def layer(backend: type, impl: object, cache: torch.Tensor, **more: Any) -> SimpleNamespace:
     """What a writer reads of an attention layer."""
-    one = torch.ones(1)
+    one = torch.ones(1, device=cache.device)
     return SimpleNamespace(
         get_attn_backend=lambda: backend, impl=impl, kv_cache=cache, kv_cache_dtype="auto", head_size=HEAD_SIZE,
         num_kv_heads=cache.shape[1], _k_scale=one, _v_scale=one, _k_scale_float=1.0, _v_scale_float=1.0, **more,
@@ -77,7 +80,7 @@ def state_layers(kind: str, n_speculative: int = 0) -> Callable[[Any, dict[str, 
     return bind
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the process of the interpreter")
+@pytest.mark.skipif(INTERPRETED or COMPILED, reason="Triton runs in this process")
 def test_tritons_writer_in_its_interpreter() -> None:
     """Read at import, so in a process of its own; vLLM keeps Triton where no device is to be seen."""
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -87,7 +90,7 @@ def test_tritons_writer_in_its_interpreter() -> None:
     assert f"{len(LAYOUTS) + 1} passed" in ran.stdout
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="test_tritons_writer_in_its_interpreter runs it")
+@runs_triton
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_layout_is_proved_interpreted(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -95,7 +98,7 @@ def test_each_layout_is_proved_interpreted(tmp_path: Path, layout: str, monkeypa
     side.close()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="test_tritons_writer_in_its_interpreter runs it")
+@runs_triton
 def test_a_wrong_split_is_refused_interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 

@@ -72,6 +72,7 @@ class Worker(Model):
         config.parallel_config.rank = rank
         self.sequences: dict[str, Sequence] = {}
         self.admitted: dict[str, int] = {}
+        self.late_ms = 2.0
         self.device = torch.device(stubs.DEVICE)
         if self.device.type != "cpu":
             torch.cuda.set_device(self.device)
@@ -189,6 +190,7 @@ class Worker(Model):
         with set_current_vllm_config(self.config):
             self.connector.pre_forward(scheduled)
         names = list(scheduled.num_scheduled_tokens)
+        self.be_late()
         sampled = self.forward([(self.sequences[name], scheduled.num_scheduled_tokens[name]) for name in names])
         self.connector.finish_forward()
         transfers = self.connector.post_forward(scheduled.finished_req_ids)
@@ -261,6 +263,16 @@ class Worker(Model):
         connector = kv_transfer.get_kv_transfer_group()
         assert connector.has_connector_metadata()
         connector.save_kv_layer(name, self.pools[name], None)
+
+    def be_late(self) -> None:
+        """The model's work on a GPU begins later than the connector is called. On the double all work does."""
+        if stubs.on_gpu():
+            torch.cuda._sleep(int(self.late_ms * 2e6))
+
+    def forget_events(self) -> None:
+        """From now on no copy waits for the model's work."""
+        kv_transfer.get_kv_transfer_group().worker_side._event = lambda: None
+        self.late_ms = 20.0
 
     def set_clock(self, offset_s: float) -> None:
         real = time.time
