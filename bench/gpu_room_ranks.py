@@ -14,7 +14,7 @@ from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.state import State
 from pdstage.tensors import build, paged_hnd, paged_nhd
 
-from .ranks import Actor
+from .ranks import Actor, observers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,9 @@ class Prefill(_RoomRank):
             self._write(n, truth(tokens).to(device))
         if self.memory.is_cuda:
             torch.cuda.synchronize(device)
-        self.node: PrefillNode = PrefillNode(self.pool(device), Topology(), bootstrap=bootstrap, **options)
+        self.node: PrefillNode = PrefillNode(
+            self.pool(device), Topology(), bootstrap=bootstrap, observers=observers(), **options
+        )
 
     def _write(self, n: int, values: torch.Tensor) -> None:
         """`values` as in `truth`, with the last page filled up."""
@@ -101,7 +103,7 @@ class Decode(_RoomRank):
         super().__init__(device, tokens)
         self.bootstrap = bootstrap
         self.truth = truth(tokens)
-        self.node: DecodeNode = DecodeNode(self.pool(device), Topology(), **options)
+        self.node: DecodeNode = DecodeNode(self.pool(device), Topology(), observers=observers(), **options)
 
     def take(self, names: Sequence[str], tokens: int) -> tuple[float, bool]:
         begun = time.perf_counter()

@@ -7,58 +7,96 @@ are compared. On the CPU it runs with small sizes.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .bed import Spread
 from .harness import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from .bed import Bed
 
 TRANSPORTS = ("local", "nixl")
+PROGRESS = ("thread", "inline")
 ROOM_NBYTES = 64 << 20
+_LARGE_NBYTES = 512 << 20
+_STAGING_NBYTES = 256 << 20
+
+
+class Case(NamedTuple):
+    """Rooms of `nbytes` each. `prefill` and `decode` are more options of their nodes."""
+
+    transport: str
+    progress: str = PROGRESS[0]
+    nbytes: int = ROOM_NBYTES
+    prefill: Mapping[str, object] = MappingProxyType({})
+    decode: Mapping[str, object] = MappingProxyType({})
+
+    def __str__(self) -> str:
+        return f"rooms, {self.transport}, {self.progress}"
 
 
 def rows(bed: Bed, quick: bool) -> Iterator[Row]:
-    """By transport: GB/s of one room, and of several at once, beside a copy; and the time of one page."""
+    """By transport and by who does the work: GB/s of one room, and of several at once, beside a copy; the time of one
+    page; and how long the first rooms of two nodes take.
+    """
     if bed.lacks("rooms", ("msgspec", "zmq")):
         return
     missing, failed = bed.transports_missing(), []
     for transport in TRANSPORTS:
         if missing[transport]:
             bed.left_out.append(f"rooms, {transport}: {missing[transport]}")
-            continue
+    cases = [
+        Case(transport, progress, nbytes)
+        for nbytes in sorted({bed.sized(ROOM_NBYTES), bed.sized(_LARGE_NBYTES)})
+        for transport in TRANSPORTS
+        for progress in PROGRESS
+        if not missing[transport]
+    ]
+    for case in cases[: 2 * len(PROGRESS)] if quick else cases:
         try:
-            yield from _of(bed, transport, 3 if quick else 9)
-        except (RuntimeError, TimeoutError) as error:  # go on with the other transport's numbers
-            failed.append(f"rooms, {transport}: {error}")
+            yield from of(bed, case, 3 if quick else 9)
+        except (RuntimeError, TimeoutError) as error:  # go on with the others' numbers
+            failed.append(f"{case}: {error}")
     if failed:
         raise RuntimeError("; ".join(failed))
 
 
-def _of(bed: Bed, transport: str, repeats: int) -> Iterator[Row]:
+def of(bed: Bed, case: Case, repeats: int) -> Iterator[Row]:
+    """The rows of one case. Raises `RuntimeError` where other bytes arrive than were sent."""
     from pdstage.control.bootstrap import BootstrapServer  # noqa: PLC0415
 
     from .gpu_room_ranks import AT_ONCE, DECODE_PAGE, TOKEN_NBYTES, Decode, Prefill  # noqa: PLC0415  (what nodes need)
     from .ranks import Rank  # noqa: PLC0415
 
-    tokens = bed.sized(ROOM_NBYTES) // TOKEN_NBYTES
+    tokens = bed.sized(case.nbytes) // TOKEN_NBYTES
     page_tokens = min(DECODE_PAGE, tokens)
     with BootstrapServer() as server:
-        options = {"transport": transport, "staging_nbytes": 4 * tokens * TOKEN_NBYTES, "path": "staged"}
-        made = (server.address, bed.device, tokens, options)
-        prefill, decode = Rank(Prefill, *made), Rank(Decode, *made)
+        both = {
+            "transport": case.transport, "progress": case.progress, "staging_nbytes": _STAGING_NBYTES, "path": "staged"
+        }  # fmt: skip
+        prefill, decode = (
+            Rank(rank, server.address, bed.device, tokens, {**both, **more})
+            for rank, more in ((Prefill, case.prefill), (Decode, case.decode))
+        )
         try:
             prefill.ready(), decode.ready()
-            if not _run(prefill, decode, ("first",), tokens)[1]:
-                raise RuntimeError("a room arrived with other bytes than were sent")
-            for n, n_tokens, what in ((1, tokens, "a room"), (AT_ONCE, tokens, f"{AT_ONCE} rooms at once")):
-                took = [_run(prefill, decode, range(n), n_tokens)[0] for _ in range(repeats + 1)][1:]
-                yield _rate_row(bed, transport, what, n * n_tokens * TOKEN_NBYTES, Spread.of(took))
-            took = [_run(prefill, decode, range(1), page_tokens)[0] for _ in range(4 * repeats + 1)][1:]
-            yield _latency_row(bed, transport, page_tokens * TOKEN_NBYTES, Spread.of(took))
+            first = []
+            for name in ("first", "second", "third"):
+                took_s, is_right = _run(prefill, decode, (name,), tokens)
+                if name == "first" and not is_right:
+                    raise RuntimeError("a room arrived with other bytes than were sent")
+                first.append(took_s)
+            took = [_run(prefill, decode, range(1), tokens)[0] for _ in range(repeats)]
+            yield _first_row(case, tokens * TOKEN_NBYTES, first, Spread.of(took))
+            yield _rate_row(bed, case, "a room", tokens * TOKEN_NBYTES, Spread.of(took))
+            took = [_run(prefill, decode, range(AT_ONCE), tokens)[0] for _ in range(repeats + 1)][1:]
+            yield _rate_row(bed, case, f"{AT_ONCE} rooms at once", AT_ONCE * tokens * TOKEN_NBYTES, Spread.of(took))
+            if case.nbytes <= ROOM_NBYTES:
+                took = [_run(prefill, decode, range(1), page_tokens)[0] for _ in range(4 * repeats + 1)][1:]
+                yield _latency_row(bed, case, page_tokens * TOKEN_NBYTES, Spread.of(took))
         finally:
             decode.close()
             prefill.close()
@@ -73,32 +111,49 @@ def _run(prefill: Any, decode: Any, names: Any, tokens: int) -> tuple[float, boo
     return found
 
 
-def _rate_row(bed: Bed, transport: str, what: str, nbytes: int, took: Spread) -> Row:
+def _first_row(case: Case, nbytes: int, first: list[float], later: Spread) -> Row:
+    return Row(
+        name=f"{case}: the first room of {nbytes / 2**20:.0f} MiB",
+        value=first[0] * 1e6,
+        baseline=later.median * 1e6,
+        unit="us",
+        better="lower",
+        detail=f"second {first[1] * 1e6:.0f}, third {first[2] * 1e6:.0f} us; baseline: later ones",
+        point={**_point(case, "first", nbytes), "us": [round(one * 1e6) for one in first]},
+    )
+
+
+def _rate_row(bed: Bed, case: Case, what: str, nbytes: int, took: Spread) -> Row:
     copied = _copied(bed, nbytes)
     return Row(
-        name=f"rooms, {transport}: {what} of {nbytes / 2**20:.0f} MiB in all",
+        name=f"{case}: {what} of {nbytes / 2**20:.0f} MiB in all",
         value=nbytes / took.median / 1e9,
         baseline=nbytes / copied.median / 1e9,
         unit="GB/s",
         detail="from the ask to Success, between two processes on one GPU; baseline: one copy of as many bytes",
-        point={"table": "rooms", "transport": transport, "what": what, "nbytes": nbytes},
+        point=_point(case, what, nbytes),
         quartiles=took.rates(nbytes),
         baseline_quartiles=copied.rates(nbytes),
     )
 
 
-def _latency_row(bed: Bed, transport: str, nbytes: int, took: Spread) -> Row:
+def _latency_row(bed: Bed, case: Case, nbytes: int, took: Spread) -> Row:
     copied = _copied(bed, nbytes)
     return Row(
-        name=f"rooms, {transport}: a room of one page",
+        name=f"{case}: a room of one page",
         value=took.median * 1e6,
         baseline=copied.median * 1e6,
         unit="us",
         better="lower",
         detail=f"{nbytes / 2**20:.1f} MiB, from the ask to Success; p99 {took.p99 * 1e6:.0f} us; baseline: one copy",
-        point={"table": "rooms", "transport": transport, "what": "one page", "nbytes": nbytes},
+        point=_point(case, "one page", nbytes),
         quartiles=(took.quartiles[0] * 1e6, took.quartiles[1] * 1e6),
     )
+
+
+def _point(case: Case, what: str, nbytes: int) -> dict[str, object]:
+    of_case = {"transport": case.transport, "progress": case.progress}
+    return {"table": "rooms", **of_case, "what": what, "nbytes": nbytes}
 
 
 def _copied(bed: Bed, nbytes: int) -> Spread:

@@ -211,7 +211,8 @@ def test_rooms_between_two_processes(bed, monkeypatch, transport):
     rows = finite(gpu_rooms.rows(bed, True))
     left_out = {said.partition(":")[0].removeprefix("rooms, ") for said in bed.left_out}
     assert {row.point["transport"] for row in rows} | left_out == {transport}
-    assert {row.point["what"] for row in rows} == {"a room", "8 rooms at once", "one page"}
+    assert {row.point["what"] for row in rows} == {"first", "a room", "8 rooms at once", "one page"}
+    assert {row.point["progress"] for row in rows} == {"thread", "inline"}
 
 
 @pytest.mark.full
