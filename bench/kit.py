@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(pdstage.__file__).resolve().parent.parent
 FOLDER = ROOT / ".gpu-kit"
+UNPACKED = ROOT / "build/gpu-kit"
+"""Where its archives are unpacked."""
 PYTHONS = ("3.11", "3.12")
 MOST_NBYTES = 64 << 20
 _ABOUT, _EXTENSION = "kit.json", "extension"
@@ -124,7 +126,8 @@ def prepare(folder: Path) -> dict[str, Any]:
     """Makes the folder anew, and says what is in it. Raises `UsageError` for a folder that is something else."""
     if folder.exists() and any(folder.iterdir()) and not (folder / _ABOUT).exists():
         raise UsageError(f"{folder} is a folder with something else in it", remedy="name a new one", folder=str(folder))
-    shutil.rmtree(folder, ignore_errors=True)
+    for old in (folder, UNPACKED):
+        shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True)
     about: dict[str, Any] = {"pythons": PYTHONS, "nbytes": {}, "left_out": dict(_NOT_HERE)}
     parts: dict[str, Callable[[], None]] = {
@@ -253,10 +256,11 @@ def used() -> dict[str, Path]:
     if not (FOLDER / _ABOUT).exists() or version not in PYTHONS:
         return {}
     lacking = [package.module for package in PACKAGES if importlib.util.find_spec(package.module) is None]
-    found = {name: FOLDER / name for name in lacking if (FOLDER / f"{name}.zip").exists()}
-    for folder in found.values():
+    archives = {name: FOLDER / f"{name}.zip" for name in lacking}
+    found = {name: UNPACKED / name for name, archive in archives.items() if archive.exists()}
+    for name, folder in found.items():
         if not folder.is_dir():
-            shutil.unpack_archive(f"{folder}.zip", folder)
+            shutil.unpack_archive(archives[name], folder)
     return found
 
 

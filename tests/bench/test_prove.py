@@ -442,6 +442,7 @@ def test_sections_are_rehearsed_on_the_cpu(tmp_path, monkeypatch):
 
 def test_a_kit_brings_only_what_is_lacking(tmp_path, monkeypatch):
     monkeypatch.setattr(kit, "FOLDER", tmp_path)
+    monkeypatch.setattr(kit, "UNPACKED", tmp_path / "unpacked")
     found = {"msgspec", "pytest", "rich"}
     monkeypatch.setattr(kit.importlib.util, "find_spec", lambda name: object() if name in found else None)
     kit.used.cache_clear()
@@ -456,9 +457,9 @@ def test_a_kit_brings_only_what_is_lacking(tmp_path, monkeypatch):
         (tmp_path / "sglang/staging_buffer.py").write_text("")
         kit.used.cache_clear()
         supported = f"{sys.version_info.major}.{sys.version_info.minor}" in kit.PYTHONS
-        assert kit.paths() == [str(tmp_path / "zmq")] * supported
-        assert (tmp_path / "zmq/module.py").exists() == supported
-        assert not (tmp_path / "msgspec").exists()
+        assert kit.paths() == [str(tmp_path / "unpacked/zmq")] * supported
+        assert (tmp_path / "unpacked/zmq/module.py").exists() == supported
+        assert not (tmp_path / "unpacked/msgspec").exists()
         monkeypatch.delenv("PDSTAGE_SGLANG", raising=False)
         assert kit.variables() == {"PDSTAGE_SGLANG": str(tmp_path / "sglang/staging_buffer.py")}
         monkeypatch.setenv("PDSTAGE_SGLANG", "elsewhere")
