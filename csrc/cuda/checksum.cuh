@@ -27,11 +27,13 @@ __device__ __forceinline__ u64 terms(u64 seed, i64 token, u32 shard, u32 seg, u3
            terms(seed, token, shard, seg, offset + UNIT, bytes.high, UNIT);
 }
 
-// Adds the sums of a CTA's threads, one each and a power of two, to the word at `address`.
+// Adds the sums of a CTA's threads, one each and a power of two, to the word at `address`. The last barrier is for
+// threads whose read of the sum the compiler puts before the test that discards it: racecheck names it.
 __device__ __forceinline__ void add_all(u64 address, u64* sums) {
+    __syncthreads();
     for (u32 half = blockDim.x / 2; half > 0; half /= 2) {
-        __syncthreads();
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        __syncthreads();
     }
     if (threadIdx.x == 0 && sums[0]) add(address, sums[0]);
 }
