@@ -100,6 +100,18 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
     views = layout.by_key()
     _check_complete(views, given)
     memory: dict[int, Memory] = {}
+    try:
+        outcome = _outcome(layout, views, given, memory, trust_layout=trust_layout, seed=seed)
+    finally:
+        _wait(memory.values())
+    return Proof(*(tuple(names) for names in outcome.values()))
+
+
+def _outcome(
+    layout: Layout, views: Mapping[Key, View], given: Sequence[LayerProbe], memory: dict[int, Memory], *,
+    trust_layout: bool, seed: int,
+) -> dict[str, list[str]]:  # fmt: skip
+    """Which layers were verified how; `memory` is filled with that of regions, by number."""
     outcome: dict[str, list[str]] = {"proved": [], "verified": [], "trusted": []}
     for number, probe in enumerate(given):
         if probe.write is not None:
@@ -122,7 +134,16 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
                 layer=probe.name,
                 backend=probe.backend,
             )
-    return Proof(*(tuple(names) for names in outcome.values()))
+    return outcome
+
+
+def _wait(memory: Iterable[Memory]) -> None:
+    """Until the pages are as they were: on a device that is work in the current stream, and transfers are in others."""
+    for one in memory:
+        if not isinstance(one, np.ndarray):
+            import torch  # noqa: PLC0415  (importing pdstage does not import torch)
+
+            torch.cuda.current_stream(one.device).synchronize()
 
 
 def _check_complete(views: Mapping[Key, View], probes: Sequence[LayerProbe]) -> None:

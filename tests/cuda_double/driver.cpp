@@ -1048,12 +1048,9 @@ CUresult cuMemRangeGetAttribute(void*, size_t, CUmem_range_attribute, CUdevicept
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
     ENTER(FREE);
-    const auto found = memories.find(address);
-    if (found == memories.end()) {
-        broke("a handle is taken of what is no allocation's base");
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    const Memory& one = found->second;
+    const Memory* found = within(memories, address, 1);  // its handle opens as the base, wherever the address is
+    if (found == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    const Memory& one = *found;
     if (one.is_imported) broke("a handle is taken of memory that another process exported");
     if (one.kind != MALLOC) return CUDA_ERROR_INVALID_VALUE;
     struct stat file;

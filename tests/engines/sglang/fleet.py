@@ -214,7 +214,7 @@ class Fleet:
     def finish(self, room: int, n_tokens: int) -> None:
         """Both engines see Success, decode's memory is right, and nothing is kept of the room."""
         assert self.decode.until(room, SUCCESS, FAILED) == SUCCESS, self.decode.each("failure", room)
-        assert self.decode.each("wrong", room, n_tokens) == [[] for _ in self.decode.ranks]
+        assert not any(wrong := self.decode.each("wrong", room, n_tokens)), wrong
         assert self.prefill.until(room, SUCCESS, FAILED) == SUCCESS
         for engine in (self.prefill, self.decode):
             engine.each("clear", room)
@@ -222,7 +222,7 @@ class Fleet:
     def ends_at_decode(self, room: int, n_tokens: int) -> None:
         """A room that prefill gave up: it failed, and its memory goes back; or it was complete before, and is right."""
         if self.decode.until(room, SUCCESS, FAILED) == SUCCESS:
-            assert self.decode.each("wrong", room, n_tokens) == [[] for _ in self.decode.ranks]
+            assert not any(wrong := self.decode.each("wrong", room, n_tokens)), wrong
             self.decode.each("clear", room)
             return
         self.decode.each("failure", room)

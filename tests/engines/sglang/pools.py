@@ -5,6 +5,7 @@ So what a decode rank must hold is known without asking prefill: the oracle.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,9 +23,12 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from tests.engines import stubs
 from tests.engines.sglang.setups import Setup
 
 HEADS, DIM = 4, 32
+if not stubs.on_gpu():  # a kernel of Triton's
+    os.environ["SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS"] = "1"
 GROUPS = (64, 64, 128)  # a conv state's q, k and v channels, each sliced over TP by itself
 WINDOW = 40
 
@@ -41,6 +45,13 @@ class Held:
 
     def __post_init__(self) -> None:
         self.numbers = self.tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.tensor.element_size()])
+
+    def put(self, at: torch.Tensor, values: torch.Tensor | int) -> None:
+        values = values.to(self.numbers.device) if isinstance(values, torch.Tensor) else values
+        self.numbers[at.to(self.numbers.device)] = values
+
+    def take(self, at: torch.Tensor) -> torch.Tensor:
+        return self.numbers[at.to(self.numbers.device)].cpu()
 
     def expected(self, room: int, positions: np.ndarray) -> torch.Tensor:
         """The entries at these positions of the room's sequence."""
@@ -74,7 +85,7 @@ class Memory:
         count, first = max(1, HEADS // setup.tp_size), setup.tp_rank * HEADS // setup.tp_size
         heads = np.arange(first, first + count)
         dtype = torch.float8_e4m3fn if "fp8_e4m3" in setup.options else torch.bfloat16
-        common = {"dtype": dtype, "device": "cpu", "enable_memory_saver": False}
+        common = {"dtype": dtype, "device": stubs.DEVICE, "enable_memory_saver": False}
         self.page_size, self.states = page, []
 
         def mha(pool, layers: list[int]) -> list[Held]:
@@ -123,10 +134,10 @@ class Memory:
         )  # fmt: skip
         states = MambaPool(
             size=8, spec_state_size=0, cache_params=Mamba2CacheParams(shape=shape, layers=[1, 2]),
-            mamba_layer_ids=[1, 2], device="cpu",
+            mamba_layer_ids=[1, 2], device=stubs.DEVICE,
         )  # fmt: skip
         self.pool = HybridLinearKVPool(
-            size, torch.bfloat16, setup.page_size, count, DIM, [0, 3], "cpu", states, enable_memory_saver=False
+            size, torch.bfloat16, setup.page_size, count, DIM, [0, 3], stubs.DEVICE, states, enable_memory_saver=False
         )
         starts = np.cumsum([0, *GROUPS[:-1]])
         channels = np.concatenate(

@@ -34,6 +34,8 @@ from sglang.srt.server_args import prepare_server_args
 
 from pdstage import environment
 from pdstage.errors import UsageError
+from tests.engines import stubs
+from tests.engines.sglang import setups
 from tests.engines.sglang.pools import Memory
 from tests.engines.sglang.setups import Setup
 
@@ -68,26 +70,26 @@ class Groups:
         self.cp = [torch.distributed.new_group([rank]) for rank in range(setup.tp_size)][setup.tp_rank]
 
 
-class Event:
-    """`torch.cuda.Event` over the streams below."""
+class Event(torch.cuda.Event):
+    """An event of the streams below."""
 
     launched: frozenset[str] = frozenset()
 
     def record(self, stream: Stream | None = None) -> None:
-        self.launched = (stream or Stream.current).launched
+        stream = stream or Stream.running
+        super().record(stream)
+        self.launched = stream.launched
 
     def query(self) -> bool:
-        return self.launched.isdisjoint(Stream.under_way)
+        return bool(super().query()) and self.launched.isdisjoint(Stream.under_way)
 
 
-class Stream(torch.cpu.Stream):
-    """A scheduler's stream, whose work is over when the test says so. PyTorch's own on the CPU keep no work."""
+class Stream(torch.cuda.Stream):
+    """A scheduler's stream. Beside the device's work there is some that is over when the test says so."""
 
     under_way: ClassVar[set[str]] = set()
-    current: ClassVar[Stream]
-
-    def __init__(self) -> None:
-        self.launched: frozenset[str] = frozenset()
+    running: ClassVar[Stream]
+    launched: frozenset[str] = frozenset()
 
     def launch(self, work: str) -> None:
         self.under_way.add(work)
@@ -99,10 +101,11 @@ class Stream(torch.cpu.Stream):
         return event
 
     def wait_event(self, event: Event) -> None:
+        super().wait_event(event)
         self.launched |= event.launched
 
     def wait_stream(self, stream: Stream) -> None:
-        self.launched |= stream.launched
+        self.wait_event(stream.record_event())
 
 
 class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
@@ -115,7 +118,7 @@ class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
     def __init__(self, **given: object) -> None:
         vars(self).update(given)
         self.enable_overlap = not runtime_context.get_schedule().disable_overlap_schedule
-        self.schedule_stream, self.forward_stream = Stream(), Stream()
+        self.schedule_stream, self.forward_stream = Stream(stubs.DEVICE), Stream(stubs.DEVICE)
         self.disagg_prefill_pending_chunk_rids: set[str] = set()
 
     def checkpoint_disagg_prefill(self, request: SimpleNamespace) -> None:
@@ -137,14 +140,15 @@ class Rank:
         os.environ[environment.NODE.name] = setup.node
         os.environ.update(setup.environ)
         self.setup = setup
+        torch.cuda.set_device(setups.GPU)
         arguments = [
-            "--model-path", MODEL, "--device", "cpu", "--host", "127.0.0.1", "--skip-tokenizer-init",
+            "--model-path", MODEL, "--device", setups.KIND, "--host", "127.0.0.1", "--skip-tokenizer-init",
             "--disaggregation-mode", setup.mode, "--disaggregation-transfer-backend", "pdstage",
             "--disaggregation-bootstrap-port", str(setup.port), "--tp-size", str(setup.tp_size),
             "--enable-metrics", "--page-size", str(setup.page_size), "--pp-size", str(setup.pp_size), *setup.options,
         ]  # fmt: skip
         self.args = args = prepare_server_args(arguments)
-        ranks = runtime_context.SpawnRanks(world_rank=setup.tp_size * setup.pp_rank + setup.tp_rank, gpu_id=0)
+        ranks = runtime_context.SpawnRanks(world_rank=setup.tp_size * setup.pp_rank + setup.tp_rank, gpu_id=setups.GPU)
         runtime_context.publish(args, role="scheduler", ranks=ranks)
         runtime_context.get_parallel().override_permanently(pp_group=Stages(setup))
         self.backend = utils.TransferBackend(runtime_context.get_disagg().disaggregation_transfer_backend)
@@ -312,21 +316,22 @@ class Rank:
         """HiCache launches `work`, a load from the host, and then the scheduler a step that reads every layer: both by
         SGLang's own counter and pool.
         """
-        cache_controller.device_module = SimpleNamespace(Event=Event, current_stream=lambda: Stream.current)
-        pool, Stream.current = self.memory.pool, Stream()
+        cache_controller.device_module = SimpleNamespace(Event=Event, current_stream=lambda: Stream.running)
+        pool, Stream.running = self.memory.pool, Stream(stubs.DEVICE)
         counter = cache_controller.LayerDoneCounter(pool.layer_num)
         pool.register_layer_transfer_counter(counter)
-        Stream.current.launch(work)
+        Stream.running.launch(work)
         producer = counter.update_producer()
         for layer in range(pool.layer_num):
             counter.events[producer].complete(layer)
-        Stream.current = self.scheduler.forward_stream
+        Stream.running = self.scheduler.forward_stream
         counter.set_consumer(producer)
         for layer in range(pool.layer_num):
             pool.get_kv_buffer(pool.start_layer + layer)
 
     def end(self, work: str) -> None:
-        """It is over."""
+        """It is over, and what was computed is in the caches."""
+        self.scheduler.forward_stream.synchronize()
         Stream.under_way.discard(work)
 
     def fence(self) -> bool:
@@ -338,7 +343,7 @@ class Rank:
         runner = SimpleNamespace(shared_read_done_event=Event())
         self.scheduler.model_worker = SimpleNamespace(last_shared_read_runner=runner)
         Theirs._apply_war_barrier(self.scheduler)
-        return self.scheduler.schedule_stream.record_event().query()
+        return self.scheduler.schedule_stream.launched.isdisjoint(Stream.under_way)
 
     def latency(self, room: int) -> float | None:
         return self.rooms[room].get_transfer_metric().transfer_latency_s
@@ -361,10 +366,11 @@ class Rank:
 
     def compute(self, room: int, start: int, stop: int) -> None:
         """Prefill's forward pass: tokens `[start, stop)` are in the caches, and the states are those after them."""
-        for component, (items, first) in self.items[room].items():
-            for held in self.memory.held[component]:
-                at, positions = self.memory.entries(held, items, first, range(start, stop))
-                held.numbers[at] = held.expected(room, positions)
+        with torch.cuda.stream(self.scheduler.forward_stream):
+            for component, (items, first) in self.items[room].items():
+                for held in self.memory.held[component]:
+                    at, positions = self.memory.entries(held, items, first, range(start, stop))
+                    held.put(at, held.expected(room, positions))
 
     def begin(self, room: int, n_tokens: int) -> int:
         """`finalize_bootstrap`: the prefix that decode has, then `init`."""
@@ -375,6 +381,8 @@ class Rank:
 
     def send(self, room: int, start: int, stop: int, last: bool) -> None:
         """`_send_kv_chunk`: whole pages, but for the last chunk, which carries states and metadata."""
+        if last or self.scheduler.enable_overlap:
+            self._result()
         page = self.setup.page_size
         pages, first = self.items[room]["kv"]
         if last:
@@ -392,7 +400,12 @@ class Rank:
         request.extend_end, self.scheduler.chunked_req = stop, request
         self.scheduler.process_prefill_chunk(None, SimpleNamespace())
         if self.scheduler.enable_overlap:
+            self._result()
             self.scheduler.send_kv_chunk(request, last_chunk=False, end_idx=request.tmp_end_idx)
+
+    def _result(self) -> None:
+        """The step's result is there: `process_batch_result_disagg_prefill` waits for it."""
+        self.scheduler.forward_stream.synchronize()
 
     def cached(self, room: int, n_tokens: int, stop: int, loads: bool) -> int:
         """`run_batch` of a request whose tokens up to `stop` were in the cache; up to where it was sent. `loads`:
@@ -439,7 +452,7 @@ class Rank:
         for component, (items, first) in self.items[room].items():
             for held in self.memory.held[component]:
                 at, positions = self.memory.entries(held, items, first, range(n_tokens))
-                if not torch.equal(held.numbers[at], held.expected(room, positions)):
+                if not torch.equal(held.take(at), held.expected(room, positions)):
                     found.append(f"{component} {held.role} of layer {held.layer}")
         row = room % ROWS
         if int(self.metadata.output_ids[row, 0]) != room + 1000 or int(self.metadata.bootstrap_room[row, 0]) != room:
@@ -450,22 +463,24 @@ class Rank:
 
     def fill(self, room: int, n_tokens: int, number: int) -> None:
         """The engine gives the room's memory to another request, which writes it."""
-        for held, at in self._all(room, n_tokens):
-            held.numbers[at] = number
+        with torch.cuda.stream(self.scheduler.forward_stream):
+            for held, at in self._all(room, n_tokens):
+                held.put(at, number)
 
     def holds(self, room: int, n_tokens: int, number: int) -> bool:
         """Whether the room's memory is all `number`."""
-        return all(bool((held.numbers[at] == number).all()) for held, at in self._all(room, n_tokens))
+        return all(bool((held.take(at) == number).all()) for held, at in self._all(room, n_tokens))
 
     def fill_all(self, number: int) -> None:
         """All of the pool is `number`."""
-        for held in self.memory.held.values():
-            for one in held:
-                one.numbers[:] = number
+        with torch.cuda.stream(self.scheduler.forward_stream):
+            for held in self.memory.held.values():
+                for one in held:
+                    one.numbers[:] = number
 
     def others_hold(self, room: int, n_tokens: int, number: int) -> bool:
         """Whether all that is not the room's is `number`."""
-        others = (np.delete(held.numbers.numpy(), at.numpy(), axis=0) for held, at in self._all(room, n_tokens))
+        others = (np.delete(held.numbers.cpu().numpy(), at.numpy(), axis=0) for held, at in self._all(room, n_tokens))
         return all(bool((one == number).all()) for one in others)
 
     def _all(self, room: int, n_tokens: int):
@@ -515,6 +530,8 @@ class Rank:
     def kept(self) -> tuple[int, int]:
         """Threads and open files of this process."""
         gc.collect()
+        torch.cuda.synchronize()
+        torch.ones(1, device=stubs.DEVICE).item()  # with an operator the double frees what those before it held
         return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
     def enqueue(self, room: int, restore: str) -> None:

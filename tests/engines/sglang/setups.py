@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from tests.engines import stubs
 
+KIND, _, index = stubs.DEVICE.partition(":")
+GPU = int(index or 0)
+
 
 class Setup(NamedTuple):
     """One rank's place and pool. A pool of a stage holds that stage's layers."""

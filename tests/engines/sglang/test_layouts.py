@@ -23,6 +23,7 @@ from pdstage.kernels import Pool
 from pdstage.layout import Layout, RowLevel
 from pdstage.layout.topology import Topology
 from pdstage.probe import prove_layout
+from tests.engines import stubs
 from tests.engines.sglang import setups
 from tests.engines.sglang.fleet import Child
 from tests.engines.sglang.pools import HEADS, Memory
@@ -40,7 +41,7 @@ def one_rank():
 def arguments(pool, *, page_size: int, requests: object = None, owner: object = None) -> KVArgs:
     """As the schedulers' `_init_kv_manager` fills them in, for one rank; `owner` hands over pages in `pool`'s place."""
     args = KVArgs()
-    args.gpu_id, args.page_size, args.kv_cache_dtype_str, args.num_draft_entries = 0, page_size, "auto", 0
+    args.gpu_id, args.page_size, args.kv_cache_dtype_str, args.num_draft_entries = setups.GPU, page_size, "auto", 0
     args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (owner or pool).get_contiguous_buf_infos()
     args.kv_layer_ids = build_kv_layer_ids(
         token_to_kv_pool=pool, draft_token_to_kv_pool=None, num_draft_entries=0, num_hidden_layers=4
@@ -59,7 +60,7 @@ def layout_of(
 ) -> tuple[Layout, Pools]:
     args = arguments(pool, page_size=page_size, owner=owner)
     place = Topology(tp_size=tp[0], tp_rank=tp[1])
-    made: Pool = memory.pool_of(args, place, is_mla=is_mla, total_heads=HEADS, device="cpu")
+    made: Pool = memory.pool_of(args, place, is_mla=is_mla, total_heads=HEADS, device=setups.KIND)
     return made.layout, Pools.of(args)
 
 
@@ -131,7 +132,7 @@ class Transposed(MHATokenToKVPool):
 
 def test_a_class_that_nobody_knows_is_refused_unless_trusted(monkeypatch):
     pool = Transposed(
-        7 * 16, 16, dtype=torch.bfloat16, head_num=HEADS, head_dim=32, layer_num=2, device="cpu",
+        7 * 16, 16, dtype=torch.bfloat16, head_num=HEADS, head_dim=32, layer_num=2, device=stubs.DEVICE,
         enable_memory_saver=False, enable_alt_stream=False,
     )  # fmt: skip
     layout, pools = layout_of(pool)
@@ -253,7 +254,7 @@ def test_two_models_dtypes_are_told_apart():
     formats = []
     for dtype in (torch.bfloat16, torch.float16):
         pool = MHATokenToKVPool(
-            7 * 16, 16, dtype=dtype, head_num=HEADS, head_dim=32, layer_num=1, device="cpu",
+            7 * 16, 16, dtype=dtype, head_num=HEADS, head_dim=32, layer_num=1, device=stubs.DEVICE,
             enable_memory_saver=False, enable_alt_stream=False,
         )  # fmt: skip
         layout, _ = layout_of(pool)

@@ -103,7 +103,7 @@ def rank(installed):
         ('{"transport": "pigeon"}', "pigeon"),
         ('{"transport": {"devices": []}}', "names no transport"),
         ('{"transport": {"name": "nixl", "devices": ["no_such_card"]}}', "no_such_card"),
-        ('{"transport": {"name": "nixl", "devices": {"cuda:7": []}}}', "not for cpu"),
+        ('{"transport": {"name": "nixl", "devices": {"cuda:7": []}}}', "not for cuda:1"),
         ('{"path": "sideways"}', "sideways"),
         ('{"config": {"drain_s": -1}}', "drain_s"),
         ('{"config": ["drain_s"]}', "config"),
