@@ -103,6 +103,8 @@ class Decode(_RoomRank):
         super().__init__(device, tokens)
         self.bootstrap = bootstrap
         self.truth = truth(tokens)
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(device)
         self.node: DecodeNode = DecodeNode(self.pool(device), Topology(), observers=observers(), **options)
 
     def take(self, names: Sequence[str], tokens: int) -> tuple[float, bool]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-import weakref
-from collections import deque
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,8 +65,6 @@ class CudaRuntime(DeviceMemory):
         self._kernels: dict[Any, Kernel] = {}
         self._lock = threading.Lock()
         self._own: set[int] = set()
-        self._unused: dict[int, deque[int]] = {}
-        """Page-locked memory by its size."""
         self.flushes = library.flushes(device)
         self.tables = Arena(self)
 
@@ -76,16 +72,10 @@ class CudaRuntime(DeviceMemory):
         return driver.Current(self._library, self._context)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Once it is dropped, the next of that size is the same: dropping makes no call, and freeing would wait."""
-        unused = self._unused.setdefault(nbytes, deque())
-        try:
-            address = unused.popleft()
-        except IndexError:
-            with self.current():
-                address = self._library.pinned(nbytes)
-        memory = (ctypes.c_uint8 * nbytes).from_address(address)
-        weakref.finalize(memory, unused.append, address).atexit = False
-        return np.ctypeslib.as_array(memory)
+        """It lives as long as the process."""
+        with self.current():
+            address = self._library.pinned(nbytes)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
     def event(self) -> int:
         """It lives as long as the process. Those who drop one give it to others."""

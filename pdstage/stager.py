@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 from collections import Counter, deque
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -315,7 +315,7 @@ class Stager:
         self._max_sms = max_sms
         self._submit = submit
         self._clock = clock or _no_clock
-        self._stream = _Stream(runtime, self._clock) if runtime is not None else None
+        self._stream = _Stream.of(runtime, self._clock) if runtime is not None else None
         self._plans: dict[tuple[object, ...], _Plans] = {}
         self._done: deque[Copied] = deque()
 
@@ -410,6 +410,12 @@ class Stager:
         while self._done:
             done.append(self._done.popleft())
         return done
+
+    def close(self) -> None:
+        """Once no copy runs; none begins any more."""
+        if self._stream is not None:
+            self._stream.give_back()
+            self._stream = None
 
     @property
     def launched(self) -> bool:
@@ -537,12 +543,28 @@ class _Running(NamedTuple):
 class _Stream:
     """Copies in one stream of a device, each followed by an event that is queried and never waited for."""
 
-    def __init__(self, runtime: Runtime, clock: Callable[[], float]) -> None:
+    _idle: ClassVar[dict[Runtime, list[_Stream]]] = {}
+
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._clock = clock
+        self._clock: Callable[[], float] = _no_clock
         self._stream = runtime.new_stream()
         self._running: deque[_Running] = deque()
         self._spare = self._more()
+
+    @classmethod
+    def of(cls, runtime: Runtime, clock: Callable[[], float]) -> _Stream:
+        """One that another stager has given back, or a new one: a runtime's streams, events and page-locked memory live
+        as long as it does.
+        """
+        idle = cls._idle.setdefault(runtime, [])
+        one = idle.pop() if idle else cls(runtime)
+        one._clock = clock
+        return one
+
+    def give_back(self) -> None:
+        """Nothing runs in it."""
+        self._idle[self._runtime].append(self)
 
     @property
     def launched(self) -> bool:

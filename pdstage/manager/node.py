@@ -394,6 +394,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             if driver.turning.holder is token:
                 driver.turning.holder = None
         if free:
+            if not self.stager.launched:
+                self.stager.close()
             self.memory.release()
             self.page_lock.release()
         return free

@@ -246,3 +246,14 @@ def install() -> Double:
     os.environ["UCX_MEMTYPE_CACHE"] = "n"
     os.environ["LD_LIBRARY_PATH"] = f"{folder() / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     return _for_good.enter_context(use(for_all=True))
+
+
+def everywhere(site: Path) -> dict[str, str]:
+    """The environment of a program that has the double's devices, as have all Pythons that it starts: they import a
+    file in the folder `site` first.
+    """
+    (site / "sitecustomize.py").write_text(
+        "from tests import cuda_double\ncuda_double.install()\n"
+        "from tests.cuda_double import torch_cuda\ntorch_cuda.install()\n"
+    )
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}

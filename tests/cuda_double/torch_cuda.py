@@ -12,6 +12,8 @@ import torch
 from tests.cuda_double import HERE, build, double, folder, header
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdstage.kernels.driver import Cuda
 
 
@@ -177,6 +179,16 @@ def install(*, available: bool = True) -> None:
     }  # fmt: skip
     for name, what in here.items():
         setattr(torch.cuda, name, what)
+    torch.storage._to = functools.partial(_storage_to, torch.storage._to)
+
+
+def _storage_to(real: Callable[..., Any], storage: Any, device: Any, non_blocking: bool = False) -> Any:
+    """`torch.storage._to`: a torch without CUDA makes no storage on one."""
+    if torch.device(device).type != "cuda":
+        return real(storage, device, non_blocking)
+    made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+    made.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    return made.untyped_storage()
 
 
 def driver_memory() -> int:

@@ -12,19 +12,22 @@ from pdstage.plan import shard_overlap
 from pdstage.tools.demo.options import ModelShape, Options
 from pdstage.tools.trace import load
 from pdstage.transport import available
+from tests import cuda_double
 from tests.trace.test_trace import check_document
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("rich")
 
 N_REQUESTS = 2
+DEVICE = "cuda:1"
 
 
-def demo(tmp_path, *argv: str) -> tuple[int, dict, str]:
+def demo(tmp_path, *argv: str, env: dict[str, str] | None = None) -> tuple[int, dict, str]:
     command = [sys.executable, "-m", "pdstage.cli", "demo", "--requests", str(N_REQUESTS), *argv]
     done = subprocess.run(
-        [*command, "--json", str(tmp_path / "out.json")], capture_output=True, text=True, timeout=900, check=False
-    )
+        [*command, "--json", str(tmp_path / "out.json")], env=env,
+        capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
     said = done.stdout + done.stderr
     assert (tmp_path / "out.json").exists(), said
     return done.returncode, json.loads((tmp_path / "out.json").read_text()), said
@@ -120,3 +123,16 @@ def test_an_unusable_transport_is_one_line(tmp_path, monkeypatch):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "rank 0: transport 'nixl' does not import here" in done.stderr
+
+
+@pytest.mark.skipif(
+    cuda_double.missing() or torch.cuda.is_available(), reason="the double cannot be built, or a GPU is here"
+)
+def test_weights_and_caches_on_the_second_device(tmp_path):
+    """Over the double of CUDA's driver, whose work is late."""
+    sizes = ("--prefill-tp", "2", "--decode-tp", "1", "--requests", "1", "--device", DEVICE)
+    code, told, said = demo(tmp_path, "--transport", "local", *sizes, env=cuda_double.everywhere(tmp_path))
+    assert code == 0, said
+    assert told["tokens_identical"] is True
+    assert told["negative_control_caught"] is True
+    assert f"on {DEVICE}" in said

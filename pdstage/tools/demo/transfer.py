@@ -109,7 +109,7 @@ def _states(component: str, pool: SlotPool, tp: tuple[int, int]) -> list[Part]:
     ]
 
 
-def _stored(device: str) -> CudaEvent | None:
+def _launched(device: str) -> CudaEvent | None:
     """An event after all that this rank has launched on its GPU; None on the CPU, where it is done."""
     if device == "cpu":
         return None
@@ -158,7 +158,7 @@ class SendingSide:
     def _give(self, sender: Sender, room: demo_pools.Room, spans: Spans) -> None:
         ours = {component: span for component, span in spans.items() if component in room}
         items = {name: self._items(name, room[name], *span) for name, span in ours.items()}
-        sender.chunk(items, tokens=ours, ready=_stored(self._device))
+        sender.chunk(items, tokens=ours, ready=_launched(self._device))
 
     def _items(self, component: str, table: Table, start: int, stop: int) -> Items:
         """The pages that hold tokens `[start, stop)`, or the slot."""
@@ -219,7 +219,7 @@ class ReceivingSide:
     """A decode rank's node: requests rooms, each into its own pages."""
 
     def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place, n_rooms: int) -> None:
-        self._bootstrap = place.bootstrap
+        self._bootstrap, self._device = place.bootstrap, place.device
         self._rows = MetadataBuffers(COLUMNS, n_rows=n_rooms)
         self._watching = Watching(place.metrics_port)
         self._node = DecodeNode(
@@ -242,6 +242,7 @@ class ReceivingSide:
             {name: Items(table.items, table.first_token) for name, table in tables.items()},
             tokens={name: (table.start, table.stop) for name, table in tables.items()},
             aux=self._rows.allocate() if with_row else None,
+            after=_launched(self._device),  # what still fills or reads these pages
         )
         self._receivers[room] = receiver
 

@@ -469,6 +469,7 @@ class Rank:
 
     def holds(self, room: int, n_tokens: int, number: int) -> bool:
         """Whether the room's memory is all `number`."""
+        torch.cuda.synchronize()
         return all(bool((held.take(at) == number).all()) for held, at in self._all(room, n_tokens))
 
     def fill_all(self, number: int) -> None:
@@ -480,6 +481,7 @@ class Rank:
 
     def others_hold(self, room: int, n_tokens: int, number: int) -> bool:
         """Whether all that is not the room's is `number`."""
+        torch.cuda.synchronize()
         others = (np.delete(held.numbers.cpu().numpy(), at.numpy(), axis=0) for held, at in self._all(room, n_tokens))
         return all(bool((one == number).all()) for one in others)
 
