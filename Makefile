@@ -109,7 +109,7 @@ test-all:  ## Run everything that needs no engine: all mutants, all drawn cases,
 	$(MAKE) test FULL=1
 
 test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
-	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python $(PYTEST) -n 2 --dist loadfile tests/engines/$$engine $(ARGS); done
+	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python $(PYTEST) -n 2 --dist loadfile tests/engines/$$engine $(if $(FULL),--full) $(ARGS); done
 
 # Whole engines have venvs of their own, NAME-cpu, with all that their servers import.
 test-e2e: HANGS_S = 1800

@@ -48,7 +48,12 @@ def test_every_case_over_local(in_small):
 @pytest.mark.parametrize(
     ("transport", "package", "ways"),
     [
-        ("nixl", "nixl", ("NIXL's own lists, nixl", "NIXL's own lists by scatter-gather, nixl")),
+        pytest.param(
+            "nixl",
+            "nixl",
+            ("NIXL's own lists, nixl", "NIXL's own lists by scatter-gather, nixl"),
+            marks=pytest.mark.full,
+        ),
         ("mooncake", "mooncake", ("Mooncake's batches",)),
     ],
 )

@@ -216,6 +216,7 @@ def serving(*args: str, bind: str = "127.0.0.1:0", within: tuple[str, ...] = ())
             process.terminate()
 
 
+@pytest.mark.full
 @needs_nixl
 def test_two_processes_with_keys(monkeypatch, tmp_path):
     key = tmp_path / "key"

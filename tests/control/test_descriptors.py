@@ -23,6 +23,7 @@ from pdstage.control.bootstrap import BootstrapClient, BootstrapServer, Incomple
 from pdstage.control.keys import Keys
 from pdstage.manager import lookup
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.rows import rows
 
 
 @contextlib.contextmanager
@@ -190,9 +191,10 @@ def go_on_after(doing: Callable[..., None], key: str) -> None:
         p.close(0.1)
 
 
-@pytest.mark.parametrize(
-    "doing", [_meets_a_peer, _is_connected_to, _renews, _connects_to_nobody, _makes_a_node, _closes]
-)
+_DOINGS = [_meets_a_peer, _is_connected_to, _renews, _connects_to_nobody, _makes_a_node, _closes]
+
+
+@pytest.mark.parametrize("doing", rows(_DOINGS, full={_meets_a_peer, _connects_to_nobody, _makes_a_node, _closes}))
 def test_a_node_with_few_descriptors_left(doing: Callable[..., None], tmp_path) -> None:
     """Where the transport could not open a socket for its peer, the node ended."""
     Keys.make(tmp_path / "key")

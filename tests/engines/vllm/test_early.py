@@ -29,6 +29,7 @@ from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, PATIENCE_S
 from tests.engines.vllm.caches import Side as Workers
 from tests.engines.vllm.lives import Pair, continuation, prompts
 from tests.engines.vllm.models import GEMMA, LLAMA, QWEN, Side
+from tests.rows import rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -310,7 +311,7 @@ def test_layers_go_by_themselves(engines, tmp_path):
         pair.settle()
 
 
-@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("layered", rows([False, True], full={False}))
 def test_sliding_windows(tmp_path, layered: bool):
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))
     producer = by_layers(tmp_path) if layered else PRODUCER

@@ -16,11 +16,13 @@ import pytest
 from tests.engines.stubs import DEVICE
 from tests.engines.vllm.lives import Pair, continuation, prompts
 from tests.engines.vllm.models import DEEPSEEK, GEMMA, LLAMA, QWEN, Side
+from tests.rows import rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+FULL = pytest.mark.full
 PRODUCER = Side("kv_producer", 4, 16)
 CONSUMER = Side("kv_consumer", 2, 64, layout="LBHNC", n_blocks=24)
 IMPATIENT = {"hello_s": 5.0, "open_s": 5.0, "max_silence_s": 5.0, "drain_s": 5.0}
@@ -211,7 +213,7 @@ def handed(pair: Pair, name: str, prompt: list[int]) -> dict:
     return json.loads(json.dumps(pair.p.params[name]))
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("policy", rows(["fail", "recompute"], full={"recompute"}))
 def test_a_producer_that_died_before_the_load(engines, policy):
     """No request goes on without its KV: it fails, or is computed, as the operator chose."""
     sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)
@@ -222,7 +224,7 @@ def test_a_producer_that_died_before_the_load(engines, policy):
         ended(pair, "orphan", prompt, policy)
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("policy", rows(["fail", "recompute"], full={"fail"}))
 def test_a_producer_that_dies_during_the_load(engines, policy):
     sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)
     with engines(*sides) as pair:
@@ -264,10 +266,14 @@ def test_a_room_that_nobody_opens_gives_the_blocks_back(engines):
 @pytest.mark.parametrize(
     ("producer", "consumer"),
     [
-        (Side("kv_producer", 2, 16, dcp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
+        pytest.param(
+            Side("kv_producer", 2, 16, dcp=2), Side("kv_consumer", 2, 64, n_blocks=24), marks=pytest.mark.full
+        ),
         (Side("kv_producer", 4, 16, dcp=2), CONSUMER),
-        (PRODUCER, Side("kv_consumer", 4, 32, dcp=2, n_blocks=48)),
-        (Side("kv_producer", 2, 16, dcp=2), Side("kv_consumer", 4, 32, dcp=4, n_blocks=96)),
+        pytest.param(PRODUCER, Side("kv_consumer", 4, 32, dcp=2, n_blocks=48), marks=FULL),
+        pytest.param(
+            Side("kv_producer", 2, 16, dcp=2), Side("kv_consumer", 4, 32, dcp=4, n_blocks=96), marks=pytest.mark.full
+        ),
     ],
     ids=["2 of 2 to TP 2", "2 of 4 to TP 2", "TP 4 to 2 of 4", "2 of 2 to 4 of 4"],
 )
@@ -288,9 +294,15 @@ def test_tokens_dealt_to_ranks(tmp_path, producer: Side, consumer: Side, interle
     ("producer", "consumer"),
     [
         (Side("kv_producer", 1, 16, pcp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
-        (Side("kv_producer", 2, 16), Side("kv_consumer", 1, 32, pcp=2, n_blocks=48)),
-        (Side("kv_producer", 1, 16, pcp=2, pp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
-        (Side("kv_producer", 2, 16, pcp=2, dcp=4), Side("kv_consumer", 1, 64, n_blocks=24)),
+        pytest.param(
+            Side("kv_producer", 2, 16), Side("kv_consumer", 1, 32, pcp=2, n_blocks=48), marks=pytest.mark.full
+        ),
+        pytest.param(
+            Side("kv_producer", 1, 16, pcp=2, pp=2), Side("kv_consumer", 2, 64, n_blocks=24), marks=pytest.mark.full
+        ),
+        pytest.param(
+            Side("kv_producer", 2, 16, pcp=2, dcp=4), Side("kv_consumer", 1, 64, n_blocks=24), marks=pytest.mark.full
+        ),
         (Side("kv_producer", 2, 16, pcp=2, dcp=2), Side("kv_consumer", 2, 32, dcp=2, n_blocks=48)),
     ],
     ids=["replicas to TP 2", "TP 2 to replicas", "replicas of stages", "shards of TP x PCP", "shards of PCP"],
@@ -310,8 +322,8 @@ def test_a_prompt_computed_by_several_ranks(tmp_path, producer: Side, consumer: 
 @pytest.mark.parametrize(
     ("producer", "consumer"),
     [
-        (Side("kv_producer", 2, 16, pp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
-        (Side("kv_producer", 2, 16), Side("kv_consumer", 1, 32, pp=2, n_blocks=48)),
+        pytest.param(Side("kv_producer", 2, 16, pp=2), Side("kv_consumer", 2, 64, n_blocks=24), marks=FULL),
+        pytest.param(Side("kv_producer", 2, 16), Side("kv_consumer", 1, 32, pp=2, n_blocks=48), marks=FULL),
         (Side("kv_producer", 1, 16, pp=3), Side("kv_consumer", 2, 32, pp=2, n_blocks=48)),
     ],
     ids=["2x2 to 2x1", "2x1 to 1x2", "1x3 to 2x2"],
@@ -328,7 +340,7 @@ def test_layers_split_over_stages(tmp_path, producer: Side, consumer: Side):
 @pytest.mark.parametrize(
     ("producer", "consumer"),
     [
-        (Side("kv_producer", 2, 16, pp=2), replace(CONSUMER, n_blocks=48)),
+        pytest.param(Side("kv_producer", 2, 16, pp=2), replace(CONSUMER, n_blocks=48), marks=FULL),
         (PRODUCER, Side("kv_consumer", 2, 64, pp=2, n_blocks=48)),
     ],
     ids=["2x2 to 2x1", "4x1 to 2x2"],
@@ -367,7 +379,7 @@ def of_stages(pair: Pair, seed: int) -> None:
     ("producer", "consumer"),
     [
         (Side("kv_producer", 2, 16, dcp=2), CONSUMER),
-        (Side("kv_producer", 1, 64), Side("kv_consumer", 4, 32, dcp=2)),
+        pytest.param(Side("kv_producer", 1, 64), Side("kv_consumer", 4, 32, dcp=2), marks=FULL),
     ],
     ids=["2 of 2 to TP 2", "TP 1 to 2 of 4"],
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rows import rows
+
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = """
 import logging
@@ -20,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import configure_logging
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from pdstage.integrations.vllm import PdStageConnector
+from tests.rows import rows
 
 made = VllmConfig(
     device_config=DeviceConfig("cpu"),
@@ -50,7 +53,7 @@ def said(*, early: bool = True, **environment: str) -> list[str]:
     return [line for line in lines if "session with" in line or "was silent" in line]
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", rows([True, False], full={False}))
 def test_without_configuration_infos_and_warnings_are_in_vllm_s_log(early: bool) -> None:
     info, warning = said(early=early)
     assert " INFO " in info

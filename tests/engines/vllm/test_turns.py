@@ -19,6 +19,7 @@ from tests.engines.vllm.caches import Side as Workers
 from tests.engines.vllm.lives import Pair, continuation, prompts
 from tests.engines.vllm.models import GEMMA, LLAMA, QWEN, Side
 from tests.engines.vllm.test_caches import recurrent
+from tests.rows import rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +117,7 @@ def engines(tmp_path: Path) -> Callable[..., Conversation]:
     return start
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", rows([True, False], full={False}))
 def test_prefill_computes_what_is_new_of_a_turn(engines, caching: bool):
     sides = replace(FIRST, prefix_caching=False), replace(SECOND, prefix_caching=caching)
     with engines(LLAMA, *sides) as pair:
@@ -168,7 +169,7 @@ def test_prefill_loads_what_another_engine_has_computed_alone(engines):
         finish(pair, "next")
 
 
-@pytest.mark.parametrize("offset_s", [-600.0, 600.0])
+@pytest.mark.parametrize("offset_s", rows([-600.0, 600.0], full={-600.0}))
 def test_another_hosts_clock_changes_nothing(engines, offset_s: float):
     with engines() as pair:
         pair.p.call("set_clock", offset_s)
@@ -228,7 +229,7 @@ def test_what_nobody_asks_for_is_given_back_in_its_time(engines):
         assert pair.computed(name, len(prompt)) == len(prompt)
 
 
-@pytest.mark.parametrize("model", [GEMMA, QWEN], ids=["windows", "states"])
+@pytest.mark.parametrize("model", [pytest.param(GEMMA, marks=pytest.mark.full), QWEN], ids=["windows", "states"])
 def test_hybrids_go_on_from_the_end_of_a_turn_alone(engines, model: dict[str, Any]):
     with engines(model) as pair:
         first, more = prompts(150, 20, seed=65)
