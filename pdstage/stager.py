@@ -411,7 +411,7 @@ class Stager:
             done.append(self._done.popleft())
         return done
 
-    def close(self) -> None:
+    def give_back(self) -> None:
         """Once no copy runs; none begins any more."""
         if self._stream is not None:
             self._stream.give_back()

@@ -395,7 +395,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
                 driver.turning.holder = None
         if free:
             if not self.stager.launched:
-                self.stager.close()
+                self.stager.give_back()
             self.memory.release()
             self.page_lock.release()
         return free

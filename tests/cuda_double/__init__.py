@@ -129,6 +129,11 @@ class Double:
         for address in list(self._sizes):
             self.free(address)
         self._library.cuda_double_reset()
+        self._before = {name: self[name] for name in ("n_handles", "n_mapped", "n_reserved")}
+
+    def new(self, name: str) -> int:
+        """How much more there is of what runtimes of this process may keep than at the last `reset`."""
+        return self[name] - self._before[name]
 
     def calls(self, name: str) -> int:
         """How often the process called that function of cuda.h since `forget_calls`."""

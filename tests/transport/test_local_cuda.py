@@ -271,7 +271,7 @@ def test_what_is_mapped_of_segments_is_given_back_whole(gpu, stock):
     assert n_files() == held + len(SIZES), "a number that is given again would be another allocation's"
     a.close()
     assert n_files() == held
-    assert not gpu["n_handles"]
+    assert not gpu.new("n_handles")
     names = "RetainAllocationHandle", "ExportToShareableHandle", "Release"
     assert [gpu.calls(f"cuMem{name}") for name in names] == [4, 4, 4]
     gpu.free(memory.address)
@@ -301,8 +301,8 @@ def test_what_is_mapped_of_segments_is_given_back_whole(gpu, stock):
             "Unmap": n,
         }
         assert {name: gpu.calls(f"cuMem{name}") for name in wanted} == wanted
-        assert not gpu["n_handles"]
-        assert not gpu["n_reserved"]
+        assert not gpu.new("n_handles")
+        assert not gpu.new("n_reserved")
         assert n_files() == before + 1, "of the last endpoint's own memory"
     finally:
         b.shut()
@@ -320,8 +320,8 @@ def test_segments_that_the_driver_refuses_midway_leave_nothing_behind(gpu, stock
         a.connect("b", b.describe())
         with pytest.raises(PeerError, match=f"not mapped: the driver does not map it: {call[0]} failed with 304"):
             a.prepare("b", [b.region()])
-        assert not gpu["n_handles"]
-        assert not gpu["n_reserved"]
+        assert not gpu.new("n_handles")
+        assert not gpu.new("n_reserved")
         gpu.fail(call[0], 0)
         a.prepare("b", [b.region()])
         assert gpu["n_open"] == 1
@@ -337,7 +337,7 @@ def test_an_export_that_stops_midway_is_refused_in_words_and_leaves_nothing_open
     with pytest.raises(UsageError, match=r"allocation 3 of 4 .* failed with 304.*ulimit -n"):
         _cuda_ipc.here().export(memory.address, memory.nbytes)
     assert n_files() == before
-    assert not gpu["n_handles"]
+    assert not gpu.new("n_handles")
     gpu.free(memory.address)
 
 
@@ -365,8 +365,8 @@ def test_segments_that_say_nonsense_are_refused_before_anything_is_mapped(gpu, s
         a.connect("b", altered(b, segments=segments._replace(descriptors=[9999, *segments.descriptors[1:]])))
         with pytest.raises(PeerError, match=r"taking over descriptor 9999 .*EBADF"):
             a.prepare("b", [b.region()])
-        assert not gpu["n_handles"]
-        assert not gpu["n_reserved"]
+        assert not gpu.new("n_handles")
+        assert not gpu.new("n_reserved")
     finally:
         a.close()
         b.shut()
