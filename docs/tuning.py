@@ -64,7 +64,7 @@ def knobs() -> list[Knob]:
              f"{near['detail'].partition(';')[0]} {auto.link}"),
         Knob("`calibration`", "the transport's traits", "once for each kind of pair of hosts",
              f"the same cells were chosen by one {auto.link}"),
-        Knob("`Config.chunk_nbytes`", "16 MiB", "short writes to other peers must come between those of a long one",
+        Knob("`Config.chunk_nbytes`", "64 MiB", "short writes to other peers must come between those of a long one",
              "the longest chunk; chunks are sized by the transport's costs, 4 MiB at least"),
         Knob("`staging_nbytes`", "256 MiB", "many rooms at once wait for leases, or memory is short",
              f"64 x 64 ranks at 60 % of their NICs: p99 beside no limits is {scarce:.2f} x with 16 MiB at decode, "

@@ -104,3 +104,17 @@ def test_pieces_grow_with_what_is_sent_and_with_what_each_costs():
     assert COST.piece_nbytes(4 * NBYTES) == pytest.approx(2 * COST.piece_nbytes(NBYTES), rel=0.01)
     assert replace(COST, chunk_s=4 * COST.chunk_s).piece_nbytes(NBYTES) > COST.piece_nbytes(NBYTES)
     assert COST.piece_nbytes(1000) == 1000
+
+
+def test_pieces_of_a_device_are_as_long_as_keeps_its_link_busy():
+    """The copies of an H200 with 8 multiprocessors, and a NIC of 400 Gb: not the sixteenth of a room that the host's
+    rates ask for.
+    """
+    nic = CostModel.linear(50e9, 1e-6, 30e-6)
+    device = replace(
+        nic, gather_bytes_per_s=275e9, scatter_bytes_per_s=275e9, gather_run_s=0.0, scatter_run_s=0.0, chunk_s=250e-6
+    )
+    for nbytes in (64 << 20, 512 << 20):
+        piece = device.piece_nbytes(nbytes)
+        assert piece > 5 * nic.piece_nbytes(nbytes)
+        assert piece / 50e9 > device.chunk_s

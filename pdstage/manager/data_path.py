@@ -42,8 +42,11 @@ _MAX_PLANS = 128  # of a session: ranges of layers, times what its rooms ask for
 _LONG_RUN_NBYTES = 64 << 10
 """Runs of so many bytes on average are for a device's copy engines, which need none of its multiprocessors; a guess."""
 
-_IN_A_LANE = 4
-"""Chunks that a lane should hold at once: while one is scattered another lands, and others are gathered."""
+_IN_A_LANE = {"cpu": 4}
+"""Chunks that a lane should hold at once: while one is scattered another lands, and others are gathered. A device's
+copies are short beside the rest, so two do.
+"""
+_DIRECT_NBYTES = 16 << 20
 
 MAX_TOGETHER = 8
 """Gathers that are done as one: as many destinations as one launch has."""
@@ -72,6 +75,7 @@ class DataPath:
         self._transport, self._stager, self._sessions = transport, stager, sessions
         self._cost_of, self._buffers, self._chunk_nbytes = cost_of, buffers, chunk_nbytes
         self._layout, self._kind, self._observed = stager.pool.layout, stager.pool.device.partition(":")[0], observed
+        self._in_a_lane = _IN_A_LANE.get(self._kind, 2)
         self._posts = Posts(transport)
         self._placed: dict[int, Mapped] = {}
         """Destinations' memory that gathers under way write, by ticket: it stays mapped until they are over."""
@@ -105,14 +109,14 @@ class DataPath:
         if self.path != "staged" and destination.may_direct(rects):
             tokens = destination.session.common.tokens(rects)
             if self.path == "direct" or self._is_cheaper_direct(destination, rects, tokens, nbytes):
-                return self._chunk_nbytes
+                return min(self._chunk_nbytes, _DIRECT_NBYTES)
         return self._staged_nbytes(destination, nbytes)
 
     def _staged_nbytes(self, destination: Destination, nbytes: int) -> int:
         """The length of staged chunks of `nbytes`: by what the transport costs, and so that several fit the peer's
         largest lane, but not below `LEAST_PIECE_NBYTES`, nor above `chunk_nbytes`.
         """
-        wanted = min(self._cost(destination).piece_nbytes(nbytes), destination.session.largest_lane // _IN_A_LANE)
+        wanted = min(self._cost(destination).piece_nbytes(nbytes), destination.session.largest_lane // self._in_a_lane)
         return min(max(LEAST_PIECE_NBYTES, wanted), self._chunk_nbytes)
 
     def _cost(self, destination: Destination) -> CostModel:

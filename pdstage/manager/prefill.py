@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, assert_never
 
@@ -144,10 +145,22 @@ class Sender(Handle):
         self._node.abort(self, reason)
 
 
+_DEVICE_CHUNK_S = 250e-6
+"""What a chunk costs both hosts, where its bytes pass none of them: measured on the double of CUDA's driver."""
+
+
 @cache
-def _by_traits(traits: Traits) -> CostModel:
-    """Of a transport nobody measured: one whose traits differ by peer costs each what its own say."""
-    return CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+def _by_traits(traits: Traits, copies_at: float | None) -> CostModel:
+    """Of a transport nobody measured: one whose traits differ by peer costs each what its own say. `copies_at` are the
+    bytes a second of a device's copies, on either side.
+    """
+    found = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+    if copies_at is None:
+        return found
+    return replace(
+        found, gather_bytes_per_s=copies_at, scatter_bytes_per_s=copies_at, gather_run_s=0.0, scatter_run_s=0.0,
+        chunk_s=_DEVICE_CHUNK_S,
+    )  # fmt: skip
 
 
 class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
@@ -227,6 +240,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         self._positional = {component.name for component in pool.layout.components if component.positional}
         buffer_nbytes = self.parts[0].nbytes
         self._chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
+        self._copies_at: float | None = None
         self.data_path = DataPath(
             self.transport, self.stager, self.sessions, path=path, cost_of=self.cost_of, buffers=self.parts,
             chunk_nbytes=self._chunk_nbytes, observed=self.observed,
@@ -243,6 +257,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         self.bootstrap_address = bootstrap or ""
         self.advert = self._advert(instance)
         try:
+            if path != "direct":
+                with self.driver.device():
+                    self._copies_at = self.stager.rate(self.parts[0])
             if publish:
                 self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
                 self.directory.publish(self.bootstrap_address, lambda: [self.advert])
@@ -265,7 +282,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
 
     def cost_of(self, traits: Traits) -> CostModel:
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
-        return self._costs.get(traits.name) or _by_traits(traits)
+        return self._costs.get(traits.name) or _by_traits(traits, self._copies_at)
 
     @property
     def written(self) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class Config:
     max_peers: int = 4_096
     """Beyond it the idlest session is asked to end for each new peer; where all are in use, the new one is refused."""
     max_aux_nbytes: int = 4 << 20
-    chunk_nbytes: int = 16 << 20
+    chunk_nbytes: int = 64 << 20
     """The longest chunk. Prefill splits what it is given into such ones, or into shorter ones where by the transport's
     costs they overlap better: gather of one, write of the next and scatter of a third.
     """

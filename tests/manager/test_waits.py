@@ -77,6 +77,7 @@ def notices(site: Site) -> tuple[float, float]:
     src.pool.runtime = dst.pool.runtime = lambda: runtime
     options = {"path": "staged", "progress": "thread", "journal": None}
     p, d = site.prefill(src, **options), site.decode(dst, **options)
+    runtime.noticed_s.clear()  # of what a node measures at its start
     pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
     for room in range(N_ROOMS):
         receiver, sender = d.receive(room, site.address), p.send(room)

@@ -13,6 +13,8 @@ from pdstage import State
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.zmq import Ready
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
+from pdstage.manager.calibration import Calibration
+from pdstage.plan.cost import CostModel
 from pdstage.tools.judge import judge
 from pdstage.transport.local import LocalTransport
 from tests import cuda_double
@@ -41,6 +43,21 @@ def gpu():
 def address():
     with BootstrapServer("127.0.0.1:0") as server:
         yield server.address
+
+
+def test_a_devices_copies_cost_what_they_were_measured_to(gpu, address, tmp_path):
+    """Not what the host's do; a calibration file has the last word."""
+    rank, options = DeviceRank(0), {"bootstrap": address, "transport": "local"}
+    with prefill_node(rank, staging=staging(), **options) as node:
+        made = node.cost_of(node.transport.traits)
+        assert made.gather_bytes_per_s == made.scatter_bytes_per_s > 0
+        assert made.gather_bytes_per_s != CostModel.linear(1.0, 1.0, 1.0).gather_bytes_per_s
+    known = CostModel.linear(1e9, 1e-6, 1e-5)
+    file = tmp_path / "calibration.json"
+    said = {"version": 1, "made_at": "", "prefill_host": "", "decode_host": ""}
+    Calibration(**said, transports={"local": known}).write(file)
+    with prefill_node(rank, staging=staging(), calibration=file, **options) as node:
+        assert node.cost_of(node.transport.traits) == known
 
 
 def send_all(node, rank, decode, cuts=(0, TOKENS)):
