@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from pdstage.kernels import Plan
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.layout import Component
+    from pdstage.layout import View
     from pdstage.plan import Rect, Share, Tokens
     from pdstage.plan.token_slices import Cut
 
@@ -48,7 +48,7 @@ ALIGNMENT = 256
 DEFAULT_MAX_SMS = 8
 """275 GB/s on an H200, of which they are 6 %."""
 _MAX_PLANS = 1024
-_RATED_NBYTES = (1 << 20, 32 << 20)
+_RATED_NBYTES, _RATED_VIEWS = (1 << 20, 32 << 20), 64
 _RATED_S = 1e-3
 _RATE_WAIT_S = 1.0
 _STAGED = 4  # of a plan's key
@@ -425,15 +425,15 @@ class Stager:
         if self._stream is None:
             return None
 
-        def item_nbytes(one: Component) -> int:
-            return sum(view.shards * view.shard_nbytes * view.rows_per_item for view in one.views)
+        def item_nbytes(views: Sequence[View]) -> int:
+            return sum(view.shards * view.shard_nbytes * view.rows_per_item for view in views)
 
-        found, component = None, max(self.pool.layout.components, key=item_nbytes)
-        name, nbytes, per_item = component.name, item_nbytes(component), component.views[0].tokens_per_item
-        n_items = min(view.n_items for view in component.views)
-        plan = self.pool.plan(Select(view.key, 0, view.shards) for view in component.views)
+        found, component = None, max(self.pool.layout.components, key=lambda one: item_nbytes(one.views))
+        name, views = component.name, component.views[:_RATED_VIEWS]
+        nbytes, per_item, n_items = item_nbytes(views), views[0].tokens_per_item, min(view.n_items for view in views)
+        plan = self.pool.plan(Select(view.key, 0, view.shards) for view in views)
         for most_nbytes in _RATED_NBYTES:
-            room = min(into.nbytes, most_nbytes) - VIEW_ALIGNMENT * len(component.views)
+            room = min(into.nbytes, most_nbytes) - VIEW_ALIGNMENT * len(views)
             if (n := min(n_items, room // nbytes)) < 1:
                 continue
             items, tokens = {name: Index.of(np.arange(n))}, {name: (0, n * per_item)}

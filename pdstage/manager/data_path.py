@@ -42,7 +42,7 @@ _MAX_PLANS = 128  # of a session: ranges of layers, times what its rooms ask for
 _LONG_RUN_NBYTES = 64 << 10
 """Runs of so many bytes on average are for a device's copy engines, which need none of its multiprocessors; a guess."""
 
-_IN_A_LANE = {"cpu": 4}
+_IN_A_LANE, _OF_A_DEVICE_IN_A_LANE = 4, 2
 """Chunks that a lane should hold at once: while one is scattered another lands, and others are gathered. A device's
 copies are short beside the rest, so two do.
 """
@@ -75,7 +75,7 @@ class DataPath:
         self._transport, self._stager, self._sessions = transport, stager, sessions
         self._cost_of, self._buffers, self._chunk_nbytes = cost_of, buffers, chunk_nbytes
         self._layout, self._kind, self._observed = stager.pool.layout, stager.pool.device.partition(":")[0], observed
-        self._in_a_lane = _IN_A_LANE.get(self._kind, 2)
+        self._in_a_lane = _IN_A_LANE if self._kind == "cpu" else _OF_A_DEVICE_IN_A_LANE
         self._posts = Posts(transport)
         self._placed: dict[int, Mapped] = {}
         """Destinations' memory that gathers under way write, by ticket: it stays mapped until they are over."""
