@@ -37,6 +37,7 @@ def in_small(monkeypatch):
     monkeypatch.setattr(kv_transfer, "cases", lambda scale, quick: small())
 
 
+@pytest.mark.full
 def test_every_case_over_local(in_small):
     report = run_named("kv-transfer", quick=True, transport="local")
     unequal = "TP4, pages of 16 -> TP2, pages of 64, HND"

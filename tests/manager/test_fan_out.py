@@ -192,7 +192,7 @@ def test_a_launch_that_fails_fails_all_that_it_was_for(site, monkeypatch):
     assert not room.prefill.core.chunks.flights
 
 
-@pytest.mark.parametrize("dim", [16, 4096], ids=["small", "large"])
+@pytest.mark.parametrize("dim", [16, pytest.param(4096, marks=pytest.mark.full)], ids=["small", "large"])
 def test_the_gather_of_a_session_that_is_lost_in_the_same_turn_reports_itself(site, monkeypatch, dim):
     """As the others' do: its buffer was busy, or its lease was being written."""
     room = Room(site, monkeypatch, dim=dim)

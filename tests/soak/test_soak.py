@@ -46,7 +46,8 @@ def test_a_crowd_is_served_over_one_socket_and_leaves_nothing(role: str) -> None
         assert not crowd.gauge(before).grown(before)
 
 
-@pytest.mark.parametrize("role", rows(["decode", "prefill"], full={"prefill"}))
+@pytest.mark.full
+@pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_real_nodes_that_come_and_go_leave_nothing(role: str) -> None:
     """Real bytes over a real transport, whose own tables are looked at too (I14)."""
     with ExitStack() as stack:

@@ -215,7 +215,7 @@ def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(g
     del ours
 
 
-@pytest.mark.parametrize("fenced", [False, True])
+@pytest.mark.parametrize("fenced", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_over(gpu, address, fenced):
     """I8: neither the peer's death nor an operator's word of it ends a kernel that reads this node's pages."""
     rank = DeviceRank(n_pages=128)
