@@ -48,21 +48,28 @@ def _without_platform() -> None:
         vllm.platforms._current_platform = UnspecifiedPlatform()
 
 
-def install() -> None:
+def libraries() -> None:
     """`kernels`: transformers looks for Hugging Face's package of that name, and where Python starts in this checkout
     would find its folder. torchvision: its compiled part needs CUDA's libraries; without it, its import fails at the
     first of two operators that it expects there.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA must not be initialized before a fork
     import torch  # noqa: PLC0415
 
     sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
-    _use_device()
-    if torch.cuda.is_available() and importlib.util.find_spec("vllm"):
-        _without_platform()
     if _held or not importlib.util.find_spec("torchvision") or torch.cuda.is_available():
         return
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(name + NMS)
     _held.append(library)
+
+
+def install() -> None:
+    """`libraries`, and the device on which caches lie."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA must not be initialized before a fork
+    import torch  # noqa: PLC0415
+
+    _use_device()
+    libraries()
+    if torch.cuda.is_available() and importlib.util.find_spec("vllm"):
+        _without_platform()

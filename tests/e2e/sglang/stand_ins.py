@@ -49,7 +49,7 @@ def install() -> None:
     """Called before SGLang is imported. A library that is really there is left alone."""
     import torch  # noqa: PLC0415  (costs seconds, and most tests need none of this)
 
-    stubs.install()
+    stubs.libraries()
     if torch.cuda.is_available():
         return
     torch.cuda.Event = Event  # type: ignore[assignment, misc]
