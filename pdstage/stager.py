@@ -599,18 +599,20 @@ class _Stream:
 
     def seconds(self, copy: Callable[..., None]) -> float:
         """Of the second of two calls, from its launch to its end as the host sees it; infinite if it does not end in
-        `_RATE_WAIT_S`, since what runs on the device before it may not.
+        `_RATE_WAIT_S`, since what runs on the device before it may not: then it is one of those that run.
         """
-        event, took_s = self._spare[-1].event, math.inf
+        spare, took_s = self._spare.pop(), math.inf
         for _ in range(2):
             began_at = time.perf_counter()
             copy(stream=self._stream)
-            self._runtime.record(event, self._stream)
-            while not self._runtime.done(event):
+            self._runtime.record(spare.event, self._stream)
+            while not self._runtime.done(spare.event):
                 if time.perf_counter() - began_at > _RATE_WAIT_S:
+                    self._running.append(spare)
                     return math.inf
                 time.sleep(0)
             took_s = time.perf_counter() - began_at
+        self._spare.append(spare)
         return took_s
 
     def give_back(self) -> None:

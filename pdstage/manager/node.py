@@ -376,13 +376,14 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
 
     def _give_back(self) -> bool:
         """Whether nobody uses this node's memory any more: then it is given back, and all else in any case."""
-        free, driver = self.core.memory_is_free, self.driver
+        free, driver = self.core.memory_is_free and not self.stager.launched, self.driver
         if free:
             self.lent.give_all_back()
         else:
             sessions = *self.core.sessions.values(), *self.sessions.lost
             peers = sorted({self.socket.endpoint_of(session.route) for session in sessions})
-            log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
+            users = ", ".join(peers) or "the device"
+            log.error("closed while %s may still use this node's memory: it is kept", users)
             _kept_for_ever.append((self.memory, self.pool, self.metadata))
         token = object()
         try:
@@ -394,8 +395,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             if driver.turning.holder is token:
                 driver.turning.holder = None
         if free:
-            if not self.stager.launched:
-                self.stager.give_back()
+            self.stager.give_back()
             self.memory.release()
             self.page_lock.release()
         return free

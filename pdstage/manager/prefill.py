@@ -146,7 +146,7 @@ class Sender(Handle):
 
 
 _DEVICE_CHUNK_S = 250e-6
-"""What a chunk costs both hosts, where its bytes pass none of them: measured on the double of CUDA's driver."""
+"""What a chunk costs both hosts, where its bytes pass none of them: profiled."""
 
 
 @cache
@@ -281,7 +281,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         )  # fmt: skip
 
     def cost_of(self, traits: Traits) -> CostModel:
-        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
+        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies as
+        measured at the start.
+        """
         return self._costs.get(traits.name) or _by_traits(traits, self._copies_at)
 
     @property

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from transport.device_rank import N_ROOMS, TOKENS, DeviceRank, serve_decode, staging
 
-from pdstage import State
+from pdstage import State, stager
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.zmq import Ready
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
@@ -58,6 +58,24 @@ def test_a_devices_copies_cost_what_they_were_measured_to(gpu, address, tmp_path
     Calibration(**said, transports={"local": known}).write(file)
     with prefill_node(rank, staging=staging(), calibration=file, **options) as node:
         assert node.cost_of(node.transport.traits) == known
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_device_that_is_busy_as_a_node_starts(gpu, address, monkeypatch, caplog, runs):
+    """Its copies are not measured, and the node starts. What was launched is a copy like any: closed before that has
+    run, nothing is given back.
+    """
+    monkeypatch.setattr(stager, "_RATE_WAIT_S", 0.01)
+    gpu["held"] = 1
+    node = prefill_node(DeviceRank(0), staging=staging(), bootstrap=address, transport="local")
+    cost = node.cost_of(node.transport.traits)
+    assert cost.gather_bytes_per_s == CostModel.linear(1.0, 1.0, 1.0).gather_bytes_per_s
+    assert node.stager.launched
+    if runs:
+        gpu["held"] = 0
+        drive([node], lambda: not node.stager.launched)
+    assert node.close(0.1) == runs
+    assert ("closed while the device may still use this node's memory" in caplog.text) != runs
 
 
 def send_all(node, rank, decode, cuts=(0, TOKENS)):

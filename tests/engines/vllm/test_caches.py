@@ -26,8 +26,9 @@ from vllm.v1.kv_cache_interface import (
 
 from pdstage import Topology
 from pdstage.errors import UsageError
-from pdstage.integrations.vllm.caches import Caches
+from pdstage.integrations.vllm.caches import Caches, _device_of
 from pdstage.integrations.vllm.states import state_parts
+from tests.engines.stubs import DEVICE
 from tests.engines.vllm import caches
 from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, transfer
 
@@ -322,3 +323,10 @@ def test_a_cache_of_another_shape_is_refused_by_name(side: Side) -> None:
     flat = {name: cache.flatten(2) for name, cache in side.caches[0].items()}
     with pytest.raises(UsageError, match="model.layers.0.self_attn.attn"):
         Caches.of(flat, side.plan, side.configs[0], Topology())
+
+
+@pytest.mark.skipif(DEVICE != "cuda:1", reason="the double has two devices")
+def test_caches_on_two_devices_are_refused() -> None:
+    held = {f"layer {n}": torch.empty(1, device=f"cuda:{n}") for n in range(2)}
+    with pytest.raises(UsageError, match="caches on cuda:0 and cuda:1"):
+        _device_of(held)
