@@ -44,13 +44,14 @@ SECTIONS = {
     "ipc": "gpu_ipc:rows",
     "decode": "gpu_beside:decode",
     "gemm": "gpu_beside:gemm",
+    "pieces": "gpu_rooms:pieces",
 }
 # The most important first, in case the time runs out, and how long each takes at most.
 ORDER = (
     Section("compile", 75.0),
     Section("runs", 100.0),
     Section("launch", 30.0),
-    Section("rooms", 60.0, by_kernel=False),
+    Section("rooms", 90.0, by_kernel=False),
     Section("sms", 70.0),
     Section("sglang", 70.0),
     Section("models", 90.0),
@@ -59,6 +60,7 @@ ORDER = (
     Section("ipc", 40.0),
     Section("decode", 40.0),
     Section("gemm", 40.0),
+    Section("pieces", 110.0, by_kernel=False),
 )
 BUDGET_S = 420.0
 

@@ -6,7 +6,10 @@ are compared. On the CPU it runs with small sizes.
 
 from __future__ import annotations
 
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,16 +26,16 @@ PROGRESS = ("thread", "inline")
 ROOM_NBYTES = 64 << 20
 _LARGE_NBYTES = 512 << 20
 _STAGING_NBYTES = 256 << 20
+_HOST_PIECE_NBYTES = 16 << 20
 
 
 class Case(NamedTuple):
-    """Rooms of `nbytes` each. `prefill` and `decode` are more options of their nodes."""
+    """Rooms of `nbytes` each. `prefill` are more options of its node."""
 
     transport: str
     progress: str = PROGRESS[0]
     nbytes: int = ROOM_NBYTES
     prefill: Mapping[str, object] = MappingProxyType({})
-    decode: Mapping[str, object] = MappingProxyType({})
 
     def __str__(self) -> str:
         return f"rooms, {self.transport}, {self.progress}"
@@ -44,24 +47,57 @@ def rows(bed: Bed, quick: bool) -> Iterator[Row]:
     """
     if bed.lacks("rooms", ("msgspec", "zmq")):
         return
-    missing, failed = bed.transports_missing(), []
-    for transport in TRANSPORTS:
-        if missing[transport]:
-            bed.left_out.append(f"rooms, {transport}: {missing[transport]}")
-    cases = [
-        Case(transport, progress, nbytes)
-        for nbytes in sorted({bed.sized(ROOM_NBYTES), bed.sized(_LARGE_NBYTES)})
-        for transport in TRANSPORTS
-        for progress in PROGRESS
-        if not missing[transport]
-    ]
-    for case in cases[: 2 * len(PROGRESS)] if quick else cases:
+    failed = []
+    for case in _cases(bed, quick):
         try:
             yield from of(bed, case, 3 if quick else 9)
         except (RuntimeError, TimeoutError) as error:  # go on with the others' numbers
             failed.append(f"{case}: {error}")
     if failed:
         raise RuntimeError("; ".join(failed))
+
+
+def pieces(bed: Bed, quick: bool) -> Iterator[Row]:
+    """Rooms in pieces by the rate of the GPU's copies, beside rooms in pieces by the host's, of 16 MiB at most."""
+    if bed.lacks("pieces", ("msgspec", "zmq")):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for case in _cases(bed, quick):
+            if case.progress != PROGRESS[0]:
+                continue
+            by_host = case._replace(prefill=_by_host(case.transport, Path(folder, case.transport)))
+            both = [list(of(bed, one, 2 if quick else 4)) for one in (by_host, case)]
+            for base, row in zip(*both, strict=True):
+                yield replace(
+                    row, name=f"pieces, {row.name}", baseline=base.value, baseline_quartiles=base.quartiles,
+                    detail="by the rate of the GPU's copies; baseline: by the host's",
+                    point={**row.point, "table": "pieces"},
+                )  # fmt: skip
+
+
+def _cases(bed: Bed, quick: bool) -> list[Case]:
+    """Small rooms by everybody, large ones by a thread."""
+    missing = bed.transports_missing()
+    bed.left_out += [f"rooms, {transport}: {missing[transport]}" for transport in TRANSPORTS if missing[transport]]
+    small, *large = sorted({bed.sized(ROOM_NBYTES), bed.sized(_LARGE_NBYTES)})
+    here = [transport for transport in TRANSPORTS if not missing[transport]]
+    cases = [Case(transport, progress, small) for transport in here for progress in PROGRESS]
+    return cases + [Case(transport, nbytes=nbytes) for nbytes in large for transport in here if not quick]
+
+
+def _by_host(transport: str, file: Path) -> dict[str, object]:
+    """Options by which a device's copies cost what the host's do."""
+    from pdstage.manager.calibration import Calibration  # noqa: PLC0415  (what nodes need)
+    from pdstage.plan.cost import CostModel  # noqa: PLC0415
+    from pdstage.protocol.config import Config  # noqa: PLC0415
+    from pdstage.transport import open_transport  # noqa: PLC0415
+
+    with open_transport(transport) as opened:
+        traits = opened.traits
+    cost = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+    where = {"made_at": "", "prefill_host": "", "decode_host": ""}
+    Calibration(version=1, **where, transports={traits.name: cost}).write(file)
+    return {"calibration": str(file), "config": Config(chunk_nbytes=_HOST_PIECE_NBYTES)}
 
 
 def of(bed: Bed, case: Case, repeats: int) -> Iterator[Row]:
@@ -71,16 +107,14 @@ def of(bed: Bed, case: Case, repeats: int) -> Iterator[Row]:
     from .gpu_room_ranks import AT_ONCE, DECODE_PAGE, TOKEN_NBYTES, Decode, Prefill  # noqa: PLC0415  (what nodes need)
     from .ranks import Rank  # noqa: PLC0415
 
-    tokens = bed.sized(case.nbytes) // TOKEN_NBYTES
+    tokens = case.nbytes // TOKEN_NBYTES
     page_tokens = min(DECODE_PAGE, tokens)
     with BootstrapServer() as server:
         both = {
             "transport": case.transport, "progress": case.progress, "staging_nbytes": _STAGING_NBYTES, "path": "staged"
         }  # fmt: skip
-        prefill, decode = (
-            Rank(rank, server.address, bed.device, tokens, {**both, **more})
-            for rank, more in ((Prefill, case.prefill), (Decode, case.decode))
-        )
+        made = (server.address, bed.device, tokens)
+        prefill, decode = Rank(Prefill, *made, {**both, **case.prefill}), Rank(Decode, *made, both)
         try:
             prefill.ready(), decode.ready()
             first = []

@@ -215,6 +215,16 @@ def test_rooms_between_two_processes(bed, monkeypatch, transport):
     assert {row.point["progress"] for row in rows} == {"thread", "inline"}
 
 
+def test_pieces_by_the_gpus_rate_stand_beside_those_by_the_hosts(bed, monkeypatch):
+    pytest.importorskip("msgspec")
+    pytest.importorskip("zmq")
+    monkeypatch.setattr(gpu_rooms, "TRANSPORTS", ("local",))
+    rows = finite(gpu_rooms.pieces(bed, True))
+    assert {row.point["what"] for row in rows} | {"one page"} == {"first", "a room", "8 rooms at once", "one page"}
+    assert {(row.point["table"], row.point["progress"]) for row in rows} == {("pieces", "thread")}
+    assert all(row.baseline > 0 for row in rows)
+
+
 @pytest.mark.full
 def test_a_room_of_other_bytes_is_no_measurement(bed, monkeypatch):
     pytest.importorskip("msgspec")

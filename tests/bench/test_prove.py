@@ -55,7 +55,7 @@ def read(tmp_path, name="nvidia-x1", folder="out"):
 def test_what_would_be_missed_most_comes_first(machine, tmp_path):
     assert prove.main([]) == 0
     first = ["compile", "smoke", "runs", "launch", "rooms", "sms", "sglang", "models", "tests", "streams", "vllm"]
-    assert machine["ran"] == [*first, "demo", "fused", "convert", "ipc", "decode", "gemm"]
+    assert machine["ran"] == [*first, "demo", "fused", "convert", "ipc", "decode", "gemm", "pieces"]
     for folder in ("results", "out"):
         report = read(tmp_path, folder=folder)
         assert report["finished"] is True
@@ -82,7 +82,7 @@ def test_the_tests_keep_their_time_and_all_ends_before_a_command_may_last():
 def test_a_section_that_fails_is_told_and_stops_nothing(machine, tmp_path, capsys):
     machine["lines"] = {"runs": [row("kept"), {"problem": "exit code -6: illegal address"}]}
     assert prove.main([]) == 1
-    assert machine["ran"][-1] == "gemm"
+    assert machine["ran"][-1] == "pieces"
     report = read(tmp_path)
     assert [one["name"] for one in report["rows"]] == ["kept"]
     assert report["failed"] == ["runs: exit code -6: illegal address"]
