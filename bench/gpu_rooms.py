@@ -1,25 +1,36 @@
-"""Rooms end to end between two processes on one GPU: gathered, written and scattered, by each available transport.
+"""Rooms end to end between two processes on a GPU: gathered, written and scattered, by each available transport.
 
 Prefill holds tokens before heads in pages of 16, decode heads before tokens in pages of 32. The bytes of the first room
 are compared. On the CPU it runs with small sizes.
+
+`pdstage bench rooms --device D` takes "cuda:0", "cuda:0,cuda:1" (prefill on the first), "cpu", or, in a checkout,
+"double": a GPU's driver over host memory with the costs of an H200 (`COSTS`), for the host's part of the path. There
+large copies take their time and move nothing; the bytes of smaller rooms are compared first, by the same kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .bed import Spread
-from .harness import Row
+from pdstage.errors import UsageError
+
+from .bed import Bed, Spread
+from .harness import Measured, Row, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from .bed import Bed
+    from .ranks import Rank
 
 TRANSPORTS = ("local", "nixl")
 PROGRESS = ("thread", "inline")
@@ -27,28 +38,67 @@ ROOM_NBYTES = 64 << 20
 _LARGE_NBYTES = 512 << 20
 _STAGING_NBYTES = 256 << 20
 _HOST_PIECE_NBYTES = 16 << 20
+_CHECKED_NBYTES = 2 << 20
+DOUBLE = "double"
+COSTS = {
+    "timed": 1, "moves": 64 << 10, "copy_us": 10, "copy_gbps": 283, "us:cuLaunchKernel": 25, "us:cuMemcpyAsync": 25,
+    "us:cuEventQuery": 2,
+}  # fmt: skip
+"""Of the double's settings: a kernel of 8 multiprocessors, as an H200's."""
 
 
 class Case(NamedTuple):
-    """Rooms of `nbytes` each. `prefill` are more options of its node."""
+    """Rooms of `nbytes` each. `prefill` are more options of its node, `decode` the device of the other, "" the bed's.
+    Not `moves`: the device moves no bytes that could be compared.
+    """
 
     transport: str
     progress: str = PROGRESS[0]
     nbytes: int = ROOM_NBYTES
     prefill: Mapping[str, object] = MappingProxyType({})
+    decode: str = ""
+    moves: bool = True
 
     def __str__(self) -> str:
         return f"rooms, {self.transport}, {self.progress}"
 
 
-def rows(bed: Bed, quick: bool) -> Iterator[Row]:
+def run(quick: bool, device: str) -> Measured:
+    """`rows` on any device. Raises `UsageError` where there is no such device, or no double of one."""
+    if device != DOUBLE:
+        prefill, _, decode = device.partition(",")
+        bed = Bed(prefill)
+        return Measured(list(rows(bed, quick, decode=decode)), {}, bed.left_out, [])
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "tests/cuda_double").is_dir():
+        raise UsageError("no double of a device here", remedy="run it in a checkout", field="device")
+    sys.path.append(str(root))
+    cuda_double = importlib.import_module("tests.cuda_double")
+    if why := cuda_double.missing():
+        raise UsageError(f"no double of a device here: {why}", remedy="see CONTRIBUTING.md", field="device")
+    with ExitStack() as held:
+        os.environ |= cuda_double.everywhere(Path(held.enter_context(tempfile.TemporaryDirectory())))
+        device_double = cuda_double.install()
+        importlib.import_module("tests.cuda_double.torch_cuda").install()
+        bed = Bed("cuda:0")
+        for transport in [
+            one for one, missing in bed.transports_missing().items() if one in TRANSPORTS and not missing
+        ]:
+            check(bed, Case(transport, nbytes=_CHECKED_NBYTES))
+        os.environ["CUDA_DOUBLE"] = ",".join(f"{name}={value}" for name, value in COSTS.items())
+        for name, value in COSTS.items():
+            device_double[name] = value
+        return Measured(list(rows(bed, quick, moves=False)), {"double": dict(COSTS)}, bed.left_out, [])
+
+
+def rows(bed: Bed, quick: bool, **of_all: Any) -> Iterator[Row]:  # noqa: ANN401
     """By transport and by who does the work: GB/s of one room, and of several at once, beside a copy; the time of one
-    page; and how long the first rooms of two nodes take.
+    page; and how long the first rooms of two nodes take. `of_all` cases: fields of `Case`.
     """
     if bed.lacks("rooms", ("msgspec", "zmq")):
         return
     failed = []
-    for case in _cases(bed, quick):
+    for case in [case._replace(**of_all) for case in _cases(bed, quick)]:
         try:
             yield from of(bed, case, 3 if quick else 9)
         except (RuntimeError, TimeoutError) as error:  # go on with the others' numbers
@@ -102,38 +152,59 @@ def _by_host(transport: str, file: Path) -> dict[str, object]:
 
 def of(bed: Bed, case: Case, repeats: int) -> Iterator[Row]:
     """The rows of one case. Raises `RuntimeError` where other bytes arrive than were sent."""
-    from pdstage.control.bootstrap import BootstrapServer  # noqa: PLC0415
-
-    from .gpu_room_ranks import AT_ONCE, DECODE_PAGE, TOKEN_NBYTES, Decode, Prefill  # noqa: PLC0415  (what nodes need)
-    from .ranks import Rank  # noqa: PLC0415
+    from .gpu_room_ranks import AT_ONCE, DECODE_PAGE, TOKEN_NBYTES  # noqa: PLC0415  (what nodes need)
 
     tokens = case.nbytes // TOKEN_NBYTES
     page_tokens = min(DECODE_PAGE, tokens)
+    with _ranks(bed, case) as (prefill, decode):
+        first = [_first(prefill, decode, tokens, case.moves)]
+        first += [_run(prefill, decode, (name,), tokens)[0] for name in ("second", "third")]
+        took = [_run(prefill, decode, range(1), tokens)[0] for _ in range(repeats)]
+        yield _first_row(case, tokens * TOKEN_NBYTES, first, Spread.of(took))
+        yield _rate_row(bed, case, "a room", tokens * TOKEN_NBYTES, Spread.of(took))
+        took = [_run(prefill, decode, range(AT_ONCE), tokens)[0] for _ in range(repeats + 1)][1:]
+        yield _rate_row(bed, case, f"{AT_ONCE} rooms at once", AT_ONCE * tokens * TOKEN_NBYTES, Spread.of(took))
+        if case.nbytes <= ROOM_NBYTES:
+            took = [_run(prefill, decode, range(1), page_tokens)[0] for _ in range(4 * repeats + 1)][1:]
+            yield _latency_row(bed, case, page_tokens * TOKEN_NBYTES, Spread.of(took))
+
+
+def check(bed: Bed, case: Case) -> None:
+    """One room of the case. Raises `RuntimeError` where other bytes arrive than were sent."""
+    from .gpu_room_ranks import TOKEN_NBYTES  # noqa: PLC0415  (what nodes need)
+
+    with _ranks(bed, case) as (prefill, decode):
+        _first(prefill, decode, case.nbytes // TOKEN_NBYTES)
+
+
+@contextlib.contextmanager
+def _ranks(bed: Bed, case: Case) -> Iterator[tuple[Rank, Rank]]:
+    """Prefill's and decode's processes."""
+    from pdstage.control.bootstrap import BootstrapServer  # noqa: PLC0415
+
+    from .gpu_room_ranks import TOKEN_NBYTES, Decode, Prefill  # noqa: PLC0415  (what nodes need)
+    from .ranks import Rank  # noqa: PLC0415
+
+    tokens = case.nbytes // TOKEN_NBYTES
+    both = {
+        "transport": case.transport, "progress": case.progress, "staging_nbytes": _STAGING_NBYTES, "path": "staged"
+    }  # fmt: skip
     with BootstrapServer() as server:
-        both = {
-            "transport": case.transport, "progress": case.progress, "staging_nbytes": _STAGING_NBYTES, "path": "staged"
-        }  # fmt: skip
-        made = (server.address, bed.device, tokens)
-        prefill, decode = Rank(Prefill, *made, {**both, **case.prefill}), Rank(Decode, *made, both)
+        prefill = Rank(Prefill, server.address, bed.device, tokens, {**both, **case.prefill})
+        decode = Rank(Decode, server.address, case.decode or bed.device, tokens, both)
         try:
-            prefill.ready(), decode.ready()
-            first = []
-            for name in ("first", "second", "third"):
-                took_s, is_right = _run(prefill, decode, (name,), tokens)
-                if name == "first" and not is_right:
-                    raise RuntimeError("a room arrived with other bytes than were sent")
-                first.append(took_s)
-            took = [_run(prefill, decode, range(1), tokens)[0] for _ in range(repeats)]
-            yield _first_row(case, tokens * TOKEN_NBYTES, first, Spread.of(took))
-            yield _rate_row(bed, case, "a room", tokens * TOKEN_NBYTES, Spread.of(took))
-            took = [_run(prefill, decode, range(AT_ONCE), tokens)[0] for _ in range(repeats + 1)][1:]
-            yield _rate_row(bed, case, f"{AT_ONCE} rooms at once", AT_ONCE * tokens * TOKEN_NBYTES, Spread.of(took))
-            if case.nbytes <= ROOM_NBYTES:
-                took = [_run(prefill, decode, range(1), page_tokens)[0] for _ in range(4 * repeats + 1)][1:]
-                yield _latency_row(bed, case, page_tokens * TOKEN_NBYTES, Spread.of(took))
+            yield prefill.ready(), decode.ready()
         finally:
             decode.close()
             prefill.close()
+
+
+def _first(prefill: Rank, decode: Rank, tokens: int, moves: bool = True) -> float:
+    """Seconds of the first room of two nodes. `moves`: the device moves its bytes, so that they are compared."""
+    took_s, is_right = _run(prefill, decode, ("first",), tokens)
+    if moves and not is_right:
+        raise RuntimeError("a room arrived with other bytes than were sent")
+    return took_s
 
 
 def _run(prefill: Any, decode: Any, names: Any, tokens: int) -> tuple[float, bool]:  # noqa: ANN401
@@ -191,5 +262,12 @@ def _point(case: Case, what: str, nbytes: int) -> dict[str, object]:
 
 
 def _copied(bed: Bed, nbytes: int) -> Spread:
+    """One copy of as many bytes, as who waits for it sees it."""
     source, target = bed.memory(nbytes), bed.memory(nbytes)
-    return bed.spreads({"copy": lambda: target.copy_(source)}, 5)["copy"]
+
+    def copy() -> None:
+        target.copy_(source)
+        bed.wait()
+
+    copy()
+    return Spread.of([seconds(copy) for _ in range(5)])

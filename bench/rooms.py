@@ -24,7 +24,7 @@ from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.state import State
 from pdstage.tools.watch.option import VARIABLE
 
-from .harness import Row, interleaved
+from .harness import Measured, Row, interleaved
 from .ranks import Actor, Rank, Shape, expose, observers
 
 if TYPE_CHECKING:
@@ -42,9 +42,15 @@ RATES = {"inline": 9000, "thread": 2000}
 """Rooms a second to reach over `local`."""
 
 
-def run(quick: bool) -> list[Row]:
-    """`quick` leaves out nixl's rows, and opens 1,000 rooms where else it opens 10,000."""
-    rows = []
+def run(quick: bool, device: str | None = None) -> list[Row] | Measured:
+    """`quick` leaves out nixl's rows, and opens 1,000 rooms where else it opens 10,000. `device`: `gpu_rooms` in place
+    of all that.
+    """
+    if device is not None:
+        from .gpu_rooms import run as run_on  # noqa: PLC0415  (needs torch)
+
+        return run_on(quick, device)
+    rows: list[Row] = []
     for progress in PROGRESS:
         with Pair("local", progress) as pair:
             rows += [_rate(pair, quick), *_latency(pair, quick)]

@@ -59,7 +59,9 @@ def parser() -> Parser:
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
     bench.add_argument("--scale", type=int, metavar="N", help="kv-transfer: keep 1 of N of a model's layers")
     bench.add_argument("--transport", metavar="NAME", help="kv-transfer: measure only this transport")
-    bench.add_argument("--device", metavar="DEVICE", help="kv-transfer: where this host's pools are, cpu or cuda:N")
+    bench.add_argument(
+        "--device", metavar="DEVICE", help="where pools are; kv-transfer: cpu or cuda:N; rooms: also double"
+    )
     _add_hosts(bench)
     _add_metrics_port(bench)
     _add_trace(bench)

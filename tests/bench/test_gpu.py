@@ -225,6 +225,28 @@ def test_pieces_by_the_gpus_rate_stand_beside_those_by_the_hosts(bed, monkeypatc
     assert all(row.baseline > 0 for row in rows)
 
 
+def test_rooms_on_the_double_of_a_device(tmp_path):
+    """Compared byte for byte, and then timed: no page is faster than the double's own copies of it."""
+    cuda_double = pytest.importorskip("tests.cuda_double")
+    if why := cuda_double.missing():
+        pytest.skip(why)
+    script = tmp_path / "rooms.py"
+    script.write_text(
+        "import json; from pdstage.bench import gpu_rooms\n"
+        "if __name__ == '__main__':\n"
+        "    gpu_rooms.TRANSPORTS, gpu_rooms.PROGRESS = ('local',), ('inline',)\n"
+        "    gpu_rooms.ROOM_NBYTES = gpu_rooms._LARGE_NBYTES = 4 << 20\n"
+        "    found = gpu_rooms.run(True, gpu_rooms.DOUBLE)\n"
+        "    print(json.dumps([row.to_dict() for row in found.rows]))\n"
+    )
+    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=300).stdout
+    rows = {row["point"]["what"]: row for row in json.loads(out.splitlines()[-1])}
+    assert set(rows) == {"first", "a room", "8 rooms at once", "one page"}
+    costs = gpu_rooms.COSTS
+    least_us = 2 * (costs["us:cuLaunchKernel"] + costs["copy_us"]) + 2 * (2 << 20) / (1e3 * costs["copy_gbps"])
+    assert rows["one page"]["value"] > least_us
+
+
 @pytest.mark.full
 def test_a_room_of_other_bytes_is_no_measurement(bed, monkeypatch):
     pytest.importorskip("msgspec")

@@ -28,6 +28,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -47,7 +48,7 @@ const std::map<string, long> DEFAULTS{
     {"timed", 0},        // work takes the time below; else it takes a question
     {"copy_us", 10},     // of a copy or kernel, before its first byte
     {"copy_gbps", 283},
-    {"moves", 1},        // copies move bytes
+    {"moves", 1L << 60},  // copies and kernels of more bytes move none
     {"broken", 0},       // the status that a failed device gives to everything
     {"strict", 0},       // a call that breaks another thread's recording is a broken rule whether one records or not
     {"batches", 1},      // the driver has cuMemcpyBatchAsync
@@ -67,9 +68,21 @@ const std::map<string, long> DEFAULTS{
     {"n_kernels", 0},
 };
 
+// As CUDA_DOUBLE in the environment changes them: "timed=1,us:cuLaunchKernel=25".
+std::map<string, long> settings_at_start() {
+    std::map<string, long> made = DEFAULTS;
+    const char* given = getenv("CUDA_DOUBLE");
+    for (std::istringstream all(given ? given : ""); !all.eof();) {
+        string one;
+        std::getline(all, one, ',');
+        if (const auto at = one.find('='); at != string::npos) made[one.substr(0, at)] = std::stol(one.substr(at + 1));
+    }
+    return made;
+}
+
 struct State {
     std::recursive_mutex mutex;
-    std::map<string, long> settings = DEFAULTS;
+    std::map<string, long> settings = settings_at_start();
     std::map<string, long> calls;
     std::map<string, std::pair<long, int>> fails;  // by call: which one of them, and its status
     std::map<uintptr_t, long> copies_of;           // by the base of the memory that was read
@@ -363,7 +376,7 @@ void run(Work& work) {
                 broke("a copy of memory that is gone");
                 return;
             }
-            if (setting("moves")) memmove(reinterpret_cast<void*>(work.dst), reinterpret_cast<void*>(work.src), work.nbytes);
+            if (work.nbytes <= size_t(setting("moves"))) memmove(reinterpret_cast<void*>(work.dst), reinterpret_cast<void*>(work.src), work.nbytes);
             if (Memory* read = of(work.src); read && read->kind <= POOL) setting("n_copies")++, state().copies_of[read->base]++;
             return;
         case Work::FILL:
@@ -489,6 +502,7 @@ struct CUmod_st {
     string target, command;
     CUcontext context;
     int (*launch)(const void*, unsigned, unsigned) = nullptr;
+    size_t (*nbytes)(const void*) = nullptr;
     size_t params_nbytes = 0;
 };
 
@@ -514,6 +528,7 @@ bool load(CUmod_st& module) {
     void* library = dlopen(module.target.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) return false;
     module.params_nbytes = *static_cast<size_t*>(dlsym(library, "pdstage_params_nbytes"));
+    module.nbytes = reinterpret_cast<size_t (*)(const void*)>(dlsym(library, "pdstage_nbytes"));
     module.launch = reinterpret_cast<int (*)(const void*, unsigned, unsigned)>(dlsym(library, "pdstage_launch"));
     return true;
 }
@@ -1529,9 +1544,12 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned, unsigned, 
     if (!load(*module)) return CUDA_ERROR_INVALID_IMAGE;
     const char* from = static_cast<const char*>(params[0]);
     std::vector<char> held(from, from + module->params_nbytes);
+    const size_t nbytes = setting("timed") ? module->nbytes(from) : 0;
     Work work{Work::CALL};
-    work.call = [module, grid, threads, held = std::move(held)] { launch(module, held, grid, threads); };
-    put(*stream, std::move(work), us_of(0));
+    work.call = [module, grid, threads, nbytes, held = std::move(held)] {
+        if (nbytes <= size_t(setting("moves"))) launch(module, held, grid, threads);
+    };
+    put(*stream, std::move(work), us_of(nbytes));
     return CUDA_SUCCESS;
 }
 
