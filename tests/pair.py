@@ -252,11 +252,13 @@ class World:
         aux: str = "",
         src_columns: tuple[Column, ...] = COLUMNS,
         dst_columns: tuple[Column, ...] = COLUMNS,
+        advance: bool = True,
         **config: float,
     ) -> None:
         self.now = 0.0
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
         self.notifies = notifies
+        self.advances = advance  # decode lends memory with Open
         self.placed = placed  # prefill maps decode's lanes, and gathers straight into them
         self.choose = choose or (lambda _: self.path == "direct")
         self.pick: Callable[[int], int] = lambda _: 0
@@ -323,6 +325,8 @@ class World:
             topology=place, transport="test", description=b"", lanes=lanes, config=self.config,
             notifies=self.notifies, rows=rows,
         )  # fmt: skip
+        if not self.advances:
+            core.leases.max_advances = 0
         node = Decode(b"D%d" % rank, core, memory, staging, held)
         self.processes.append(node)
         return node

@@ -9,12 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from pdstage.plan import Rect
 from pdstage.plan.ownership import EVERYTHING
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
-    from pdstage.plan import Rect, Share
+    from pdstage.plan import Share
     from pdstage.plan.ownership import Common, CommonTokens
     from pdstage.protocol.messages import Asked
 
@@ -136,6 +137,14 @@ class Coverage:
         }
         self._uncounted = {component for component in self._needs if component in exact}
         self._complete = False
+
+    def whole(self) -> tuple[Rect, ...]:
+        """All that is owed, as one chunk."""
+        return tuple(
+            Rect(component, need.start, need.stop, need.layers[0], need.layers[-1] + 1)
+            for component, need in self._needs.items()
+            if need.start < need.stop
+        )
 
     def problem(self, rects: Iterable[Rect]) -> str:
         """Why `rects` were not asked of this writer, in words; empty if they were."""

@@ -89,13 +89,13 @@ class ChunkReceiver:
         elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
         elif not isinstance(held, LeaseRequest) or held.attempt <= reserve.attempt:
+            writer.most_nbytes = max(writer.most_nbytes, reserve.nbytes)
             self._leases.enqueue(request)
 
     def _size_problem(self, writer: Writer, reserve: m.Reserve) -> str:
-        if len({rect.component for rect in reserve.rects}) != len(reserve.rects) or not reserve.rects:
+        nbytes = _staged_nbytes(writer, reserve.rects)
+        if not nbytes:
             return "its rectangles repeat a component, or are none"
-        session = writer.session
-        nbytes = session.stagings.of(writer.shares, reserve.rects).nbytes(session.common.tokens(reserve.rects))
         return "" if nbytes == reserve.nbytes else f"{reserve.nbytes} bytes for what has {nbytes} here"
 
     # Arrived.
@@ -136,14 +136,17 @@ class ChunkReceiver:
             lease = self._leases.at(tag.lane, tag.cursor)
             if lease is None or lease.phase is not LeasePhase.GRANTED or lease.request.session is not session:
                 return False
-            request = lease.request
-            if (request.epoch, request.chunk, request.rects) != (tag.epoch, tag.chunk, tag.rects):
+            nbytes = _nbytes_in(lease.request, writer, tag)
+            if not nbytes:
                 return False
+            if lease in self._leases.advances:
+                self._leases.know(lease, tag.rects)
+                writer.most_nbytes = max(writer.most_nbytes, nbytes)
             self._leases.land(lease)
             span = self._leases.spans[lease.lane]
             ticket = self.endpoint.ticket()
             address = span.base + lease.cursor % span.nbytes
-            landing = Landing(writer, lease, address, request.nbytes, request.rects, tag.checksum)
+            landing = Landing(writer, lease, address, nbytes, tag.rects, tag.checksum)
             self.flights[ticket] = landing
             writer.room.pending += 1
             self.endpoint.emit(Scatter(ticket, landing))
@@ -223,6 +226,9 @@ class ChunkReceiver:
             if any(w.chunk not in writer.arrived for w in close.written):
                 self._begun(room, now)
                 return
+            if writer.owed_nbytes:
+                n_staged = sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written)
+                self._lender.learn(session, writer.owed_nbytes, n_staged, writer.most_nbytes)
             shortfall = self._shortfall(writer, close)
             if shortfall:
                 self._rooms.fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"), now)
@@ -259,3 +265,22 @@ class ChunkReceiver:
             self.endpoint.counters.aux_fallbacks += 1
             what = "an aux row came by control message, not by the data transport"
             self.endpoint.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")
+
+
+def _nbytes_in(request: LeaseRequest, writer: Writer, tag: wire.Tag) -> int:
+    """The staged bytes of the chunk that a tag tells of; 0 if the lease granted for `request` is not for it."""
+    if (request.epoch, request.chunk) != (tag.epoch, tag.chunk):
+        return 0
+    if request.rects:
+        return request.nbytes if request.rects == tag.rects else 0
+    assert writer.coverage is not None
+    nbytes = 0 if writer.coverage.problem(tag.rects) else _staged_nbytes(writer, tag.rects)
+    return nbytes if nbytes <= request.nbytes else 0
+
+
+def _staged_nbytes(writer: Writer, rects: tuple[Rect, ...]) -> int:
+    """What a chunk of `rects` has in staging memory; 0 for none that could be one."""
+    if len({rect.component for rect in rects}) != len(rects) or not rects:
+        return 0
+    session = writer.session
+    return session.stagings.of(writer.shares, rects).nbytes(session.common.tokens(rects))

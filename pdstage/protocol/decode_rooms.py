@@ -42,6 +42,10 @@ class Writer:
     shares: tuple[Share, ...]
     phase: WriterPhase = WriterPhase.UNOPENED
     coverage: Coverage | None = None
+    owed_nbytes: int = 0
+    """All that it owes, staged as one chunk."""
+    most_nbytes: int = 0
+    """Of its largest staged chunk."""
     arrived: set[int] = field(default_factory=set)
     closing: m.CloseOk | None = None
     has_aux: bool = False
@@ -174,8 +178,20 @@ class DecodeRooms:
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
+            self._lend_in_advance(writer, now)
             self.send_open(writer, now)
         self.maybe_complete(room, now)
+
+    def _lend_in_advance(self, writer: Writer, now: float) -> None:
+        """So that a writer of little need not ask for staging memory."""
+        session, room = writer.session, writer.room
+        assert writer.coverage is not None
+        if session.lends_in_advance and (whole := writer.coverage.whole()):
+            staging, tokens = session.stagings.of(writer.shares, whole), session.common.tokens(whole)
+            writer.owed_nbytes = staging.nbytes(tokens)
+            self._lender.lend_in_advance(
+                session, room.epoch, writer.owed_nbytes, room.priority, now, by_default=not writer.direct
+            )
 
     def send_open(self, writer: Writer, now: float) -> None:
         room, topology = writer.room, self.topology
@@ -191,6 +207,7 @@ class DecodeRooms:
             room.priority,
             room.deadline_s,
             room.row if writer.has_aux else None,
+            self._lender.advances_of(writer.session, room.epoch),
         )
         self.endpoint.send(writer.session, opening, now)
         self.endpoint.repeat(("open", writer), now)

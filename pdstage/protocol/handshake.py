@@ -41,7 +41,7 @@ def features(config: Config, *, tags: bool, direct: bool = False) -> tuple[str, 
     """What a node offers: `tags` where its transport carries none, `direct` where its pages may be written."""
     offered = (
         (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
-        (m.TAGS_FEATURE, tags),
+        (m.TAGS_FEATURE, tags), (m.ADVANCE_FEATURE, True),
     )  # fmt: skip
     return tuple(name for name, offer in offered if offer)
 
@@ -417,6 +417,7 @@ def _agree(session: Session, welcome: m.Welcome, hello: m.Hello) -> None:
     session.aux = columns.share(welcome.columns, hello.columns)
     session.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
     session.tags_as_messages = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
+    session.lends_in_advance = m.ADVANCE_FEATURE in welcome.features and m.ADVANCE_FEATURE in hello.features
 
 
 def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:

@@ -6,6 +6,10 @@
     a tag came     ChunkReceiver._on_tag        LeaseTable.land           the bytes are there, and are scattered
     it was copied  ChunkReceiver.scattered      LeaseTable.release        the watermark may rise; more may be granted
 
+A lease may be granted *in advance*, with Open and for no Reserve, while half of a lane is free and nothing waits
+(`Lender.lend_in_advance`): as its writer's last room of such a size was staged. What its chunk is, its tag says. Once
+something waits, leases in advance are the first to be recalled.
+
 A lease ends without a tag when its writer returns it (`Lender.on_returned`, often because of a Recall), asks again with
 a newer attempt (`on_reserve`), or can no longer write for the room (`release_of`). If the room fails first, a lease
 that has not landed is quarantined (`quarantine_of`, called by `DecodeRooms.fail`) until its writer returns it or can no
@@ -22,8 +26,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
+from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
 from pdstage.protocol.lane import GRANTED, Lane
 from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
+
+MAX_UNASKED = 256
+"""Leases that nobody asked for, of all rooms together."""
+_ADVANCE_S = 0.02
+"""Such a lease is used within so long, if its room's data is there."""
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
@@ -42,6 +52,7 @@ class LeaseRequest:
     attempt: int
     nbytes: int
     rects: tuple[Rect, ...]
+    """None of a lease in advance whose tag has not come."""
     priority: int
     waiting: bool = True
 
@@ -144,6 +155,7 @@ class Lease:
     phase: LeasePhase = LeasePhase.GRANTED
     said_written: bool = False
     """Its writer's CloseOk lists it as written, so its tag is on the way. Set by `decode_chunks`."""
+    recalled: bool = False
 
     @property
     def end(self) -> int:
@@ -179,6 +191,9 @@ class LeaseTable:
         """Since when something waits; as of the last `note_contention`."""
         self._lent_nbytes: dict[tuple[Session, int], int] = {}
         """What each session has of each lane."""
+        self.max_advances = MAX_UNASKED
+        self.advances: dict[Lease, None] = {}
+        """Leases that nobody asked for, until their tags come."""
 
     def at(self, lane: int, cursor: int) -> Lease | None:
         return self._at.get((lane, cursor))
@@ -239,6 +254,27 @@ class LeaseTable:
         self._queue.remove(request)
         self._forget_entry(request, request)
 
+    def lend_in_advance(self, request: LeaseRequest, now: float) -> Lease | None:
+        """A lease for what was not asked for, which may be written at once; None where it could be in another's way."""
+        if len(self.advances) >= self.max_advances or self.busy or request.nbytes > self.largest():
+            return None
+        number, _ = self._lane_for(request)
+        if number is None:
+            return None
+        lane = self.lanes[number]
+        cursor = lane.cursor_of_next(request.nbytes)
+        if cursor is None or cursor + request.nbytes > lane.watermark + lane.capacity // 2:
+            return None
+        request.waiting = False
+        lease = self._grant(request, number, now)
+        self.advances[lease] = None
+        return lease
+
+    def know(self, lease: Lease, rects: tuple[Rect, ...]) -> None:
+        """What a lease in advance is used for."""
+        lease.request.rects = rects
+        del self.advances[lease]
+
     def grant_waiting(self, now: float) -> Iterator[Lease | LeaseRequest]:
         """Grants what can be granted, in order, and yields each new lease. A request larger than what any lane has that
         is not quarantined leaves the queue, and is yielded as it is: the caller refuses it.
@@ -295,6 +331,7 @@ class LeaseTable:
     def release(self, lease: Lease, now: float) -> None:
         rose = self.lanes[lease.lane].release(lease.cursor)
         LEASE.move(lease, LeaseEvent.RELEASE)
+        self.advances.pop(lease, None)
         del self._at[lease.lane, lease.cursor]
         self._forget_entry(lease.request, lease)
         borrower = (lease.request.session, lease.lane)
@@ -320,13 +357,13 @@ class LeaseTable:
                 if isinstance(entry, LeaseRequest):
                     self.forget(entry)
 
-    def note_contention(self, now: float) -> bool:
-        """Whether something waits; remembers since when."""
+    def note_contention(self, now: float) -> float | None:
+        """Since when something waits; None if nothing does."""
         if not self.contended:
             self._contended_at = None
         elif self._contended_at is None:
             self._contended_at = now
-        return self._contended_at is not None
+        return self._contended_at
 
     def snapshot(self) -> tuple[object, ...]:
         """Leases, requests and cursors, comparable and hashable."""
@@ -351,7 +388,7 @@ class LeaseTable:
     def to_recall(self, now: float, recall_after_s: float, stuck_after_s: float) -> list[Lease]:
         """Leases to ask back: those in the way of their lane's watermark (`Lane.in_the_way`); closed ones whose lane's
         watermark has not risen for `stuck_after_s`, if another lane could serve them at once; and open ones that were
-        not written for `recall_after_s` while others wait.
+        not written for `recall_after_s` while others wait, for `_ADVANCE_S` if nobody asked for them.
         """
         wanted = []
         for number, lane in enumerate(self.lanes):
@@ -361,8 +398,9 @@ class LeaseTable:
                 lease = self._at.get((number, cursor))
                 if lease is None or state != GRANTED or lease.said_written:
                     continue
+                early = lease in self.advances and now - lease.granted_at >= _ADVANCE_S
                 shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)
-                if cursor in in_the_way or shut_in or self._late(lease, now, recall_after_s):
+                if early or cursor in in_the_way or shut_in or self._late(lease, now, recall_after_s):
                     wanted.append(lease)
         return wanted
 
@@ -438,6 +476,41 @@ class Lender:
         self.endpoint = endpoint
         self.leases = leases
         self._marks_sent: dict[Session, dict[int, int]] = {}
+        self._staged: dict[Session, dict[int, tuple[int, int]]] = {}
+        """Of each session, by a room's size as a power of two: how many chunks its last such room staged, and the bytes
+        of the largest.
+        """
+
+    def lend_in_advance(
+        self, session: Session, epoch: int, owed_nbytes: int, priority: int, now: float, *, by_default: bool
+    ) -> None:
+        """Lends memory for the chunks that a writer will make of `owed_nbytes`, as it made them of its last room of
+        that size; without one it is one chunk, or none if not `by_default`.
+        """
+        first = (int(by_default and 0 < owed_nbytes <= LEAST_PIECE_NBYTES), owed_nbytes)
+        n, nbytes = self._staged.get(session, {}).get(owed_nbytes.bit_length(), first)
+        for chunk in range(min(n, m.MAX_ADVANCES)):
+            request = LeaseRequest(session, epoch, chunk, 0, min(nbytes, owed_nbytes), (), priority)
+            if self.leases.lend_in_advance(request, now) is None:
+                return
+            self.endpoint.counters.leases_granted += 1
+
+    def advances_of(self, session: Session, epoch: int) -> tuple[m.Advance, ...]:
+        """The leases in advance that a room's writer has, as Open says them. None that was recalled: a writer that had
+        not heard of it has said that nothing writes it, or will.
+        """
+        return tuple(
+            m.Advance(
+                lease.request.chunk, lease.lane, lease.cursor, lease.request.nbytes,
+                self._mark_to_send(session, lease.lane),
+            )
+            for lease in (self.leases.of(session, epoch) if self.leases.advances else ())
+            if lease in self.leases.advances and not lease.recalled and lease.phase is LeasePhase.GRANTED
+        )  # fmt: skip
+
+    def learn(self, session: Session, owed_nbytes: int, n_staged: int, most_nbytes: int) -> None:
+        """A writer closed a room of `owed_nbytes`: it staged so many chunks, of at most `most_nbytes`."""
+        self._staged.setdefault(session, {})[owed_nbytes.bit_length()] = n_staged, most_nbytes
 
     def send_lease(self, lease: Lease, now: float) -> None:
         request = lease.request
@@ -481,6 +554,7 @@ class Lender:
         never open to it, and is free at once.
         """
         marks = self._marks_sent.pop(session, {})
+        self._staged.pop(session, None)
         self.leases.forget_requests(session)
         for lease in self.leases.of_session(session):
             capacity = self.leases.lanes[lease.lane].capacity
@@ -514,7 +588,10 @@ class Lender:
             if (session, lease.lane) not in notified and session.id in self.endpoint.sessions:
                 notified.add((session, lease.lane))
                 self.endpoint.send(session, m.Watermark(lease.lane, self._mark_to_send(session, lease.lane)), now)
-        if self.leases.note_contention(now):
+        since = self.leases.note_contention(now)
+        if since == now and self.leases.advances:
+            self.endpoint.timers.set(("recalls",), now + _ADVANCE_S)
+        elif since is not None:
             soon = min(self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s)
             self.endpoint.timers.set_default(("recalls",), now + soon)
 
@@ -530,6 +607,7 @@ class Lender:
 
     def _recall(self, lease: Lease, now: float) -> None:
         request = lease.request
+        lease.recalled = True
         self.endpoint.counters.leases_recalled += 1
         mark = self._mark_to_send(request.session, lease.lane)
         recall = m.Recall(request.epoch, request.chunk, request.attempt, lease.lane, lease.cursor, mark)

@@ -335,6 +335,8 @@ class ChunkSender:
                 return
             if chunk.phase in (ChunkPhase.RESERVING, ChunkPhase.HELD):
                 self._recalled(chunk, now)
+        elif chunk is None and (destination := session.claims.get(recall.epoch)) is not None:
+            destination.advances[recall.chunk] = None
         self._give_back(session, recall, now)
 
     def _recalled(self, chunk: Chunk, now: float) -> None:
@@ -376,9 +378,13 @@ class ChunkSender:
         destination.chunks[chunk.number] = chunk
         source.chunks.append(chunk)
         destination.unwritten += 1
+        chunk.attempt = int(chunk.number in destination.advances)  # nothing more of the first is accepted
+        advance = destination.advances.pop(chunk.number, None)
         if destination.may_direct(rects) and (nbytes > self._buffer_nbytes or self._choose(chunk)):
             chunk.direct = True
             CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
+            if advance is not None:
+                self._give_back(destination.session, _lease_of(destination, advance), now)
             self.advance(chunk)
         elif nbytes > self._buffer_nbytes:
             error = UsageError(
@@ -386,6 +392,12 @@ class ChunkSender:
                 remedy="raise staging_nbytes at prefill",
             )
             self._owner.fail_destination(destination, error, now)
+        elif advance is not None and nbytes <= advance.nbytes:
+            chunk.attempt, chunk.waits_since = 0, now
+            self.endpoint.repeat(("reserve", chunk), now)  # while its window is closed
+            self.on_lease(destination.session, _lease_of(destination, advance), now)
+        elif chunk.attempt and not source.ready:
+            CHUNK.move(chunk, ChunkEvent.RECALLED)
         else:
             self.reserve(chunk, now)
 
@@ -610,3 +622,7 @@ class ChunkSender:
             if chunk.phase is not ChunkPhase.WRITTEN:
                 self.endpoint.timers.cancel(("reserve", chunk))
                 CHUNK.move(chunk, ChunkEvent.DROP)
+
+
+def _lease_of(destination: Destination, advance: m.Advance) -> m.Lease:
+    return m.Lease(destination.epoch, advance.chunk, 0, advance.lane, advance.cursor, advance.nbytes, advance.watermark)

@@ -297,7 +297,7 @@ def opened(world: World) -> tuple[DecodeRoom, PrefillRoom]:
     ],
 )
 def test_a_reserve_for_what_was_not_asked_fails_the_room_naming_it(reserve: tuple, words: str) -> None:
-    world = World()
+    world = World(advance=False)
     handle, sent = opened(world)
     prefill, decode = world.prefill[0].core, world.decode[0].core
     (session,) = prefill.sessions.values()
@@ -400,7 +400,7 @@ def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> Non
     ids=["lane", "too small", "past the end", "watermark lane", "recall lane"],
 )
 def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m.AnyMessage) -> None:
-    world = World()
+    world = World(advance=False)
     world.hold(is_message(m.Lease))
     handle = world.receive(1, 8, [0, 1])
     world.send(1, 8, [0, 1])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.session import Send
@@ -203,7 +204,7 @@ def test_reserve_is_answered_by_its_attempt() -> None:
 
 
 def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
-    world = World(prefill=2, instances=True)
+    world = World(prefill=2, instances=True, advance=False)
     world.hold(is_kind("gather"))
     handle = world.receive(1, 8, [0, 1], prefill=0)
     other = world.receive(2, 8, [2, 3], prefill=1)
@@ -228,20 +229,22 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     "change",
     [
         {"epoch": 7}, {"epoch": 2}, {"chunk": 5}, {"cursor": 256}, {"lane": 0xFFFE}, {"lane": m.DIRECT, "cursor": 0},
-        {"rects": ()}, {"session": m.SessionId(1, 1)},
+        {"rects": ()}, {"rects": (Rect("kv", 0, 9, 0, 2),)}, {"session": m.SessionId(1, 1)},
     ],
     ids=lambda change: "-".join(f"{name}={value}" for name, value in change.items()),
 )  # fmt: skip
-def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object]) -> None:
+@pytest.mark.parametrize("advance", [True, False], ids=["lent in advance", "asked for"])
+def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object], advance: bool) -> None:
     """I6: epoch, writer, chunk, lease and rectangle; else it is counted and dropped."""
-    world = World()
+    world = World(advance=advance)
     world.hold(is_kind("gather"))
     handle, other = world.receive(1, 8, [0, 1]), world.receive(2, 8, [2, 3])
     sent = world.send(1, 8, [0, 1])
     world.run()
     core = world.decode[0].core
-    (lease,) = core.leases._at.values()
-    tag = wire.Tag(lease.request.session.id, 1, 0, lease.lane, lease.cursor, lease.request.rects)._replace(**change)
+    lease = next(one for one in core.leases.live() if one.request.epoch == 1)
+    rects = (Rect("kv", 0, 8, 0, 2),)
+    tag = wire.Tag(lease.request.session.id, 1, 0, lease.lane, lease.cursor, rects)._replace(**change)
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == 1
     assert lease.phase == "granted"

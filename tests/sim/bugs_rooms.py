@@ -108,9 +108,9 @@ MUTANTS = [
     Mutant(
         "a stale tag of another epoch is accepted",
         "7 tags, I6",
-        "_on_tag",
-        "if (request.epoch, request.chunk, request.rects) != (tag.epoch, tag.chunk, tag.rects):",
-        "if (request.chunk, request.rects) != (tag.chunk, tag.rects):",
+        "_nbytes_in",
+        "if (request.epoch, request.chunk) != (tag.epoch, tag.chunk):",
+        "if request.chunk != tag.chunk:",
         "tests/protocol/test_table.py",
     ),
     Mutant(

@@ -58,6 +58,17 @@ QUICK = [
     Configuration(
         name="padding", shape=Shape(rooms=2, chunks=1, tokens=32, lane_nbytes=768), faults=Faults(loss=1, abort=1)
     ),
+    Configuration(
+        name="lent in advance", shape=Shape(chunks=1, late=1, advance=True), faults=Faults(loss=2, abort=1, early=2)
+    ),
+    Configuration(
+        name="lent in advance, too little", shape=Shape(advance=True, lane_nbytes=1024), faults=Faults(loss=2, abort=1)
+    ),
+    Configuration(
+        name="lent in advance, in another's way",
+        shape=Shape(rooms=2, chunks=1, late=1, lane_nbytes=512, advance=True),
+        faults=Faults(loss=1, early=2),
+    ),
     Configuration(name="a crash, then again", shape=Shape(chunks=1), faults=Faults(loss=1, crash=1), again=1),
     Configuration(name="straight into pages", shape=Shape(path="direct"), faults=Faults(loss=1, abort=1, twice=1)),
     Configuration(
@@ -89,6 +100,11 @@ LARGE = [
     Configuration(name="two writers, two rooms", shape=Shape(writers=2, rooms=2), faults=Faults(abort=1)),
     Configuration(name="two writers of a room, lossy", shape=Shape(**PAIR), faults=Faults(loss=2, abort=1)),
     Configuration(name="two writers of a room, alarmed", shape=Shape(**PAIR), faults=Faults(late=1)),
+    Configuration(
+        name="lent in advance, and aborted",
+        shape=Shape(rooms=2, chunks=1, late=1, advance=True),
+        faults=Faults(loss=1, abort=1, crash=1),
+    ),
     Configuration(name="impatient", shape=Shape(rooms=2, late=1), faults=Faults(early=2)),
     Configuration(
         name="two lanes",

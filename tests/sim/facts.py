@@ -63,6 +63,8 @@ class Shape:
     """Tags come with the data; else their writers say them."""
     rows: bool = False
     """Aux is a row that is written in place; else bytes."""
+    advance: bool = False
+    """Decode lends memory with Open."""
     deadlines: dict[str, float] = field(default_factory=dict)
 
     @property

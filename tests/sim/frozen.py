@@ -74,7 +74,7 @@ _SILENT = {
 GIVEN_UP = Aborted("what was said is left out")
 _ERRORS = (Aborted, DeadlineExceeded, PeerError, TransportError, UsageError)
 _ATOMS = frozenset({int, str, bytes, bool, float, type(None)})
-_FLAT = frozenset({m.SessionId, m.Asked, m.Written, m.LaneSpan, Rect, Share})
+_FLAT = frozenset({m.SessionId, m.Advance, m.Asked, m.Written, m.LaneSpan, Rect, Share})
 SOON, LATER = 0.3, 1e6
 """When a timer fires, before any other waiting time has passed or after all have; everything else happens at 0."""
 

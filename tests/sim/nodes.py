@@ -70,7 +70,7 @@ class Nodes:
         self.world = World(
             prefill=shape.writers, heads=heads, layers=1, lane_nbytes=shape.lane_nbytes, n_lanes=shape.n_lanes,
             n_buffers=shape.n_buffers, path=shape.path, instances=shape.instances, notifies=shape.notifies,
-            aux="rows" if shape.rows else "", **shape.deadlines,
+            aux="rows" if shape.rows else "", advance=shape.advance, **shape.deadlines,
         )  # fmt: skip
         self.names = [b"D0", *(b"P%d" % n for n in range(shape.writers))]
         self.templates: dict[tuple[int, int], Core] = {}

@@ -59,7 +59,7 @@ class SimWorld(FabricWorld):
             dst_page=scenario.dst_page, slots=scenario.kind != "", exact=scenario.kind == "exact",
             roles=scenario.roles,
             fences=scenario.fences, notifies=scenario.notifies, placed=scenario.placed and not scenario.fences,
-            instances=scenario.instances,
+            instances=scenario.instances, advance=scenario.advance,
             aux=scenario.aux, src_columns=COLUMNS + (MORE,) * (scenario.more_columns == "P"),
             dst_columns=COLUMNS + (MORE,) * (scenario.more_columns == "D"),
             deadline_s=scenario.deadline_s, checksums=scenario.checksums,
