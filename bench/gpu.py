@@ -58,7 +58,7 @@ ORDER = (
     Section("fused", 40.0),
     Section("convert", 40.0, by_kernel=False),
     Section("ipc", 40.0),
-    Section("decode", 40.0),
+    Section("decode", 60.0),
     Section("gemm", 40.0),
     Section("pieces", 110.0, by_kernel=False),
 )

@@ -91,8 +91,10 @@ class Receiver(Handle):
     @property
     def ready_to_bind(self) -> bool | None:
         """Whether prefill has computed everything and only waits for `bind`, for engines that allocate late. None until
-        prefill has answered; one that does not know the room has not.
+        prefill has answered; one that does not know the room has not. The first look has it asked.
         """
+        if not self.room.waits_to_bind and self.bound is None:
+            self._node.wait_to_bind(self)
         return self.room.ready_to_bind
 
     def bind(
@@ -261,6 +263,15 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             if self.observed is not None:
                 self.observed.bound(receiver)
             self._binding.append(receiver)
+        self.driver.kick()
+
+    @changes_rooms
+    def wait_to_bind(self, receiver: Receiver) -> None:
+        """`Receiver.ready_to_bind`."""
+        if self.driver.closed or self.driver.failure is not None or self.driver.was_forked:
+            return
+        with self.driver.lock:
+            self.core.wait_to_bind(receiver.room, time.monotonic())
         self.driver.kick()
 
     @changes_rooms

@@ -187,6 +187,15 @@ class DecodeCore:
         if room.state is State.WAITING_FOR_INPUT:
             self.rooms.open(room, now)
 
+    def wait_to_bind(self, room: DecodeRoom, now: float) -> None:
+        """The engine binds once `room.ready_to_bind`: prefill is asked as soon as may be."""
+        if room.waits_to_bind or room.bound or room.ended:
+            return
+        room.waits_to_bind = True
+        if ("asking", room) in self.endpoint.timers:
+            self.endpoint.timers.cancel(("asking", room))
+            self.rooms.ask(room, now)
+
     def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
         self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
         self.settle(now)

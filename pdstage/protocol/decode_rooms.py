@@ -64,7 +64,7 @@ class DecodeRoom(Room):
 
     __slots__ = (
         "asked", "aux", "bound", "deadline_s", "epoch", "items", "pending", "priority", "ready_to_bind", "routes",
-        "row", "shared", "wait_s", "wire_items", "writers",
+        "row", "shared", "wait_s", "waits_to_bind", "wire_items", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, epoch: int) -> None:
@@ -76,6 +76,8 @@ class DecodeRoom(Room):
         self.bound = False
         self.ready_to_bind: bool | None = None
         """Whether prefill has finished it; None until it has answered."""
+        self.waits_to_bind = False
+        """Its engine looks whether prefill has finished it."""
         self.items: Mapping[str, object] = {}
         self.wire_items: tuple[m.Items, ...] = ()
         self.asked: tuple[m.Asked, ...] = ()
@@ -104,6 +106,8 @@ class DecodeRooms:
         self._handshake = handshake
         self._lender = lender
         self._dealt: dict[tuple[tuple[int, m.SessionId], ...], dict[int, tuple[Share, ...]]] = {}
+        self._given_up: dict[bytes, None] = {}
+        """Of the last rooms that no writer was to wait for: announced again, it must hear that at once."""
 
     # Before the data.
 
@@ -135,8 +139,10 @@ class DecodeRooms:
         self.endpoint.emit(Changed(room))
         if room.bound:
             self.open(room, now)
-        else:  # at the next tick: most engines bind at once, and then there is nothing to ask
-            self.endpoint.timers.set(("asking", room), now)
+        elif room.waits_to_bind or room.key in self._given_up:
+            self.ask(room, now)
+        else:  # most engines bind at once, and then there is nothing to ask
+            self.endpoint.repeat(("asking", room), now)
 
     def _deal(self, sessions: dict[int, Session]) -> dict[int, tuple[Share, ...]]:
         key = tuple((number, session.id) for number, session in sorted(sessions.items()))
@@ -226,6 +232,9 @@ class DecodeRooms:
 
     def give_up(self, abort: m.Abort, routes: Iterable[bytes], now: float) -> None:
         """Tells the writers at `routes` not to wait for this room's Open; those without a session as they get one."""
+        self._given_up[abort.room] = None
+        if len(self._given_up) > _MAX_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
         for route in routes:
             peer = self._handshake.peers.get(route)
             if peer is not None and peer.session is not None:

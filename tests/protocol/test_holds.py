@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.room import room_key
@@ -109,3 +111,32 @@ def test_a_lost_answer_is_asked_for_again_by_the_next_heartbeat() -> None:
     assert not handle.ready_to_bind
     world.run(until=0.2 + 2 * HOLD_EVERY_S)
     assert handle.ready_to_bind
+
+
+@pytest.mark.parametrize(
+    ("late_s", "looks", "asked_s"), [(0.0, False, None), (9.0, False, 0.25), (9.0, True, 0.0)],
+    ids=["binds at once", "binds late", "looks"],
+)  # fmt: skip
+def test_prefill_is_asked_whether_a_room_is_finished_when_its_engine_looks_or_is_late(
+    late_s: float, looks: bool, asked_s: float | None
+) -> None:
+    world = World(retry_s=0.25)
+    world.receive(1, 4, [2])
+    world.send(1, 4, [2])
+    world.run()
+    begun = world.now
+    handle, sent = world.announce(2), world.send(2, 8, [0, 1])
+    if looks:
+        world.decode[0].core.wait_to_bind(handle, world.now)
+        world.carry(world.decode[0])
+    if not late_s:
+        world.bind(handle, 8, [0, 1])
+    world.run(until=begun + 0.2)
+    assert handle.ready_to_bind is (True if asked_s == 0.0 else None)
+    world.run(until=begun + 1.0)
+    assert handle.ready_to_bind is (None if asked_s is None else True)
+    if late_s:
+        world.bind(handle, 8, [0, 1])
+        world.run()
+    world.check(handle, 2, 8)
+    assert sent.state is State.SUCCESS
