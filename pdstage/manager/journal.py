@@ -292,7 +292,7 @@ def _said(session_id: m.SessionId, message: m.AnyMessage) -> dict[str, object]:
 
 def _lease(lease: Lease, event: str) -> dict[str, object]:
     request = lease.request
-    fields = {"chunk": request.chunk, "lane": lease.lane, "cursor": lease.cursor, "nbytes": request.nbytes}
+    fields = {"chunk": request.chunk, "lane": lease.lane, "cursor": lease.cursor, "nbytes": lease.nbytes}
     pieces = _brought(request.session, request.rects) if event == states.LeaseEvent.LAND.name else {}
     return _stamps(request.session, request.epoch) | fields | pieces
 

@@ -140,7 +140,7 @@ class ChunkReceiver:
             if not nbytes:
                 return False
             if lease in self._leases.advances:
-                self._leases.know(lease, tag.rects)
+                self._leases.know(lease, tag.rects, nbytes)
                 writer.most_nbytes = max(writer.most_nbytes, nbytes)
             self._leases.land(lease)
             span = self._leases.spans[lease.lane]

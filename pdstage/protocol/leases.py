@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
@@ -156,6 +156,11 @@ class Lease:
     said_written: bool = False
     """Its writer's CloseOk lists it as written, so its tag is on the way. Set by `decode_chunks`."""
     recalled: bool = False
+    nbytes: int = field(init=False)
+    """Of its chunk: as many as were asked for; fewer, once its tag says so, of one in advance."""
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.request.nbytes
 
     @property
     def end(self) -> int:
@@ -270,9 +275,9 @@ class LeaseTable:
         self.advances[lease] = None
         return lease
 
-    def know(self, lease: Lease, rects: tuple[Rect, ...]) -> None:
+    def know(self, lease: Lease, rects: tuple[Rect, ...], nbytes: int) -> None:
         """What a lease in advance is used for."""
-        lease.request.rects = rects
+        lease.request.rects, lease.nbytes = rects, nbytes
         del self.advances[lease]
 
     def grant_waiting(self, now: float) -> Iterator[Lease | LeaseRequest]:

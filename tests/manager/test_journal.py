@@ -51,7 +51,7 @@ def test_a_rooms_life_and_its_chunks(site, tmp_path):
     assert [one.event for one in at_d if one.what == "room"] == room
     assert [one.event for one in at_p if one.what == "room"] == room
     chunk = [one for one in at_p if one.what == "chunk" and one.chunk == 0]
-    assert [one.event for one in chunk] == ["RESERVE", "LEASED", "QUEUED", "GATHER", "WRITE", "WRITTEN"]
+    assert [one.event for one in chunk] == ["LEASED", "QUEUED", "GATHER", "WRITE", "WRITTEN"]
     lease = [one for one in at_d if one.what == "lease" and one.chunk == 0]
     assert [(one.before, one.after) for one in lease] == [("GRANTED", "LANDED"), ("LANDED", "RELEASED")]
     names = ("session", "epoch", "chunk", "lane", "cursor", "nbytes")

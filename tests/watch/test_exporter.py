@@ -121,6 +121,7 @@ def test_lanes_are_told_while_leases_are_held(watched):
 def test_leases_beyond_the_watermark_are_told_apart(make_watched):
     """Granted, landed and quarantined bytes are never more than a lane has; what waits for the watermark is ahead."""
     watched = make_watched(staging_nbytes=32 << 10)
+    watched.d.core.leases.max_advances = 0
     rooms = [watched.open(number, 16) for number in range(6)]
     ahead = 0.0
     for _, sender, pages in rooms:
