@@ -457,6 +457,11 @@ class Stager:
         """Whether copies are in flight on a device: nothing announces their end, so `poll` must be called."""
         return self._stream is not None and self._stream.launched
 
+    @property
+    def over(self) -> bool:
+        """Whether a copy on a device ended that `poll` has not told of."""
+        return self._stream is not None and self._stream.over
+
     def reserve(self) -> None:
         """A session begins, whose plans are made as its chunks come: allocates what they need."""
         if self._stream is not None:
@@ -622,6 +627,11 @@ class _Stream:
     @property
     def launched(self) -> bool:
         return bool(self._running)
+
+    @property
+    def over(self) -> bool:
+        """Whether `ended` has something to say."""
+        return bool(self._running) and self._runtime.done(self._running[0].event)
 
     def start(self, tickets: tuple[int, ...], copy: Callable[[int, int], None], checksum: bool) -> None:
         """Launches `copy(stream, sum_ptr)`. Its `UsageError` is reported once the stream is past what it launched: a

@@ -48,6 +48,7 @@ const std::map<string, long> DEFAULTS{
     {"timed", 0},        // work takes the time below; else it takes a question
     {"copy_us", 10},     // of a copy or kernel, before its first byte
     {"copy_gbps", 283},
+    {"link_gbps", 0},    // of copies that are no kernels, if not as those: a transport's writes
     {"moves", 1L << 60},  // copies and kernels of more bytes move none
     {"broken", 0},       // the status that a failed device gives to everything
     {"strict", 0},       // a call that breaks another thread's recording is a broken rule whether one records or not
@@ -437,7 +438,10 @@ void put(CUstream_st& stream, Work work, double us = 0) {
     stream.work.push_back(std::move(work));
 }
 
-double us_of(size_t nbytes) { return double(setting("copy_us")) + double(nbytes) / (1e3 * double(setting("copy_gbps"))); }
+double us_of(size_t nbytes, bool is_kernel = false) {
+    const long gbps = setting("link_gbps") && !is_kernel ? setting("link_gbps") : setting("copy_gbps");
+    return double(setting("copy_us")) + double(nbytes) / (1e3 * double(gbps));
+}
 
 CUresult copy(uintptr_t dst, uintptr_t src, size_t nbytes, CUstream handle) {
     CUstream_st* stream = stream_of(handle);
@@ -1549,7 +1553,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned, unsigned, 
     work.call = [module, grid, threads, nbytes, held = std::move(held)] {
         if (nbytes <= size_t(setting("moves"))) launch(module, held, grid, threads);
     };
-    put(*stream, std::move(work), us_of(nbytes));
+    put(*stream, std::move(work), us_of(nbytes, true));
     return CUDA_SUCCESS;
 }
 
