@@ -46,7 +46,8 @@ class Cells(NamedTuple):
 class Recipe(NamedTuple):
     """The input from which a backend makes a plan. `select` is in key order; `threads` are the host's, for host copies.
 
-    `codings`, one for each selected view of layout `staged`, are given only if one of them converts.
+    `codings`, one for each selected view of layout `staged`, are given only if one of them converts. `only`, "gather",
+    "scatter" or "copy_to", is what the plan is made for: the kernels of other calls are compiled when first needed.
     """
 
     layout: Layout
@@ -57,6 +58,7 @@ class Recipe(NamedTuple):
     threads: int = 1
     staged: Layout | None = None
     codings: tuple[Coding, ...] = ()
+    only: str = ""
 
     def cells(self) -> list[Cells]:
         """What must be equal in two plans for the bytes of one to become bytes of the other."""

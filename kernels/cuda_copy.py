@@ -264,7 +264,8 @@ class CudaPlan:
     def _ahead(self) -> Iterator[tuple[Tables, Call]]:
         """The kernels that are compiled when the plan is made; those for a peer are compiled with its first copy."""
         sums, rooms = {False, self._recipe.checksum}, (0, *self._machine.listed)
-        ways = [(TO_STAGING, False), (FROM_STAGING, False)] + [(TO_STAGING, True)] * self.fans_out
+        gathers, scatters = [(TO_STAGING, False)] + [(TO_STAGING, True)] * self.fans_out, [(FROM_STAGING, False)]
+        ways = {"gather": gathers, "scatter": scatters, "copy_to": [], "": gathers + scatters}[self._recipe.only]
         accesses = {UNIT, self._machine.widest}
         for (way, many), summed, few, room, access in product(ways, sums, (False, True), rooms, accesses):
             yield self._tables, Call(way, summed, few, room, many, access)

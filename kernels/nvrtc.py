@@ -45,7 +45,7 @@ def compile_kernel(
 
     Raises `CompileError` with the compiler's log, and `UsageError` if the sources or NVRTC are not installed.
     """
-    texts = _texts(sources)
+    texts, digest = _texts(sources)
     if name not in texts:
         raise UsageError(f"no {name} in {sources}", remedy="install pdstage with its CUDA sources", name=name)
     options = (
@@ -54,7 +54,7 @@ def compile_kernel(
         *options,
         *(f"-D{macro}={value}" for macro, value in sorted(macros.items())),
     )
-    path = cache_folder() / f"{_key(texts, name, options)}.bin"
+    path = cache_folder() / f"{_key(digest, name, options)}.bin"
     image = _read(path)
     if image is None:
         image = _compile(texts, name, options, architecture)
@@ -113,8 +113,10 @@ def missing() -> str:
 
 
 @lru_cache(maxsize=4)
-def _texts(sources: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(sources.glob("*.cu*"))}
+def _texts(sources: Path) -> tuple[dict[str, str], bytes]:
+    """Every source by its name, and a digest of them all."""
+    texts = {path.name: path.read_text() for path in sorted(sources.glob("*.cu*"))}
+    return texts, hashlib.sha256(repr(list(texts.items())).encode()).digest()
 
 
 def _nvrtc() -> Any:  # noqa: ANN401  (a module without types)
@@ -123,8 +125,8 @@ def _nvrtc() -> Any:  # noqa: ANN401  (a module without types)
     return nvrtc
 
 
-def _key(texts: Mapping[str, str], name: str, options: Iterable[str]) -> str:
-    made_of = repr((sorted(texts.items()), name, tuple(options), _nvrtc().getVersion()))
+def _key(digest: bytes, name: str, options: Iterable[str]) -> str:
+    made_of = repr((digest, name, tuple(options), _nvrtc().getVersion()))
     return hashlib.sha256(made_of.encode()).hexdigest()[:40]
 
 

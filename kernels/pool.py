@@ -158,6 +158,7 @@ class Pool:
         checksum: bool = False,
         threads: int = 1,
         staged: Layout | None = None,
+        only: str = "",
         wire: str | None = None,
     ) -> Plan:
         """A plan for some shards of some views, staged in `order`. Slow: make it once for each peer and selection.
@@ -167,8 +168,9 @@ class Pool:
 
         With `checksum`, calls may pass a `sum_ptr`. `threads` is the most that a call in host memory may use, the
         caller's included; only the extension uses more than one, for copies of several MiB. Raises `UsageError` for
-        shards that the pool does not have, an unknown order or a backend that cannot be used here. `wire` is the old
-        name of `order`, for one release.
+        shards that the pool does not have, an unknown order or a backend that cannot be used here. `only`, "gather",
+        "scatter" or "copy_to", is the one call that will be made, so that no kernel of another is loaded. `wire` is the
+        old name of `order`, for one release.
         """
         if wire is not None:
             warnings.warn("Pool.plan's wire= is order= now", DeprecationWarning, stacklevel=2)
@@ -180,7 +182,7 @@ class Pool:
         name = choose(backend, self.device)
         staging = Staging(staged or self.layout, select)
         made = codings(self.layout, staged, staging.select) if staged is not None else []
-        recipe = Recipe(self.layout, staging.select, order, self.device, checksum, threads, staged, tuple(made))
+        recipe = Recipe(self.layout, staging.select, order, self.device, checksum, threads, staged, tuple(made), only)
         if all(coding.encoding is None for coding in made):
             return Plan(self, staging, name, recipe._replace(codings=()), _BACKENDS[name].compile_plan(recipe))
         if order != TOKEN_MAJOR:

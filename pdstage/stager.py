@@ -293,7 +293,9 @@ class Passes:
         self.plans: list[tuple[int, int, Plan, Plan]] = []
         for (i, j), parts in chosen.items():
             ours, theirs = (
-                Pool.of(Layout(pool.layout.regions, cut.layouts[number].components), pool.device, pool).plan(part)
+                Pool.of(Layout(pool.layout.regions, cut.layouts[number].components), pool.device, pool).plan(
+                    part, only="copy_to"
+                )
                 for pool, cut, number, part in zip(pools, cuts, (i, j), parts, strict=True)
             )
             ours.check_peer(theirs)
@@ -306,7 +308,7 @@ class Stager:
     `submit`, if given, runs a function on another thread. Copies of `_LARGE_NBYTES` or more in host memory go there, so
     that the caller can write one chunk while the next is gathered. Several threads may use a plan at once. `runtime` is
     the device's, for pools on one: all copies go to one separate stream, each on at most `max_sms` multiprocessors.
-    `clock` times the copies if given.
+    `clock` times the copies if given. `only`: "gather" or "scatter", of which one alone is called.
     """
 
     def __init__(
@@ -317,8 +319,10 @@ class Stager:
         clock: Callable[[], float] | None = None,
         *,
         max_sms: int | None = None,
+        only: str = "",
     ) -> None:
         self.pool = pool
+        self._only = only
         self._max_sms = max_sms
         self._submit = submit
         self._clock = clock or _no_clock
@@ -418,20 +422,26 @@ class Stager:
             done.append(self._done.popleft())
         return done
 
-    def rate(self, into: Region) -> float | None:
+    def warm(self, *, checksum: bool) -> None:
+        """Compiles and loads what a device needs for the pool's largest component, so that no room waits for it."""
+        if self._stream is not None:
+            self._typical(checksum)
+
+    def _typical(self, checksum: bool) -> tuple[Plan, Sequence[View]]:
+        """A plan of the pool's largest component, and its views."""
+        views = max([one.views for one in self.pool.layout.components], key=_item_nbytes)[:_RATED_VIEWS]
+        select = [Select(view.key, 0, view.shards) for view in views]
+        return self.pool.plan(select, checksum=checksum, only=self._only), views
+
+    def rate(self, into: Region, *, checksum: bool) -> float | None:
         """Bytes a second of a gather of the pool's largest component into `into`, within `max_sms`, once its kernel is
         there: a few hundred microseconds. None in host memory, and where not one item fits.
         """
         if self._stream is None:
             return None
-
-        def item_nbytes(views: Sequence[View]) -> int:
-            return sum(view.shards * view.shard_nbytes * view.rows_per_item for view in views)
-
-        found, component = None, max(self.pool.layout.components, key=lambda one: item_nbytes(one.views))
-        name, views = component.name, component.views[:_RATED_VIEWS]
-        nbytes, per_item, n_items = item_nbytes(views), views[0].tokens_per_item, min(view.n_items for view in views)
-        plan = self.pool.plan(Select(view.key, 0, view.shards) for view in views)
+        found, (plan, views) = None, self._typical(checksum)
+        name, nbytes = views[0].key.component, _item_nbytes(views)
+        per_item, n_items = views[0].tokens_per_item, min(view.n_items for view in views)
         for most_nbytes in _RATED_NBYTES:
             room = min(into.nbytes, most_nbytes) - VIEW_ALIGNMENT * len(views)
             if (n := min(n_items, room // nbytes)) < 1:
@@ -525,13 +535,17 @@ class Stager:
         select = selects(staged or self.pool.layout, what.owned, what.rects)
 
         def plan(pool: Pool, chosen: Sequence[Select]) -> Plan:
-            return pool.plan(chosen, what.order, checksum=what.checksum, staged=staged)
+            return pool.plan(chosen, what.order, checksum=what.checksum, staged=staged, only=self._only)
 
         if cut is None or not cut.key:
             return ((0, plan(self.pool, select)),)
         pools = [Pool.of(layout, self.pool.device, self.pool) for layout in cut.layouts]
         runs = cut.runs(select)
         return tuple((number, plan(pools[number], run)) for number, run in runs)
+
+
+def _item_nbytes(views: Sequence[View]) -> int:
+    return sum(view.shards * view.shard_nbytes * view.rows_per_item for view in views)
 
 
 def _failed(error: Exception) -> PdstageError:

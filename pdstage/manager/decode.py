@@ -181,6 +181,8 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
         self._answers: deque[tuple[DecodeRoom, list[Advert] | None, PdstageError | None]] = deque()
         try:
+            with self.driver.device():
+                self.stager.warm(checksum=self.config.checksums)
             self.driver.start()
         except BaseException:
             self.close()

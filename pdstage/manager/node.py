@@ -112,7 +112,9 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self.ranges = ranges_of(runtime)
             clock = time.monotonic if self.observers else None
             submit = self._copy_thread.submit if copies_aside else None
-            self.stager = Stager(pool, submit, runtime, clock, max_sms=options.max_sms)
+            self.stager = Stager(
+                pool, submit, runtime, clock, max_sms=options.max_sms, only="gather" if writes else "scatter"
+            )
             self.directory = Directory(self.keys)
             self.transport.register([self.memory.region, *(pool.layout.regions if options.path != "staged" else ())])
             self.rows = self._own_rows(options.aux)

@@ -259,7 +259,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         try:
             if path != "direct":
                 with self.driver.device():
-                    self._copies_at = self.stager.rate(self.parts[0])
+                    self._copies_at = self.stager.rate(self.parts[0], checksum=self.config.checksums)
             if publish:
                 self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
                 self.directory.publish(self.bootstrap_address, lambda: [self.advert])

@@ -53,8 +53,8 @@ class Late:
         self._over_at[event] = time.perf_counter() + next(self._lengths_s)
 
     def done(self, event: int) -> bool:
-        late_s = time.perf_counter() - self._over_at[event]
-        if late_s >= 0:
+        late_s = time.perf_counter() - self._over_at.get(event, 0.0)
+        if late_s >= 0 and self._over_at.pop(event, None) is not None:
             self.noticed_s.append(late_s)
         return late_s >= 0
 
