@@ -284,15 +284,23 @@ def _add_plot(command: argparse.ArgumentParser) -> None:
     command.add_argument("--from", dest="from_ms", type=float, metavar="MS", help="milliseconds after the first chunk")
     command.add_argument("--to", dest="to_ms", type=float, metavar="MS", help="milliseconds after the first chunk")
     command.add_argument("--merged", type=Path, metavar="FILE", help="write the merged trace to FILE")
+    command.add_argument("--steps", action="store_true", help="print where rooms' time went, in place of a picture")
     command.set_defaults(run=_plot)
 
 
 def _plot(given: argparse.Namespace) -> int:
-    from pdstage.tools.trace import chrome, load, plot  # noqa: PLC0415
+    from pdstage.tools.trace import chrome, load  # noqa: PLC0415
 
     trace = load(given.traces)
     if given.merged is not None:
         chrome.write(trace, given.merged)
+    if given.steps:
+        from pdstage.tools.trace import steps  # noqa: PLC0415
+
+        print(steps.table(trace, given.room))
+        return 0
+    from pdstage.tools.trace import plot  # noqa: PLC0415
+
     plot.draw(trace, given.out, room=given.room, from_ms=given.from_ms, to_ms=given.to_ms)
     return 0
 
