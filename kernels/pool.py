@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -159,7 +158,6 @@ class Pool:
         threads: int = 1,
         staged: Layout | None = None,
         only: str = "",
-        wire: str | None = None,
     ) -> Plan:
         """A plan for some shards of some views, staged in `order`. Slow: make it once for each peer and selection.
 
@@ -169,12 +167,8 @@ class Pool:
         With `checksum`, calls may pass a `sum_ptr`. `threads` is the most that a call in host memory may use, the
         caller's included; only the extension uses more than one, for copies of several MiB. Raises `UsageError` for
         shards that the pool does not have, an unknown order or a backend that cannot be used here. `only`, "gather",
-        "scatter" or "copy_to", is the one call that will be made, so that no kernel of another is loaded. `wire` is the
-        old name of `order`, for one release.
+        "scatter" or "copy_to", is the one call that will be made, so that no kernel of another is loaded.
         """
-        if wire is not None:
-            warnings.warn("Pool.plan's wire= is order= now", DeprecationWarning, stacklevel=2)
-            order = wire
         if threads < 1:
             raise UsageError(f"threads is {threads}", remedy="give at least 1", threads=threads)
         if order not in (TOKEN_MAJOR, HEAD_MAJOR):

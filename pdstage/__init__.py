@@ -17,7 +17,7 @@ order:
     integrations        vLLM's and SGLang's sides; `probe` checks a layout against the engine's own code
     tools, cli          the commands: demo, doctor, calibrate, watch, trace, judge
 
-Used throughout: errors, arguments, environment, native, shared, metrics, log_limit, probe, renamed.
+Used throughout: errors, arguments, environment, native, shared, metrics, log_limit, probe.
 
 Importing this package imports neither torch nor zmq nor a transport: each comes with the first node that needs it.
 """
@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-import warnings
 from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Component, Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.layout.states import StateType
 from pdstage.layout.topology import Axis, Topology
-from pdstage.renamed import find_old_modules
 
 if TYPE_CHECKING:
     from pdstage.columns import Column
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-find_old_modules()
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application chooses what to show
 
 __all__ = [
@@ -96,14 +93,7 @@ _LAZY = {
 }
 
 
-_OLD_NAMES = {"Owned": "TokenShard", "Row": "RowLevel"}
-"""Names of the previous release; they warn for one release."""
-
-
 def __getattr__(name: str) -> object:
-    if name in _OLD_NAMES:
-        warnings.warn(f"pdstage.{name} is {_OLD_NAMES[name]} now", DeprecationWarning, stacklevel=2)
-        return globals()[_OLD_NAMES[name]]
     if name not in _LAZY:
         raise AttributeError(f"module 'pdstage' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)

@@ -49,10 +49,6 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"pdstage {_version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_demo(commands.add_parser("demo", help="move a real model's KV cache between ranks and go on decoding from it"))
-    # Hidden, and removed in the next release. Everything after it is positional: old options are not checked.
-    gone = commands.add_parser("serve", add_help=False, prefix_chars="\0")
-    gone.add_argument("rest", nargs="*")
-    gone.set_defaults(run=_serve_is_gone)
     bench = commands.add_parser("bench", help="measure one part against its baselines")
     bench.add_argument("name", metavar="NAME", help=f"one of {', '.join(BENCHES)}")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
@@ -192,13 +188,6 @@ def _demo(given: argparse.Namespace) -> int:
     except ModuleNotFoundError as missing:
         raise UsageError(f"the demo needs {missing.name}", remedy="pip install 'pdstage[demo]'") from missing
     return 0 if run(options).good else 1
-
-
-def _serve_is_gone(_: argparse.Namespace) -> int:
-    raise UsageError(
-        "`pdstage serve` is gone: real engines serve with pdstage now",
-        remedy="run `make serve` in a checkout, or start vLLM or SGLang with pdstage's connector (docs/engines.md)",
-    )
 
 
 def _bench(given: argparse.Namespace) -> int:

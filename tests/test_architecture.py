@@ -24,7 +24,6 @@ LAYERS = {
         "environment",
         "errors",
         "arguments",
-        "renamed",
         "layout",
         "tensors",
         "native",

@@ -26,7 +26,6 @@ from pdstage.layout.views import (
     mismatch,
     with_views,
 )
-from pdstage.renamed import old_names
 
 __all__ = [
     "ALL_TOKENS",
@@ -42,5 +41,3 @@ __all__ = [
     "mismatch",
     "with_views",
 ]
-
-__getattr__ = old_names(__name__, {"Owned": TokenShard, "Row": RowLevel})

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, cast
 
 from pdstage.errors import PdstageError, UsageError
 from pdstage.plan.spans import Spans
-from pdstage.renamed import old_names
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._backend import Backend, Description, Link, Post
 from pdstage.transport._faults import Faults, FaultyTransport
@@ -240,6 +239,3 @@ def _auto(host: str = "", device: str = "") -> Transport:
     if not ways:
         raise UsageError("no transport starts here", remedy=f"name one of {', '.join(names())} to learn why")
     return AutoTransport(ways) if len(ways) > 1 else ways[0]
-
-
-__getattr__ = old_names(__name__, {"open_told": open_from_config, "brought": plugins, "moving": supporting})

@@ -131,15 +131,6 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
     max_tag_nbytes = 1 << 30
     life: str
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        if "told" in vars(cls):
-            where = f"{cls.__module__}.{cls.__qualname__}"
-            raise UsageError(
-                f"{where} is written for an earlier Backend: `told` is `description_type` now, and hooks have changed",
-                remedy="see docs/transports.md, Your own transport",
-            )
-
     def __init__(self) -> None:
         self.own = Ranges("this process's registered memory")
         self.links: dict[str, AnyLink] = {}

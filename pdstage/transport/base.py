@@ -11,7 +11,6 @@ run beside other calls.
 from __future__ import annotations
 
 import threading
-import warnings
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -119,15 +118,6 @@ class Transport(ABC):
     preference: ClassVar[int] = 0  # "auto" takes the highest that reaches a peer; below 1: only by name
     caveat: ClassVar[str] = ""  # a warning to log when it is opened
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        latest = next(kind for kind in cls.__mro__ if {"meet", "identify"} & vars(kind).keys())
-        if "identify" not in vars(latest):
-            where = f"{latest.__module__}.{latest.__qualname__}.meet"
-            what = f"{where}: the method is `identify` now; `meet` works for one release"
-            warnings.warn(what, DeprecationWarning, stacklevel=2)
-            cls.identify = vars(latest)["meet"]  # type: ignore[method-assign]
-
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
         """Makes `regions` readable by our posts and writable by peers. Registering an equal region again has no effect.
@@ -178,15 +168,6 @@ class Transport(ABC):
 
         Raises `PeerError` for a region that the peer has not registered.
         """
-
-    def meet(self, peer: str, description: bytes) -> None:
-        """The old name of `identify`, for one more release."""
-        warnings.warn("Transport.meet is Transport.identify now", DeprecationWarning, stacklevel=2)
-        for kind in type(self).__mro__:  # skip an old `meet`, which may have called this one as super
-            identify = vars(kind).get("identify")
-            if identify is not None and identify is not getattr(kind, "meet", None):
-                identify(self, peer, description)
-                return
 
     @abstractmethod
     def identify(self, peer: str, description: bytes) -> None:

@@ -29,9 +29,6 @@ def failed(capsys, *argv: str) -> tuple[int, str]:
     ("argv", "names"),
     [
         ((), "COMMAND"),
-        (("serve",), "make serve"),
-        (("serve", "--port", "8000", "--help"), "make serve"),
-        (("serve", "all", "--port", "8000"), "make serve"),
         (("fly",), "fly"),
         (("demo", "--transport", "pigeon"), "--transport"),
         (("demo", "--path", "scenic"), "--path"),

@@ -14,12 +14,9 @@ import numpy as np
 import pytest
 from transport import postbox
 
-from pdstage import transport as transports
 from pdstage.errors import TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport import (
-    Backend,
-    Description,
     Transport,
     available,
     names,
@@ -224,52 +221,6 @@ def test_the_worked_example_is_one_short_file_that_uses_nothing_private():
     transport = open_transport("postbox")
     assert type(transport).__module__ == postbox.__name__, "found by its entry point"
     transport.close()
-
-
-@pytest.mark.parametrize(
-    ("old", "name"), [("open_told", "open_from_config"), ("moving", "supporting"), ("brought", "plugins")]
-)
-def test_old_names_work_and_warn(old: str, name: str):
-    with pytest.warns(DeprecationWarning, match=f"{old} is {name} now"):
-        assert getattr(transports, old) is getattr(transports, name)
-
-
-def test_a_transport_that_still_has_meet_works_and_warns():
-    def meet(self, peer: str, description: bytes) -> None:
-        self.met = peer, description
-
-    with pytest.warns(DeprecationWarning, match="the method is `identify` now"):
-        old = type("Old", (Transport,), {"meet": meet})
-    assert "identify" not in old.__abstractmethods__
-    assert old.identify is meet
-
-
-def test_an_old_meet_may_call_that_of_its_base(recwarn):
-    """As a transport does that adds to one of ours."""
-    met = []
-
-    class Base(Transport):
-        def identify(self, peer: str, description: bytes) -> None:
-            met.append("base")
-
-    class Old(Base):
-        def meet(self, peer: str, description: bytes) -> None:
-            met.append("old")
-            super().meet(peer, description)
-
-    class Mixed(Base):
-        pass
-
-    Mixed.__abstractmethods__ = Old.__abstractmethods__ = frozenset()
-    Old().identify("a", b"")
-    Mixed().meet("a", b"")
-    assert met == ["old", "base", "base"]
-    assert "the method is `identify` now" in str(recwarn[0].message)
-
-
-def test_a_backend_of_before_is_refused_in_words():
-    with pytest.raises(UsageError, match="`told` is `description_type` now.*Your own transport"):
-        type("Old", (Backend,), {"told": Description})
 
 
 def test_what_is_unregistered_half_way_may_not_be_posted(monkeypatch):
