@@ -452,10 +452,12 @@ class Driver:
         with self.device():
             while True:
                 ready = node.socket.wait(min(pause_s, wait_s - waited_s), fds)
-                if not fds and (events := node.transport.poll()):
-                    self.feed_early(events)
+                with self.acting:  # an engine's call in another thread may post, or launch
+                    if not fds and (events := node.transport.poll()):
+                        self.feed_early(events)
+                    over = bool(self._early) or node.stager.over
                 waited_s = time.monotonic() - began_at
-                if any(ready) or self._early or node.stager.over or waited_s >= wait_s:
+                if any(ready) or over or waited_s >= wait_s:
                     return Ready(ready.messages, bool(ready.fds))
                 pause_s = min(max(_GLANCE_S, waited_s / 8), longest_s)
 
