@@ -253,12 +253,12 @@ for name in ("msgspec", "zmq", "nixl", "torch", "triton", "cupy", "pdstage._nati
     sys.modules[name] = None  # as if it were not installed
 import numpy as np
 from pdstage.kernels import Index, Pool, backends
-from pdstage.layout import Key, Region, Row, View
+from pdstage.layout import Key, Region, RowLevel, View
 from pdstage.plan import Select
 from pdstage.layout.topology import Axis
 memory, out = np.arange(64, dtype=np.uint8), np.zeros(128, np.uint8)
-view = View(key=Key("kv", "k", 0), region=0, offset=0, n_items=8, item_stride=8, tokens_per_item=1, rows=(Row(1, 8),),
-            shards=1, shard_stride=8, width=8, axis=Axis("head", 1, 0, 1), format="bytes")
+view = View(key=Key("kv", "k", 0), region=0, offset=0, n_items=8, item_stride=8, tokens_per_item=1,
+            rows=(RowLevel(1, 8),), shards=1, shard_stride=8, width=8, axis=Axis("head", 1, 0, 1), format="bytes")
 plan = Pool([Region(memory.ctypes.data, 64)], [view]).plan([Select(view.key, 0, 1)])
 plan.gather(out.ctypes.data, 128, {"kv": Index.of(np.array([3, 1]))}, {"kv": (0, 2)})
 assert bytes(out[:16]) == bytes([*range(24, 32), *range(8, 16)])
