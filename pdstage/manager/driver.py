@@ -64,6 +64,7 @@ _WAIT_S = 1e-3
 _END_S = 5.0
 _NAP_S = 100e-6
 _GLANCE_S = 10e-6
+_ACTIVE_S = 0.02
 _PR_SET_TIMERSLACK = 29
 _PATIENCE_S = 1e-3
 _READING_S = 0.02
@@ -444,10 +445,10 @@ class Driver:
 
     def _doze(self, wait_s: float, fds: Sequence[int]) -> Ready:
         """Sleeps until what announces itself to nobody, copies on a device and a transport without descriptors, has
-        something to say. Asks after an eighth of the time that it has slept so far, as most of it is short.
+        something to say. Asks after an eighth of the time that it has slept so far, as most of it is short. Libraries may
+        move bytes only while they are asked, on both sides.
         """
         node, pause_s, waited_s = self._node, _GLANCE_S, 0.0
-        longest_s = _NAP_S if node.stager.launched else _PATIENCE_S
         began_at = time.monotonic()
         with self.device():
             while True:
@@ -459,6 +460,7 @@ class Driver:
                 waited_s = time.monotonic() - began_at
                 if any(ready) or over or waited_s >= wait_s:
                     return Ready(ready.messages, bool(ready.fds))
+                longest_s = _NAP_S if node.stager.launched or waited_s < _ACTIVE_S else _PATIENCE_S
                 pause_s = min(max(_GLANCE_S, waited_s / 8), longest_s)
 
     def look(self) -> Wakeup | None:
