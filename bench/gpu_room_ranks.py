@@ -73,10 +73,11 @@ class Prefill(_RoomRank):
 
     def __init__(self, bootstrap: str, device: str, tokens: int, options: dict[str, Any]) -> None:
         super().__init__(device, tokens)
+        values = truth(tokens).to(device)
         for n in range(AT_ONCE):
-            self._write(n, truth(tokens).to(device))
-        if self.memory.is_cuda:
-            torch.cuda.synchronize(device)
+            self._write(n, values)
+            if self.memory.is_cuda:
+                torch.cuda.synchronize(device)
         self.node: PrefillNode = PrefillNode(
             self.pool(device), Topology(), bootstrap=bootstrap, observers=observers(), **options
         )

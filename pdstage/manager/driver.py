@@ -445,8 +445,8 @@ class Driver:
 
     def _doze(self, wait_s: float, fds: Sequence[int]) -> Ready:
         """Sleeps until what announces itself to nobody, copies on a device and a transport without descriptors, has
-        something to say. Asks after an eighth of the time that it has slept so far, as most of it is short. Libraries may
-        move bytes only while they are asked, on both sides.
+        something to say. Asks after an eighth of the time that it has slept so far, as most of it is short. Some
+        libraries move bytes only while they are asked, on both sides.
         """
         node, pause_s, waited_s = self._node, _GLANCE_S, 0.0
         began_at = time.monotonic()
