@@ -79,7 +79,7 @@ def section(name: str, report: dict[str, Any]) -> str:
     text += [f"Not measured: {one}." for one in report.get("left_out", ())]
     for plot in sorted(PLOTS.glob(f"{name}-*.svg")):
         text += [f"![{plot.stem.replace('-', ' ')}](plots/{plot.name})", ""]
-    rows = [row for row in report["rows"] if not row["point"]]
+    rows = [row for row in report["rows"] if row["point"].get("table", "rooms") == "rooms"]
     cells = len(report["rows"]) - len(rows)
     shown = rows if len(rows) <= N_OPEN else [row for row in rows if row["target"] is not None]
     text += _table(shown) if shown else []
