@@ -335,7 +335,8 @@ class ChunkSender:
                 return
             if chunk.phase in (ChunkPhase.RESERVING, ChunkPhase.HELD):
                 self._recalled(chunk, now)
-        elif chunk is None and (destination := session.claims.get(recall.epoch)) is not None:
+        destination: Destination | None = session.claims.get(recall.epoch)
+        if destination is not None and recall.chunk in destination.advances:
             destination.advances[recall.chunk] = None
         self._give_back(session, recall, now)
 

@@ -91,7 +91,7 @@ def test_a_tag_of_more_than_was_lent_is_stale() -> None:
 
 
 @pytest.mark.parametrize("path", ["direct", "auto"])
-def test_a_writer_that_writes_in_place_is_lent_nothing_ahead(path: str) -> None:
+def test_a_writer_that_writes_in_place_is_lent_nothing_in_advance(path: str) -> None:
     world = met(World(path=path, choose=lambda _: True))
     handle = world.receive(1, 8, [0, 1])
     world.send(1, 8, [0, 1])
@@ -113,7 +113,7 @@ def test_a_chunk_that_goes_direct_after_all_returns_what_was_lent() -> None:
     assert_flat(world)
 
 
-def test_what_waits_gets_what_was_lent_ahead_within_a_moment() -> None:
+def test_what_waits_gets_what_was_lent_in_advance_within_a_moment() -> None:
     """Room 1 is lent half of the lane, and its engine is slow. Others need more than the rest, once and again (I12)."""
     world = met(World(lane_nbytes=2 * LEASE, n_pages=32))
     slow = world.receive(1, 8, [0, 1])
@@ -134,7 +134,7 @@ def test_what_waits_gets_what_was_lent_ahead_within_a_moment() -> None:
     assert_flat(world)
 
 
-def test_a_lease_ahead_recalled_before_its_chunk_was_computed_is_asked_for_once_it_is() -> None:
+def test_a_lease_in_advance_recalled_before_its_chunk_was_computed_is_asked_for_once_it_is() -> None:
     """I16: between its Recall and its data it asks for nothing."""
     world = met(World(lane_nbytes=2 * LEASE, n_pages=32))
     slow = world.receive(1, 8, [0, 1])
@@ -156,7 +156,7 @@ def test_a_lease_ahead_recalled_before_its_chunk_was_computed_is_asked_for_once_
     assert_flat(world)
 
 
-def test_a_lease_ahead_that_was_recalled_is_in_no_later_open() -> None:
+def test_a_lease_in_advance_that_was_recalled_is_in_no_later_open() -> None:
     """Open is lost. Its lease is recalled, and prefill, which has not heard of it, says that nothing will write it. So
     the Open that is repeated must not have it (I2).
     """
@@ -180,7 +180,22 @@ def test_a_lease_ahead_that_was_recalled_is_in_no_later_open() -> None:
     assert_flat(world)
 
 
-def test_leases_ahead_of_rooms_that_end_are_free() -> None:
+def test_recalls_of_chunks_that_nobody_lent_leave_nothing() -> None:
+    """I14."""
+    world = met(World())
+    world.receive(1, 8, [0, 1])
+    world.run()
+    decode = world.decode[0].core
+    (session,) = decode.sessions.values()
+    for chunk in range(5, 50):
+        decode.endpoint.send(session, m.Recall(2, chunk, 0, 0, 0, 0), world.now)
+    world.carry(world.decode[0])
+    world.run()
+    (destination,) = world.prefill[0].core.rooms.destinations.values()
+    assert set(destination.advances) == {0}
+
+
+def test_leases_in_advance_of_rooms_that_end_are_free() -> None:
     """Aborted before prefill had it; and its writer's process dies."""
     world = met(World(prefill=1, n_pages=32))
     handle = world.receive(1, 8, [0, 1])
