@@ -28,6 +28,7 @@ import atexit
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import sys
 import threading
@@ -434,14 +435,20 @@ class Driver:
         """Sleeps until something may be ready, `wait_s` at most."""
         node = self._node
         fds = node.transport.filenos()
-        if node._expects():
-            wait_s = min(wait_s, _NAP_S)
-        elif node.stager.launched or (not fds and node._in_flight()):
+        if self._is_under_way(fds) and not node._expects():
             return self._doze(wait_s, fds)
-        elif not fds and node._must_ask():
-            wait_s = min(wait_s, _PATIENCE_S)
-        ready = node.socket.wait(wait_s, fds)
+        ready = node.socket.wait(min(wait_s, self._patience_s(fds)), fds)
         return Ready(ready.messages, bool(ready.fds) or not fds)
+
+    def _is_under_way(self, fds: Sequence[int]) -> bool:
+        """Whether copies on a device, or bytes of a transport without `fds`, are: nobody announces their end."""
+        return self._node.stager.launched or (not fds and self._node._in_flight())
+
+    def _patience_s(self, fds: Sequence[int]) -> float:
+        """How long what announces itself to nobody may be left unasked."""
+        if self._node._expects() or self._is_under_way(fds):
+            return _NAP_S
+        return _PATIENCE_S if not fds and self._node._must_ask() else math.inf
 
     def _doze(self, wait_s: float, fds: Sequence[int]) -> Ready:
         """Sleeps until what announces itself to nobody, copies on a device and a transport without descriptors, has
@@ -479,11 +486,7 @@ class Driver:
             node.socket.wait(0.0)  # wakings until here are answered by this turn
             self._turn(_EVERYTHING)
             ready = node.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
-            pause_s = 0.0 if any(ready) or self._unread else self.longest_s()
-            if node._expects() or (not fds and node._in_flight()):
-                pause_s = min(pause_s, _NAP_S)
-            elif not fds and node._must_ask():
-                pause_s = min(pause_s, _PATIENCE_S)
+            pause_s = 0.0 if any(ready) or self._unread else min(self.longest_s(), self._patience_s(fds))
             return Wakeup(pause_s, (*node.socket.filenos(), *fds))
         except Exception as error:
             log.exception("the node's turn in an event loop failed")

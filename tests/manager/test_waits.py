@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from pdstage import State, native
 from pdstage.control.zmq import ControlSocket
 from tests.manager.conftest import Site
-from tests.manager.engine import Rank
+from tests.manager.engine import Rank, drive
 
 SHORT_S = 100e-6
 COPIES_S = np.linspace(200e-6, 2e-3, 9)
@@ -34,6 +35,7 @@ class Late:
         self._over_at: dict[int, float] = {}
         self._lengths_s = itertools.cycle(COPIES_S)
         self.noticed_s: list[float] = []
+        self.held = False
 
     def current(self):
         return nullcontext()
@@ -53,6 +55,8 @@ class Late:
         self._over_at[event] = time.perf_counter() + next(self._lengths_s)
 
     def done(self, event: int) -> bool:
+        if self.held:
+            return False
         late_s = time.perf_counter() - self._over_at.get(event, 0.0)
         if late_s >= 0 and self._over_at.pop(event, None) is not None:
             self.noticed_s.append(late_s)
@@ -104,6 +108,53 @@ def test_a_short_wait_is_as_short_as_a_bare_sleep(monkeypatch, ext):
 def test_the_end_of_a_copy_is_noticed_soon(site):
     noticed_s, bare_s = notices(site)
     assert noticed_s < 6 * bare_s
+
+
+def test_an_event_loop_asks_soon_while_a_copy_is_under_way(site):
+    """Nothing announces its end, whatever descriptors the transport has."""
+    runtime = Late()
+    src, dst = Rank(), Rank()
+    src.pool.runtime = dst.pool.runtime = lambda: runtime
+    p, d = (make(rank, path="staged", journal=None) for make, rank in ((site.prefill, src), (site.decode, dst)))
+    receiver, sender = d.receive(1, site.address), p.send(1)
+    receiver.bind(dst.allocate(TOKENS), TOKENS)
+    sender.chunk(src.allocate(TOKENS), (0, TOKENS))
+    sender.finish()
+    runtime.held = True
+    drive((p, d), lambda: p.stager.launched)
+    assert p.transport.filenos()
+    assert p.driver.look().pause_s <= SHORT_S
+    runtime.held = False
+    drive((p, d), lambda: receiver.released and sender.released)
+    assert receiver.state is State.SUCCESS
+
+
+@pytest.mark.parametrize("progress", ["inline", "thread"])
+def test_a_transport_is_asked_by_who_takes_effects_alone(site, progress):
+    """Else an engine's call in another thread could post while it is asked."""
+    p, d = (
+        site.prefill(Rank(), transport="nixl", progress=progress),
+        site.decode(Rank(), transport="nixl", progress=progress),
+    )
+    unlocked = []
+    for node in (p, d):
+        node.transport.poll = partial(_asked, node, node.transport.poll, unlocked)
+    receiver, sender = d.receive(1, site.address), p.send(1)
+    receiver.bind(range(TOKENS), TOKENS)
+    sender.chunk(range(TOKENS), (0, TOKENS))
+    sender.finish()
+    while not (receiver.released and sender.released):
+        for node in (p, d) if progress == "inline" else ():
+            node.turn(1e-3)
+        time.sleep(SHORT_S)
+    assert receiver.state is State.SUCCESS
+    assert not unlocked
+
+
+def _asked(node, poll, unlocked):
+    if not node.driver.acting.locked():
+        unlocked.append(node.role)
+    return poll()
 
 
 def main() -> None:
