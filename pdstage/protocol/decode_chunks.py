@@ -93,7 +93,7 @@ class ChunkReceiver:
             self._leases.enqueue(request)
 
     def _size_problem(self, writer: Writer, reserve: m.Reserve) -> str:
-        nbytes = _staged_nbytes(writer, reserve.rects)
+        nbytes = writer.staged_nbytes(reserve.rects)
         if not nbytes:
             return "its rectangles repeat a component, or are none"
         return "" if nbytes == reserve.nbytes else f"{reserve.nbytes} bytes for what has {nbytes} here"
@@ -274,13 +274,5 @@ def _nbytes_in(request: LeaseRequest, writer: Writer, tag: wire.Tag) -> int:
     if request.rects:
         return request.nbytes if request.rects == tag.rects else 0
     assert writer.coverage is not None
-    nbytes = 0 if writer.coverage.problem(tag.rects) else _staged_nbytes(writer, tag.rects)
+    nbytes = 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)
     return nbytes if nbytes <= request.nbytes else 0
-
-
-def _staged_nbytes(writer: Writer, rects: tuple[Rect, ...]) -> int:
-    """What a chunk of `rects` has in staging memory; 0 for none that could be one."""
-    if len({rect.component for rect in rects}) != len(rects) or not rects:
-        return 0
-    session = writer.session
-    return session.stagings.of(writer.shares, rects).nbytes(session.common.tokens(rects))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from pdstage.columns import Shared
+    from pdstage.plan import Rect
     from pdstage.protocol.config import Config
     from pdstage.protocol.handshake import HandshakeClient, Peer
     from pdstage.protocol.leases import Lender
@@ -57,6 +58,13 @@ class Writer:
     def writes_in_place(self) -> bool:
         """Whether this writer was given addresses in the room's pages or aux row, which it writes without a lease."""
         return self.direct or (self.has_aux and self.room.row is not None)
+
+    def staged_nbytes(self, rects: tuple[Rect, ...]) -> int:
+        """What a chunk of `rects` has in staging memory; 0 for none that could be one."""
+        if len({rect.component for rect in rects}) != len(rects) or not rects:
+            return 0
+        session = self.session
+        return session.stagings.of(self.shares, rects).nbytes(session.common.tokens(rects))
 
 
 class DecodeRoom(Room):
@@ -192,9 +200,8 @@ class DecodeRooms:
         """So that a writer of little need not ask for staging memory."""
         session, room = writer.session, writer.room
         assert writer.coverage is not None
-        if session.lends_in_advance and (whole := writer.coverage.whole()):
-            staging, tokens = session.stagings.of(writer.shares, whole), session.common.tokens(whole)
-            writer.owed_nbytes = staging.nbytes(tokens)
+        if session.lends_in_advance:
+            writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
             self._lender.lend_in_advance(
                 session, room.epoch, writer.owed_nbytes, room.priority, now, by_default=not writer.direct
             )

@@ -30,16 +30,16 @@ from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
 from pdstage.protocol.lane import GRANTED, Lane
 from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
 
-MAX_UNASKED = 256
-"""Leases that nobody asked for, of all rooms together."""
-_ADVANCE_S = 0.02
-"""Such a lease is used within so long, if its room's data is there."""
-
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
     from pdstage.plan import Rect
     from pdstage.protocol.session import Endpoint, Session
+
+MAX_UNASKED = 256
+"""Leases that nobody asked for, of all rooms together."""
+_ADVANCE_S = 0.02
+"""Such a lease is used within so long, if its room's data is there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -259,21 +259,20 @@ class LeaseTable:
         self._queue.remove(request)
         self._forget_entry(request, request)
 
-    def lend_in_advance(self, request: LeaseRequest, now: float) -> Lease | None:
-        """A lease for what was not asked for, which may be written at once; None where it could be in another's way."""
+    def lend_in_advance(self, request: LeaseRequest, now: float) -> bool:
+        """Grants what was not asked for, to be written at once; False where that could be in another's way."""
         if len(self.advances) >= self.max_advances or self.busy or request.nbytes > self.largest():
-            return None
+            return False
         number, _ = self._lane_for(request)
         if number is None:
-            return None
+            return False
         lane = self.lanes[number]
         cursor = lane.cursor_of_next(request.nbytes)
         if cursor is None or cursor + request.nbytes > lane.watermark + lane.capacity // 2:
-            return None
+            return False
         request.waiting = False
-        lease = self._grant(request, number, now)
-        self.advances[lease] = None
-        return lease
+        self.advances[self._grant(request, number, now)] = None
+        return True
 
     def know(self, lease: Lease, rects: tuple[Rect, ...], nbytes: int) -> None:
         """What a lease in advance is used for."""
@@ -496,7 +495,7 @@ class Lender:
         n, nbytes = self._staged.get(session, {}).get(owed_nbytes.bit_length(), first)
         for chunk in range(min(n, m.MAX_ADVANCES)):
             request = LeaseRequest(session, epoch, chunk, 0, min(nbytes, owed_nbytes), (), priority)
-            if self.leases.lend_in_advance(request, now) is None:
+            if not self.leases.lend_in_advance(request, now):
                 return
             self.endpoint.counters.leases_granted += 1
 
