@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 def run(quick: bool, device: str) -> Measured:
-    """`rows` on any device. Raises `UsageError` where there is no such device, or no double of one."""
+    """`rows` on any device. Raises `UsageError` where there is no double of one."""
     if device != DOUBLE:
         prefill, _, decode = device.partition(",")
         bed = Bed(prefill)

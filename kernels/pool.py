@@ -166,13 +166,15 @@ class Pool:
 
         With `checksum`, calls may pass a `sum_ptr`. `threads` is the most that a call in host memory may use, the
         caller's included; only the extension uses more than one, for copies of several MiB. Raises `UsageError` for
-        shards that the pool does not have, an unknown order or a backend that cannot be used here. `only`, "gather",
-        "scatter" or "copy_to", is the one call that will be made, so that no kernel of another is loaded.
+        shards that the pool does not have, an unknown order or call, or a backend that cannot be used here. `only`,
+        "gather", "scatter" or "copy_to", is the one call that will be made: no kernel of another is loaded.
         """
         if threads < 1:
             raise UsageError(f"threads is {threads}", remedy="give at least 1", threads=threads)
         if order not in (TOKEN_MAJOR, HEAD_MAJOR):
             raise UsageError(f"no staged order {order!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", order=order)
+        if only not in ("", "gather", "scatter", "copy_to"):
+            raise UsageError(f"no call {only!r}", remedy='use "gather", "scatter" or "copy_to"', only=only)
         name = choose(backend, self.device)
         staging = Staging(staged or self.layout, select)
         made = codings(self.layout, staged, staging.select) if staged is not None else []

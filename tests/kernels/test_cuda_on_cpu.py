@@ -15,6 +15,7 @@ from pdstage.kernels import Index, Plan, Pool, cuda_copy
 from pdstage.kernels.backend import Launch, Recipe
 from pdstage.kernels.cuda_tables import access_of
 from pdstage.kernels.device import Group
+from pdstage.kernels.index_ring import IndexRing
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select, Staging
 from tests.rows import drawn, everything, rows
 
@@ -186,6 +187,21 @@ def test_one_group_of_16_bytes_keeps_its_launch_to_16():
         machine.widest = 32
         plan_of(Pool.of(held.layout), chosen, TOKEN_MAJOR, machine=machine).gather(at, 1 << 16, index, tokens, Launch())
         assert machine.accesses == taken
+
+
+WAYS = {"gather": {cuda_copy.TO_STAGING}, "scatter": {cuda_copy.FROM_STAGING}, "copy_to": set()}
+
+
+@pytest.mark.parametrize("only", WAYS)
+def test_a_plan_for_one_call_loads_the_kernels_of_that_call(only):
+    """And those of another when it is made all the same."""
+    held, machine = hold([Stored(Logical())]), CpuMachine()
+    select = Staging(held.layout, [Select(Logical().view_keys()[0], 0, 1)]).select
+    recipe = Recipe(held.layout, select, TOKEN_MAJOR, "cuda:0", checksum=False, only=only)
+    plan = cuda_copy.CudaPlan(recipe, machine, IndexRing(machine, 1, 64))
+    assert {dict(macros)["PDSTAGE_WAY"] for _, macros in machine._functions} == WAYS[only]
+    plan.scatter(staging(512)[1], 512, {"kv": Index.of(np.array([2]))}, {"kv": (0, 1)}, Launch())
+    assert len(machine.launches) == 1
 
 
 def test_every_destination_must_allow_32_bytes():

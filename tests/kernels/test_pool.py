@@ -179,6 +179,8 @@ def test_selections_and_backends_that_do_not_exist():
         pool.plan([Select(key, 0, 1)], TOKEN_MAJOR, "fast")
     with pytest.raises(UsageError, match="no staged order 'rows'"):
         pool.plan([Select(key, 0, 1)], "rows")
+    with pytest.raises(UsageError, match="no call 'copy'"):
+        pool.plan([Select(key, 0, 1)], only="copy")
     with pytest.raises(UsageError, match="region 0 is rocm memory in a pool on 'cuda:0'"):
         Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="rocm"),)), "cuda:0")
 
