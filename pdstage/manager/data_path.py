@@ -46,7 +46,6 @@ _IN_A_LANE, _OF_A_DEVICE_IN_A_LANE = 4, 2
 """Chunks that a lane should hold at once: while one is scattered another lands, and others are gathered. A device's
 copies are short beside the rest, so two do.
 """
-_DIRECT_NBYTES = 16 << 20
 
 MAX_TOGETHER = 8
 """Gathers that are done as one: as many destinations as one launch has."""
@@ -109,7 +108,7 @@ class DataPath:
         if self.path != "staged" and destination.may_direct(rects):
             tokens = destination.session.common.tokens(rects)
             if self.path == "direct" or self._is_cheaper_direct(destination, rects, tokens, nbytes):
-                return min(self._chunk_nbytes, _DIRECT_NBYTES)
+                return self._chunk_nbytes
         return self._staged_nbytes(destination, nbytes)
 
     def _staged_nbytes(self, destination: Destination, nbytes: int) -> int:

@@ -427,10 +427,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     # What it waits for.
 
     def _in_flight(self) -> bool:
-        return self.core.leases.lent  # a fabric without a thread of its own lands nothing while nobody asks
-
-    def _must_ask(self) -> bool:
-        return bool(self.core.rooms.by_epoch)
+        return bool(self.core.rooms.by_epoch) or self.core.leases.lent
 
     def _expects(self) -> bool:
         return bool(self._binding)

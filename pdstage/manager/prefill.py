@@ -550,9 +550,6 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
     def _in_flight(self) -> bool:
         return self.data_path.writing
 
-    def _must_ask(self) -> bool:
-        return self.data_path.writing
-
     def _expects(self) -> bool:
         return bool(self._waiting)
 

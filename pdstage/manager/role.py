@@ -95,12 +95,8 @@ class Role(ABC, Generic[AnyCore, Own]):
         """Whether an engine's event, which nobody announces, is waited for."""
 
     @abstractmethod
-    def _must_ask(self) -> bool:
-        """Whether a transport without descriptors may have something to say."""
-
-    @abstractmethod
     def _in_flight(self) -> bool:
-        """Whether bytes are under way here: then a transport without descriptors is asked more often."""
+        """Whether a transport without descriptors may have something to say, or bytes to move."""
 
     @abstractmethod
     def _asked_to_drain(self) -> Draining:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
 from contextlib import ExitStack, nullcontext
@@ -16,6 +17,7 @@ import pytest
 
 from pdstage import State, native
 from pdstage.control.zmq import ControlSocket
+from pdstage.manager import driver as drivers
 from tests.manager.conftest import Site
 from tests.manager.engine import Rank, drive
 
@@ -23,6 +25,8 @@ SHORT_S = 100e-6
 COPIES_S = np.linspace(200e-6, 2e-3, 9)
 N_WAITS, N_ROOMS = 100, 20
 TOKENS = 4
+MOVED_S = 5e-3
+GET_TIMERSLACK = 30  # prctl(2)
 
 
 class Late:
@@ -127,6 +131,53 @@ def test_an_event_loop_asks_soon_while_a_copy_is_under_way(site):
     runtime.held = False
     drive((p, d), lambda: receiver.released and sender.released)
     assert receiver.state is State.SUCCESS
+
+
+@pytest.fixture
+def waiting(site):
+    """A decode node whose room waits for a write from pages to pages, over a library that moves bytes while asked."""
+    src, dst = Rank(), Rank()
+    p, d = (make(rank, transport="nixl", path="direct") for make, rank in ((site.prefill, src), (site.decode, dst)))
+    receiver, sender = d.receive(1, site.address), p.send(1)
+    receiver.bind(dst.allocate(TOKENS), TOKENS)
+    drive((p, d), lambda: sender.state is not State.BOOTSTRAPPING)
+    assert not d.core.leases.lent
+    assert not d.transport.filenos()
+    yield d
+    sender.abort()
+    drive((p, d), lambda: receiver.released and sender.released)
+
+
+def test_decode_asks_for_what_is_written_to_its_pages(waiting):
+    assert waiting.driver._is_under_way(())
+
+
+def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch):
+    monkeypatch.setattr(drivers, "_MOVED_S", MOVED_S)
+
+    def moves():
+        until = time.thread_time() + 2 * MOVED_S
+        while time.thread_time() < until:
+            pass
+        return []
+
+    driver = waiting.driver
+    for poll, is_still in ((list, True), (moves, False)):
+        monkeypatch.setattr(waiting.transport, "poll", poll)
+        driver._moved_at = 0.0
+        driver._doze(1e-3, ())
+        assert (driver._moved_at == 0.0) is is_still
+
+
+def test_sleeps_are_exact_in_a_caller_s_thread_too(waiting, monkeypatch):
+    prctl, slacks = ctypes.CDLL(None).prctl, []
+    before, wait = prctl(GET_TIMERSLACK, 0, 0, 0, 0), waiting.socket.wait
+    monkeypatch.setattr(
+        waiting.socket, "wait", lambda *given: slacks.append(prctl(GET_TIMERSLACK, 0, 0, 0, 0)) or wait(*given)
+    )
+    waiting.turn(1e-3)
+    assert set(slacks) == {1}
+    assert prctl(GET_TIMERSLACK, 0, 0, 0, 0) == before > 1
 
 
 @pytest.mark.parametrize("progress", ["inline", "thread"])
