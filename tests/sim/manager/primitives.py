@@ -237,7 +237,7 @@ def time_of(scheduler: Scheduler) -> SimpleNamespace:
     def sleep(seconds: float) -> None:
         scheduler.block("time", seconds)
 
-    return SimpleNamespace(monotonic=scheduler.clock, sleep=sleep)
+    return SimpleNamespace(monotonic=scheduler.clock, thread_time=scheduler.clock, sleep=sleep)
 
 
 def random_of(rng: random.Random) -> SimpleNamespace:
