@@ -25,10 +25,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # A test that hangs fails, with the stacks of its threads; before that, what it hangs in is shown, were it no Python.
 PYTEST = -m pytest --timeout $(HANGS_S) -o faulthandler_timeout=$$(($(HANGS_S) - 30))
 HANGS_S = 1200
-CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
+CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak upgrade fleet etcd lint types format bench \
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak upgrade fleet etcd lint weight types format bench \
     gpu sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
 
 help:  ## Show this list.
@@ -142,10 +142,14 @@ chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--s
 soak: $(STAMP)  ## 10,000 short-lived peers of one node, for minutes (ARGS="at-once", "long", "nodes --transport nixl").
 	$(BIN)/python -m tests.soak $(ARGS)
 
-lint: $(STAMP)  ## Check style: ruff and clang-format.
+lint: $(STAMP)  ## Check style and weight: ruff, clang-format and weight.toml.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.weight --check
 	@echo '$(CXX_SOURCES)' | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+weight: $(STAMP)  ## Write the tokens of code that there are, by place, into weight.toml.
+	$(BIN)/python -m tests.weight --write
 
 types: $(STAMP)  ## Check types: mypy --strict, kernels and bench included through their symlinks.
 	$(BIN)/mypy

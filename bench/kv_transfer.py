@@ -12,8 +12,7 @@ stand still. Prefill has computed everything before the clock starts. The clock 
 Success, or from a library's first post to its last completion. A model keeps 1 of `scale` of its layers. Rows whose
 pools do not fit the machine's memory are left out.
 
-`--peer` has the decode side on another host, where `--serve` waits (two_hosts.py). `--matrix` moves what a traffic
-matrix of NIXL's kvbench says instead (traffic.py).
+`--peer` has the decode side on another host, where `--serve` waits (two_hosts.py).
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
 from pdstage.protocol.state import State
 from pdstage.tools.calibrate import pool as pools
 
-from . import matrix as matrices
-from . import shapes, traffic
+from . import shapes
 from .bound import Costs, Pieces
 from .harness import Measured, Row
 from .peers import vllm
@@ -61,7 +59,6 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout, View
 
     from .sides import Fabric
-    from .two_hosts import Cells
 
 MODELS = (shapes.LLAMA_70B, shapes.QWEN3_235B, shapes.DEEPSEEK_V3, shapes.DEEPSEEK_V32, shapes.QWEN3_NEXT)
 PATHS = ("staged", "direct")
@@ -631,9 +628,7 @@ def serve(bind: str, place: Place) -> Server:
     return Server(bind, place, _decode_side, _memory, sorted(names))
 
 
-def _decode_side(asked: Requests | Cells, directory: str, fabric: Fabric, place: Place, library: str) -> Rank:
-    if not isinstance(asked, Requests):
-        return traffic.decode_side(asked, fabric, place, _memory())
+def _decode_side(asked: Requests, directory: str, fabric: Fabric, place: Place, library: str) -> Rank:
     case = Case.asked(asked)
     if case.memory_nbytes(0) > _memory():
         raise UsageError(f"not enough memory for {case}", remedy="a higher --scale keeps fewer layers")
@@ -650,16 +645,13 @@ def run(
     *,
     scale: int = 0,
     transport: str = "",
-    matrix: Path | None = None,
     peer: tuple[str, Place] | None = None,
     device: str = "cpu",
 ) -> Measured:
     """`scale`: 1 of so many layers of each model; 0: all, or few for a look. `transport`: only that one.
-
-    `matrix`: a file of kvbench, whose patterns are measured instead of the models (matrix.py). `peer`: the other host's
-    address and this one's place. `device`: where pools are, "cpu" or "cuda:N".
+    `peer`: the other host's
+       address and this one's place. `device`: where pools are, "cpu" or "cuda:N".
     """
-    patterns = matrices.read(matrix) if matrix is not None else []
     with contextlib.ExitStack() as stack:
         there = stack.enter_context(There(*peer)) if peer is not None else None
         over, left_out = fabrics_between(there.side) if there is not None else (fabrics(), [])
@@ -670,14 +662,7 @@ def run(
             )
         here = there.place if there is not None else Place(device=device)
         limit = min(_memory(), there.side.memory) if there is not None else _memory()
-        if matrix is not None and here.device != "cpu":
-            raise UsageError(
-                "--matrix with --device", remedy="traffic patterns are moved in host memory", field="device"
-            )
-        if matrix is not None:
-            rows, more = traffic.measure(patterns, over, 2 if quick else 5, limit, there)
-        else:
-            rows, more = _models(scale or (QUICK_SCALE if quick else 1), quick, over, here, there, limit=limit)
+        rows, more = _models(scale or (QUICK_SCALE if quick else 1), quick, over, here, there, limit=limit)
         machine = {"decode": there.side.machine} if there is not None else {}
         return Measured(rows, machine, left_out + more, [])
 

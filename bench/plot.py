@@ -131,13 +131,18 @@ def _taken(name: str, report: dict[str, Any]) -> list[str]:
 
 def paths_section(held: dict[str, dict[str, Any]]) -> str:
     """docs/transports.md's measured part, or that nothing is."""
-    report, auto = held.get("transfer"), held.get("auto")
+    report = held.get("transfer")
     plots = path_plots(report) if report else []
     text = [] if plots else ["**Not measured yet over fragment sizes.**", ""]
     if report and plots:
         text += _taken("transfer", report)
     for plot in plots:
         text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
+    if report:
+        text += [
+            f"* {row['name']}: {row['value']:.0f} % ({row['detail']})" for row in report["rows"] if not row["point"]
+        ]
+        text += [""]
     if bursts := held.get("kv-transfer"):
         text += ["Whole requests, as CollectiveX measures them:", ""]
         text += _taken("kv-transfer", bursts)
@@ -145,10 +150,6 @@ def paths_section(held: dict[str, dict[str, Any]]) -> str:
             text += [f"![{plot.title}](plots/{plot.file})", ""]
         text += ['??? note "All rows, as shares of one contiguous write, and of the bound"', ""]
         text += [*(f"    {line}" for line in burst_rows(bursts)), ""]
-    if auto:
-        text += [f"`auto.json`: commit `{auto['commit']}`, `{auto['command']}`.", ""]
-        text += [f"* {row['name']}: {row['value']:.0f} % ({row['detail']})" for row in auto["rows"] if not row["point"]]
-        text += [""]
     return "\n".join([BEGIN, "", *text, END])
 
 

@@ -49,7 +49,6 @@ _WAYS_OVER: dict[str, tuple[tuple[str, dict[str, str]], ...]] = {
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
-Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 24)]
 Kept: TypeAlias = tuple[Annotated[int, Meta(ge=1, le=64)], Annotated[int, Meta(ge=1, le=4096)], bool]
 Index: TypeAlias = Annotated[int, Meta(ge=0, le=64)]
 Word: TypeAlias = Annotated[str, Meta(max_length=512)]
@@ -95,12 +94,6 @@ class Requests(msgspec.Struct, frozen=True, tag=True):
     sizes: Annotated[list[Size], Meta(min_length=1, max_length=64)]
 
 
-class Cells(msgspec.Struct, frozen=True, tag=True):
-    """A traffic matrix: tokens that each rank sends to each (traffic.py)."""
-
-    tokens: Annotated[list[Annotated[list[Tokens], Meta(max_length=1024)]], Meta(max_length=1024)]
-
-
 class About(msgspec.Struct, frozen=True, tag=True):
     """Say what this host has; the answer is a `Side`."""
 
@@ -110,7 +103,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     case, with the decode end of that library; else the last case's processes end.
     """
 
-    case: Requests | Cells
+    case: Requests
     fabric: Word
     directory: Word
     library: Word = ""
@@ -232,7 +225,7 @@ class There:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def rank(self, case: Requests | Cells, directory: str, fabric: Fabric, library: str = "") -> FarRank:
+    def rank(self, case: Requests, directory: str, fabric: Fabric, library: str = "") -> FarRank:
         """The decode side of a case, or of a library beside it, not started yet."""
         return FarRank(self, Start(case, fabric.name, directory, library))
 
@@ -330,7 +323,7 @@ class Server:
         self,
         bind: str,
         place: Place,
-        start: Callable[[Requests | Cells, str, Fabric, Place, str], Rank],
+        start: Callable[[Requests, str, Fabric, Place, str], Rank],
         memory: Callable[[], int],
         libraries: Sequence[str] = (),
     ) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdstage.tools.calibrate.peer import Peer
 
 BENCHES = (
-    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "kv-transfer",
+    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "kv-transfer",
     "directory", "vllm-step", "gpu",
 )  # fmt: skip
 DEFAULT_BIND = "127.0.0.1:8998"
@@ -108,9 +108,6 @@ def _add_keys_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_hosts(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument(
-        "--matrix", type=Path, metavar="FILE", help="kv-transfer: move what a traffic file or a matrix of kvbench says"
-    )
     bench.add_argument(
         "--serve", metavar="HOST:PORT", help="kv-transfer: be the decode side of --peer, until interrupted"
     )
@@ -198,7 +195,7 @@ def _bench(given: argparse.Namespace) -> int:
 
     if (port := checked(given.metrics_port)) is not None:
         os.environ[VARIABLE] = str(port)
-    names = ("scale", "transport", "matrix", "device")
+    names = ("scale", "transport", "device")
     options = {name: value for name in names if (value := getattr(given, name)) is not None}
     if given.serve is not None:
         return _bench_serve(given)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shutil
 import struct
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-
-from pdstage.bench.instructions import tool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +23,13 @@ class Machine(NamedTuple):
     sass: str
     registers: int
     stack: int
+
+
+def tool(name: str) -> str | None:
+    """A disassembler of the CUDA toolkit: from the PATH, or the one that Triton brings."""
+    found = importlib.util.find_spec("triton")
+    beside = Path(found.origin).parent / "backends/nvidia/bin" / name if found and found.origin else None
+    return shutil.which(name) or (str(beside) if beside and beside.exists() else None)
 
 
 def missing() -> bool:

@@ -125,7 +125,7 @@ __device__ __forceinline__ u64 apart(const Params&, u32) {
 __device__ __forceinline__ void start_writes(const Params& params, const Work& work, SharedAddress slot,
                                              bool left_out) {
     const u32 n = n_destinations(params);
-    if (!FROM_STAGING && left_out) {  // seldom
+    if (!FROM_STAGING && left_out) {
         // Only lists from the device get here: the slot has gaps, so its units are moved one by one.
         const u32 end = min(work.first + STAGE_UNITS, work.extent->n_units);
         for (u32 unit = work.first + lane(); unit < end; unit += LANES) {

@@ -110,7 +110,7 @@ def test_paths_are_shares_of_a_bulk_write():
 
 def test_what_auto_reached_is_told_by_its_summary():
     row = Row(name="cells within, all", value=96.0, baseline=100.0, unit="%", detail="48 of 50").to_dict()
-    text = plot.paths_section({"auto": paths_report(name="auto", rows=[row])})
+    text = plot.paths_section({"transfer": paths_report(rows=[row])})
     assert "* cells within, all: 96 % (48 of 50)" in text
     assert "Not measured" in text
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
 
 import pytest
 
-from pdstage.bench import auto, load, rooms, sides, transfer, watch, wire
+from pdstage.bench import load, rooms, sides, transfer, watch, wire
 from pdstage.bench.harness import run_named, table
-from tests.rows import everything
 
 
 def check(report: dict, *needed: str) -> None:
@@ -72,73 +70,39 @@ def test_a_failed_rank_is_told_and_not_waited_for():
         pair.decode.call("no_such_method")
 
 
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(transfer, "QUICK_NBYTES", 1 << 20)
-    monkeypatch.setattr(transfer, "fabrics", only_local)
-    monkeypatch.setattr(auto, "QUICK_NBYTES", 1 << 20)
-    monkeypatch.setattr(auto, "fabrics", only_local)
-
-
 def only_local() -> list[sides.Fabric]:
     return [fabric for fabric in sides.fabrics() if fabric.name == "local"]
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
-def test_transfer(small):
+def test_transfer(monkeypatch):
+    monkeypatch.setattr(transfer, "QUICK_NBYTES", 1 << 20)
+    monkeypatch.setattr(transfer, "fabrics", only_local)
     report = run_named("transfer", quick=True)
-    check(report, "staged beside direct", "one raw write, shared memory", "one raw write, TCP")
-    check(report, "scatter-gather put beside direct, TCP")
-    swept = [row["point"]["run_nbytes"] for row in report["rows"] if row["point"].get("table") == "paths"]
-    assert swept == [1024, 65536]
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
-def test_a_rooms_bytes_arrive_by_scatter_gather(small):
-    """The sinks compare every head; a NIXL that cannot put lists has no such rows."""
-    rows = transfer._scatter_gather(quick=True, transport="nixl")
-    assert [row.name.split(", ")[1] for row in rows] == ["shared memory", "TCP"]
-    assert all(row.detail.startswith("1024 descriptors") for row in rows)
-    assert transfer._scatter_gather(quick=True, transport="local") == []
-
-
-def test_transfer_over_local_moves_the_right_bytes(small):
-    """The sinks compare every head with its source's mark; six ranks with FULL=1, three else."""
-    case = transfer.Case(*((4, 2) if everything else (2, 1)), 256, 1 << 20)
-    with transfer.Bed(case, ("staged", "direct"), transport="local") as bed:
-        took = bed.medians(("staged", "direct", "raw"), 1)
-        n = {path: bed.n_descriptors(path) / bed.n_rooms(path) for path in ("staged", "direct")}
-    assert sorted(took) == ["direct", "raw", "staged"]
-    assert n["direct"] == (1 << 20) / 256  # each run is one descriptor
-    assert n["staged"] < 64
-
-
-@pytest.mark.full
-def test_auto(small):
-    report = run_named("auto", quick=True)
     check(report, "cells where auto is within 10 % of the better path, local", "256 B runs", "64 KiB runs")
     cells = [row["point"] for row in report["rows"] if row["point"]]
-    assert all(cell["chosen"] in ("direct", "staged", "both") for cell in cells)
+    assert [cell["run_nbytes"] for cell in cells if cell["table"] == "paths"] == [256, 4096, 65536]
+    assert all(cell["chosen"] in ("direct", "staged", "both") for cell in cells if cell["table"] == "auto")
 
 
 @pytest.mark.full
-def test_a_fabric_that_cannot_be_calibrated_is_left_out_in_words(monkeypatch, small):
-    monkeypatch.setattr(auto, "fabrics", lambda: [sides.Fabric("pigeon post", "pigeon", {})])
-    report = run_named("auto", quick=True)
+def test_a_fabric_that_cannot_be_calibrated_is_left_out_in_words(monkeypatch):
+    monkeypatch.setattr(transfer, "fabrics", lambda: [sides.Fabric("pigeon post", "pigeon", {})])
+    report = run_named("transfer", quick=True)
     assert report["rows"] == []
     assert "pigeon post" in report["left_out"][0] and "no transport 'pigeon'" in report["left_out"][0]
 
 
-def test_autos_cells_are_held_against_the_better_path():
-    took = {"direct": [2.0, 4.0, 2.0], "staged": [1.0, 2.0, 1.0], "auto": [1.2, 2.4, 1.1]}
+def test_cells_are_held_against_the_better_path():
+    took = {"direct": [2.0, 4.0, 2.0], "staged": [1.0, 2.0, 1.0], "auto": [1.2, 2.4, 1.1], "raw": [0.5, 0.5, 0.5]}
     shape = sides.Shape(4, 2, 1 << 30)
-    bad = auto.cell(sides.Fabric("x", "x", {}), shape, 256, "staged", took)
+    paths, bad = transfer.cell("x", shape, 256, "staged", took)
     assert bad.ratio == pytest.approx(1 / 1.2) and bad.met
-    awful = auto.cell(sides.Fabric("y", "y", {}), shape, 256, "direct", {**took, "auto": took["direct"]})
+    assert paths.ratio == pytest.approx(2.0) and "0.50 of it" in paths.detail
+    _, awful = transfer.cell("y", shape, 256, "direct", {**took, "auto": took["direct"]})
     assert awful.ratio == pytest.approx(0.5) and not awful.met
-    good = auto.cell(sides.Fabric("y", "y", {}), shape, 512, "staged", {**took, "auto": took["staged"]})
-    assert [(row.value, row.met) for row in auto.summary([bad, awful, good])] == [
+    _, good = transfer.cell("y", shape, 512, "staged", {**took, "auto": took["staged"]})
+    assert [(row.value, row.met) for row in transfer.summary([paths, bad, awful, good])] == [
         (pytest.approx(100 / 3), False), (0.0, False), (50.0, False),
     ]  # fmt: skip
 
@@ -155,15 +119,3 @@ def test_sides_move_the_right_bytes(pair):
     sink.shape, sink._memories = shape, [shape.pool(1, 0, 1)[1]]
     with pytest.raises(AssertionError, match="other bytes"):
         sink._check(256, shape.pages(256, 0))
-
-
-def test_a_wrong_byte_is_found():
-    case = transfer.Case(2, 1, 512, 1 << 20)
-    sink = transfer.Sink.__new__(transfer.Sink)
-    sink.case, sink.first_mark = case, 1
-    good = case.shape(1, 0).pool(fill=1).keep
-    good[..., 2:, :] = 2  # of the four heads, two come from either rank
-    sink._check(good)
-    good[1, 3, 5, 7, 2, 9] = 1
-    with pytest.raises(AssertionError, match="other bytes"):
-        sink._check(good)

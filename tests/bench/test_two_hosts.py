@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from pdstage import cli
-from pdstage.bench import kv_transfer, traffic, two_hosts
+from pdstage.bench import kv_transfer, two_hosts
 from pdstage.bench.harness import run_named
 from pdstage.bench.kv_transfer import MODELS, Case, Kept
 from pdstage.bench.two_hosts import Call, Place, Server, Start, There, fabrics_between
@@ -158,10 +158,9 @@ def test_only_what_is_listed_is_obeyed(stubs):
     assert made[0].asked[1:] == []
 
 
-@pytest.mark.parametrize("module", [kv_transfer, traffic], ids=lambda module: module.__name__)
-def test_every_method_that_a_bed_asks_decode_for_is_listed(module):
+def test_every_method_that_a_bed_asks_decode_for_is_listed():
     """Else a row works on one host, and fails on two."""
-    source = inspect.getsource(module.Bed)
+    source = inspect.getsource(kv_transfer.Bed)
     asked = re.findall(r"(?:dst|one|other|rank|driver)\.(?:call|begin)\(\s*\"(\w+)|each\(\"(\w+)", source)
     assert len(asked) > 4 and {"".join(names) for names in asked} <= two_hosts.METHODS.keys()
 
@@ -235,28 +234,25 @@ def test_two_processes_with_keys(monkeypatch, tmp_path):
 @needs_nixl
 @pytest.mark.skipif(not network.permitted(), reason="namespaces cannot be made here")
 def test_two_hosts(tmp_path):
-    """Namespaces stand for hosts: requests and a matrix cross by every fabric that both have, each byte compared.
+    """Namespaces stand for hosts: requests cross by every fabric that both have, each byte compared.
 
     TCP crosses the bridge. UCX sees one machine, so that "nixl" goes through its shared memory here.
     """
-    matrix, key = tmp_path / "small.txt", tmp_path / "key"
-    matrix.write_text("0 64K 5000\n0 0 4K\n0 0 0\n")
+    key, out = tmp_path / "key", tmp_path / "out.json"
     Keys.make(key)
     site = network.Namespaces("kv", ["a", "b"])
     try:
         here, there = (("ip", "netns", "exec", site.where(rank)) for rank in "ab")
         with serving("--keys", str(key), bind=f"{site.host('b')}:0", within=there) as endpoint:
-            for more in ([], ["--matrix", str(matrix)]):
-                out = tmp_path / "out.json"
-                command = [*here, sys.executable, "-c", SMALL, "bench", "kv-transfer", "--quick", "--peer", endpoint]
-                command += ["--keys", str(key), "--json", str(out), *more]
-                done = subprocess.run(
-                    command, capture_output=True, text=True, check=False, timeout=200, cwd=ROOT,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
-                )  # fmt: skip
-                assert done.returncode == 0, done.stderr
-                report = json.loads(out.read_text())
-                check(report, "staged, nixl: ", "direct, nixl: ", "staged, nixl, TCP: ", "direct, nixl, TCP: ")
-                assert not [row for row in report["rows"] if "shared memory" in row["name"]]
+            command = [*here, sys.executable, "-c", SMALL, "bench", "kv-transfer", "--quick", "--peer", endpoint]
+            command += ["--keys", str(key), "--json", str(out)]
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=200, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            report = json.loads(out.read_text())
+            check(report, "staged, nixl: ", "direct, nixl: ", "staged, nixl, TCP: ", "direct, nixl, TCP: ")
+            assert not [row for row in report["rows"] if "shared memory" in row["name"]]
     finally:
         site.close()

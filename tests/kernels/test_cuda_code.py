@@ -12,13 +12,14 @@ from itertools import product
 
 import pytest
 
-from pdstage.bench.instructions import SHAPES, WAYS
 from pdstage.kernels import cuda_convert, cuda_copy, nvrtc
 from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.cuda_tables import LISTED, LISTED_LARGE
 from tests import disassembly
 from tests.rows import rows
 
+WAYS = {"gather": cuda_copy.TO_STAGING, "scatter": cuda_copy.FROM_STAGING, "copy": cuda_copy.TO_PEER}
+SHAPES = {"flat": (1, 0), "token-major": (0, 0), "head-major": (0, 1)}
 TABLES = {"LDG.E", "LDG.E.64", "LD.E", "LD.E.64"}  # Params, Group, View
 INDEX_LISTS = {"LDG.E.CONSTANT", "LDG.E.64.CONSTANT"}  # table()
 PAYLOAD_LOAD, PAYLOAD_STORE = "LDG.E.NA.128.CONSTANT", "STG.E.NA.128"
