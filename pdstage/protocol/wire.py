@@ -28,7 +28,7 @@ from pdstage.protocol.messages import (
 
 VERSION = 2
 """Rises with every change of any message's or tag's bytes."""
-OLDEST = 1
+OLDEST = 2
 """The oldest version this one talks with; rises when an older one could no longer read or be read."""
 
 

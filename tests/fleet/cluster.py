@@ -21,7 +21,6 @@ from itertools import count
 from pathlib import Path
 
 from pdstage.bench.etcd_servers import Host, Servers
-from tests.fleet import releases
 from tests.fleet.member import CONFIG, Job, Member
 from tests.fleet.router import Engine, Fleet
 from tests.fleet.switch import Network
@@ -133,7 +132,7 @@ class Cluster:
         name = f"{role}-{next(self._numbers)}"
         self._host_of[name] = host
         self.fleet.start(
-            name, role, releases.here(), tp=self.rng.choice(_TPS), page=self.rng.choice((8, 16)),
+            name, role, tp=self.rng.choice(_TPS), page=self.rng.choice((8, 16)),
             hnd=self.rng.random() < 0.5, host=self.network.host(host), where=self.network.namespaces[host],
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -14,14 +15,14 @@ from pathlib import Path
 
 from tests import processes
 
-_RANK = Path(__file__).with_name("rank.py")
+_ROOT = Path(__file__).resolve().parents[2]
 _ENDS_S = 60.0
 CONFIG = {"hello_s": 60.0, "open_s": 30.0, "transfer_s": 60.0, "drain_s": 20.0, "max_silence_s": 10.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a rank is. `where` is its network namespace and `fabric` its UCX_TLS, if any; `wire`: a version to claim."""
+    """What a rank is. `where` is its network namespace and `fabric` its UCX_TLS, if any."""
 
     role: str
     tp: int = 1
@@ -43,29 +44,27 @@ class Job:
     where: str = ""
     fabric: str = ""
     keys: str | None = None
-    model: dict[str, str] | None = None
     journals: str | None = None
-    wire: int = 0
     room_s: float = 120.0
     close_s: float = 20.0
     config: dict[str, float] = field(default_factory=lambda: dict(CONFIG))
 
 
 class Member:
-    """A process that runs `job` with a release's Python; its last words go to `log`."""
+    """A process that runs `job`; its last words go to `log`."""
 
-    def __init__(self, python: Path, job: Job, log: Path) -> None:
+    def __init__(self, job: Job, log: Path) -> None:
         self.job, self.log = job, log
-        self.endpoint = self.directory = self.version = self.file = ""
+        self.endpoint = self.directory = ""
         self.state = "starting"
         self._up_at = 0.0
         self.report: dict | None = None
         self.closed: dict | None = None
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-        command = [str(python), "-P", str(_RANK), json.dumps(asdict(job))]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.fleet.rank", json.dumps(asdict(job))]
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=_ROOT
             )
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
@@ -100,7 +99,6 @@ class Member:
         match said["say"]:
             case "up":
                 self.endpoint, self.directory = said["endpoint"], said["directory"]
-                self.version, self.file = said["version"], said["file"]
                 self.state, self._up_at = "up", time.monotonic()
             case "report":
                 self.report = said

@@ -1,6 +1,6 @@
-"""One rank: a node and a small engine that obeys lines of JSON. Run by any release's Python, so it uses what all have.
+"""One rank: a node and a small engine that obeys lines of JSON.
 
-    python -P tests/fleet/rank.py '{"role": "prefill", ...}'
+    python -m tests.fleet.rank '{"role": "prefill", ...}'
 
 Orders come on stdin, one a line: `room`, `report`, `close`. What it says on stdout is JSON too: `up`, `ended`,
 `report`, `closed`. Every byte of a page and of an aux row is a function of the room's number, and is
@@ -17,20 +17,13 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: pdstage is the one of this Python
+import numpy as np
 
-import numpy as np  # noqa: I001
-
-import pdstage
 from pdstage import Config, DecodeNode, PdstageError, Pool, PrefillNode, State, Topology, TransportError
-from pdstage.manager import decode, prefill
-from pdstage.protocol import wire
 from pdstage.tensors import build, mamba_ssm, paged_hnd, paged_nhd
 from tests import descriptors, processes
 from tests.chaos import truth
-
 
 HEADS, DIM = truth.HEADS, truth.DIM
 STATE = (8, 16)
@@ -156,7 +149,7 @@ class Engine:
         common = {
             "transport": job["transport"], "path": job["path"], "config": config, "journal": job["journals"],
             "staging_nbytes": job["staging_nbytes"], "bind": f"tcp://{job['host']}:{job['port']}",
-            "progress": job["progress"], "model": job["model"], "keys": job["keys"],
+            "progress": job["progress"], "keys": job["keys"],
             "insecure": job["host"] != "127.0.0.1" and not job["keys"],
         }  # fmt: skip
         if job["role"] == "prefill":
@@ -177,7 +170,7 @@ class Engine:
         threading.Thread(target=self._listen, daemon=True).start()
         endpoint = self.node.socket.endpoint
         directory = self.node.bootstrap_address if self.job["role"] == "prefill" else ""
-        say("up", endpoint=endpoint, directory=directory, version=pdstage.__version__, file=pdstage.__file__)
+        say("up", endpoint=endpoint, directory=directory)
         while self._obey():
             self._begin()
             self._look()
@@ -287,14 +280,7 @@ def main() -> None:
     os.environ["UCX_LOG_LEVEL"] = "fatal"  # what it says of killed peers fills the log
     if job["fabric"]:
         os.environ["UCX_TLS"] = job["fabric"]
-    if job["wire"]:
-        _pretend(job["wire"])
     Engine(job).run()
-
-
-def _pretend(version: int) -> None:
-    """A later release that talks with none of today's: only its numbers are other."""
-    wire.VERSION = wire.OLDEST = prefill.VERSION = decode.OLDEST = version
 
 
 if __name__ == "__main__":

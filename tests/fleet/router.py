@@ -16,18 +16,16 @@ from itertools import count
 from pathlib import Path
 
 from tests.fleet.member import Job, Member
-from tests.fleet.releases import Python
 
 _UP_S = 240.0
 
 
 @dataclass(eq=False)
 class Engine:
-    """`python` runs its ranks. While it `rests`, no room is sent to it."""
+    """While it `rests`, no room is sent to it."""
 
     name: str
     role: str
-    python: Python
     ranks: list[Member]
     rests: bool = False
     retires: bool = False
@@ -51,7 +49,6 @@ class Room:
     decode: Engine
     awaited: set[Member]
     began_at: float
-    releases: tuple[str, str]
     reasons: list[str]
 
 
@@ -63,10 +60,8 @@ class Fleet:
         self.rng = random.Random(seed)
         self.engines: dict[str, Engine] = {}
         self.rooms: dict[str, Room] = {}
-        self.moved: Counter[tuple[str, str]] = Counter()
-        """Rooms that succeeded, by the releases of prefill and decode."""
         self.pairs: Counter[tuple[str, str]] = Counter()
-        """The same by the names of both engines, since `load`."""
+        """Rooms that succeeded, by the names of both engines, since `load`."""
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -93,19 +88,18 @@ class Fleet:
 
     # Engines.
 
-    def start(self, name: str, role: str, python: Python, *, ports: list[int] | None = None, **named: object) -> Engine:
+    def start(self, name: str, role: str, *, ports: list[int] | None = None, **named: object) -> Engine:
         """An engine of `tp` ranks; what is not named is as in the fleet's job."""
         job = replace(self.job, role=role, directory=self.directory, instance=name, **named)
         life = self.engines[name].life + 1 if name in self.engines else 0
         ranks = [
             Member(
-                python.path,
                 replace(job, rank=rank, port=ports[rank] if ports else 0),
                 self.folder / f"{name}-{life}-{rank}.log",
             )
             for rank in range(job.tp)
         ]
-        self.engines[name] = Engine(name, role, python, ranks, life=life)
+        self.engines[name] = Engine(name, role, ranks, life=life)
         return self.engines[name]
 
     def retire(self, engine: Engine) -> None:
@@ -159,8 +153,7 @@ class Fleet:
         key = f"room-{serial}-{self.counts['rooms sent']}"
         self.counts["rooms sent"] += 1
         members = {*prefill.ranks, *decode.ranks}
-        releases = prefill.python.version, decode.python.version
-        room = self.rooms[key] = Room(key, serial, tokens, prefill, decode, members, time.monotonic(), releases, [])
+        room = self.rooms[key] = Room(key, serial, tokens, prefill, decode, members, time.monotonic(), [])
         order = {"key": key, "serial": serial, "tokens": tokens}
         for rank in prefill.ranks:
             rank.order("room", **order)
@@ -184,7 +177,6 @@ class Fleet:
     def _settle(self, room: Room) -> None:
         del self.rooms[room.key]
         if not room.reasons:
-            self.moved[room.releases] += 1
             self.pairs[room.prefill.name, room.decode.name] += 1
             self.counts["rooms succeeded"] += 1
             self.counts["tokens compared"] += room.tokens

@@ -1,14 +1,14 @@
-"""Fleets of this release alone: an engine replaced while rooms flow, and the proof that the checks can fail."""
+"""Small fleets: an engine replaced while rooms flow, and the proof that the checks can fail."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.fleet import releases, switch, upgrade
+from pdstage.control.bootstrap import BootstrapServer
+from tests.fleet import switch
 from tests.fleet.member import Job
 from tests.fleet.rank import Memory
 from tests.fleet.router import Fleet, reason_of
@@ -18,10 +18,9 @@ JOB = Job(role="", tokens=1024)
 
 @pytest.fixture
 def fleet(tmp_path):
-    here = releases.here()
-    with upgrade.Directory(here, ()) as directory, Fleet(tmp_path, directory.address, JOB) as fleet:
-        fleet.start("prefill", "prefill", here, tp=2)
-        fleet.start("decode", "decode", here, page=8, hnd=True)
+    with BootstrapServer() as directory, Fleet(tmp_path, directory.address, JOB) as fleet:
+        fleet.start("prefill", "prefill", tp=2)
+        fleet.start("decode", "decode", page=8, hnd=True)
         fleet.until_up()
         yield fleet
 
@@ -31,7 +30,7 @@ def test_an_engine_replaced_in_order_loses_no_room(fleet):
     fleet.load(3)
     ports = [rank.port for rank in fleet.engines["prefill"].ranks]
     fleet.close(fleet.engines["prefill"])
-    fleet.start("prefill", "prefill", releases.here(), tp=2, ports=ports)
+    fleet.start("prefill", "prefill", tp=2, ports=ports)
     fleet.until_up()
     fleet.load(3)
     fleet.rest()
@@ -85,20 +84,9 @@ def test_a_page_written_while_it_is_free_is_seen():
     assert memory.altered() == [f"page {pages[1]} changed while it was free"]
 
 
-def test_an_unknown_commit_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(releases, "ROOT", tmp_path)
-    with pytest.raises(releases.NoHistory, match="no commit"):
-        releases.python_of(next(iter(releases.released())))
-
-
 def test_reasons_are_counted_without_numbers():
     one, other = (reason_of(f"no decode rank opened room 'r-{n}' in {n}.0 s") for n in (1, 9))
     assert one == other
-
-
-def test_releases_are_commits():
-    assert all(len(commit) == 40 and int(commit, 16) for commit in releases.released().values())
-    assert Path(releases.RECORD).exists()
 
 
 @pytest.mark.skipif(not switch.permitted(), reason="network namespaces and /dev/net/tun need root")

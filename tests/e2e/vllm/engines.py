@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e import load
 from tests.e2e.servers import Server, free_port
-from tests.fleet import releases
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -98,7 +97,6 @@ class Engine:
     """Where it exports spans to, as OTLP over HTTP."""
     replicas: int = 1
     """Data-parallel ones, behind its one address."""
-    release: str = ""
     """An earlier one of pdstage, from its wheel."""
     offloads: bool = False
     """Whether vLLM's MultiConnector has pdstage's beside its own ExampleConnector, which keeps prompts' KV in files."""
@@ -124,8 +122,6 @@ class Engine:
             parts.append(f"dp{self.replicas}")
         if self.offloads:
             parts.append("offloads")
-        if self.release:
-            parts.append(self.release)
         if self.connector != "PdStageConnector":
             parts.append(self.connector)
         if (self.longest, self.batched) != (LONGEST, BATCHED):
@@ -133,8 +129,7 @@ class Engine:
         return "-".join(parts)
 
     def command(self, folder: Path, port: int) -> list[str]:
-        python = str(releases.python_of(self.release, "vllm").path) if self.release else sys.executable
-        made = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        made = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         made += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
         made += ["--dtype", self.dtype, "--max-model-len", str(self.longest), "--enforce-eager", "-tp", str(self.tp)]
         made += ["--block-size", str(self.block), "--max-num-seqs", "32"]
@@ -176,8 +171,6 @@ class Engine:
 
     def server(self, folder: Path, logs: Path) -> Server:
         env = ENV | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}  # NixlConnector's own, one a host
-        if self.release:
-            env["PYTHONSAFEPATH"] = "1"  # else the checkout's pdstage would come first
         return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", env)
 
 
