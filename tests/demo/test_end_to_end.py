@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from pdstage.plan import shard_overlap
-from pdstage.tools.demo.options import ModelShape, Options
+from pdstage.tools.demo.families import HEAD_DIM, N_LAYERS
+from pdstage.tools.demo.options import Options
 from pdstage.tools.trace import load
 from pdstage.transport import available
 from tests import cuda_double
@@ -68,14 +69,13 @@ def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp,
     assert told["new_tokens"] == N_REQUESTS * 33
     assert told["seconds"] > 0
     n_tokens = int(next(line for line in said.splitlines() if line.split()[:1] == ["all"]).split()[1])
-    shape = ModelShape(kv_heads=kv_heads)
     pairs = ((src, dst) for src in range(prefill_tp) for dst in range(decode_tp))
     shards = (shard_overlap(kv_heads, prefill_tp, src, decode_tp, dst) for src, dst in pairs)
     held = sum(shard.count for shard in shards if shard)
-    payload = n_tokens * held * shape.layers * 2 * shape.head_dim * 8
+    payload = n_tokens * held * N_LAYERS * 2 * HEAD_DIM * 8
     assert payload <= told["bytes_moved"] <= payload * 1.02, "every shard once to each rank that wants it, and no more"
     if path == "direct":
-        n_runs = n_tokens // Options().prefill_page * held * shape.layers * 2
+        n_runs = n_tokens // Options().prefill_page * held * N_LAYERS * 2
         assert told["descriptors"] >= n_runs, "no run is longer than one head's part of a page"
     if path == "staged":
         assert told["descriptors"] < n_tokens, "one write carries a chunk"
@@ -128,7 +128,7 @@ def test_an_unusable_transport_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.skipif(
     cuda_double.missing() or torch.cuda.is_available(), reason="the double cannot be built, or a GPU is here"
 )
-def test_weights_and_caches_on_the_second_device(tmp_path):
+def test_caches_on_the_second_device(tmp_path):
     """Over the double of CUDA's driver, whose work is late."""
     sizes = ("--prefill-tp", "2", "--decode-tp", "1", "--requests", "1", "--device", DEVICE)
     code, told, said = demo(tmp_path, "--transport", "local", *sizes, env=cuda_double.everywhere(tmp_path))

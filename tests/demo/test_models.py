@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.tools.demo.options import MODELS, ModelShape
+from pdstage.tools.demo.families import FAMILIES, HEAD_DIM, N_LAYERS
+from pdstage.tools.demo.options import MODELS
 from pdstage.transport import available
 from tests.rows import rows
 
@@ -80,6 +81,5 @@ def test_a_cache_in_bfloat16_is_the_single_processs_token_for_token(told):
     assert report["model"].endswith("KV cache in bfloat16")
     assert report["device"] == "cpu"
     n_tokens = int(next(line for line in said.splitlines() if line.split()[:1] == ["all"]).split()[1])
-    shape = ModelShape()
-    payload = n_tokens * shape.kv_heads * shape.layers * 2 * shape.head_dim * 2
+    payload = n_tokens * FAMILIES["llama"].kv_heads * N_LAYERS * 2 * HEAD_DIM * 2
     assert payload <= report["bytes_moved"] <= payload * 1.02, "two bytes an element"

@@ -8,7 +8,7 @@ import pytest
 
 from pdstage.errors import UsageError
 from pdstage.tools.demo.families import FAMILIES
-from pdstage.tools.demo.options import LONGEST_PROMPT, MAX_REQUESTS, MODELS, SHORTEST_PROMPT, ModelShape, Options
+from pdstage.tools.demo.options import LONGEST_PROMPT, MAX_REQUESTS, MODELS, SHORTEST_PROMPT, Options
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_prompts_differ_in_length_and_follow_the_seed():
 
 @pytest.mark.parametrize("kv_heads", range(1, 33))
 def test_every_size_is_a_model_transformers_accepts(kv_heads):
-    shape = ModelShape(kv_heads=kv_heads)
-    assert shape.hidden % shape.heads == 0
-    assert 128 <= shape.hidden < 256 or shape.hidden == shape.heads
+    settings = FAMILIES["llama"].settings(kv_heads)
+    assert settings["hidden_size"] % settings["num_attention_heads"] == 0
+    assert 128 <= settings["hidden_size"] < 256 or settings["hidden_size"] == settings["num_attention_heads"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -81,10 +81,9 @@ def test_every_model_says_what_it_keeps(model):
     assert options.components
     assert options.described.endswith("float64")
     assert [place.group_rank for place in options.prefill.places()] == [0, 1, 2, 3]
-    if model != "llama":
-        family = FAMILIES[model]
-        held = [layer for name in options.components for layer in family.layers_of(name, options.heads)]
-        assert set(held) == set(family.layers), "every layer keeps something"
+    family = FAMILIES[model]
+    held = [layer for name in options.components for layer in family.layers_of(name, options.heads)]
+    assert set(held) == set(family.layers), "every layer keeps something"
 
 
 def test_stages_count_by_layers_first():

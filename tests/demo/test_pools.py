@@ -78,7 +78,7 @@ def test_the_memory_order_is_the_engines(order):
 
 def test_pages_are_shuffled_and_never_given_twice():
     kv = make(NHD, n_pages=64, seed=3)
-    tables = [kv.allocate(0, 9), kv.allocate(7, 150, room_for=50)]
+    tables = [kv.allocate(0, 9), kv.allocate(7, 200)]
     taken = np.concatenate([table.items for table in tables])
     assert len(set(taken.tolist())) == len(taken) == 3 + 49
     assert (np.diff(taken) == 1).mean() < 0.2, "neighbours in the sequence are not neighbours in the pool"

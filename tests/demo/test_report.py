@@ -73,14 +73,13 @@ def test_the_table_fits_a_terminal_and_tells_every_room():
     assert "…" not in text
     assert "pages of 16 tokens in NHD at prefill, pages of 32 tokens in HND at decode" in text
     assert "llama: prefill TP 4 -> decode TP 2 over nixl" in text
-    assert "computes the whole model" not in text
 
 
 def test_a_gpu_and_the_dtype_of_its_pools_are_said():
     options = Options(device="cuda:1")
     text = shown(replace(report_of(options), device=options.device, model=options.described), rooms_of(), options)
     assert "all shuffled, on cuda:1" in text
-    assert "float64, KV cache in bfloat16" in text
+    assert "full attention, KV cache in bfloat16" in text
     assert "cuda" not in shown(report_of(Options()), rooms_of())
 
 

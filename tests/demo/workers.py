@@ -28,22 +28,17 @@ def hang(job, pipe):
 
 
 def meet(job, pipe):
-    """One rank of a group: a sum over its stage, an agreement, a minimum, a gathering, a hand-over."""
+    """One rank of a group: an agreement, a minimum, a gathering."""
     import numpy as np  # noqa: PLC0415  (the other workers need no torch, whose import takes a second)
-    import torch  # noqa: PLC0415
 
     from pdstage.tools.demo.group import Group  # noqa: PLC0415
 
     folder, place = job
     rank = place.group_rank
     group = Group(place, Path(folder) / "group", 60.0)
-    partial = torch.full((3,), float(rank + 1), dtype=torch.float64)
-    group.sum(partial)
     states = np.array([4, rank, 4 - rank], dtype=np.int8)
-    hidden = torch.tensor([rank])
-    group.hand_on(hidden, place.pp_size - 1)
     pipe.send({
-        "sum": partial.tolist(), "agreed": group.agree([rank, 10 + rank]), "lowest": group.lowest(states).tolist(),
-        "own": states.tolist(), "gathered": group.gather(("part", rank)), "hidden": hidden.tolist(),
+        "agreed": group.agree([rank, 10 + rank]), "lowest": group.lowest(states).tolist(),
+        "own": states.tolist(), "gathered": group.gather(("part", rank)),
     })  # fmt: skip
     group.close()

@@ -1,24 +1,27 @@
-"""The engine's work apart from transfers: chunked prefill, and greedy decoding of several rooms.
+"""The engine: each prefill rank computes the whole model, and stores and sends only its share.
 
-`LlamaEngine` computes with all ranks of its side together; `whole` has the other engine.
+Splitting seven models' arithmetic over ranks would take seven engines, and the demo is about the cache. So a prefill
+rank runs transformers' own model on the whole prompt. It keeps in its pools what a rank at its place in TP and PP would
+hold: its KV heads, its layers, its channels and heads of the states, the window's pages of sliding layers, and latents
+and index keys like every rank. A decode rank's pools get only what pdstage transfers. Decode rank 0 then assembles the
+ranks' parts in a fresh cache and continues with transformers' own model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from pdstage.tools.demo.llama import Segment
+from pdstage.errors import PdstageError
+from pdstage.tools.demo import cache as caches
+from pdstage.tools.demo.holding import Holding, put_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pdstage.tools.demo.group import Group
     from pdstage.tools.demo.holding import Spans
-    from pdstage.tools.demo.llama import ShardedLlama
-    from pdstage.tools.demo.pools import PagedPool, Pool, Room
-
-COMPONENT = "kv"
+    from pdstage.tools.demo.pools import Pool, Room
+    from pdstage.tools.demo.reference import Model
 
 
 class Step(NamedTuple):
@@ -38,79 +41,92 @@ class Context(NamedTuple):
     first: int
 
 
-class Engine(Protocol):
-    """One rank's engine. All ranks of a side make the same calls."""
+class Engine:
+    """One rank's: the model, its pools, and its group. All ranks of a side make the same calls."""
+
+    def __init__(self, model: Model, holding: Holding, group: Group) -> None:
+        self.group = group
+        self._model = model
+        self._holding = holding
+        self._spoilt = False
 
     @property
     def pools(self) -> Mapping[str, Pool]:
         """This rank's pools, by component."""
+        return self._holding.pools
 
     @property
     def components(self) -> Sequence[str]:
         """The components of the whole model."""
+        return tuple(self._holding.family.components(self._holding.kv_heads))
 
-    @property
-    def group(self) -> Group: ...
+    def admit(self, n_tokens: int) -> Room:
+        """Pages and slots for a prompt; decode's new tokens stay in its cache."""
+        return self._holding.admit(n_tokens)
 
-    def admit(self, n_tokens: int, room_for: int) -> Room:
-        """Allocates pages and slots for a prompt and `room_for` more tokens."""
-
-    def release(self, room: Room) -> None: ...
+    def release(self, room: Room) -> None:
+        self._holding.release(room)
 
     def prefill(self, prompt: Sequence[int], room: Room, chunk_tokens: int) -> Iterator[Step]:
         """Computes `prompt` chunk by chunk."""
-
-    def decode(self, contexts: Sequence[Context], n_tokens: int, stepped: Callable[[], None] = ...) -> list[list[int]]:
-        """Continues all rooms together by `n_tokens`; calls `stepped` after each token.
-
-        Returns each room's tokens, the first one included. May be called again for the same contexts.
-        """
-
-    def spoil(self, component: str, room: Room, seed: int) -> Callable[[], None]:
-        """Overwrites a page or slot of the room with noise on one rank. Returns a function that restores it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaEngine:
-    """One rank of the sharded Llama: its model, its pool and its group."""
-
-    model: ShardedLlama
-    kv: PagedPool
-    group: Group
-
-    @property
-    def pools(self) -> Mapping[str, Pool]:
-        return {COMPONENT: self.kv}
-
-    @property
-    def components(self) -> Sequence[str]:
-        return (COMPONENT,)
-
-    def admit(self, n_tokens: int, room_for: int) -> Room:
-        return {COMPONENT: self.kv.allocate(0, n_tokens, room_for=room_for)}
-
-    def release(self, room: Room) -> None:
-        self.kv.free(room[COMPONENT])
-
-    def prefill(self, prompt: Sequence[int], room: Room, chunk_tokens: int) -> Iterator[Step]:
+        held, cache = self._holding, self._model.new_cache()
         for start in range(0, len(prompt), chunk_tokens):
             part = prompt[start : start + chunk_tokens]
-            logits = self.model.forward(part, [Segment(room[COMPONENT], start, len(part))], self.kv)
-            (token,) = self.group.agree(logits.argmax(-1).tolist())
+            logits = self._model.forward(part, cache)
             stop = start + len(part)
-            yield Step(start, stop, token, {COMPONENT: (start, stop)})
+            spans = held.fresh(start, stop, len(prompt))
+            held.keep(room, caches.read(cache, held.family, held.kv_heads, spans), spans)
+            yield Step(start, stop, int(logits.argmax()), spans)
 
     def decode(
         self, contexts: Sequence[Context], n_tokens: int, stepped: Callable[[], None] = lambda: None
     ) -> list[list[int]]:
+        """Continues all rooms by `n_tokens`; calls `stepped` after each token. Rank 0 computes; the others send their
+        parts and receive the tokens. Returns each room's tokens, the first one included. May be called again.
+        """
+        held = [self._gather(context) for context in contexts]
         rooms = [[context.first] for context in contexts]
-        for step in range(n_tokens):
-            segments = [Segment(room[COMPONENT], held + step, 1) for room, held, _ in contexts]
-            logits = self.model.forward([tokens[-1] for tokens in rooms], segments, self.kv)
-            for tokens, token in zip(rooms, self.group.agree(logits.argmax(-1).tolist()), strict=True):
+        for _ in range(n_tokens):
+            chosen = [0] * len(rooms)
+            if self.group.rank == 0:
+                chosen = [
+                    int(self._model.forward(tokens[-1:], cache).argmax())
+                    for tokens, cache in zip(rooms, held, strict=True)
+                ]
+            for tokens, token in zip(rooms, self.group.agree(chosen), strict=True):
                 tokens.append(token)
             stepped()
         return rooms
 
     def spoil(self, component: str, room: Room, seed: int) -> Callable[[], None]:
-        return self.kv.spoil(room[component], seed) if self.group.rank == 0 else lambda: None
+        """Overwrites a page or slot of the room with noise, at the first rank of the first stage that has the
+        component: rank 0 reads that copy. Returns a function that restores it.
+        """
+        layers = self._holding.family.layers_of(component, self._holding.kv_heads)
+        first = self._holding.place.tp_rank == 0 and layers[0] in self._holding.layers
+        restore = self.pools[component].spoil(room[component], seed) if first else lambda: None
+        self._spoilt = True
+
+        def put_back() -> None:
+            restore()
+            self._spoilt = False
+
+        return put_back
+
+    def _gather(self, context: Context) -> object:
+        """A fresh cache with the room as all ranks together hold it, at rank 0; None elsewhere.
+
+        Raises `PdstageError` if two ranks' copies of the same part differ, unless one was spoilt on purpose.
+        """
+        held = self._holding
+        everyone = self.group.gather((held.place, held.parts(context.room)))
+        if not everyone:
+            return None
+        places, parts = zip(*everyone, strict=True)
+        states, differing = put_together(held.family, held.kv_heads, places, parts)
+        if differing and not self._spoilt:
+            key = min(differing)
+            raise PdstageError(f"decode ranks hold different copies of {key}", remedy="report this as a bug")
+        cache = self._model.new_cache()
+        caches.write(cache, states, context.n_tokens)
+        return cache

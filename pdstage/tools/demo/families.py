@@ -1,4 +1,4 @@
-"""The demo's models other than Llama: tiny configurations, and what each layer keeps of a request.
+"""The demo's models: tiny configurations, and what each layer keeps of a request.
 
 Pure data.
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pdstage.layout.topology import Topology
 
 N_LAYERS = 4
-KV_HEADS = 4
 HEAD_DIM = 32
 WINDOW = 40
 FP64, FP32 = "float64", "float32"
@@ -82,7 +81,8 @@ class Family:
     settings: Callable[[int], Mapping[str, Any]]
     kinds: tuple[str, ...]
     kept: Callable[[int], Mapping[str, tuple[Field, ...]]]
-    has_heads: bool = True
+    kv_heads: int = 4
+    """Of the model, if no other number is asked for; 0 for one that has none."""
     cache_argument: str = "past_key_values"
     # Whether its top-k indexer leaves ties. Then the slightest change in how a prompt is computed changes the choice.
     ties: bool = False
@@ -110,13 +110,13 @@ class Family:
         return tuple(n for n in self.layers if any(f.component == component for f in self.fields(n, kv_heads)))
 
     def __str__(self) -> str:
-        return (
-            f"{self.model}, random weights: {len(self.layers)} layers, {', '.join(dict.fromkeys(self.kinds))}, float64"
-        )
+        return f"{self.model}, random weights: {len(self.layers)} layers, {', '.join(dict.fromkeys(self.kinds))}"
 
 
-# As in the demo's Llama, the weights are so large that every token depends on its whole context.
-_COMMON = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": N_LAYERS, "initializer_range": 0.15}
+VOCAB = 512
+# Weights so large that every token depends on its whole context. With the usual 0.02, attention hardly changes the
+# logits, and a corrupted page would go unnoticed.
+_COMMON = {"vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": N_LAYERS, "initializer_range": 0.15}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
@@ -222,6 +222,11 @@ def _windowed(kv_heads: int) -> dict[str, tuple[Field, ...]]:
 
 
 FAMILIES = {
+    "llama": Family(
+        "llama", "LlamaConfig", "LlamaForCausalLM",
+        lambda kv_heads: {**_attention(kv_heads), "intermediate_size": 256}, ("full attention",) * 4,
+        lambda kv_heads: {"full attention": _heads("kv", kv_heads)}, kv_heads=8,
+    ),
     "gemma3": Family(
         "gemma3", "Gemma3TextConfig", "Gemma3ForCausalLM", _gemma3, ("sliding window", "full attention") * 2, _windowed,
         window=WINDOW,
@@ -233,17 +238,17 @@ FAMILIES = {
     ),
     "mamba2": Family(
         "mamba2", "Mamba2Config", "Mamba2ForCausalLM", _mamba2, ("state space",) * 4,
-        lambda _: {"state space": _STATE_SPACE}, has_heads=False, cache_argument="cache_params",
+        lambda _: {"state space": _STATE_SPACE}, kv_heads=0, cache_argument="cache_params",
     ),
     "deepseek-v3": Family(
         "deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM",
         lambda kv_heads: {**_deepseek_v3(kv_heads), "num_mtp_layers": 0}, ("latents",) * 4,
-        lambda _: {"latents": _LATENTS}, has_heads=False,
+        lambda _: {"latents": _LATENTS}, kv_heads=0,
     ),
     "deepseek-v32": Family(
         "deepseek_v32", "DeepseekV32Config", "DeepseekV32ForCausalLM", _deepseek_v32, ("indexed latents",) * 4,
         lambda _: {"indexed latents": (*_LATENTS, Field("dsa", "index", (_REPLICATED,), (_INDEX,)))},
-        has_heads=False, ties=True,
+        kv_heads=0, ties=True,
     ),
     "gpt-oss": Family(
         "gpt_oss", "GptOssConfig", "GptOssForCausalLM", _gpt_oss, ("sliding window", "full attention") * 2, _windowed,

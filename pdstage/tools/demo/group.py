@@ -26,9 +26,7 @@ class Group:
 
     def __init__(self, place: Topology, meeting: Path, deadline_s: float) -> None:
         self.size, self.rank = place.group_size, place.group_rank
-        self._tp, self._pp = place.tp_size, place.pp_size
         self._joined = self.size > 1
-        self._stage: distributed.ProcessGroup | None = None
         if not self._joined:
             return
         # By default gloo uses the address that the host's name resolves to, which may not exist in a container.
@@ -36,26 +34,6 @@ class Group:
         distributed.init_process_group(
             "gloo", f"file://{meeting}", timedelta(seconds=deadline_s), world_size=self.size, rank=self.rank
         )
-        for stage in range(self._pp if self._pp > 1 else 0):  # torch requires every rank to make all groups
-            members = distributed.new_group(list(range(stage * self._tp, (stage + 1) * self._tp)))
-            if stage == place.pp_rank:
-                self._stage = members
-
-    def sum(self, partial: torch.Tensor) -> None:
-        """Sums `partial` over this stage's ranks in place."""
-        if self._tp > 1:
-            held = partial.cpu()  # gloo's memory; ranks that share a GPU have no NCCL
-            distributed.all_reduce(held, group=self._stage)
-            if held is not partial:
-                partial.copy_(held)
-
-    def hand_on(self, hidden: torch.Tensor, stage: int) -> None:
-        """Replaces every other stage's `hidden` by that of `stage`."""
-        if self._pp > 1:
-            held = hidden.cpu()
-            distributed.broadcast(held, src=stage * self._tp)
-            if held is not hidden:
-                hidden.copy_(held)
 
     def gather(self, part: Any) -> list[Any]:  # noqa: ANN401  (anything that can be pickled)
         """Every rank's `part` in the order of ranks, at rank 0; nothing elsewhere."""
@@ -66,7 +44,7 @@ class Group:
         return parts or []
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """Rank 0's `values`, on every rank: a token is chosen once, even if sums differ in the last bit elsewhere."""
+        """Rank 0's `values`, on every rank."""
         chosen = torch.tensor(values)
         if self._joined:
             distributed.broadcast(chosen, src=0)

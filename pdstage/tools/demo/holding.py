@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -38,7 +39,10 @@ class Holding:
         page_size: int,
         lengths: Sequence[int],
         seed: int,
+        dtype: torch.dtype = torch.float64,
+        device: str = "cpu",
     ) -> None:
+        """`dtype` and `device` are those of pages."""
         self.family, self.kv_heads, self.place = family, kv_heads, place
         self.layers = stage_layers(len(family.layers), place)
         self._fields = family.components(kv_heads)
@@ -50,7 +54,7 @@ class Holding:
                 self.pools[component] = self._slots(order, len(lengths) + 1, layers, fields, seed + i)
             elif layers:
                 shape = self._paged_shape(order, n_pages, page_size, layers, fields)
-                self.pools[component] = PagedPool(shape, seed + i)
+                self.pools[component] = PagedPool(replace(shape, dtype=dtype, device=device), seed + i)
 
     def _slots(self, order: str, n_slots: int, layers: Sequence[int], fields: Sequence[Field], seed: int) -> SlotPool:
         shapes = {f.role: ((f.n_parts(tp_of(self.place)), *f.inner), getattr(torch, f.dtype)) for f in fields}

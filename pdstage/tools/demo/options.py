@@ -1,4 +1,4 @@
-"""The options of a demo run, and its tiny Llama; `families` has the other models.
+"""The options of a demo run; `families` has the models.
 
 `pdstage demo --help` imports only this.
 """
@@ -13,13 +13,13 @@ import numpy as np
 
 from pdstage.errors import UsageError
 from pdstage.layout.topology import Topology
-from pdstage.tools.demo.families import FAMILIES, KV_HEADS, N_LAYERS
+from pdstage.tools.demo.families import FAMILIES, N_LAYERS, VOCAB, Family
 from pdstage.tools.watch.option import checked
 
 MAX_RANKS = 32
 MAX_REQUESTS = 256  # all prompts differ in length, so this is the number of lengths
 MAX_PAGE = 1024
-MODELS = ("llama", *FAMILIES)
+MODELS = tuple(FAMILIES)
 LAYOUTS = ("nhd", "hnd")
 TRANSPORTS = ("auto", "nixl", "local", "mooncake")
 PATHS = ("auto", "direct", "staged")
@@ -27,42 +27,6 @@ ROUNDS = 3
 AUX = ("tcp", "rdma")
 KV_DTYPES = ("float64", "bfloat16")
 SHORTEST_PROMPT, LONGEST_PROMPT = 40, 360
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The demo's Llama. It is small so that a dozen ranks fit on two cores; every GQA and TP rule is the real one.
-
-    float64 is for the comparison: tensor parallelism adds partial sums in another order. In float32 that rounding can
-    reach the closest pair of logits among the compared tokens.
-    """
-
-    kv_heads: int = 8
-    queries_per_kv_head: int = 2
-    layers: int = N_LAYERS
-    head_dim: int = 32
-    intermediate: int = 256
-    vocab: int = 512
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    # Large enough that every token depends on its whole context. With the usual 0.02, attention hardly changes the
-    # logits, and a corrupted page would go unnoticed.
-    initializer_range: float = 0.15
-
-    @property
-    def heads(self) -> int:
-        return self.kv_heads * self.queries_per_kv_head
-
-    @property
-    def hidden(self) -> int:
-        """About 128, and a multiple of `heads`, as transformers requires."""
-        return self.heads * -(-128 // self.heads)
-
-    def __str__(self) -> str:
-        return (
-            f"LlamaForCausalLM, random weights: {self.layers} layers, {self.heads} heads, {self.kv_heads} KV heads "
-            f"of {self.head_dim}, float64"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +57,8 @@ class Options:
     `chunk_tokens` is deliberately not a multiple of decode's page: a chunk ends inside a page. `transport`: None for
     nixl if it starts, else one that does. `kv_heads`: None for the model's own. `decode_aux`: None for the same as
     `aux`. `device`, "cpu" or "cuda:1", is shared by all ranks. `kv_dtype`: None for bfloat16 on a GPU, as in engines,
-    and float64 otherwise. The model always computes in float64. Raises `UsageError` for a value out of range.
+    and float64 otherwise. The model always computes in float64, on the CPU. Raises `UsageError` for a value out of
+    range.
     """
 
     model: str = "llama"
@@ -157,7 +122,7 @@ class Options:
                     remedy=f"at most {MAX_RANKS} a side",
                     field=f"{name}-pp",
                 )
-        if self.kv_heads is not None and self.model != "llama" and not FAMILIES[self.model].has_heads:
+        if self.kv_heads is not None and not self.family.kv_heads:
             raise UsageError(
                 f"--kv-heads with {self.model}, which has no KV heads", remedy="leave it out", field="kv-heads"
             )
@@ -185,15 +150,17 @@ class Options:
         return Side(self.decode_tp, self.decode_pp, self.decode_page, self.decode_layout)
 
     @property
+    def family(self) -> Family:
+        return FAMILIES[self.model]
+
+    @property
     def heads(self) -> int:
-        """The model's KV heads."""
-        if self.kv_heads is not None:
-            return self.kv_heads
-        return ModelShape().kv_heads if self.model == "llama" else KV_HEADS
+        """The model's KV heads; 1 for one that has none."""
+        return self.kv_heads if self.kv_heads is not None else self.family.kv_heads or 1
 
     @property
     def kept_as(self) -> str:
-        """The dtype of the Llama's pools, one of `KV_DTYPES`."""
+        """The dtype of the pools, one of `KV_DTYPES`."""
         return self.kv_dtype or KV_DTYPES[self.device != "cpu"]
 
     @property
@@ -203,30 +170,15 @@ class Options:
 
     @property
     def described(self) -> str:
-        if self.kept_as != KV_DTYPES[0]:
-            return f"{self.shape}, KV cache in {self.kept_as}"
-        return str(self.shape if self.model == "llama" else FAMILIES[self.model])
+        return f"{self.family}, {'KV cache in ' * (self.kept_as != KV_DTYPES[0])}{self.kept_as}"
 
     @property
     def components(self) -> tuple[str, ...]:
         """The components that the model keeps of a request."""
-        return ("kv",) if self.model == "llama" else tuple(FAMILIES[self.model].components(self.heads))
-
-    @property
-    def ties(self) -> bool:
-        """Whether the model's answer depends on how its prompt was cut into chunks; see `Family.ties`."""
-        return self.model != "llama" and FAMILIES[self.model].ties
-
-    @property
-    def shape(self) -> ModelShape:
-        """Enough queries that every replica of a KV head computes one: otherwise nothing reads what the replica
-        received.
-        """
-        replicas = -(-max(self.prefill_tp, self.decode_tp) // self.heads)
-        return ModelShape(kv_heads=self.heads, queries_per_kv_head=max(2, replicas))
+        return tuple(self.family.components(self.heads))
 
     def prompts(self) -> list[list[int]]:
         """Random prompts of different lengths."""
         rng = np.random.default_rng(self.seed)
         lengths = rng.choice(np.arange(SHORTEST_PROMPT, LONGEST_PROMPT), size=self.requests, replace=False)
-        return [rng.integers(0, self.shape.vocab, size=int(n)).tolist() for n in lengths]
+        return [rng.integers(0, VOCAB, size=int(n)).tolist() for n in lengths]

@@ -61,7 +61,7 @@ class PagedShape:
 
     `layers` are the numbers of the layers held, `widths` the last axis by role, in the order of `store`. `total_heads`
     are the whole model's heads, of which this rank holds `heads`; 1 of 1 if replicated. Stored values become `dtype`,
-    loaded ones float64 again.
+    loaded ones float64 on the CPU again.
     """
 
     order: str
@@ -91,11 +91,11 @@ class PagedPool:
         self._free = _Shuffled(shape.n_pages, seed)
         self._at = {layer: i for i, layer in enumerate(shape.layers)}
 
-    def allocate(self, start: int, stop: int, *, room_for: int = 0) -> Table:
-        """Pages scattered over the pool, for tokens `[start, stop)` and `room_for` more. Starts at a whole page."""
+    def allocate(self, start: int, stop: int) -> Table:
+        """Pages scattered over the pool, for tokens `[start, stop)`. Starts at a whole page."""
         size = self.shape.page_size
         first = start // size
-        return Table(self._free.take(pages_for(stop + room_for, size) - first), first * size, start, stop)
+        return Table(self._free.take(pages_for(stop, size) - first), first * size, start, stop)
 
     def free(self, table: Table) -> None:
         self._free.give_back(table.items)
@@ -105,17 +105,17 @@ class PagedPool:
         for held, new in zip(self._of(layer), parts, strict=True):
             page, row = self._places(table, start, start + new.shape[0])
             if self.shape.order == NHD:
-                held[page * self.shape.page_size + row] = new.to(held.dtype)
+                held[page * self.shape.page_size + row] = new.to(held)
             else:
-                held[page, :, row] = new.to(held.dtype)
+                held[page, :, row] = new.to(held)
 
     def load(self, layer: int, table: Table, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Tokens `[start, stop)` of every role, each `[n, heads, width]`."""
         page, row = self._places(table, start, stop)
         if self.shape.order == NHD:
             slots = page * self.shape.page_size + row
-            return tuple(held[slots].double() for held in self._of(layer))
-        return tuple(held[page, :, row].double() for held in self._of(layer))
+            return tuple(held[slots].double().cpu() for held in self._of(layer))
+        return tuple(held[page, :, row].double().cpu() for held in self._of(layer))
 
     def spoil(self, table: Table, seed: int) -> Callable[[], None]:
         """Overwrites all tensors of the page in the middle of a room with noise: the negative control.

@@ -14,13 +14,10 @@ import numpy as np
 import torch
 
 from pdstage.layout.topology import Topology  # noqa: TC001  (pickled with the job)
-from pdstage.tools.demo.engine import Context, LlamaEngine
-from pdstage.tools.demo.families import FAMILIES, stage_layers
+from pdstage.tools.demo.engine import Context, Engine
 from pdstage.tools.demo.group import Group
-from pdstage.tools.demo.holding import SPARE_PAGES, Holding
-from pdstage.tools.demo.llama import ShardedLlama, head_share
+from pdstage.tools.demo.holding import Holding
 from pdstage.tools.demo.options import Options, Side  # noqa: TC001  (pickled with the job)
-from pdstage.tools.demo.pools import PagedPool, PagedShape, pages_for
 from pdstage.tools.demo.transfer import Moved, Place, ReceivingSide, SendingSide, digest
 from pdstage.tools.trace import tracing
 
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from pdstage.manager.observer import Observer
-    from pdstage.tools.demo.engine import Engine
     from pdstage.tools.demo.holding import Spans
     from pdstage.tools.demo.pools import Room
 
@@ -41,7 +37,7 @@ TRACE = ".trace.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One rank's work. `prompts` is empty at decode; `folder` holds the weights and the groups' rendezvous files."""
+    """One rank's work. `prompts` is empty at decode; `folder` holds the groups' rendezvous files."""
 
     side: str
     place: Topology
@@ -61,10 +57,6 @@ class Job:
     @property
     def name(self) -> str:
         return f"{self.side} rank {self.rank}"
-
-    @property
-    def weights(self) -> Path:
-        return self.folder / f"{self.side}-{self.rank}.pt"
 
     @property
     def trace(self) -> Path | None:
@@ -157,7 +149,7 @@ def _prefill(job: Job, place: Place, pipe: Connection) -> None:
     pipe.recv()
     sent: dict[str, Kept] = {}
     for i, ((room, _), prompt) in enumerate(zip(job.rooms, job.prompts, strict=True)):
-        sent[room] = engine.admit(len(prompt), 0), []
+        sent[room] = engine.admit(len(prompt)), []
         pipe.send(Sent(i, *_send_room(job, engine, side, room, prompt, kept=sent[room], pipe=pipe)))
     pipe.send(Finished())
     n_moves = 0
@@ -197,11 +189,11 @@ def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
 
 def _decode(job: Job, place: Place, pipe: Connection) -> None:
     n_new = job.options.new_tokens
-    engine = _engine(job, [n + n_new for _, n in job.rooms])
+    engine = _engine(job, [n for _, n in job.rooms])
     side = ReceivingSide(engine.pools, place, len(job.rooms))
     pipe.send(Ready())
     pipe.recv()
-    held = [engine.admit(n, n_new) for _, n in job.rooms]
+    held = [engine.admit(n) for _, n in job.rooms]
     for (room, _), tables in zip(job.rooms, held, strict=True):
         side.expect(room, tables)
     _await_rooms(job, side, engine.group, pipe)
@@ -240,35 +232,13 @@ def _engine(job: Job, lengths: list[int]) -> Engine:
     options, group = job.options, Group(job.place, job.folder / f"{job.side}-group", job.options.deadline_s)
     # Every rank shuffles differently: page numbers mean nothing outside their pool.
     seed = options.seed * 1000 + 10 * job.rank + (500 if job.side == "decode" else 0)
-    if options.model == "llama":
-        return _llama(job, lengths, group, seed)
-    from pdstage.tools.demo.reference import build_model  # noqa: PLC0415  (seconds; the Llama's ranks need no transformers)
-    from pdstage.tools.demo.whole import WholeEngine  # noqa: PLC0415
+    from pdstage.tools.demo.reference import build_model  # noqa: PLC0415  (takes seconds)
 
     holding = Holding(
-        FAMILIES[options.model], options.heads, job.place, order=job.layout.layout, page_size=job.layout.page,
-        lengths=lengths, seed=seed,
+        options.family, options.heads, job.place, order=job.layout.layout, page_size=job.layout.page, lengths=lengths,
+        seed=seed, dtype=getattr(torch, options.kept_as), device=options.device,
     )  # fmt: skip
-    return WholeEngine(build_model(options), holding, group)
-
-
-def _llama(job: Job, lengths: list[int], group: Group, seed: int) -> LlamaEngine:
-    shape, page_size = job.options.shape, job.layout.page
-    share = head_share(shape, job.place.tp_size, job.place.tp_rank)
-    paged = PagedShape(
-        order=job.layout.layout,
-        n_pages=sum(pages_for(n, page_size) for n in lengths) + SPARE_PAGES,
-        page_size=page_size,
-        layers=stage_layers(shape.layers, job.place),
-        heads=share.kv_stop - share.kv_start,
-        total_heads=shape.kv_heads,
-        widths={"k": shape.head_dim, "v": shape.head_dim},
-        dtype=getattr(torch, job.options.kept_as),
-        device=job.options.device,
-    )
-    weights = torch.load(job.weights, weights_only=True, map_location=job.options.device)
-    model = ShardedLlama(shape, weights, job.place, group)
-    return LlamaEngine(model, PagedPool(paged, seed), group)
+    return Engine(build_model(options), holding, group)
 
 
 def _await_rooms(job: Job, side: ReceivingSide, group: Group, pipe: Connection) -> None:

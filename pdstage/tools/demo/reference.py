@@ -17,7 +17,7 @@ import torch
 import pdstage
 from pdstage.errors import UsageError
 from pdstage.tools.demo import cache as caches
-from pdstage.tools.demo.families import FAMILIES
+from pdstage.tools.demo.options import KV_DTYPES
 
 # transformers looks for Hugging Face's package `kernels`. If Python starts in this project's checkout, it would find
 # the folder of that name, which is not a package: hide it.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdstage.tools.demo.families import Family
-    from pdstage.tools.demo.options import ModelShape, Options
+    from pdstage.tools.demo.options import Options
 
 logging.set_verbosity_error()  # a default generation configuration, printed for every rank
 
@@ -82,9 +82,7 @@ def build_model(options: Options) -> Model:
 
     Raises `UsageError` if the installed transformers does not have it.
     """
-    if options.model == "llama":
-        return Model(build_llama(options.shape, options.seed), kept_as=getattr(torch, options.kept_as))
-    family = FAMILIES[options.model]
+    family = options.family
     torch.manual_seed(options.seed)
     try:
         configuration, network = map(import_module, family.modules)
@@ -95,29 +93,10 @@ def build_model(options: Options) -> Model:
             field="model",
         ) from missing
     config = getattr(configuration, family.config)(**family.settings(options.heads))
-    # float64, as the Llama: the fast paths of experts have no kernels for it.
+    # The fast paths of experts have no kernels for float64, which rounds least: every rank's tokens are compared.
     config._experts_implementation = "eager"
-    return Model(getattr(network, family.model)(config).double().eval(), family.cache_argument)
-
-
-def build_llama(shape: ModelShape, seed: int) -> Any:  # noqa: ANN401
-    """A randomly initialised `LlamaForCausalLM`."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (a rank of another model needs neither)
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.norm_eps,
-        initializer_range=shape.initializer_range,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config).double().eval()
+    kept_as = getattr(torch, options.kept_as) if options.kept_as != KV_DTYPES[0] else None
+    return Model(getattr(network, family.model)(config).double().eval(), family.cache_argument, kept_as)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +110,9 @@ class Truth:
 def true_continuation(model: Model, options: Options, prompt: Sequence[int]) -> Truth:
     """The tokens that decode must produce after `prompt`."""
     n_tokens = options.new_tokens + 1
-    if options.ties:
+    if options.family.ties:
         return continue_transplanted(
-            model, prompt, n_tokens, family=FAMILIES[options.model], kv_heads=options.heads,
+            model, prompt, n_tokens, family=options.family, kv_heads=options.heads,
             chunk_tokens=options.chunk_tokens,
         )  # fmt: skip
     return continue_greedily(model, prompt, n_tokens)

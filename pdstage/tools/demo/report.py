@@ -189,7 +189,7 @@ def _legend(options: Options, report: Report, margin: float) -> list[str]:
 
 
 def _pools(options: Options) -> list[str]:
-    """Where each component is kept, and, for models other than Llama, what is computed where."""
+    """Where each component is kept, and what is computed where."""
     prefill, decode = options.prefill, options.decode
     kept = "pages of {0.page} tokens in {1}" if options.components != ("mamba",) else "slots in {1}"
     lines = [
@@ -197,9 +197,8 @@ def _pools(options: Options) -> list[str]:
         f"{kept.format(decode, decode.layout.upper())} at decode; all shuffled"
         + (f", on {options.device}" if options.device != "cpu" else ""),
     ]
-    if options.model != "llama":
-        lines.append("ranks: each prefill rank computes the whole model; it stores and moves only its share")
-    if options.ties:
+    lines.append("ranks: each prefill rank computes the whole model; it stores and moves only its share")
+    if options.family.ties:
         lines.append("one process: prompt in the same chunks, then on from a copy of its cache, as top-k leaves ties")
     return lines
 

@@ -12,8 +12,6 @@ from rich.console import Console
 
 from pdstage.errors import UsageError
 from pdstage.tools.demo.crew import Crew
-from pdstage.tools.demo.families import FAMILIES
-from pdstage.tools.demo.llama import slice_weights
 from pdstage.tools.demo.ranks import (
     STOP,
     TRACE,
@@ -93,14 +91,7 @@ def check_device(device: str) -> None:
 
 
 def _preload(options: Options) -> tuple[str, ...]:
-    if options.model == "llama":
-        return ("pdstage.tools.demo.ranks",)
-    return (
-        "pdstage.tools.demo.ranks",
-        "pdstage.tools.demo.whole",
-        "pdstage.tools.demo.reference",
-        FAMILIES[options.model].modules[1],
-    )
+    return ("pdstage.tools.demo.ranks", "pdstage.tools.demo.reference", options.family.modules[1])
 
 
 def identical(decoded: Sequence[Sequence[int]], truths: Sequence[Truth]) -> bool:
@@ -129,7 +120,8 @@ def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]],
     model = build_model(options)
     inbox = crew.hear()
     _, bootstrap = next(inbox)
-    _start(crew, jobs, model.network.state_dict(), bootstrap)
+    for job in jobs:
+        crew.start(job.name, prefill_rank if job.side == "prefill" else decode_rank, (job, bootstrap))
     outcome.truths = [true_continuation(model, options, prompt) for prompt in prompts]
     for _ in jobs:
         next(inbox)
@@ -163,13 +155,6 @@ def _move_again(crew: Crew, inbox: Iterator[tuple[str, object]], jobs: list[Job]
         bytes_moved=sum(one.nbytes for one in sent),
         seconds=came_at - min(one.began_at for one in sent),
     )
-
-
-def _start(crew: Crew, jobs: list[Job], full: dict[str, torch.Tensor], bootstrap: str) -> None:
-    for job in jobs:
-        if job.options.model == "llama":  # a rank of another model makes the whole model from the seed
-            torch.save(slice_weights(full, job.options.shape, job.place), job.weights)
-        crew.start(job.name, prefill_rank if job.side == "prefill" else decode_rank, (job, bootstrap))
 
 
 def _take(message: object, outcome: Outcome, bars: Bars) -> None:
