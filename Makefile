@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A test that hangs fails, with the stacks of its threads; before that, what it hangs in is shown, were it no Python.
 PYTEST = -m pytest --timeout $(HANGS_S) -o faulthandler_timeout=$$(($(HANGS_S) - 30))
 HANGS_S = 1200
-CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer
+CPU_BENCHES := plan wire host-kernels convert rooms keys transfer
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak fleet etcd lint weight types format bench \

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from pdstage.tools.watch.progress import Advance
 
-TRACED = ("rooms", "keys", "watch", "transfer", "kv-transfer")
+TRACED = ("rooms", "keys", "transfer", "kv-transfer")
 NAMES = (
-    "host-kernels", "convert", "plan", "wire", "launch", "rooms", "keys", "watch", "transfer", "kv-transfer",
+    "host-kernels", "convert", "plan", "wire", "launch", "rooms", "keys", "transfer", "kv-transfer",
     "directory", "vllm-step", "gpu",
 )  # fmt: skip
 

@@ -22,7 +22,6 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.state import State
-from pdstage.tools.watch.option import VARIABLE
 
 from .harness import Measured, Row, interleaved
 from .ranks import Actor, Rank, Shape, expose, observers
@@ -64,18 +63,14 @@ def run(quick: bool, device: str | None = None) -> list[Row] | Measured:
 
 
 class Pair:
-    """A prefill and a decode process, and the room numbers they have used; with `keys`, a key file, encrypted.
+    """A prefill and a decode process, and the room numbers they have used; with `keys`, a key file, encrypted."""
 
-    `watched`: whether each has a metrics endpoint, at a port of its own; None: as the command said.
-    """
-
-    def __init__(self, transport: str, progress: str, keys: str | None = None, *, watched: bool | None = None) -> None:
+    def __init__(self, transport: str, progress: str, keys: str | None = None) -> None:
         self.transport, self.progress = transport, progress
         self._bootstrap = BootstrapServer(keys=keys).start()
         options = {"transport": transport, "progress": progress, "staging_nbytes": 4 << 20, "keys": keys}
-        env = {} if watched is None else {VARIABLE: "0" if watched else ""}
-        self.prefill = Rank(PrefillRank, self._bootstrap.address, options, env=env)
-        self.decode = Rank(DecodeRank, self._bootstrap.address, options, env=env)
+        self.prefill = Rank(PrefillRank, self._bootstrap.address, options)
+        self.decode = Rank(DecodeRank, self._bootstrap.address, options)
         self._next = 0
 
     def __enter__(self) -> Self:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdstage.tools.calibrate.peer import Peer
 
 BENCHES = (
-    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "kv-transfer",
+    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "keys", "transfer", "kv-transfer",
     "directory", "vllm-step", "gpu",
 )  # fmt: skip
 DEFAULT_BIND = "127.0.0.1:8998"

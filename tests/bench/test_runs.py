@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from pdstage.bench import load, rooms, sides, transfer, watch, wire
+from pdstage.bench import rooms, sides, transfer, wire
 from pdstage.bench.harness import run_named, table
 
 
@@ -49,20 +49,6 @@ def test_directory():
     check(report, "HTTP, ranks registered", "HTTP with keys, look-ups", "HTTP, until a rank is found")
     is_there = any("etcd" in row["name"] for row in report["rows"])
     assert is_there == bool(shutil.which("etcd")) == (not report["left_out"])
-
-
-@pytest.mark.full
-def test_watch(monkeypatch):
-    monkeypatch.setattr(watch, "QUICK", (20, 1, 50, 2))
-    monkeypatch.setattr(watch, "EVERY_S", 0.1)
-    report = run_named("watch", quick=True)
-    check(report, "rooms a second, watched", "idle, p50, watched, thread", "/metrics, 50 rooms open", "/rooms")
-
-
-@pytest.mark.full
-def test_load_ends_and_leaves_nobody_behind(monkeypatch):
-    monkeypatch.setattr(load, "END_S", 0.1)
-    assert load.load(0.5, "local", "staged") > 0
 
 
 def test_a_failed_rank_is_told_and_not_waited_for():

@@ -67,8 +67,9 @@ def test_the_environment_tells_ranks(monkeypatch, said, port):
     assert asked_by_environment() == port
 
 
-def test_ranks_of_a_bench_are_exported_while_they_run():
-    with Pair("local", "inline", watched=True) as pair:
+def test_ranks_of_a_bench_are_exported_while_they_run(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+    with Pair("local", "inline") as pair:
         pair.both("run", pair.rooms(20))
         for rank, role in ((pair.prefill, "prefill"), (pair.decode, "decode")):
             told = Samples(get(rank.call("metrics_address")))
