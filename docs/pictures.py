@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 FOLDER = ROOT / "docs" / "pictures"
-SESSION = ROOT / "tests" / "protocol" / "golden" / "v1-session.json"
+SESSION = ROOT / "tests" / "protocol" / "golden" / "v2-session.json"
 INK, PALE, LINE = "#263238", "#eceff1", "#90a4ae"
 COLOURS = ("#80cbc4", "#ffcc80", "#9fa8da", "#c5e1a5", "#f48fb1", "#ffe082", "#b0bec5", "#ce93d8")
 WORDS = {  # of a room's messages, beside their names

@@ -44,9 +44,9 @@ def table() -> str:
 
 
 def knobs() -> list[Knob]:
-    auto, rooms = Report("auto"), Report("rooms")
+    transfer, rooms = Report("transfer"), Report("rooms")
     host, convert = Report("host-kernels"), Report("convert")
-    near = auto.rows["cells where auto is within 10 % of the better path, all"]
+    near = transfer.rows["cells where auto is within 10 % of the better path, all"]
     plain, summed = (host.rows[f"{way}, slots, 256 B runs, 64 MiB"]["ratio"] for way in ("gather", "gather + checksum"))
     cluster = Report("cluster")
     scarce, enough = (cluster.ratios("p99, load 60%", f"staging {mib} MiB")[0] for mib in (16, 32))
@@ -61,9 +61,9 @@ def knobs() -> list[Knob]:
     return [
         Knob("`path`", '`"auto"`', "hardly ever: calibrate instead",
              f"auto is within 10 % of the better path in {near['value']:.0f} % of cells: "
-             f"{near['detail'].partition(';')[0]} {auto.link}"),
+             f"{near['detail'].partition(';')[0]} {transfer.link}"),
         Knob("`calibration`", "the transport's traits", "once for each kind of pair of hosts",
-             f"the same cells were chosen by one {auto.link}"),
+             f"the same cells were chosen by one {transfer.link}"),
         Knob("`Config.chunk_nbytes`", "64 MiB", "short writes to other peers must come between those of a long one",
              "the longest chunk; chunks are sized by the transport's costs, 4 MiB at least"),
         Knob("`staging_nbytes`", "256 MiB", "many rooms at once wait for leases, or memory is short",

@@ -58,13 +58,14 @@ def test_the_performance_page_is_not_stale() -> None:
     assert performance.PAGE.read_text() == performance.page(), "run `make docs`"
 
 
-def test_every_committed_number_is_on_the_page() -> None:
+def test_every_report_is_on_the_page_with_its_targets() -> None:
     page = performance.PAGE.read_text()
     for name, report in performance.reports().items():
         assert f"## {name}\n" in page
         assert f"`{report['commit']}`" in page
-        for row in report["rows"]:
-            assert row["point"] or f"| {row['name']} | {performance._short(row['value'])} {row['unit']} |" in page
+        aimed = [row for row in report["rows"] if row["target"] is not None and not row["point"]]
+        for row in aimed[: performance.N_SHOWN]:
+            assert f"| {row['name']} | {performance._short(row['value'])} {row['unit']} |" in page
 
 
 def test_a_quick_look_is_not_on_the_page(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
