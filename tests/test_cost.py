@@ -118,3 +118,14 @@ def test_pieces_of_a_device_are_as_long_as_keeps_its_link_busy():
         piece = device.piece_nbytes(nbytes)
         assert piece > 5 * nic.piece_nbytes(nbytes)
         assert piece / 50e9 > device.chunk_s
+
+
+def test_alike_pages_of_a_gpu_are_staged_and_those_of_the_host_are_not():
+    """64 MiB in pages of 16 KiB over NIXL: 4,096 descriptors cost more than two of a GPU's copies, less than a host's.
+
+    Measured on an H200: 15.4 GB/s staged, 4.3 direct.
+    """
+    traits = {"bytes_per_s": 50e9, "descriptor_s": 2.6e-6, "post_s": 25e-6}
+    host = CostModel.linear(**traits)
+    gpu = replace(host, gather_bytes_per_s=275e9, scatter_bytes_per_s=275e9, gather_run_s=0.0, scatter_run_s=0.0)
+    assert [one.prefers_direct(64 << 20, 4096) for one in (gpu, host)] == [False, True]

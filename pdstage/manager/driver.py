@@ -509,7 +509,10 @@ class Driver:
             node = self._node
             fds = node.transport.filenos()
             node.socket.wait(0.0)  # wakings until here are answered by this turn
-            self._turn(_EVERYTHING)
+            if not fds:
+                with self.device(), self.acting:
+                    self._ask()
+            self._turn(Ready(messages=True, transport=bool(fds)))
             ready = node.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
             pause_s = 0.0 if any(ready) or self._unread else min(self.longest_s(), self._patience_s(fds))
             return Wakeup(pause_s, (*node.socket.filenos(), *fds))

@@ -82,10 +82,6 @@ class ComponentArgs(NamedTuple):
     start: int
     stop: int
 
-    def from_item_0(self) -> ComponentArgs:
-        """The same, with `start` and `stop` relative to `first_token`."""
-        return self._replace(start=self.start - self.first_token, stop=self.stop - self.first_token)
-
 
 _NOTHING = ComponentArgs(0, 64, 0, 0, 0, 0)
 

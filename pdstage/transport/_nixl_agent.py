@@ -1,7 +1,7 @@
 """NIXL's own objects: starting an agent, its exceptions, its descriptor lists and its registrations.
 
 Descriptor lists are built for each post. NIXL 1.5.1 can also prepare them once and pick blocks by index, or describe
-spans of one stride by one row. Neither was faster for a caller that has addresses (bench/micro/test_nixl.py). Nor is
+spans of one stride by one row. Neither was faster for a caller that has addresses (docs/transports.md). Nor is
 one put of a whole list (`NIXL_UCX_SGL_ENABLE`), where UCX emulates it; docs/transports.md has its costs and its limits.
 """
 

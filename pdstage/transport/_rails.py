@@ -45,11 +45,6 @@ class Distance(IntEnum):
     SYS = 4
     """On two NUMA nodes, or the NIC is not on PCIe."""
 
-    @property
-    def is_behind_switch(self) -> bool:
-        """Whether bytes between the two need not pass the host bridge."""
-        return self <= Distance.PXB
-
 
 class Port(NamedTuple):
     """One port of an RDMA device. `state`, `link` and `rate` in the kernel's words, "unknown" where it has none."""

@@ -176,7 +176,7 @@ MUTANTS = [
         "to_recall",
         "early = lease in self.advances and now - lease.granted_at >= _ADVANCE_S",
         "early = False",
-        "tests/protocol/test_ahead.py",
+        "tests/protocol/test_advance.py",
     ),
     Mutant(
         "a tag of more than was lent in advance counts",
@@ -184,7 +184,7 @@ MUTANTS = [
         "_nbytes_in",
         "return nbytes if nbytes <= request.nbytes else 0",
         "return nbytes",
-        "tests/protocol/test_ahead.py",
+        "tests/protocol/test_advance.py",
     ),
     Mutant(
         "decode frees on sending Recall",

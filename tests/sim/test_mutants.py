@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.sim.mutants import SEARCH, Mutant, detect, everyone
+from tests.sim.mutants import NODES, SEARCH, Mutant, detect, everyone
 
 MUTANTS = everyone()
 DETECTORS = sorted({mutant.shown_by for mutant in MUTANTS})
@@ -22,6 +24,9 @@ def test_every_bug_has_its_place_in_the_source() -> None:
     for mutant in MUTANTS:
         module, text = mutant.patched()
         compile(text, f"{module}, {mutant.name}", "exec")
+        assert mutant.shown_by in ("", NODES) or Path(mutant.shown_by.split("::")[0]).is_file(), (
+            "what is not there sees nothing"
+        )
 
 
 @pytest.mark.parametrize(
