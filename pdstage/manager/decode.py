@@ -427,7 +427,8 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     # What it waits for.
 
     def _in_flight(self) -> bool:
-        return bool(self.core.rooms.by_epoch) or self.core.leases.lent
+        traits = self.transport.traits
+        return (traits.notifies or traits.polled) and (bool(self.core.rooms.by_epoch) or self.core.leases.lent)
 
     def _expects(self) -> bool:
         return bool(self._binding)

@@ -487,10 +487,10 @@ class Driver:
                     return Ready(ready.messages, bool(ready.fds))
 
     def _ask(self) -> None:
-        """Polls the transport outside a turn, and notes whether it moved bytes."""
+        """Polls the transport outside a turn, and notes whether that moved bytes."""
         began_s = time.thread_time()
         events = self._node.transport.poll()
-        if time.thread_time() - began_s > _MOVED_S:
+        if self._node.transport.traits.polled and time.thread_time() - began_s > _MOVED_S:
             self._moved_at = time.monotonic()
         if events:
             self.feed_early(events)

@@ -258,6 +258,7 @@ def _weakest(name: str, ways: Iterable[Transport], peer: str | None = None) -> T
         fences=all(traits.fences for traits in all_traits),
         stops_reads=all(traits.stops_reads for traits in all_traits),
         maps=any(traits.maps for traits in all_traits),
+        polled=any(traits.polled for traits in all_traits),
     )
 
 

@@ -47,7 +47,8 @@ class Traits:
     `notifies`: a post's tag reaches the peer's `poll` after the post's bytes; otherwise the caller sends the tag as a
     message once the post is done. `post_blocks`: `post` may last as long as the write. `fences`: nothing of a peer
     lands here after `disconnect(peer)`. `stops_reads`: after it, our posts to that peer no longer read our memory.
-    `maps`: peers on this host map registered memory of `pdstage.shared`.
+    `maps`: peers on this host map registered memory of `pdstage.shared`. `polled`: bytes move only while `poll` is
+    called, here and at the peer; else the backend, or a NIC, moves them by itself.
     A post of n spans and b bytes costs about `post_s + n * descriptor_s + b / bytes_per_s`.
     """
 
@@ -62,6 +63,7 @@ class Traits:
     descriptor_s: float
     post_s: float
     maps: bool = False
+    polled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

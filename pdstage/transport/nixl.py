@@ -32,6 +32,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -121,6 +122,7 @@ class NixlTransport(Backend[_Link, _Description]):
         bytes_per_s=3e9,
         descriptor_s=2.6e-6,
         post_s=25e-6,
+        polled=True,
     )
     preference: ClassVar[int] = 20
     description_type = _Description
@@ -156,6 +158,8 @@ class NixlTransport(Backend[_Link, _Description]):
             telemetry=telemetry,
         )
         self._telemetry, self._warned = telemetry, False
+        if progress_thread:
+            self.traits = replace(self.traits, polled=False)  # type: ignore[misc]
         self._identity = own_identity()
         Here.lives.add(self.life)
         self._knows_metadata = is_known(self._agent.get_agent_metadata(), self.life)

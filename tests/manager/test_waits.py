@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import time
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -154,6 +155,7 @@ def test_decode_asks_for_what_is_written_to_its_pages(waiting):
 
 @pytest.mark.parametrize("wait", ["sleep", "event loop"])
 def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch, wait):
+    """But not a library that moves them in threads of its own, however long its calls take."""
     monkeypatch.setattr(drivers, "_MOVED_S", MOVED_S)
 
     def moves():
@@ -172,6 +174,10 @@ def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch, wait):
     while moved_at(list):  # a heartbeat may be due
         pass
     assert moved_at(moves)
+    monkeypatch.setattr(waiting.transport, "traits", replace(waiting.transport.traits, polled=False, notifies=False))
+    while moved_at(moves):
+        pass
+    assert not driver._is_under_way(()), "its tags come as messages"
 
 
 def test_sleeps_are_exact_in_a_caller_s_thread_too(waiting, monkeypatch):
