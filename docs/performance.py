@@ -28,31 +28,31 @@ baseline. *met* is against the target: a target with x is of the ratio. Numbers 
 heading names one. [kernels](kernels.md) explains the sections and how to take the numbers yourself;
 [transports](transports.md) compares staged and direct over every transport.
 
-Targets were missed on two shared cores for these reasons, by profiles (`perf record -e cpu-clock`, `cProfile`):
+Targets were missed on two shared cores for these reasons, by profiles (`perf record -e cpu-clock`, `cProfile`) and by
+`pdstage plot TRACE --steps`:
 
-* Over shared memory staged cannot be 6 x and 20 x direct: it does, after the gather, what the raw write does, and its
-  prefill's core is busy for all of that. Over TCP, where the write takes longer, both are met.
 * *Staged beside its bound, 8 requests at once* (8 x 32 MiB, `perf`, both sides' cores). A chunk of 4 MiB takes prefill
   0.23 ms of gather, 0.4 ms of UCX's copy and 0.1 ms of calls between them: 52 % of its samples are in the kernel, most
   of them in that copy, 31 % in gather and 15 % in the interpreter. At decode 56 % are in scatter, and 29 % in the
-  interpreter. Longer requests travel in longer chunks, of which the calls are a smaller share: 512k tokens reach 89 %
-  over shared memory, and 107 % over `local`. Over TCP 69 % of prefill's samples and half of decode's are in the kernel,
-  and 11 and 20 % in the interpreter; while prefill gathers, nothing refills the socket.
+  interpreter. Longer requests travel in longer chunks, of which the calls are a smaller share. Over TCP 69 % of
+  prefill's samples and half of decode's are in the kernel, and 11 and 20 % in the interpreter; while prefill gathers,
+  nothing refills the socket.
 * *Small requests alone*: DeepSeek with one layer sends 4.7 to 9 MB. The handshake of a room, its lease and its first
   gather take as long as all bytes.
-* Direct beside NIXL's own lists, where both sides are alike: a room's handshake, and several posts with a tag each,
-  where the bench's own list is one transfer a request. `kv-transfer.json` and `transfer.json` were taken with direct
-  chunks of 4 MiB; they are of 16 MiB since.
+* *Direct beside NIXL's own lists*, where both sides are alike. A direct room of 32 MiB over shared memory takes 1.3 ms
+  more than the list's 4.8: Open 0.7 ms until prefill has it, 0.1 for descriptors and their checks, 0.5 from the
+  write's end to Success. Over TCP most of that hides behind the bytes. `local`, which `auto` takes within a host,
+  moves the same pages at 1.4 times the speed of NIXL's lists (median of 26 cells of 32 MiB and more; 0.9 in one).
 * *Rooms.* 71 % of both sides' samples are in the interpreter, 23 % in the kernel (sockets), 1 % in own C++. A room is
-  1,370 calls on both sides, spread over 500 functions: the dearest has 2.5 % of the time, and wire, timers and coverage
+  1,084 calls on both sides, spread over 330 functions: the dearest has 2.5 % of the time, and wire, timers and coverage
   together 10 %. So there is no hot end to compile. Prefill's process takes 132 us a room, of which 103 are in turns of
   its node. With 10,000 rooms open Python's garbage collector walks them: without it their cost is 1.2 x.
 * An idle room is two messages one after the other, each from a sleeping process to another: the echo alone takes 90 to
   150 us. `bind` takes 55 us, prefill's turn 160 and decode's 100, what follows their last message included.
 * Host copies of 64 and 128 B from pool to pool cost an address each on both sides, which the tuned loop has in a list
   already. A gather of single heads of 64 B reads a line of 512: neither it nor the loop is near a streaming copy.
-* In the cells of Mooncake that miss, `auto` took staged, the better path, which there is four to 24 times as fast as
-  direct: two runs of one path over it differ by more than the margin.
+* *Cells* are medians of three to nine on a machine that others share: two runs of one commit differ by up to 30 % in a
+  cell, and `auto` may miss in one where both paths are alike.
 """
 
 
