@@ -30,7 +30,8 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
     """What one prefill rank publishes about itself.
 
     `instance` names its engine, `topology` its place in it, `endpoint` its control socket, `incarnation` its process
-    life. `layout` is its `Layout.digest()`, `transports` its data transports, best first, and `version` the wire's.
+    life. `layout` is its `Layout.digest()`, `transports` its data transports, best first, and `version` the wire's:
+    that of the first release, if it is not said.
     `replica` is the number of an engine among those behind one address, if each has an instance name of its own.
     """
 
@@ -40,7 +41,7 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     layout: _Word
     transports: Annotated[tuple[_Word, ...], Meta(max_length=64)] = ()
-    version: int = 1
+    version: int = 2
     replica: Annotated[int, Meta(ge=0, le=MAX_REPLICA)] = 0
 
     @property
