@@ -101,9 +101,9 @@ def _count_fork() -> None:
 
 os.register_at_fork(after_in_child=_count_fork)
 
-_with_threads: weakref.WeakSet[Driver] = weakref.WeakSet()
+_started: weakref.WeakSet[Driver] = weakref.WeakSet()
 _ends_at: float | None = None
-"""Set when the interpreter ends: until then it waits for drivers' threads to leave the libraries that they call."""
+"""Set when the interpreter ends: until then it waits for threads, drivers' and callers', to leave the libraries."""
 
 
 @atexit.register
@@ -111,7 +111,7 @@ def _end_threads() -> None:
     """For nodes that were not closed: a thread inside a C++ library as the interpreter ends may abort the process."""
     global _ends_at  # noqa: PLW0603  (one moment of the process)
     _ends_at = time.monotonic() + _END_S
-    drivers = [driver for driver in list(_with_threads) if not driver.was_forked]
+    drivers = [driver for driver in list(_started) if not driver.was_forked]
     for driver in drivers:
         driver.leave(0.0)
     for driver in drivers:
@@ -217,18 +217,21 @@ class Driver:
     def start(self) -> None:
         """Starts the thread, if there is to be one; the last step of the node's constructor."""
         log.info("a %s node listens at %s", self._node.role, self._node.socket.endpoint)
+        _started.add(self)
         if not self.inline:
             if self._switch_interval_s is not None:
                 # Beside a busy Python thread a waking one waits for the interpreter's switch interval, 5 ms by default.
                 sys.setswitchinterval(min(self._switch_interval_s, sys.getswitchinterval()))
             self._thread = threading.Thread(target=self._run, name="pdstage-node", daemon=True)
-            _with_threads.add(self)
             self._thread.start()
 
     def leave(self, timeout_s: float) -> None:
-        """The interpreter ends: waits so long for the thread to do so."""
+        """The interpreter ends: waits so long for the thread to do so, and for whoever makes a turn."""
         self._node.socket.wake()
         self._join(timeout_s)
+        until = time.monotonic() + timeout_s
+        while self.turning.holder is not None and time.monotonic() < until:
+            time.sleep(_WAIT_S)
 
     def _join(self, timeout_s: float | None) -> None:
         if self._thread is not None:
@@ -252,6 +255,9 @@ class Driver:
         False if another thread is in one: it is woken, and will do what there is to do.
         """
         self.check()
+        if _ends_at is not None:  # in a thread that the interpreter is about to end
+            time.sleep(_WAIT_S)
+            return False
         token, moved = object(), False
         try:
             if not self.turning.take(token):
@@ -483,7 +489,7 @@ class Driver:
                     if not fds:
                         self._ask()
                     over = bool(self._early) or node.stager.over
-                if any(ready) or over or time.monotonic() >= until:
+                if any(ready) or over or time.monotonic() >= until or _ends_at is not None:
                     return Ready(ready.messages, bool(ready.fds))
 
     def _ask(self) -> None:

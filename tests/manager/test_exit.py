@@ -13,6 +13,7 @@ import pytest
 
 from pdstage import State
 from pdstage.errors import UsageError
+from pdstage.manager import driver as drivers
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_lifecycle import move
 from tests.rows import rows, usable
@@ -54,6 +55,23 @@ def test_a_ctrl_c_from_outside(end, transport, progress):
     assert ended.returncode == 0, errors
     assert said == "interrupted, FAILED\n"
     assert "Traceback" not in errors
+
+
+def test_no_turn_is_in_a_library_as_the_interpreter_ends(site, monkeypatch):
+    """NIXL's calls abort a process whose thread ends in them: a turn under way is waited for, and none begins."""
+    node = site.decode(Rank(), progress="inline")
+    begun, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(node.transport, "poll", lambda: begun.set() or (goes_on.wait(_ENDS_S) and []))
+    turn = threading.Thread(target=node.turn)
+    turn.start()
+    assert begun.wait(_ENDS_S)
+    threading.Timer(0.05, goes_on.set).start()
+    node.driver.leave(_ENDS_S)
+    assert node.driver.turning.holder is None
+    turn.join()
+    monkeypatch.setattr(drivers, "_ends_at", 0.0)
+    monkeypatch.setattr(node.transport, "poll", mock.Mock(side_effect=AssertionError("a turn began")))
+    assert node.turn() is False
 
 
 def interruption() -> mock.Mock:

@@ -163,7 +163,7 @@ class World:
             put(lookup, random=primitives.random_of(self.rng), client_of=self.bootstrap.client)
             put(node, secrets=primitives.secrets_of(self.rng), ControlSocket=self._socket, _LOOK_S=1e9)
             put(driver, _LARGE_NBYTES=scenario.large_nbytes, _NAP_S=5e-3, _PATIENCE_S=1e-2)  # fewer steps
-            put(driver, _with_threads=weakref.WeakSet())  # this process's end is none of theirs
+            put(driver, _started=weakref.WeakSet())  # this process's end is none of theirs
             put(pdstage.stager, _LARGE_NBYTES=scenario.large_nbytes)
             for name in ("_copy_all", "_copy_passes"):
                 put(pdstage.stager, **{name: self._copying(getattr(pdstage.stager, name))})
