@@ -648,9 +648,8 @@ def run(
     peer: tuple[str, Place] | None = None,
     device: str = "cpu",
 ) -> Measured:
-    """`scale`: 1 of so many layers of each model; 0: all, or few for a look. `transport`: only that one.
-    `peer`: the other host's
-       address and this one's place. `device`: where pools are, "cpu" or "cuda:N".
+    """`scale`: 1 of so many layers of each model; 0: all, or few for a look. `transport`: only that one. `peer`: the
+    other host's address and this one's place. `device`: where pools are, "cpu" or "cuda:N".
     """
     with contextlib.ExitStack() as stack:
         there = stack.enter_context(There(*peer)) if peer is not None else None

@@ -118,6 +118,11 @@ def _end_threads() -> None:
         driver.leave(max(0.0, _ends_at - time.monotonic()))
 
 
+def _must_leave() -> bool:
+    """Whether the interpreter ends, and this thread with it: the main one goes on."""
+    return _ends_at is not None and threading.current_thread() is not threading.main_thread()
+
+
 class HasDriver(Protocol):
     driver: Driver
 
@@ -255,7 +260,7 @@ class Driver:
         False if another thread is in one: it is woken, and will do what there is to do.
         """
         self.check()
-        if _ends_at is not None:  # in a thread that the interpreter is about to end
+        if _must_leave():
             time.sleep(_WAIT_S)
             return False
         token, moved = object(), False
@@ -489,7 +494,7 @@ class Driver:
                     if not fds:
                         self._ask()
                     over = bool(self._early) or node.stager.over
-                if any(ready) or over or time.monotonic() >= until or _ends_at is not None:
+                if any(ready) or over or time.monotonic() >= until or _must_leave():
                     return Ready(ready.messages, bool(ready.fds))
 
     def _ask(self) -> None:
