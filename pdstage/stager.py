@@ -235,8 +235,8 @@ def _address_of(tensor: object) -> tuple[int, int, str]:
 class Copied(NamedTuple):
     """A gather or scatter that ended: its error or None, and the checksum of its bytes if requested.
 
-    Times are 0 without a clock, and for a copy that never began. On a device it begins at its launch, and ends when its
-    end is seen.
+    Times are of `time.monotonic()`, 0 for a copy that never began. On a device it begins at its launch, and ends when
+    its end is seen.
     """
 
     ticket: int
@@ -308,7 +308,7 @@ class Stager:
     `submit`, if given, runs a function on another thread. Copies of `_LARGE_NBYTES` or more in host memory go there, so
     that the caller can write one chunk while the next is gathered. Several threads may use a plan at once. `runtime` is
     the device's, for pools on one: all copies go to one separate stream, each on at most `max_sms` multiprocessors.
-    `clock` times the copies if given. `only`: "gather" or "scatter", of which one alone is called.
+    `only`: "gather" or "scatter", of which one alone is called.
     """
 
     def __init__(
@@ -316,7 +316,6 @@ class Stager:
         pool: Pool,
         submit: Callable[[Callable[[], None]], None] | None = None,
         runtime: Runtime | None = None,
-        clock: Callable[[], float] | None = None,
         *,
         max_sms: int | None = None,
         only: str = "",
@@ -325,8 +324,7 @@ class Stager:
         self._only = only
         self._max_sms = max_sms
         self._submit = submit
-        self._clock = clock or _no_clock
-        self._stream = _Stream.of(runtime, self._clock) if runtime is not None else None
+        self._stream = _Stream.of(runtime) if runtime is not None else None
         self._plans: dict[tuple[object, ...], _Plans] = {}
         self._done: deque[Copied] = deque()
 
@@ -503,12 +501,12 @@ class Stager:
             return []
 
         def run() -> list[Copied]:
-            total, began_at = np.zeros(1, np.uint64) if checksum else _NO_SUM, self._clock()
+            total, began_at = np.zeros(1, np.uint64) if checksum else _NO_SUM, time.monotonic()
             try:
                 copy(None, total.ctypes.data if checksum else 0)
             except Exception as error:  # noqa: BLE001  (it is over, and only this copy fails)
-                return Copied.each(tickets, _failed(error))
-            return Copied.each(tickets, None, int(total[0]), began_at, self._clock())
+                return [Copied(tickets[0], _failed(error))]
+            return [Copied(tickets[0], None, int(total[0]), began_at, time.monotonic())]
 
         if self._submit is None or nbytes < _LARGE_NBYTES:
             return run()
@@ -518,7 +516,7 @@ class Stager:
     def _plan(self, what: _What) -> _Plans:
         # A layout is keyed by its id, which stays unique while a plan holds it: hashing a layout is slow.
         cut, staged = what.cut.key if what.cut is not None else (), id(self._staged(what))
-        key = (what.owned, what.order, what.checksum, cut, staged, *layers_of(what.rects))
+        key = (what.owned, what.order, what.checksum, cut, staged, *map(layers_of, what.rects))
         plans = self._plans.get(key)
         if plans is None:
             if len(self._plans) >= _MAX_PLANS:
@@ -553,10 +551,6 @@ def _failed(error: Exception) -> PdstageError:
         return error
     log.error("a copy failed", exc_info=error)
     return PdstageError(f"a copy failed: {shown(error)}", remedy="see the log; the other rooms go on")
-
-
-def _no_clock() -> float:
-    return 0.0
 
 
 def _copy_all(plans: _Plans, what: _What, copy: _Copy, stream: int | None, sum_ptr: int) -> None:
@@ -601,20 +595,17 @@ class _Stream:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._clock: Callable[[], float] = _no_clock
         self._stream = runtime.new_stream()
         self._running: deque[_Running] = deque()
         self._spare = self._more()
 
     @classmethod
-    def of(cls, runtime: Runtime, clock: Callable[[], float]) -> _Stream:
+    def of(cls, runtime: Runtime) -> _Stream:
         """One that another stager has given back, or a new one: a runtime's streams, events and page-locked memory live
         as long as it does.
         """
         idle = cls._idle.setdefault(runtime, [])
-        one = idle.pop() if idle else cls(runtime)
-        one._clock = clock
-        return one
+        return idle.pop() if idle else cls(runtime)
 
     def seconds(self, copy: Callable[..., None]) -> float:
         """Of the second of two calls, from its launch to its end as the host sees it; infinite if it does not end in
@@ -654,7 +645,7 @@ class _Stream:
         if not self._spare:
             self._spare = self._more()
         spare = self._spare.pop()
-        spare.total[0], began_at, refused = 0, self._clock(), None
+        spare.total[0], began_at, refused = 0, time.monotonic(), None
         try:
             copy(self._stream, spare.sum_ptr if checksum else 0)
         except UsageError as error:
@@ -676,5 +667,5 @@ class _Stream:
         while self._running and self._runtime.done(self._running[0].event):
             one = self._running.popleft()
             self._spare.append(one)
-            ended += Copied.each(one.tickets, one.error, int(one.total[0]), one.began_at, self._clock())
+            ended += Copied.each(one.tickets, one.error, int(one.total[0]), one.began_at, time.monotonic())
         return ended

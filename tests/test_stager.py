@@ -152,7 +152,7 @@ def test_one_gather_to_several_destinations_is_one_launch_and_the_end_of_each_ti
     device.over = set(device.recorded)
     first, *ended = stager.poll()
     assert [copied.ticket for copied in ended] == list(regions)
-    assert {copied._replace(ticket=1) for copied in ended} == {first}, "no error, and the sum of one"
+    assert {copied[1:3] for copied in ended} == {first[1:3]}, "no error, and the sum of one"
     assert bool(first.checksum) == checksum
     assert (staging == alone).all() and (alone[: TOKENS * 16] != 0xA5).any()
     stager.gather(1, OWNED, RECTS, dst=dst, **what)

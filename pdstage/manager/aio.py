@@ -30,7 +30,7 @@ class Turns(Protocol):
     """What waits need of a driver."""
 
     inline: bool
-    pumps: Pumps
+    pumps: dict[asyncio.AbstractEventLoop, Pump]
 
     def check(self) -> None: ...
 
@@ -83,30 +83,21 @@ class Pump:
         self._watched = fds
 
 
-class Pumps:
-    """The loops that turn a node at present: false if none does."""
-
-    def __init__(self) -> None:
-        self._pumps: dict[asyncio.AbstractEventLoop, Pump] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._pumps)
-
-    @contextlib.contextmanager
-    def running(self, turns: Turns) -> Iterator[None]:
-        """Inside, the running loop turns the node of `turns`."""
-        loop = asyncio.get_running_loop()
-        pump = self._pumps.get(loop)
-        if pump is None:
-            pump = self._pumps[loop] = Pump(turns, loop)
-        pump.n_waits += 1
-        try:
-            yield
-        finally:
-            pump.n_waits -= 1
-            if not pump.n_waits:
-                del self._pumps[loop]
-                pump.stop()
+@contextlib.contextmanager
+def running(turns: Turns) -> Iterator[None]:
+    """Inside, the running loop turns the node of `turns`."""
+    loop = asyncio.get_running_loop()
+    pump = turns.pumps.get(loop)
+    if pump is None:
+        pump = turns.pumps[loop] = Pump(turns, loop)
+    pump.n_waits += 1
+    try:
+        yield
+    finally:
+        pump.n_waits -= 1
+        if not pump.n_waits:
+            del turns.pumps[loop]
+            pump.stop()
 
 
 async def until(
@@ -130,7 +121,7 @@ async def until(
     with stack:
         stack.enter_context(roster.waiting(handle, done, wake))
         if turns.inline:
-            stack.enter_context(turns.pumps.running(turns))
+            stack.enter_context(running(turns))
         try:
             async with asyncio.timeout(timeout_s):
                 while not done():

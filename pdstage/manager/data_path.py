@@ -123,7 +123,7 @@ class DataPath:
 
     def _direct(self, destination: Destination, rects: tuple[Rect, ...]) -> DirectPlans:
         peer, session = self._sessions.plan(destination.session), destination.session
-        key = (destination.shares, *layers_of(rects))
+        key = (destination.shares, *map(layers_of, rects))
         plan = peer.direct.get(key)
         if plan is None:
             if len(peer.direct) >= _MAX_PLANS:
@@ -248,7 +248,7 @@ class DataPath:
             n_runs = self._direct(destination, chunk.rects).n_descriptors(chunk.tokens)
             if chunk.nbytes >= _LONG_RUN_NBYTES * n_runs:
                 return None
-        key = (destination.shares, *layers_of(chunk.rects))
+        key = (destination.shares, *map(layers_of, chunk.rects))
         if key not in peer.passes:
             if len(peer.passes) >= _MAX_PLANS:
                 peer.passes.clear()

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Proto
 from pdstage.control import drain
 from pdstage.control.zmq import messages_of
 from pdstage.errors import PdstageError, UsageError
-from pdstage.manager.aio import Pumps, Wakeup
+from pdstage.manager.aio import Pump, Wakeup
 from pdstage.manager.effects import Gathers
 from pdstage.manager.sessions import Sessions
 from pdstage.protocol.decode_chunks import Scatter
@@ -49,6 +49,7 @@ from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDir
 from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Renew, Send
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
@@ -182,7 +183,8 @@ class Ready(NamedTuple):
 _EVERYTHING = Ready(messages=True, transport=True)
 _CARRIED = Ready(messages=False, transport=True)
 """After effects were carried out: what they led to is at the transport."""
-_DATA = (Gather, Gathers, Scatter, Write, WriteDirect, WriteRow)
+_COPIES = Gather, Gathers, Scatter
+_DATA = *_COPIES, Write, WriteDirect, WriteRow
 
 
 class Driver:
@@ -194,7 +196,7 @@ class Driver:
         self.lock: AbstractContextManager[object] = threading.RLock() if node.journal is None else node.journal.lock
         self.sessions = Sessions(node, self.lock)
         self.turning = Turning()
-        self.pumps = Pumps()
+        self.pumps: dict[AbstractEventLoop, Pump] = {}  # the loops that turn this node at present
         self.acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
         self.ending = False  # no room begins any more; under the lock, as `closed`
         self.closed = False
@@ -260,7 +262,7 @@ class Driver:
         False if another thread is in one: it is woken, and will do what there is to do.
         """
         self.check()
-        if _must_leave():
+        if _ends_at is not None and _must_leave():
             time.sleep(_WAIT_S)
             return False
         token, moved = object(), False
@@ -335,7 +337,7 @@ class Driver:
             if self._unread:
                 node.core.endpoint.keep_alive(now)
             else:
-                node.core.tick(now)
+                node.core.endpoint.tick(now)
             return came, self._take_effects()
 
     def _receive(self) -> bool:
@@ -358,13 +360,13 @@ class Driver:
         until = now + _READING_S
         while self._unread:
             route, frame = self._unread.popleft()
-            self._node.core.receive(route, frame, now)
+            self._node.core.endpoint.receive(route, frame, now)
             if time.monotonic() > until:
                 return
 
     def _take_effects(self) -> list[Effect]:
         kept, self._kept = self._kept, []
-        fresh: list[Effect] = self._node.core.take_effects()
+        fresh: list[Effect] = self._node.core.endpoint.take_effects()
         if self._node.observed is not None:
             self._node.observed.asked(fresh)
         if self._node.journal is not None:
@@ -386,13 +388,17 @@ class Driver:
             if isinstance(effect, Send):
                 self._outgoing.setdefault(effect.route, []).append(effect.frame)
                 continue
-            others.append(effect)
-            if not large and isinstance(effect, _DATA):
-                large = self._node._nbytes(effect) >= _LARGE_NBYTES
+            one_large = isinstance(effect, _DATA) and self._node._nbytes(effect) >= _LARGE_NBYTES
+            others.append((effect, one_large))
+            large = large or one_large
         if large:
             self._flush()
-        for effect in others:
-            again |= self._carry(effect)
+        for effect, one_large in others:
+            if one_large and isinstance(effect, _COPIES):
+                self._copies.append(effect)
+                again = True
+            else:
+                again |= self._carry(effect)
         if self._copies:
             self._do(self._copies.popleft())
             again = True
@@ -403,12 +409,10 @@ class Driver:
         match effect:
             case Changed(room):
                 with self.lock:
-                    handle = node.roster.of(room)
+                    handle = node.roster.by_room.get(room)
                     if handle is not None and self.failure is None:  # else it has failed, whatever its room's status
                         node._on_changed(handle, room.status)
                 return False
-            case Gather() | Gathers() | Scatter() if node._nbytes(effect) >= _LARGE_NBYTES:
-                self._copies.append(effect)
             case Gather() | Gathers() | Scatter() | Write() | WriteDirect() | WriteRow():
                 self._do(effect)
             case PeerWarning(route, error):
@@ -452,7 +456,7 @@ class Driver:
         """How long the driver may sleep, if neither the socket nor the transport wakes it."""
         longest_s = min(1.0, self._node.config.retry_s)  # so that the question an engine's call asks needs no wake-up
         with self.lock:
-            now, next_at = time.monotonic(), self._node.core.next_at()
+            now, next_at = time.monotonic(), self._node.core.endpoint.timers.next_at()
             until_s = longest_s if next_at is None else min(max(next_at - now, 1e-4), longest_s)
             self._until_at = now + until_s
         return until_s
@@ -581,7 +585,7 @@ class Driver:
         with self.lock:
             node._take_given(time.monotonic())
             effects = self._take_effects()
-            next_at = node.core.next_at()
+            next_at = node.core.endpoint.timers.next_at()
             early = node._expects() or (next_at is not None and next_at < self._until_at)
         if not self.inline and not all(isinstance(effect, Send | Changed) for effect in effects):
             self._kept = effects

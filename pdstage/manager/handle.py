@@ -164,7 +164,7 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self._handles: dict[Room, Handle] = {}
+        self.by_room: dict[Room, Handle] = {}
         self._ended: deque[Handle] = deque(maxlen=MAX_ENDED)
         # Lists and dictionaries whose single calls are each whole: waiters come and go in any thread, and when garbage
         # is collected, where a lock could be held by whom it interrupts.
@@ -175,19 +175,15 @@ class Roster:
         self._polled = _Polled(-1, [], np.empty(0, np.uint8))  # replaced as a whole: several threads may poll
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self.by_room)
 
     def add(self, room: Room, handle: Handle) -> None:
         """A room that is new at the core: what it has come to already is told by the next `changed`."""
-        self._handles[room] = handle
-
-    def of(self, room: Room) -> Handle | None:
-        """The room's handle, until the room is released."""
-        return self._handles.get(room)
+        self.by_room[room] = handle
 
     def handles(self) -> list[Handle]:
         """All of them, as they are now; any thread may ask."""
-        return list(self._handles.copy().values())  # copied in one step, whoever changes it meanwhile
+        return list(self.by_room.copy().values())  # copied in one step, whoever changes it meanwhile
 
     def changed(self, handle: Handle, status: int) -> None:
         """Brings `handle` to `status`, its room's as it was read once; `ring` then wakes who waits for it.
@@ -198,14 +194,14 @@ class Roster:
         if status & 0x7F == State.FAILED:
             handle.error = handle.room.error
         handle.status = status
-        if handle._has_ended() and not had_ended:
+        if status & 0x7F in _ENDED and not had_ended:
             self._ended.append(handle)
             if self._of_any_end:
                 self._due.append(self._of_any_end)
         if handle.waiters:
             self._due.append(handle.waiters)
-        if handle.released:
-            self._handles.pop(handle.room, None)
+        if status >= 0x80:
+            self.by_room.pop(handle.room, None)
         self._n_changes += 1
 
     def fail(self, error: PdstageError) -> None:

@@ -22,7 +22,7 @@ from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout.topology import Topology
 from pdstage.manager import status
-from pdstage.manager.aio import until
+from pdstage.manager.aio import running, until
 from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
 from pdstage.manager.driver import DeviceDriver, Driver, changes_rooms
 from pdstage.manager.handle import Handle, LentRows, Roster
@@ -110,11 +110,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self._copy_thread = CopyThread(self._wake)
             copies_aside = has_core_to_spare() if options.copy_thread is None else options.copy_thread
             self.ranges = ranges_of(runtime)
-            clock = time.monotonic if self.observers else None
             submit = self._copy_thread.submit if copies_aside else None
-            self.stager = Stager(
-                pool, submit, runtime, clock, max_sms=options.max_sms, only="gather" if writes else "scatter"
-            )
+            self.stager = Stager(pool, submit, runtime, max_sms=options.max_sms, only="gather" if writes else "scatter")
             self.directory = Directory(self.keys)
             self.transport.register([self.memory.region, *(pool.layout.regions if options.path != "staged" else ())])
             self.rows = self._own_rows(options.aux)
@@ -431,7 +428,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
     async def __aenter__(self) -> Self:
         """Inside, the running loop turns an inline node, whether anybody waits or not."""
         if self.driver.inline:
-            self._turned = self.driver.pumps.running(self.driver)
+            self._turned = running(self.driver)
             self._turned.__enter__()
         return self
 

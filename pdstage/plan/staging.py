@@ -22,7 +22,7 @@ from pdstage.layout.topology import Axis, shard_axis, shard_range
 from pdstage.plan.ownership import meets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 VIEW_ALIGNMENT = 128
 TOKEN_MAJOR = "token"
@@ -316,7 +316,7 @@ class Stagings:
         return self if layout is self._layout else Stagings(layout)
 
     def of(self, owned: tuple[Share, ...], rects: tuple[Rect, ...]) -> Staging:
-        key = (owned, *layers_of(rects))
+        key = (owned, *map(layers_of, rects))
         staging = self._made.get(key)
         if staging is None:
             if len(self._made) >= self._MAX:
@@ -325,12 +325,8 @@ class Stagings:
         return staging
 
 
-_layers_of_one = attrgetter("component", "layer_start", "layer_stop")
-
-
-def layers_of(rects: Iterable[Rect]) -> Iterator[tuple[str, int, int]]:
-    """The layer ranges of a chunk: plans are made once for each, whatever the tokens."""
-    return map(_layers_of_one, rects)
+layers_of = attrgetter("component", "layer_start", "layer_stop")
+"""The layer range of a rectangle: plans are made once for each of a chunk's, whatever the tokens."""
 
 
 def tokens_of(rects: Iterable[Rect]) -> dict[str, tuple[int, int]]:

@@ -21,7 +21,7 @@ docs/reliability.md.
 
 A control frame comes in by `Endpoint.receive`. It finds the session, decodes the message (`wire`), and calls the core's
 `on_frame`: one `match` over all messages, which calls the part that a message concerns. A `PeerError` raised there ends
-the session. After every input the core's `settle` begins what may begin now. A part sends by `Endpoint.send`. Deadlines
+the session. After every input `Endpoint.settle` begins what may begin now. A part sends by `Endpoint.send`. Deadlines
 and repeated questions are `timers`, served by the core's `on_timer`.
 
 What happens when

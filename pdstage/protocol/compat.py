@@ -259,14 +259,9 @@ class Slots:
 
     def __init__(self, layout: Layout) -> None:
         self._of = {component.name: component for component in layout.components if not component.positional}
+        self.names = frozenset(self._of)
         self.exact = frozenset(name for name, component in self._of.items() if component.exact)
         self._warned: set[str] = set()
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._of
 
     def compare(self, endpoint: Endpoint, session: Session, name: str, at_prefill: int, at_decode: int) -> str:
         """Why a room with these numbers of slots cannot be, in words that name both; empty if it can.
@@ -283,5 +278,7 @@ class Slots:
         if name not in self._warned:
             self._warned.add(name)
             kept = f"component {name!r} has {both}: the first {min(at_prefill, at_decode)} are used"
-            endpoint.emit(PeerWarning(session.route, PeerError(kept, remedy="this is said once; see slots_trimmed")))
+            endpoint.effects.append(
+                PeerWarning(session.route, PeerError(kept, remedy="this is said once; see slots_trimmed"))
+            )
         return ""

@@ -69,6 +69,7 @@ class DecodeCore:
         self.farewells = Farewells(self.endpoint, self.handshake, self)
         self.leases = LeaseTable(lanes)
         self.lender = Lender(self.endpoint, self.leases)
+        self.endpoint.settle = self.lender.grant_and_notify
         self.rooms = DecodeRooms(self.endpoint, self.handshake, self.lender)
         self.chunks = ChunkReceiver(self.endpoint, self.lender, self.rooms, rows)
         self._rows = rows
@@ -198,7 +199,7 @@ class DecodeCore:
 
     def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
         self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
-        self.settle(now)
+        self.endpoint.settle(now)
 
     def close(self, now: float) -> None:
         """Ends every room; `idle` tells when every writer is quiet."""
@@ -214,17 +215,17 @@ class DecodeCore:
     def tag(self, data: bytes, now: float) -> None:
         """One notification of the data plane."""
         self.chunks.tag(data, now)
-        self.settle(now)
+        self.endpoint.settle(now)
 
     def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
         self.chunks.scattered(ticket, now, error, checksum)
-        self.settle(now)
+        self.endpoint.settle(now)
 
     def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`."""
         self.handshake.unreachable(route, error, now)
-        self.settle(now)
+        self.endpoint.settle(now)
 
     def tick(self, now: float) -> None:
         """Serves what is due."""
@@ -330,16 +331,16 @@ class DecodeCore:
         self.fenced(session, now)
 
     def _on_asking(self, session: Session, asking: m.Asking) -> None:
-        writer = self.rooms.writer(session, asking.epoch)
+        writer: Writer | None = session.claims.get(asking.epoch)
         room = writer.room if writer is not None else None
         if room is None or room.bound or room.ended or room.ready_to_bind in (True, asking.finished):
             return
         room.ready_to_bind = asking.finished
         self.endpoint.timers.cancel(("asking", room))
-        self.endpoint.emit(Changed(room))
+        self.endpoint.effects.append(Changed(room))
 
     def _on_opened(self, session: Session, opened: m.Opened, now: float) -> None:
-        writer = self.rooms.writer(session, opened.epoch)
+        writer: Writer | None = session.claims.get(opened.epoch)
         if writer is None or writer.phase not in (WriterPhase.OPENING, WriterPhase.OPENED):
             return
         if opened.state == "refused":
@@ -352,7 +353,7 @@ class DecodeCore:
             self.rooms.mark_quiet(writer)
 
     def _on_close_failed(self, session: Session, close: m.CloseFailed, now: float) -> None:
-        writer = self.rooms.writer(session, close.epoch)
+        writer: Writer | None = session.claims.get(close.epoch)
         if writer is None or writer.phase is WriterPhase.QUIET:
             self.endpoint.send(session, m.Abort(close.epoch, "the room is over", False), now)
         elif not writer.room.ended:
@@ -363,7 +364,7 @@ class DecodeCore:
             self.rooms.abort_writer(writer, "the room is over", now)
 
     def _on_drained(self, session: Session, drained: m.Drained, now: float) -> None:
-        writer = self.rooms.writer(session, drained.epoch)
+        writer: Writer | None = session.claims.get(drained.epoch)
         if writer is None or writer.phase is WriterPhase.QUIET:
             return
         if not writer.room.ended:
@@ -402,7 +403,7 @@ class DecodeCore:
                 if self.endpoint.on_session_timer(kind, session, now):
                     silent = f"prefill was silent for {session.silence_s} s"
                     self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)
-                    self.endpoint.emit(Renew(session.route))
+                    self.endpoint.effects.append(Renew(session.route))
 
     # The end of a session.
 
@@ -426,8 +427,8 @@ class DecodeCore:
                 self.rooms.fail(room, error, now)
         self.lender.session_lost(session, now)
         if not session.said_bye:
-            self.endpoint.emit(PeerWarning(session.route, error))
-        self.endpoint.emit(Detach(session))
+            self.endpoint.effects.append(PeerWarning(session.route, error))
+        self.endpoint.effects.append(Detach(session))
         if self.holds(session):
             self._stranded[session.id] = session
             self._ask_stranded(session, now)
@@ -483,7 +484,7 @@ class DecodeCore:
         self.lender.session_fenced(session, now)
         for writer in list(session.claims.values()):
             self.rooms.mark_quiet(writer)
-        self.settle(now)
+        self.endpoint.settle(now)
 
     def holds(self, session: Session) -> bool:
         """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""
@@ -508,9 +509,6 @@ class DecodeCore:
 
     def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
         self.rooms.fail(room, error, now)
-
-    def settle(self, now: float) -> None:
-        self.lender.grant_and_notify(now)
 
 
 def _is_unheard(room: DecodeRoom, session: Session) -> bool:

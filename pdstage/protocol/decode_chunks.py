@@ -66,7 +66,7 @@ class ChunkReceiver:
     # Asked for.
 
     def on_reserve(self, session: Session, reserve: m.Reserve, now: float) -> None:
-        writer = self._rooms.writer(session, reserve.epoch)
+        writer: Writer | None = session.claims.get(reserve.epoch)
         if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:
             self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "gone", 0), now)
             return
@@ -108,7 +108,7 @@ class ChunkReceiver:
             tag = wire.decode_tag(data, self._components) if session is not None else None
         except PeerError as error:
             self.endpoint.counters.tags_malformed += 1
-            self.endpoint.emit(PeerWarning(b"", error))
+            self.endpoint.effects.append(PeerWarning(b"", error))
             return
         if session is None or tag is None or not self._on_tag(session, tag, now):
             self.endpoint.counters.tags_stale += 1
@@ -123,7 +123,7 @@ class ChunkReceiver:
             self.endpoint.counters.tags_stale += 1
 
     def _on_tag(self, session: Session, tag: wire.Tag, now: float) -> bool:
-        writer = self._rooms.writer(session, tag.epoch)
+        writer: Writer | None = session.claims.get(tag.epoch)
         if writer is None or writer.room.ended or writer.coverage is None:
             return False
         if tag.lane in (m.DIRECT, m.AUX):
@@ -149,7 +149,7 @@ class ChunkReceiver:
             landing = Landing(writer, lease, address, nbytes, tag.rects, tag.checksum)
             self.flights[ticket] = landing
             writer.room.pending += 1
-            self.endpoint.emit(Scatter(ticket, landing))
+            self.endpoint.effects.append(Scatter(ticket, landing))
             self._arrived(writer, tag, now)
         return True
 
@@ -170,7 +170,7 @@ class ChunkReceiver:
         writer.row_arrived |= tag.lane == m.AUX
         self._rooms.open_answered(writer)
         if room.on(RoomEvent.MOVED):
-            self.endpoint.emit(Changed(room))
+            self.endpoint.effects.append(Changed(room))
         if fresh:
             self.endpoint.timers.cancel(("transfer", room))
         self._begun(room, now)
@@ -205,7 +205,7 @@ class ChunkReceiver:
     # Counted.
 
     def on_close_ok(self, session: Session, close: m.CloseOk, now: float) -> None:
-        writer = self._rooms.writer(session, close.epoch)
+        writer: Writer | None = session.claims.get(close.epoch)
         if writer is None:
             self.endpoint.send(session, m.Closed(close.epoch), now)
             return
@@ -223,7 +223,7 @@ class ChunkReceiver:
             written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
             for lease in self._leases.of(session, close.epoch):
                 lease.said_written = (lease.lane, lease.cursor) in written
-            if any(w.chunk not in writer.arrived for w in close.written):
+            if not writer.arrived.issuperset([w.chunk for w in close.written]):
                 self._begun(room, now)
                 return
             if writer.owed_nbytes:
@@ -249,7 +249,7 @@ class ChunkReceiver:
         assert writer.coverage is not None
         given = dict(close.slots)
         for name, stop in writer.coverage.stops():
-            if name in self._rooms.slots and name in given:
+            if name in self._rooms.slots.names and name in given:
                 problem = self._rooms.slots.compare(self.endpoint, writer.session, name, given[name], stop)
                 if problem:
                     return f"does not fit: {problem}"

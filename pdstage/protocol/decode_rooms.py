@@ -144,7 +144,7 @@ class DecodeRooms:
             writer = Writer(room, number, session, dealt[number], has_aux=number == aux)
             room.writers[session.id] = session.claims[room.epoch] = writer
         room.on(RoomEvent.CONNECTED)
-        self.endpoint.emit(Changed(room))
+        self.endpoint.effects.append(Changed(room))
         if room.bound:
             self.open(room, now)
         elif room.waits_to_bind or room.key in self._given_up:
@@ -259,7 +259,7 @@ class DecodeRooms:
                 peer.rooms.pop(room, None)
         for writer in room.writers.values():
             self._lender.leases.forget_requests(writer.session, room.epoch)
-        self.endpoint.emit(Changed(room))
+        self.endpoint.effects.append(Changed(room))
 
     def abort_writer(self, writer: Writer, reason: str, now: float) -> None:
         if WRITER.move(writer, WriterEvent.ABORT):
@@ -315,17 +315,17 @@ class DecodeRooms:
     def _unlike(self, room: DecodeRoom) -> str:
         """Where the writers' numbers of slots disagree, in words; empty where they do not (I5)."""
         ends: dict[str, tuple[int, int]] = {}
-        for writer in room.writers.values() if self.slots else ():
+        for writer in room.writers.values() if self.slots.names else ():
             assert writer.coverage is not None
             for name, stop in writer.coverage.stops():
                 number, other = ends.setdefault(name, (writer.number, stop))
-                if name in self.slots and stop != other:
+                if name in self.slots.names and stop != other:
                     both = f"{other} from prefill rank {number} and {stop} from {writer.number}"
                     return f"component {name!r} got slots that are not whole: {both}"
         return ""
 
     def maybe_release(self, room: DecodeRoom) -> None:
-        if not room.ended or room.pending or room.released:
+        if not room.ended or room.pending or room.status >= 0x80:
             return
         if all(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):
             self.by_epoch.pop(room.epoch, None)
@@ -333,12 +333,9 @@ class DecodeRooms:
                 del writer.session.claims[room.epoch]
             room.writers = {}  # writer and room name each other: without this only the collector could free either
             room.release()
-            self.endpoint.emit(Changed(room))
+            self.endpoint.effects.append(Changed(room))
 
     # Writers.
-
-    def writer(self, session: Session, epoch: int) -> Writer | None:
-        return session.claims.get(epoch)
 
     def open_answered(self, writer: Writer) -> None:
         if WRITER.move(writer, WriterEvent.ANSWERED):

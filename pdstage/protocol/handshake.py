@@ -111,7 +111,7 @@ class HandshakeClient:
 
     def _greet(self, peer: Peer, now: float) -> None:
         if peer.n_hellos and peer.n_hellos % _HELLOS_A_CONNECTION == 0:
-            self.endpoint.emit(Renew(peer.route))
+            self.endpoint.effects.append(Renew(peer.route))
         self.endpoint.send_loose(peer.route, m.SessionId(peer.nonce, 0), self.hello)
         self.endpoint.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
         peer.n_hellos += 1
@@ -142,7 +142,7 @@ class HandshakeClient:
         self.endpoint.counters.sessions_opened += 1
         self._stop_greeting(peer)
         self.endpoint.watch(session, now)
-        self.endpoint.emit(Attach(session, m.offers(welcome)))
+        self.endpoint.effects.append(Attach(session, m.offers(welcome)))
         self.endpoint.send(session, m.Heartbeat(), now)
         for abort in peer.given_up.values():
             self.endpoint.send(session, abort, now)
@@ -167,7 +167,7 @@ class HandshakeClient:
         self.endpoint.counters.sessions_refused += 1
         self.peers.pop(peer.route, None)
         self._stop_greeting(peer)
-        self.endpoint.emit(PeerWarning(peer.route, error))
+        self.endpoint.effects.append(PeerWarning(peer.route, error))
         for room in list(peer.rooms):
             self._owner.fail(room, error, now)
         self.hang_up(peer.route)
@@ -196,7 +196,7 @@ class HandshakeClient:
     def hang_up(self, route: bytes) -> None:
         """No handshake with `route` is under way: the connection may be closed, if nothing else needs it."""
         if not self._owner.needs(route):
-            self.endpoint.emit(HangUp(route))
+            self.endpoint.effects.append(HangUp(route))
 
 
 class Farewells:
@@ -313,7 +313,7 @@ class HandshakeServer:
             if problem:
                 self.endpoint.counters.sessions_refused += 1
                 self.endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
-                self.endpoint.emit(
+                self.endpoint.effects.append(
                     PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
                 )
                 return
@@ -331,7 +331,7 @@ class HandshakeServer:
             self._n_half_open += 1
             self.endpoint.counters.sessions_opened += 1
             self.endpoint.watch(session, now)
-            self.endpoint.emit(Attach(session, m.offers(hello)))
+            self.endpoint.effects.append(Attach(session, m.offers(hello)))
         self.endpoint.send(session, self.welcome, now)
 
     def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:

@@ -2,7 +2,7 @@
 
     event          called by                    method                    effect
     Reserve came   ChunkReceiver.on_reserve     LeaseTable.enqueue        the request waits
-    any input      the core's `settle`          Lender.grant_and_notify   what can be granted is, and Lease is sent
+    any input      `Endpoint.settle`            Lender.grant_and_notify   what can be granted is, and Lease is sent
     a tag came     ChunkReceiver._on_tag        LeaseTable.land           the bytes are there, and are scattered
     it was copied  ChunkReceiver.scattered      LeaseTable.release        the watermark may rise; more may be granted
 
@@ -185,14 +185,14 @@ class LeaseTable:
         self.lanes = [Lane(span.nbytes) for span in self.spans]
         self._of_claim: dict[tuple[m.SessionId, int], dict[int, Lease | LeaseRequest]] = {}
         """By session and epoch, then by chunk: its lease, or its request while that waits."""
-        self._queue = RequestQueue()
+        self.queue = RequestQueue()
         self._at: dict[tuple[int, int], Lease] = {}
         """Live leases, by lane and cursor."""
-        self._closed: list[deque[Lease]] = [deque() for _ in self.lanes]
+        self.closed: list[deque[Lease]] = [deque() for _ in self.lanes]
         """Of each lane, leases that were closed when granted, in the order in which they open."""
         self._moved_at = [0.0 for _ in self.lanes]
         """When each lane's watermark last rose."""
-        self._contended_at: float | None = None
+        self.contended_at: float | None = None
         """Since when something waits; as of the last `note_contention`."""
         self._lent_nbytes: dict[tuple[Session, int], int] = {}
         """What each session has of each lane."""
@@ -218,21 +218,16 @@ class LeaseTable:
     @property
     def n_waiting(self) -> int:
         """Requests without a lease."""
-        return len(self._queue)
+        return len(self.queue)
 
     def live(self) -> list[Lease]:
         """Every live lease, in no order."""
         return list(self._at.values())
 
     @property
-    def busy(self) -> bool:
-        """Whether `Lender.grant_and_notify` may have something to do: something waits, or did the last time."""
-        return self._contended_at is not None or self._queue.n_waiting > 0 or any(self._closed)
-
-    @property
     def contended(self) -> bool:
         """Something waits: a request for a lease, or a closed lease for its lane."""
-        return bool(self._queue) or any(self._closed)
+        return bool(self.queue) or any(self.closed)
 
     def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
@@ -251,17 +246,18 @@ class LeaseTable:
             older.attempt, older.nbytes, older.rects = request.attempt, request.nbytes, request.rects
             return
         chunks[request.chunk] = request
-        self._queue.add(request)
+        self.queue.add(request)
 
     def forget(self, request: LeaseRequest) -> None:
         if not request.waiting:
             return
-        self._queue.remove(request)
+        self.queue.remove(request)
         self._forget_entry(request, request)
 
     def lend_in_advance(self, request: LeaseRequest, now: float) -> bool:
         """Grants what was not asked for, to be written at once; False where that could be in another's way."""
-        if len(self.advances) >= self.max_advances or self.busy or request.nbytes > self.largest():
+        waits = self.contended_at is not None or self.contended
+        if waits or len(self.advances) >= self.max_advances or request.nbytes > self.largest():
             return False
         number, _ = self._lane_for(request)
         if number is None:
@@ -285,9 +281,9 @@ class LeaseTable:
         """
         over: set[Session] = set()
         while True:
-            if self._queue.n_sessions == 1:  # nobody is left to share with
+            if self.queue.n_sessions == 1:  # nobody is left to share with
                 over.clear()
-            request = self._queue.first(over)
+            request = self.queue.first(over)
             if request is None:
                 return
             if request.nbytes > self.largest():
@@ -314,7 +310,7 @@ class LeaseTable:
         spare = {number for number, lane in enumerate(self.lanes) if first.nbytes > lane.largest()}
         if not spare:
             return None
-        for _, _, request in sorted(self._queue.entries()):
+        for _, _, request in sorted(self.queue.entries()):
             number, limited = self._lane_for(request, spare)
             if number is not None:
                 return request, number
@@ -364,22 +360,22 @@ class LeaseTable:
     def note_contention(self, now: float) -> float | None:
         """Since when something waits; None if nothing does."""
         if not self.contended:
-            self._contended_at = None
-        elif self._contended_at is None:
-            self._contended_at = now
-        return self._contended_at
+            self.contended_at = None
+        elif self.contended_at is None:
+            self.contended_at = now
+        return self.contended_at
 
     def snapshot(self) -> tuple[object, ...]:
         """Leases, requests and cursors, comparable and hashable."""
         leases = sorted(
             (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.phase) for at, g in self._at.items()
         )
-        waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in self._queue.entries())
+        waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in self.queue.entries())
         return (tuple(leases), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
 
     def opened(self) -> Iterator[Lease]:
         """Leases that their lane's window has come to cover since the last call."""
-        for closed in self._closed:
+        for closed in self.closed:
             while closed:
                 lease = closed[0]
                 live = self._at.get((lease.lane, lease.cursor)) is lease and lease.phase is LeasePhase.GRANTED
@@ -416,9 +412,9 @@ class LeaseTable:
                 del self._of_claim[request.claim]
 
     def _late(self, lease: Lease, now: float, recall_after_s: float) -> bool:
-        if self._contended_at is None or not self.is_open(lease):
+        if self.contended_at is None or not self.is_open(lease):
             return False
-        return now - max(lease.granted_at, self._contended_at) >= recall_after_s
+        return now - max(lease.granted_at, self.contended_at) >= recall_after_s
 
     def _elsewhere(self, lease: Lease) -> bool:
         nbytes = lease.request.nbytes
@@ -435,7 +431,7 @@ class LeaseTable:
 
         If no lane can serve it now, the first is None, and `limited` says whether only its session's share forbids it.
         """
-        others = self._queue.n_sessions > 1
+        others = self.queue.n_sessions > 1
         best: tuple[bool, int, int] | None = None
         limited = False
         for number, lane in enumerate(self.lanes):
@@ -467,7 +463,7 @@ class LeaseTable:
         borrower = (request.session, number)
         self._lent_nbytes[borrower] = self._lent_nbytes.get(borrower, 0) + request.nbytes
         if not self.is_open(lease):
-            self._closed[number].append(lease)
+            self.closed[number].append(lease)
         return lease
 
 
@@ -576,8 +572,9 @@ class Lender:
 
     def grant_and_notify(self, now: float) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
-        if not self.leases.busy:
-            return
+        leases = self.leases
+        if leases.contended_at is None and not leases.queue.n_waiting and not any(leases.closed):
+            return  # nothing waits, nor did the last time
         for granted in self.leases.grant_waiting(now):
             if isinstance(granted, Lease):
                 self.endpoint.counters.leases_granted += 1

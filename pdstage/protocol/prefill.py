@@ -82,6 +82,7 @@ class PrefillCore:
             self.endpoint, welcome, rows, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose, piece=piece
         )
         self.chunks = self.rooms.chunks
+        self.endpoint.settle = self.chunks.start_ready
         self._direct = direct
         self._draining = False
         self._components = layout.names
@@ -113,7 +114,7 @@ class PrefillCore:
                 self.rooms.turn_away(destination, str(room.error), now)
             else:
                 self.rooms.attach(room, destination, now)
-        self.settle(now)
+        self.endpoint.settle(now)
         return room
 
     def chunk(
@@ -129,13 +130,13 @@ class PrefillCore:
         if room.finished:
             raise UsageError(f"room {room.id!r} got a chunk after finish()", remedy="chunks come first", room=room.id)
         self._check_rects(room, rects)
-        for rect in rects if self.rooms.slots else ():
-            if rect.component in self.rooms.slots:
+        for rect in rects if self.rooms.slots.names else ():
+            if rect.component in self.rooms.slots.names:
                 room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)
         for destination in list(room.destinations.values()):
             self.chunks.add(destination, source, now)
-        self.settle(now)
+        self.endpoint.settle(now)
         return source
 
     def _check_rects(self, room: PrefillRoom, rects: tuple[Rect, ...]) -> None:
@@ -147,7 +148,7 @@ class PrefillCore:
             )
         for rect in rects:
             known = rect.component in self._components
-            least = 0 if rect.component in self.rooms.slots else 1
+            least = 0 if rect.component in self.rooms.slots.names else 1
             ascends = 0 <= rect.start <= rect.stop - least
             if not known or not ascends or not 0 <= rect.layer_start < rect.layer_stop:
                 raise UsageError(
@@ -175,7 +176,7 @@ class PrefillCore:
                 self.chunks.reserve(chunk, now)
             elif chunk.phase is ChunkPhase.HELD:
                 self.chunks.advance(chunk)
-        self.settle(now)
+        self.endpoint.settle(now)
 
     def finish(
         self, room: PrefillRoom, aux: bytes | GivenRow | None, now: float, *, open_wait_s: float | None = None
@@ -207,7 +208,7 @@ class PrefillCore:
                 self.rooms.add_row(destination)
                 self.rooms.maybe_close(destination, now)
         self.rooms.maybe_complete(room)
-        self.settle(now)
+        self.endpoint.settle(now)
 
     def abort(self, room: PrefillRoom, reason: str, now: float) -> None:
         self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"), now)
@@ -380,7 +381,7 @@ class PrefillCore:
             self._waited(key, now)
 
     def _on_open(self, session: Session, opened: m.Open, now: float) -> None:
-        destination = self.rooms.destination(session, opened.epoch)
+        destination: Destination | None = session.claims.get(opened.epoch)
         if destination is not None:
             self.endpoint.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
             return
@@ -417,12 +418,12 @@ class PrefillCore:
         )
 
     def _on_closed(self, session: Session, closed: m.Closed, now: float) -> None:
-        destination = self.rooms.destination(session, closed.epoch)
+        destination: Destination | None = session.claims.get(closed.epoch)
         if destination is not None and destination.phase is DestinationPhase.CLOSING:
             self.rooms.forget(destination)
 
     def _on_abort(self, session: Session, abort: m.Abort, now: float) -> None:
-        destination = self.rooms.destination(session, abort.epoch)
+        destination: Destination | None = session.claims.get(abort.epoch)
         if destination is None:
             if abort.room:
                 self._give_up(abort.room, session, abort, now)
@@ -515,8 +516,8 @@ class PrefillCore:
         self.rooms.lose(session, error, now)
         self.chunks.windows.forget(session)
         if not session.said_bye:
-            self.endpoint.emit(PeerWarning(session.route, error))
-        self.endpoint.emit(Detach(session))
+            self.endpoint.effects.append(PeerWarning(session.route, error))
+        self.endpoint.effects.append(Detach(session))
 
     def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves."""
@@ -532,9 +533,6 @@ class PrefillCore:
 
     def waiting(self, session: Session) -> tuple[()]:
         return ()
-
-    def settle(self, now: float) -> None:
-        self.chunks.start_ready(now)
 
 
 def given_up(room: PrefillRoom, reason: str) -> Aborted:

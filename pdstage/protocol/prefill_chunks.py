@@ -190,32 +190,27 @@ class SendBuffers:
 
     def __init__(self, n_buffers: int, max_direct: int = 4) -> None:
         self.free = list(range(n_buffers))
-        self._staged = _Turns(max(1, n_buffers - 1))
-        self._direct = _Turns(max_direct)
+        self.staged = _Turns(max(1, n_buffers - 1))
+        self.direct = _Turns(max_direct)
 
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
-        return not self._staged and not self._direct
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a chunk may be in line."""
-        return bool(self._direct.line or self._staged.line)
+        return not self.staged and not self.direct
 
     def queue(self, chunk: Chunk) -> None:
-        (self._direct if chunk.direct else self._staged).queue(chunk)
+        (self.direct if chunk.direct else self.staged).queue(chunk)
 
     def pop(self) -> Iterator[tuple[Chunk, int]]:
         """(chunk, buffer) pairs that may begin now; the buffer is -1 for direct ones. Sessions take turns."""
-        while (chunk := self._direct.begin()) is not None:
+        while (chunk := self.direct.begin()) is not None:
             yield chunk, -1
-        while self.free and (chunk := self._staged.begin()) is not None:
+        while self.free and (chunk := self.staged.begin()) is not None:
             yield chunk, self.free.pop()
 
     def done(self, chunk: Chunk, buffer: int) -> None:
         """Gives back what `pop` gave."""
-        (self._direct if buffer < 0 else self._staged).done(chunk.destination.session)
+        (self.direct if buffer < 0 else self.staged).done(chunk.destination.session)
         if buffer >= 0:
             self.free.append(buffer)
 
@@ -460,7 +455,7 @@ class ChunkSender:
 
     def start_ready(self, now: float) -> None:
         """Begins every chunk whose turn it is."""
-        if not self.buffers.waiting:
+        if not self.buffers.staged.line and not self.buffers.direct.line:  # the most frequent answer, without a call
             return
         for chunk, buffer in self.buffers.pop():
             destination = chunk.destination
@@ -470,16 +465,16 @@ class ChunkSender:
             if destination.room is not None:
                 destination.room.in_flight += 1
                 if destination.room.on(RoomEvent.MOVED):
-                    self.endpoint.emit(Changed(destination.room))
+                    self.endpoint.effects.append(Changed(destination.room))
             if chunk.direct:
                 CHUNK.move(chunk, ChunkEvent.WRITE)
                 self.endpoint.timers.set(("write", ticket), now + self.endpoint.config.write_s)
-                self.endpoint.emit(
+                self.endpoint.effects.append(
                     self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk))
                 )
             else:
                 CHUNK.move(chunk, ChunkEvent.GATHER)
-                self.endpoint.emit(Gather(ticket, buffer, chunk, self._address(chunk)))
+                self.endpoint.effects.append(Gather(ticket, buffer, chunk, self._address(chunk)))
 
     def _row_write(self, ticket: int, chunk: Chunk) -> WriteRow:
         """All that a room's aux row has in common with the one that its destination named."""
@@ -506,7 +501,7 @@ class ChunkSender:
         CHUNK.move(chunk, ChunkEvent.WRITE)
         chunk.checksum = checksum
         self.endpoint.timers.set(("write", ticket), now + self.endpoint.config.write_s)
-        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
         """A post ended. With `error` it is unknown what landed: it is not repeated, and its room fails. A failed aux

@@ -76,9 +76,6 @@ class PrefillRooms:
         self._rows = rows
         self._fitting: set[frozenset[m.SessionId]] = set()
 
-    def destination(self, session: Session, epoch: int) -> Destination | None:
-        return session.claims.get(epoch)
-
     def attach(self, room: PrefillRoom, destination: Destination, now: float) -> None:
         destination.room = room
         DESTINATION.move(destination, DestinationEvent.ATTACHED)
@@ -96,7 +93,7 @@ class PrefillRooms:
                 self.fail(room, PeerError(problem, remedy="serve the same model with the same caches"), now)
                 return
             if room.on(RoomEvent.CONNECTED):
-                self.endpoint.emit(Changed(room))
+                self.endpoint.effects.append(Changed(room))
         for source in room.sources:
             self.chunks.add(destination, source, now)
         if room.finished:
@@ -126,7 +123,7 @@ class PrefillRooms:
             return
         if not room.finished and not needs_nothing:
             return
-        for given in self._given(destination) if self.slots else ():
+        for given in self._given(destination) if self.slots.names else ():
             problem = self.slots.compare(
                 self.endpoint, destination.session, *given, destination.asked[given.component][1]
             )
@@ -143,10 +140,10 @@ class PrefillRooms:
 
         Nothing is said of one that the engine never named although slots were asked for: it was forgotten.
         """
-        if not self.slots:
+        if not self.slots.names:
             return ()
         named = destination.room.slots if destination.room is not None else {}
-        owed = {share.component for share in destination.shares if share.component in self.slots}
+        owed = {share.component for share in destination.shares if share.component in self.slots.names}
         asked = sorted((name, stop) for name, (_, stop) in destination.asked.items() if name in owed)
         return tuple(m.Given(name, named.get(name, 0)) for name, stop in asked if name in named or not stop)
 
@@ -261,12 +258,12 @@ class PrefillRooms:
         for source in room.sources:
             source.chunks.clear()
         room.sources.clear()
-        self.endpoint.emit(Changed(room))
+        self.endpoint.effects.append(Changed(room))
         self._maybe_release(room)
 
     def _maybe_release(self, room: PrefillRoom) -> None:
         if room.ended and room.in_flight == 0 and room.release():
-            self.endpoint.emit(Changed(room))
+            self.endpoint.effects.append(Changed(room))
 
     def drain(self, destination: Destination, now: float) -> None:
         self.chunks.drop(destination)

@@ -110,11 +110,12 @@ class Room:
 
     def on(self, event: RoomEvent, error: PdstageError | None = None) -> bool:
         """Applies `event`; False if it changes nothing."""
-        state = ROOM.after(self.state, event)
+        before = _STATES[self.status & 0x7F]
+        state = ROOM.after(before, event)
         if event is RoomEvent.FAILED and state is not None:
             self.error = error  # first: another thread that reads the status may ask for the error
         if machines.watch is not None:
-            ROOM.tell(self, self.state, event, state)
+            ROOM.tell(self, before, event, state)
         if state is None:
             return False
         self.status = state | (self.status & 0x80)

@@ -44,7 +44,7 @@ from pdstage.protocol.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
 
     from pdstage.columns import Shared
     from pdstage.errors import PdstageError
@@ -195,9 +195,6 @@ class Owner(Protocol):
     def waiting(self, session: Session) -> Iterable[tuple[tuple[Wanted, ...], tuple[bytes, ...]]]:
         """The rooms that the peer shall hold on, as the Heartbeats that say so: of each its `asks` and `waits`."""
 
-    def settle(self, now: float) -> None:
-        """After every input: begins what may begin now."""
-
 
 class Endpoint:
     """A core's live sessions, its timers, its counters, and the effects it asks for."""
@@ -209,9 +206,12 @@ class Endpoint:
         self.timers = Timers()
         self.sessions: dict[SessionId, Session] = {}
         self._owner = owner
-        self._effects: list[Any] = []
+        self.settle: Callable[[float], None]
+        """Called after every input: begins what may begin now. Set by the core that has it."""
+        self.effects: list[Any] = []
+        """What a part asks of the driver is appended here."""
         self._tickets = 0
-        self._lateness = Lateness(config.max_silence_s)
+        self._ticked_at = -1.0
         self._said: set[str] = set()
 
     # Inputs.
@@ -238,12 +238,12 @@ class Endpoint:
             self.counters.frames_malformed += 1
             # Engines may keep this error for long, as their rooms': without the stack frames that refer to the message.
             error.__traceback__ = error.__cause__ = error.__context__ = None
-            self.emit(PeerWarning(route, error))
+            self.effects.append(PeerWarning(route, error))
             if isinstance(error, OtherVersion) and error.greets:
                 self._owner.on_other_version(route, error)
             if session is not None and not isinstance(error, UnknownMessage):
                 self._owner.lose(session, error, now)
-        self._owner.settle(now)
+        self.settle(now)
 
     def _refuse_route(self) -> NoReturn:
         """A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows."""
@@ -262,15 +262,19 @@ class Endpoint:
         return message
 
     def tick(self, now: float) -> None:
-        """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a peer's."""
-        excess = self._lateness.excess(self.timers.next_at(), now)
-        if excess:
+        """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a
+        peer's: one that comes later than its own promise pushes its deadlines by the excess.
+        """
+        due_at, gap_s, self._ticked_at = self.timers.next_at(), now - self._ticked_at, now
+        # A node that had nothing due was idle, not late: nothing is pushed further than what was due is overdue.
+        excess = min(gap_s - self.config.max_silence_s, now - due_at) if due_at is not None else 0.0
+        if excess > 0:
             self.timers.delay(excess)
             for session in self.sessions.values():
                 session.received_at += excess
         for key in self.timers.due(now):
             self._owner.on_timer(key, now)  # type: ignore[arg-type]
-        self._owner.settle(now)
+        self.settle(now)
 
     def lose(self, session: Session, error: PdstageError, now: float) -> None:
         """The session is over: its core says what follows."""
@@ -293,11 +297,8 @@ class Endpoint:
 
     def take_effects(self) -> list[Any]:
         """The effects since the last call, in order; the driver carries them out."""
-        effects, self._effects = self._effects, []
+        effects, self.effects = self.effects, []
         return effects
-
-    def emit(self, effect: object) -> None:
-        self._effects.append(effect)
 
     def ticket(self) -> int:
         self._tickets += 1
@@ -309,20 +310,20 @@ class Endpoint:
         self.counters.frames_sent += 1
         if machines.watch is not None:
             machines.watch("said", (session.id, message), "", type(message).__name__, "")
-        self._effects.append(Send(session.route, encode(session.id, session.n_sent, message)))
+        self.effects.append(Send(session.route, encode(session.id, session.n_sent, message)))
 
     def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage) -> None:
         """A frame outside any live session's order: greetings, and answers to strangers."""
         self.counters.frames_sent += 1
         if machines.watch is not None:
             machines.watch("said", (session_id, message), "", type(message).__name__, "")
-        self._effects.append(Send(route, encode(session_id, 0, message)))
+        self.effects.append(Send(route, encode(session_id, 0, message)))
 
     def warn_once(self, route: bytes, what: str, remedy: str) -> None:
         """A warning that would otherwise repeat for many rooms or peers."""
         if what not in self._said and len(self._said) < _MAX_SAID:
             self._said.add(what)
-            self.emit(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
+            self.effects.append(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
 
     def warn_left_out(self, session: Session) -> None:
         for what in session.aux.left_out:
@@ -415,18 +416,3 @@ def drawn(salt: int) -> float:
     z = (z ^ z >> 30) * 0xBF58_476D_1CE4_E5B9 % (1 << 64)
     z = (z ^ z >> 27) * 0x94D0_49BB_1331_11EB % (1 << 64)
     return (z ^ z >> 31) / (1 << 64)
-
-
-@dataclass(slots=True)
-class Lateness:
-    """A turn that comes later than its own promise pushes its deadlines by the excess.
-
-    A node that had nothing due was idle, not late: nothing is pushed further than what was due is overdue.
-    """
-
-    promise_s: float
-    last_at: float = -1.0
-
-    def excess(self, due_at: float | None, now: float) -> float:
-        gap_s, self.last_at = now - self.last_at, now
-        return max(0.0, min(gap_s - self.promise_s, now - due_at)) if due_at is not None else 0.0

@@ -54,7 +54,7 @@ MAX_FRAME_NBYTES = 16 << 20
 _FRAME = struct.Struct("<2sBBQQQ")
 _TAG = struct.Struct("<2sBBQQQQQQHH")
 _RECT = struct.Struct("<HQQII")
-_FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
+_FRAME_MAGIC, _TAG_MAGIC, _VERSIONS = b"Pd", b"Pt", bytes([VERSION, OLDEST])
 
 
 class Frame(NamedTuple):
@@ -161,7 +161,7 @@ def encode_tag(tag: Tag, components: tuple[str, ...]) -> bytes:
 
 def tag_session(data: bytes) -> SessionId:
     """The session a tag belongs to. Raises `PeerError` for what is not a tag of a version talked with."""
-    if len(data) < _TAG.size or data[:2] != _TAG_MAGIC or not talks_with(data[2], data[3]):
+    if len(data) < _TAG.size or data[:2] != _TAG_MAGIC or (data[2:4] != _VERSIONS and not talks_with(data[2], data[3])):
         raise PeerError(f"a tag of {len(data)} bytes that is not ours", remedy="only pdstage nodes may write here")
     return SessionId(*_TAG.unpack_from(data)[3:5])
 

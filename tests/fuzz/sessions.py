@@ -238,9 +238,9 @@ class Hostile(World):
 
     def _check_caps(self, node: Prefill | Decode) -> None:
         core = node.core
-        peer_warnings = [e for e in core.endpoint._effects if isinstance(e, PeerWarning)]
+        peer_warnings = [e for e in core.endpoint.effects if isinstance(e, PeerWarning)]
         assert all(str(c.error) for c in peer_warnings)
-        assert all(len(e.frame) < 1 << 20 for e in core.endpoint._effects if isinstance(e, Send))
+        assert all(len(e.frame) < 1 << 20 for e in core.endpoint.effects if isinstance(e, Send))
         assert sum(session.half_open for session in core.sessions.values()) <= _CAPS["max_half_open"]
         assert len(core.sessions) <= _CAPS["max_peers"]
         if isinstance(core, PrefillCore):
@@ -251,7 +251,7 @@ class Hostile(World):
             assert core.rooms.askers._n <= _CAPS["max_parked"]
             assert len(core.rooms.destinations) <= 64
         if isinstance(core, DecodeCore):
-            assert len(core.leases._queue) + len(core.leases._at) <= 512
+            assert len(core.leases.queue) + len(core.leases._at) <= 512
         assert len(core.endpoint.timers) <= 4096
 
 

@@ -222,7 +222,6 @@ def test_a_write_whose_session_is_lost_is_told_once(site, monkeypatch):
 def test_nobody_observing_times_nothing(site):
     p = site.prefill(Rank())
     assert p.observed is None
-    assert p.stager._clock() == 0.0
 
 
 def test_a_chunk_that_waited_in_vain_and_went_direct(site):

@@ -230,10 +230,10 @@ def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
     for epoch in range(2, 2000):
         held.enqueue(ask(A, 0, 256, epoch=epoch))
         held.forget_requests(A, epoch)
-    assert len(held._queue._queues[A]) <= 64 + 4 * 2
+    assert len(held.queue._queues[A]) <= 64 + 4 * 2
     held.forget_requests(A)
-    assert not held._queue._queues
-    assert not held._queue
+    assert not held.queue._queues
+    assert not held.queue
 
 
 REQUEST = st.tuples(
@@ -282,6 +282,6 @@ def test_any_order_of_events_keeps_the_ledger(steps: list, sizes: tuple[int, ...
     assert held.snapshot()[:2] == ((), ())
     assert not held._of_claim
     assert not held._lent_nbytes
-    assert not held._queue._queues
-    assert not held._queue
+    assert not held.queue._queues
+    assert not held.queue
     assert all(lane.head == lane.watermark for lane in held.lanes)

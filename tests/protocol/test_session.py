@@ -17,7 +17,7 @@ from pdstage.layout.topology import Axis
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import layout_problem
-from pdstage.protocol.session import Attach, Detach, Lateness, PeerWarning, Renew, Send, Session
+from pdstage.protocol.session import Attach, Detach, PeerWarning, Renew, Send, Session
 from pdstage.protocol.state import State
 from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
 
@@ -99,7 +99,7 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
     handle = world.receive(1, 8, [0, 1])
     world.run(until=4.0)
     core, wait_at = decode.core, core_deadline(decode, "wait")
-    last_at = core.endpoint._lateness.last_at
+    last_at = core.endpoint._ticked_at
     core.receive(
         b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()), last_at + 30.0
     )  # inputs are read first
@@ -129,16 +129,6 @@ def test_a_late_turn_gives_each_peer_the_excess() -> None:
 
 def core_deadline(node: Decode, kind: str) -> float:
     return next(at for key, (at, *_) in node.core.endpoint.timers._at.items() if key[0] == kind)
-
-
-def test_lateness_counts_from_what_was_due() -> None:
-    lateness = Lateness(2.0)
-    assert lateness.excess(None, 0.0) == 0.0
-    assert lateness.excess(1.0, 1.5) == 0.0
-    assert lateness.excess(2.0, 11.5) == pytest.approx(8.0)
-    assert lateness.excess(None, 1000.0) == 0.0, "an idle node is not late"
-    assert lateness.excess(2000.2, 2000.0) == 0.0, "nor is one whose first deadline was just set"
-    assert lateness.excess(2999.0, 3000.0) == 1.0, "nor by more than that deadline is overdue"
 
 
 def test_an_idle_node_keeps_its_deadlines() -> None:

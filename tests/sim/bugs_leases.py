@@ -136,7 +136,7 @@ MUTANTS = [
         "recall forgets leases that are open and late",
         "6 recall (a), I12",
         "_late",
-        "return now - max(lease.granted_at, self._contended_at) >= recall_after_s",
+        "return now - max(lease.granted_at, self.contended_at) >= recall_after_s",
         "return False",
         "tests/protocol/test_leases.py",
     ),
@@ -363,9 +363,9 @@ MUTANTS = [
         "a send buffer is free once its write began",
         "6 send buffers, I8",
         "gathered",
-        """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+        """        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 """,
-        """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+        """        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
         self.buffers.free.append(buffer)
 """,
     ),

@@ -104,7 +104,7 @@ MUTANTS = [
         "connections are never given up",
         "parting, I14",
         "hang_up",
-        "            self.endpoint.emit(HangUp(route))",
+        "            self.endpoint.effects.append(HangUp(route))",
         "            pass",
     ),
     _bug(

@@ -78,7 +78,7 @@ MUTANTS = [
         "released before its own scatters are done",
         "7 released, I2",
         "maybe_release",
-        "        if not room.ended or room.pending or room.released:",
+        "        if not room.ended or room.pending or room.status >= 0x80:",
         "        if not room.ended or room.released:",
     ),
     Mutant(
@@ -98,12 +98,11 @@ MUTANTS = [
     Mutant(
         "a writer is found by its epoch alone",
         "7 keyed by session",
-        "writer",
-        """        return session.claims.get(epoch)
-""",
-        """        room = self.by_epoch.get(epoch)
-        return next(iter(room.writers.values()), None) if room is not None else None
-""",
+        "ChunkReceiver._on_tag",
+        "session.claims.get(tag.epoch)",
+        """next(
+            iter(self._rooms.by_epoch[tag.epoch].writers.values() if tag.epoch in self._rooms.by_epoch else ()), None
+        )""",
     ),
     Mutant(
         "a stale tag of another epoch is accepted",
@@ -271,7 +270,7 @@ MUTANTS = [
         "Close that overtakes a tag frees delivered data",
         "7 Close, I5",
         "on_close_ok",
-        "            if any(w.chunk not in writer.arrived for w in close.written):\n                self._begun(room, now)\n                return\n",
+        "            if not writer.arrived.issuperset([w.chunk for w in close.written]):\n                self._begun(room, now)\n                return\n",
         "",
     ),
     Mutant(
@@ -472,9 +471,9 @@ MUTANTS = [
         "a tag is said before its write is done",
         "7 tags by message, I5",
         "gathered",
-        """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+        """        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 """,
-        """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+        """        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
         if chunk.destination.session.tags_as_messages:
             self.endpoint.send(chunk.destination.session, m.Tagged(self._tag(chunk)), now)
 """,

@@ -64,9 +64,9 @@ MUTANTS = [
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
         "on_hello",
-        """            self.endpoint.emit(Attach(session, m.offers(hello)))
+        """            self.endpoint.effects.append(Attach(session, m.offers(hello)))
 """,
-        """            self.endpoint.emit(Attach(session, m.offers(hello)))
+        """            self.endpoint.effects.append(Attach(session, m.offers(hello)))
             self.confirm(session, now)
 """,
         "tests/protocol/test_session.py",
@@ -195,7 +195,7 @@ MUTANTS = [
         "a late turn does not push its deadlines",
         "7 late turns",
         "tick",
-        "        if excess:\n            self.timers.delay(excess)",
+        "        if excess > 0:\n            self.timers.delay(excess)",
         "        if False:\n            self.timers.delay(excess)",
         "tests/protocol/test_session.py",
     ),
@@ -234,10 +234,10 @@ MUTANTS = [
         "a lost session counts as fenced",
         "7 fences, I2",
         "lose",
-        """        self.endpoint.emit(Detach(session))
+        """        self.endpoint.effects.append(Detach(session))
         if self.holds(session):
 """,
-        """        self.endpoint.emit(Detach(session))
+        """        self.endpoint.effects.append(Detach(session))
         self.fenced(session, now)
         if self.holds(session):
 """,
@@ -283,7 +283,7 @@ MUTANTS = [
         "the connection to a silent peer is kept",
         "8 routes, I10",
         "on_timer",
-        "                    self.endpoint.emit(Renew(session.route))\n",
+        "                    self.endpoint.effects.append(Renew(session.route))\n",
         "",
         "tests/protocol/test_session.py::test_the_connection_to_a_peer_that_was_silent_is_made_anew",
     ),
@@ -291,7 +291,7 @@ MUTANTS = [
         "the connection to a peer that does not answer is kept",
         "8 routes, I10",
         "_greet",
-        "            self.endpoint.emit(Renew(peer.route))\n",
+        "            self.endpoint.effects.append(Renew(peer.route))\n",
         "            pass\n",
         "tests/protocol/test_session.py::test_the_connection_to_a_peer_that_does_not_answer_is_made_anew",
     ),

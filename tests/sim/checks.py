@@ -30,11 +30,11 @@ EPSILON_S = 1e-6
 
 
 def requests_waiting(leases: LeaseTable) -> list[LeaseRequest]:
-    return [request for _, _, request in leases._queue.entries()]
+    return [request for _, _, request in leases.queue.entries()]
 
 
 def n_busy(buffers: SendBuffers) -> int:
-    return sum(buffers._staged._busy.values())
+    return sum(buffers.staged._busy.values())
 
 
 class Checks:

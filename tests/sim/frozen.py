@@ -51,7 +51,7 @@ _PARTS = (
 _CONSTANT = frozenset(
     {
         "config", "counters", "layout", "topology", "_stagings", "_buffer_nbytes", "_choose", "_components", "_dealt",
-        "_direct", "_effects", "hello", "_lateness", "_limit", "_rows", "_said", "_tickets", "welcome", "_row_tokens",
+        "_direct", "effects", "hello", "_ticked_at", "_limit", "_rows", "_said", "_tickets", "welcome", "_row_tokens",
     }
 )  # fmt: skip
 """Fields of the parts that never change, or of which nothing follows."""
@@ -200,8 +200,8 @@ def _canonical_buffers(core: PrefillCore) -> None:
 def _canonical_leases(core: DecodeCore) -> None:
     held = core.leases
     held._moved_at = [0.0 for _ in held.lanes]
-    if held._contended_at is not None:
-        held._contended_at = 0.0
+    if held.contended_at is not None:
+        held.contended_at = 0.0
     for lease in held._at.values():
         lease.granted_at = 0.0
     _renumber(held)
@@ -209,10 +209,10 @@ def _canonical_leases(core: DecodeCore) -> None:
 
 def _renumber(held: LeaseTable) -> None:
     """Who waits stays in its order, numbered from 1."""
-    waiting = sorted(held._queue.entries(), key=lambda entry: entry[1])
-    held._queue = RequestQueue()
+    waiting = sorted(held.queue.entries(), key=lambda entry: entry[1])
+    held.queue = RequestQueue()
     for _, _, request in waiting:
-        held._queue.add(request)
+        held.queue.add(request)
 
 
 class _Shared:
@@ -275,7 +275,7 @@ def thaw(frozen: bytes, template: Core) -> Node:
     for part in _parts(core):
         told = vars(constants[type(part)])
         vars(part).update((name, told[name]) for name in told.keys() & _CONSTANT)
-    core.endpoint._effects, core.endpoint._tickets = [], 1000
+    core.endpoint.effects, core.endpoint._tickets = [], 1000
     return Node(core, b"", handles, fencing, orphans)
 
 

@@ -95,9 +95,9 @@ def gives_source_back_early(patch: Patch) -> None:
 
 def shares_send_buffers(patch: Patch) -> None:
     def pop(self: SendBuffers) -> Iterator[tuple[Chunk, int]]:
-        while (chunk := self._direct.begin()) is not None:
+        while (chunk := self.direct.begin()) is not None:
             yield chunk, -1
-        while (chunk := self._staged.begin()) is not None:
+        while (chunk := self.staged.begin()) is not None:
             yield chunk, 0
 
     patch.setattr(SendBuffers, "pop", pop)
@@ -143,7 +143,7 @@ def forgets_no_destination(patch: Patch) -> None:
     plain = PrefillCore._on_closed
 
     def on_closed(self: PrefillCore, session: object, closed: m.Closed, now: float) -> None:
-        destination = self.rooms.destination(session, closed.epoch)  # type: ignore[arg-type]
+        destination = session.claims.get(closed.epoch)  # type: ignore[attr-defined]
         if destination is not None and destination.phase is DestinationPhase.CLOSING:
             self.endpoint.timers.cancel(("close", destination))
             return

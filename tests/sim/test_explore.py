@@ -200,7 +200,7 @@ def the_window_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def a_tag_counts_after_its_room(patch: pytest.MonkeyPatch) -> None:
     def tag(self, session, tag, now):
-        writer = self._rooms.writer(session, tag.epoch)
+        writer = session.claims.get(tag.epoch)
         if writer is not None and tag.chunk not in writer.arrived:
             self._arrived(writer, tag, now)
         return True

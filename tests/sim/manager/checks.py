@@ -28,7 +28,7 @@ REUSED = 0xA5
 _IN_USE = 0x3C
 _ASLEEP = ("its socket", "a queue", "its event loop", "an event", "a condition", "a directory", "an engine's time")
 _SLACK_S = 1e-3
-_OF_THE_LOCK = ("receive", "tick", "lose", "take_effects", "emit", "send", "send_loose")
+_OF_THE_LOCK = ("receive", "tick", "lose", "take_effects", "send", "send_loose")
 """What an endpoint may be asked only by who has its driver's lock."""
 
 
@@ -204,7 +204,7 @@ class Checks:
     def _sleeps_over_nothing(self, host: Host, node: Node) -> None:
         driver, core = node.driver, node.core
         left = {
-            "effects": driver._kept or core.endpoint._effects,
+            "effects": driver._kept or core.endpoint.effects,
             "frames": driver._outgoing or driver._unread,
             "copies": driver._copies or node.stager._done,
             "answers": getattr(node, "_answers", ()),
