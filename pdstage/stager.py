@@ -269,6 +269,7 @@ class _What(NamedTuple):
     checksum: bool
     cut: Cut | None
     staged: Layout | None
+    """None if bytes are staged as the pool has them."""
 
 
 class Passes:
@@ -354,6 +355,7 @@ class Stager:
         to the views it is made of.
         """
         tokens = tokens_of(rects) if tokens is None else tokens
+        staged = None if staged is self.pool.layout else staged
         what, into = _What(owned, rects, tokens, order, items, checksum, cut, staged), {ticket: dst} | dict(also or {})
         for tickets in [tuple(into)] if self._stream is not None else [(one,) for one in into]:
             first, *others = (into[one] for one in tickets)
@@ -390,6 +392,7 @@ class Stager:
                 src.base + at, src.nbytes - at, indexes, tokens, stream=stream, max_sms=self._max_sms, sum_ptr=sum_ptr
             )
 
+        staged = None if staged is self.pool.layout else staged
         self._start((ticket,), _What(owned, rects, tokens, order, items, checksum, cut, staged), src.nbytes, copy)
 
     def copy_to(
@@ -515,7 +518,7 @@ class Stager:
 
     def _plan(self, what: _What) -> _Plans:
         # A layout is keyed by its id, which stays unique while a plan holds it: hashing a layout is slow.
-        cut, staged = what.cut.key if what.cut is not None else (), id(self._staged(what))
+        cut, staged = what.cut.key if what.cut is not None else (), id(what.staged)
         key = (what.owned, what.order, what.checksum, cut, staged, *map(layers_of, what.rects))
         plans = self._plans.get(key)
         if plans is None:
@@ -524,12 +527,8 @@ class Stager:
             plans = self._plans[key] = self._new_plans(what)
         return plans
 
-    def _staged(self, what: _What) -> Layout | None:
-        """None if bytes are staged as the pool has them."""
-        return None if what.staged is self.pool.layout else what.staged
-
     def _new_plans(self, what: _What) -> _Plans:
-        staged, cut = self._staged(what), what.cut
+        staged, cut = what.staged, what.cut
         select = selects(staged or self.pool.layout, what.owned, what.rects)
 
         def plan(pool: Pool, chosen: Sequence[Select]) -> Plan:

@@ -11,7 +11,6 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Layout, Region
 from pdstage.manager.effects import Gathers
-from pdstage.manager.items import indexes
 from pdstage.manager.sessions import label
 from pdstage.plan import layers_of, selects
 from pdstage.plan.spans import Index, split
@@ -78,7 +77,8 @@ class DataPath:
         self._posts = Posts(transport)
         self._placed: dict[int, Mapped] = {}
         """Destinations' memory that gathers under way write, by ticket: it stays mapped until they are over."""
-        self._copies: dict[int, _Copy] = {}
+        self.copies: dict[int, _Copy] = {}
+        """The stager's copies that are writes of their own, by ticket: at the end of each `copied` is to be called."""
         """Writes under way of the stager's own, from pages to pages, by ticket."""
 
     # Which way.
@@ -182,7 +182,7 @@ class DataPath:
         session = chunk.destination.session
         pair, ticket = self._sessions.plan(session).pair, members[0].ticket
         self._stager.gather(
-            ticket, chunk.destination.shares, chunk.rects, order=pair.order, items=indexes(chunk.source.items),
+            ticket, chunk.destination.shares, chunk.rects, order=pair.order, items=chunk.source.items,
             dst=into.pop(ticket), also=into, checksum=session.checksums, tokens=chunk.tokens, cut=pair.src,
             staged=session.staged.offered,
         )  # fmt: skip
@@ -230,7 +230,7 @@ class DataPath:
                 return Spans(np.array([src]), np.array([address]), np.array([chunk.nbytes]))
             case WriteDirect(_, chunk):
                 plan = self._direct(chunk.destination, chunk.rects)
-                return Spans(*plan.spans(chunk.tokens, indexes(chunk.source.items), _items_of(chunk.destination)))
+                return Spans(*plan.spans(chunk.tokens, chunk.source.items, _items_of(chunk.destination)))
             case WriteRow(_, _, spans):
                 return Spans(*np.ascontiguousarray(np.array(spans, np.int64).T))
             case _:
@@ -284,25 +284,21 @@ class DataPath:
         if self._observed is not None:
             self._observed.began(effect.ticket)
         chunk = effect.chunk
-        self._copies[effect.ticket] = _Copy(peer.label, effect.tag, peer.mapped)
+        self.copies[effect.ticket] = _Copy(peer.label, effect.tag, peer.mapped)
         copied = self._stager.copy_to(
-            effect.ticket, passes, chunk.tokens, indexes(chunk.source.items), _items_of(chunk.destination),
+            effect.ticket, passes, chunk.tokens, chunk.source.items, _items_of(chunk.destination),
             nbytes=chunk.nbytes,
         )  # fmt: skip
         return self.copied(copied) if copied is not None else None
 
-    def is_copy(self, ticket: int) -> bool:
-        """Whether the stager's copy of this ticket is a write of its own; then `copied` is to be called at its end."""
-        return ticket in self._copies
-
     def copied(self, copied: Copied) -> PdstageError | None:
         """Such a copy ended: only its tag is left to be sent. With an error its write is over."""
-        one = self._copies.pop(copied.ticket)
+        one = self.copies.pop(copied.ticket)
         return copied.error or self._posts.begin(copied.ticket, one.peer, None, one.tag)
 
     def copies_to(self, session: Session) -> bool:
         """Whether such a copy to the session's peer is under way. No disconnect ends it. From any thread."""
-        return any(copy.peer == label(session) for copy in list(self._copies.values()))
+        return any(copy.peer == label(session) for copy in list(self.copies.values()))
 
     def ended(self, event: Done | PostFailed) -> Iterator[tuple[int, PdstageError | None, bool]]:
         """The write that ended with this event, if one did, its error, and whether none of it can land any more."""
@@ -311,7 +307,7 @@ class DataPath:
     @property
     def writing(self) -> bool:
         """Whether a write is under way."""
-        return bool(self._posts or self._copies)
+        return bool(self._posts or self.copies)
 
     def writes_to(self, session: Session) -> bool:
         """Whether a write to the session's peer is under way."""
@@ -320,7 +316,7 @@ class DataPath:
     def forget_copies(self) -> None:
         """No gather and no copy is under way, and nobody asks any more what one did."""
         self._placed.clear()
-        self._copies.clear()
+        self.copies.clear()
 
 
 def _members(effect: Carried) -> tuple[Gather, ...]:

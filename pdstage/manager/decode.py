@@ -299,7 +299,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         landing, writer = effect.landing, effect.landing.writer
         pair, session = self.sessions.plan(writer.session).pair, writer.session
         self.stager.scatter(
-            effect.ticket, writer.shares, landing.rects, order=pair.order, items=indexes(writer.room.items),
+            effect.ticket, writer.shares, landing.rects, order=pair.order, items=writer.room.items,
             src=Region(landing.address, landing.nbytes), checksum=session.checksums,
             tokens=session.common.tokens(landing.rects), cut=pair.dst,
             staged=session.staged.taken,
@@ -369,7 +369,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             self.core.bind(
                 receiver.room,
                 bound.asked,
-                bound.checked,
+                indexes(bound.checked),
                 now,
                 wire_items=wire_items,
                 priority=bound.priority,

@@ -47,9 +47,9 @@ class Checked:
     index: Index
 
 
-def indexes(items: Mapping[str, object]) -> dict[str, Index]:
-    """What a core was given as a room's items, checked ones, for the kernels."""
-    return {name: cast("Checked", one).index for name, one in items.items()}
+def indexes(checked: Mapping[str, Checked]) -> dict[str, Index]:
+    """As the kernels take them, and so the cores, to which they are opaque."""
+    return {name: one.index for name, one in checked.items()}
 
 
 def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: bool) -> dict[str, Checked]:

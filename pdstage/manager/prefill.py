@@ -19,7 +19,7 @@ from pdstage.manager.data_path import DataPath
 from pdstage.manager.driver import changes_rooms
 from pdstage.manager.effects import Gathers
 from pdstage.manager.handle import Handle, ask_event, check_event
-from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
+from pdstage.manager.items import GivenItems, GivenTokens, check, indexes, rects_of
 from pdstage.manager.node import Node
 from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions, check_path
 from pdstage.manager.sessions import label, place
@@ -360,10 +360,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             raise UsageError(f"room {sender.id!r} got a chunk after finish()", remedy="chunks come first")
         check_event("`ready`", ready)
         checked = check(self.pool.layout, items, tokens, unique=False)
-        rects = rects_of(self.pool.layout, checked, layers)
+        rects, given = rects_of(self.pool.layout, checked, layers), indexes(checked)
         if rects:
             with self.driver.use():
-                source = self.core.chunk(sender.room, rects, checked, time.monotonic(), ready=ready is None)
+                source = self.core.chunk(sender.room, rects, given, time.monotonic(), ready=ready is None)
                 if ready is not None:
                     self._await(sender, ready, partial(self.core.data_ready, sender.room, source))
         self.driver.kick()
@@ -465,7 +465,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
                 now = time.monotonic()
                 if self.observed is not None:
                     self.observed.written(effect.ticket, now, error)
-                self.core.completed(effect.ticket, now, error)
+                self.core.chunks.completed(effect.ticket, now, error)
         elif self.transport.traits_of(self.sessions.plan(effect.chunk.destination.session).label).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
             self.driver.feed_early(self.transport.poll())
@@ -478,16 +478,16 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             for ticket, error, settled in self.data_path.ended(event):
                 if self.observed is not None:
                     self.observed.written(ticket, ended_at, error)
-                self.core.completed(ticket, now, error, settled=settled)
+                self.core.chunks.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
-        if self.data_path.is_copy(copied.ticket):
+        if copied.ticket in self.data_path.copies:
             error = self.data_path.copied(copied)
             if error is not None:
-                self.core.completed(copied.ticket, now, error)
+                self.core.chunks.completed(copied.ticket, now, error)
             return
         self.data_path.gathered(copied.ticket)
-        self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
+        self.core.chunks.gathered(copied.ticket, now, copied.error, copied.checksum)
 
     def _take_asked(self, now: float) -> None:
         if not self._waiting:

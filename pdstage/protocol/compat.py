@@ -231,16 +231,15 @@ def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:
     # Of a few numbers plain Python finds these several times faster than numpy's calls.
     few = len(numbers) <= _FEW
     ordered = sorted(numbers.tolist()) if few else np.sort(numbers)
-    if len(ordered) and not 0 <= ordered[0] <= ordered[-1] < component.n_items:
-        raise PeerError(
-            f"Open gives items of {items.component!r} past its {component.n_items}", remedy="check the peer"
-        )
+    view = component.views[0]
+    if len(ordered) and not 0 <= ordered[0] <= ordered[-1] < view.n_items:
+        raise PeerError(f"Open gives items of {items.component!r} past its {view.n_items}", remedy="check the peer")
     if len(set(ordered)) < len(ordered) if few else np.any(np.equal(ordered[1:], ordered[:-1])):
         raise PeerError(f"Open gives an item of {items.component!r} twice", remedy="check the peer")
     # The tokens asked for, by the numbers that the destination's own tokens have.
     own = CommonTokens.of(component.owned)
     first, end = (own.count(asked.start), own.count(asked.stop)) if asked is not None else (0, 0)
-    stop = items.first_token + len(numbers) * component.tokens_per_item
+    stop = items.first_token + len(numbers) * view.tokens_per_item
     if first < end and not items.first_token <= first < end <= stop:
         what = f"Open gives items of {items.component!r} for {items.first_token}..{stop}"
         raise PeerError(f"{what} and asks for {first}..{end}", remedy="check the peer")

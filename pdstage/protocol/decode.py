@@ -8,7 +8,7 @@ may still be written to.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
@@ -156,7 +156,7 @@ class DecodeCore:
         self,
         room: DecodeRoom,
         asked: tuple[m.Asked, ...],
-        items: Mapping[str, object],
+        items: Mapping[str, Any],
         now: float,
         *,
         wire_items: tuple[m.Items, ...] = (),

@@ -7,7 +7,7 @@ room `released`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
 from pdstage.layout import merged
@@ -86,7 +86,7 @@ class DecodeRoom(Room):
         """Whether prefill has finished it; None until it has answered."""
         self.waits_to_bind = False
         """Its engine looks whether prefill has finished it."""
-        self.items: Mapping[str, object] = {}
+        self.items: Mapping[str, Any] = {}
         self.wire_items: tuple[m.Items, ...] = ()
         self.asked: tuple[m.Asked, ...] = ()
         self.aux: bytes | None = None

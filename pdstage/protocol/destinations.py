@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pdstage.protocol.messages import AUX, DIRECT
 from pdstage.protocol.room import Room
@@ -30,7 +30,7 @@ class SubmittedChunk:
     """One chunk as the engine gave it: rectangles, its items (opaque here), and whether its data exists yet."""
 
     rects: tuple[Rect, ...]
-    items: Mapping[str, object]
+    items: Mapping[str, Any]
     ready: bool
     chunks: list[Chunk] = field(default_factory=list)
     """Its copies, one or more a destination."""

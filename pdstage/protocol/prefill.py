@@ -6,7 +6,7 @@ a `HandshakeServer` (with whom), `PrefillRooms` (the room table) and a `ChunkSen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
@@ -118,7 +118,7 @@ class PrefillCore:
         return room
 
     def chunk(
-        self, room: PrefillRoom, rects: tuple[Rect, ...], items: Mapping[str, object], now: float, *, ready: bool = True
+        self, room: PrefillRoom, rects: tuple[Rect, ...], items: Mapping[str, Any], now: float, *, ready: bool = True
     ) -> SubmittedChunk:
         """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed.
 

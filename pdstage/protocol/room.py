@@ -124,7 +124,7 @@ class Room:
 
     def release(self) -> bool:
         """Marks an ended room's memory as safe; False if it was."""
-        if self.released:
+        if self.status >= 0x80:
             return False
         if machines.watch is not None:
             machines.watch(ROOM.name, self, self.state.name, "RELEASED", self.state.name)

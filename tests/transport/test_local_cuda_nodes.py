@@ -249,7 +249,7 @@ def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_ove
             sender = node.send(0)
             gpu["held"] = 1
             sender.chunk(pages, (0, TOKENS))
-            drive([node], lambda: node.data_path._copies)
+            drive([node], lambda: node.data_path.copies)
             process.kill()
             process.join()
             drive([node], lambda: sender.state is State.FAILED)
@@ -265,7 +265,7 @@ def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_ove
             drive([node], lambda: sender.released)
             node.sessions._dead_check_at = 0.0
             drive([node], lambda: not node.unfenced())
-            assert not node.data_path._copies
+            assert not node.data_path.copies
         finally:
             gpu["held"] = 0
             process.kill()
