@@ -22,19 +22,8 @@ from pdstage.protocol.prefill_chunks import Gather
 from pdstage.protocol.session import Attach, Detach
 from pdstage.transport.local import LocalTransport
 from tests.manager import engine
-from tests.manager.engine import Rank, drive
+from tests.manager.engine import TOKENS, Event, Rank, drive
 from tests.manager.test_device import Device, rank_on
-
-TOKENS = 30
-
-
-class Event:
-    """What an engine gives as an event."""
-
-    done = False
-
-    def query(self) -> bool:
-        return self.done
 
 
 class Room:
@@ -126,19 +115,23 @@ def test_leases_that_are_mapped_and_send_buffers_are_filled_together(site, monke
     assert room.exact() == [True] * 4
 
 
-@pytest.mark.parametrize(("heads", "calls"), [(2, [2, 2]), (4, [1] * 4)])
-def test_what_differs_stays_apart(site, monkeypatch, heads, calls):
-    room = Room(site, monkeypatch, heads=heads)
+@pytest.mark.parametrize(
+    ("how", "calls"),
+    [
+        ({"heads": 2}, [2, 2]),
+        ({"heads": 4}, [1] * 4),
+        ({"prefixes": (0, 8, 0, 8)}, [2, 2]),
+        ({"config": replace(engine.QUICK, checksums=True)}, [4]),
+        ({"on_device": False}, [1] * 4),
+    ],
+    ids=["pairs of heads", "heads", "tokens", "sums, of each ticket", "host memory, where each is written before the next"],
+)
+def test_what_differs_stays_apart(site, monkeypatch, how, calls):
+    room = Room(site, monkeypatch, **how)
     room.end()
     assert room.calls == calls
     assert room.exact() == [True] * 4
-
-
-def test_ranks_that_have_a_prefix_already_want_other_tokens(site, monkeypatch):
-    room = Room(site, monkeypatch, prefixes=(0, 8, 0, 8))
-    room.end()
-    assert room.calls == [2, 2]
-    assert room.exact() == [True] * 4
+    assert all(session.checksums == ("config" in how) for session in room.prefill.core.sessions.values())
 
 
 @pytest.mark.parametrize("what", ["source", "layers", "checksums", "staged", "order", "cut"])
@@ -166,21 +159,6 @@ def test_whatever_changes_the_staged_bytes_keeps_gathers_apart(site, monkeypatch
     assert path.joined(begun) == begun
     monkeypatch.undo()
     room.end()
-
-
-def test_checksums_are_of_each_ticket(site, monkeypatch):
-    room = Room(site, monkeypatch, config=replace(engine.QUICK, checksums=True))
-    assert all(session.checksums for session in room.prefill.core.sessions.values())
-    room.end()
-    assert room.calls == [4]
-    assert room.exact() == [True] * 4
-
-
-def test_in_host_memory_each_is_written_before_the_next_is_gathered(site, monkeypatch):
-    room = Room(site, monkeypatch, on_device=False)
-    room.end()
-    assert room.calls == [1] * 4
-    assert room.exact() == [True] * 4
 
 
 def test_a_launch_that_fails_fails_all_that_it_was_for(site, monkeypatch):
