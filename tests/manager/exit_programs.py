@@ -12,8 +12,7 @@ import threading
 
 from pdstage import DecodeNode, PrefillNode, State
 from pdstage.manager.handle import Handle
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
-from tests.manager.workers import TOKENS
+from tests.manager.engine import Pair, Rank, decode_node, drive, prefill_node
 
 _kept: list[object] = []
 """What nobody closes."""
@@ -21,22 +20,14 @@ _kept: list[object] = []
 
 def _nodes(transport: str, progress: str) -> tuple[PrefillNode, DecodeNode, Handle]:
     """Two nodes between which a room was moved and another is half done: the receiver of that."""
-    src, dst = Rank(), Rank()
-    p = prefill_node(src, None, transport=transport, progress=progress)
-    d = decode_node(dst, transport=transport, progress=progress)
-    pages, rooms = src.allocate(TOKENS), []
-    for room in (1, 2):
-        sender, receiver = p.send(room), d.receive(room, p.bootstrap_address)
-        receiver.bind(dst.allocate(TOKENS), TOKENS)
-        sender.chunk(pages, (0, 20))
-        rooms.append((sender, receiver))
-    (sender, receiver), (_, late) = rooms
-    sender.chunk(pages, (20, TOKENS))
-    sender.finish()
-    drive([p, d], lambda: receiver.released and sender.released, 120)
-    drive([p, d], lambda: late.state is State.TRANSFERRING, 120)
-    _kept.extend((p, d, rooms))
-    return p, d, late
+    src, dst, how = Rank(), Rank(), {"transport": transport, "progress": progress}
+    pair = Pair(prefill_node(src, None, **how), src, decode_node(dst, **how), dst)
+    late = pair.open(2)
+    late.sender.chunk(late.pages, (0, 20))
+    pair.move(1)
+    drive(pair.nodes, lambda: late.receiver.state is State.TRANSFERRING, 120)
+    _kept.extend((pair, late))
+    return *pair.nodes, late.receiver
 
 
 def _say(what: str) -> None:

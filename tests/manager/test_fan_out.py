@@ -124,7 +124,7 @@ def test_leases_that_are_mapped_and_send_buffers_are_filled_together(site, monke
         ({"config": replace(engine.QUICK, checksums=True)}, [4]),
         ({"on_device": False}, [1] * 4),
     ],
-    ids=["pairs of heads", "heads", "tokens", "sums, of each ticket", "host memory, where each is written before the next"],
+    ids=["pairs of heads", "heads", "tokens", "sums", "host memory: each is written before the next"],
 )
 def test_what_differs_stays_apart(site, monkeypatch, how, calls):
     room = Room(site, monkeypatch, **how)

@@ -66,9 +66,7 @@ def test_layers_leave_as_they_are_computed(site, path):
 
     def there(layer):
         sides = (pair.dst, into), (pair.src, pages)
-        return all(
-            np.array_equal(*(rank.read(layer, role, TOKENS, held)[5:] for rank, held in sides)) for role in "kv"
-        )
+        return all(np.array_equal(*(rank.read(layer, role, TOKENS, held)[5:] for rank, held in sides)) for role in "kv")
 
     for at, layer in enumerate((1, 0, 2)):
         computed[layer].done = True
