@@ -21,7 +21,7 @@ class Site:
         self.nodes = []
 
     def prefill(self, rank: Rank, **options):
-        return self.keep(prefill_node(rank, self.address, **({"journal": self._journals} | options)))
+        return self.keep(prefill_node(rank, **({"bootstrap": self.address, "journal": self._journals} | options)))
 
     def decode(self, rank: Rank, **options):
         return self.keep(decode_node(rank, **({"journal": self._journals} | options)))

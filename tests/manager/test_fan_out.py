@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
@@ -97,22 +96,6 @@ def test_ranks_that_want_the_same_bytes_are_one_gather(site, monkeypatch, mapped
     assert room.exact() == [True] * 4
     assert room.prefill.stats()["chunks_staged"] == 4
     assert not room.prefill.core.chunks.flights
-
-
-def test_leases_that_are_mapped_and_send_buffers_are_filled_together(site, monkeypatch):
-    room, seen = None, Counter()
-    mapped = LocalTransport.mapped
-
-    def some(self, peer, address, nbytes):
-        seen[peer] += 1
-        return mapped(self, peer, address, nbytes) if sorted(seen).index(peer) % 2 else None
-
-    monkeypatch.setattr(LocalTransport, "mapped", some)
-    room = Room(site, monkeypatch)
-    room.end()
-    assert len(seen) == 4
-    assert room.calls == [4]
-    assert room.exact() == [True] * 4
 
 
 @pytest.mark.parametrize(

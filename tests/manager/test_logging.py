@@ -7,10 +7,8 @@ import logging
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zmq
 
@@ -128,31 +126,6 @@ def test_a_peer_that_is_refused_again_and_again_is_named_once(site, caplog):
     assert p.stats()["sessions_refused"] >= 3
 
 
-def test_a_peer_that_sends_garbage_is_named_once_and_counted(site, caplog):
-    d = site.decode(Rank())
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.IDENTITY, b"stranger")
-        stranger.connect(d.socket.endpoint)
-        for _ in range(500):
-            stranger.send_multipart([b"\x00garbage"])
-        drive([d], lambda: d.stats()["frames_malformed"] >= 500)
-    said = warnings(caplog, "pdstage.manager.sessions")
-    assert len(said) == 1
-    assert said[0].startswith(f"peer {b'stranger'.hex()}: ")
-
-
-def test_aux_rows_out_of_reach_are_told_of_once(site, caplog):
-    from dataclasses import replace  # noqa: PLC0415
-
-    from pdstage.metadata import MetadataBuffers, usual_columns  # noqa: PLC0415
-
-    rows = MetadataBuffers(usual_columns(top_logprobs=0), 4)
-    rows.region = replace(rows.region, kind="cuda")
-    site.decode(Rank(), aux="rdma", metadata=rows)
-    assert len(warnings(caplog, "pdstage.manager.node")) == 1
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_node_whose_thread_ends_says_why_once(site, caplog, monkeypatch):
     d = site.decode(Rank(), progress="thread")
@@ -176,23 +149,6 @@ def test_a_transport_that_gives_nothing_back_says_so(caplog):
 
     agent.attempt(release)
     assert warnings(caplog, "pdstage.transport._nixl_agent") == ["NIXL refused release()"]
-
-
-def test_ever_more_rooms_say_ever_the_same(site, caplog):
-    """Nothing is said a room: a log does not grow with what is served."""
-    src, dst = Rank(page=4), Rank(page=8)
-    p, d = site.prefill(src), site.decode(dst)
-    with caplog.at_level(logging.INFO, "pdstage"):
-        move(site, p, d, src, dst, 1)
-        before = Counter(record.name for record in caplog.records)
-        for room in range(2, 8):
-            pages, into = np.arange(8), np.arange(4)
-            receiver, sender = d.receive(room, site.address), p.send(room)
-            receiver.bind(into, TOKENS)
-            sender.chunk(pages, TOKENS)
-            sender.finish()
-            drive([p, d], lambda receiver=receiver, sender=sender: receiver.released and sender.released)
-    assert Counter(record.name for record in caplog.records) == before
 
 
 @pytest.mark.parametrize(("theirs", "here"), [("staged", "staged (here it is auto, but"), ("auto", "auto")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -29,11 +28,7 @@ from pdstage import (
 )
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
 from pdstage.layout.topology import REPLICATED
-from pdstage.plan import Share
-from pdstage.protocol import messages as m
-from pdstage.protocol import wire
-from pdstage.protocol.room import room_key
-from tests.manager.engine import HEADS, LAYERS, Rank, decode_node, drive, prefill_node
+from tests.manager.engine import Rank, decode_node, drive, prefill_node
 
 IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, send_wait_s=0.5, drain_s=1.0)
 
@@ -223,24 +218,6 @@ def test_garbage_on_the_control_socket(site):
         pair.move(1)
     finally:
         context.destroy(linger=0)
-
-
-def test_an_open_that_comes_with_its_hello(site):
-    """A peer need not wait for Welcome: adverts name the incarnation, so both may be read in one turn."""
-    rank = Rank()
-    node = site.prefill(rank, path="auto")
-    sender = node.send("r")
-    sender.chunk([0, 1], 8)
-    lanes = (m.LaneSpan(1 << 20, 1 << 20),)
-    hello = m.Hello(Topology(), rank.pool.layout, "local", node.transport.describe(), lanes, 5.0, (m.DIRECT_FEATURE,))
-    shares = tuple(Share("kv", role, (0, LAYERS, 1), 0, HEADS) for role in "kv")
-    items = (m.Items("kv", 0, memoryview(np.array([3, 5], np.int32)).cast("B")),)
-    opened = m.Open(1, room_key("r"), shares, (m.Asked("kv", 0, 8),), items, 0, 1, False, 0, 60.0)
-    with node.driver.lock:
-        for seq, (writer, message) in enumerate([(0, hello), (node.incarnation, opened)], 1):
-            node.core.receive(b"peer", wire.encode(m.SessionId(7, writer), seq, message), time.monotonic())
-        assert [session.half_open for session in node.core.sessions.values()] == [False]
-        assert sender.room.destinations
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -221,21 +221,6 @@ def test_polling_many(site):
     assert d.completions() == []
 
 
-def test_nothing_grows_with_rooms_served(site):
-    pair, sizes = site.pair(), []
-    p, d = pair.nodes
-    for room in range(60):
-        pair.move(room, 8)
-        drive(site.nodes, lambda: p.core.idle)
-        cores = (p.core.snapshot(), d.core.snapshot(), len(p.core.endpoint.timers), len(d.core.endpoint.timers))
-        sizes.append(len(repr(cores)) // 100)
-        p.completions(), d.completions()
-    assert sizes[-1] <= sizes[5] + 1
-    assert not p.roster
-    assert not d.roster
-    assert not d.core.rooms.by_epoch
-
-
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 def test_calls_of_many_threads_keep_the_order_of_frames(site, progress):
     """An engine's call may send by itself what it caused: a frame that overtakes another makes that one stale."""
