@@ -129,24 +129,6 @@ def test_a_wait_that_is_cancelled_or_ends_in_time_leaves_the_room_alone(site, pr
     assert nobody_waits(pair)
 
 
-@both
-def test_a_room_that_fails_raises_what_wait_raises(site, progress):
-    pair = site.pair(progress=progress)
-
-    async def main() -> None:
-        sender, receiver, _, _ = begin(pair, 1)
-        async with pair.p, pair.d:
-            [waiting] = await started(receiver.wait_async(60))
-            sender.abort("the client hung up")
-            with pytest.raises((Aborted, PeerError), match="the client hung up"):
-                await waiting
-            with pytest.raises(Aborted, match="the client hung up"):
-                await sender.wait_async(60)
-            await asyncio.gather(sender.wait_released_async(60), receiver.wait_released_async(60))
-
-    asyncio.run(main())
-
-
 async def _all_of(node) -> list[bytes]:
     return sorted([handle.key async for handle in node.completions_async()])
 

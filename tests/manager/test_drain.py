@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -16,7 +14,6 @@ from pdstage.control.drain import Draining, drain
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PeerError, TransportError
 from tests.manager.engine import TOKENS, Rank, drive, prefill_node
-from tests.manager.test_processes import Remote
 
 
 def half_sent(pair):
@@ -83,24 +80,6 @@ def test_a_node_without_a_thread_answers_in_its_turns(site):
     p = site.prefill(Rank())
     with again_and_again(lambda: p.turn(0.01)):
         assert drain([p.socket.endpoint])[p.socket.endpoint].drained
-
-
-def test_a_process_is_drained_by_the_command(site):
-    """Of two prefill processes each has a room that never ends; the command says so, and others are told at once."""
-    d = site.decode(Rank(), transport="local")
-    with Remote(site.address, 2, "local", "staged", rooms=1, stop=0) as remote:
-        receiver = d.receive(0, site.address)
-        receiver.bind(list(range(10)), TOKENS)
-        drive([d], lambda: receiver.state is State.TRANSFERRING)
-        endpoints = [one.endpoint for one in BootstrapClient(site.address).lookup()]
-        command = [sys.executable, "-m", "pdstage", "drain", *endpoints, "--wait", "0.01"]
-        done = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        drive([d], lambda: done.poll() is not None)
-        assert done.returncode == 1
-        assert done.communicate()[0].count("is not drained: 1 transferring") == len(remote.processes)
-        late = d.receive(7, site.address)
-        late.bind(list(range(20, 30)), TOKENS)
-        drive([d], lambda: late.state is State.FAILED)
 
 
 def test_who_holds_a_key_may_drain_and_nobody_else(tmp_path, capsys, monkeypatch):

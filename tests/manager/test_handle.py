@@ -52,6 +52,7 @@ def test_the_minimum_over_ranks_is_the_state_of_all() -> None:
             roster.changed(handle, room.status)
         answers.append(roster.statuses(handles))
     states, released = zip(*answers, strict=True)
+    assert (states[0].dtype, released[0].dtype) == (np.int8, np.uint8)
     last = State.BOOTSTRAPPING
     assert [list(each) for each in states] == [
         [State.SUCCESS, State.SUCCESS, State.FAILED, last], [State.SUCCESS, State.SUCCESS, last, last],

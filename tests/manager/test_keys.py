@@ -11,10 +11,9 @@ import pytest
 
 from pdstage import Config, DeadlineExceeded, Keys, PdstageError, PeerError, State, Topology, UsageError
 from pdstage.control.address import Address
-from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
+from pdstage.control.bootstrap import Advert, BootstrapClient
 from tests import descriptors
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
-from tests.manager.test_processes import Remote
 from tests.rows import usable
 from tests.wiretap import Wiretap
 
@@ -52,15 +51,6 @@ def test_a_room_between_two_nodes(site, keys, progress):
     for room in range(3):
         pair.move(room)
     assert pair.p.stats()["peers_refused"] == pair.d.stats()["peers_refused"] == 0
-
-
-def test_rooms_between_processes(site, keys):
-    dst = Rank(page=8, hnd=True, n_pages=128)
-    with BootstrapServer(keys=keys) as server:
-        d = site.decode(dst, keys=keys, path="staged")
-        with Remote(server.address, 2, "local", "staged", 4, keys=str(keys)) as remote:
-            remote.all_arrive(d, dst, server.address, 4)
-        d.close()
 
 
 def test_a_decode_that_is_not_let_in(site, tmp_path):

@@ -229,17 +229,3 @@ def test_what_is_published_eventually_is_there_once_the_directory_is(asked, monk
             assert list(server.directory.instances()) == ["p0", "p1"]
             directory.close()
             assert not server.directory.instances()
-
-
-def test_an_engine_may_keep_the_directory_itself(site: Site) -> None:
-    """As one does whose ranks hand what they advertise to its scheduler: no rank serves or renews anything."""
-    with BootstrapServer() as server:
-        pair = site.pair(prefill={"bootstrap": None, "publish": False, "instance": "engine-7"})
-        assert pair.p.bootstrap_address == ""
-        server.directory.publish(pair.p.advert, None)
-        receiver, sender = pair.d.receive("room", server.address, instance="engine-7"), pair.p.send("room")
-        receiver.bind([1, 2], 8)
-        sender.chunk([0, 3], 8)
-        sender.finish()
-        drive(site.nodes, lambda: receiver.released and sender.released)
-        assert receiver.state is State.SUCCESS

@@ -16,7 +16,6 @@ from pdstage import (
     DeadlineExceeded,
     Items,
     Key,
-    PeerError,
     Pool,
     Region,
     RowLevel,
@@ -169,17 +168,6 @@ def test_a_room_that_only_one_side_knows_ends_in_time(site):
         sender.wait(0)
 
 
-def test_incompatible_layouts(site, caplog):
-    pair = site.pair(dst=Rank(layers=4))
-    receiver = pair.receive(1)
-    drive(site.nodes, lambda: receiver.released)
-    culprit = "3 layers at prefill and 4 at decode: no prefill rank has layer 3"
-    with pytest.raises(PeerError, match=culprit):
-        receiver.wait(0)
-    assert not pair.p.core.sessions
-    assert any(culprit in record.getMessage() for record in caplog.records)
-
-
 @pytest.mark.parametrize(
     ("at_prefill", "at_decode", "over"),
     [
@@ -218,20 +206,6 @@ def test_garbage_on_the_control_socket(site):
         pair.move(1)
     finally:
         context.destroy(linger=0)
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_abort(site, side):
-    pair = site.pair()
-    room = pair.open(1)
-    room.sender.chunk(room.pages, 4)
-    drive(site.nodes, lambda: room.receiver.state is State.TRANSFERRING)
-    (room.receiver if side == "decode" else room.sender).abort("the user left")
-    pair.end(room)
-    for handle in (room.receiver, room.sender):
-        assert isinstance(handle.error, Aborted)
-        assert "the user left" in str(handle.error)
-    pair.move(1)  # the room's name is free again
 
 
 @pytest.mark.parametrize("submitted", ["before", "after"])

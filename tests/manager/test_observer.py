@@ -90,28 +90,6 @@ def test_a_staged_rooms_life_and_its_stages(site, seen, monkeypatch, progress, c
     assert sum(stage.nbytes for stage in dst["scatter"]) == 2 * 3 * 50 * 4 * 16  # K and V of 3 layers
 
 
-def test_a_direct_room_has_writes_without_lanes(site, seen):
-    site.pair(observers=(seen,), path="direct").move("r", cuts=(20,))
-    src = seen.stages("prefill")
-    assert len(src["direct"]) >= 2
-    assert {stage.lane for stage in src["direct"]} == {None}
-    assert not (src["gather"] or src["write"] or src["lease_wait"] or seen.stages("decode")["scatter"])
-
-
-def test_a_room_that_fails_says_why(site, seen):
-    pair = site.pair(observers=(seen,))
-    room = pair.open("gone")
-    drive(pair.nodes, lambda: room.sender.state is State.WAITING_FOR_INPUT)
-    room.receiver.abort("no longer wanted")
-    pair.end(room)
-    for role in ROLES:
-        (ended,) = seen.of(role, RoomEnded)
-        assert (ended.state, ended.error, ended.moved_at) == (State.FAILED, "Aborted", None)
-        assert "no longer wanted" in ended.reason
-        assert ended.bound_at is not None
-        assert len(seen.of(role, RoomReleased)) == 1
-
-
 def test_a_room_whose_prefill_is_still_looked_up_ends_for_its_observer_too(site, seen):
     d = site.decode(Rank(), observers=(seen,))
     d.receive("early", site.address).abort("changed its mind")

@@ -37,25 +37,6 @@ def test_any_prefix(site, src_page, dst_page, path):
 
 
 @both_paths
-def test_a_cached_prefix_is_there_before_the_rest_is_computed(site, path):
-    pair, computed = site.pair(dst=Rank(page=16), path=path), Event()
-    room = sender, receiver, pages, into = pair.open(1, prefix_tokens=3)
-    pair.src.write(9, TOKENS, pages)
-    pair.src.write(1, 22, pages)
-    sender.chunk(pages[:6], (0, 22))
-    sender.chunk(Items(pages[5:], 20), (22, TOKENS), ready=computed)
-    sender.finish()
-    drive(site.nodes, lambda: pair.dst.holds(1, 22, into, prefix=3))
-    assert not receiver.released
-    assert not pair.dst.read(0, "k", TOKENS, into)[22:].any()
-    pair.src.write(1, TOKENS, pages)
-    computed.done = True
-    pair.end(room)
-    assert receiver.state is State.SUCCESS
-    assert pair.dst.holds(1, TOKENS, into, prefix=3)
-
-
-@both_paths
 def test_layers_leave_as_they_are_computed(site, path):
     """Each layer has its own event; a layer that is not there yet holds up none that is."""
     pair, computed = site.pair(Rank(page=16), Rank(page=4, hnd=True), path=path), [Event() for _ in range(LAYERS)]

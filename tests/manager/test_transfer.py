@@ -203,24 +203,6 @@ def test_the_callers_arrays_stay_as_they_are(site):
     assert pair.dst.holds(1, TOKENS, given[1])
 
 
-def test_polling_many(site):
-    pair = site.pair()
-    d, receivers = pair.d, [pair.receive(room) for room in range(8)]
-    states, released = d.poll_many(receivers)
-    assert states.dtype == np.int8
-    assert released.dtype == np.uint8
-    assert set(states) <= {State.BOOTSTRAPPING, State.WAITING_FOR_INPUT}
-    for room, receiver in enumerate(receivers):
-        receiver.bind(pair.dst.allocate(4), 4)
-        sender = pair.p.send(room)
-        sender.chunk(pair.src.allocate(4), 4)
-        sender.finish()
-    drive(site.nodes, lambda: bool(d.poll_many(receivers)[1].all()))
-    assert list(d.poll_many(receivers)[0]) == [State.SUCCESS] * 8
-    assert set(d.completions()) == set(receivers)
-    assert d.completions() == []
-
-
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 def test_calls_of_many_threads_keep_the_order_of_frames(site, progress):
     """An engine's call may send by itself what it caused: a frame that overtakes another makes that one stale."""
