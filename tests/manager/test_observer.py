@@ -54,6 +54,8 @@ def test_a_staged_rooms_life_and_its_stages(site, seen, monkeypatch, progress, c
         # What is told at the close itself comes from there: so looked at before.
         assert seen.threads == {node.role: {node.driver._thread.ident} for node in pair.nodes}
     assert pair.dst.holds("r", 50, room.into)
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("pdstage-copies") == (2 if copy_thread else 0)
     for node in pair.nodes:
         node.close()
     after = time.monotonic()
