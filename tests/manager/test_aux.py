@@ -225,12 +225,6 @@ def test_a_row_that_is_ready_later(site, aux) -> None:
     assert theirs["output_ids"][0] == 77
 
 
-def test_a_required_column_the_peer_lacks_fails_the_room(site) -> None:
-    receiver = Rows(site, dst_columns=(DRAFT._replace(required=True),)).pair.receive(1)
-    drive(site.nodes, lambda: receiver.state is State.FAILED)
-    assert "'draft_state', float16[33] and required at decode, is not there" in str(receiver.error)
-
-
 def test_misuse(site) -> None:
     rows = MetadataBuffers(usual_columns(64), 2)
     small = Config(retry_s=QUICK.retry_s, max_aux_nbytes=64)

@@ -10,12 +10,10 @@ import time
 import pytest
 
 from pdstage import Config, DeadlineExceeded, Keys, PdstageError, PeerError, State, Topology, UsageError
-from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapClient
 from tests import descriptors
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.rows import usable
-from tests.wiretap import Wiretap
 
 MARKER = b"the quick brown fox jumps over the lazy dog"
 PATIENT = Config(retry_s=0.05, hello_s=60.0, drain_s=1.0)
@@ -91,24 +89,6 @@ def test_the_directory_is_refused_first(site, tmp_path, keys):
     error = failed_room(pair, without_key)
     assert isinstance(error, PeerError | DeadlineExceeded)
     assert "pass keys= (--keys)" in str(error)
-
-
-@pytest.mark.parametrize("keyed", [True, False])
-def test_what_a_wiretap_sees_of_a_room(site, keys, keyed):
-    options = {"keys": keys} if keyed else {}
-    pair = site.pair(prefill={"bootstrap": None}, **options)
-    p = pair.p
-    with Wiretap(Address.parse(p.socket.endpoint, "tcp").port) as tap:
-        endpoint = p.socket.endpoint.rpartition(":")[0] + f":{tap.port}"
-        told = Advert(
-            instance="prefill", topology=Topology(), endpoint=endpoint, incarnation=p.incarnation, layout="",
-            transports=("local",),
-        )  # fmt: skip
-        BootstrapClient(p.bootstrap_address, **options).publish(told)
-        assert pair.move(1, aux=MARKER).receiver.aux == MARKER
-        assert len(tap.seen) > 1000
-        assert (MARKER not in tap.seen) == keyed
-        assert (b"kv_head" not in tap.seen) == keyed, "nor the layout"
 
 
 def test_bad_keys_make_no_node(tmp_path):

@@ -69,17 +69,6 @@ def test_equal_pages_in_head_major_order(site, hnd):
     site.pair(Rank(hnd=True), Rank(hnd=hnd), path="staged").move(3, cuts=(6, 21))
 
 
-@pytest.mark.parametrize("side", ["after", "ready"])
-def test_events_are_noticed_by_the_thread(site, side):
-    pair, event = site.pair(progress="thread"), Event()
-    sender, receiver, pages, _ = pair.open(1, after=event if side == "after" else None)
-    sender.chunk(pages, TOKENS, ready=event if side == "ready" else None)
-    sender.finish()
-    receiver.poll()
-    event.done = True
-    assert receiver.wait(60) is State.SUCCESS
-
-
 def test_nothing_is_opened_before_after(site):
     pair, after = site.pair(), Event()
     room = pair.begin(1, after=after)
@@ -87,7 +76,7 @@ def test_nothing_is_opened_before_after(site):
     assert room.sender.state is State.BOOTSTRAPPING, "the room was opened while its pages were in use"
     after.done = True
     pair.end(room)
-    assert room.receiver.state is State.SUCCESS
+    assert room.receiver.poll() is State.SUCCESS
 
 
 def test_a_sleeping_thread_is_woken_for_an_event_that_nobody_announces(site, monkeypatch) -> None:
@@ -177,13 +166,6 @@ def test_a_room_may_wait_longer_for_its_first_chunk_than_others(site):
     assert patient.error is None
     with pytest.raises(UsageError, match="wait_s"):
         pair.receive(3, wait_s=0.0)
-
-
-def test_chunks_larger_than_the_lanes_are_split(site):
-    sizes = {"prefill": {"staging_nbytes": 32 << 10, "n_buffers": 2}, "decode": {"staging_nbytes": 16 << 10}}
-    pair = site.pair(Rank(n_pages=256), Rank(n_pages=256), path="staged", **sizes)
-    pair.move(1, 1000)
-    assert pair.p.stats()["chunks_staged"] > 40
 
 
 def test_the_callers_arrays_stay_as_they_are(site):

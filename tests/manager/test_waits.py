@@ -9,7 +9,6 @@ import ctypes
 import itertools
 import time
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
 
@@ -20,6 +19,7 @@ from pdstage import State, native
 from pdstage.control.zmq import ControlSocket
 from pdstage.manager import driver as drivers
 from tests.manager.engine import Rank, drive
+from tests.manager.test_device import Device
 
 SHORT_S = 100e-6
 COPIES_S = np.linspace(200e-6, 2e-3, 9)
@@ -29,36 +29,20 @@ MOVED_S = 5e-3
 GET_TIMERSLACK = 30  # prctl(2)
 
 
-class Late:
-    """A device whose streams' copies take `COPIES_S` in turn; `noticed_s` is how long after its end each was seen."""
-
-    flushes = False
+class Late(Device):
+    """Its streams' copies take `COPIES_S` in turn; `noticed_s` is how long after its end each was seen."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._over_at: dict[int, float] = {}
+        super().__init__()
+        self._over_at: dict[object, float] = {}
         self._lengths_s = itertools.cycle(COPIES_S)
         self.noticed_s: list[float] = []
         self.held = False
 
-    def current(self):
-        return nullcontext()
-
-    def new_stream(self) -> int:
-        return next(self._numbers)
-
-    event = new_stream
-
-    def reserve(self) -> None:
-        """Host plans need nothing."""
-
-    def pinned(self, nbytes: int) -> np.ndarray:
-        return np.zeros(nbytes, np.uint8)
-
-    def record(self, event: int, stream: int) -> None:
+    def record(self, event: object, stream: int) -> None:
         self._over_at[event] = time.perf_counter() + next(self._lengths_s)
 
-    def done(self, event: int) -> bool:
+    def done(self, event: object) -> bool:
         if self.held:
             return False
         late_s = time.perf_counter() - self._over_at.get(event, 0.0)
