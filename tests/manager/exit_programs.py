@@ -6,7 +6,6 @@ It moves a room between two nodes of its own, leaves another half done, and says
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import threading
 
@@ -30,13 +29,9 @@ def _nodes(transport: str, progress: str) -> tuple[PrefillNode, DecodeNode, Hand
     return *pair.nodes, late.receiver
 
 
-def _say(what: str) -> None:
-    print(what, flush=True)
-
-
 def closed(*options: str) -> None:
     p, d, _ = _nodes(*options)
-    _say("ready")
+    print("ready")
 
     async def close() -> None:
         assert await asyncio.gather(d.close_async(), p.close_async()) == [True, True]
@@ -46,7 +41,7 @@ def closed(*options: str) -> None:
 
 def in_a_global(*options: str) -> None:
     _nodes(*options)
-    _say("ready")
+    print("ready")
 
 
 def in_a_thread(*options: str) -> None:
@@ -60,7 +55,7 @@ def in_a_thread(*options: str) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     assert waiting.wait(120)
-    _say("ready")
+    print("ready")
 
 
 def in_a_loop(*options: str) -> None:
@@ -70,42 +65,12 @@ def in_a_loop(*options: str) -> None:
         _, _, late = _nodes(*options)
         _kept.append(asyncio.ensure_future(late.wait_async()))
         await asyncio.sleep(0)
-        _say("ready")
+        print("ready")
 
     asyncio.run(main())
 
 
-def waiting(*options: str) -> None:
-    """Until it is interrupted; then it closes."""
-    p, d, late = _nodes(*options)
-    try:
-        _say("ready")
-        late.wait()
-    except KeyboardInterrupt:
-        assert not d.driver.failure, "nothing was half done"
-        d.close(1)
-        p.close(1)
-        _say(f"interrupted, {late.state.name}")
-
-
-def awaiting(*options: str) -> None:
-    """The same in an event loop, which ends by the interruption."""
-
-    async def main() -> None:
-        p, d, late = _nodes(*options)
-        try:
-            _say("ready")
-            await late.wait_async()
-        finally:
-            await d.close_async(1)
-            await p.close_async(1)
-            _say(f"interrupted, {late.state.name}")
-
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main())
-
-
-ENDS = {each.__name__: each for each in (closed, in_a_global, in_a_thread, in_a_loop, waiting, awaiting)}
+ENDS = {each.__name__: each for each in (closed, in_a_global, in_a_thread, in_a_loop)}
 
 if __name__ == "__main__":
     ENDS[sys.argv[1]](*sys.argv[2:])

@@ -116,22 +116,6 @@ def test_rows_that_the_transport_cannot_register(site, side, caplog) -> None:
     assert "'cuda'" in said[0]
 
 
-def test_a_write_that_fails_falls_back(site, monkeypatch) -> None:
-    """The post is refused by the transport, as where a peer's rows went away: the row comes with Close."""
-    rows = Rows(site)
-    post, region = rows.p.transport.post, rows.rows[1].region
-
-    def refuse(peer, spans, tag):
-        if region.base <= spans.dst[0] < region.base + region.nbytes:
-            raise UsageError("no such memory there", remedy="none")
-        return post(peer, spans, tag)
-
-    monkeypatch.setattr(rows.p.transport, "post", refuse)
-    for room in range(2):
-        rows.move(room)
-    assert rows.counts() == (0, 2, 2)
-
-
 def test_a_receiver_without_a_row_has_a_copy(site) -> None:
     rows = Rows(site)
     assert rows.move(1, row=False).number == -1

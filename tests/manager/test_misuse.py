@@ -11,7 +11,6 @@ import pytest
 import zmq
 
 from pdstage import (
-    Aborted,
     Config,
     DeadlineExceeded,
     Items,
@@ -157,17 +156,6 @@ def test_an_advert_without_a_usable_endpoint(site):
         pair.move(1)
 
 
-def test_a_room_that_only_one_side_knows_ends_in_time(site):
-    pair = site.pair(config=IMPATIENT)
-    receiver, sender = pair.receive("unsent"), pair.p.send("unwanted")
-    receiver.bind([0], 4)
-    drive(site.nodes, lambda: receiver.released and sender.released)
-    with pytest.raises(DeadlineExceeded, match="room 'unsent' got no chunk"):
-        receiver.wait(0)
-    with pytest.raises(DeadlineExceeded, match="no decode rank opened room 'unwanted'"):
-        sender.wait(0)
-
-
 @pytest.mark.parametrize(
     ("at_prefill", "at_decode", "over"),
     [
@@ -206,31 +194,6 @@ def test_garbage_on_the_control_socket(site):
         pair.move(1)
     finally:
         context.destroy(linger=0)
-
-
-@pytest.mark.parametrize("submitted", ["before", "after"])
-@pytest.mark.parametrize("when", ["looked up", "greeted", "met"])
-def test_an_abort_before_bind_ends_the_room_at_prefill(site, when, submitted):
-    """Its pages there need not wait for open_wait_s: whoever aborts knows nothing of who has been found so far."""
-    pair = site.pair()
-    p, sender = pair.p, pair.p.send(1) if submitted == "before" else None
-    receiver = pair.receive(1)
-    assert not receiver.room.routes
-    if when != "looked up":
-        drive([pair.d] if when == "greeted" else site.nodes, lambda: receiver.room.routes)
-    if when == "met":
-        drive(site.nodes, lambda: receiver.state is State.WAITING_FOR_INPUT)
-    receiver.abort("the user left")
-    assert receiver.released
-    assert isinstance(receiver.error, Aborted)
-    if sender is None:
-        drive(site.nodes, lambda: p.core.rooms.ended)
-        sender = p.send(1)
-    sender.chunk([0], 4)
-    drive(site.nodes, lambda: sender.released)
-    assert isinstance(sender.error, Aborted)
-    assert "given up at decode" in str(sender.error)
-    assert "the user left" in str(sender.error)
 
 
 def test_a_node_is_not_for_forked_children(site):
