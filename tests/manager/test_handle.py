@@ -141,23 +141,6 @@ class Interleaved:
         return self._trace
 
 
-def test_two_threads_that_poll_are_each_told_of_their_own_rooms() -> None:
-    """Between any two lines of one's answer the other asks (found by the simulator of whole nodes)."""
-    at, acted = 0, True
-    while acted:
-        at += 1
-        roster, rooms, handles = make(3)
-        succeed(rooms[2])
-        roster.changed(handles[2], rooms[2].status)
-        raced = Interleaved(lambda: roster.statuses(handles[1:]), at)  # noqa: B023
-        states, _ = raced.wrap(roster.statuses)(handles[:1])
-        assert list(states) == [State.BOOTSTRAPPING]
-        states, _ = roster.statuses(handles[1:])
-        assert list(states) == [State.BOOTSTRAPPING, State.SUCCESS]
-        acted = raced.acted
-    assert at > 3
-
-
 def test_a_room_aborted_while_its_handle_is_brought_up_to_date(site, monkeypatch) -> None:
     """Between any two lines of that: the end is neither lost nor told twice, and the row comes back (a room that hung
     after its end was found by the chaos test).

@@ -297,24 +297,6 @@ def test_a_call_that_comes_just_as_the_node_is_closed(site, monkeypatch, progres
     assert p.handles() == []
 
 
-def test_no_room_begins_while_its_node_closes(site, monkeypatch):
-    """It would never end: rooms were failed before (found by the simulator of whole nodes)."""
-    p = site.prefill(Rank())
-    kick, refused = p.driver.kick, []
-
-    def send_first() -> None:
-        monkeypatch.undo()
-        with pytest.raises(UsageError, match="it drains, or closes") as caught:
-            p.send(1)
-        refused.append(caught.value)
-        kick()
-
-    monkeypatch.setattr(p.driver, "kick", send_first)
-    assert p.close()
-    assert len(refused) == 1
-    assert p.handles() == []
-
-
 def test_a_thread_that_is_closed_between_two_turns_complains_of_nothing(site, monkeypatch, caplog):
     """Found by the simulator of whole nodes."""
     d = site.decode(Rank(), progress="thread")
