@@ -46,7 +46,7 @@ def half_sent(d: DecodeNode, dst: Rank, address: str) -> list:
 @pytest.mark.parametrize("path", rows(["staged", "direct"], full={"direct"}))
 def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
     """Row: writer killed. I6, I10, I14: the room it was sending fails with a reason, and its pages and leases come back
-    once its death is proved.
+    once its death is proved. Row: writer restarted. Its next life serves new rooms of a node that was not.
     """
     dst = Rank(n_pages=128)
     d = site.decode(dst, transport=transport, path=path, config=IMPATIENT)
@@ -60,7 +60,7 @@ def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
         drive([d], lambda: receivers[1].released and not d.core.holds(session))
         assert d.core.idle
         assert receivers[0].state is State.SUCCESS
-    if path == "staged":  # row: writer restarted. The next life serves new rooms of a node that was not restarted
+    if path == "staged":
         with Remote(site.address, 1, transport, path, rooms=1) as remote:
             remote.all_arrive(d, dst, site.address, 1)
 

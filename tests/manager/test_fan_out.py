@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from pdstage import State, UsageError
-from pdstage.errors import TransportError
 from pdstage.kernels import Plan
 from pdstage.manager.data_path import MAX_TOGETHER
 from pdstage.manager.effects import Gathers
@@ -151,32 +150,6 @@ def test_a_launch_that_fails_fails_all_that_it_was_for(site, monkeypatch):
     assert [receiver.state for receiver in room.receivers] == [State.FAILED] * 4
     assert "scripted" in str(room.sender.error)
     assert not room.prefill.core.chunks.flights
-
-
-@pytest.mark.parametrize("dim", [16, pytest.param(4096, marks=pytest.mark.full)], ids=["small", "large"])
-def test_the_gather_of_a_session_that_is_lost_in_the_same_turn_reports_itself(site, monkeypatch, dim):
-    """As the others' do: its buffer was busy, or its lease was being written."""
-    room = Room(site, monkeypatch, dim=dim)
-    core, take = room.prefill.core, room.prefill._take_asked
-    lost = next(iter(room.sender.room.destinations.values())).session
-    seen, copied = [], []
-
-    def losing(now):
-        take(now)
-        if room.ready.done and not seen:
-            seen.append(len(core.chunks.flights))
-            core.endpoint.lose(lost, TransportError("scripted", remedy="none"), now)
-
-    monkeypatch.setattr(room.prefill, "_take_asked", losing)
-    staged = room.prefill._on_staged
-    monkeypatch.setattr(room.prefill, "_on_staged", lambda *args: copied.append(args[0]) or staged(*args))
-    room.end()
-    assert seen == [4], "all were begun when one was lost"
-    assert room.calls == [4]
-    assert len({one.ticket for one in copied}) == len(copied) == 4
-    assert not any(one.error for one in copied)
-    assert [receiver.state for receiver in room.receivers] == [State.FAILED] * 4, "a room is all of its ranks"
-    assert not core.chunks.flights
 
 
 def test_none_moves_across_a_sessions_beginning_or_end(site, monkeypatch):
