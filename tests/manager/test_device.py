@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 
 from pdstage import State, UsageError
 from pdstage.kernels import Plan
+from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.torch_runtime import TorchRuntime
 from pdstage.manager.driver import Driver
 from pdstage.protocol.decode_chunks import Scatter
@@ -237,9 +239,14 @@ def test_who_has_no_ranges(site, monkeypatch):
         site.prefill(Rank())
 
 
-def test_torchs_library_is_asked():
-    runtime = TorchRuntime.__new__(TorchRuntime)
-    runtime._torch = mock.Mock()
-    runtime.push_range("a")
-    runtime.pop_range()
-    assert runtime._torch.cuda.nvtx.method_calls == [mock.call.range_push("a"), mock.call.range_pop()]
+def test_the_backends_libraries_are_asked(monkeypatch):
+    torch, cupy = mock.Mock(), mock.Mock()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    for kind in (TorchRuntime, CudaRuntime):
+        runtime = kind.__new__(kind)
+        runtime._torch = torch
+        runtime.push_range("a")
+        runtime.pop_range()
+    assert torch.cuda.nvtx.method_calls == [mock.call.range_push("a"), mock.call.range_pop()]
+    assert cupy.cuda.nvtx.method_calls == [mock.call.RangePush("a"), mock.call.RangePop()]
