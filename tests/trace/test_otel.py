@@ -41,7 +41,7 @@ def exported():
 
 def spanned(site, exported, **how):
     run = Run(site)
-    for node in (*run.prefill, run.decode):
+    for node in run.nodes:
         node.observed._observers = [Spans(exported.provider, **how)]
     return run
 
@@ -85,7 +85,7 @@ def test_a_failed_room_is_an_error_with_its_reason_and_nothing_is_kept_of_rooms_
         assert span.status.status_code is api.StatusCode.ERROR
         assert "no longer wanted" in span.status.description
         assert span.attributes["error.type"] == "Aborted"
-    for node in (*run.prefill, run.decode):
+    for node in run.nodes:
         (spans,) = node.observed._observers
         assert spans._spans == {}
 
