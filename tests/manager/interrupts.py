@@ -251,6 +251,7 @@ def interrupt_anywhere(role: str, progress: str, n: int) -> None:
     pipe, theirs = forked.Pipe()
     process = forked.Process(target=serve_lives, args=(theirs, other))
     process.start()
+    theirs.close()
     try:
         assert pipe.poll(LONGEST_S)
         address, n_lives = pipe.recv(), itertools.count(1)
