@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from pdstage import (
+    Aborted,
     Config,
     DeadlineExceeded,
     Items,
@@ -194,6 +195,20 @@ def test_garbage_on_the_control_socket(site):
         pair.move(1)
     finally:
         context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_abort(site, side):
+    pair = site.pair()
+    room = pair.open(1)
+    room.sender.chunk(room.pages, 4)
+    drive(site.nodes, lambda: room.receiver.state is State.TRANSFERRING)
+    (room.receiver if side == "decode" else room.sender).abort("the user left")
+    pair.end(room)
+    for handle in room[:2]:
+        with pytest.raises(Aborted, match="the user left"):
+            handle.wait(0)
+    pair.move(1)  # the room's name is free again
 
 
 def test_a_node_is_not_for_forked_children(site):
