@@ -99,7 +99,9 @@ def test_a_room_whose_prefill_is_still_looked_up_ends_for_its_observer_too(site,
         d.receive("nowhere", "no address")
     drive([d], lambda: seen.of("decode", RoomReleased))
     (ended,) = seen.of("decode", RoomEnded)
-    assert (ended.room, ended.state, ended.bound_at) == ("early", State.FAILED, None)
+    assert (ended.room, ended.state, ended.error) == ("early", State.FAILED, "Aborted")
+    assert "changed its mind" in ended.reason
+    assert ended.bound_at is ended.moved_at is None
     assert [event.room for event in seen.of("decode", RoomOpened)] == ["early"], "the other never began"
     assert not d.observed._rooms
 
@@ -175,7 +177,7 @@ def test_a_chunk_that_waited_in_vain_and_went_direct(site, seen):
     second.sender.finish()
     drive(pair.nodes, lambda: second.sender.state is State.SUCCESS)
     waited, written = seen.of("prefill", StageOver)
-    assert (waited.kind, written.kind) == ("lease_wait", "direct")
+    assert (waited.kind, written.kind, written.lane) == ("lease_wait", "direct", None)
     assert waited.ended_at - waited.began_at >= 0.1
     assert waited.ended_at <= written.began_at
     assert {waited.room, written.room} == {"second"}
