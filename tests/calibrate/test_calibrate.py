@@ -89,12 +89,10 @@ def test_an_answer_that_comes_too_late_passes_for_no_other():
         assert again.value is late.value
 
 
-def test_a_transport_that_is_not_there_ends_the_command_with_a_sentence(capsys):
+def test_where_nothing_can_be_measured_the_last_file_stays(monkeypatch, tmp_path, capsys):
     assert cli.main(["calibrate", "--transport", "pigeon"]) == 2
     assert "no transport 'pigeon'" in capsys.readouterr().err
 
-
-def test_where_nothing_can_be_measured_the_last_file_stays(monkeypatch, tmp_path, capsys):
     def refuse(caller, name, *, quick):
         raise TransportError(f"{name} breaks here")
 

@@ -16,26 +16,20 @@ from pdstage.environment import CALIBRATION
 from pdstage.errors import UsageError
 from pdstage.manager.calibration import Calibration, read
 from pdstage.plan.cost import CostModel
-from tests.manager.engine import Rank, drive
+from tests.manager.engine import Rank
 
 COST = CostModel.linear(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)
 
 
-@pytest.fixture
-def made():
-    return Calibration(
-        version=1, made_at="2026-01-01T00:00:00+00:00", prefill_host="a", decode_host="b", transports={"local": COST}
-    )
+def calibration(cost: CostModel = COST, transport: str = "local") -> Calibration:
+    made_at = "2026-01-01T00:00:00+00:00"
+    return Calibration(version=1, made_at=made_at, prefill_host="a", decode_host="b", transports={transport: cost})
 
 
 @pytest.fixture
-def path(made, tmp_path):
-    made.write(tmp_path / "costs.json")
+def path(tmp_path):
+    calibration().write(tmp_path / "costs.json")
     return tmp_path / "costs.json"
-
-
-def test_it_is_read_as_it_was_written(made, path):
-    assert read(path) == made
 
 
 @pytest.mark.parametrize(
@@ -69,9 +63,9 @@ def test_what_is_no_calibration_is_refused(path, content):
         read(path)
 
 
-def test_a_file_is_there_whole_or_not_at_all(made, path, monkeypatch):
+def test_a_file_is_there_whole_or_not_at_all(path, monkeypatch):
     """A node that starts while one is written reads the old one; a disk that is full leaves it."""
-    seen, write_text = [], Path.write_text
+    seen, write_text, made = [], Path.write_text, calibration()
 
     def first_half(self, text):
         write_text(self, text[: len(text) // 2])
@@ -93,59 +87,36 @@ def test_a_file_is_there_whole_or_not_at_all(made, path, monkeypatch):
     assert not Path(os.devnull).is_file()
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match=r"nowhere\.json"):
-        read(tmp_path / "nowhere.json")
-
-
-def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path, made, tmp_path, monkeypatch):
-    rank = Rank()
-    traits = site.prefill(rank).transport.traits
-    defaults = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
-    assert site.prefill(rank).cost_of(traits) == defaults
-    monkeypatch.setenv(CALIBRATION.name, str(path))
-    assert site.prefill(rank).cost_of(traits) == COST
-    other = CostModel.linear(bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-5)
-    Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": other}).write(
-        tmp_path / "other.json"
-    )
-    assert site.prefill(rank, calibration=tmp_path / "other.json").cost_of(traits) == other
-    Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"nixl": other}).write(
-        tmp_path / "nixl.json"
-    )
-    assert site.prefill(rank, calibration=tmp_path / "nixl.json").cost_of(traits) == defaults
-
-
-def test_one_transport_that_costs_two_peers_differently(site):
-    """As `local` does for host and device memory."""
-    node = site.prefill(Rank())
+def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path, tmp_path, monkeypatch):
+    rank, other = Rank(), CostModel.linear(bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-5)
+    node = site.prefill(rank)
     host = node.transport.traits
-    device = replace(host, bytes_per_s=50e9, descriptor_s=3e-6)
+    device = replace(host, bytes_per_s=50e9, descriptor_s=3e-6)  # a transport may cost two peers differently
     for traits in (host, device, host):
-        assert node.cost_of(traits) == CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+        defaults = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+        assert node.cost_of(traits) == defaults
+    monkeypatch.setenv(CALIBRATION.name, str(path))
+    assert site.prefill(rank).cost_of(host) == COST
+    for transport, taken in (("local", other), ("nixl", defaults)):
+        calibration(other, transport).write(tmp_path / "other.json")
+        assert site.prefill(rank, calibration=tmp_path / "other.json").cost_of(host) == taken
 
 
-def test_a_bad_file_is_refused_before_the_node_is_there(path, site):
-    path.write_text("{}")
+@pytest.mark.parametrize("content", ["{}", None])
+def test_a_bad_file_is_refused_before_the_node_is_there(path, content):
+    if content is None:
+        path = path.with_name("nowhere.json")
+    else:
+        path.write_text(content)
     rank = Rank()
-    with pytest.raises(UsageError, match="version"):
+    with pytest.raises(UsageError, match="version" if content else r"nowhere\.json"):
         PrefillNode(rank.pool, rank.topology, transport="local", staging_nbytes=1 << 20, calibration=path)
 
 
 @pytest.mark.parametrize(("descriptor_s", "taken"), [(0.0, "direct"), (1e-3, "staged")])
-def test_auto_goes_by_the_file(site, made, tmp_path, descriptor_s, taken):
+def test_auto_goes_by_the_file(site, path, descriptor_s, taken):
     """The same room, by a transport whose descriptors cost nothing or everything."""
-    cost = CostModel.linear(bytes_per_s=1e9, descriptor_s=descriptor_s, post_s=0.0)
-    path = tmp_path / "costs.json"
-    Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": cost}).write(path)
-    src, dst = Rank(page=4), Rank(page=4)
-    p, d = site.prefill(src, path="auto", calibration=path), site.decode(dst, path="auto")
-    pages, into = src.allocate(40), dst.allocate(40)
-    src.write(1, 40, pages)
-    receiver, sender = d.receive(1, site.address), p.send(1)
-    receiver.bind(into, 40)
-    sender.chunk(pages, 40)
-    sender.finish()
-    drive(site.nodes, lambda: receiver.released and sender.released)
-    assert dst.holds(1, 40, into)
-    assert p.stats()[f"chunks_{taken}"] == 1
+    calibration(CostModel.linear(bytes_per_s=1e9, descriptor_s=descriptor_s, post_s=0.0)).write(path)
+    pair = site.pair(Rank(), Rank(), path="auto", prefill={"calibration": path})
+    pair.move(1)
+    assert pair.p.stats()[f"chunks_{taken}"] == 1

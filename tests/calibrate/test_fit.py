@@ -75,13 +75,3 @@ def test_overlap_is_found_where_it_is():
         true = replace(TRUE, overlap=overlap)
         staged = [one._replace(seconds=ROOM_S + true.staged_s(*one[:3])) for one in held.staged]
         assert model(held._replace(staged=staged)).overlap == pytest.approx(overlap, abs=0.03)
-
-
-def test_without_a_write_of_its_own_a_staged_byte_costs_its_copies():
-    """As where a gather goes straight into the peer's memory."""
-    held, free = timings(), replace(TRUE, bulk_bytes_per_s=1e13)
-    staged = [one._replace(seconds=ROOM_S + free.staged_s(*one[:3])) for one in held.staged]
-    found = model(held._replace(staged=staged))
-    for nbytes in (1 << 20, 32 << 20):
-        what = nbytes, nbytes // 1024, -(-nbytes // CHUNK)
-        assert found.staged_s(*what) == pytest.approx(free.staged_s(*what), rel=0.05)

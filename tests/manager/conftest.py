@@ -9,7 +9,7 @@ import pytest
 
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.tools.judge import judge
-from tests.manager.engine import Rank, decode_node, prefill_node
+from tests.manager.engine import Pair, Rank, decode_node, prefill_node
 
 
 class Site:
@@ -21,10 +21,14 @@ class Site:
         self.nodes = []
 
     def prefill(self, rank: Rank, **options):
-        return self.keep(prefill_node(rank, self.address, **({"journal": self._journals} | options)))
+        return self.keep(prefill_node(rank, **({"bootstrap": self.address, "journal": self._journals} | options)))
 
     def decode(self, rank: Rank, **options):
         return self.keep(decode_node(rank, **({"journal": self._journals} | options)))
+
+    def pair(self, src: Rank | None = None, dst: Rank | None = None, *, prefill=None, decode=None, **both) -> Pair:
+        src, dst = src or Rank(), dst or Rank(page=8, hnd=True)
+        return Pair(self.prefill(src, **both | (prefill or {})), src, self.decode(dst, **both | (decode or {})), dst)
 
     def keep(self, node):
         self.nodes.append(node)

@@ -7,16 +7,20 @@ import mmap
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology, shared
+from pdstage import Config, DecodeNode, Pool, PrefillNode, Receiver, Sender, State, Topology, shared
 from pdstage.layout import ALL_TOKENS, Layout, TokenShard
 from pdstage.layout.topology import shard_range
 from pdstage.manager.node import Node
 from pdstage.tensors import build, paged_hnd, paged_nhd
 
 LAYERS, HEADS, DIM = 3, 4, 16
+TOKENS = 37
+"""Of a room unless said otherwise: no page ends there."""
 QUICK = Config(retry_s=0.05, drain_s=20.0, hello_s=60.0, max_silence_s=30.0)
 """No wait for a question asked again; and no deadline that a busy machine alone might pass."""
 IMPATIENT = Config(retry_s=0.05, drain_s=4.0, hello_s=20.0, max_silence_s=6.0)
@@ -115,3 +119,72 @@ def prefill_node(rank: Rank, bootstrap: str, **options) -> PrefillNode:
 def decode_node(rank: Rank, **options) -> DecodeNode:
     options = {"transport": "local", "staging_nbytes": 1 << 20, "config": QUICK} | options
     return DecodeNode(rank.pool, rank.topology, **options)
+
+
+class Event:
+    """Stands for a CUDA event, which cannot exist without a device."""
+
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class Room(NamedTuple):
+    """A room under way: both handles, and its pages on both sides."""
+
+    sender: Sender
+    receiver: Receiver
+    pages: np.ndarray
+    into: np.ndarray
+
+    @property
+    def released(self) -> bool:
+        return self.sender.released and self.receiver.released
+
+    @property
+    def states(self) -> tuple[State, State]:
+        return self.sender.state, self.receiver.state
+
+
+class Pair:
+    """A prefill and a decode node of one rank each, and rooms between them."""
+
+    def __init__(self, p: PrefillNode, src: Rank, d: DecodeNode, dst: Rank) -> None:
+        self.p, self.src, self.d, self.dst = p, src, d, dst
+
+    @property
+    def nodes(self) -> tuple[PrefillNode, DecodeNode]:
+        return self.p, self.d
+
+    def receive(self, room, **options) -> Receiver:
+        return self.d.receive(room, self.p.bootstrap_address, **options)
+
+    def open(self, room, tokens: int = TOKENS, **bound) -> Room:
+        """Begun on both sides: its bytes are written and its pages bound, and nothing is handed over yet."""
+        pages, into = self.src.allocate(tokens), self.dst.allocate(tokens)
+        self.src.write(room, tokens, pages)
+        receiver = self.receive(room)
+        receiver.bind(into, tokens, **bound)
+        return Room(self.p.send(room), receiver, pages, into)
+
+    def begin(self, room, tokens: int = TOKENS, *, cuts: Sequence[int] = (), aux: bytes = b"aux", **bound) -> Room:
+        """All is handed over, in chunks that are cut at `cuts`."""
+        opened = self.open(room, tokens, **bound)
+        for span in pairwise((0, *cuts, tokens)):
+            opened.sender.chunk(opened.pages, span)
+        opened.sender.finish(aux=aux)
+        return opened
+
+    def end(self, *rooms: Room) -> None:
+        drive(self.nodes, lambda: all(room.released for room in rooms))
+
+    def move(self, room, tokens: int = TOKENS, **how) -> Room:
+        """One room, checked byte for byte; its pages are free again."""
+        moved = self.begin(room, tokens, **how)
+        self.end(moved)
+        assert moved.states == (State.SUCCESS, State.SUCCESS), moved.receiver.error
+        assert self.dst.holds(room, tokens, moved.into)
+        self.src.free(moved.pages)
+        self.dst.free(moved.into)
+        return moved

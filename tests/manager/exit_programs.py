@@ -6,14 +6,12 @@ It moves a room between two nodes of its own, leaves another half done, and says
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import threading
 
 from pdstage import DecodeNode, PrefillNode, State
 from pdstage.manager.handle import Handle
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
-from tests.manager.workers import TOKENS
+from tests.manager.engine import Pair, Rank, decode_node, drive, prefill_node
 
 _kept: list[object] = []
 """What nobody closes."""
@@ -21,31 +19,19 @@ _kept: list[object] = []
 
 def _nodes(transport: str, progress: str) -> tuple[PrefillNode, DecodeNode, Handle]:
     """Two nodes between which a room was moved and another is half done: the receiver of that."""
-    src, dst = Rank(), Rank()
-    p = prefill_node(src, None, transport=transport, progress=progress)
-    d = decode_node(dst, transport=transport, progress=progress)
-    pages, rooms = src.allocate(TOKENS), []
-    for room in (1, 2):
-        sender, receiver = p.send(room), d.receive(room, p.bootstrap_address)
-        receiver.bind(dst.allocate(TOKENS), TOKENS)
-        sender.chunk(pages, (0, 20))
-        rooms.append((sender, receiver))
-    (sender, receiver), (_, late) = rooms
-    sender.chunk(pages, (20, TOKENS))
-    sender.finish()
-    drive([p, d], lambda: receiver.released and sender.released, 120)
-    drive([p, d], lambda: late.state is State.TRANSFERRING, 120)
-    _kept.extend((p, d, rooms))
-    return p, d, late
-
-
-def _say(what: str) -> None:
-    print(what, flush=True)
+    src, dst, how = Rank(), Rank(), {"transport": transport, "progress": progress}
+    pair = Pair(prefill_node(src, None, **how), src, decode_node(dst, **how), dst)
+    late = pair.open(2)
+    late.sender.chunk(late.pages, (0, 20))
+    pair.move(1)
+    drive(pair.nodes, lambda: late.receiver.state is State.TRANSFERRING, 120)
+    _kept.extend((pair, late))
+    return *pair.nodes, late.receiver
 
 
 def closed(*options: str) -> None:
     p, d, _ = _nodes(*options)
-    _say("ready")
+    print("ready")
 
     async def close() -> None:
         assert await asyncio.gather(d.close_async(), p.close_async()) == [True, True]
@@ -55,7 +41,7 @@ def closed(*options: str) -> None:
 
 def in_a_global(*options: str) -> None:
     _nodes(*options)
-    _say("ready")
+    print("ready")
 
 
 def in_a_thread(*options: str) -> None:
@@ -69,7 +55,7 @@ def in_a_thread(*options: str) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     assert waiting.wait(120)
-    _say("ready")
+    print("ready")
 
 
 def in_a_loop(*options: str) -> None:
@@ -79,42 +65,12 @@ def in_a_loop(*options: str) -> None:
         _, _, late = _nodes(*options)
         _kept.append(asyncio.ensure_future(late.wait_async()))
         await asyncio.sleep(0)
-        _say("ready")
+        print("ready")
 
     asyncio.run(main())
 
 
-def waiting(*options: str) -> None:
-    """Until it is interrupted; then it closes."""
-    p, d, late = _nodes(*options)
-    try:
-        _say("ready")
-        late.wait()
-    except KeyboardInterrupt:
-        assert not d.driver.failure, "nothing was half done"
-        d.close(1)
-        p.close(1)
-        _say(f"interrupted, {late.state.name}")
-
-
-def awaiting(*options: str) -> None:
-    """The same in an event loop, which ends by the interruption."""
-
-    async def main() -> None:
-        p, d, late = _nodes(*options)
-        try:
-            _say("ready")
-            await late.wait_async()
-        finally:
-            await d.close_async(1)
-            await p.close_async(1)
-            _say(f"interrupted, {late.state.name}")
-
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main())
-
-
-ENDS = {each.__name__: each for each in (closed, in_a_global, in_a_thread, in_a_loop, waiting, awaiting)}
+ENDS = {each.__name__: each for each in (closed, in_a_global, in_a_thread, in_a_loop)}
 
 if __name__ == "__main__":
     ENDS[sys.argv[1]](*sys.argv[2:])

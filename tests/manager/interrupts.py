@@ -7,15 +7,18 @@ both, so it can raise one at each place that a life passes, without any timing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import random
 import signal
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +31,7 @@ from pdstage.control.bootstrap import BootstrapServer
 from pdstage.errors import PdstageError
 from pdstage.manager.handle import Handle
 from pdstage.manager.node import Node
-from tests.manager.engine import QUICK, Rank, decode_node, drive, prefill_node
-from tests.manager.workers import TOKENS
+from tests.manager.engine import QUICK, TOKENS, Rank, decode_node, drive, prefill_node
 
 forked = multiprocessing.get_context("fork")
 """Of a process without threads: what each life needs is loaded already."""
@@ -50,20 +52,13 @@ class Place(NamedTuple):
 
 
 class Steps:
-    """Counts what this thread does from `begin` on, and interrupts it at `at`."""
+    """A profiler: counts what this thread does, and interrupts it at `at`."""
 
     def __init__(self, at: Place | None) -> None:
         self._at = at
         self.seen: Counter[tuple[str, int, str]] = Counter()
-        self.hit = False
 
-    def begin(self) -> None:
-        sys.setprofile(self._step)
-
-    def end(self) -> None:
-        sys.setprofile(None)
-
-    def _step(self, frame: object, event: str, _: object) -> None:
+    def step(self, frame: object, event: str, _: object) -> None:
         if event not in ("call", "c_return"):
             return
         file = frame.f_code.co_filename
@@ -72,7 +67,6 @@ class Steps:
         place = (file.removeprefix(_PACKAGE), frame.f_lineno, event)
         self.seen[place] += 1
         if self._at is not None and place == self._at[:3] and self.seen[place] == self._at.nth:
-            self.hit = True
             signal.raise_signal(signal.SIGINT)
 
 
@@ -86,7 +80,6 @@ def places(seen: Counter[tuple[str, int, str]], n: int, seed: int) -> list[Place
 class Outcome(NamedTuple):
     """What became of one life."""
 
-    hit: bool
     interrupted: bool
     broken: str
     """What must not be, in words; empty if nothing."""
@@ -146,17 +139,15 @@ class Peer(NamedTuple):
     rooms: tuple[int, int]
 
 
-def serve_lives(pipe: Connection, role: str, stderr: int, **options: object) -> None:
+def serve_lives(pipe: Connection, role: str) -> None:
     """The other side of many lives, one after the other: is told of each, and at the end says what did not end well.
 
     What a life never began with is given up once it is over: no deadline that a busy machine might pass does that.
     """
-    os.dup2(stderr, 2)  # what libraries of C++ say
     rank = Rank(n_pages=1 << 15)
     with BootstrapServer() as directory:
-        make = prefill_node if role == "prefill" else decode_node
-        given = [directory.address] if role == "prefill" else []
-        with make(rank, *given, progress="thread", **options) as node:
+        make = partial(prefill_node, bootstrap=directory.address) if role == "prefill" else decode_node
+        with make(rank, progress="thread") as node:
             pipe.send(directory.address)
             handles, into = [], {}
             while (peer := pipe.recv()) is not None:
@@ -201,17 +192,12 @@ def _left_behind(node: Node, rank: Rank, handles: Sequence[Handle], into: Mappin
 def _broken(held: list[object]) -> Iterator[str]:
     """What must not be after a Ctrl-C: a close that does not end, a lock that is held, a room that goes on."""
     for node in held[:1]:
-        assert isinstance(node, Node)
         closing = threading.Thread(target=node.close, args=(_CLOSE_S,), daemon=True)
         closing.start()  # another thread: of locks that this one holds it cannot say anything
         closing.join(LONGEST_S)
         if closing.is_alive():
-            frames = sys._current_frames()
-            at, held_by = frames[closing.ident], []
-            while at is not None:
-                held_by.append(f"{Path(at.f_code.co_filename).name}:{at.f_lineno}")
-                at = at.f_back
-            yield f"close() has not ended: {' '.join(held_by[:4])}"
+            at = traceback.extract_stack(sys._current_frames()[closing.ident])
+            yield f"close() has not ended: {at[-4:]}"
             return
         node.close(_CLOSE_S)
         if node.driver.turning.holder is not None:
@@ -227,25 +213,22 @@ def live(pipe: Connection, life: Callable[..., None], at: Place | None, *args: o
     steps, kept = Steps(at), None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        steps.begin()
+        sys.setprofile(steps.step)
         life(*args, held, **options)
     except KeyboardInterrupt as error:
         kept = error  # and with it every frame of what was interrupted, as a prompt keeps them
-    except PdstageError as error:  # the peer's or the room's
-        kept = error
-    except (
-        RuntimeError
-    ) as error:  # a Ctrl-C in threading.Condition.wait, which then releases a lock that it does not hold
-        assert isinstance(error.__context__, KeyboardInterrupt)
+    except PdstageError:  # the peer's or the room's
+        pass
+    except RuntimeError as error:  # of threading.Condition.wait, which then releases a lock that it does not hold
         kept = error.__context__
+        assert isinstance(kept, KeyboardInterrupt)
     finally:
-        steps.end()
-    interrupted = isinstance(kept, KeyboardInterrupt)
-    pipe.send(Outcome(steps.hit, interrupted, "; ".join(_broken(held)), steps.seen))
+        sys.setprofile(None)
+    pipe.send(Outcome(kept is not None, "; ".join(_broken(held)), steps.seen))
 
 
-def run(life: Callable[..., None], at: Place | None, *args: object, **options: object) -> tuple[Outcome, int | None]:
-    """`live` in a forked process; its outcome and its exit code, None if it has not ended."""
+def run(life: Callable[..., None], at: Place | None, *args: object, **options: object) -> Outcome:
+    """`live` in a forked process, which ends well."""
     ours, theirs = forked.Pipe()
     process = forked.Process(target=live, args=(theirs, life, at, *args), kwargs=options)
     process.start()
@@ -254,8 +237,42 @@ def run(life: Callable[..., None], at: Place | None, *args: object, **options: o
         assert ours.poll(4 * LONGEST_S), f"no word after {at}"
         outcome = ours.recv()
         process.join(LONGEST_S)
-        return outcome, process.exitcode
+        assert (outcome.broken, process.exitcode) == ("", 0), at
+        return outcome
     finally:
         ours.close()
+        process.kill()
+        process.join()
+
+
+def interrupt_anywhere(role: str, progress: str, n: int) -> None:
+    """Lives of one role, interrupted at `n` places; a process of the other role serves them all."""
+    life, other = (decode_life, "prefill") if role == "decode" else (prefill_life, "decode")
+    pipe, theirs = forked.Pipe()
+    process = forked.Process(target=serve_lives, args=(theirs, other))
+    process.start()
+    theirs.close()
+    try:
+        assert pipe.poll(LONGEST_S)
+        address, n_lives = pipe.recv(), itertools.count(1)
+
+        def next_life(place: Place | None) -> Outcome:
+            number = next(n_lives)
+            peer = Peer(address, f"life {number}", (2 * number, 2 * number + 1))
+            pipe.send(peer)
+            assert pipe.poll(LONGEST_S)
+            assert pipe.recv() == "expected"
+            return run(life, place, peer, progress=progress)
+
+        whole = next_life(None)
+        n_interrupted = sum(next_life(place).interrupted for place in places(whole.seen, n, seed=1))
+        assert n_interrupted > n // 2 or n_interrupted > len(whole.seen) // 2
+        next_life(None)
+        pipe.send(None)
+        assert pipe.poll(300)
+        assert pipe.recv() == []
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
         process.kill()
         process.join()

@@ -11,32 +11,21 @@ import pytest
 
 from pdstage import Aborted, PeerError, State, UsageError
 from pdstage.control.keys import Keys
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.engine import TOKENS, Pair, Rank, decode_node, drive, prefill_node
 
-TOKENS = 30
-MODES = ["inline", "thread"]
-both = pytest.mark.parametrize("progress", MODES)
+both = pytest.mark.parametrize("progress", ["inline", "thread"])
 
 
-def pair(site, progress, **options):
-    src, dst = Rank(page=4), Rank(page=8, hnd=True)
-    p = site.prefill(src, progress=progress, **options)
-    return src, dst, p, site.decode(dst, progress=progress, **options)
-
-
-def begin(site, src, dst, p, d, room: int):
+def begin(pair: Pair, room: int):
     """A room whose sender has everything but `finish`."""
-    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-    src.write(room, TOKENS, pages)
-    receiver, sender = d.receive(room, site.address), p.send(room)
-    receiver.bind(into, TOKENS)
-    sender.chunk(pages, (0, TOKENS))
-    return receiver, sender, into
+    begun = pair.open(room)
+    begun.sender.chunk(begun.pages, TOKENS)
+    return begun
 
 
-def nobody_waits(*nodes) -> bool:
-    """Neither a waiter nor a loop is left at them."""
-    return not any(node.driver.pumps or node.roster._waiters or node.roster._of_any_end for node in nodes)
+def nobody_waits(pair: Pair) -> bool:
+    """Neither a waiter nor a loop is left at its nodes."""
+    return not any(node.driver.pumps or node.roster._waiters or node.roster._of_any_end for node in pair.nodes)
 
 
 async def started(*waits) -> list[asyncio.Task]:
@@ -47,57 +36,43 @@ async def started(*waits) -> list[asyncio.Task]:
 
 
 @both
-@pytest.mark.parametrize("transport", ["local", "nixl"])
-def test_a_room_is_awaited_at_both_ends(site, progress, transport):
-    if transport == "nixl":
+@pytest.mark.parametrize("how", ["local", "nixl", "keys"])
+def test_a_room_is_awaited_at_both_ends(progress, how, tmp_path):
+    """Also over what is asked to move bytes, and where handshakes are answered by whoever watches the socket."""
+    if how == "nixl":
         pytest.importorskip("nixl")
-    src, dst, p, d = pair(site, progress, transport=transport)
+    options = {"keys": Keys.make(tmp_path / "key")} if how == "keys" else {"transport": how}
+    src, dst, options = Rank(), Rank(), options | {"progress": progress}
+    pair = Pair(prefill_node(src, None, **options), src, decode_node(dst, **options), dst)
 
     async def main() -> None:
-        receiver, sender, into = begin(site, src, dst, p, d, 1)
-        waiting = await started(receiver.wait_async(60), sender.wait_async(60))
-        sender.finish(aux=b"first")
-        assert await asyncio.gather(*waiting) == [State.SUCCESS] * 2
-        assert receiver.aux == b"first"
-        await asyncio.gather(receiver.wait_released_async(60), sender.wait_released_async(60))
-        assert receiver.released and sender.released
-        assert dst.holds(1, TOKENS, into)
-
-    asyncio.run(main())
-    assert nobody_waits(p, d)
-
-
-def test_nodes_with_keys_are_turned_by_a_loop_too(site, tmp_path):
-    """Their handshakes are answered by whoever watches the socket."""
-    keys = Keys.make(tmp_path / "key")
-    src, dst = Rank(page=4), Rank(page=8)
-    p, d = prefill_node(src, None, keys=keys), decode_node(dst, keys=keys)
-    site.address = p.bootstrap_address
-
-    async def main() -> None:
-        async with p, d:
-            receiver, sender, into = begin(site, src, dst, p, d, 1)
-            sender.finish()
+        async with pair.p, pair.d:
+            sender, receiver, _, into = begin(pair, 1)
+            waiting = await started(receiver.wait_async(60), sender.wait_async(60))
+            sender.finish(aux=b"first")
+            assert await asyncio.gather(*waiting) == [State.SUCCESS] * 2
+            assert receiver.aux == b"first"
             await asyncio.gather(receiver.wait_released_async(60), sender.wait_released_async(60))
+            assert receiver.released and sender.released
             assert dst.holds(1, TOKENS, into)
 
     asyncio.run(main())
+    assert nobody_waits(pair)
 
 
 @both
 def test_a_thousand_waits_are_cheap(site, progress):
     """No thread for any of them, and each is woken by its own room alone."""
-    src, dst, p, d = pair(site, progress)
+    pair = site.pair(progress=progress)
 
     async def main() -> None:
-        receivers = [d.receive(room, site.address) for room in range(1000)]
+        receivers = [pair.receive(room) for room in range(1000)]
         waits = await started(*(receiver.wait_async(60) for receiver in receivers))
         threads = threading.active_count()
         for number, room in enumerate((7, 500, 993), 1):
-            pages, into = src.allocate(4), dst.allocate(4)
-            receivers[room].bind(into, 4)
-            sender = p.send(room)
-            sender.chunk(pages, (0, 4))
+            receivers[room].bind(pair.dst.allocate(4), 4)
+            sender = pair.p.send(room)
+            sender.chunk(pair.src.allocate(4), 4)
             sender.finish()
             await asyncio.gather(waits[room], sender.wait_released_async(60))
             assert sum(one.done() for one in waits) == number
@@ -109,36 +84,29 @@ def test_a_thousand_waits_are_cheap(site, progress):
         assert Counter(map(type, ended)) == {State: 3, Aborted: 997}
 
     asyncio.run(main())
-    assert nobody_waits(p, d)
+    assert nobody_waits(pair)
 
 
 def test_an_inline_node_is_turned_when_something_happens_and_not_in_between(site, monkeypatch):
     """What repeats a question every 50 ms and has nothing else to do turns some twenty times a second, not 100,000."""
-    d = site.decode(Rank())
-    n_turns = 0
+    d, turns = site.decode(Rank()), []
     turn = type(d.driver)._turn
-
-    def counted(node, heard) -> None:
-        nonlocal n_turns
-        n_turns += 1
-        turn(node, heard)
-
-    monkeypatch.setattr(type(d.driver), "_turn", counted)
+    monkeypatch.setattr(type(d.driver), "_turn", lambda *given: turns.append(1) or turn(*given))
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
             await d.receive(1, site.address).wait_async(0.5)
 
     asyncio.run(main())
-    assert 0 < n_turns < 200
+    assert 0 < len(turns) < 200
 
 
 @both
-def test_cancelling_a_wait_leaves_the_room_alone(site, progress):
-    src, dst, p, d = pair(site, progress)
+def test_a_wait_that_is_cancelled_or_ends_in_time_leaves_the_room_alone(site, progress):
+    pair = site.pair(progress=progress)
 
     async def main() -> None:
-        receiver, sender, into = begin(site, src, dst, p, d, 1)
+        sender, receiver, _, into = begin(pair, 1)
         gone, stays = await started(receiver.wait_async(60), receiver.wait_async(60))
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -147,62 +115,34 @@ def test_cancelling_a_wait_leaves_the_room_alone(site, progress):
         stays.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await stays
-        assert nobody_waits(p, d)
-        assert receiver.error is None
-        sender.finish()
-        await asyncio.gather(receiver.wait_async(60), sender.wait_released_async(60))
-        assert dst.holds(1, TOKENS, into)
-
-    asyncio.run(main())
-    assert nobody_waits(p, d)
-
-
-@both
-def test_a_wait_ends_in_time_and_the_room_goes_on(site, progress):
-    src, dst, p, d = pair(site, progress)
-
-    async def main() -> None:
-        receiver, sender, _ = begin(site, src, dst, p, d, 1)
+        assert nobody_waits(pair)
         for timeout_s in (0, 0.05):
             with pytest.raises(TimeoutError, match=f"room 1 did not get there in {timeout_s} s"):
                 await receiver.wait_async(timeout_s)
+        assert receiver.error is None
         sender.finish()
-        await asyncio.gather(receiver.wait_async(), sender.wait_released_async())
+        await asyncio.gather(receiver.wait_async(), sender.wait_released_async(60))
         assert await receiver.wait_async(0) is State.SUCCESS, "what is so already needs no time"
+        assert pair.dst.holds(1, TOKENS, into)
 
     asyncio.run(main())
-    assert nobody_waits(p, d)
+    assert nobody_waits(pair)
 
 
-@both
-def test_a_room_that_fails_raises_what_wait_raises(site, progress):
-    src, dst, p, d = pair(site, progress)
-
-    async def main() -> None:
-        receiver, sender, _ = begin(site, src, dst, p, d, 1)
-        async with p, d:
-            [waiting] = await started(receiver.wait_async(60))
-            sender.abort("the client hung up")
-            with pytest.raises((Aborted, PeerError), match="the client hung up"):
-                await waiting
-            with pytest.raises(Aborted, match="the client hung up"):
-                await sender.wait_async(60)
-            await asyncio.gather(sender.wait_released_async(60), receiver.wait_released_async(60))
-
-    asyncio.run(main())
+async def _all_of(node) -> list[bytes]:
+    return sorted([handle.key async for handle in node.completions_async()])
 
 
 @both
 @pytest.mark.parametrize("closing", ["sync", "async"])
 def test_closing_a_node_ends_its_waits(site, progress, closing):
     """Each with its room's error."""
-    src, dst, p, d = pair(site, progress)
+    pair = site.pair(progress=progress)
 
     async def main() -> None:
-        receiver, _, _ = begin(site, src, dst, p, d, 1)
-        early = p.send(2)
-        waits = await started(receiver.wait_async(60), early.wait_async(60), _all_of(d), _all_of(p))
-        for node in (p, d):
+        receiver, early = begin(pair, 1).receiver, pair.p.send(2)
+        waits = await started(receiver.wait_async(60), early.wait_async(60), _all_of(pair.d), _all_of(pair.p))
+        for node in pair.nodes:
             if closing == "sync":
                 node.close(0.2)
             else:
@@ -213,115 +153,104 @@ def test_closing_a_node_ends_its_waits(site, progress, closing):
         assert ended == [[receiver.key], [b"i1", early.key]]
 
     asyncio.run(main())
-    assert nobody_waits(p, d)
-
-
-async def _all_of(node) -> list[bytes]:
-    return sorted([handle.key async for handle in node.completions_async()])
+    assert nobody_waits(pair)
 
 
 @both
 def test_completions_come_one_by_one(site, progress):
-    src, dst, p, d = pair(site, progress)
+    pair = site.pair(progress=progress)
 
     async def main() -> None:
-        rooms = {}
-        for room in (1, 2, 3):
-            receiver, sender, _ = begin(site, src, dst, p, d, room)
-            rooms[receiver.key] = receiver
-            sender.finish()
-        async with p, d:
-            async for handle in d.completions_async():
+        receivers = [pair.begin(room).receiver for room in (1, 2, 3)]
+        rooms = {receiver.key: receiver for receiver in receivers}
+        async with pair.p, pair.d:
+            async for handle in pair.d.completions_async():
                 assert rooms.pop(handle.key) is handle
                 assert handle.state is State.SUCCESS
                 if not rooms:
                     break
-            assert not d.completions()
-        assert nobody_waits(p, d)
+            assert not pair.d.completions()
 
     asyncio.run(main())
+    assert nobody_waits(pair)
 
 
 @both
 def test_a_loop_that_closes_under_its_waits_harms_nobody(site, progress):
-    src, dst, p, d = pair(site, progress)
-    loop = asyncio.new_event_loop()
+    pair, loop = site.pair(progress=progress), asyncio.new_event_loop()
     loop.set_debug(False)
 
     async def main():
-        begun = begin(site, src, dst, p, d, 1)
-        return begun, await started(begun[0].wait_async(60), begun[1].wait_released_async(60))
+        room = begin(pair, 1)
+        return room, await started(room.receiver.wait_async(60), room.sender.wait_released_async(60))
 
-    (receiver, sender, into), waits = loop.run_until_complete(main())
+    room, waits = loop.run_until_complete(main())
     loop.close()
-    sender.finish()
+    room.sender.finish()
     if progress == "inline":
-        drive([p, d], lambda: receiver.released and sender.released)
-    receiver.wait_released(60)
-    sender.wait_released(60)
-    assert dst.holds(1, TOKENS, into)
+        pair.end(room)
+    room.receiver.wait_released(60)
+    room.sender.wait_released(60)
+    assert pair.dst.holds(1, TOKENS, room.into)
     for one in waits:
         one._log_destroy_pending = False
     del waits, one
     if progress == "thread":  # it may still be about to take them away
-        drive([], lambda: nobody_waits(p, d))
-    assert nobody_waits(p, d), "with the last reference to a wait it is gone"
+        drive([], lambda: nobody_waits(pair))
+    assert nobody_waits(pair), "with the last reference to a wait it is gone"
 
 
 def test_a_thread_and_a_loop_wait_at_one_inline_node(site):
     """Whoever has the turn serves both."""
-    src, dst, p, d = pair(site, "inline")
+    pair = site.pair()
 
     async def main() -> None:
-        receiver, sender, into = begin(site, src, dst, p, d, 1)
+        sender, receiver, _, into = begin(pair, 1)
         waits = await started(receiver.wait_async(60), asyncio.to_thread(receiver.wait_released, 60))
         waits += await started(sender.wait_async(60), asyncio.to_thread(sender.wait_released, 60))
         sender.finish()
-        states = await asyncio.gather(*waits)
-        assert states == [State.SUCCESS, None, State.SUCCESS, None]
-        assert dst.holds(1, TOKENS, into)
+        assert await asyncio.gather(*waits) == [State.SUCCESS, None, State.SUCCESS, None]
+        assert pair.dst.holds(1, TOKENS, into)
 
     asyncio.run(main())
-    assert nobody_waits(p, d)
+    assert nobody_waits(pair)
 
 
 def test_a_turn_that_fails_in_a_loop_ends_its_waits(site, monkeypatch):
     """As it does in the node's own thread: nobody hangs because the driver broke."""
-    src, dst, p, d = pair(site, "inline")
+    pair = site.pair()
 
     def broken(*_: object) -> None:
         raise OSError("the socket is gone")
 
     async def main() -> None:
-        receiver, _, _ = begin(site, src, dst, p, d, 1)
-        [waiting] = await started(receiver.wait_async(60))
-        monkeypatch.setattr(d.driver, "_feed", broken)
+        [waiting] = await started(begin(pair, 1).receiver.wait_async(60))
+        monkeypatch.setattr(pair.d.driver, "_feed", broken)
         with pytest.raises(Exception, match="the socket is gone|this node failed"):
             await waiting
 
     asyncio.run(main())
-    assert nobody_waits(p, d)
+    assert nobody_waits(pair)
 
 
 @both
-def test_async_with_closes_also_after_an_exception(progress):
-    src, dst = Rank(), Rank()
+def test_async_with_closes_also_after_an_exception(site, progress):
+    pair = site.pair(progress=progress)
 
     async def main() -> None:
         with pytest.raises(ZeroDivisionError):
-            async with prefill_node(src, None, progress=progress) as p, decode_node(dst, progress=progress) as d:
+            async with pair.p, pair.d:
                 raise ZeroDivisionError
-        for node in (p, d):
-            with pytest.raises(UsageError, match="closed"):
-                node.poll_many([])
 
     asyncio.run(main())
+    for node in pair.nodes:
+        with pytest.raises(UsageError, match="closed"):
+            node.poll_many([])
 
 
 def test_a_wait_costs_its_own_room_only(site):
     """What `ring` asks: who waits for a room that changed, none of those who wait for others."""
-    d = site.decode(Rank())
-    asked = Counter()
+    d, asked = site.decode(Rank()), Counter()
     quiet, loud = (d.receive(room, site.address) for room in (1, 2))
     with contextlib.ExitStack() as stack:
         for receiver in (quiet, loud):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from unittest import mock
 
@@ -14,14 +15,15 @@ import pytest
 
 from pdstage import State, UsageError
 from pdstage.kernels import Plan
+from pdstage.kernels.cuda_runtime import CudaRuntime
+from pdstage.kernels.torch_runtime import TorchRuntime
 from pdstage.manager.driver import Driver
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.session import Send
 from pdstage.stager import DEFAULT_MAX_SMS
 from pdstage.transport.local import LocalTransport
-from tests.manager.engine import Rank, drive
+from tests.manager.engine import TOKENS, Pair, Rank, drive
 
-TOKENS = 30
 VERBS = (
     "register", "unregister", "describe", "offers", "connect", "prepare", "identify", "post", "mapped", "notify",
     "poll", "disconnect", "proved_dead", "forget", "close",
@@ -29,11 +31,12 @@ VERBS = (
 
 
 class Device:
-    """Knows which threads it is current in."""
+    """Knows which threads it is current in, and which NVTX ranges are open."""
 
     def __init__(self, *, flushes: bool = False) -> None:
         self.flushes = flushes
         self.log: list[str] = []
+        self.open: list[str] = []
         self.thread = threading.local()
         self.n_entered = self.n_reserved = 0
 
@@ -69,11 +72,18 @@ class Device:
 
     def record(self, event: object, stream: int) -> None:
         assert self.depth
-        self.log.append("copy")
+        self.log.append(" in ".join(["copy", *self.open]))
 
     def done(self, event: object) -> bool:
         assert self.depth
         return True
+
+    def push_range(self, name: str) -> None:
+        self.open.append(name)
+        self.log.append(name)
+
+    def pop_range(self) -> None:
+        self.open.pop()
 
 
 class Asked:
@@ -94,64 +104,46 @@ def device() -> Device:
     return Device()
 
 
-@pytest.fixture
-def used(device, monkeypatch) -> dict[str, set[bool]]:
-    """Of each verb of transport `local`, and of its making: whether the device was current."""
-    found: dict[str, set[bool]] = {}
-
-    def watched(name):
-        inner = getattr(LocalTransport, name)
-
-        def call(self, *args, **kwargs):
-            found.setdefault(name, set()).add(device.depth > 0)
-            return inner(self, *args, **kwargs)
-
-        return call
-
-    for name in ("__init__", *VERBS):
-        monkeypatch.setattr(LocalTransport, name, watched(name))
-    return found
-
-
 def rank_on(device, monkeypatch) -> Rank:
     rank = Rank()
     monkeypatch.setattr(rank.pool, "runtime", lambda: device)
     return rank
 
 
+def pair_on(site, monkeypatch, src: Device, dst: Device, **options) -> Pair:
+    pair = site.pair(*(rank_on(device, monkeypatch) for device in (src, dst)), **options)
+    for each in (src, dst):
+        each.log.clear()  # what a node measures at its start
+    return pair
+
+
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 @pytest.mark.parametrize("path", ["staged", "direct"])
-def test_no_transport_is_made_or_used_before_the_device_is_current(site, device, used, monkeypatch, progress, path):
-    src, dst = (rank_on(device, monkeypatch) for _ in range(2))
-    p, d = (make(rank, path=path, progress=progress) for make, rank in ((site.prefill, src), (site.decode, dst)))
-    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-    src.write(1, TOKENS, pages)
-    receiver, sender = d.receive(1, site.address), p.send(1)
-    receiver.bind(into, TOKENS)
-    sender.chunk(pages, (0, TOKENS))
-    sender.finish()
-    drive([p, d], lambda: receiver.released and sender.released)
-    assert receiver.state is State.SUCCESS
-    assert dst.holds(1, TOKENS, into)
+def test_no_transport_is_made_or_used_before_the_device_is_current(site, device, monkeypatch, progress, path):
+    used: dict[str, set[bool]] = {}
+
+    def watched(name):
+        inner = getattr(LocalTransport, name)
+
+        def call(self, *args, **kwargs):
+            used.setdefault(name, set()).add(device.depth > 0)
+            return inner(self, *args, **kwargs)
+
+        return call
+
+    for name in ("__init__", *VERBS):
+        monkeypatch.setattr(LocalTransport, name, watched(name))
+    pair = pair_on(site, monkeypatch, device, device, path=path, progress=progress)
+    pair.move(1)
     assert device.n_reserved == 2, "as each side's session began, and not as chunks came"
-    d.close()
+    p = pair.p
+    pair.d.close()
     drive([p], lambda: p.fence(next(iter(p.unfenced()))) if p.unfenced() else not p.core.sessions)
     p.close()
     assert device.depth == 0
     wrong = {name for name, current in used.items() if current != {True}}
     assert not wrong, f"{wrong} of the transport ran where no device was current"
-    assert {
-        "__init__",
-        "register",
-        "offers",
-        "connect",
-        "identify",
-        "prepare",
-        "poll",
-        "close",
-        "mapped",
-        "notify",
-    } <= set(used)
+    assert {"__init__", "register", "offers", "connect", "identify", "prepare", "poll", "close", "notify"} <= set(used)
 
 
 def test_the_device_is_left_even_when_a_turn_raises(site, device, monkeypatch):
@@ -164,40 +156,24 @@ def test_the_device_is_left_even_when_a_turn_raises(site, device, monkeypatch):
     assert device.depth == 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError("cudaErrorCapturedEvent: 907"), OSError("cudaErrorLaunchFailure: 719")])
-def test_engines_events_are_asked_with_the_device_current_and_one_that_raises_fails_its_room(
-    site, device, monkeypatch, error
-):
-    src, dst = (rank_on(device, monkeypatch) for _ in range(2))
-    p, d = site.prefill(src, path="staged"), site.decode(dst, path="staged")
-    rooms, events = {}, {1: Asked(device, error), 2: Asked(device)}
-    for n, event in events.items():
-        pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-        src.write(n, TOKENS, pages)
-        receiver, sender = d.receive(n, site.address), p.send(n)
-        receiver.bind(into, TOKENS, after=event)
-        sender.chunk(pages, (0, TOKENS), ready=event)
-        sender.finish()
-        rooms[n] = receiver, sender, into
-    drive([p, d], lambda: all(r.released and s.released for r, s, _ in rooms.values()))
-    assert rooms[1][0].state is rooms[1][1].state is State.FAILED
-    assert rooms[2][0].state is State.SUCCESS
-    assert dst.holds(2, TOKENS, rooms[2][2])
-    assert all(depth > 0 for event in events.values() for depth in event.depths)
-    assert all(event.depths for event in events.values())
+def test_engines_events_are_asked_with_the_device_current(site, device, monkeypatch):
+    pair = pair_on(site, monkeypatch, device, device, path="staged")
+    events, rooms = [Asked(device, OSError("cudaErrorLaunchFailure: 719")), Asked(device)], []
+    for n, event in enumerate(events):
+        rooms.append(pair.open(n, after=event))
+        rooms[n].sender.chunk(rooms[n].pages, TOKENS, ready=event)
+        rooms[n].sender.finish()
+    pair.end(*rooms)
+    assert [room.states for room in rooms] == [(State.FAILED,) * 2, (State.SUCCESS,) * 2]
+    assert all(depth > 0 for event in events for depth in event.depths)
+    assert all(event.depths for event in events)
 
 
 @pytest.mark.parametrize("given", [{}, {"max_sms": np.int64(3)}, {"max_sms": None}])
 def test_how_many_multiprocessors_a_node_takes_reaches_every_launch(site, device, monkeypatch, given):
-    src, dst = (rank_on(device, monkeypatch) for _ in range(2))
     made, seen = Plan._launch, set()
     monkeypatch.setattr(Plan, "_launch", lambda *args: seen.add(args[2]) or made(*args))
-    p, d = (make(rank, path="staged", **given) for make, rank in ((site.prefill, src), (site.decode, dst)))
-    receiver, sender = d.receive(1, site.address), p.send(1)
-    receiver.bind(dst.allocate(TOKENS), TOKENS)
-    sender.chunk(src.allocate(TOKENS), (0, TOKENS))
-    sender.finish()
-    drive([p, d], lambda: receiver.released and sender.released)
+    pair_on(site, monkeypatch, device, device, path="staged", **given).move(1)
     assert seen == {given.get("max_sms", DEFAULT_MAX_SMS)}
 
 
@@ -212,28 +188,19 @@ def test_what_is_no_number_of_multiprocessors_is_refused_at_the_start(site, give
 @pytest.mark.parametrize("flushes", [True, False])
 def test_what_a_nic_wrote_is_flushed_before_it_is_read_once_for_a_turns_chunks(site, monkeypatch, path, flushes):
     """Where the device does not order a NIC's writes before its kernels' reads: Ampere."""
-    devices = [Device(flushes=flushes) for _ in range(2)]
-    src, dst = (rank_on(one, monkeypatch) for one in devices)
-    p, d = site.prefill(src, path=path), site.decode(dst, path=path)
-    receiver, sender = d.receive(1, site.address), p.send(1)
-    receiver.bind(dst.allocate(TOKENS), TOKENS)
-    pages = src.allocate(TOKENS)
-    for at in range(0, TOKENS, 10):
-        sender.chunk(pages, (at, at + 10))
-    sender.finish()
-    told = d.roster.changed
-    monkeypatch.setattr(d.roster, "changed", lambda *args: devices[1].log.append(str(args[1] & 0x7F)) or told(*args))
-    drive([p, d], lambda: receiver.released and sender.released)
-    assert receiver.state is State.SUCCESS
-    assert "flush" not in devices[0].log, "prefill reads nothing that a NIC wrote"
-    log = devices[1].log
+    src, dst = (Device(flushes=flushes) for _ in range(2))
+    pair = pair_on(site, monkeypatch, src, dst, path=path)
+    told = pair.d.roster.changed
+    monkeypatch.setattr(pair.d.roster, "changed", lambda *args: dst.log.append(str(args[1] & 0x7F)) or told(*args))
+    pair.move(1, cuts=(10, 20))
+    assert "flush" not in src.log, "prefill reads nothing that a NIC wrote"
     if not flushes:
-        assert "flush" not in log
+        assert "flush" not in dst.log
         return
-    for n, what in enumerate(log):
+    for n, what in enumerate(dst.log):
         if what in ("copy", str(int(State.SUCCESS))):
-            assert "flush" in log[:n]
-    assert log.count("copy") == (3 if path == "staged" else 0)
+            assert "flush" in dst.log[:n]
+    assert dst.log.count("copy") == (3 if path == "staged" else 0)
 
 
 def test_several_scatters_of_a_turn_are_one_flush(site, monkeypatch):
@@ -241,10 +208,45 @@ def test_several_scatters_of_a_turn_are_one_flush(site, monkeypatch):
     d = site.decode(rank_on(device, monkeypatch))
     carried = []
     monkeypatch.setattr(Driver, "_carry_out", lambda _, effects: carried.append(effects) or False)
-    effects = [Scatter(ticket, mock.Mock()) for ticket in range(3)]
     with device.current():
-        d.driver._carry_out(effects)
+        d.driver._carry_out([Scatter(ticket, mock.Mock()) for ticket in range(3)])
         d.driver._carry_out([Send(b"", b"")])
     monkeypatch.undo()
     assert len(carried) == 2
     assert device.log == ["flush"]
+
+
+@pytest.mark.parametrize("value", ["1", None, "", "0"])
+def test_launches_and_posts_lie_in_ranges_named_by_room_and_chunk_if_asked_for(site, monkeypatch, value):
+    if value is not None:
+        monkeypatch.setenv("PDSTAGE_NVTX", value)
+    src, dst = Device(), Device()
+    pair_on(site, monkeypatch, src, dst, path="staged").move("r")
+    assert not src.open and not dst.open
+    gather, write, scatter = (f"pdstage {what} r #0" for what in ("gather", "write", "scatter"))
+    if value == "1":
+        assert src.log == [gather, f"copy in {gather}", write]
+        assert dst.log == [scatter, f"copy in {scatter}"]
+    else:
+        assert src.log == dst.log == ["copy"]
+
+
+def test_who_has_no_ranges(site, monkeypatch):
+    monkeypatch.setenv("PDSTAGE_NVTX", "1")
+    assert site.prefill(Rank()).ranges is None, "a pool in host memory"
+    monkeypatch.setenv("PDSTAGE_NVTX", "yes")
+    with pytest.raises(UsageError, match="PDSTAGE_NVTX='yes'"):
+        site.prefill(Rank())
+
+
+def test_the_backends_libraries_are_asked(monkeypatch):
+    torch, cupy = mock.Mock(), mock.Mock()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    for kind in (TorchRuntime, CudaRuntime):
+        runtime = kind.__new__(kind)
+        runtime._torch = torch
+        runtime.push_range("a")
+        runtime.pop_range()
+    assert torch.cuda.nvtx.method_calls == [mock.call.range_push("a"), mock.call.range_pop()]
+    assert cupy.cuda.nvtx.method_calls == [mock.call.RangePush("a"), mock.call.RangePop()]

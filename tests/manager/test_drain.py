@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
 import threading
 
 import pytest
@@ -14,29 +13,38 @@ from pdstage.control.bootstrap import BootstrapClient, Incomplete
 from pdstage.control.drain import Draining, drain
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PeerError, TransportError
-from tests.manager.engine import Rank, drive, prefill_node
-from tests.manager.test_processes import Remote
-from tests.manager.workers import TOKENS
+from tests.manager.engine import TOKENS, Rank, drive, prefill_node
 
 
-class Room:
-    """One of two nodes with threads, half sent."""
+def half_sent(pair):
+    room = pair.open(0)
+    room.sender.chunk(room.pages, (0, 20))
+    drive(pair.nodes, lambda: room.receiver.state is State.TRANSFERRING)
+    return room
 
-    def __init__(self, p, d, src: Rank, dst: Rank, address: str) -> None:
-        self.places, self.pages = dst.allocate(TOKENS), src.allocate(TOKENS)
-        src.write(0, TOKENS, self.pages)
-        self.receiver, self.sender = d.receive(0, address), p.send(0)
-        self.receiver.bind(self.places, TOKENS)
-        self.sender.chunk(self.pages, (0, 20))
-        drive([p, d], lambda: self.receiver.state is State.TRANSFERRING)
 
-    def end(self) -> None:
-        self.sender.chunk(self.pages, (20, TOKENS))
-        self.sender.finish()
+@contextlib.contextmanager
+def again_and_again(do):
+    """Another thread does it until the end."""
+    over = threading.Event()
+
+    def loop() -> None:
+        while not over.is_set():
+            do()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_drained_prefill_node_is_found_no_more_and_begins_no_room(site, capsys, caplog):
-    p, d = site.prefill(Rank(), progress="thread"), site.decode(Rank(), progress="thread")
+    """And who asks is no peer: it opens no session, and its request is no malformed frame."""
+    pair = site.pair(progress="thread")
+    p, d = pair.nodes
     assert cli.main(["drain", p.socket.endpoint.removeprefix("tcp://")]) == 0
     assert capsys.readouterr().out == f"{p.socket.endpoint}: prefill rank 0 is drained\n"
     assert "an operator asks this node to drain" in caplog.text
@@ -47,72 +55,42 @@ def test_a_drained_prefill_node_is_found_no_more_and_begins_no_room(site, capsys
     assert cli.main(["drain", p.socket.endpoint, d.socket.endpoint]) == 0
     assert "decode rank 0 is drained" in capsys.readouterr().out
     with pytest.raises(UsageError, match="takes no new rooms: it drains"):
-        d.receive(1, site.address)
+        pair.receive(1)
+    assert not d.core.sessions
+    assert d.stats()["frames_malformed"] == 0
     assert p.close()
 
 
 def test_rooms_under_way_end_and_are_waited_for(site, capsys):
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src, progress="thread"), site.decode(dst, progress="thread")
-    room = Room(p, d, src, dst, site.address)
-    command = ["drain", p.socket.endpoint, d.socket.endpoint, "--wait"]
+    pair = site.pair(progress="thread")
+    room = half_sent(pair)
+    command = ["drain", *(node.socket.endpoint for node in pair.nodes), "--wait"]
     assert cli.main([*command, "0.01"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2
     assert all("rank 0 is not drained: 1 transferring, the oldest for " in line for line in said)
-    room.end()
+    room.sender.chunk(room.pages, (20, TOKENS))
+    room.sender.finish()
     assert cli.main([*command, "60"]) == 0
     assert room.receiver.state is State.SUCCESS
-    assert dst.holds(0, TOKENS, room.places)
+    assert pair.dst.holds(0, TOKENS, room.into)
 
 
 def test_a_node_without_a_thread_answers_in_its_turns(site):
-    p, over = site.prefill(Rank()), threading.Event()
-
-    def turn() -> None:
-        while not over.is_set():
-            p.turn(0.01)
-
-    turning = threading.Thread(target=turn)
-    turning.start()
-    try:
+    p = site.prefill(Rank())
+    with again_and_again(lambda: p.turn(0.01)):
         assert drain([p.socket.endpoint])[p.socket.endpoint].drained
-    finally:
-        over.set()
-        turning.join()
 
 
-def test_a_process_is_drained_by_the_command(site):
-    """Of two prefill processes each has a room that never ends; the command says so, and others are told at once."""
-    d = site.decode(Rank(), transport="local")
-    with Remote(site.address, 2, "local", "staged", rooms=1, stop=0) as remote:
-        receiver = d.receive(0, site.address)
-        receiver.bind(list(range(13)), TOKENS)
-        drive([d], lambda: receiver.state is State.TRANSFERRING)
-        endpoints = [one.endpoint for one in BootstrapClient(site.address).lookup()]
-        command = [sys.executable, "-m", "pdstage", "drain", *endpoints, "--wait", "0.01"]
-        done = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        drive([d], lambda: done.poll() is not None)
-        assert done.returncode == 1
-        assert done.communicate()[0].count("is not drained: 1 transferring") == len(remote.processes)
-        late = d.receive(7, site.address)
-        late.bind(list(range(20, 33)), TOKENS)
-        drive([d], lambda: late.state is State.FAILED)
-
-
-@pytest.fixture
-def keys(tmp_path):
-    Keys.make(tmp_path / "cluster.key")
-    return tmp_path / "cluster.key"
-
-
-def test_who_holds_a_key_may_drain_and_nobody_else(keys, tmp_path, capsys, monkeypatch):
-    Keys.make(tmp_path / "other.key")
+def test_who_holds_a_key_may_drain_and_nobody_else(tmp_path, capsys, monkeypatch):
+    keys, others = tmp_path / "cluster.key", tmp_path / "other.key"
+    Keys.make(keys)
+    Keys.make(others)
     with prefill_node(Rank(), None, keys=keys, progress="thread") as p:
         plain = p.socket.endpoint.rpartition("@")[2]
         assert cli.main(["drain", p.socket.endpoint]) == 2
         assert "is encrypted, and this node has no keys" in capsys.readouterr().err
-        assert cli.main(["drain", plain, "--keys", str(tmp_path / "other.key")]) == 2
+        assert cli.main(["drain", plain, "--keys", str(others)]) == 2
         assert "key" in capsys.readouterr().err
         monkeypatch.setattr(operator, "_SILENT_S", 0.2)
         with pytest.raises(TransportError, match="has not answered for .* s;") as caught:
@@ -125,9 +103,8 @@ def test_who_holds_a_key_may_drain_and_nobody_else(keys, tmp_path, capsys, monke
 
 def test_a_node_that_ends_meanwhile_is_named_with_what_it_said_last(site, monkeypatch):
     monkeypatch.setattr(operator, "_SILENT_S", 0.2)
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src, progress="thread"), site.decode(dst, progress="thread")
-    Room(p, d, src, dst, site.address)
+    pair = site.pair(progress="thread")
+    p, _ = pair.p, half_sent(pair)
     send, sent = p.socket.send, []
 
     def send_one(route, frames):  # its first answer, and none after
@@ -138,32 +115,22 @@ def test_a_node_that_ends_meanwhile_is_named_with_what_it_said_last(site, monkey
         return send(route, frames)
 
     monkeypatch.setattr(p.socket, "send", send_one)
-    with pytest.raises(
-        TransportError, match="has not answered for .*; when it last did, prefill rank 0 is not drained"
-    ):
+    words = "has not answered for .*; when it last did, prefill rank 0 is not drained"
+    with pytest.raises(TransportError, match=words):
         drain([p.socket.endpoint])
 
 
-def test_what_is_no_node_is_said():
+@pytest.mark.parametrize("said", [[b"Po\x01{}"], [b"x", b"y"], [b"Po\x01\xff"]])
+def test_what_is_no_node_is_said(said):
     with ControlSocket(identity=b"stranger") as stranger:
-        over = threading.Event()
 
         def answer() -> None:
-            said = iter([[b"Po\x01{}"], [b"x", b"y"], [b"Po\x01\xff"]])
-            while not over.is_set():
-                stranger.wait(0.05)
-                for route, _ in stranger.recv():
-                    stranger.send(route, next(said))
+            stranger.wait(0.05)
+            for route, _ in stranger.recv():
+                stranger.send(route, said)
 
-        answering = threading.Thread(target=answer)
-        answering.start()
-        try:
-            for _ in range(3):
-                with pytest.raises(PeerError, match="gives no answer that is one"):
-                    drain([stranger.endpoint])
-        finally:
-            over.set()
-            answering.join()
+        with again_and_again(answer), pytest.raises(PeerError, match="gives no answer that is one"):
+            drain([stranger.endpoint])
 
 
 def test_a_release_that_cannot_be_drained_counts_the_request_as_malformed(site):
@@ -190,11 +157,3 @@ def test_a_node_that_finds_no_thread_drains_when_it_is_asked_again(site, monkeyp
     p._asked_to_drain()
     p._drain.join()
     assert p._asked_to_drain() == Draining("prefill", 0, True, {}, 0.0)
-
-
-def test_an_operators_socket_is_no_peer(site):
-    """It opens no session, and its request is no malformed frame."""
-    d = site.decode(Rank(), progress="thread")
-    assert drain([d.socket.endpoint])[d.socket.endpoint].drained
-    assert not d.core.sessions
-    assert d.stats()["frames_malformed"] == 0

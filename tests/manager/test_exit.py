@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -14,8 +12,7 @@ import pytest
 from pdstage import State
 from pdstage.errors import UsageError
 from pdstage.manager import driver as drivers
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
-from tests.manager.test_lifecycle import move
+from tests.manager.engine import Rank, drive, prefill_node
 from tests.rows import rows, usable
 
 _HERE = usable("local", "nixl", "mooncake")
@@ -23,38 +20,15 @@ _ENDS_S = 240.0
 """Far beyond what it takes, which docs/reliability.md has: so long may a busy machine take."""
 
 
-def program(end: str, transport: str, progress: str, **environment: str) -> subprocess.Popen[str]:
-    """`exit_programs`, once it is ready to end."""
-    started = subprocess.Popen(
-        [sys.executable, "-m", "tests.manager.exit_programs", end, transport, progress],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment,
-    )  # fmt: skip
-    assert started.stdout.readline() == "ready\n", started.communicate()
-    return started
-
-
 @pytest.mark.parametrize("transport", rows(_HERE, full={"mooncake"}))
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 @pytest.mark.parametrize("end", ["closed", "in_a_global", "in_a_thread", "in_a_loop"])
 def test_a_program_ends_with_nodes_open(end, transport, progress):
     """Wherever they are, the interpreter takes them down without a word, a hang or a crash."""
-    with program(end, transport, progress) as ended:
-        _, errors = ended.communicate(timeout=_ENDS_S)
-    assert ended.returncode == 0, errors
-    assert "Traceback" not in errors
-
-
-@pytest.mark.parametrize("transport", rows(_HERE, full={"nixl", "mooncake"}))
-@pytest.mark.parametrize("progress", ["inline", "thread"])
-@pytest.mark.parametrize("end", ["waiting", "awaiting"])
-def test_a_ctrl_c_from_outside(end, transport, progress):
-    """A wait ends at once, the node is as it was, and closes; the room ends (I10)."""
-    with program(end, transport, progress) as ended:
-        ended.send_signal(signal.SIGINT)
-        said, errors = ended.communicate(timeout=_ENDS_S)
-    assert ended.returncode == 0, errors
-    assert said == "interrupted, FAILED\n"
-    assert "Traceback" not in errors
+    command = [sys.executable, "-m", "tests.manager.exit_programs", end, transport, progress]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_ENDS_S, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "ready\n"), ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_no_turn_is_in_a_library_as_the_interpreter_ends(site, monkeypatch):
@@ -87,25 +61,24 @@ def interruption() -> mock.Mock:
 
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 def test_who_is_interrupted_while_it_waits_may_go_on(site, monkeypatch, progress):
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src, progress="thread"), site.decode(dst, progress=progress)
-    receiver = d.receive(7, site.address)
+    pair = site.pair(prefill={"progress": "thread"}, decode={"progress": progress})
+    d, receiver = pair.d, pair.receive(7)
     with monkeypatch.context() as patched:
         patched.setattr(*((d.socket, "wait") if progress == "inline" else (d.roster, "wait")), interruption())
         with pytest.raises(KeyboardInterrupt):
             receiver.wait(60)
     receiver.abort()
-    move(p, src, d, dst, 8)
+    pair.move(8)
     assert d.close()
 
 
 @pytest.mark.parametrize("turn", ["turn", "look", "kick"])
 def test_who_is_interrupted_in_a_turn_has_lost_the_node_and_no_more(site, monkeypatch, turn):
     """What was half done is not gone on with: the rooms fail, and say why, and the node closes (I10)."""
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src, progress="thread"), decode_node(dst)
-    move(p, src, d, dst, 1)
-    receiver = d.receive(2, site.address)
+    pair = site.pair(prefill={"progress": "thread"})
+    d = pair.d
+    pair.move(1)
+    receiver = pair.receive(2)
     with monkeypatch.context() as patched:
         patched.setattr(d, "_on_changed", interruption())
         patched.setattr(d.core, "take_effects", interruption())
@@ -114,38 +87,36 @@ def test_who_is_interrupted_in_a_turn_has_lost_the_node_and_no_more(site, monkey
     assert receiver.state is State.FAILED
     assert "KeyboardInterrupt" in str(receiver.error)
     with pytest.raises(UsageError, match="failed before"):
-        d.receive(3, site.address)
+        pair.receive(3)
     others = threading.Thread(target=d.close)
     others.start()
     others.join(60)
     assert not others.is_alive()
-    with decode_node(dst := Rank()) as another:
-        move(p, src, another, dst, 4)
+    pair.d = site.decode(pair.dst)
+    pair.move(4)
 
 
 def test_a_room_of_the_next_node_at_an_interrupted_ones_address_ends(site):
     """Decode still has a session with the one before, which could not say Bye, and opens the room under that (I10)."""
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src), site.decode(dst)
-    move(p, src, d, dst, 1)
-    p.driver.fail(KeyboardInterrupt())
-    p.close()
-    again = site.prefill(src, bind=p.socket.endpoint)
-    sender, receiver = again.send(2), d.receive(2, site.address)
-    receiver.bind(dst.allocate(8), 8)
-    drive([again, d], lambda: sender.released and receiver.released)
-    assert "does not know this session" in str(receiver.error)
-    assert "does not know this session" in str(sender.error)
-    move(again, src, d, dst, 3)
+    pair = site.pair()
+    pair.move(1)
+    pair.p.driver.fail(KeyboardInterrupt())
+    pair.p.close()
+    pair.p = site.prefill(pair.src, bind=pair.p.socket.endpoint)
+    room = pair.open(2)
+    pair.end(room)
+    for handle in room[:2]:
+        assert "does not know this session" in str(handle.error)
+    pair.move(3)
 
 
 @pytest.mark.parametrize("where", ["directory", "_copy_thread", "socket"])
 def test_a_close_that_is_interrupted_is_gone_on_with(site, monkeypatch, where):
     """It had said True the second time, with everything left open."""
     before = set(threading.enumerate())
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src, progress="thread"), decode_node(dst, progress="thread")
-    move(p, src, d, dst, 1)
+    pair = site.pair(progress="thread")
+    d = pair.d
+    pair.move(1)
     with monkeypatch.context() as patched:
         patched.setattr(type(getattr(d, where)), "close", interruption())
         with pytest.raises(KeyboardInterrupt):
@@ -164,7 +135,7 @@ def test_a_prefill_node_that_is_interrupted_as_it_publishes_is_found_nowhere(sit
         with pytest.raises(KeyboardInterrupt):
             prefill_node(Rank(), site.address)
     assert "pdstage-lease" not in [thread.name for thread in set(threading.enumerate()) - before]
-    with decode_node(Rank()) as d:
-        receiver = d.receive(1, site.address, deadline_s=1.0)
-        drive([d], lambda: receiver.state is State.FAILED)
+    d = site.decode(Rank())
+    receiver = d.receive(1, site.address, deadline_s=1.0)
+    drive([d], lambda: receiver.state is State.FAILED)
     assert not d.sessions.over

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 import pytest
 
@@ -17,10 +16,9 @@ from pdstage.control.zmq import route_of
 from tests import processes
 from tests.chaos.network import Namespaces, permitted
 from tests.control.test_zmq import raw_dealer
-from tests.manager.engine import IMPATIENT, Rank, drive, prefill_node
+from tests.manager.engine import IMPATIENT, TOKENS, Rank, drive
 from tests.manager.test_processes import Remote, spawn
 from tests.manager.workers import (
-    TOKENS,
     receive_from_a_host_that_vanishes,
     send_to_a_host_that_vanishes,
     serve_decode,
@@ -48,7 +46,7 @@ def half_sent(d: DecodeNode, dst: Rank, address: str) -> list:
 @pytest.mark.parametrize("path", rows(["staged", "direct"], full={"direct"}))
 def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
     """Row: writer killed. I6, I10, I14: the room it was sending fails with a reason, and its pages and leases come back
-    once its death is proved.
+    once its death is proved. Row: writer restarted. Its next life serves new rooms of a node that was not.
     """
     dst = Rank(n_pages=128)
     d = site.decode(dst, transport=transport, path=path, config=IMPATIENT)
@@ -63,18 +61,8 @@ def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
         assert d.core.idle
         assert receivers[0].state is State.SUCCESS
     if path == "staged":
-        serves_again(site, d, dst, transport)
-
-
-def serves_again(site, d: DecodeNode, dst: Rank, transport: str) -> None:
-    """Row: writer restarted. The next life under the same address serves new rooms of a node that was not restarted."""
-    with Remote(site.address, 1, transport, "staged", rooms=1):
-        pages = dst.allocate(TOKENS)
-        receiver = d.receive(0, site.address)
-        receiver.bind(pages, TOKENS)
-        drive([d], lambda: receiver.released)
-        assert receiver.state is State.SUCCESS
-        assert dst.holds(0, TOKENS, pages)
+        with Remote(site.address, 1, transport, path, rooms=1) as remote:
+            remote.all_arrive(d, dst, site.address, 1)
 
 
 def test_a_stopped_prefill_process_keeps_memory_out_of_use_until_it_goes_on(site, transport):
@@ -97,82 +85,37 @@ def test_a_prefill_process_that_may_not_write_fails_the_room_before_anything_is_
     """Row of local: writing forbidden."""
     dst = Rank(n_pages=128)
     d = site.decode(dst, path="direct")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_prefill_forbidden_to_write, args=(theirs, site.address), daemon=True)
-    process.start()
-    try:
-        assert ours.poll(240)
+    with Remote(site.address, 1, "local", "direct", rooms=1, stop=0, serve=serve_prefill_forbidden_to_write):
         receiver = d.receive(0, site.address)
         receiver.bind(dst.allocate(TOKENS), TOKENS)
         drive([d], lambda: receiver.released)
         assert receiver.state is State.FAILED
         assert "does not know this session" in str(receiver.error)
         assert not any(tensor.any() for tensor in (*dst.k, *dst.v))
-    finally:
-        process.kill()
-        process.join()
 
 
-@pytest.mark.parametrize("path", ["auto", "staged"])
-def test_a_prefill_process_that_may_not_write_pages_goes_on_with_staging_memory_unless_told_direct(site, path):
-    """That of the decode node's own is mapped: nothing else is needed."""
-    dst, rooms = Rank(n_pages=128), 2
-    d = site.decode(dst, transport="local", path="direct")
-    ours, theirs = spawn.Pipe()
-    args = (theirs, site.address, rooms, rooms, path)
-    process = spawn.Process(target=serve_prefill_forbidden_to_write, args=args, daemon=True)
-    process.start()
-    try:
-        assert ours.poll(240)
-        pages, receivers = [dst.allocate(TOKENS) for _ in range(rooms)], []
-        for room, into in enumerate(pages):
-            receivers.append(d.receive(room, site.address))
-            receivers[-1].bind(into, TOKENS)
-        drive([d], lambda: all(receiver.released for receiver in receivers))
-        for room, (receiver, into) in enumerate(zip(receivers, pages, strict=True)):
-            assert receiver.wait(0) is State.SUCCESS, receiver.error
-            assert dst.holds(room, TOKENS, into)
-    finally:
-        process.kill()
-        process.join()
-
-
-@pytest.fixture
-def decode_process() -> Iterator[object]:
-    """Starts a decode rank in a process of its own: its process and its pipe."""
-    started = []
-
-    def start(address: str, transport: str) -> tuple[object, Connection]:
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=serve_decode, args=(theirs, address, transport), daemon=True)
-        process.start()
-        started.append(process)
-        return process, ours
-
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
-
-
-def test_a_killed_decode_process_fails_its_rooms_at_prefill(site, transport, decode_process):
+def test_a_killed_decode_process_fails_its_rooms_at_prefill(site, transport):
     """Row: receiver killed. I8, I10: the source's pages come back at once, since nothing reads them any more."""
     src = Rank(n_pages=128)
-    with prefill_node(src, site.address, transport=transport, path="staged", config=IMPATIENT) as p:
-        pages = src.allocate(TOKENS)
-        src.write(0, TOKENS, pages)
-        sender = p.send(0)
-        sender.chunk(pages, (0, 20))
-        process, pipe = decode_process(site.address, transport)
+    p = site.prefill(src, transport=transport, path="staged", config=IMPATIENT)
+    pages = src.allocate(TOKENS)
+    src.write(0, TOKENS, pages)
+    sender = p.send(0)
+    sender.chunk(pages, (0, 20))
+    pipe, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_decode, args=(theirs, site.address, transport), daemon=True)
+    process.start()
+    try:
         drive([p], pipe.poll)
         assert pipe.recv() == "half"
+    finally:
         process.kill()
         process.join()
-        sender.chunk(pages, (20, TOKENS))
-        sender.finish()
-        drive([p], lambda: sender.state is State.FAILED and sender.released)
-        assert "silent" in str(sender.error)
-        assert not p.unfenced()
+    sender.chunk(pages, (20, TOKENS))
+    sender.finish()
+    drive([p], lambda: sender.state is State.FAILED and sender.released)
+    assert "silent" in str(sender.error)
+    assert not p.unfenced()
 
 
 @pytest.fixture
@@ -234,32 +177,19 @@ def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport
             process.join()
 
 
-def begin(site, p, src: Rank, d, dst: Rank, room: int):
-    """(receiver, sender, pages, into) of a room whose every token is handed over."""
-    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-    src.write(room, TOKENS, pages)
-    receiver, sender = d.receive(room, site.address), p.send(room)
-    receiver.bind(into, TOKENS)
-    sender.chunk(pages, TOKENS)
-    sender.finish()
-    return receiver, sender, pages, into
-
-
 def test_a_pair_whose_route_a_stranger_took_recovers(site):
     """By itself, once it was silent for max_silence_s: the stranger used decode's name at prefill for a moment, and the
     two never heard of each other again.
     """
-    src, dst = Rank(), Rank(hnd=True)
-    p, d = site.prefill(src, config=IMPATIENT), site.decode(dst, config=IMPATIENT)
+    pair = site.pair(config=IMPATIENT)
+    p, d = pair.nodes
 
-    def served(room: int) -> bool:
-        receiver, sender, pages, into = begin(site, p, src, d, dst, room)
-        drive(site.nodes, lambda: receiver.state in (State.SUCCESS, State.FAILED))
-        sender.abort()
-        drive(site.nodes, lambda: receiver.released and sender.released)
-        src.free(pages)
-        dst.free(into)
-        return receiver.state is State.SUCCESS
+    def served(number: int) -> bool:
+        room = pair.begin(number, 8)
+        drive(site.nodes, lambda: room.receiver.state in (State.SUCCESS, State.FAILED))
+        room.sender.abort()
+        pair.end(room)
+        return room.receiver.state is State.SUCCESS
 
     assert served(0)
     with raw_dealer(p.advert.endpoint, route_of(d.incarnation.to_bytes(8, "little"))) as stranger:
@@ -273,10 +203,8 @@ def test_a_pair_whose_route_a_stranger_took_recovers(site):
 def test_a_copy_that_fails_as_nobody_foresaw_fails_its_room_alone(site, monkeypatch, side, copy_thread):
     """A lack of memory, say. It ended the thread that copies, and the node."""
     monkeypatch.setattr("pdstage.stager._LARGE_NBYTES", 1)
-    src, dst = Rank(), Rank(hnd=True)
-    how = {"path": "staged", "copy_thread": copy_thread}
-    p, d = site.prefill(src, **how), site.decode(dst, **how)
-    copied, node = stager._copy_all, p if side == "prefill" else d
+    pair = site.pair(path="staged", copy_thread=copy_thread)
+    copied, node = stager._copy_all, pair.p if side == "prefill" else pair.d
     n_failures = iter(range(1))
 
     def fail_once(plans, *given):
@@ -286,13 +214,8 @@ def test_a_copy_that_fails_as_nobody_foresaw_fails_its_room_alone(site, monkeypa
         copied(plans, *given)
 
     monkeypatch.setattr(stager, "_copy_all", fail_once)
-    outcomes = []
-    for room in range(2):
-        receiver, sender, _, into = begin(site, p, src, d, dst, room)
-        drive(site.nodes, lambda r=receiver, s=sender: r.released and s.released)
-        outcomes.append((receiver.state, sender.state))
-        if room == 0:
-            assert "no memory is left" in str(receiver.error)
-    assert outcomes[0][0] is State.FAILED
-    assert outcomes[1] == (State.SUCCESS, State.SUCCESS)
-    assert dst.holds(1, TOKENS, into)
+    failed = pair.begin(0)
+    pair.end(failed)
+    assert failed.receiver.state is State.FAILED
+    assert "no memory is left" in str(failed.receiver.error)
+    pair.move(1)

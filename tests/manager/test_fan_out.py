@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from pdstage import State, UsageError
-from pdstage.errors import TransportError
 from pdstage.kernels import Plan
 from pdstage.manager.data_path import MAX_TOGETHER
 from pdstage.manager.effects import Gathers
@@ -22,19 +20,8 @@ from pdstage.protocol.prefill_chunks import Gather
 from pdstage.protocol.session import Attach, Detach
 from pdstage.transport.local import LocalTransport
 from tests.manager import engine
-from tests.manager.engine import Rank, drive
+from tests.manager.engine import TOKENS, Event, Rank, drive
 from tests.manager.test_device import Device, rank_on
-
-TOKENS = 30
-
-
-class Event:
-    """What an engine gives as an event."""
-
-    done = False
-
-    def query(self) -> bool:
-        return self.done
 
 
 class Room:
@@ -110,35 +97,23 @@ def test_ranks_that_want_the_same_bytes_are_one_gather(site, monkeypatch, mapped
     assert not room.prefill.core.chunks.flights
 
 
-def test_leases_that_are_mapped_and_send_buffers_are_filled_together(site, monkeypatch):
-    room, seen = None, Counter()
-    mapped = LocalTransport.mapped
-
-    def some(self, peer, address, nbytes):
-        seen[peer] += 1
-        return mapped(self, peer, address, nbytes) if sorted(seen).index(peer) % 2 else None
-
-    monkeypatch.setattr(LocalTransport, "mapped", some)
-    room = Room(site, monkeypatch)
-    room.end()
-    assert len(seen) == 4
-    assert room.calls == [4]
-    assert room.exact() == [True] * 4
-
-
-@pytest.mark.parametrize(("heads", "calls"), [(2, [2, 2]), (4, [1] * 4)])
-def test_what_differs_stays_apart(site, monkeypatch, heads, calls):
-    room = Room(site, monkeypatch, heads=heads)
+@pytest.mark.parametrize(
+    ("how", "calls"),
+    [
+        ({"heads": 2}, [2, 2]),
+        ({"heads": 4}, [1] * 4),
+        ({"prefixes": (0, 8, 0, 8)}, [2, 2]),
+        ({"config": replace(engine.QUICK, checksums=True)}, [4]),
+        ({"on_device": False}, [1] * 4),
+    ],
+    ids=["pairs of heads", "heads", "tokens", "sums", "host memory: each is written before the next"],
+)
+def test_what_differs_stays_apart(site, monkeypatch, how, calls):
+    room = Room(site, monkeypatch, **how)
     room.end()
     assert room.calls == calls
     assert room.exact() == [True] * 4
-
-
-def test_ranks_that_have_a_prefix_already_want_other_tokens(site, monkeypatch):
-    room = Room(site, monkeypatch, prefixes=(0, 8, 0, 8))
-    room.end()
-    assert room.calls == [2, 2]
-    assert room.exact() == [True] * 4
+    assert all(session.checksums == ("config" in how) for session in room.prefill.core.sessions.values())
 
 
 @pytest.mark.parametrize("what", ["source", "layers", "checksums", "staged", "order", "cut"])
@@ -168,21 +143,6 @@ def test_whatever_changes_the_staged_bytes_keeps_gathers_apart(site, monkeypatch
     room.end()
 
 
-def test_checksums_are_of_each_ticket(site, monkeypatch):
-    room = Room(site, monkeypatch, config=replace(engine.QUICK, checksums=True))
-    assert all(session.checksums for session in room.prefill.core.sessions.values())
-    room.end()
-    assert room.calls == [4]
-    assert room.exact() == [True] * 4
-
-
-def test_in_host_memory_each_is_written_before_the_next_is_gathered(site, monkeypatch):
-    room = Room(site, monkeypatch, on_device=False)
-    room.end()
-    assert room.calls == [1] * 4
-    assert room.exact() == [True] * 4
-
-
 def test_a_launch_that_fails_fails_all_that_it_was_for(site, monkeypatch):
     room = Room(site, monkeypatch)
     monkeypatch.setattr(Plan, "gather", mock.Mock(side_effect=UsageError("scripted", remedy="none")))
@@ -190,32 +150,6 @@ def test_a_launch_that_fails_fails_all_that_it_was_for(site, monkeypatch):
     assert [receiver.state for receiver in room.receivers] == [State.FAILED] * 4
     assert "scripted" in str(room.sender.error)
     assert not room.prefill.core.chunks.flights
-
-
-@pytest.mark.parametrize("dim", [16, pytest.param(4096, marks=pytest.mark.full)], ids=["small", "large"])
-def test_the_gather_of_a_session_that_is_lost_in_the_same_turn_reports_itself(site, monkeypatch, dim):
-    """As the others' do: its buffer was busy, or its lease was being written."""
-    room = Room(site, monkeypatch, dim=dim)
-    core, take = room.prefill.core, room.prefill._take_asked
-    lost = next(iter(room.sender.room.destinations.values())).session
-    seen, copied = [], []
-
-    def losing(now):
-        take(now)
-        if room.ready.done and not seen:
-            seen.append(len(core.chunks.flights))
-            core.endpoint.lose(lost, TransportError("scripted", remedy="none"), now)
-
-    monkeypatch.setattr(room.prefill, "_take_asked", losing)
-    staged = room.prefill._on_staged
-    monkeypatch.setattr(room.prefill, "_on_staged", lambda *args: copied.append(args[0]) or staged(*args))
-    room.end()
-    assert seen == [4], "all were begun when one was lost"
-    assert room.calls == [4]
-    assert len({one.ticket for one in copied}) == len(copied) == 4
-    assert not any(one.error for one in copied)
-    assert [receiver.state for receiver in room.receivers] == [State.FAILED] * 4, "a room is all of its ranks"
-    assert not core.chunks.flights
 
 
 def test_none_moves_across_a_sessions_beginning_or_end(site, monkeypatch):

@@ -22,9 +22,8 @@ from pdstage.control.bootstrap import BootstrapClient, Incomplete
 from pdstage.manager import node as node_module
 from tests import descriptors, processes
 from tests.chaos import account
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.engine import TOKENS, Pair, Rank, decode_node, drive, prefill_node
 from tests.manager.test_processes import Remote
-from tests.manager.workers import TOKENS
 from tests.rows import rows, usable
 
 TRANSPORTS = usable("local", "nixl", "mooncake")
@@ -51,33 +50,13 @@ def _times(more: Counter[str], n: int) -> Counter[str]:
     return Counter({kind: count for kind, count in more.items() if count >= n})
 
 
-def move(p, src: Rank, d, dst: Rank, room: int) -> None:
-    """One room from `p` to `d`, checked byte for byte."""
-    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-    src.write(room, TOKENS, pages)
-    receiver = d.receive(room, p.bootstrap_address)
-    receiver.bind(into, TOKENS)
-    sender = p.send(room)
-    sender.chunk(pages, (0, TOKENS))
-    sender.finish(aux=b"aux")
-    drive([p, d], lambda: receiver.released and sender.released)
-    assert receiver.state is State.SUCCESS
-    assert dst.holds(room, TOKENS, into)
-    src.free(pages)
-    dst.free(into)
-
-
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 def test_a_prefill_node_that_drains(site, progress):
     """What it began ends well, what it did not fails at decode without a deadline, and it is found no more."""
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src, progress=progress), site.decode(dst, progress="thread")
-    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-    src.write(1, TOKENS, pages)
-    begun, sender = d.receive(1, p.bootstrap_address), p.send(1)
-    begun.bind(into, TOKENS)
-    never = d.receive(2, p.bootstrap_address)
-    never.bind(dst.allocate(TOKENS), TOKENS)
+    pair = site.pair(prefill={"progress": progress}, decode={"progress": "thread"})
+    p, (sender, begun, pages, into) = pair.p, pair.open(1)
+    never = pair.receive(2)
+    never.bind(pair.dst.allocate(TOKENS), TOKENS)
     drive([p], lambda: sender.opened and len(p.core.rooms.pending))
     assert not p.drain(0.0), "a room of its is under way"
     with pytest.raises(UsageError, match="takes no new rooms"):
@@ -89,18 +68,17 @@ def test_a_prefill_node_that_drains(site, progress):
     assert p.drain(240.0)
     assert sender.state is State.SUCCESS
     drive([p], lambda: begun.released and never.released)
-    assert dst.holds(1, TOKENS, into)
+    assert pair.dst.holds(1, TOKENS, into)
     assert "takes no new rooms" in str(never.error)
     assert p.close()
 
 
 def test_a_decode_node_that_drains(site):
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src, progress="thread"), site.decode(dst)
-    receiver = d.receive(1, p.bootstrap_address)
+    pair = site.pair(prefill={"progress": "thread"})
+    d, receiver = pair.d, pair.receive(1)
     assert not d.drain(0.0)
     with pytest.raises(UsageError, match="takes no new rooms"):
-        d.receive(2, p.bootstrap_address)
+        pair.receive(2)
     receiver.abort()
     assert asyncio.run(d.drain_async(240.0))
     assert d.drain(240.0)
@@ -110,27 +88,25 @@ def test_a_decode_node_that_drains(site):
 @pytest.mark.parametrize("breaks", [False, True], ids=["turns", "breaks"])
 def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monkeypatch, caplog, breaks):
     """An engine that asks a closed node's room must not hear that it still waits, even if the last turn breaks."""
-    src, dst = Rank(page=4), Rank(page=4)
-    options = {"transport": "local", "path": "direct", "progress": "thread"}
-    with prefill_node(src, site.address, **options) as p:
-        d = decode_node(dst, **options)
-        move(p, src, d, dst, 0)
-        late = d.receive(1, site.address)
-        late.bind(dst.allocate(4), 4)
-        drive([], lambda: late.state is State.WAITING_FOR_INPUT, 20)
-        asleep = threading.Event()
+    pair = site.pair(path="direct", progress="thread")
+    d = pair.d
+    pair.move(0)
+    late = pair.receive(1)
+    late.bind(pair.dst.allocate(4), 4)
+    drive([], lambda: late.state is State.WAITING_FOR_INPUT, 20)
+    asleep = threading.Event()
 
-        def sleep(wait_s: float) -> None:
-            asleep.set()
-            drive([], lambda: d.closed, 20)
+    def sleep(wait_s: float) -> None:
+        asleep.set()
+        drive([], lambda: d.closed, 20)
 
-        monkeypatch.setattr(d.driver, "turn", sleep)
-        assert asleep.wait(20)
-        if breaks:
-            monkeypatch.setattr(d.transport, "poll", mock.Mock(side_effect=OSError("no fabric")))
-        d.close(0.1)
-        assert late.state is State.FAILED
-        assert ("the node's last turn failed" in caplog.text) == breaks
+    monkeypatch.setattr(d.driver, "turn", sleep)
+    assert asleep.wait(20)
+    if breaks:
+        monkeypatch.setattr(d.transport, "poll", mock.Mock(side_effect=OSError("no fabric")))
+    d.close(0.1)
+    assert late.state is State.FAILED
+    assert ("the node's last turn failed" in caplog.text) == breaks
 
 
 @pytest.mark.parametrize("transport", rows(TRANSPORTS, full={"mooncake"}))
@@ -144,15 +120,11 @@ def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
         src, dst = (one, other) if turn % 2 == 0 else (other, one)
         p = prefill_node(src, site.address, staging=staging[0], **options)
         d = decode_node(dst, staging=staging[1], **options)
-        move(p, src, d, dst, turn)
+        Pair(p, src, d, dst).move(turn)
         late = d.receive(100 + turn, site.address)
         late.bind(dst.allocate(4), 4)
-        if turn % 2:
-            assert d.close()
-            assert p.close()
-        else:
-            assert p.close()
-            assert d.close()
+        for node in (d, p) if turn % 2 else (p, d):
+            assert node.close()
         assert d.close(), "repeated"
         assert late.state is State.FAILED
         assert late.released
@@ -248,10 +220,10 @@ def test_a_peer_may_be_fenced_while_the_driver_asks_whether_it_is_dead(site, mon
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 def test_a_forked_child_ends_nothing_of_its_parents(site, progress, transport):
     """Closing what it inherited withdrew the parent's advert, and waited for ever for threads that it did not have."""
-    src, dst = Rank(), Rank(hnd=True)
-    how = {"progress": progress, "transport": transport}
+    src, dst, how = Rank(), Rank(hnd=True), {"progress": progress, "transport": transport}
     p, d = site.keep(prefill_node(src, None, **how)), site.decode(dst, **how)
-    move(p, src, d, dst, 1)
+    pair = Pair(p, src, d, dst)
+    pair.move(1)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=lambda: theirs.send([node.close() for node in (p, d)]))
@@ -261,22 +233,18 @@ def test_a_forked_child_ends_nothing_of_its_parents(site, progress, transport):
     child.join(20)
     assert child.exitcode == 0
     d.directory.forget()
-    move(p, src, d, dst, 2)
+    pair.move(2)
 
 
 def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
     """I14: an engine may hold the closed node for long."""
     gc.collect()  # nodes of other tests
     before = descriptors.count("/memfd:pdstage")
-    src, dst = Rank(page=4), Rank(page=8)
-    p, d = (
-        site.prefill(src, transport="local", progress="thread"),
-        site.decode(dst, transport="local", progress="thread"),
-    )
-    move(p, src, d, dst, 1)
+    pair = site.pair(progress="thread")
+    pair.move(1)
     assert descriptors.count("/memfd:pdstage") > before
-    assert d.close()
-    assert p.close()
+    assert pair.d.close()
+    assert pair.p.close()
     assert descriptors.count("/memfd:pdstage") <= before
 
 
@@ -309,21 +277,6 @@ def test_two_threads_that_close_a_node_get_one_answer(site, monkeypatch):
     assert d.socket.closed
 
 
-def test_a_close_that_was_interrupted_is_gone_on_with(site, monkeypatch):
-    d = site.decode(Rank())
-
-    def interrupted() -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(d._copy_thread, "close", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        d.close()
-    assert not d.socket.closed
-    assert d.close()
-    assert d.socket.closed
-
-
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 def test_a_call_that_comes_just_as_the_node_is_closed(site, monkeypatch, progress):
     """After it was seen to be open, before it had the lock (found by the simulator of whole nodes)."""
@@ -341,24 +294,6 @@ def test_a_call_that_comes_just_as_the_node_is_closed(site, monkeypatch, progres
     monkeypatch.setattr(p.driver, "use", use_and_close)
     with pytest.raises(UsageError, match="closed"):
         p.send(1)
-    assert p.handles() == []
-
-
-def test_no_room_begins_while_its_node_closes(site, monkeypatch):
-    """It would never end: rooms were failed before (found by the simulator of whole nodes)."""
-    p = site.prefill(Rank())
-    kick, refused = p.driver.kick, []
-
-    def send_first() -> None:
-        monkeypatch.undo()
-        with pytest.raises(UsageError, match="it drains, or closes") as caught:
-            p.send(1)
-        refused.append(caught.value)
-        kick()
-
-    monkeypatch.setattr(p.driver, "kick", send_first)
-    assert p.close()
-    assert len(refused) == 1
     assert p.handles() == []
 
 

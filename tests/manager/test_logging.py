@@ -7,17 +7,13 @@ import logging
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zmq
 
-from pdstage import State
-from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.keys import Keys
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.engine import Rank, drive
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 30
@@ -61,31 +57,19 @@ def test_every_warning_is_documented() -> None:
     assert said == DOCUMENTED
 
 
-def move(site, p, d, src, dst, room: int) -> None:
-    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-    src.write(room, TOKENS, pages)
-    receiver, sender = d.receive(room, site.address), p.send(room)
-    receiver.bind(into, TOKENS)
-    sender.chunk(pages, TOKENS)
-    sender.finish(aux=b"token")
-    drive([p, d], lambda: receiver.released and sender.released)
-    assert receiver.state is State.SUCCESS
-    assert dst.holds(room, TOKENS, into)
-
-
 @pytest.mark.parametrize("transport", ["local", "nixl", "auto"])
 @pytest.mark.parametrize("keys", [False, True], ids=["plain", "keys"])
-def test_a_transfer_that_goes_well_warns_of_nothing(transport, keys, caplog, tmp_path):
+def test_a_transfer_that_goes_well_warns_of_nothing(site, transport, keys, caplog, tmp_path):
     """From the nodes' making to their closing; and nothing that is said holds a secret."""
     if transport == "nixl":
         pytest.importorskip("nixl")
     held = Keys.make(tmp_path / "key") if keys else None
-    src, dst = Rank(page=4), Rank(page=8, hnd=True)
-    with caplog.at_level(logging.DEBUG, "pdstage"), BootstrapServer(keys=held) as site:
-        options = {"keys": held, "transport": transport}
-        with prefill_node(src, site.address, **options) as p, decode_node(dst, **options) as d:
-            for room in (1, 2):
-                move(site, p, d, src, dst, room)
+    with caplog.at_level(logging.DEBUG, "pdstage"):
+        pair = site.pair(keys=held, transport=transport, prefill={"bootstrap": None})
+        for room in (1, 2):
+            pair.move(room)
+        pair.d.close()
+        pair.p.close()
     ours = [record for record in caplog.records if record.name.startswith("pdstage")]
     assert ours, "that over which transport the peer is reached is said, if asked for"
     assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []
@@ -116,41 +100,17 @@ def warnings(caplog, logger: str) -> list[str]:
 
 def test_a_peer_that_is_refused_again_and_again_is_named_once(site, caplog):
     """Its greetings are repeated for as long as rooms ask for it."""
-    p, d = site.prefill(Rank()), site.decode(Rank(layers=4))
+    pair = site.pair(dst=Rank(layers=4))
+    p = pair.p
     for room in range(3):
-        receiver = d.receive(room, site.address)
-        receiver.bind([0], 4)
-        drive([p, d], lambda receiver=receiver: receiver.released)
-        assert "4 at decode" in str(receiver.error)
+        receiver = pair.receive(room)
+        drive(pair.nodes, lambda receiver=receiver: receiver.released)
+        assert "3 layers at prefill and 4 at decode: no prefill rank has layer 3" in str(receiver.error)
+    assert not p.core.sessions
     said = warnings(caplog, "pdstage.manager.sessions")
     assert len(said) == 2, "once on each side"
     assert sum(p.socket.endpoint in text for text in said) == 1, "the one it asked is named by its address"
     assert p.stats()["sessions_refused"] >= 3
-
-
-def test_a_peer_that_sends_garbage_is_named_once_and_counted(site, caplog):
-    d = site.decode(Rank())
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.IDENTITY, b"stranger")
-        stranger.connect(d.socket.endpoint)
-        for _ in range(500):
-            stranger.send_multipart([b"\x00garbage"])
-        drive([d], lambda: d.stats()["frames_malformed"] >= 500)
-    said = warnings(caplog, "pdstage.manager.sessions")
-    assert len(said) == 1
-    assert said[0].startswith(f"peer {b'stranger'.hex()}: ")
-
-
-def test_aux_rows_out_of_reach_are_told_of_once(site, caplog):
-    from dataclasses import replace  # noqa: PLC0415
-
-    from pdstage.metadata import MetadataBuffers, usual_columns  # noqa: PLC0415
-
-    rows = MetadataBuffers(usual_columns(top_logprobs=0), 4)
-    rows.region = replace(rows.region, kind="cuda")
-    site.decode(Rank(), aux="rdma", metadata=rows)
-    assert len(warnings(caplog, "pdstage.manager.node")) == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -178,31 +138,14 @@ def test_a_transport_that_gives_nothing_back_says_so(caplog):
     assert warnings(caplog, "pdstage.transport._nixl_agent") == ["NIXL refused release()"]
 
 
-def test_ever_more_rooms_say_ever_the_same(site, caplog):
-    """Nothing is said a room: a log does not grow with what is served."""
-    src, dst = Rank(page=4), Rank(page=8)
-    p, d = site.prefill(src), site.decode(dst)
-    with caplog.at_level(logging.INFO, "pdstage"):
-        move(site, p, d, src, dst, 1)
-        before = Counter(record.name for record in caplog.records)
-        for room in range(2, 8):
-            pages, into = np.arange(8), np.arange(4)
-            receiver, sender = d.receive(room, site.address), p.send(room)
-            receiver.bind(into, TOKENS)
-            sender.chunk(pages, TOKENS)
-            sender.finish()
-            drive([p, d], lambda receiver=receiver, sender=sender: receiver.released and sender.released)
-    assert Counter(record.name for record in caplog.records) == before
-
-
 @pytest.mark.parametrize(("theirs", "here"), [("staged", "staged (here it is auto, but"), ("auto", "auto")])
 def test_each_side_says_once_a_session_over_what_its_peer_is_reached(site, caplog, theirs, here):
     """Not a room; and who reads one engine's log learns which rank the peer is."""
-    src, dst = Rank(page=4), Rank(page=8)
-    p, d = site.prefill(src), site.decode(dst, path=theirs)
     with caplog.at_level(logging.INFO, "pdstage"):
+        pair = site.pair(decode={"path": theirs})
         for room in (1, 2, 3):
-            move(site, p, d, src, dst, room)
+            pair.move(room)
+    p = pair.p
     said = [record.getMessage() for record in caplog.records if record.name == "pdstage.manager.sessions"]
     at_decode, at_prefill = sorted(said, key=lambda text: "with decode rank" in text)
     seen = "staged" if theirs == "staged" else "as prefill chooses"

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import zmq
 
-import pdstage
 from pdstage import (
     Aborted,
     Config,
     DeadlineExceeded,
     Items,
     Key,
-    PeerError,
     Pool,
     Region,
     RowLevel,
@@ -31,12 +27,7 @@ from pdstage import (
 )
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
 from pdstage.layout.topology import REPLICATED
-from pdstage.plan import Share
-from pdstage.protocol import messages as m
-from pdstage.protocol import wire
-from pdstage.protocol.room import room_key
-from pdstage.tensors import build, paged_nhd
-from tests.manager.engine import HEADS, LAYERS, Rank, decode_node, drive, prefill_node
+from tests.manager.engine import Rank, decode_node, drive, prefill_node
 
 IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, send_wait_s=0.5, drain_s=1.0)
 
@@ -59,18 +50,15 @@ IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_
     ],
 )
 def test_items(site, items, tokens, culprit):
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src), site.decode(dst)
-    receiver = d.receive(1, site.address)
+    pair = site.pair(dst=Rank())
+    receiver, sender = pair.receive(1), pair.p.send(1)
     with pytest.raises(UsageError, match=culprit):
         receiver.bind(items, tokens)
     if "twice" not in culprit:
-        sender = p.send(2)
         with pytest.raises(UsageError, match=culprit):
             sender.chunk(items, tokens)
-    # Nothing was lost: the same rooms go on.
+    # Nothing was lost: the same room goes on.
     receiver.bind([0, 1], 8)
-    sender = p.send(1)
     sender.chunk([0, 1], 8)
     sender.finish()
     drive(site.nodes, lambda: receiver.released)
@@ -78,12 +66,12 @@ def test_items(site, items, tokens, culprit):
 
 
 def test_calls_out_of_order(site):
-    p, d = site.prefill(Rank()), site.decode(Rank())
-    sender, receiver = p.send("r"), d.receive("r", site.address)
+    pair = site.pair()
+    sender, receiver = pair.p.send("r"), pair.receive("r")
     with pytest.raises(UsageError, match="room 'r' is being sent already"):
-        p.send("r")
+        pair.p.send("r")
     with pytest.raises(UsageError, match="'r' is being received already"):
-        d.receive("r", site.address)
+        pair.receive("r")
     receiver.bind([0], 4)
     with pytest.raises(UsageError, match="bound already"):
         receiver.bind([0], 4)
@@ -96,9 +84,9 @@ def test_calls_out_of_order(site):
     with pytest.raises(UsageError, match="finished already"):
         sender.finish()
     with pytest.raises(UsageError, match="room id"):
-        p.send(1.5)
+        pair.p.send(1.5)
     with pytest.raises(UsageError, match="deadline_s"):
-        d.receive("s", site.address, deadline_s=float("inf"))
+        pair.receive("s", deadline_s=float("inf"))
 
 
 def test_chunks_that_share_a_compressed_row(site):
@@ -117,20 +105,7 @@ def test_chunks_that_share_a_compressed_row(site):
     sender.chunk([0, 1], (8, 12))
 
 
-def test_a_room_that_prefill_left_incomplete(site):
-    p, d = site.prefill(Rank()), site.decode(Rank())
-    receiver = d.receive(1, site.address)
-    receiver.bind([0, 1], 8)
-    sender = p.send(1)
-    sender.chunk([0], 4)
-    sender.finish()
-    drive(site.nodes, lambda: receiver.released and sender.released)
-    assert isinstance(receiver.error, PeerError)
-    assert "'kv' layer 0 from token 4" in str(receiver.error)
-
-
 def test_options(site):
-    rank = Rank()
     for options, culprit in (
         ({"path": "fast"}, "path is 'fast'"),
         ({"progress": "magic"}, "progress is 'magic'"),
@@ -141,20 +116,10 @@ def test_options(site):
         ({"bind": "tcp://0.0.0.0:0"}, "can be reached from other machines"),
     ):
         with pytest.raises(UsageError, match=culprit):
-            prefill_node(rank, site.address, **options)
+            prefill_node(Rank(), site.address, **options)
 
 
-def one_room_succeeds(site, p, d) -> None:
-    receiver = d.receive(1, site.address)
-    receiver.bind([0], 4)
-    sender = p.send(1)
-    sender.chunk([0], 4)
-    sender.finish()
-    drive(site.nodes, lambda: receiver.released)
-    assert receiver.state is State.SUCCESS
-
-
-def test_a_transport_whose_package_is_missing(site, monkeypatch):
+def test_a_transport_whose_package_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     for module in ("nixl", "_nixl_agent"):
@@ -179,104 +144,45 @@ def test_an_unreachable_bootstrap():
             assert d.receive(2, address).state is State.BOOTSTRAPPING, "a refused call must leave nothing behind"
 
 
-def test_an_advert_without_a_usable_endpoint():
+def test_an_advert_without_a_usable_endpoint(site):
     """It fails the room that asked; the node and its other rooms go on."""
-    with BootstrapServer() as bad, BootstrapServer() as good:
+    pair = site.pair()
+    with BootstrapServer() as bad:
         advert = Advert(instance="p", topology=Topology(), endpoint="nowhere", incarnation=1, layout="")
         BootstrapClient(bad.address).publish(advert)
-        with prefill_node(Rank(), good.address) as p, decode_node(Rank()) as d:
-            receiver = d.receive(1, bad.address)
-            drive([p, d], lambda: receiver.released)
-            with pytest.raises(UsageError, match="nowhere"):
-                receiver.wait(0)
-            again = d.receive(1, good.address)
-            again.bind([0], 4)
-            sender = p.send(1)
-            sender.chunk([0], 4)
-            sender.finish()
-            drive([p, d], lambda: again.released)
-            assert again.state is State.SUCCESS
-
-
-def test_a_room_nobody_sends():
-    with (
-        BootstrapServer() as server,
-        prefill_node(Rank(), server.address) as p,
-        decode_node(Rank(), config=IMPATIENT) as d,
-    ):
-        receiver = d.receive(404, server.address)
-        receiver.bind([0], 4)
-        drive([p, d], lambda: receiver.released)
-        assert isinstance(receiver.error, DeadlineExceeded)
-        assert "room 404 got no chunk" in str(receiver.error)
-
-
-def test_a_room_nobody_receives(site):
-    p = site.prefill(Rank(), config=IMPATIENT)
-    sender = p.send(404)
-    drive(site.nodes, lambda: sender.released)
-    assert isinstance(sender.error, DeadlineExceeded)
-    assert "no decode rank opened room 404" in str(sender.error)
-    with pytest.raises(DeadlineExceeded):
-        sender.wait(0)
-
-
-@pytest.mark.parametrize(
-    ("dst", "culprit"),
-    [
-        (lambda: Rank(layers=4), "3 layers at prefill and 4 at decode: no prefill rank has layer 3"),
-        (lambda: _rank_of((8, 4, 4, 32), 4, np.uint8), "16 bytes a kv_head at prefill, 32 at decode"),
-        (lambda: _rank_of((8, 4, 8, 16), 8, np.uint8), "axis kv_head of 4 shards at prefill, kv_head of 8 at decode"),
-        (lambda: _rank_of((8, 4, 4, 16), 4, np.int8), "format uint8 at prefill, int8 at decode"),
-    ],
-)
-def test_incompatible_layouts(site, caplog, dst, culprit):
-    p, d = site.prefill(Rank()), site.decode(dst())
-    receiver = d.receive(1, site.address)
-    drive(site.nodes, lambda: receiver.released)
-    assert isinstance(receiver.error, PeerError)
-    with pytest.raises(PeerError, match=culprit):
-        receiver.wait(0)
-    assert not p.core.sessions
-    assert any(culprit in record.getMessage() for record in caplog.records)
-
-
-def _rank_of(shape: tuple[int, ...], heads: int, dtype: type) -> Rank:
-    rank = Rank()
-    k, v = ([np.zeros(shape, dtype) for _ in range(3)] for _ in "kv")
-    rank.pool = Pool.of(build(paged_nhd(k, v, total_heads=heads, tp=(1, 0))), keep=(k, v))
-    return rank
-
-
-def test_two_transports(site):
-    pytest.importorskip("nixl")
-    site.prefill(Rank(), transport="local")
-    d = site.decode(Rank(), transport="nixl")
-    receiver = d.receive(1, site.address)
-    drive(site.nodes, lambda: receiver.released)
-    assert "transport 'nixl' at decode, 'local' at prefill" in str(receiver.error)
+        receiver = pair.d.receive(1, bad.address)
+        drive(site.nodes, lambda: receiver.released)
+        with pytest.raises(UsageError, match="nowhere"):
+            receiver.wait(0)
+        pair.move(1)
 
 
 @pytest.mark.parametrize(
     ("at_prefill", "at_decode", "over"),
-    [("auto", "auto", "local"), ("auto", "nixl", "nixl"), ("nixl", "auto", "nixl"), ("auto", "local", "local")],
-)
+    [
+        ("auto", "auto", "local"), ("auto", "nixl", "nixl"), ("nixl", "auto", "nixl"), ("auto", "local", "local"),
+        ("local", "nixl", ""),
+    ],
+)  # fmt: skip
 def test_auto_talks_to_who_was_given_a_name(site, at_prefill, at_decode, over):
     pytest.importorskip("nixl")
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src, transport=at_prefill), site.decode(dst, transport=at_decode)
-    one_room_succeeds(site, p, d)
-    assert {name: n for name, n in p.stats().items() if name.startswith("sessions_over")} == {
-        f"sessions_over_{over}": 1
-    }
+    pair = site.pair(prefill={"transport": at_prefill}, decode={"transport": at_decode})
+    if over:
+        pair.move(1)
+    else:
+        receiver = pair.receive(1)
+        drive(site.nodes, lambda: receiver.released)
+        assert "transport 'nixl' at decode, 'local' at prefill" in str(receiver.error)
+    counted = {name: n for name, n in pair.p.stats().items() if name.startswith("sessions_over")}
+    assert counted == ({f"sessions_over_{over}": 1} if over else {})
 
 
 def test_garbage_on_the_control_socket(site):
-    src, dst = Rank(), Rank()
-    p, d = site.prefill(src), site.decode(dst)
+    """It is counted, its sender named once, and the session goes on."""
+    pair = site.pair()
     context = zmq.Context()
     try:
-        for node in (p, d):
+        for node in pair.nodes:
             dealer = context.socket(zmq.DEALER)
             dealer.linger = 0
             dealer.connect(node.socket.endpoint)
@@ -284,92 +190,25 @@ def test_garbage_on_the_control_socket(site):
                 dealer.send_multipart([junk, junk])
             drive(site.nodes, lambda n=node: n.stats()["frames_malformed"] >= 10)
             dealer.close()
-        with socket.create_connection(("127.0.0.1", int(p.socket.endpoint.rpartition(":")[2]))) as raw:
+        with socket.create_connection(("127.0.0.1", int(pair.p.socket.endpoint.rpartition(":")[2]))) as raw:
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-        one_room_succeeds(site, p, d)
+        pair.move(1)
     finally:
         context.destroy(linger=0)
 
 
-def test_an_open_that_comes_with_its_hello(site):
-    """A peer need not wait for Welcome: adverts name the incarnation, so both may be read in one turn."""
-    rank = Rank()
-    node = site.prefill(rank, path="auto")
-    sender = node.send("r")
-    sender.chunk([0, 1], 8)
-    lanes = (m.LaneSpan(1 << 20, 1 << 20),)
-    hello = m.Hello(Topology(), rank.pool.layout, "local", node.transport.describe(), lanes, 5.0, (m.DIRECT_FEATURE,))
-    shares = tuple(Share("kv", role, (0, LAYERS, 1), 0, HEADS) for role in "kv")
-    items = (m.Items("kv", 0, memoryview(np.array([3, 5], np.int32)).cast("B")),)
-    opened = m.Open(1, room_key("r"), shares, (m.Asked("kv", 0, 8),), items, 0, 1, False, 0, 60.0)
-    with node.driver.lock:
-        for seq, (writer, message) in enumerate([(0, hello), (node.incarnation, opened)], 1):
-            node.core.receive(b"peer", wire.encode(m.SessionId(7, writer), seq, message), time.monotonic())
-        assert [session.half_open for session in node.core.sessions.values()] == [False]
-        assert sender.room.destinations
-
-
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_abort(site, side):
-    p, d = site.prefill(Rank()), site.decode(Rank())
-    receiver = d.receive(1, site.address)
-    receiver.bind([0, 1], 8)
-    sender = p.send(1)
-    sender.chunk([0], 4)
-    drive(site.nodes, lambda: receiver.state is State.TRANSFERRING)
-    (receiver if side == "decode" else sender).abort("the user left")
-    drive(site.nodes, lambda: receiver.released and sender.released)
-    for handle in (receiver, sender):
-        assert isinstance(handle.error, Aborted)
-        assert "the user left" in str(handle.error)
-    # The room's name is free again.
-    again = d.receive(1, site.address)
-    again.bind([0], 4)
-    second = p.send(1)
-    second.chunk([0], 4)
-    second.finish()
-    drive(site.nodes, lambda: again.released)
-    assert again.state is State.SUCCESS
-
-
-@pytest.mark.parametrize("submitted", ["before", "after"])
-@pytest.mark.parametrize("when", ["looked up", "greeted", "met"])
-def test_an_abort_before_bind_ends_the_room_at_prefill(site, when, submitted):
-    """Its pages there need not wait for open_wait_s: whoever aborts knows nothing of who has been found so far."""
-    p, d = site.prefill(Rank()), site.decode(Rank())
-    sender = p.send(1) if submitted == "before" else None
-    receiver = d.receive(1, site.address)
-    assert not receiver.room.routes
-    if when != "looked up":
-        drive([d] if when == "greeted" else site.nodes, lambda: receiver.room.routes)
-    if when == "met":
-        drive(site.nodes, lambda: receiver.state is State.WAITING_FOR_INPUT)
-    receiver.abort("the user left")
-    assert receiver.released
-    assert isinstance(receiver.error, Aborted)
-    if sender is None:
-        drive(site.nodes, lambda: p.core.rooms.ended)
-        sender = p.send(1)
-    sender.chunk([0], 4)
-    drive(site.nodes, lambda: sender.released)
-    assert isinstance(sender.error, Aborted)
-    assert "given up at decode" in str(sender.error)
-    assert "the user left" in str(sender.error)
-
-
-def test_closing_fails_what_is_open(site):
-    p, d = site.prefill(Rank()), site.decode(Rank())
-    receiver = d.receive(1, site.address)
-    receiver.bind([0, 1], 8)
-    sender = p.send(1)
-    sender.chunk([0], 4)
-    drive(site.nodes, lambda: receiver.state is State.TRANSFERRING)
-    p.close(0.2)
-    drive([d], lambda: receiver.released)
-    assert receiver.state is State.FAILED
-    assert sender.state is State.FAILED
-    with pytest.raises(UsageError, match="closed"):
-        p.send(2)
+    pair = site.pair()
+    room = pair.open(1)
+    room.sender.chunk(room.pages, 4)
+    drive(site.nodes, lambda: room.receiver.state is State.TRANSFERRING)
+    (room.receiver if side == "decode" else room.sender).abort("the user left")
+    pair.end(room)
+    for handle in room[:2]:
+        with pytest.raises(Aborted, match="the user left"):
+            handle.wait(0)
+    pair.move(1)  # the room's name is free again
 
 
 def test_a_node_is_not_for_forked_children(site):
@@ -382,10 +221,3 @@ def test_a_node_is_not_for_forked_children(site):
             os._exit(17)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
-
-
-def test_importing_is_light():
-    code = "import sys, pdstage; print(sorted({'torch', 'zmq', 'nixl', 'triton', 'numpy'} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() in ("[]", "['numpy']")
-    assert {"PrefillNode", "DecodeNode", "Topology"} <= set(pdstage.__all__)

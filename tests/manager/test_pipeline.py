@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-import numpy as np
 import pytest
 
 from pdstage import Config, State
@@ -52,21 +51,15 @@ class Watched:
     def __init__(self, site, **options) -> None:
         self.log: list[tuple[str, int]] = []
         self.transport = HeldTransport(self.log)
-        self.src, self.dst = (Rank(page=64, n_pages=80) for _ in range(2))
-        for tensor in (*self.src.k, *self.src.v):
-            tensor[:] = np.random.default_rng(len(self.log)).integers(0, 256, tensor.shape, np.uint8)
         config = Config(retry_s=QUICK.retry_s, chunk_nbytes=CHUNK_TOKENS * 3 * 2 * 4 * 16)
         assert config.chunk_nbytes > driver._LARGE_NBYTES
         common = {"path": "staged", "config": config, "staging_nbytes": 4 << 20} | options
-        self.p = site.prefill(self.src, transport=self.transport, n_buffers=3, **common)
-        self.d = site.decode(self.dst, **common)
+        ranks = (Rank(page=64, n_pages=80) for _ in range(2))
+        self.pair = site.pair(*ranks, **common, prefill={"transport": self.transport, "n_buffers": 3})
+        self.p, self.d = self.pair.nodes
         self._watch(self.p.stager, "gather")
         self._watch(self.d.stager, "scatter")
-        self.pages, self.into = self.src.allocate(TOKENS), self.dst.allocate(TOKENS)
-        self.sender, self.receiver = self.p.send(1), self.d.receive(1, site.address)
-        self.receiver.bind(self.into, TOKENS)
-        self.sender.chunk(self.pages, TOKENS)
-        self.sender.finish()
+        self.room = self.pair.begin(1, TOKENS)
 
     def _watch(self, stager, what: str) -> None:
         """Logs each copy as its end is told."""
@@ -82,13 +75,12 @@ class Watched:
         stager.poll = told
 
     def until(self, *events: tuple[str, int]) -> None:
-        drive((self.p, self.d), lambda: set(events) <= set(self.log))
+        drive(self.pair.nodes, lambda: set(events) <= set(self.log))
 
     def end(self) -> None:
-        drive((self.p, self.d), lambda: self.receiver.released and self.sender.released)
-        assert self.receiver.wait(0) is self.sender.wait(0) is State.SUCCESS
-        for got, sent in zip((*self.dst.k, *self.dst.v), (*self.src.k, *self.src.v), strict=True):
-            assert np.array_equal(got[self.into], sent[self.pages])
+        self.pair.end(self.room)
+        assert self.room.states == (State.SUCCESS, State.SUCCESS)
+        assert self.pair.dst.holds(1, TOKENS, self.room.into)
 
 
 @pytest.mark.parametrize("progress", ["inline", "thread"])
@@ -133,42 +125,43 @@ def test_a_lease_is_given_back_before_the_next_chunk_is_scattered(site, monkeypa
     room.end()
 
 
-@pytest.mark.parametrize(
-    ("chunk_s", "lane_nbytes", "n_chunks"), [(1e-9, 128 << 20, 7), (1.0, 128 << 20, 2), (1.0, 20 << 20, 5)],
-    ids=["cheap chunks", "dear chunks", "dear chunks in short lanes"],
-)  # fmt: skip
-def test_chunks_of_a_long_room_are_as_long_as_the_transport_wants(site, chunk_s, lane_nbytes, n_chunks):
-    """24 MiB: in chunks of at least 4 MiB, less what whole pages leave, of at most 16 MiB, and four to a lane."""
-    src, dst = (Rank(page=64, n_pages=1024) for _ in range(2))
-    p = site.prefill(src, path="staged", staging_nbytes=64 << 20, n_buffers=4)
-    d = site.decode(dst, staging_nbytes=2 * lane_nbytes, n_lanes=2)
-    p.data_path._cost_of = lambda traits: CostModel(((1 << 20, 1e-4),), 1e-5, chunk_s=chunk_s)
-    pages = src.allocate(65_536)
-    sender, receiver = p.send(1), d.receive(1, site.address)
-    receiver.bind(dst.allocate(65_536), 65_536)
-    sender.chunk(pages, 65_536)
-    sender.finish()
-    drive((p, d), lambda: receiver.released and sender.released)
-    assert receiver.wait(0) is State.SUCCESS
-    assert p.stats()["bytes_written"] == 24 << 20 and p.stats()["chunks_staged"] == n_chunks
+def staged(chunk_s: float) -> CostModel:
+    return CostModel(((1 << 20, 1e-4),), 1e-5, chunk_s=chunk_s)
+
+
+def either(descriptor_s: float) -> CostModel:
+    return CostModel(((1, descriptor_s),), 0.0, bulk_bytes_per_s=1e9, chunk_s=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("path", "descriptor_s", "chunks"), [("direct", 1.0, (2, 0)), ("auto", 0.0, (2, 0)), ("auto", 1.0, (0, 7))]
+    ("path", "cost", "lanes_nbytes", "chunks"),
+    [
+        ("staged", staged(1e-9), 256 << 20, (0, 7)),
+        ("staged", staged(1.0), 256 << 20, (0, 2)),
+        ("staged", staged(1.0), 40 << 20, (0, 5)),
+        ("direct", either(1.0), 256 << 20, (2, 0)),
+        ("auto", either(0.0), 256 << 20, (2, 0)),
+        ("auto", either(1.0), 256 << 20, (0, 7)),
+    ],
+    ids=["cheap chunks", "dear chunks", "dear chunks in short lanes", "direct", "direct is free", "direct is dear"],
 )
-def test_direct_chunks_are_as_long_as_they_may(site, path, descriptor_s, chunks):
-    """They have no stages that could overlap: 24 MiB are two of at most 16 MiB, where in stages they would be seven."""
-    src, dst = (Rank(page=64, n_pages=1024) for _ in range(2))
-    p = site.prefill(src, path=path, staging_nbytes=64 << 20, n_buffers=4)
-    d = site.decode(dst, path="auto", staging_nbytes=256 << 20, n_lanes=2)
-    p.data_path._cost_of = lambda traits: CostModel(((1, descriptor_s),), 0.0, bulk_bytes_per_s=1e9, chunk_s=1e-9)
-    sender, receiver = p.send(1), d.receive(1, site.address)
-    receiver.bind(dst.allocate(65_536), 65_536)
-    sender.chunk(src.allocate(65_536), 65_536)
+def test_chunks_of_a_long_room_are_as_long_as_the_transport_wants(site, path, cost, lanes_nbytes, chunks):
+    """24 MiB: in chunks of at least 4 MiB, less what whole pages leave, of at most 16 MiB, and four to a lane. Direct
+    chunks have no stages that could overlap, and are as long as they may be.
+    """
+    ranks = (Rank(page=64, n_pages=1024) for _ in range(2))
+    lanes = {"staging_nbytes": lanes_nbytes, "n_lanes": 2, "path": "auto"}
+    pair = site.pair(*ranks, decode=lanes, prefill={"path": path, "staging_nbytes": 64 << 20, "n_buffers": 4})
+    pair.p.data_path._cost_of = lambda traits: cost
+    sender, receiver = pair.p.send(1), pair.receive(1)
+    receiver.bind(pair.dst.allocate(65_536), 65_536)
+    sender.chunk(pair.src.allocate(65_536), 65_536)
     sender.finish()
-    drive((p, d), lambda: receiver.released and sender.released)
+    drive(pair.nodes, lambda: receiver.released and sender.released)
     assert receiver.wait(0) is State.SUCCESS
-    assert (p.stats()["chunks_direct"], p.stats()["chunks_staged"]) == chunks
+    stats = pair.p.stats()
+    assert stats["bytes_written"] == 24 << 20
+    assert (stats["chunks_direct"], stats["chunks_staged"]) == chunks
 
 
 def test_one_thread_at_a_time_carries_out_effects(site, monkeypatch):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 
 import pytest
 
-from pdstage import State
-from tests.manager.engine import Rank, drive
-from tests.manager.workers import TOKENS, serve_prefill, serve_prefill_forbidden_to_write
+from pdstage import DecodeNode, State
+from tests.manager.engine import TOKENS, Rank, drive
+from tests.manager.workers import serve_prefill, serve_prefill_forbidden_to_write
 from tests.rows import usable
 
-TRANSPORTS = usable("local", "nixl")
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -27,12 +27,13 @@ class Remote:
         rooms: int,
         stop: int = 1 << 30,
         keys: str | None = None,
+        serve: Callable[..., None] = serve_prefill,
     ) -> None:
         self.pipes, self.processes = [], []
         for rank in range(tp):
             ours, theirs = spawn.Pipe()
             args = (theirs, address, tp, rank, transport, path, rooms, stop, keys)
-            process = spawn.Process(target=serve_prefill, args=args, daemon=True)
+            process = spawn.Process(target=serve, args=args, daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -48,54 +49,36 @@ class Remote:
             process.kill()
             process.join()
 
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_two_prefill_processes_to_one_decode(site, transport, path):
-    rooms = 6
-    dst = Rank(page=8, hnd=True, n_pages=128)
-    d = site.decode(dst, transport=transport, path=path)
-    with Remote(site.address, 2, transport, path, rooms) as remote:
-        receivers, into = [], []
-        for room in range(rooms):
-            into.append(dst.allocate(TOKENS))
-            receivers.append(d.receive(room, site.address))
-            receivers[-1].bind(into[-1], TOKENS)
+    def all_arrive(self, d: DecodeNode, dst: Rank, address: str, rooms: int) -> None:
+        """Every byte of `rooms` rooms, and both sides' words on them."""
+        into, receivers = [dst.allocate(TOKENS) for _ in range(rooms)], []
+        for room, pages in enumerate(into):
+            receivers.append(d.receive(room, address))
+            receivers[room].bind(pages, TOKENS)
         drive([d], lambda: all(receiver.released for receiver in receivers))
         for room, (receiver, pages) in enumerate(zip(receivers, into, strict=True)):
             assert receiver.wait(0) is State.SUCCESS
             assert receiver.aux == b"%d" % room
             assert dst.holds(room, TOKENS, pages)
-        drive([d], lambda: all(pipe.poll() for pipe in remote.pipes))
-        for pipe in remote.pipes:
+        for pipe in self.pipes:
+            drive([d], pipe.poll)
             assert pipe.recv() == [State.SUCCESS] * rooms
             pipe.send("end")
 
 
-def test_pages_that_are_mapped_are_written_in_one_pass(site):
-    """By nothing else here: the prefill process may not write another one's memory."""
-    rooms = 4
-    dst = Rank(page=8, hnd=True, n_pages=128, mappable=True)
+@pytest.mark.parametrize("transport", usable("local", "nixl"))
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_two_prefill_processes_to_one_decode(site, transport, path):
+    dst = Rank(page=8, hnd=True, n_pages=128)
+    d = site.decode(dst, transport=transport, path=path)
+    with Remote(site.address, 2, transport, path, 6) as remote:
+        remote.all_arrive(d, dst, site.address, 6)
+
+
+@pytest.mark.parametrize("path", ["direct", "auto", "staged"])
+def test_a_prefill_process_that_may_not_write_pages_maps_memory_unless_told_direct(site, path):
+    """Staging memory of the decode node's own; or all its pages, which are then written in one pass."""
+    dst = Rank(page=8, hnd=True, n_pages=128, mappable=path == "direct")
     d = site.decode(dst, transport="local", path="direct")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_prefill_forbidden_to_write, args=(theirs, site.address, rooms, rooms))
-    process.start()
-    try:
-        receivers, into = [], []
-        for room in range(rooms):
-            into.append(dst.allocate(TOKENS))
-            receivers.append(d.receive(room, site.address))
-            receivers[-1].bind(into[-1], TOKENS)
-        drive([d], lambda: all(receiver.released for receiver in receivers))
-        for room, (receiver, pages) in enumerate(zip(receivers, into, strict=True)):
-            assert receiver.wait(0) is State.SUCCESS
-            assert dst.holds(room, TOKENS, pages)
-        drive([d], ours.poll)
-        assert ours.recv() == "ready"
-        drive([d], ours.poll)
-        assert ours.recv() == [State.SUCCESS] * rooms
-        ours.send("end")
-        process.join(60)
-    finally:
-        process.kill()
-        process.join()
+    with Remote(site.address, 1, "local", path, 4, serve=serve_prefill_forbidden_to_write) as remote:
+        remote.all_arrive(d, dst, site.address, 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
@@ -19,12 +18,13 @@ from pdstage.layout import Key, Region, RowLevel, View
 from pdstage.layout.topology import REPLICATED
 from pdstage.transport import available, supporting
 from pdstage.transport.local import LocalTransport
-from tests.manager.engine import QUICK, Rank, decode_node, drive, prefill_node
+from tests.manager.engine import QUICK, Rank, decode_node, drive
 
 VIEW = View(
     key=Key("kv", "latent", 0), region=0, offset=0, n_items=16, item_stride=32, tokens_per_item=16,
     rows=(RowLevel(16, 2),), shards=1, shard_stride=2, width=2, axis=REPLICATED, format="bytes",
 )  # fmt: skip
+CHECKED = replace(QUICK, checksums=True)
 
 
 class HostOnly(LocalTransport):
@@ -46,25 +46,44 @@ def opened(monkeypatch) -> list[HostOnly]:
     return HostOnly.opened
 
 
-def rank_on_a_device() -> Rank:
+def rank_on_a_device(pages: str = "cuda") -> Rank:
+    """Nothing is allocated on the device: there is none here."""
     rank = Rank()
     rank.pool = Pool([Region(1 << 40, 4096, "cuda")], [VIEW], "cuda:0")
     rank.pool.runtime = lambda: SimpleNamespace(current=contextlib.nullcontext, flushes=False)
+    if pages == "cpu":
+        rank.pool.layout = replace(rank.pool.layout, regions=(Region(1 << 40, 4096, "cpu"),))
     return rank
 
 
 @pytest.mark.parametrize("path", ["auto", "direct", "staged"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_device_pool_over_a_transport_of_host_memory(site, opened, path, role):
-    """Nothing is allocated on the device: there is none here."""
-    make = decode_node if role == "decode" else partial(prefill_node, bootstrap=site.address)
     with pytest.raises(UsageError, match=r"'host-only' moves cpu memory only, .* are on cuda:0") as info:
-        make(rank_on_a_device(), transport="local", path=path)
+        getattr(site, role)(rank_on_a_device(), path=path)
     for name in ("nixl", "mori"):  # mooncake: by its wheel
         assert (name in info.value.remedy.replace(",", "").split()) is (available().get(name) == "")
     assert "local" not in info.value.remedy
     assert info.value.fields == {"transport": "host-only", "device": "cuda:0"}
     assert [transport.closed for transport in opened] == [True]
+
+
+@pytest.mark.parametrize("path", ["auto", "direct"])
+@pytest.mark.parametrize(
+    ("pages", "options", "words"),
+    [
+        ("cuda", {"staging_on": "host"}, "with staging memory on cpu"),
+        ("cuda", {"staging": np.zeros(1 << 16, np.uint8)}, "with staging memory on cpu"),
+        ("cpu", {}, "with pages in host memory"),
+    ],
+)
+def test_host_memory_of_a_gpus_pool_goes_with_the_staged_path_alone(opened, path, pages, options, words):
+    """Where a NIC reaches its pages, it reaches staging memory beside them too."""
+    with pytest.raises(UsageError, match=f"path '{path}' of a pool on cuda:0 {words}") as info:
+        decode_node(rank_on_a_device(pages), path=path, **options)
+    if pages == "cpu":
+        assert info.value.remedy == 'choose path="staged"'
+    assert all(transport.closed for transport in opened)
 
 
 @pytest.mark.parametrize("path", ["auto", "fast"])
@@ -76,30 +95,6 @@ def test_an_open_transport_that_cannot_serve_is_closed(path):
         transport.describe()
 
 
-@pytest.mark.parametrize("path", ["auto", "direct"])
-def test_host_staging_of_a_gpus_pool_goes_with_the_staged_path_alone(opened, path):
-    """Where a NIC reaches its pages, it reaches staging memory beside them too."""
-    for staging in ({"staging_on": "host"}, {"staging": np.zeros(1 << 16, np.uint8)}):
-        with pytest.raises(UsageError, match=f"path '{path}' of a pool on cuda:0 with staging memory on cpu"):
-            decode_node(rank_on_a_device(), transport="local", path=path, **staging)
-    assert all(transport.closed for transport in opened)
-
-
-@pytest.mark.parametrize("path", ["auto", "direct"])
-def test_pages_in_host_memory_of_a_gpus_pool_go_with_the_staged_path_alone(opened, path):
-    rank = rank_on_a_device()
-    rank.pool.layout = replace(rank.pool.layout, regions=(Region(1 << 40, 4096, "cpu"),))
-    with pytest.raises(UsageError, match=f"path '{path}' of a pool on cuda:0 with pages in host memory") as info:
-        decode_node(rank, transport="local", path=path)
-    assert info.value.remedy == 'choose path="staged"'
-    assert all(transport.closed for transport in opened)
-
-
-def test_a_place_of_staging_memory_that_is_none():
-    with pytest.raises(UsageError, match="staging_on is 'gpu'"):
-        decode_node(Rank(), staging_on="gpu")
-
-
 def test_a_device_that_no_backend_copies_closes_an_open_transport(monkeypatch):
     rank, transport = rank_on_a_device(), HostOnly()
     monkeypatch.setattr(rank.pool, "runtime", mock.Mock(side_effect=UsageError("no backend copies it")))
@@ -109,36 +104,11 @@ def test_a_device_that_no_backend_copies_closes_an_open_transport(monkeypatch):
 
 
 def test_checksums_of_what_is_never_staged(site):
-    config = replace(QUICK, checksums=True)
     with pytest.raises(UsageError, match=r'Config\.checksums with path="direct".*"staged"'):
-        prefill_node(Rank(), site.address, path="direct", config=config)
-    for path in ("auto", "staged"):
-        prefill_node(Rank(), site.address, path=path, config=config).close()
+        site.prefill(Rank(), path="direct", config=CHECKED)
     # What its peers send may be staged, whatever may be written here; and what converts is staged on every path.
-    decode_node(Rank(), path="direct", config=config).close()
-    prefill_node(Rank(), site.address, path="direct", config=replace(config, convert=True)).close()
-
-
-def test_a_converting_pool_is_asked_before_a_transport_is_opened(site, opened, monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise UsageError("formats cannot be converted here")
-
-    monkeypatch.setattr(Pool, "check_converts", refuse)
-    with pytest.raises(UsageError, match="cannot be converted"):
-        decode_node(Rank(), config=replace(QUICK, convert=True))
-    assert not opened
-
-
-def test_staging_memory_that_is_too_small_closes_the_transport(site, opened):
-    with pytest.raises(UsageError, match="do not make"):
-        prefill_node(Rank(), site.address, staging=np.zeros(64, np.uint8))
-    assert [transport.closed for transport in opened] == [True]
-
-
-def test_who_moves_what(opened):
-    assert "local" in supporting({"cpu"})
-    assert "local" not in supporting({"cpu", "cuda"})
-    assert supporting({"floppy"}) == []
+    site.decode(Rank(), path="direct", config=CHECKED)
+    site.prefill(Rank(), path="direct", config=replace(CHECKED, convert=True))
 
 
 def test_a_path_that_is_set_is_checked_as_one_that_is_given(site):
@@ -149,6 +119,27 @@ def test_a_path_that_is_set_is_checked_as_one_that_is_given(site):
     assert p.path == "auto"
     p.path = "staged"
     assert p.status().info[2] == "staged"
+
+
+def test_a_converting_pool_is_asked_before_a_transport_is_opened(opened, monkeypatch):
+    monkeypatch.setattr(Pool, "check_converts", mock.Mock(side_effect=UsageError("formats cannot be converted here")))
+    with pytest.raises(UsageError, match="cannot be converted"):
+        decode_node(Rank(), config=replace(QUICK, convert=True))
+    assert not opened
+
+
+def test_staging_memory_that_cannot_be(site, opened):
+    with pytest.raises(UsageError, match="do not make"):
+        site.prefill(Rank(), staging=np.zeros(64, np.uint8))
+    assert [transport.closed for transport in opened] == [True]
+    with pytest.raises(UsageError, match="staging_on is 'gpu'"):
+        decode_node(Rank(), staging_on="gpu")
+
+
+def test_who_moves_what(opened):
+    assert "local" in supporting({"cpu"})
+    assert "local" not in supporting({"cpu", "cuda"})
+    assert supporting({"floppy"}) == []
 
 
 @pytest.mark.parametrize(
@@ -162,20 +153,17 @@ def test_a_path_that_is_set_is_checked_as_one_that_is_given(site):
     ],
     ids=["text", "number", "name", "long", "many"],
 )
-@pytest.mark.parametrize("make", [prefill_node, decode_node])
-def test_what_cannot_be_said_of_a_model(site, make, given, words) -> None:
-    place = (Rank(), site.address) if make is prefill_node else (Rank(),)
-    with pytest.raises(UsageError) as caught:
-        make(*place, model=given)
-    assert words in str(caught.value)
+def test_what_cannot_be_said_of_a_model(site, given, words) -> None:
+    for make in (site.prefill, site.decode):
+        with pytest.raises(UsageError) as caught:
+            make(Rank(), model=given)
+        assert words in str(caught.value)
 
 
 def test_two_nodes_of_another_model(site) -> None:
     """Both hear of it in the same words, and no room begins."""
-    src, dst = Rank(), Rank()
-    site.prefill(src, model={"revision": "4f0c"})
-    decode = site.decode(dst, model={"revision": "9a1d", "name": "llama"})
-    receiver = decode.receive(1, site.address)
-    receiver.bind(dst.allocate(12), 12)
+    named = {"revision": "9a1d", "name": "llama"}
+    pair = site.pair(prefill={"model": {"revision": "4f0c"}}, decode={"model": named})
+    receiver = pair.receive(1)
     drive(site.nodes, lambda: receiver.released)
     assert "the model's revision is '4f0c' at prefill and '9a1d' at decode" in str(receiver.error)

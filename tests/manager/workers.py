@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 from multiprocessing.connection import Connection
 
-from pdstage import DecodeNode, PrefillNode, State
+from pdstage import State
 from pdstage.transport import open_transport
-from tests.manager.engine import IMPATIENT, QUICK, Rank, decode_node, drive, prefill_node
+from tests.manager.engine import IMPATIENT, QUICK, TOKENS, Rank, decode_node, drive, prefill_node
 from tests.processes import enter
 from tests.transport.endpoint import forbid_writing_to_processes
-
-TOKENS = 50
 
 
 def serve_prefill(
@@ -46,12 +44,10 @@ def serve_prefill(
         drive([node], pipe.poll)
 
 
-def serve_prefill_forbidden_to_write(
-    pipe: Connection, address: str, rooms: int = 1, stop: int = 0, path: str = "direct"
-) -> None:
+def serve_prefill_forbidden_to_write(*args: object) -> None:
     """As `serve_prefill`, where a seccomp profile forbids process_vm_writev."""
     forbid_writing_to_processes(errno.EPERM)
-    serve_prefill(pipe, address, 1, 0, "local", path, rooms, stop, keys=None)
+    serve_prefill(*args)
 
 
 def serve_decode(pipe: Connection, address: str, transport: str) -> None:
@@ -87,7 +83,8 @@ def send_to_a_host_that_vanishes(pipe: Connection, namespace: str, host: str, tr
         pipe.send(str(sender.error))
         if transport == "mooncake":  # of itself it takes minutes: docs/transports.md
             drive([node], node.unfenced)
-            _fence_all(node)
+            for endpoint in node.unfenced():
+                node.fence(endpoint)
         drive([node], lambda: sender.released)
         pipe.send("released")
 
@@ -108,14 +105,10 @@ def receive_from_a_host_that_vanishes(
         pipe.send(str(receiver.error))
         drive([node], node.unfenced)
         pipe.send(receiver.released)
-        _fence_all(node)
+        for endpoint in node.unfenced():
+            node.fence(endpoint)
         drive([node], lambda: receiver.released)
         pipe.send("released")
-
-
-def _fence_all(node: DecodeNode | PrefillNode) -> None:
-    for endpoint in node.unfenced():
-        node.fence(endpoint)
 
 
 def _at(host: str, transport: str) -> object:

@@ -27,12 +27,8 @@ FLAGS = {
     "tsan": ["-fsanitize=thread"],
 }
 BUGS = {  # what each must say of the bugs that it is there for
-    "asan": {
-        "overflow": "heap-buffer-overflow",
-        "overread": "heap-buffer-overflow",
-        "undefined": "signed integer overflow",
-    },
-    "tsan": {"race": "data race", "unlocked": "data race"},
+    "asan": {"overflow": "heap-buffer-overflow", "undefined": "signed integer overflow"},
+    "tsan": {"race": "data race"},
 }
 OPTIONS = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=1:strict_string_checks=1",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 import pytest
 
 from pdstage import State
@@ -29,33 +26,37 @@ class Run:
             for rank, tracer in zip(self.src, self.tracers[:2], strict=True)
         ]
         self.decode = nodes.decode(self.dst, observers=self.tracers[2:], **options)
-        self.address = nodes.address
+        self.nodes, self.address = (*self.prefill, self.decode), nodes.address
 
-    def move(self, room, *, chunks: Sequence[int] = (0, 20, 40, TOKENS)) -> None:
-        receiver = self.decode.receive(room, self.address)
+    def _begin(self, room):
         into = self.dst.allocate(TOKENS)
+        receiver = self.decode.receive(room, self.address)
         receiver.bind(into, TOKENS)
-        senders = [node.send(room) for node in self.prefill]
+        return receiver, [node.send(room) for node in self.prefill], into
+
+    def _end(self, *handles) -> None:
+        drive(self.nodes, lambda: all(handle.released for handle in handles))
+
+    def move(self, room) -> None:
+        receiver, senders, into = self._begin(room)
         for sender, rank in zip(senders, self.src, strict=True):
             pages = rank.allocate(TOKENS)
             rank.write(1, TOKENS, pages)
-            for start, stop in pairwise(chunks):
-                sender.chunk(pages, (start, stop))
+            for start in range(0, TOKENS, 20):
+                sender.chunk(pages, (start, start + 20))
             sender.finish(aux=b"first token")
             rank.free(pages)  # nobody writes them before the room is over
-        nodes = [*self.prefill, self.decode]
-        drive(nodes, lambda: all(handle.released for handle in (receiver, *senders)))
+        self._end(receiver, *senders)
         assert receiver.state is State.SUCCESS
         assert self.dst.holds(1, TOKENS, into)
         self.dst.free(into)
 
     def fail(self, room) -> None:
-        receiver = self.decode.receive(room, self.address)
-        receiver.bind(self.dst.allocate(8), 8)
-        senders = [node.send(room) for node in self.prefill]
-        drive([*self.prefill, self.decode], lambda: all(s.state is State.WAITING_FOR_INPUT for s in senders))
+        receiver, senders, into = self._begin(room)
+        drive(self.nodes, lambda: all(sender.state is State.WAITING_FOR_INPUT for sender in senders))
         receiver.abort("no longer wanted")
-        drive([*self.prefill, self.decode], lambda: all(handle.released for handle in (receiver, *senders)))
+        self._end(receiver, *senders)
+        self.dst.free(into)
 
     def traces(self):
         return [tracer.trace() for tracer in self.tracers]

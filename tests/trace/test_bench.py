@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from pdstage.bench import ranks, rooms
-from pdstage.bench.harness import run_traced
-from pdstage.errors import UsageError
 from pdstage.tools.trace import load, merge_files
 from tests.trace.test_trace import check_document
 
@@ -28,8 +24,3 @@ def test_the_ranks_of_a_bench_leave_their_parts(tmp_path):
     with rooms.Pair("local", "inline"):
         pass
     assert len(list(parts.iterdir())) == 2, "only what runs inside is traced"
-
-
-def test_a_bench_without_rooms_has_no_trace(tmp_path):
-    with pytest.raises(UsageError, match="moves no rooms"):
-        run_traced("plan", quick=True, trace=tmp_path / "t.json")

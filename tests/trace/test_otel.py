@@ -27,11 +27,11 @@ class Exported:
         self.provider = TracerProvider(shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
 
-    def named(self, name):
-        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+    def named(self, *names):
+        return [span for span in self.exporter.get_finished_spans() if span.name.removeprefix("pdstage.") in names]
 
-    def rooms(self, role):
-        return self.named(f"pdstage.room {role}")
+    def rooms(self):
+        return self.named("room prefill", "room decode")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def exported():
 
 def spanned(site, exported, **how):
     run = Run(site)
-    for node in (*run.prefill, run.decode):
+    for node in run.nodes:
         node.observed._observers = [Spans(exported.provider, **how)]
     return run
 
@@ -52,16 +52,14 @@ def test_a_rooms_spans_on_both_sides_link_to_the_same(site, exported):
     run.move("one")
     run.move(2)
     ended_ns = time.time_ns()
-    prefill, decode = exported.rooms("prefill"), exported.rooms("decode")
+    prefill, decode = exported.named("room prefill"), exported.named("room decode")
     assert [len(prefill), len(decode)] == [4, 2]
     for room, text in (("one", "one"), (2, "2")):
         mine = [s for s in (*prefill, *decode) if s.attributes["pdstage.room.id"] == text]
         assert len(mine) == 3
         assert {link.context.trace_id for span in mine for link in span.links} == {room_context(room).trace_id}
         assert {span.attributes["pdstage.room.state"] for span in mine} == {"success"}
-    stages = [
-        span for kind in ("lease_wait", "gather", "write", "scatter") for span in exported.named(f"pdstage.{kind}")
-    ]
+    stages = exported.named("lease_wait", "gather", "write", "scatter")
     assert len(stages) == 2 * 2 * 3 * 4
     rooms = {span.context.span_id: span for span in (*prefill, *decode)}
     for stage in stages:
@@ -75,13 +73,21 @@ def test_a_rooms_spans_on_both_sides_link_to_the_same(site, exported):
         assert began_ns - slack_ns <= span.start_time <= span.end_time <= ended_ns + slack_ns
 
 
-def test_a_failed_room_is_an_error_with_its_reason(site, exported):
+def test_a_failed_room_is_an_error_with_its_reason_and_nothing_is_kept_of_rooms_that_are_over(site, exported):
     run = spanned(site, exported)
+    for _ in range(3):
+        run.move("again")
+    assert {span.status.status_code for span in exported.rooms()} == {api.StatusCode.UNSET}
+    exported.exporter.clear()
     run.fail("gone")
-    for span in (*exported.rooms("prefill"), *exported.rooms("decode")):
+    assert len(exported.rooms()) == 3
+    for span in exported.rooms():
         assert span.status.status_code is api.StatusCode.ERROR
         assert "no longer wanted" in span.status.description
         assert span.attributes["error.type"] == "Aborted"
+    for node in run.nodes:
+        (spans,) = node.observed._observers
+        assert spans._spans == {}
 
 
 def test_an_application_says_below_which_span_rooms_belong(site, exported):
@@ -89,21 +95,10 @@ def test_an_application_says_below_which_span_rooms_belong(site, exported):
     run = spanned(site, exported, parent=lambda room: api.set_span_in_context(request) if room == "r" else None)
     run.move("r")
     run.move("other")
-    for span in (*exported.rooms("prefill"), *exported.rooms("decode")):
+    for span in exported.rooms():
         mine = span.attributes["pdstage.room.id"] == "r"
         assert (span.parent is not None and span.parent.span_id == request.context.span_id) == mine
         assert (span.context.trace_id == request.context.trace_id) == mine
-
-
-def test_nothing_is_kept_of_rooms_that_are_over(site, exported):
-    run = spanned(site, exported)
-    for _ in range(3):
-        run.move("again")
-    run.fail("gone")
-    for node in (*run.prefill, run.decode):
-        (spans,) = node.observed._observers
-        assert spans._spans == {}
-    assert len(exported.rooms("decode")) == 4
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):

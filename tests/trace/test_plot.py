@@ -25,14 +25,6 @@ def colours_of(path):
     return {kind for kind, c in plot.COLOURS.items() if tuple(round(part * 255) for part in to_rgb(c)) in seen}
 
 
-def test_every_stage_is_to_be_seen(run, tmp_path):
-    run.move("one")
-    run.move("two")
-    plot.draw(merged(run.traces()), tmp_path / "t.png")
-    assert {"gather", "scatter", "lease_wait"} <= colours_of(tmp_path / "t.png")
-    assert "direct" not in colours_of(tmp_path / "t.png")
-
-
 def test_direct_writes_too(site, tmp_path):
     run = Run(site, path="direct")
     run.move("r")
@@ -72,15 +64,12 @@ def test_what_is_drawn(run):
      ({"out": "no/such/folder.png"}, "cannot write"), ({"out": "t.xyz"}, "cannot write")],
 )  # fmt: skip
 def test_what_cannot_be_drawn(run, tmp_path, how, says):
+    with pytest.raises(UsageError, match="without one chunk"):
+        plot.draw(Trace(Clock("here", 0.0)), tmp_path / "t.png")
     run.move("one")
     how = dict(how)
     with pytest.raises(UsageError, match=says):
         plot.draw(merged(run.traces()), tmp_path / how.pop("out", "t.png"), **how)
-
-
-def test_a_trace_of_nothing(tmp_path):
-    with pytest.raises(UsageError, match="without one chunk"):
-        plot.draw(Trace(Clock("here", 0.0)), tmp_path / "t.png")
 
 
 def test_more_rows_than_can_be_read(run, tmp_path, monkeypatch):

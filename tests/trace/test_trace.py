@@ -6,12 +6,10 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdstage.errors import UsageError
-from pdstage.tools.trace import Tracer, chrome, load, merge_files, tracing
-from pdstage.tools.trace.model import Clock, Trace, merged, room_text, rows
+from pdstage.tools.trace import chrome, load, merge_files, tracing
+from pdstage.tools.trace.model import Clock, Trace, merged
 from tests.trace.conftest import Run
 
 
@@ -102,18 +100,9 @@ def alike(left: Trace, right: Trace) -> None:
                 assert a == pytest.approx(b, rel=0, abs=2e-8) if isinstance(a, float) else a == b
 
 
-def test_what_is_written_is_read_again(run, tmp_path):
+def test_files_of_processes_are_one_trace(run, tmp_path):
     run.move(b"\xff\x00")
     run.fail("gone")
-    trace = whole(run)
-    chrome.write(trace, tmp_path / "t.json")
-    again = chrome.read(tmp_path / "t.json")
-    alike(again, trace)
-    assert again.clock == trace.clock
-
-
-def test_files_of_processes_are_one_trace(run, tmp_path):
-    run.move("r")
     parts = []
     for number, trace in enumerate(run.traces()):
         parts.append(tmp_path / f"{number}.json")
@@ -121,7 +110,9 @@ def test_files_of_processes_are_one_trace(run, tmp_path):
         alone = chrome.document(trace)
         assert not by_phase(alone["traceEvents"], "f") or number < 2
     merge_files(parts, tmp_path / "all.json")
-    alike(chrome.read(tmp_path / "all.json"), whole(run))
+    again = chrome.read(tmp_path / "all.json")
+    alike(again, whole(run))
+    assert again.clock == whole(run).clock
     check_document(json.loads((tmp_path / "all.json").read_text()))
     merge_files([tmp_path / "all.json"], tmp_path / "again.json")  # what was merged can be merged
     alike(load([tmp_path / "again.json"]), whole(run))
@@ -156,22 +147,15 @@ def test_only_the_latest_events_are_kept(site):
     check_document(chrome.document(merged(run.traces())), whole=False)
 
 
-def test_without_a_file_there_is_no_observer():
+def test_a_file_is_written_if_one_is_asked_for_even_if_the_run_fails(run, tmp_path):
+    run.move("r")
     with tracing(None) as observers:
         assert observers == ()
-
-
-def test_the_file_is_written_even_if_the_run_fails(run, tmp_path):
     with pytest.raises(ZeroDivisionError), tracing(tmp_path / "t.json") as (tracer,):
-        for origin, event in run_events(run):
+        for origin, event in list(run.tracers[0]._events):
             tracer.observe(origin, event)
         raise ZeroDivisionError
     assert load([tmp_path / "t.json"]).rooms
-
-
-def run_events(run):
-    run.move("r")
-    return list(run.tracers[0]._events)
 
 
 @pytest.mark.parametrize("where", ["no/such/folder/t.json", "."])
@@ -197,29 +181,3 @@ def test_a_file_that_is_not_there(tmp_path):
         load([tmp_path / "none.json"])
     with pytest.raises(UsageError, match="no trace files"):
         load([])
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 10), st.floats(0, 3)).map(lambda one: (one[0], one[0] + one[1] + 1e-6)), max_size=30
-    )
-)
-def test_rows_never_overlap_and_are_as_few_as_can_be(spans):
-    given_rows = rows(spans)
-    for row in set(given_rows):
-        mine = sorted(span for span, number in zip(spans, given_rows, strict=True) if number == row)
-        assert all(before[1] <= after[0] for before, after in pairwise(mine))
-    deepest = max((sum(a <= start < b for a, b in spans) for start, _ in spans), default=0)
-    assert len(set(given_rows)) == deepest
-
-
-@pytest.mark.parametrize(("room", "text"), [(7, "7"), ("a", "a"), (b"ab", "ab"), (b"\xff\x01", "ff01")])
-def test_how_rooms_are_written(room, text):
-    assert room_text(room) == text
-
-
-def test_a_tracer_says_of_which_processes_it_is(run):
-    assert Tracer().trace().nodes == {}
-    run.move("r")
-    (node,) = run.tracers[1].trace().nodes.values()
-    assert (node.role, node.rank, node.place) == ("prefill", 1, "tp 1/2")
