@@ -228,52 +228,6 @@ def test_padding_is_not_waited_for_when_idle():
     assert lane.is_open(4 * B, 4 * B)
 
 
-def test_padding_is_not_waited_for_behind_a_lease():
-    lane = Lane(4 * B)
-    assert lane.grant(3 * B) == 0
-    assert lane.grant(4 * B) == 4 * B
-    assert not lane.is_open(4 * B, 4 * B)
-    assert lane.release(0)
-    assert lane.watermark == 4 * B
-    assert lane.is_open(4 * B, 4 * B)
-
-
-def test_trailing_padding_leaves_an_idle_lane_at_its_head():
-    lane = Lane(4 * B)
-    for _ in range(5):
-        cursor = lane.grant(3 * B)
-        assert cursor % (4 * B) == 0
-        assert lane.release(cursor)
-        assert lane.watermark == lane.head == cursor + 3 * B
-        assert lane.blocker() is None
-
-
-def test_a_lease_is_granted_at_most_one_lap_ahead():
-    lane = Lane(4 * B)
-    assert [lane.grant(4 * B), lane.grant(4 * B), lane.grant(B)] == [0, 4 * B, None]
-    assert lane.head == 8 * B
-    lane.release(0)
-    assert lane.grant(B) == 8 * B
-
-
-def test_a_refused_grant_leaves_no_padding_behind():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    lane.grant(3 * B)
-    assert lane.grant(2 * B) is None
-    assert lane.grant(B) == 7 * B, "the byte that a padding entry would have taken is still to be had"
-
-
-def test_released_out_of_order():
-    lane = Lane(4 * B)
-    for _ in range(4):
-        lane.grant(B)
-    assert not lane.release(2 * B)
-    assert not lane.release(B)
-    assert lane.release(0)
-    assert (lane.watermark, lane.blocker()) == (3 * B, 3 * B)
-
-
 def test_a_stuck_head_is_carved_out_and_the_lane_lives_on():
     lane = Lane(4 * B)
     assert lane.grant(B) == 0
@@ -290,86 +244,6 @@ def test_a_stuck_head_is_carved_out_and_the_lane_lives_on():
     assert not lane.release(0)
     assert lane.state(0) is None
     assert lane.grant(4 * B) == 12 * B
-
-
-def test_a_lease_one_lap_on_holds_the_watermark_until_it_comes_back():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    assert lane.grant(2 * B) == 4 * B
-    assert lane.grant(2 * B) == 6 * B
-    assert not lane.quarantine(0)
-    assert lane.blocker() is None
-    assert lane.in_the_way() == [4 * B, 6 * B]
-    assert not lane.is_open(4 * B, 2 * B)
-    assert not lane.release(4 * B)
-    assert lane.release(6 * B)
-    assert lane.watermark == lane.head == 8 * B
-    assert lane.largest() == 0
-    with pytest.raises(UsageError, match="largest free span is 0"):
-        lane.grant(1)
-
-
-def test_a_quarantined_lease_proved_quiet_lets_the_next_lap_open():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    lane.grant(4 * B)
-    lane.quarantine(0)
-    assert lane.release(0)
-    assert lane.is_open(4 * B, 4 * B)
-    assert lane.in_the_way() == []
-
-
-def test_both_laps_quarantined_stay_carved_until_both_are_quiet():
-    lane = Lane(4 * B)
-    lane.grant(2 * B)
-    lane.grant(2 * B)
-    assert lane.grant(B) == 4 * B
-    lane.quarantine(0)
-    assert lane.quarantine(4 * B)
-    assert (lane.watermark, lane.quarantined_nbytes) == (2 * B, 2 * B)
-    lane.release(0)
-    assert lane.quarantined_nbytes == B
-    lane.release(4 * B)
-    assert lane.quarantined_nbytes == 0
-
-
-def test_a_span_inside_another_quarantined_one_hides_nothing():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    lane.release(lane.grant(B))
-    assert lane.grant(B) == 5 * B
-    lane.quarantine(5 * B)
-    lane.quarantine(0)
-    assert (lane.largest(), lane.quarantined_nbytes) == (0, 4 * B)
-
-
-def test_neighbours_of_a_quarantined_span_are_not_in_the_way():
-    lane = Lane(4 * B)
-    for _ in range(8):
-        lane.grant(B)
-    lane.quarantine(B)
-    assert lane.in_the_way() == [5 * B], "not 4 nor 6, which only touch it"
-    lane.release(0)
-    assert lane.watermark == B
-    assert lane.release(5 * B)
-    assert lane.watermark == 2 * B
-
-
-def test_a_closed_lease_that_landed_all_the_same_is_not_asked_back():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    lane.grant(4 * B)
-    lane.land(4 * B)
-    lane.quarantine(0)
-    assert lane.in_the_way() == []
-    assert lane.watermark == 0
-    assert lane.release(4 * B)
-
-
-def test_sizes_are_rounded_up_and_cursors_aligned():
-    lane = Lane(4 * B)
-    assert [lane.grant(1), lane.grant(B + 1), lane.grant(B)] == [0, B, 3 * B]
-    assert [nbytes for _, nbytes, _ in lane.leases()] == [B, 2 * B, B]
 
 
 @pytest.mark.parametrize("capacity", [0, -256, 255, 257, 1000])

@@ -13,7 +13,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.prefill_chunks import WriteRow
 from pdstage.protocol.room import OwnRows
 from pdstage.protocol.state import State, WriterPhase
-from tests.pair import COLUMNS, Item, Memory, World, assert_flat, is_kind, is_message
+from tests.pair import COLUMNS, Item, Memory, World, assert_flat
 
 EXTRA = Column("hidden", "bfloat16", (7,))
 FILL, BEFORE = 0xA5, 0x11
@@ -73,14 +73,6 @@ def test_a_row_arrives(aux: str, path: str) -> None:
     assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
 
 
-def test_same_columns_are_one_span() -> None:
-    world = World(aux="rows", dst_columns=COLUMNS[::-1])
-    world.hold(is_kind("write"))
-    begin(world)
-    (effect,) = _row_writes(world)
-    assert len(effect.spans) == 1
-
-
 def _row_writes(world: World) -> list[WriteRow]:
     found: list[WriteRow] = []
     inner = world._post
@@ -93,26 +85,6 @@ def _row_writes(world: World) -> list[WriteRow]:
     world._post = post  # type: ignore[method-assign]
     world.run()
     return found
-
-
-@pytest.mark.parametrize("aux", ["packed", "rows"])
-@pytest.mark.parametrize("more", ["P", "D", "both"])
-def test_a_column_of_one_side_moves_nothing(more: str, aux: str) -> None:
-    """The extra one lies between the others on its side; it is left out, and that is said once for all rooms."""
-    src = (*COLUMNS, EXTRA) if more != "D" else COLUMNS
-    dst = (*COLUMNS, EXTRA._replace(name="kept" if more == "both" else EXTRA.name)) if more != "P" else COLUMNS
-    world = World(aux=aux, src_columns=src, dst_columns=dst)
-    handle, _ = begin(world)
-    world.run(QUIET_S)
-    holds(world, handle)
-    assert [column.name for column in handle.shared.dst] == ["logprobs", "token"]
-    again, _ = begin(world, 2)
-    world.run(2 * QUIET_S)
-    holds(world, again)
-    for node in world.nodes():
-        assert len(node.peer_warnings) == (2 if more == "both" else 1)
-        assert "is left out" in node.peer_warnings[0]
-    assert_flat(world)
 
 
 @pytest.mark.parametrize("aux", ["packed", "rows"])
@@ -145,42 +117,6 @@ def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, oth
 # What goes wrong on the way.
 
 
-@pytest.mark.parametrize("how", ["drop", "twice", "late"])
-@pytest.mark.parametrize("what", ["tag", m.Open, m.Opened, m.CloseOk, m.Closed])
-def test_what_is_lost_late_or_told_twice(what: object, how: str) -> None:
-    """A lost frame costs time, a lost tag the room; nothing is taken twice, and Success never comes without the row
-    (I4, I5, I7).
-    """
-    world = World(aux="rows")
-    left = [1]
-
-    def want(item: Item) -> bool:
-        ours = item.kind == "tag" and is_row(item) if what == "tag" else is_message(what)(item)  # type: ignore[arg-type]
-        if ours and left[0]:
-            left[0] -= 1
-            return True
-        return False
-
-    {"drop": world.drop, "twice": world.duplicate, "late": world.hold}[how](want)
-    handle, _ = begin(world)
-    world.run(QUIET_S)
-    assert not left[0]
-    if how == "late":
-        if what == "tag":
-            assert not handle.ended
-        world.release_held()
-        world.run(2 * QUIET_S)
-    if what == "tag" and how == "drop":
-        world.run(world.config.transfer_s + world.config.drain_s)
-        assert handle.state is State.FAILED
-    else:
-        holds(world, handle)
-    assert handle.released
-    assert counts(world)[1] == 0
-    world.run(world.now + QUIET_S)
-    assert_flat(world)
-
-
 def test_close_that_overtakes_the_rows_tag_is_no_success() -> None:
     """I5: the row may not be here yet, whatever the writer says."""
     world = World(aux="rows")
@@ -195,26 +131,6 @@ def test_close_that_overtakes_the_rows_tag_is_no_success() -> None:
     world.free()
     world.run(2.0)
     holds(world, handle)
-
-
-def test_an_aborted_room_is_released_when_the_row_can_land_no_more() -> None:
-    """I2, I8: the write is in flight on both sides' books, and lands after the Abort."""
-    world = World(aux="rows")
-    world.hold(lambda item: item.kind == "write" and is_row(item))
-    handle, out = begin(world)
-    world.run()
-    world.decode[0].core.abort(handle, "the test", world.now)
-    world.carry(world.decode[0])
-    world.run(1.0)
-    assert out.state is State.FAILED
-    assert handle.state is State.FAILED
-    assert not handle.released
-    assert not out.released
-    world.free()
-    world.run(2.0)
-    assert handle.released
-    assert out.released
-    assert_flat(world)
 
 
 @pytest.mark.parametrize("fences", [True, False])
@@ -283,23 +199,6 @@ def test_a_write_that_may_still_land_loses_the_session() -> None:
     assert handle.state is State.FAILED
 
 
-def test_a_failed_write_whose_tag_came_all_the_same() -> None:
-    """The tag counts for nothing then: Close says what to take (I7)."""
-    world = World(aux="rows")
-    world.hold(lambda item: item.kind == "done" and is_row(item))
-    handle, _ = begin(world)
-    world.run()
-    world.held.clear()
-    core = world.prefill[0].core
-    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
-    core.completed(ticket, world.now, TransportError("the completion is an error"))
-    world.carry(world.prefill[0])
-    world.run(QUIET_S)
-    holds(world, handle)
-    assert handle.aux is not None
-    assert counts(world) == (0, 1)
-
-
 def test_a_receiver_without_a_row_gets_it_packed() -> None:
     world = World(aux="rows")
     handle, _ = begin(world, row=None)
@@ -345,33 +244,6 @@ def test_bytes_and_nothing_are_as_ever() -> None:
         assert (handle.aux, handle.shared) == (aux, None)
         assert counts(world) == (0, 0)
         assert_flat(world)
-
-
-def test_every_destination_gets_the_row_in_its_own() -> None:
-    world = World(decode=2, aux="rows")
-    handles = [world.receive(1, 8, [0, 1], rank, row=rank + 1) for rank in range(2)]
-    for rank in range(2):
-        world.row(world.decode[rank], rank + 1)[:] = BEFORE
-    world.fill(1, 8, [2, 3])
-    out = world.submit(1)
-    world.chunk(out, (0, 8), [2, 3])
-    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
-    world.run(QUIET_S)
-    for rank, handle in enumerate(handles):
-        holds(world, handle, rank + 1, rank)
-    assert world.prefill[0].core.counters.aux_rows == 2
-
-
-def test_an_open_after_finish_gets_it_too() -> None:
-    world = World(aux="rows")
-    world.fill(1, 8, [2, 3])
-    out = world.submit(1)
-    world.chunk(out, (0, 8), [2, 3])
-    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
-    world.row(world.decode[0], 3)[:] = BEFORE
-    handle = world.receive(1, 8, [0, 1], row=3)
-    world.run(QUIET_S)
-    holds(world, handle)
 
 
 # What a peer may not say.

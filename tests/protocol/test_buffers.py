@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -29,24 +29,6 @@ def begin(buffers: SendBuffers) -> list[tuple[SimpleNamespace, int]]:
     for one, _ in begun:
         one.phase = ChunkPhase.WRITING
     return begun
-
-
-def test_sessions_take_turns_however_much_one_has_queued() -> None:
-    buffers = SendBuffers(2)
-    greedy, modest = SESSIONS[:2]
-    for number in range(100):
-        buffers.queue(chunk(greedy, number))
-    under_way = deque(begin(buffers))
-    assert len(under_way) == 1, "the other buffer is for whoever else comes"
-    for number in range(10):
-        buffers.queue(chunk(modest, number))
-    served = Counter()
-    for _ in range(21):
-        under_way.extend(begin(buffers))
-        one, buffer = under_way.popleft()
-        served[one.destination.session] += 1
-        buffers.done(one, buffer)
-    assert served == {modest: 10, greedy: 11}
 
 
 def test_direct_chunks_do_not_wait_for_buffers() -> None:

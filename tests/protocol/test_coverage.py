@@ -27,15 +27,6 @@ def test_intervals_are_a_set(spans: list[tuple[int, int]], start: int, length: i
     assert bounds == sorted(set(bounds)), "touching spans merge, so memory is of the gaps"
 
 
-def test_an_interval_copy_is_apart() -> None:
-    one = Intervals()
-    one.add(0, 4)
-    other = one.copy()
-    other.add(4, 8)
-    assert not one.covers(0, 8)
-    assert other.covers(0, 8)
-
-
 LAYERS = st.sampled_from([(0, 6, 1), (0, 6, 2), (1, 6, 2), (0, 3, 1), (3, 6, 1), (2, 3, 1), (0, 6, 3)])
 SHARES = st.lists(
     st.builds(lambda c, r, layers: Share(c, r, layers, 0, 1), st.sampled_from("ab"), st.sampled_from("kv"), LAYERS),
@@ -84,15 +75,6 @@ def test_coverage_is_a_set_of_cells(shares: tuple[Share, ...], ranges: tuple, re
         if missing:
             component, layer, token = missing.split("'")[1], int(missing.split()[2]), int(missing.split()[-1])
             assert (component, layer, token) in want - have
-
-
-def test_two_components_are_complete_together_only() -> None:
-    shares = (Share("a", "k", (0, 2, 1), 0, 1), Share("b", "k", (0, 2, 1), 0, 1))
-    coverage = Coverage(shares, [Asked("a", 0, 4), Asked("b", 0, 1)])
-    coverage.add([Rect("a", 0, 4, 0, 2)])
-    assert not coverage.complete
-    coverage.add([Rect("b", 0, 1, 0, 2)])
-    assert coverage.complete
 
 
 def test_nothing_asked_is_complete_at_once() -> None:

@@ -15,7 +15,7 @@ from pdstage.protocol.compat import incompatible, lacking
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.state import State
-from tests.pair import Decode, Memory, Prefill, World, assert_flat, is_message
+from tests.pair import Decode, Memory, Prefill, World, assert_flat
 
 REGION = Region(1 << 32, 1 << 20)
 KV = View(
@@ -181,30 +181,9 @@ def test_what_only_one_side_says_of_its_model_is_not_compared(src: dict[str, str
     assert handle.state is State.WAITING_FOR_INPUT
 
 
-def test_layouts_of_one_state_fit_however_they_store_it() -> None:
-    other = layout(views(n_items=2, tokens_per_item=8, item_stride=2048, shards=1, axis=Axis("kv_head", 2, 1, 1)))
-    for places in ((WHOLE, WHOLE), (STAGE, WHOLE), (WHOLE, STAGE), (STAGE, STAGE)):
-        assert incompatible(SAME, other, *places) == ""
-
-
 LAYERS = range(4)
 FIRST, LAST = layout(views(layers=(0, 1))), layout(views(layers=(2, 3)), views("draft", (0,)))
 ALL = layout(views(layers=LAYERS), views("draft", (0,)))
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "places"),
-    [
-        (FIRST, ALL, (STAGE, WHOLE)),
-        (LAST, ALL, (STAGE, WHOLE)),
-        (ALL, FIRST, (WHOLE, STAGE)),
-        (ALL, LAST, (WHOLE, STAGE)),
-        (FIRST, LAST, (STAGE, STAGE)),
-    ],
-)
-def test_a_stage_alone_is_no_misfit(src: Layout, dst: Layout, places: tuple[Topology, Topology]) -> None:
-    """Its engine's other stages may have the rest, and a draft model's layers live on the last."""
-    assert incompatible(src, dst, *places) == ""
 
 
 def test_a_stage_with_more_than_the_whole_other_side_is_a_misfit() -> None:
@@ -263,22 +242,6 @@ def test_a_decode_pipeline_without_a_layer_is_refused_by_prefill_and_each_stage_
         assert room.state is State.FAILED and room.released
         assert words in str(room.error)
     assert_flat(world)
-
-
-def test_writers_that_fit_are_told_of_one_that_does_not() -> None:
-    """Two ranks of one engine, of which one serves another model: the other does not wait for an Open."""
-    other = layout(views(width=64))
-    world = Ranks([SAME, other], [SAME])
-    sent = [world.submit(1, rank) for rank in range(2)]
-    world.hold(is_message(m.HelloRefused))
-    handle = world.announce(1)
-    world.run()
-    assert handle.state is State.BOOTSTRAPPING
-    world.free()
-    world.run()
-    assert "64 bytes a kv_head at prefill, 128 at decode" in str(handle.error)
-    assert sent[0].state is State.FAILED
-    assert "64 bytes a kv_head at prefill, 128 at decode" in str(sent[0].error)
 
 
 def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opened() -> None:

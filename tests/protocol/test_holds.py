@@ -39,16 +39,6 @@ def test_a_room_is_held_beside_others_whose_messages_leave_no_pause_for_a_heartb
     assert not sent.ended
 
 
-def test_a_lost_heartbeat_costs_nothing() -> None:
-    """I4."""
-    world = World(**SHORT)
-    world.announce(1)
-    sent = world.send(1, 8, [0, 1])
-    world.drop(lambda item: is_message(m.Heartbeat)(item) and int(world.now / HOLD_EVERY_S) % 2 == 0)
-    world.run(until=100.0)
-    assert not sent.ended
-
-
 def test_what_nobody_waits_with_is_held_no_longer_than_its_wait() -> None:
     """A request that a router lost; and one whose decode was cut off, or ended."""
     world = World(prefill=1, **SHORT)
@@ -60,16 +50,6 @@ def test_what_nobody_waits_with_is_held_no_longer_than_its_wait() -> None:
     world.drop(lambda item: item.kind == "frame" and item.src is world.decode[0])
     world.run(until=cut_at + HELD_S + 0.1)
     assert waited.state is State.FAILED
-
-
-def test_a_room_that_decode_gives_up_is_not_held() -> None:
-    world = World(**SHORT)
-    handle, sent = world.announce(1), world.send(1, 8, [0, 1])
-    world.run(until=10.0)
-    world.decode[0].core.abort(handle, "its client left", world.now)
-    world.carry(world.decode[0])
-    world.run(until=10.1)
-    assert sent.state is State.FAILED and "its client left" in str(sent.error)
 
 
 def test_ten_thousand_rooms_are_held_by_one_message_a_peer_and_interval() -> None:

@@ -55,17 +55,6 @@ def test_first_come_first_served_within_a_priority() -> None:
     assert [g.request.chunk for g in grant(held)] == [3, 5, 2, 4]
 
 
-def test_a_large_request_is_not_overtaken_for_ever() -> None:
-    """A small one behind it would fit, but the queue is in order: else a large chunk starves (I11)."""
-    held = leases()
-    full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE // 2))
-    assert not grant(held, ask(B, 2, LANE), ask(session(3), 3, 256))
-    held.release(full[0], 0.0)
-    assert [g.request.chunk for g in grant(held)] == [2]
-    held.release(full[1], 0.0)
-    assert [g.request.chunk for g in grant(held)] == [3]
-
-
 def test_half_of_a_lane_at_most_while_others_wait() -> None:
     held = leases()
     first = grant(held, ask(A, 0, LANE // 2), ask(A, 1, LANE // 2), ask(A, 2, LANE // 2), ask(A, 3, LANE // 2))
@@ -138,32 +127,6 @@ def test_a_lane_too_small_for_the_first_in_line_serves_those_behind() -> None:
     assert [g.lane for g in grant(held, last)] == [stuck.lane]
 
 
-def test_what_is_carved_out_of_an_idle_lane_is_no_share_of_it() -> None:
-    """It grants what fits what is left of it, though its session holds half of it in quarantine (I13)."""
-    held = leases(1024, 1024)
-    (stuck,) = grant(held, ask(A, 0, 768))
-    held.quarantine(stuck, 0.0)
-    assert len(grant(held, ask(B, 0, 1024), ask(B, 1, 1024))) == 2, "two laps of the other lane"
-    waits, fits = ask(B, 2, 1024), ask(A, 1, 256)
-    assert [g.request for g in grant(held, waits, fits)] == [fits]
-
-
-def test_who_is_alone_again_after_a_refusal_is_served_at_once() -> None:
-    """Half of a lane is the limit only beside others; one that no lane can serve is no other (I13)."""
-    held = leases(1024)
-    grant(held, ask(B, 0, 512))
-    held.quarantine(next(iter(held._at.values())), 0.0)
-    (first,) = grant(held, ask(A, 0, 256))
-    held.enqueue(ask(A, 1, 512, priority=0))
-    held.enqueue(ask(B, 1, 1024, priority=1))
-    over, alone = list(held.grant_waiting(0.0))
-    assert isinstance(over, LeaseRequest)
-    assert over.nbytes == 1024
-    assert isinstance(alone, Lease)
-    assert alone.request.chunk == 1
-    assert alone.cursor > first.cursor
-
-
 def test_recall_a_open_without_a_tag_while_something_waits() -> None:
     held = leases()
     (idle,) = grant(held, ask(A, 0, 1024))
@@ -212,15 +175,6 @@ def test_a_quarantined_closed_lease_is_no_contention() -> None:
     list(held.opened())
     assert not held.contended
     assert first.phase == "landed"
-
-
-def test_opened_tells_each_closed_lease_once_its_window_opens() -> None:
-    held = leases()
-    first, second, third = grant(held, ask(A, 0, LANE), ask(A, 1, 1024), ask(A, 2, 1024))
-    assert not list(held.opened())
-    held.release(first, 0.0)
-    assert list(held.opened()) == [second, third]
-    assert not list(held.opened())
 
 
 def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:

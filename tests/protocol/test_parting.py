@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.session import HangUp, PeerWarning, Send, drawn
+from pdstage.protocol.session import Send
 from pdstage.protocol.state import State
-from tests.pair import Decode, Item, Prefill, World, assert_flat, is_kind, is_message, nth
+from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
 
 IDLE_S, BEAT_S = 20.0, 10.0 / 3
 
@@ -57,18 +56,6 @@ def test_an_idle_session_ends_in_order_on_both_sides() -> None:
         assert sum(f"frame {way} Bye" in line for line in world.log) == 1
     serve(world, 2)
     assert not world.decode[0].peer_warnings
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_either_side_may_be_the_less_patient(side: str) -> None:
-    world = World(idle_s=1000.0)
-    node = world.prefill[0] if side == "prefill" else world.decode[0]
-    node.core.endpoint.config = replace(node.core.endpoint.config, idle_s=IDLE_S)
-    serve(world, 1)
-    world.run(until=IDLE_S - 0.1)
-    assert node.core.sessions
-    world.run(until=IDLE_S + BEAT_S + 0.1)
-    assert strangers(world)
 
 
 def test_rooms_keep_their_session_however_long_they_wait() -> None:
@@ -213,24 +200,6 @@ def test_a_farewell_that_is_never_answered_is_over_in_time(lost: type) -> None:
     assert world.n_hung_up == 1
 
 
-def test_a_session_greeted_anew_outlives_the_old_ones_late_frames() -> None:
-    """Whatever of the old session comes late changes nothing in the new one (I6)."""
-    world = served()
-    world.run(until=IDLE_S - 0.1)
-    old: list[Item] = []
-    world.drop(lambda item: is_kind("frame")(item) and old.append(item) is not None)
-    world.run(until=IDLE_S + 2 * BEAT_S)
-    assert {m.Heartbeat, m.Bye} <= {type(item.message) for item in old}
-    world.rules.clear()
-    serve(world, 2)
-    world.queue += old
-    world.run()
-    serve(world, 3)
-    world.queue += old
-    world.run(until=world.now + IDLE_S / 2)
-    assert len(world.prefill[0].core.sessions) == len(world.decode[0].core.sessions) == 1
-
-
 # At the limit.
 
 
@@ -369,54 +338,12 @@ def test_a_dead_endpoint_costs_bounded_work() -> None:
     assert hellos(again) == at, "the same inputs, the same waits"
 
 
-def test_after_an_answer_the_next_greeting_is_eager_again() -> None:
-    world = Timed(hello_s=60.0)
-    world.drop(is_kind("frame"))
-    world.announce(1)
-    world.run(until=30.0)
-    world.free()
-    world.run(until=36.0)
-    assert world.decode[0].core.sessions
-    world.timed = []
-    old: Prefill = world.prefill[0]
-    world.restart(old)
-    world.drop(is_kind("frame"))
-    world.run(until=60.0)
-    assert not world.decode[0].core.sessions
-    world.announce(2)
-    began = world.now
-    world.run(until=began + 0.8)
-    assert len([at for at in hellos(world) if at >= began]) >= 3
-
-
-def test_two_nodes_do_not_ask_in_step() -> None:
-    values = [drawn(salt) for salt in range(10_000)]
-    assert all(0 <= value < 1 for value in values)
-    assert 0.49 < sum(values) / len(values) < 0.51
-    tenths = [sum(int(value * 10) == n for value in values) for n in range(10)]
-    assert min(tenths) > 900
-
-
 def test_a_short_cap_is_no_shorter_than_the_base() -> None:
     core = World(retry_s=1.0, retry_cap_s=0.1).decode[0].core
     core.endpoint.back_off(("x",), 0.0, 7, 1)
     assert 0.5 <= core.endpoint.timers.next_at() <= 1.0
     core.endpoint.back_off(("x",), 0.0, 10**9, 1)
     assert core.endpoint.timers.next_at() <= 1.0
-
-
-def test_a_connection_is_given_up_with_the_last_that_needs_it() -> None:
-    """Refused, lost, or never there; while a lost session's memory is asked about, its route is kept."""
-    world = World()
-    core = world.decode[0].core
-    core.announce(b"i1", {0: b"P9"}, 0.0, deadline_s=60.0)
-    core.unreachable(b"P9", PeerError("no keys"), 0.0)
-    effects = core.take_effects()
-    assert effects.count(HangUp(b"P9")) == 1
-    assert not core.needs(b"P9")
-    assert any(isinstance(effect, PeerWarning) for effect in effects)
-    stranded: Decode = World(fences=False, path="direct").decode[0]
-    assert not stranded.core.needs(b"P0")
 
 
 def test_a_stranded_sessions_route_is_kept_until_its_writer_answers() -> None:

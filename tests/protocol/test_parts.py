@@ -14,7 +14,7 @@ from pdstage.layout.topology import Topology
 from pdstage.plan import Rect, Share, selects
 from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
-from pdstage.protocol.compat import check_items, incompatible
+from pdstage.protocol.compat import check_items
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.prefill import PrefillCore
@@ -29,7 +29,6 @@ from tests.pair import (
     World,
     assert_flat,
     cell,
-    is_message,
     make_layout,
     pool_nbytes,
     truth,
@@ -182,50 +181,12 @@ def test_rooms_between_ranks_that_hold_different_tokens(src, dst, path):
         assert_flat(world)
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_writers_without_a_token_of_a_room_send_and_wait_for_nothing(path):
-    world = Parts((4, 16), (1, 0), 1, 1, 20, path=path)
-    (handle,) = transfer(world)
-    world.check(handle, 1, 20)
-    assert [node.core.counters.bytes_written > 0 for node in world.prefill] == [True, True, False, False]
-    assert not any("P2" in line or "P3" in line for line in world.log if line.startswith(("write", "gather", "tag")))
-    assert_flat(world)
-
-
-def test_ranks_that_need_nothing_of_a_room_complete_it():
-    """A destination that holds no token of a short room asks for the aux row alone."""
-    world = Parts((1, 0), (4, 16), 1, 1, 10)
-    for rank, handle in enumerate(transfer(world)):
-        world.check(handle, 1, 10, rank)
-        assert handle.aux == b"aux"
-    assert world.prefill[0].core.counters.bytes_written > 0
-    assert_flat(world)
-
-
 def test_too_big_chunks_are_split_by_common_tokens():
     """Lanes of four tokens of one layer: chunks of 64 come in pieces that fit."""
     world = Parts((2, 1), (3, 16), 1, 1, 64, lane_nbytes=512, buffer_nbytes=512, layers=2)
     for rank, handle in enumerate(transfer(world, step=64)):
         world.check(handle, 1, 64, rank)
     assert_flat(world)
-
-
-def test_a_missing_part_fails_the_room_in_words():
-    world = Parts((2, 16), (1, 0), 1, 1, 20)
-    handle = world.receive(1, 20, numbers(world, 1, 0, PAGE, 1), prefill=1)
-    world.run(until=5.0)
-    assert handle.state is State.FAILED
-    for words in ("part 1 of 2 (blocks of 16)", "decode holds all tokens", "nobody sends part 0 of 2"):
-        assert words in str(handle.error)
-
-
-def test_parts_that_hardly_ever_meet_are_refused_at_hello():
-    memory = Memory(pool_nbytes(heads=1, tp=1, rank=0, layers=(0, 1), n_pages=4))
-    plain = make_layout(memory, heads=1, tp=1, rank=0, layers=(0, 1), n_pages=4)
-    src, dst = with_owned(plain, TokenShard(1021, 3, 1)), with_owned(plain, TokenShard(1019, 2, 1))
-    said = incompatible(src, dst, Topology(), Topology())
-    assert "part 3 of 1021 (blocks of 1) at prefill, part 2 of 1019 (blocks of 1) at decode" in said
-    assert incompatible(src, src, Topology(), Topology()) == ""
 
 
 def test_a_writer_that_holds_none_of_a_rectangle_may_not_deliver_it():
@@ -274,16 +235,6 @@ def test_an_open_names_no_item_twice(n_items):
     numbers[-1] = numbers[0]
     with pytest.raises(PeerError, match="Open gives an item of 'kv' twice"):
         check_items(layout, m.Items("kv", 0, memoryview(numbers).cast("B")), asked)
-
-
-def test_a_lost_reserve_is_no_reason_to_wait_for_others():
-    """I4, I5: loss between one writer and the destination costs time only."""
-    world = Parts((2, 16), (1, 0), 1, 1, 40)
-    lost = iter([True, True, False])
-    world.drop(lambda item: is_message(m.Reserve)(item) and item.src.name == b"P1" and next(lost, False))
-    (handle,) = transfer(world)
-    world.check(handle, 1, 40)
-    assert_flat(world)
 
 
 @pytest.mark.parametrize("seed", range(12))

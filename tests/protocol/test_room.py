@@ -50,17 +50,6 @@ def test_values_are_the_peers_kvpoll() -> None:
     assert min(S, F) is F, "a minimum over ranks is the state of all"
 
 
-@given(st.lists(st.sampled_from(Event)), st.sampled_from([S, F]))
-def test_terminal_states_absorb(events: list[Event], state: State) -> None:
-    room = room_in(state)
-    first = PdstageError("the first reason")
-    room.error = first if state is F else None
-    for event in events:
-        assert not room.on(event, PdstageError("a later reason"))
-    assert room.state is state
-    assert room.error is (first if state is F else None)
-
-
 @given(st.lists(st.sampled_from(Event), max_size=12))
 def test_release_keeps_the_state_and_happens_once(events: list[Event]) -> None:
     room = Room(b"r")

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
+from pdstage.errors import Aborted, PdstageError, PeerError, TransportError, UsageError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
@@ -156,25 +156,6 @@ def test_each_deadline_ends_the_room_with_its_reason(
     assert_flat(world)
 
 
-def test_transfer_deadline_counts_from_the_last_new_chunk() -> None:
-    world = World(transfer_s=3.0)
-    handle = world.receive(1, 8, [0, 1])
-    world.fill(1, 8, [0, 1])
-    sent = world.submit(1)
-    world.chunk(sent, (0, 2), [0, 1])
-    world.run(until=2.0)
-    world.chunk(sent, (2, 4), [0, 1])
-    world.run(until=4.9)
-    assert not handle.ended
-    world.run(until=5.1)
-    assert "got nothing new in 3.0 s" in str(handle.error)
-    assert isinstance(handle.error, DeadlineExceeded)
-    world.run(until=6.0)
-    assert sent.state is State.FAILED
-    assert isinstance(sent.error, Aborted)
-    assert_flat(world)
-
-
 def test_a_write_older_than_write_s_tears_its_session_down() -> None:
     """I8, I10."""
     world = World(write_s=2.0)
@@ -210,20 +191,6 @@ def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
     assert world.decode[0].core.leases.lanes[0].quarantined_nbytes == LEASE
     world.free()
     world.run(until=30.0)
-    assert_flat(world)
-
-
-def test_a_writer_that_does_not_close_after_success_is_asked_to() -> None:
-    """drain_s after Success: Abort(finished), which a writer that sent everything takes for its Close."""
-    world = World(prefill=2, drain_s=2.0)
-    world.drop(lambda item: isinstance(item.message, m.CloseOk) and item.src is world.prefill[1])
-    handles, sent = whole(world)
-    world.run(until=1.0)
-    assert handles[0].state is State.SUCCESS
-    assert not handles[0].released
-    world.run(until=3.0)
-    assert handles[0].released
-    assert all(room.state is State.SUCCESS for room in sent)
     assert_flat(world)
 
 
@@ -309,22 +276,6 @@ def test_a_reserve_for_what_was_not_asked_fails_the_room_naming_it(reserve: tupl
     assert sent.state is State.FAILED
     assert decode.sessions, "the room, not the session"
     assert_flat(world)
-
-
-def test_a_lease_for_a_chunk_never_asked_for_is_returned() -> None:
-    world = World()
-    opened(world)
-    prefill, decode = world.prefill[0].core, world.decode[0].core
-    (session,) = decode.sessions.values()
-    for epoch, chunk in ((1, 7), (99, 0)):
-        decode.endpoint.send(session, m.Lease(epoch, chunk, 0, 0, 4096, 256, 0), world.now)
-        decode.endpoint.send(session, m.Recall(epoch, chunk, 0, 0, 4096, 0), world.now)
-    world.carry(world.decode[0])
-    world.run()
-    returned = [line for line in world.log if "Returned(" in line]
-    assert len(returned) == 4
-    assert prefill.sessions
-    assert decode.sessions
 
 
 OPEN: dict[str, object] = {
@@ -488,55 +439,6 @@ def test_abort_at_any_moment(side: str, after: int, path: str) -> None:
     assert_flat(world)
 
 
-def test_ready_to_bind_lets_decode_allocate_late() -> None:
-    world = World()
-    handle = world.announce(1)
-    world.run(until=0.5)
-    assert not handle.ready_to_bind
-    sent = world.send(1, 8, [2, 3])
-    world.run(until=0.6)
-    assert handle.ready_to_bind
-    assert (b"i1", State.WAITING_FOR_INPUT) in world.decode[0].changes
-    world.bind(handle, 8, [0, 1])
-    world.run(until=1.0)
-    world.check(handle, 1, 8)
-    assert sent.state is State.SUCCESS
-
-
-def test_questions_of_rooms_that_never_come_leave_nothing() -> None:
-    """I14: prefill forgets who asked."""
-    world = World(deadline_s=5.0, open_wait_s=5.0)
-    for room in range(20):
-        world.announce(room)
-    world.run(until=1.0)
-    assert len(world.prefill[0].core.rooms.askers) == 20
-    world.run(until=60.0)
-    assert_flat(world)
-
-
-def test_gathers_of_a_lost_session_keep_their_buffer_until_they_end() -> None:
-    """A kernel still writes the buffer: handing it to another chunk would mix two rooms' bytes (I2, I8)."""
-    world = World(prefill=1, max_silence_s=1.0)
-    world.hold(is_kind("gather"))
-    world.receive(1, 8, [0, 1])
-    sent = world.send(1, 8, [0, 1])
-    world.run()
-    world.drop(is_kind("frame"))
-    world.run(until=5.0)
-    prefill = world.prefill[0].core
-    assert not prefill.sessions
-    assert sent.state is State.FAILED
-    assert len(prefill.chunks.buffers.free) == 1
-    assert not sent.released, "the gather still reads these pages"
-    world.free()
-    world.run(until=6.0)
-    assert len(prefill.chunks.buffers.free) == 2
-    assert sent.released
-    assert not any(line.startswith("write") for line in world.log)
-    world.run(until=30.0)
-    assert_flat(world)
-
-
 def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     """Recall's rule: if the write began, say nothing; only Drained frees the lease (I2)."""
     world = World()
@@ -562,41 +464,12 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     assert not handle.ended
 
 
-def test_a_lane_that_is_all_quarantined_does_not_fail_other_rooms() -> None:
-    """I12: a chunk that fits the lane asks on while the lane is carved out."""
-    world = World(prefill=2, instances=True, lane_nbytes=LEASE)
-    world.hold(lambda item: item.kind == "write" and item.src is world.prefill[0])
-    stuck = world.receive(1, 8, [0, 1], prefill=0)
-    world.send(1, 8, [0, 1], 0)
-    world.run()
-    world.decode[0].core.abort(stuck, "stuck", world.now)
-    world.carry(world.decode[0])
-    handle = world.receive(2, 8, [2, 3], prefill=1)
-    sent = world.send(2, 8, [2, 3], 1)
-    world.run(until=2.0)
-    assert not sent.ended
-    assert not handle.ended
-    world.free()
-    world.run(until=4.0)
-    world.check(handle, 2, 8)
-    assert_flat(world)
-
-
 def test_a_row_larger_than_every_lane_fails_in_words() -> None:
     world = World(heads=64, layers=1, lane_nbytes=256, buffer_nbytes=4096)
     handle, sent = world.receive(1, 4, [0]), world.send(1, 4, [0])
     world.run(until=5.0)
     assert sent.state is State.FAILED
     assert "fits no lane" in str(sent.error)
-    assert handle.state is State.FAILED
-    assert_flat(world)
-
-
-def test_a_row_larger_than_a_send_buffer_fails_in_words() -> None:
-    world = World(heads=64, layers=1, lane_nbytes=4096, buffer_nbytes=256)
-    handle, sent = world.receive(1, 4, [0]), world.send(1, 4, [0])
-    world.run(until=5.0)
-    assert "one row of 'kv' does not fit a send buffer of 256 bytes" in str(sent.error)
     assert handle.state is State.FAILED
     assert_flat(world)
 
@@ -612,74 +485,6 @@ def test_chunks_split_to_what_fits(lane: int, buffer: int) -> None:
     assert_flat(world)
 
 
-def test_priorities_are_first_come_first_served_within() -> None:
-    """I11."""
-    world = World(lane_nbytes=LEASE, n_pages=32)
-    world.hold(is_kind("scatter"))
-    order = [(1, 0), (2, 0), (3, 5), (4, 0), (5, 5), (6, 1)]
-    for room, priority in order:
-        world.receive(room, 8, [2 * room, 2 * room + 1], priority=priority)
-        world.send(room, 8, [2 * room, 2 * room + 1])
-        world.run()
-    world.free()
-    world.run()
-    granted = [line.split("epoch=")[1].split(",")[0] for line in world.log if "Lease(" in line]
-    assert list(dict.fromkeys(granted)) == ["1", "2", "4", "6", "3", "5"], (
-        "two laps are granted at once, the rest in order"
-    )
-
-
-def test_each_destination_completes_on_its_own() -> None:
-    """A destination that has all closes while another is still behind; the prefill room waits for both."""
-    world = World(decode=2)
-    world.hold(lambda item: item.kind == "tag" and item.dst is world.decode[1])
-    world.hold(lambda item: item.kind == "done" and wire.decode_tag(item.tag, ("kv",)).session in {
-        session.id for session in world.decode[1].core.sessions.values()
-    })  # fmt: skip
-    handles = [world.receive(1, 8, [0, 1], rank) for rank in (0, 1)]
-    sent = world.send(1, 8, [0, 1])
-    world.run(until=1.0)
-    world.check(handles[0], 1, 8, 0)
-    assert handles[0].released
-    assert not handles[1].ended
-    assert sent.state is State.TRANSFERRING
-    world.free()
-    world.run(until=2.0)
-    world.check(handles[1], 1, 8, 1)
-    assert sent.state is State.SUCCESS
-    assert_flat(world)
-
-
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_a_room_is_received_again_while_its_older_epoch_drains(path: str) -> None:
-    """Retraction: state is of the epoch; the older one's late write lands where it may, and only there (I2, I6)."""
-    world = World(path=path, transfer_s=30.0)
-    world.hold(is_kind("write"))
-    old = world.receive(1, 8, [0, 1])
-    first = world.send(1, 8, [2, 3])
-    world.run()
-    world.drop(lambda item: isinstance(item.message, m.Abort))
-    world.decode[0].core.abort(old, "retracted", world.now)
-    world.carry(world.decode[0])
-    new = world.receive(1, 8, [4, 5])
-    world.run(until=0.1)
-    core = world.prefill[0].core
-    assert {destination.epoch for destination in core.rooms.destinations.values()} == {1, 2}, (
-        "both are kept until the older drains"
-    )
-    assert [destination.phase.name for destination in core.rooms.destinations.values()] == ["DRAINING", "LIVE"]
-    assert first.state is State.TRANSFERRING, "the same room serves the new epoch"
-    world.rules.pop()
-    assert not old.released
-    world.free()
-    world.run(until=5.0)
-    assert old.released
-    assert old.state is State.FAILED
-    world.check(new, 1, 8)
-    assert first.state is State.SUCCESS
-    assert_flat(world)
-
-
 def test_the_direct_path_is_taken_only_where_items_were_given() -> None:
     """A chunk of a component whose items Open does not carry is staged, whatever the cost says."""
     world = World(path="direct")
@@ -691,21 +496,6 @@ def test_the_direct_path_is_taken_only_where_items_were_given() -> None:
     world.run()
     world.check(handle, 1, 8)
     assert world.prefill[0].core.counters.chunks_staged == 1
-
-
-def test_a_prefix_that_is_there_already_is_not_sent() -> None:
-    world = World()
-    handle, sent = world.receive(1, 8, [0, 1], prefix=5), world.send(1, 8, [0, 1])
-    world.run()
-    world.check(handle, 1, 8, prefix=5)
-    assert sent.state is State.SUCCESS
-    assert world.prefill[0].core.counters.bytes_written == LEASE
-    full = world.receive(2, 8, [2, 3], prefix=8)
-    world.send(2, 8, [0, 1])
-    world.run()
-    assert full.state is State.SUCCESS, "nothing to move is not nothing to say: aux came"
-    assert full.aux == b"aux"
-    assert world.prefill[0].core.counters.bytes_written == LEASE
 
 
 def test_a_scatter_that_fails_fails_its_room_and_frees_its_lease() -> None:
@@ -744,35 +534,6 @@ def test_close_ends_rooms_on_both_sides_and_idle_says_when() -> None:
         assert sent.ended
         assert parked.ended
         assert all("closes" in str(room.error) for room in (handle, sent, parked))
-
-
-@pytest.mark.parametrize("order", ["prefill first", "decode first"])
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_either_side_may_come_first(order: str, path: str) -> None:
-    world = World(path=path)
-    if order == "prefill first":
-        sent = world.send(1, 8, [0, 1])
-        world.run(until=1.0)
-        handle = world.receive(1, 8, [2, 3])
-    else:
-        handle = world.receive(1, 8, [2, 3])
-        world.run(until=1.0)
-        sent = world.send(1, 8, [0, 1])
-    world.run(until=2.0)
-    world.check(handle, 1, 8)
-    assert sent.state is State.SUCCESS
-    assert_flat(world)
-
-
-def test_states_are_seen_in_order() -> None:
-    """What an engine polls: each state once, forwards; released last."""
-    world = World()
-    whole(world)
-    world.run(until=1.0)
-    for node in world.nodes():
-        seen = [status for key, status in node.changes if key == b"i1"]
-        assert seen == sorted(seen)
-        assert seen[-1] == State.SUCCESS | 0x80
 
 
 def test_a_data_ready_chunk_moves_only_when_its_data_exists() -> None:
@@ -840,33 +601,6 @@ def test_a_node_that_drains_ends_what_it_began_and_tells_the_others() -> None:
     world.check(begun, 1, 8)
     assert world.now == 0.0
     assert_flat(world)
-
-
-def test_one_peer_that_parks_without_end_keeps_nobody_out() -> None:
-    """Where the cap is reached, who holds most makes room; who was turned away counts until it has agreed (I14)."""
-    world = World(max_parked=6, send_wait_s=50.0)
-    world.decode.append(greedy := world.make_decode(0, life=9))
-    greedy.name = b"D1"
-    for room in range(10):
-        world.receive(100 + room, 4, [room], 1)
-    world.run()
-    prefill = world.prefill[0].core
-    assert len(prefill.rooms.pending) == 6
-    handles = [world.receive(room, 4, [room]) for room in range(1, 4)]
-    world.run()
-    assert len(prefill.rooms.pending) == 6
-    for room in range(1, 4):
-        world.send(room, 4, [room])
-    world.run(until=5.0)
-    for room, handle in enumerate(handles, 1):
-        world.check(handle, room, 4)
-
-
-def test_parked_items_are_capped_by_their_bytes() -> None:
-    world = World(path="direct", max_parked_nbytes=2048)
-    handles = [world.receive(room, 4, [room]) for room in range(5)]
-    world.run()
-    assert [handle.ended for handle in handles] == [False] * 3 + [True] * 2
 
 
 def test_destinations_turned_away_still_count() -> None:

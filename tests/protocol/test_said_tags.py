@@ -46,33 +46,6 @@ def test_a_room_of_several_chunks(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
-def test_where_the_transport_carries_tags_nothing_is_said(path: str) -> None:
-    world = World(path=path)
-    room = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    world.check(room, 1, 8)
-    assert said(world) == 0
-    assert (
-        m.TAGS_FEATURE
-        not in world.decode[0].core.handshake.hello.features + world.prefill[0].core.handshake.welcome.features
-    )
-
-
-def test_nothing_is_said_before_the_write_is_done() -> None:
-    """The bytes are there when decode hears of them (I5)."""
-    world = saying()
-    world.hold(is_kind("done"))
-    room = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    assert said(world) == 0
-    world.free()
-    world.run()
-    world.check(room, 1, 8)
-
-
-@pytest.mark.parametrize("path", ["staged", "direct"])
 @pytest.mark.parametrize("n_lost", [1, 5])
 def test_lost_tags_are_said_again_with_close_ok(path: str, n_lost: int) -> None:
     """Nothing else is needed, whoever waits: decode's Success costs `retry_s` each time (I4)."""
@@ -103,48 +76,6 @@ def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
     world.check(other, 2, 8)
     assert world.prefill[0].core.counters.leases_returned == 0
     assert not endless.ended
-
-
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_a_tag_said_again_and_again_counts_once(path: str) -> None:
-    """I7. The room goes on and has everything once."""
-    world = saying(path=path)
-    room = world.receive(1, 16, [0, 1, 2, 3])
-    world.fill(1, 16, [4, 5, 6, 7])
-    sender = world.submit(1)
-    world.hold(TAGGED)
-    world.chunk(sender, (0, 8), [4, 5, 6, 7])
-    world.run()
-    ((item,), (node,)) = world.held, world.decode
-    world.free()
-    world.run()
-    for n in range(1, 4):
-        hear(node, item.message.tag, world.now)  # type: ignore[attr-defined]
-        assert (node.core.counters.tags_received, node.core.counters.tags_stale, room.pending) == (n + 1, n, 0)
-    (session,) = node.core.sessions.values()
-    session.last_seq -= 3  # those were not from the prefill core, which goes on counting its own
-    world.chunk(sender, (8, 16), [4, 5, 6, 7])
-    world.finish(sender)
-    world.run()
-    world.check(room, 1, 16)
-
-
-def test_a_tag_that_comes_after_its_rooms_end_changes_nothing() -> None:
-    """I1, I6."""
-    world = saying()
-    world.hold(TAGGED)
-    room = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run(until=0.1)
-    (item, *_) = world.held
-    world.decode[0].core.abort(room, "changed its mind", world.now)
-    world.carry(world.decode[0])
-    world.run(until=1.0)
-    assert room.released
-    before = world.decode[0].core.snapshot()
-    assert hear(world.decode[0], item.message.tag, world.now) == []  # type: ignore[attr-defined]
-    assert world.decode[0].core.snapshot() == before
-    assert world.decode[0].core.counters.tags_stale == 1
 
 
 def test_a_failed_write_is_never_said() -> None:

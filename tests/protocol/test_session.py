@@ -66,16 +66,6 @@ def test_a_frame_of_an_unknown_session_is_counted_and_answered_with_our_name() -
         assert not core.take_effects(), "NoSession and Bye are not answered: two strangers would never end"
 
 
-def test_heartbeats_keep_an_idle_session_alive() -> None:
-    world = World(max_silence_s=1.0)
-    met(world)
-    world.run(until=100.0)
-    assert world.prefill[0].core.sessions
-    assert world.decode[0].core.sessions
-    beats = sum("Heartbeat" in line for line in world.log)
-    assert 500 <= beats <= 700, "a third of the promise apart, each way, and no more"
-
-
 def test_a_silent_peer_is_lost_after_its_own_promise() -> None:
     """I10."""
     world = World(max_silence_s=2.0)
@@ -153,19 +143,6 @@ def test_an_idle_node_keeps_its_deadlines() -> None:
     world.run(until=3606.0)
     assert handle.state is State.FAILED
     assert "no answer from b'P0' in 5.0 s" in str(handle.error)
-
-
-def test_hello_is_repeated_until_welcome_and_answered_alike() -> None:
-    world = World()
-    world.drop(is_message(m.Welcome))
-    handle = world.announce(0)
-    world.run(until=1.0)
-    assert len(world.prefill[0].core.sessions) == 1
-    assert sum("Hello" in line for line in world.log) >= 3
-    world.free()
-    world.run(until=2.0)
-    assert handle.state is State.WAITING_FOR_INPUT
-    assert len(world.prefill[0].core.sessions) == 1
 
 
 def test_a_half_open_session_expires_whatever_it_promised() -> None:
@@ -263,17 +240,6 @@ def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
 HELLO = World().decode[0].core.handshake.hello
 
 
-def test_a_refusal_of_another_greeting_is_ignored() -> None:
-    world = World()
-    world.hold(is_message(m.Hello))
-    handle = world.announce(0)
-    world.decode[0].core.receive(b"P0", wire.encode(m.SessionId(12345, 0), 0, m.HelloRefused("old news")), 0.0)
-    assert not handle.ended
-    world.free()
-    world.run()
-    assert handle.state is State.WAITING_FOR_INPUT
-
-
 def test_a_welcome_to_another_greeting_is_ignored() -> None:
     """An answer to a session that was lost since begins nothing."""
     world = World()
@@ -288,70 +254,6 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     assert handle.state is State.WAITING_FOR_INPUT
 
 
-def refused(world: World) -> tuple[str, str, object]:
-    """Both sides' words, and the room that could not be."""
-    handle = world.announce(0)
-    world.run()
-    assert handle.state is State.FAILED
-    assert isinstance(handle.error, PeerError)
-    assert handle.released
-    return str(handle.error), world.prefill[0].peer_warnings[0] if world.prefill[0].peer_warnings else "", handle
-
-
-def other_layout(world: World, **change: object) -> None:
-    """Gives the prefill rank a layout that differs in one thing."""
-    core = world.prefill[0].core
-    views = [
-        replace(view, **{k: v(view) if callable(v) else v for k, v in change.items()}) for view in core.layout.views()
-    ]
-    core.handshake.welcome = m.Welcome(
-        core.handshake.welcome.topology,
-        Layout.of(core.layout.regions, views),
-        "test",
-        b"",
-        core.endpoint.config.max_silence_s,
-        (),
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"format": "bf16"}, "format bf16 at prefill, u8 at decode"),
-        ({"width": 4}, "4 bytes a kv_head at prefill, 8 at decode"),
-        (
-            {"axis": lambda view: view.axis._replace(total=4)},
-            "axis kv_head of 4 shards at prefill, kv_head of 2 at decode",
-        ),
-        (
-            {"axis": lambda view: view.axis._replace(name="head")},
-            "axis head of 2 shards at prefill, kv_head of 2 at decode",
-        ),
-    ],
-)
-def test_layouts_that_do_not_fit_are_refused_in_words_on_both_sides(change: dict[str, object], word: str) -> None:
-    world = World()
-    other_layout(world, **change)
-    at_decode, at_prefill, _ = refused(world)
-    assert word in at_decode
-    assert word in at_prefill
-    assert not world.prefill[0].core.sessions
-    assert not world.decode[0].core.handshake.peers
-    assert_flat(world)
-
-
-def test_decode_refuses_a_welcome_that_does_not_fit() -> None:
-    """Prefill may be an older build that checks less: decode looks for itself."""
-    world = World()
-    prefill = world.prefill[0].core
-    other_layout(world, format="bf16")
-    prefill.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
-    handle = world.announce(0)
-    world.run()
-    assert "a prefill rank does not fit" in str(handle.error)
-    assert "format bf16" in str(handle.error)
-
-
 def test_writers_without_every_shard_are_refused_when_rooms_connect() -> None:
     """No mismatch of two views, and every layer is there, but nobody holds head 1: shares() names it."""
     world = World(prefill=2)
@@ -363,15 +265,6 @@ def test_writers_without_every_shard_are_refused_when_rooms_connect() -> None:
         assert room.released
         assert "no prefill rank holds shard 1" in str(room.error)
     assert_flat(world)
-
-
-def test_another_transport_is_refused_in_words_on_both_sides() -> None:
-    world = World()
-    core = world.prefill[0].core
-    core.handshake.welcome = m.Welcome(core.handshake.welcome.topology, core.layout, "rdma", b"", 10.0, ())
-    at_decode, at_prefill, _ = refused(world)
-    assert "transport 'test' at decode, 'rdma' at prefill" in at_decode
-    assert "transport 'test' at decode, 'rdma' at prefill" in at_prefill
 
 
 @pytest.mark.parametrize(
@@ -393,24 +286,6 @@ def test_a_hello_that_makes_no_sense_is_refused(hello: dict[str, object]) -> Non
     assert not world.prefill[0].core.sessions
     answers = [wire.decode(e.frame).message for e in world.prefill[0].core.take_effects() if isinstance(e, Send)]
     assert [type(answer) for answer in answers] == [m.HelloRefused]
-
-
-def test_no_answer_to_hello_fails_the_room_in_time() -> None:
-    """I10."""
-    world = World(hello_s=2.0)
-    world.drop(is_kind("frame"))
-    handle = world.announce(0)
-    world.run(until=1.9)
-    assert not handle.ended
-    world.run(until=2.1)
-    assert isinstance(handle.error, DeadlineExceeded)
-    assert not world.decode[0].core.handshake.peers
-    assert not len(world.decode[0].core.endpoint.timers)
-    world.free()
-    world.run(until=3.0)
-    handle = world.announce(0)
-    world.run(until=4.0)
-    assert handle.state is State.WAITING_FOR_INPUT, "the next room greets anew"
 
 
 def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -> None:
@@ -583,20 +458,6 @@ def test_a_peers_fault_keeps_no_frame_alive() -> None:
     assert isinstance(sent.error, PeerError)
     assert sent.error.__traceback__ is None
     assert sent.error.__context__ is None
-
-
-def test_bye_ends_a_session_at_once_and_in_peace() -> None:
-    world = World()
-    prefill, decode, *_ = met(world)
-    prefill.core.bye(world.now)
-    world.carry(prefill)
-    world.run()
-    assert not decode.core.sessions
-    assert not decode.core.handshake.peers
-    decode.core.bye(world.now)
-    world.carry(decode)
-    world.run(until=world.now + 60.0)
-    assert not prefill.core.sessions
 
 
 def test_a_layout_that_takes_for_ever_to_check_is_refused_unread() -> None:

@@ -69,51 +69,6 @@ def test_reserve_resent_crossing_recall_and_returned() -> None:
     assert_flat(world)
 
 
-def test_abort_drained_then_a_late_open() -> None:
-    """Nothing is resurrected: within a session a frame not above the last accepted seq is nothing (I1, I6)."""
-    world = World()
-    world.receive(0, 8, [4, 5])
-    world.send(0, 8, [4, 5])
-    world.run()
-    world.submit(1)
-    world.hold(is_message(m.Open))
-    handle = world.receive(1, 8, [0, 1])
-    world.run(until=0.6)
-    assert len(world.held) >= 2, "Open was repeated"
-    late = world.held.pop(0)
-    world.free()
-    world.run(until=0.7)
-    world.decode[0].core.abort(handle, "the client went away", world.now)
-    world.carry(world.decode[0])
-    world.run()
-    core = world.prefill[0].core
-    assert handle.released
-    assert not core.rooms.destinations
-    stale = core.counters.frames_stale
-    world.submit(1)
-    world.queue.append(late)
-    world.run()
-    assert core.counters.frames_stale == stale + 1
-    assert not core.rooms.destinations, "the late Open opened nothing"
-    assert handle.state is State.FAILED
-
-
-@pytest.mark.parametrize("lost", [m.CloseOk, m.Closed], ids=["CloseOk", "Closed"])
-def test_a_close_that_is_lost(lost: type) -> None:
-    """The writer keeps the destination until Closed, and says it again (I4, I14)."""
-    world = World()
-    world.drop(is_message(lost))
-    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
-    world.run(until=2.0)
-    assert sent.state is State.SUCCESS, "its last completion came, and Close(ok) was said"
-    assert len(world.prefill[0].core.rooms.destinations) == 1
-    world.free()
-    world.run(until=3.0)
-    world.check(handle, 1, 8)
-    assert handle.released
-    assert_flat(world)
-
-
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path: str) -> None:
     """Its "nothing in flight" proves nothing for the old process, whose write may still land (I2, I6)."""
@@ -231,28 +186,6 @@ def test_lane_of_4_leases_of_3_then_4(idle: bool) -> None:
     world.check(second, 2, 32)
     lane = world.decode[0].core.leases.lanes[0]
     assert lane.head == lane.watermark == 8 * unit, "one unit of padding in front of the second"
-    assert_flat(world)
-
-
-def test_close_overtakes_a_tag_then_recall() -> None:
-    """Delivered data must not be freed: decode recalls none of the leases that Close lists (I2, I5)."""
-    world = World(prefill=2, instances=True, lane_nbytes=LEASE, recall_after_s=0.5)
-    world.hold(of_epoch(1, "tag"))
-    one = world.receive(1, 8, [0, 1], prefill=0)
-    sent = world.send(1, 8, [0, 1], 0)
-    world.run(until=0.1)
-    assert sent.state is State.SUCCESS
-    two = world.receive(2, 8, [2, 3], prefill=1)
-    world.send(2, 8, [2, 3], 1)
-    world.run(until=5.0)
-    assert any("CloseOk" in line for line in world.log)
-    assert not any("Recall" in line for line in world.log), "it was written: the tag is on its way"
-    assert two.state is State.WAITING_FOR_INPUT, "the lane is full of what was delivered"
-    assert not one.ended
-    world.free()
-    world.run(until=8.0)
-    world.check(one, 1, 8)
-    world.check(two, 2, 8)
     assert_flat(world)
 
 
@@ -417,30 +350,6 @@ def test_two_decodes_opposite_lease_orders_two_send_buffers() -> None:
     assert_flat(world)
 
 
-def test_a_direct_post_whose_outcome_is_unknown_after_decodes_success() -> None:
-    """Never written again: the engine already appends to that page (I2, I7)."""
-    world = World(prefill=2, path="direct")
-    world.hold(lambda item: item.kind == "done" and item.src is world.prefill[1])
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1], 0)
-    unlucky = world.send(1, 8, [0, 1], 1)
-    world.run()
-    world.check(handle, 1, 8)
-    assert not handle.released, "one writer has not said that it is done"
-    core = world.prefill[1].core
-    (ticket,) = core.chunks.flights
-    core.completed(ticket, world.now, TransportError("the fabric does not know"))
-    world.carry(world.prefill[1])
-    n_writes = sum(line.startswith("write P1") for line in world.log)
-    world.free()
-    world.run(until=60.0)
-    assert sum(line.startswith("write P1") for line in world.log) == n_writes == 1
-    assert unlucky.state is State.FAILED
-    assert handle.state is State.SUCCESS, "terminal: what failed was a word, not the bytes"
-    assert handle.released
-    assert_flat(world)
-
-
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_writer_that_was_only_stopped_proves_itself_quiet(path: str) -> None:
     """On a transport that fences nothing: the process comes back, its writes end, and its NoSession frees all (I2).
@@ -554,25 +463,6 @@ def test_another_process_at_the_route_proves_nothing_for_a_lost_session() -> Non
     assert said == [line for line in world.log if "NoSession" in line], "asked for ever"
     decode.core.fenced(session, world.now)
     assert handle.released
-
-
-def test_a_disconnected_writer_is_not_quiet_before_its_posts_ended() -> None:
-    """Its memory is read no more, and is given back; what it wrote may still be on its way to decode (I2, I8)."""
-    world = World(write_s=2.0)
-    world.hold(is_kind("write", "done"))
-    world.hold(lambda item: item.kind == "fence" and item.src is world.decode[0])
-    handle = world.receive(1, 8, [0, 1])
-    sent = world.send(1, 8, [0, 1])
-    world.run()
-    (session,) = world.decode[0].core.sessions.values()
-    world.run(until=30.0)
-    assert handle.state is sent.state is State.FAILED
-    assert sent.released
-    assert [lease.phase for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
-    world.free()
-    world.run(until=60.0)
-    assert handle.released
-    assert_flat(world)
 
 
 def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:
