@@ -249,31 +249,23 @@ def test_bytes_and_nothing_are_as_ever() -> None:
 # What a peer may not say.
 
 
-def _said(world: World, message: m.AnyMessage, side: str) -> str:
-    """What the node at `side` complains of when its peer says `message` in their session."""
-    node = world.prefill[0] if side == "prefill" else world.decode[0]
-    (session,) = node.core.sessions.values()
-    node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), world.now)
-    world.carry(node)
-    assert not node.core.sessions, "the session goes on"
-    return node.peer_warnings[-1]
-
-
 @pytest.mark.parametrize("aux", ["packed", "rows"])
 def test_a_row_that_was_not_exposed_is_refused(aux: str) -> None:
     world = World(aux=aux)
     world.receive(1, 8, [0, 1])
     world.run()
-    opened = m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8)
-    assert "aux row 8, which Hello did not expose" in _said(world, opened, "prefill")
+    world.say(world.prefill[0], m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8))
+    assert "aux row 8, which Hello did not expose" in world.prefill[0].peer_warnings[-1]
+    assert not world.prefill[0].core.sessions
 
 
 def test_a_packed_row_of_another_size_is_refused() -> None:
     world = World(aux="rows")
     handle = world.receive(1, 8, [0, 1], row=3)
     world.run()
-    said = _said(world, m.CloseOk(handle.epoch, (), bytes(23), (), True), "decode")
-    assert "packed in 23 bytes" in said
+    world.say(world.decode[0], m.CloseOk(handle.epoch, (), bytes(23), (), True))
+    assert "packed in 23 bytes" in world.decode[0].peer_warnings[-1]
+    assert not world.decode[0].core.sessions
 
 
 @pytest.mark.parametrize("row", [None, 3])

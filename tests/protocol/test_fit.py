@@ -12,10 +12,8 @@ from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.layout.topology import Axis, Topology
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import incompatible, lacking
-from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.state import State
-from tests.pair import Decode, Memory, Prefill, World, assert_flat
+from tests.pair import Memory, World, assert_flat
 
 REGION = Region(1 << 32, 1 << 20)
 KV = View(
@@ -81,36 +79,25 @@ MISFITS = {
 class Ranks(World):
     """Ranks of these layouts, each a stage of a pipeline where there are several. Nothing is ever moved."""
 
-    def __init__(
-        self, src: list[Layout], dst: list[Layout], src_pp: int = 1, dst_pp: int = 1,
-        models: tuple[dict[str, str], dict[str, str]] = ({}, {}),
-    ) -> None:  # fmt: skip
-        self.src, self.dst, self.src_pp, self.dst_pp = src, dst, src_pp, dst_pp
-        self.models = [tuple(m.Fact(*fact) for fact in sorted(model.items())) for model in models]
-        super().__init__(prefill=len(src), decode=len(dst))
+    def __init__(self, src: list[Layout], dst: list[Layout], models: tuple[dict[str, str], ...] = ({}, {})) -> None:
+        self.layouts = {"P": src, "D": dst}
+        facts = tuple(tuple(m.Fact(*fact) for fact in sorted(model.items())) for model in models)
+        super().__init__(prefill=len(src), decode=len(dst), models=facts)
 
-    def make_prefill(self, rank: int, life: int = 0) -> Prefill:
-        place = Topology(pp_size=self.src_pp, pp_rank=rank % self.src_pp)
-        core = PrefillCore(
-            1000 + rank + 100 * life, layout=self.src[rank], topology=place,
-            transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
-            config=self.config, choose=self._choose, model=self.models[0],
-        )  # fmt: skip
-        return Prefill(b"P%d" % rank, core, Memory(0), [], Memory(0))
-
-    def make_decode(self, rank: int, life: int = 0) -> Decode:
-        place = Topology(pp_size=self.dst_pp, pp_rank=rank % self.dst_pp)
-        core = DecodeCore(
-            2000 + rank + 100 * life, layout=self.dst[rank], topology=place,
-            transport="test", description=b"", lanes=(m.LaneSpan(1 << 40, 4096),), config=self.config,
-            model=self.models[1],
-        )  # fmt: skip
-        return Decode(b"D%d" % rank, core, Memory(0), Memory(0), Memory(0))
+    def rank_of(self, side: str, rank: int) -> tuple[Memory, Layout, Topology]:
+        held = self.layouts[side]
+        return Memory(0), held[rank], Topology(pp_size=len(held), pp_rank=rank)
 
 
 @pytest.mark.parametrize("what", MISFITS)
 def test_a_misfit_is_refused_at_hello_and_both_nodes_hear_why(what: str) -> None:
     src, dst, words = MISFITS[what]
+    older = Ranks([src], [dst])
+    older.prefill[0].core.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
+    handle = older.announce(1)
+    older.run()
+    assert "a prefill rank does not fit" in str(handle.error), "prefill checks less, so decode looks for itself"
+    assert words in str(handle.error)
     world = Ranks([src], [dst])
     handle = world.announce(1)
     world.run()
@@ -123,18 +110,6 @@ def test_a_misfit_is_refused_at_hello_and_both_nodes_hear_why(what: str) -> None
     assert words in warning
     assert not world.prefill[0].core.sessions
     assert_flat(world)
-
-
-@pytest.mark.parametrize("what", MISFITS)
-def test_decode_finds_the_same_misfit_in_a_welcome(what: str) -> None:
-    """Prefill may be an older build that checks less."""
-    src, dst, words = MISFITS[what]
-    world = Ranks([src], [dst])
-    world.prefill[0].core.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
-    handle = world.announce(1)
-    world.run()
-    assert "a prefill rank does not fit" in str(handle.error)
-    assert words in str(handle.error)
 
 
 LLAMA = {"name": "llama", "revision": "4f0c", "dtype": "bfloat16"}
@@ -208,7 +183,7 @@ SHORT = layout(views(layers=(2,)), views("draft", (0,)))
 
 @pytest.mark.parametrize("submitted", [True, False])
 def test_a_prefill_pipeline_without_a_layer_is_refused_before_open_and_each_stage_is_told(submitted: bool) -> None:
-    world = Ranks([FIRST, SHORT], [ALL], src_pp=2)
+    world = Ranks([FIRST, SHORT], [ALL])
     sent = [world.submit(1, rank) for rank in range(2)] if submitted else []
     handle = world.announce(1)
     world.run()
@@ -227,7 +202,7 @@ def test_a_prefill_pipeline_without_a_layer_is_refused_before_open_and_each_stag
 @pytest.mark.parametrize("submit_first", [True, False])
 def test_a_decode_pipeline_without_a_layer_is_refused_by_prefill_and_each_stage_is_told(submit_first: bool) -> None:
     """No stage of decode can see what the others lack; each prefill rank hears from all of them."""
-    world = Ranks([ALL], [FIRST, SHORT], dst_pp=2)
+    world = Ranks([ALL], [FIRST, SHORT])
     sent = world.submit(1) if submit_first else None
     handles = [world.announce(1, rank) for rank in range(2)]
     for rank, handle in enumerate(handles):

@@ -15,8 +15,7 @@ WHY = "the client left"
 
 
 def abort(world: World, room, rank: int = 0) -> None:
-    world.decode[rank].core.abort(room, WHY, world.now)
-    world.carry(world.decode[rank])
+    world.abort(world.decode[rank], room, WHY)
 
 
 def assert_given_up(*rooms) -> None:

@@ -9,9 +9,7 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol import wire
 from pdstage.protocol.prefill_chunks import SendBuffers
-from pdstage.protocol.session import Send
 from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import World, assert_flat, first, is_kind, is_message
 
@@ -31,8 +29,7 @@ def test_abort_is_repeated_until_drained(lost: type) -> None:
     world.send(1, 8, [0, 1])
     world.run()
     world.drop(first(1, is_message(lost)))
-    world.decode[0].core.abort(handle, "changed its mind", world.now)
-    world.carry(world.decode[0])
+    world.abort(world.decode[0], handle, "changed its mind")
     world.release_held()
     world.run(until=5.0)
     assert handle.released
@@ -46,8 +43,7 @@ def test_close_failed_is_repeated() -> None:
     sender = world.submit(1)
     world.run()
     world.drop(first(1, is_message(m.CloseFailed)))
-    world.prefill[0].core.abort(sender, "out of memory", world.now)
-    world.carry(world.prefill[0])
+    world.abort(world.prefill[0], sender, "out of memory")
     world.run(until=5.0)
     assert handle.state is State.FAILED
     assert "out of memory" in str(handle.error)
@@ -64,8 +60,7 @@ def test_an_abort_that_overtakes_every_open_is_answered() -> None:
     handle = world.receive(1, 8, [0, 1])
     world.run(until=1.0)
     for room in (greeted, handle):
-        world.decode[0].core.abort(room, "changed its mind", world.now)
-    world.carry(world.decode[0])
+        world.abort(world.decode[0], room, "changed its mind")
     world.run(until=3.0)
     assert handle.released
     world.run(until=40.0)
@@ -83,9 +78,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     decode.abort(handle, "changed its mind", world.now)
-    ask = m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),))
-    decode.receive(session.route, wire.encode(session.id, session.last_seq + 1, ask), world.now)
-    said = [wire.decode(e.frame).message for e in decode.take_effects() if hasattr(e, "frame")]
+    said = world.say(world.decode[0], m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),)))
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.leases.contended
     assert [lease.phase for lease in decode.leases.of_session(session)] == ["quarantined"]
@@ -100,8 +93,7 @@ def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     for attempt in (0, 1, 0):
-        ask = m.Reserve(handle.epoch, 0, attempt, LEASE, (Rect("kv", 0, 8, 0, 2),))
-        decode.receive(session.route, wire.encode(session.id, session.last_seq + 1, ask), world.now)
+        world.say(world.decode[0], m.Reserve(handle.epoch, 0, attempt, LEASE, (Rect("kv", 0, 8, 0, 2),)))
     assert [lease.request.attempt for lease in decode.leases.of_session(session)] == [1]
 
 
@@ -194,14 +186,11 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     (chunk,) = destination.chunks.values()
     assert chunk.phase is ChunkPhase.GATHERING
     world.drop(is_message(m.CloseFailed))
-    core, session = world.prefill[0].core, destination.session
-    core.abort(sender, "changed its mind", world.now)
+    world.abort(world.prefill[0], sender)
 
     def asked_for_it_back() -> list[m.AnyMessage]:
-        core.take_effects()
         recall = m.Recall(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor, 0)
-        core.receive(b"D0", wire.encode(session.id, session.last_seq + 1, recall), world.now)
-        return [wire.decode(e.frame).message for e in core.take_effects() if isinstance(e, Send)]
+        return world.say(world.prefill[0], recall)
 
     assert not any(isinstance(message, m.Returned) for message in asked_for_it_back())
     world.release_held()

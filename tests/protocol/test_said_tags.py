@@ -7,9 +7,8 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.session import Send
 from pdstage.protocol.state import State
-from tests.pair import Decode, World, assert_flat, first, is_kind, is_message
+from tests.pair import World, assert_flat, first, is_kind, is_message
 
 TAGGED = is_message(m.Tagged)
 
@@ -20,13 +19,6 @@ def saying(**shape: object) -> World:
 
 def said(world: World) -> int:
     return sum(" Tagged(" in line for line in world.log)
-
-
-def hear(node: Decode, data: bytes, now: float) -> list[m.AnyMessage]:
-    """`node` hears a tag as a message from its one peer; what it answers."""
-    (session,) = node.core.sessions.values()
-    node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, m.Tagged(data)), now)
-    return [wire.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
@@ -121,7 +113,7 @@ def test_an_untrue_tag_ends_its_session(what: str) -> None:
         "no tag": b"Pt",
         "another component": wire.encode_tag(tag, ("kv",))[:-2] + b"\1\0" + b"\7" + bytes(25),
     }.get(what, wire.encode_tag(tag, ("kv",)))
-    hear(world.decode[0], data, world.now)
+    world.say(world.decode[0], m.Tagged(data))
     assert world.decode[0].core.counters.frames_malformed == 1
     assert not world.decode[0].core.sessions
     assert room.state is State.FAILED

@@ -33,42 +33,6 @@ def written(world: World) -> list[tuple]:
     return sorted(where[1:] for where in world.written)
 
 
-def test_reserve_resent_crossing_recall_and_returned() -> None:
-    """The repeated old Lease must not be written: Returned is final, by the attempt (I2, I4, I15)."""
-    world = World(lane_nbytes=LEASE, recall_after_s=1.0)
-    world.drop(about(1, m.Lease))
-    one, two = world.receive(1, 8, [0, 1]), world.receive(2, 8, [2, 3])
-    sent = world.send(1, 8, [0, 1])
-    world.run(until=0.1)
-    other = world.send(2, 8, [2, 3])
-    world.run(until=0.9)
-    world.rules.clear()
-    world.hold(about(1, m.Reserve, m.Returned))
-    world.hold(lambda item: item.kind == "frame" and item.src is world.decode[0])
-    world.run(until=1.4)
-    kinds = {type(item.message) for item in world.held}
-    assert {m.Reserve, m.Recall} <= kinds, "the question is asked again just as the lease is asked for"
-    # Decode answers the resent Reserve with the same lease, after its Recall ...
-    world.release_held(is_message(m.Reserve))
-    world.run()
-    # ... and prefill has said Returned before that Lease comes.
-    world.release_held(is_message(m.Recall))
-    world.run()
-    world.release_held(about(1, m.Lease))
-    world.run()
-    assert sum("Returned(epoch=1" in repr(item) for item in world.held) >= 2, "for the Recall, and for the Lease"
-    (destination,) = [r for r in world.prefill[0].core.rooms.destinations.values() if r.epoch == 1]
-    assert destination.chunks[0].attempt == 1
-    assert not destination.chunks[0].begun, "attempt 0 is dead"
-    world.free()
-    world.run(until=20.0)
-    for handle, room in ((one, 1), (two, 2)):
-        world.check(handle, room, 8)
-    assert sent.state is other.state is State.SUCCESS
-    assert all(cursor != 0 for _, _, cursor in written(world)), "the recalled bytes were never written"
-    assert_flat(world)
-
-
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path: str) -> None:
     """Its "nothing in flight" proves nothing for the old process, whose write may still land (I2, I6)."""
@@ -186,45 +150,6 @@ def test_lane_of_4_leases_of_3_then_4(idle: bool) -> None:
     world.check(second, 2, 32)
     lane = world.decode[0].core.leases.lanes[0]
     assert lane.head == lane.watermark == 8 * unit, "one unit of padding in front of the second"
-    assert_flat(world)
-
-
-def test_auto_falls_back_from_staged_to_direct() -> None:
-    """The unused lease must not leak: it was granted to an attempt that went another way (I13, I14)."""
-    world = World(prefill=2, instances=True, path="auto", lane_nbytes=LEASE, choose=lambda _: False)
-    world.hold(of_epoch(1, "write"))
-    stuck = world.receive(1, 8, [0, 1], prefill=0)
-    world.send(1, 8, [0, 1], 0)
-    world.run()
-    world.decode[0].core.abort(stuck, "to fill the lane with quarantine", world.now)
-    world.carry(world.decode[0])
-    world.run()
-    assert world.decode[0].core.leases.largest() == 0
-    # Asked twice: the first is refused as too big, and the second crosses the refusal.
-    world.hold(is_message(m.Refused))
-    world.hold(of_epoch(2, "write"))
-    handle = world.receive(2, 8, [2, 3], prefill=1)
-    sent = world.send(2, 8, [2, 3], 1)
-    world.run()
-    world.hold(about(2, m.Reserve))
-    world.run(until=0.3)
-    world.release_held(is_message(m.Refused))
-    world.run()
-    assert world.prefill[1].core.counters.chunks_fallen_back == 1
-    # The lane is free again before the crossed question is heard, so it is answered with a lease.
-    world.release_held(of_epoch(1, "write"))
-    world.run()
-    assert world.decode[0].core.leases.largest() == LEASE
-    world.release_held(about(2, m.Reserve))
-    world.run()
-    assert any("Lease(epoch=2" in line for line in world.log)
-    assert any("Returned(epoch=2" in line for line in world.log)
-    assert not world.decode[0].core.leases.snapshot()[0]
-    world.free()
-    world.run(until=5.0)
-    world.check(handle, 2, 8)
-    assert sent.state is State.SUCCESS
-    assert world.prefill[1].core.counters.chunks_direct == 1
     assert_flat(world)
 
 
@@ -443,26 +368,6 @@ def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     world.run(until=60.0)
     for node, session in zip(world.decode, sessions, strict=True):
         assert [lease.phase for lease in node.core.leases.of_session(session)] == ["quarantined"]
-
-
-def test_another_process_at_the_route_proves_nothing_for_a_lost_session() -> None:
-    """It is asked no more; only the transport, or an operator, can tell that its predecessor is dead (I2, I6, I14)."""
-    world = World(fences=False, path="direct", drain_s=2.0, max_silence_s=3.0)
-    world.hold(is_kind("write"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    decode = world.decode[0]
-    (session,) = decode.core.sessions.values()
-    world.restart(world.prefill[0])
-    world.run(until=30.0)
-    assert handle.state is State.FAILED
-    assert not handle.released
-    said = [line for line in world.log if "NoSession" in line]
-    world.run(until=60.0)
-    assert said == [line for line in world.log if "NoSession" in line], "asked for ever"
-    decode.core.fenced(session, world.now)
-    assert handle.released
 
 
 def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:
