@@ -12,7 +12,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -59,52 +59,33 @@ class Memory:
         return self.bytes[start : start + nbytes]
 
 
-def make_layout(
-    memory: Memory,
-    *,
-    heads: int,
-    tp: int,
-    rank: int,
-    layers: tuple[int, int],
-    n_pages: int,
-    hnd: bool = False,
-    page: int = PAGE,
-    slots: bool = False,
-    exact: bool = False,
-    roles: tuple[str, ...] = ROLES,
-) -> Layout:
-    """A pool of one rank in `memory`: NHD or HND pages of `page` tokens, or `slots` of as many rows."""
-    axis = shard_axis("kv_head", heads, tp, rank)
-    views, offset = [], 0
-    for layer in range(*layers):
-        for role in roles:
-            row, shard = (WIDTH, page * WIDTH) if hnd else (axis.count * WIDTH, WIDTH)
-            item = page * axis.count * WIDTH
-            views.append(
-                View(
-                    key=Key("kv", role, layer), region=0, offset=offset, n_items=n_pages, item_stride=item,
-                    tokens_per_item=page, rows=(RowLevel(1, row),), shards=axis.count, shard_stride=shard, width=WIDTH,
-                    axis=axis, format="u8",
-                )
-            )  # fmt: skip
-            offset += n_pages * item
-    names = ("kv",)
-    region = Region(memory.base, len(memory.bytes))
-    return Layout.of((region,), views, slots=names if slots else (), exact=names if exact else ())
-
-
 def pool_nbytes(
-    *,
-    heads: int,
-    tp: int,
-    rank: int,
-    layers: tuple[int, int],
-    n_pages: int,
-    page: int = PAGE,
+    *, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, page: int = PAGE,
     roles: tuple[str, ...] = ROLES,
-) -> int:
+) -> int:  # fmt: skip
     n_views = len(roles) * (layers[1] - layers[0])
     return n_views * n_pages * page * shard_axis("", heads, tp, rank).count * WIDTH
+
+
+def make_layout(
+    memory: Memory, *, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, hnd: bool = False,
+    page: int = PAGE, slots: bool = False, exact: bool = False, roles: tuple[str, ...] = ROLES,
+) -> Layout:  # fmt: skip
+    """A pool of one rank in `memory`: NHD or HND pages of `page` tokens, or `slots` of as many rows."""
+    axis = shard_axis("kv_head", heads, tp, rank)
+    row, shard = (WIDTH, page * WIDTH) if hnd else (axis.count * WIDTH, WIDTH)
+    item = page * axis.count * WIDTH
+    views = [
+        View(
+            key=Key("kv", role, layer), region=0, offset=0, n_items=n_pages, item_stride=item, tokens_per_item=page,
+            rows=(RowLevel(1, row),), shards=axis.count, shard_stride=shard, width=WIDTH, axis=axis, format="u8",
+        )
+        for layer in range(*layers)
+        for role in roles
+    ]  # fmt: skip
+    views = [replace(view, offset=number * n_pages * item) for number, view in enumerate(views)]
+    region = Region(memory.base, len(memory.bytes))
+    return Layout.of((region,), views, slots=("kv",) * slots, exact=("kv",) * exact)
 
 
 def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -> np.ndarray:
@@ -156,13 +137,10 @@ def held_of(layout: Layout, n: int) -> list[int]:
     return held(layout.components[0].owned, n)
 
 
-def staged_place(rank: int, n_ranks: int, n_stages: int, dp: int = 1) -> Topology:
-    """The place of `rank` among `n_ranks`, in `dp` pipelines of `n_stages`."""
-    tp = n_ranks // (n_stages * dp)
-    return Topology(
-        tp_size=tp, tp_rank=rank % tp, pp_size=n_stages, pp_rank=rank // tp % n_stages, dp_size=dp,
-        dp_rank=rank // (tp * n_stages),
-    )  # fmt: skip
+def staged_place(rank: int, n_ranks: int, n_stages: int) -> Topology:
+    """The place of `rank` among `n_ranks`."""
+    tp = n_ranks // n_stages
+    return Topology(tp_size=tp, tp_rank=rank % tp, pp_size=n_stages, pp_rank=rank // tp)
 
 
 @dataclass(eq=False)
@@ -263,7 +241,6 @@ class World:
         src_page: int = PAGE,
         src_stages: tuple[tuple[int, int], ...] = (),
         dst_stages: tuple[tuple[int, int], ...] = (),
-        dst_dp: int = 1,
         slots: bool = False,
         exact: bool = False,
         roles: tuple[str, ...] = ROLES,
@@ -292,7 +269,6 @@ class World:
         self.fenced: set[m.SessionId] = set()
         self.aux, self.columns = aux, {"P": Columns(src_columns), "D": Columns(dst_columns)}
         self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
-        self.dst_dp = dst_dp
         self.src_stages, self.dst_stages = src_stages or (self.layers,), dst_stages or (self.layers,)
         self.lane_nbytes, self.n_lanes, self.dst_hnd, self.dst_page = lane_nbytes, n_lanes, dst_hnd, dst_page
         self.n_buffers, self.buffer_nbytes = n_buffers, buffer_nbytes
@@ -328,7 +304,7 @@ class World:
             at = Topology() if self.instances else staged_place(rank, self.n_prefill, len(stages))
         else:
             stages, page, hnd = self.dst_stages, self.dst_page, self.dst_hnd
-            at = staged_place(rank, self.n_decode, len(stages), self.dst_dp)
+            at = staged_place(rank, self.n_decode, len(stages))
         shape = {
             "heads": self.heads, "tp": at.tp_size, "rank": at.tp_rank, "layers": stages[at.pp_rank],
             "n_pages": self.n_pages, "page": page, "roles": self.roles,
@@ -794,10 +770,6 @@ def _checksum(session: Session, staged_bytes: np.ndarray) -> int:
 def is_message(*kinds: type) -> Callable[[Item], bool]:
     """Frames that carry one of these messages."""
     return lambda item: item.kind == "frame" and isinstance(item.message, kinds)
-
-
-def any_of(*wants: Callable[[Item], bool]) -> Callable[[Item], bool]:
-    return lambda item: any(want(item) for want in wants)
 
 
 def nth(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:

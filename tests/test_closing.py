@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 import weakref
 from contextlib import ExitStack
 
 import pytest
 
-import pdstage
 from pdstage import MetadataBuffers, State, TransportError, UsageError
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.keys import Keys
@@ -72,52 +68,6 @@ def test_with_closes_whatever_its_block_does(name):
     for _ in range(N):
         once()
     assert not leaks(before, n_turns=N)
-
-
-OWNED = {
-    "ControlPort",
-    "Port",
-    "Target",
-    "Elsewhere",
-    "Ended",
-    "Journal",
-    "Here",
-    "Process",
-    "There",
-    "Met",
-    "Inbox",
-    "Outbox",
-    "Memory",
-}
-"""Parts of one of the above, which closes them; nobody else opens one."""
-
-
-def closable():
-    """Every class of the package with a `close` without arguments, but private ones, the demo's and the engines'."""
-    left_out = ("pdstage.tools.demo", "pdstage.bench", "pdstage.kernels", "pdstage.integrations")
-    for found in pkgutil.walk_packages(pdstage.__path__, "pdstage.", onerror=lambda _: None):  # an engine not here
-        name = found.name
-        if name.startswith(left_out) or "._native" in name:
-            continue
-        try:
-            module = importlib.import_module(name)
-        except (ImportError, UsageError):  # what is not installed here
-            continue
-        for kind in vars(module).values():
-            if inspect.isclass(kind) and kind.__module__ == name and callable(getattr(kind, "close", None)):
-                needed = [
-                    one
-                    for one in list(inspect.signature(kind.close).parameters.values())[1:]
-                    if one.default is inspect.Parameter.empty
-                ]
-                if not needed and not kind.__name__.startswith("_") and kind.__name__ not in OWNED:
-                    yield kind
-
-
-def test_what_has_a_close_is_a_context_manager():
-    kinds = list(closable())
-    assert {"PrefillNode", "LocalTransport", "BootstrapServer", "MetadataBuffers"} <= {kind.__name__ for kind in kinds}
-    assert [kind for kind in kinds if not (hasattr(kind, "__enter__") and hasattr(kind, "__exit__"))] == []
 
 
 @pytest.mark.parametrize("progress", ["inline", "thread"])

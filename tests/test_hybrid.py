@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from emulator import sglang
-from test_states import KINDS, TPS, Kind, Told, check, slots
+from test_states import TPS, Kind, Told, check, slots
 
 from pdstage.errors import UsageError
 from pdstage.layout import Key, Layout
@@ -156,29 +156,6 @@ def test_ssm_states_of_both_orders_meet_element_by_element(src, dst):
         check(Kind(src, parts, slots("mamba_ssm"), decode=dst), *tp, {}, {})
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_ssm_states_of_one_order_move_by_heads(turned):
-    def parts(e):
-        shape = e.held.shape
-        flat = e.held.reshape(*shape[:2], -1, shape[4]) if not turned else e.held  # as Mamba-1 has them
-        return [mamba_ssm(flat, total_heads=8, tp=(e.tp, e.rank), state_first=turned, format="fp32")]
-
-    for tp in TPS:
-        check(Kind(TurnedSsm if turned else Ssm, parts, slots("mamba")), *tp, {}, {})
-
-
-def test_the_two_orders_of_an_ssm_state_are_different_views():
-    state = np.zeros((3, 2, 4, 4), np.float32)
-    a, b = (build(mamba_ssm([state], total_heads=2, tp=(1, 0), state_first=turned)) for turned in (False, True))
-    assert not a.by_key().keys() & b.by_key().keys(), "as many bytes, but never mistaken for each other"
-
-
-@pytest.mark.parametrize("tp", [(2, 4), (4, 2)], ids=str)
-@pytest.mark.parametrize("name", ["mamba", "dsa", "swa_ring", "block_scale", "vLLM circular buffer"])
-def test_the_reference_agrees(name, tp):
-    check(KINDS[name], *tp, *KINDS[name].sides[-1], backend="reference")
-
-
 # Items.
 
 
@@ -201,17 +178,6 @@ def test_a_window_starts_with_a_page_and_has_slots_of_its_own(window, held, firs
         items = window_items(row, page_size=4, window=window, held=held, mapping=given)
         assert (list(items.pages), items.first_token) == ([1, 2, 3][first // 4 :], first)
     assert list(window_items(row, page_size=4, window=window, held=held).pages) == [10, 13, 9][first // 4 :]
-
-
-def test_what_lies_before_a_window_is_not_looked_at():
-    """Engines free a window's slots behind it, and map freed ones to slot 0."""
-    row = np.array([99, 99, 99, 43, 52, 53, 54, 55])
-    mapping = np.zeros(100, np.int64)
-    mapping[[43, 52, 53, 54, 55]] = [7, 12, 13, 14, 15]
-    assert list(window_items(row, page_size=4, window=5, mapping=mapping).pages) == [1, 3]
-    assert list(prefix_items(row, page_size=4, held=3).pages) == [10, 13]
-    assert list(prefix_items(row[:4], page_size=4, held=4).pages) == []
-    assert list(prefix_items(row[:6], page_size=4, held=6).pages) == [13]
 
 
 def test_rows_of_a_ring_come_in_position_order():
@@ -296,11 +262,6 @@ def test_the_draft_models_layers_follow():
     assert sorted({v.key.layer for part in states.parts for v in part.views}) == [0, 1, 48]
 
 
-def test_pools_without_state_have_none():
-    states = setup_state_components(object(), kind="swa", request_pool=None, tp=(1, 0))
-    assert (states.parts, states.names) == ([], [])
-
-
 def test_a_component_of_no_buffers_is_one_with_nothing_to_send():
     states = StateComponents((1, 0))
     append_state_component(states, "swa", [], [], [], paging=Paging(4))
@@ -313,14 +274,6 @@ def appended(kind="mamba", **changes):
     states = StateComponents(given.pop("tp", (2, 1)))
     append_state_component(states, kind, **given)
     return build(*states.parts)
-
-
-def test_large_dimensions_are_cut_alike_on_both_sides():
-    """12,288 channels are 96 pieces whatever the TP size: odd factors stay, for TP sizes such as 3."""
-    for tp, dim in ((1, 12288), (2, 6144), (3, 4096), (8, 1536)):
-        view = next(appended(tp=(tp, tp - 1), data_lens=[dim * 4], item_lens=[dim * 4], dim_per_tensor=[dim]).views())
-        assert view.axis == ("unit", 96, 96 - 96 // tp, 96 // tp)
-        assert view.width == 12288 // 96 * 4
 
 
 @pytest.mark.parametrize("total", [4096, 10240, 2688, 136, 134])

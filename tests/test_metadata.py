@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from pdstage.metadata import (
     RowNotAllocated,
     RowsExhausted,
     row_device,
-    usual_columns,
 )
 
 COLUMNS = (Column("ids", "int32", (4,)), Column("hidden", "bfloat16", (2, 3)), Column("room", "uint64", (1,)))
@@ -122,24 +120,3 @@ def test_what_makes_no_buffers(columns: list[Column]) -> None:
 def test_where_rows_live(aux: str, pool: str, kinds: set[str], where: str) -> None:
     """DESIGN 10; names are equal or not, never part of one another."""
     assert row_device(aux, pool, kinds) == where
-
-
-def test_the_usual_columns() -> None:
-    names = {column.name: (column.dtype, column.shape) for column in usual_columns(4096, speculative=True)}
-    assert names == {
-        "output_ids": ("int32", (16,)),
-        "cached_tokens": ("int32", (16,)),
-        "output_token_logprobs_val": ("float32", (16,)),
-        "output_token_logprobs_idx": ("int32", (16,)),
-        "output_top_logprobs_val": ("float32", (128,)),
-        "output_top_logprobs_idx": ("int32", (128,)),
-        "output_topk_p": ("float32", (16,)),
-        "output_topk_index": ("int64", (16,)),
-        "output_hidden_states": ("bfloat16", (4096,)),
-        "bootstrap_room": ("uint64", (8,)),
-    }
-    fewer = {column.name for column in usual_columns(top_logprobs=0)}
-    assert not fewer & {"output_top_logprobs_val", "output_topk_p", "output_hidden_states"}
-    row = MetadataBuffers(usual_columns(64), 1).allocate()
-    row["bootstrap_room"] = np.uint64(2**63 + 1)
-    assert int(row["bootstrap_room"][0]) == 2**63 + 1

@@ -109,14 +109,6 @@ def test_every_token_of_every_shard_is_sent_once(src, dst, src_tp, dst_tp, repli
         assert sorted(sent) == sorted(wanted)
 
 
-def test_replicas_of_a_part_share_its_work():
-    """And holders of other tokens are no replicas of it."""
-    engine = {n: with_owned(layout(1, 4, n % 4), owned) for n, owned in enumerate(all_ranks(2, 16) * 4)}
-    dealt = shares(engine, layout(1), (1, 0))
-    counts = [sum(len(range(*share.layers)) for share in parts) for parts in dealt.values()]
-    assert sum(counts) == 2 * 4 and max(counts) <= 2
-
-
 def test_a_missing_part_is_named_with_both_sides_values():
     engine = {0: with_owned(layout(), TokenShard(4, 0, 16)), 1: with_owned(layout(), TokenShard(4, 2, 16))}
     with pytest.raises(UsageError) as refused:
@@ -124,12 +116,6 @@ def test_a_missing_part_is_named_with_both_sides_values():
     for words in ("'kv'", "part 0 of 4 (blocks of 16), part 2 of 4", "decode holds part 1 of 2", "nobody sends part 1"):
         assert words in str(refused.value)
     assert set(shares(engine, with_owned(layout(), TokenShard(2, 0, 16)), (1, 0))) == {0, 1}, "what it needs is there"
-
-
-def test_of_several_partitions_the_coarsest_complete_one_serves():
-    whole, half = layout(), with_owned(layout(), TokenShard(2, 0, 16))
-    dealt = shares({0: half, 1: whole}, layout(), (1, 0))
-    assert not dealt[0] and len(dealt[1]) == 2
 
 
 def test_partitions_may_differ_from_shard_to_shard():

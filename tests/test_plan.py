@@ -22,7 +22,6 @@ from pdstage.plan import (
     Share,
     Staging,
     Stagings,
-    rows_of,
     selects,
     shard_overlap,
     shares,
@@ -192,17 +191,6 @@ def test_replicated_layers_are_striped_over_all_replicas(src_tp, dst_tp, stride)
     assert set(sent.values()) == {3 * 16 * dst_tp // src_tp}
 
 
-def test_one_replicated_layer_is_not_sent_to_all_by_the_same_rank():
-    writers = {rank: model(1, 4, rank, [], [0]) for rank in range(4)}
-    owners = Counter(
-        number
-        for rank in range(4)
-        for number, owned in shares(writers, model(1, 4, rank, [], [0]), (4, rank)).items()
-        if owned
-    )
-    assert owners == dict.fromkeys(range(4), 1)
-
-
 @pytest.mark.parametrize("scales", ["k_scale", "a_scale"])
 @pytest.mark.parametrize("plain", [(), (0,), (1, 4)])
 def test_scales_are_dealt_to_the_writer_of_what_they_are_of(scales, plain):
@@ -231,17 +219,6 @@ def test_shares_name_the_shard_nobody_holds():
     assert refused.value.fields == {"key": Key("kv", "k", 3), "shard": 0}
     with pytest.raises(UsageError, match="holds shard 2 of"):
         shares({0: model(4, 2, 0, range(4), [])}, whole, (1, 0))
-
-
-def test_an_irregular_axis_is_dealt_by_what_it_declares():
-    src = {rank: layout_of(view(("kv", "k", 0), shard_axis("kv_head", 6, 3, rank))) for rank in range(3)}
-    dst = layout_of(view(("kv", "k", 0), Axis("kv_head", 6, 1, 4)))
-    dealt = shares(src, dst, (2, 0))
-    assert dealt == {
-        0: (Share("kv", "k", (0, 1, 1), 1, 1),),
-        1: (Share("kv", "k", (0, 1, 1), 2, 2),),
-        2: (Share("kv", "k", (0, 1, 1), 4, 1),),
-    }
 
 
 def test_selects_keeps_to_the_chunk():
@@ -322,17 +299,6 @@ def test_tokens_within_is_the_most_that_always_fits(staging, nbytes):
         assert max(staged.nbytes({"kv": (first, first + n + max(covers) + 1)}) for first in alignments) > nbytes
 
 
-def test_tokens_within_of_mixed_rows_never_overflows():
-    """Views of one component whose rows cover 1 and 4 tokens: the wide rows must not be taken for all."""
-    axis = Axis("kv_head", 1, 0, 1)
-    layout = layout_of(
-        view(("kv", "k", 0), axis, width=128), view(("kv", "scale", 0), axis, width=128, tokens_per_row=4)
-    )
-    staged = Staging(layout, [Select(v.key, 0, 1) for v in layout.views()])
-    assert staged.tokens_within("kv", 1024) == 5
-    assert max(staged.nbytes({"kv": (first, first + 5)}) for first in range(4)) <= 1024
-
-
 @given(st.integers(1, 4), st.integers(1, 4), token_ranges, st.integers(0, 4000), st.booleans())
 def test_pieces_fit_and_share_no_row(per, other, tokens, limit, two_roles):
     axis = Axis("kv_head", 1, 0, 1)
@@ -364,11 +330,6 @@ def test_pieces_fit_and_share_no_row(per, other, tokens, limit, two_roles):
 def test_staging_refuses_a_selection_of_what_is_not_there(select, words):
     with pytest.raises(UsageError, match=words):
         Staging(model(4, 1, 0, range(2), []), [select])
-
-
-@given(st.integers(1, 5), token_ranges)
-def test_rows_of_counts_rows_touched(tokens_per_row, tokens):
-    assert rows_of(tokens_per_row, *tokens) == len({t // tokens_per_row for t in range(*tokens)})
 
 
 HEADS = Axis("kv_head", 4, 0, 4)

@@ -159,33 +159,6 @@ def test_one_gather_to_several_destinations_is_one_launch_and_the_end_of_each_ti
     assert len(set(device.recorded)) == 2, "one event was enough, and it serves again"
 
 
-def test_where_one_launch_fails_each_of_its_tickets_does(pool):
-    device = Device()
-    stager = Stager(pool, runtime=device)
-    for wrong in ({"items": items(0, 9, 2)}, {"items": items(0, 1, 2), "order": "sideways"}):
-        _, regions = several(3)
-        (ticket, dst), *others = regions.items()
-        stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **({"order": TOKEN_MAJOR} | wrong))
-        device.over = set(device.recorded)
-        ended = stager.poll()
-        assert [copied.ticket for copied in ended] == list(regions)
-        assert len({str(copied.error) for copied in ended}) == 1
-        assert all(isinstance(copied.error, UsageError) for copied in ended)
-
-
-def test_in_host_memory_several_destinations_are_gathers_of_their_own(pool):
-    stager = Stager(pool)
-    staging, regions = several(3)
-    (ticket, dst), *others = regions.items()
-    stager.gather(
-        ticket, OWNED, RECTS, dst=dst, also=dict(others), order=TOKEN_MAJOR, items=items(0, 1, 2), checksum=True
-    )
-    ended = stager.poll()
-    assert [copied.ticket for copied in ended] == list(regions)
-    assert len({copied.checksum for copied in ended}) == 1 and ended[0].checksum
-    assert (staging == staging[0]).all()
-
-
 @pytest.mark.parametrize("n", [1, 3])
 def test_parts_are_aligned_equal_and_inside(n):
     memory = Memory(10_000)
@@ -285,10 +258,6 @@ def test_pages_that_cannot_be_page_locked_are_named_and_the_others_unlocked():
     with pytest.raises(UsageError, match="8192 bytes of the pool cannot be page-locked .*failed with 2"):
         PageLock("the pool", [Region(1 << 20, 4096), Region(2 << 20, 8192)], runtime)
     assert not runtime.locked
-
-
-def test_a_pool_in_host_memory_locks_nothing():
-    Memory(4096, None, "cpu", runtime=None, staging_on="host").release()
 
 
 def test_memory_that_cannot_be_had_is_refused_in_words(monkeypatch):

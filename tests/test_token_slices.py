@@ -22,7 +22,7 @@ from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.layout.topology import Axis, shard_range
-from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Rect, Select, Stagings, selects, shares
+from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Rect, Stagings, selects, shares
 from pdstage.plan.ownership import Common
 from pdstage.plan.spans import Index
 from pdstage.plan.tables import memory
@@ -219,14 +219,6 @@ def pair_of(src_views, dst_views, src=ALL_TOKENS, dst=ALL_TOKENS):
     return Pair(*sides, Common.of(*sides))
 
 
-def test_where_both_hold_the_same_tokens_nothing_is_cut():
-    for owned in (ALL_TOKENS, TokenShard(2, 1, 16), TokenShard(3, 0)):
-        pair = pair_of([view("k")], [view("k", page=4)], owned, owned)
-        index = {"kv": Index.of(np.arange(2))}
-        assert pair.src.key == pair.dst.key == ()
-        assert pair.src.indexes(index, {"kv": (0, 8)}).of(0) is index, "the same list, not a copy"
-
-
 def test_only_the_side_with_foreign_tokens_between_is_cut():
     """Blocks of four out of pages of eight and of sixteen: pieces of four. The part itself stays as it is."""
     pair = pair_of([view("k", page=16, item=256)], [view("k")], dst=TokenShard(2, 1, 4))
@@ -236,18 +228,6 @@ def test_only_the_side_with_foreign_tokens_between_is_cut():
     lists = pair.src.indexes({"kv": Index.of(np.array([3, 0]), 16)}, {"kv": (9, 14)}).of(0)
     assert lists["kv"].first_token == 8
     assert lists["kv"].keep.tolist() == [3 * 4 + 1, 3 * 4 + 3], "tokens 20..24 and 28..32 of the page of token 16"
-
-
-def test_views_of_other_steps_take_lists_of_their_own():
-    """Keys and scales of one page: sixteen bytes a token, and two."""
-    views = [view("k", item=1024), view("scale", item=1024, row=2, base=512), view("v", item=1024, base=256)]
-    pair = pair_of(views, views, dst=TokenShard(2, 0, 1))
-    select = [(v.key, 0, 1) for v in sorted(views, key=lambda v: v.key)]
-    runs = pair.src.runs([Select(*one) for one in select])
-    assert [(n, [s.key.role for s in run]) for n, run in runs] == [(0, ["k"]), (1, ["scale"]), (0, ["v"])]
-    lists = pair.src.indexes({"kv": Index.of(np.array([2]), 0)}, {"kv": (0, 2)})
-    assert lists.of(0)["kv"].keep.tolist() == [2 * 64, 2 * 64 + 2]
-    assert lists.of(1)["kv"].keep.tolist() == [2 * 512, 2 * 512 + 2]
 
 
 def test_what_a_peer_says_of_its_blocks_costs_no_memory_by_their_length():
@@ -260,27 +240,6 @@ def test_what_a_peer_says_of_its_blocks_costs_no_memory_by_their_length():
     assert kept <= most < 100_000
     lists = pair.src.indexes({"kv": Index.of(np.arange(1 << 16), 1 << 20)}, {"kv": (70, 73)}).of(0)
     assert lists["kv"].keep.tolist() == [70, 71, 72] and lists["kv"].first_token == 70
-
-
-def test_a_class_for_every_layer():
-    """Looked up, not searched for: a peer may name thousands of views."""
-    layers = 3000
-    views = [replace(view("k", item=1024 + 16 * n), key=Key("kv", "k", n)) for n in range(layers)]
-    pair = pair_of(views, views[:1], dst=TokenShard(2, 1, 1))
-    assert len(pair.src.layouts) == layers
-    for number in (0, 1, layers - 1):
-        (only,) = pair.src.layouts[number].views()
-        assert only.key.layer == number == pair.src.class_of(only.key) and only == pair.src.view(only.key)
-
-
-def test_pages_and_rows_in_descending_order_are_numbered_from_the_lowest():
-    down = view("k", item=-128, base=3 * 128 + 7 * 16, row=-16)
-    pair = pair_of([down], [view("k")], dst=TokenShard(2, 0, 4))
-    (cut,) = pair.src.layouts[0].views()
-    lists = pair.src.indexes({"kv": Index.of(np.array([3, 0]))}, {"kv": (0, 8)}).of(0)
-    pages = [cut.offset + number * cut.item_stride for number in lists["kv"].keep.tolist()]
-    assert pages == [7 * 16, 3 * 128 + 7 * 16], "tokens 0 and 8: the first rows of pages 3 and 0"
-    assert min(lists["kv"].keep) >= 0 and cut.n_items == 8
 
 
 def test_steps_with_no_common_unit_are_refused_at_hello():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from pdstage.errors import UsageError
-from pdstage.layout.topology import Axis, Topology, shard_axis, shard_range
+from pdstage.layout.topology import Topology, shard_range
 
 SIZES = range(1, 17)
 
@@ -27,11 +27,6 @@ def test_shard_ranges_cover_every_shard(total):
             assert all(end - start == 1 for start, end in ranges)
             sizes = [len(ranks) for ranks in holders]
         assert max(sizes) - min(sizes) <= 1
-
-
-def test_shard_axis_is_shard_range_with_a_name():
-    assert shard_axis("kv_head", 8, 4, 3) == Axis("kv_head", 8, 6, 2)
-    assert shard_axis("kv_head", 2, 8, 5) == Axis("kv_head", 2, 1, 1)
 
 
 @pytest.mark.parametrize(("total", "tp", "rank"), [(0, 1, 0), (8, 0, 0), (8, 4, 4), (8, 4, -1), (-1, 1, 0)])

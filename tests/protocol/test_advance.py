@@ -135,21 +135,6 @@ def test_a_lease_in_advance_that_was_recalled_is_in_no_later_open() -> None:
     assert_flat(world)
 
 
-def test_recalls_of_chunks_that_nobody_lent_leave_nothing() -> None:
-    """I14."""
-    world = met(World())
-    world.receive(1, 8, [0, 1])
-    world.run()
-    decode = world.decode[0].core
-    (session,) = decode.sessions.values()
-    for chunk in range(5, 50):
-        decode.endpoint.send(session, m.Recall(2, chunk, 0, 0, 0, 0), world.now)
-    world.carry(world.decode[0])
-    world.run()
-    (destination,) = world.prefill[0].core.rooms.destinations.values()
-    assert set(destination.advances) == {0}
-
-
 @pytest.mark.parametrize(
     "advance", [m.Advance(0, 1, 0, 256, 0), m.Advance(0, 0, 3 * LEASE, 2 * LEASE, 0)], ids=["lane", "past the end"]
 )

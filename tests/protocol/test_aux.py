@@ -230,22 +230,6 @@ def test_rows_out_of_reach_on_one_side_go_by_message(side: str) -> None:
     assert f"at {side}" in world.prefill[0].peer_warnings[0]
 
 
-def test_bytes_and_nothing_are_as_ever() -> None:
-    """An engine may still give bytes, with rows on both sides, or nothing at all; neither is a fallback."""
-    for aux in (b"raw", None):
-        world = World(aux="rows")
-        handle = world.receive(1, 8, [0, 1], row=3)
-        world.fill(1, 8, [2, 3])
-        out = world.submit(1)
-        world.chunk(out, (0, 8), [2, 3])
-        world.finish(out, aux=aux)
-        world.run(QUIET_S)
-        world.check(handle, 1, 8)
-        assert (handle.aux, handle.shared) == (aux, None)
-        assert counts(world) == (0, 0)
-        assert_flat(world)
-
-
 # What a peer may not say.
 
 

@@ -54,23 +54,6 @@ def test_engines_cut_differently(name: str, path: str) -> None:
     all_over(world, handles, sent)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_dp_attention_takes_each_room_from_all_of_prefill(path: str, heads: int) -> None:
-    """Prefill TP 4 -> decode DP 4 x TP 1: a room is one replica's, and the others hear nothing of it."""
-    world = World(prefill=4, decode=4, dst_dp=4, heads=heads, path=path, lane_nbytes=16384, buffer_nbytes=16384)
-    for room in range(8):
-        rank = room % 4
-        handle = world.receive(room, 11, [9, 2, 5], rank)
-        sent = [world.send(room, 11, [3, 1, 7], writer, step=8) for writer in range(4)]
-        world.run()
-        world.check(handle, room, 11, rank)
-        assert handle.released
-        assert all(out.state is State.SUCCESS and out.released for out in sent)
-    assert [node.core.counters.rooms_opened for node in world.decode] == [2] * 4
-    assert_flat(world)
-
-
 # Ranks that hold nothing for a room.
 
 

@@ -91,23 +91,6 @@ def test_a_kind_that_needs_exact_lengths_refuses_on_both_sides(
     is_over(world, handles, sent)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_chunks_of_slots_count_together(exact: bool) -> None:
-    """By layers and by slots; the number is the whole room's."""
-    world = world_of(exact=exact)
-    handle = world.receive(1, 4, [7, 5, 3, 1])
-    world.fill(1, 4, [2, 4, 6, 8])
-    out = world.submit(1)
-    for tokens in ((0, 3), (3, 4)):
-        for layers in ((0, 1), (1, 2)):
-            world.chunk(out, tokens, [2, 4, 6, 8], layers=layers)
-    world.run(until=10.0)
-    world.finish(out)
-    world.run(until=20.0)
-    world.check(handle, 1, 4)
-    assert not world.decode[0].peer_warnings
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("numbers", [*itertools.permutations((2, 3, 5), 2)])
 def test_writers_that_give_other_numbers_leave_no_slot_half_written(numbers: tuple[int, int], path: str) -> None:
@@ -183,18 +166,3 @@ def test_an_exact_room_is_no_success_before_the_number_was_told() -> None:
     world.free()
     world.run(until=40.0)
     assert all(room.state is State.FAILED for room in (*handles, *sent))
-
-
-@pytest.mark.parametrize("n", [0, 3])
-def test_a_number_for_tokens_trims_nothing(n: int) -> None:
-    """I5: a component with positions is covered by what arrived, whatever its writer says of it."""
-    world = World()
-    lie(world, n)
-    handle = world.receive(1, 8, [1, 0])
-    world.fill(1, 8, [2, 3])
-    out = world.submit(1)
-    world.chunk(out, (0, 3), [2, 3])
-    world.finish(out)
-    world.run(until=40.0)
-    assert handle.state is State.FAILED
-    assert "finished without 'kv' layer 0 from token 3" in str(handle.error)

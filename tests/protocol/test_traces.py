@@ -184,29 +184,6 @@ def test_a_chunk_that_gets_no_staging_memory_goes_direct(held: bool) -> None:
     assert_flat(world)
 
 
-@pytest.mark.parametrize("path", ["auto", "staged"])
-def test_a_gather_that_fails_gives_its_lease_back(path: str) -> None:
-    """Nothing was written, so the chunk may go direct; where it may not, the room fails, the lease is free (I13)."""
-    world = World(path=path, choose=lambda _: False)
-    world.hold(is_kind("gather"))
-    handle = world.receive(1, 8, [0, 1])
-    sent = world.send(1, 8, [0, 1])
-    world.run()
-    world.held.clear()
-    world.free()
-    (ticket,) = world.prefill[0].core.chunks.flights
-    world.prefill[0].core.gathered(ticket, world.now, TransportError("the kernel failed"))
-    world.carry(world.prefill[0])
-    world.run(until=2.0)
-    if path == "auto":
-        world.check(handle, 1, 8)
-        assert world.prefill[0].core.counters.chunks_fallen_back == 1
-    else:
-        assert handle.state is sent.state is State.FAILED
-        assert "the kernel failed" in str(handle.error)
-    assert_flat(world)
-
-
 @pytest.mark.parametrize("fences", [True, False])
 def test_a_stopped_writer_at_the_head_of_the_only_lane(fences: bool) -> None:
     """The other room still gets a lease, by the stuck one's deadline at the latest: carve-out (I12, I13)."""
@@ -272,37 +249,6 @@ def test_two_decodes_opposite_lease_orders_two_send_buffers() -> None:
     for (room, rank), handle in handles.items():
         world.check(handle, room, 8, rank)
     assert all(room.state is State.SUCCESS for room in sent)
-    assert_flat(world)
-
-
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_a_writer_that_was_only_stopped_proves_itself_quiet(path: str) -> None:
-    """On a transport that fences nothing: the process comes back, its writes end, and its NoSession frees all (I2).
-
-    Until then the memory stays out of use, whatever else is asked of it.
-    """
-    world = World(path=path, fences=False, drain_s=2.0, max_silence_s=3.0, wait_s=4.0, transfer_s=4.0)
-    world.hold(is_kind("write"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    assert len(world.held) == 1
-    stopped, decode = world.prefill[0], world.decode[0]
-    (session,) = decode.core.sessions.values()
-    stopped.alive = False
-    world.run(until=10.0)
-    assert handle.state is State.FAILED
-    assert decode.core.holds(session)
-    assert handle.released == (path == "staged"), "staged writers touch staging memory only"
-    stopped.alive = True
-    world.run(until=20.0)
-    assert session.id not in stopped.core.sessions, "it lost the session too, by silence"
-    assert decode.core.holds(session), "its write is under way still: it may not say NoSession"
-    world.rules.clear()
-    world.release_held()
-    world.run(until=30.0)
-    assert not decode.core.holds(session)
-    assert handle.released
     assert_flat(world)
 
 
