@@ -390,15 +390,20 @@ class World:
         self.carry(node)
 
     def receive(
-        self, room: int, tokens: int, pages: list[int], rank: int = 0, *, prefill: int | None = None, **how: int
-    ) -> DecodeRoom:
+        self, room: int, tokens: int = 8, pages: list[int] | None = None, rank: int = 0, *, prefill: int | None = None,
+        **how: int,
+    ) -> DecodeRoom:  # fmt: skip
         handle = self.announce(room, rank, prefill=prefill)
-        self.bind(handle, tokens, pages, rank, **how)
+        self.bind(handle, tokens, pages or self.pages(room), rank, **how)
         return handle
 
     def abort(self, node: Prefill | Decode, room: Room, why: str = "changed its mind") -> None:
         node.core.abort(room, why, self.now)  # type: ignore[arg-type]
         self.carry(node)
+
+    def pages(self, room: int) -> list[int]:
+        """Two pages of a room's own."""
+        return [2 * room % self.n_pages, (2 * room + 1) % self.n_pages]
 
     def submit(self, room: int, rank: int = 0) -> PrefillRoom:
         node = self.prefill[rank]
@@ -446,8 +451,11 @@ class World:
         self.prefill[rank].core.finish(handle, aux, self.now)
         self.carry(self.prefill[rank])
 
-    def send(self, room: int, tokens: int, pages: list[int], rank: int = 0, step: int = 0) -> PrefillRoom:
+    def send(
+        self, room: int, tokens: int = 8, pages: list[int] | None = None, rank: int = 0, step: int = 0
+    ) -> PrefillRoom:
         """A whole room from one rank, in chunks of `step` tokens."""
+        pages = pages or self.pages(room)[::-1]
         self.fill(room, tokens, pages, rank)
         handle = self.submit(room, rank)
         step = step or tokens

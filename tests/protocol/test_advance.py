@@ -33,7 +33,7 @@ def met(world: World) -> World:
 def test_a_room_of_one_chunk_takes_two_messages_each_way(notifies: bool) -> None:
     world = met(World(notifies=notifies))
     first = len(world.log)
-    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
+    handle, sent = world.receive(1), world.send(1)
     world.run()
     world.check(handle, 1, 8)
     assert sent.state is State.SUCCESS
@@ -82,8 +82,8 @@ def test_a_tag_of_more_than_was_lent_is_stale() -> None:
 @pytest.mark.parametrize("path", ["direct", "auto"])
 def test_a_writer_that_writes_in_place_is_lent_nothing_in_advance(path: str) -> None:
     world = met(World(path=path, choose=lambda _: True))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    world.send(1)
     world.run()
     world.check(handle, 1, 8)
     assert world.decode[0].core.counters.leases_granted == 0
@@ -93,7 +93,7 @@ def test_a_writer_that_writes_in_place_is_lent_nothing_in_advance(path: str) -> 
 def test_what_waits_gets_what_was_lent_in_advance_within_a_moment() -> None:
     """Room 1 is lent half of the lane, and its engine is slow. Others need more than the rest, once and again (I12)."""
     world = met(World(lane_nbytes=2 * LEASE, n_pages=32))
-    slow = world.receive(1, 8, [0, 1])
+    slow = world.receive(1)
     world.run()
     (lease,) = world.decode[0].core.leases.advances
     begun = world.now
@@ -104,7 +104,7 @@ def test_what_waits_gets_what_was_lent_in_advance_within_a_moment() -> None:
         world.check(handle, room, 32)
     assert not world.decode[0].core.leases.advances
     assert lease.phase == "released"
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.run()
     world.check(slow, 1, 8)
     assert sent.state is State.SUCCESS
@@ -116,15 +116,15 @@ def test_a_lease_in_advance_that_was_recalled_is_in_no_later_open() -> None:
     the Open that is repeated must not have it (I2).
     """
     world = met(World(lane_nbytes=2 * LEASE, n_pages=32))
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.run()
     world.drop(is_message(m.Open))
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run()
     world.rules.clear()
     world.hold(lambda item: item.src is world.prefill[0] and is_message(m.Returned)(item))
-    other = world.receive(2, 32, list(range(2, 10)))
-    world.send(2, 32, list(range(2, 10)), step=8)
+    other = world.receive(2, 32, list(range(4, 12)))
+    world.send(2, 32, list(range(4, 12)), step=8)
     world.run(until=world.now + 0.03)
     world.run(until=world.now + 0.5)
     world.free()

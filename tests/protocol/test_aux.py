@@ -28,7 +28,7 @@ def is_row(item: Item) -> bool:
 def begin(world: World, room: int = 1, *, row: int | None = 3, rank: int = 0, handle=None):
     """One room with a row on both sides; what it holds at decode before is `BEFORE`."""
     world.row(world.decode[rank], row or 0)[:] = BEFORE
-    handle = world.receive(room, 8, [0, 1], rank, row=row)
+    handle = world.receive(room, rank=rank, row=row)
     world.fill(room, 8, [2, 3])
     out = world.submit(room)
     world.chunk(out, (0, 8), [2, 3])
@@ -107,7 +107,7 @@ def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, oth
     without = COLUMNS if "not" in other else (*COLUMNS, EXTRA._replace(shape=(8,)))
     src, dst = (needed, without) if side == "prefill" else (without, needed)
     world = World(aux="rows", src_columns=src, dst_columns=dst)
-    handle = world.receive(1, 8, [0, 1], row=3)
+    handle = world.receive(1, row=3)
     world.run()
     assert handle.state is State.FAILED
     assert f"'hidden', bfloat16[7] and required at {side}, {other}" in str(handle.error)
@@ -236,7 +236,7 @@ def test_rows_out_of_reach_on_one_side_go_by_message(side: str) -> None:
 @pytest.mark.parametrize("aux", ["packed", "rows"])
 def test_a_row_that_was_not_exposed_is_refused(aux: str) -> None:
     world = World(aux=aux)
-    world.receive(1, 8, [0, 1])
+    world.receive(1)
     world.run()
     world.say(world.prefill[0], m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8))
     assert "aux row 8, which Hello did not expose" in world.prefill[0].peer_warnings[-1]
@@ -245,7 +245,7 @@ def test_a_row_that_was_not_exposed_is_refused(aux: str) -> None:
 
 def test_a_packed_row_of_another_size_is_refused() -> None:
     world = World(aux="rows")
-    handle = world.receive(1, 8, [0, 1], row=3)
+    handle = world.receive(1, row=3)
     world.run()
     world.say(world.decode[0], m.CloseOk(handle.epoch, (), bytes(23), (), True))
     assert "packed in 23 bytes" in world.decode[0].peer_warnings[-1]
@@ -256,7 +256,7 @@ def test_a_packed_row_of_another_size_is_refused() -> None:
 def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None) -> None:
     """I6, I7: it changes nothing else, and is counted."""
     world = World(aux="rows")
-    handle = world.receive(1, 8, [0, 1], row=row)
+    handle = world.receive(1, row=row)
     world.run()
     core = world.decode[0].core
     (session,) = core.sessions.values()
@@ -298,7 +298,7 @@ def test_columns_that_make_no_row_are_refused(change, words: str) -> None:
         if side == "prefill" and "outside" in words:
             continue  # it names no row's size
         setattr(core.handshake, name, msgspec.structs.replace(told, columns=columns))
-        handle = world.receive(1, 8, [0, 1], row=3)
+        handle = world.receive(1, row=3)
         world.run()
         assert handle.state is State.FAILED
         assert words in str(handle.error)
@@ -310,7 +310,7 @@ def test_no_row_is_written_of_a_room_that_fails_while_a_destination_is_attached(
     out = world.submit(1)
     world.chunk(out, (0, 8), [2, 3])
     world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
-    handle = world.receive(1, 8, [0, 1], row=3)
+    handle = world.receive(1, row=3)
     assert not _row_writes(world)
     assert out.state is State.FAILED and "does not fit a send buffer" in str(out.error)
     assert handle.state is State.FAILED

@@ -222,7 +222,7 @@ def test_a_decode_pipeline_without_a_layer_is_refused_by_prefill_and_each_stage_
 def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opened() -> None:
     """I6: the room's name was used again: whoever says that it will never open it means the try before."""
     world = World()
-    handle = world.receive(1, 8, [1, 0])
+    handle = world.receive(1)
     out = world.submit(1)
     world.run()
     (session,) = world.decode[0].core.sessions.values()

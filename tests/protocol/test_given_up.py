@@ -31,9 +31,9 @@ def aborts(world: World) -> int:
 
 def test_a_writer_that_has_not_answered_yet_is_told_once_it_does() -> None:
     world = World()
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.hold(is_message(m.Welcome))
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run()
     abort(world, handle)
     world.run()
@@ -65,23 +65,23 @@ def test_who_does_not_know_the_session_is_told_of_the_room_that_was_opened_under
     room fails on both sides at once, and the next ones go on (I10).
     """
     world = World()
-    world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    world.receive(1)
+    world.send(1)
     world.run()
     forget(world)
-    sent = world.send(2, 8, [0, 1]) if submitted else None
+    sent = world.send(2) if submitted else None
     handle = world.announce(2)
     if bound:
         world.bind(handle, 8, [2, 3])
     world.run(until=1.0)
-    sent = sent or world.send(2, 8, [0, 1])
+    sent = sent or world.send(2)
     world.run(until=2.0)
     assert handle.state is sent.state is State.FAILED
     assert "does not know this session" in str(handle.error)
     assert "does not know this session" in str(sent.error)
     assert handle.released
     assert sent.released
-    again, _ = world.receive(3, 8, [2, 3]), world.send(3, 8, [0, 1])
+    again, _ = world.receive(3), world.send(3)
     world.run()
     world.check(again, 3, 8)
     assert_flat(world)
@@ -93,7 +93,7 @@ def test_a_room_given_up_before_it_is_submitted_fails_when_it_is() -> None:
     world.run()
     abort(world, handle)
     world.run()
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.run()
     assert_given_up(handle, sent)
     assert_flat(world)
@@ -104,7 +104,7 @@ def test_what_was_given_up_fails_one_room_and_not_the_next_of_its_name() -> None
     abort(world, world.announce(1))
     world.run()
     assert_given_up(world.submit(1))
-    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
+    handle, sent = world.receive(1), world.send(1)
     world.run()
     assert sent.state is State.SUCCESS
     world.check(handle, 1, 8)
@@ -119,7 +119,7 @@ def test_a_room_wanted_again_is_not_given_up(bound: bool) -> None:
     if bound:
         world.bind(handle, 8, [0, 1])
     world.run(until=0.1)
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     if not bound:
         world.bind(handle, 8, [0, 1])
     world.run()
@@ -130,10 +130,10 @@ def test_a_room_wanted_again_is_not_given_up(bound: bool) -> None:
 
 def test_a_room_wanted_again_before_its_writer_answered_was_never_given_up() -> None:
     world = World()
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.hold(is_message(m.Welcome))
     abort(world, world.announce(1))
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.free()
     world.run()
     assert sent.state is State.SUCCESS
@@ -143,7 +143,7 @@ def test_a_room_wanted_again_before_its_writer_answered_was_never_given_up() -> 
 
 def test_a_room_whose_writers_were_still_looked_up_is_given_up_with_a_greeting() -> None:
     world = World()
-    sent, handle = world.send(1, 8, [0, 1]), look_up(world)
+    sent, handle = world.send(1), look_up(world)
     abort(world, handle)
     assert handle.released, "nothing was said to anybody"
     found(world, handle)
@@ -154,9 +154,9 @@ def test_a_room_whose_writers_were_still_looked_up_is_given_up_with_a_greeting()
 
 def test_a_room_received_anew_meanwhile_is_not_given_up() -> None:
     world = World()
-    sent, given_up = world.send(1, 8, [0, 1]), look_up(world)
+    sent, given_up = world.send(1), look_up(world)
     abort(world, given_up)
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     found(world, given_up)
     world.run()
     assert sent.state is State.SUCCESS
@@ -186,7 +186,7 @@ def found(world: World, handle: DecodeRoom) -> None:
 
 
 def open_and_abort(world: World, rank: int = 0, room: int = 1) -> DecodeRoom:
-    handle = world.receive(room, 8, [0, 1], rank)
+    handle = world.receive(room, rank=rank)
     world.run(until=world.now)
     abort(world, handle, rank)
     world.run(until=world.now)
@@ -198,7 +198,7 @@ def test_a_room_whose_parked_open_is_aborted_fails_when_it_is_submitted() -> Non
     world = World()
     handle = open_and_abort(world)
     assert not len(world.prefill[0].core.rooms.pending)
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.run()
     assert_given_up(handle, sent)
     assert world.now == 0.0
@@ -209,11 +209,11 @@ def test_a_fellow_of_a_rank_that_aborts_is_refused_once_the_room_is_submitted() 
     for late in (True, False):
         world = World(decode=2)
         if not late:
-            fellow = world.receive(1, 8, [0, 1], 1)
+            fellow = world.receive(1, rank=1)
         handle = open_and_abort(world)
-        sent = world.send(1, 8, [0, 1])
+        sent = world.send(1)
         if late:
-            fellow = world.receive(1, 8, [0, 1], 1)
+            fellow = world.receive(1, rank=1)
         world.run()
         assert_given_up(handle, sent)
         assert fellow.state is State.FAILED and fellow.released and WHY in str(fellow.error)
@@ -225,14 +225,14 @@ def test_a_fellow_of_a_rank_that_aborts_is_refused_once_the_room_is_submitted() 
 def test_an_abort_that_comes_after_the_next_open_gives_nothing_up(bound: bool) -> None:
     """The first one is lost. It is repeated, and by then the room is wanted again."""
     world = World()
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run()
     world.drop(first(1, is_message(m.Abort)))
     abort(world, handle)
-    again = world.receive(1, 8, [0, 1]) if bound else world.announce(1)
+    again = world.receive(1) if bound else world.announce(1)
     world.run(until=1.0)
     assert aborts(world) and handle.released
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     if not bound:
         world.bind(again, 8, [0, 1])
     world.run(until=2.0)
@@ -245,10 +245,10 @@ def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
     world = World(open_wait_s=5.0)
     open_and_abort(world)
     world.run(until=5.5)
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.run(until=6.0)
     assert not sent.ended
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run(until=7.0)
     assert sent.state is State.SUCCESS
     world.check(handle, 1, 8)

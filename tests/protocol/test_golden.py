@@ -217,8 +217,8 @@ def test_features_that_only_the_peer_knows_are_ignored() -> None:
     prefill.handshake.welcome = msgspec.structs.replace(
         prefill.handshake.welcome, features=(*prefill.handshake.welcome.features, *new)
     )
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [2, 3])
+    handle = world.receive(1)
+    world.send(1)
     world.run()
     world.check(handle, 1, 8)
     assert all(session.checksums for core in (prefill, decode) for session in core.sessions.values())

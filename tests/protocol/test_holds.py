@@ -18,7 +18,7 @@ SHORT = {"open_wait_s": HELD_S, "max_silence_s": 1000.0, "deadline_s": 2 * HOUR_
 
 def test_a_finished_room_is_held_for_an_hour_while_decode_waits_with_it() -> None:
     world = World(**SHORT)
-    handle, sent = world.announce(1), world.send(1, 8, [0, 1])
+    handle, sent = world.announce(1), world.send(1)
     world.run(until=HOUR_S)
     assert not sent.ended
     world.bind(handle, 8, [0, 1])
@@ -30,9 +30,9 @@ def test_a_finished_room_is_held_for_an_hour_while_decode_waits_with_it() -> Non
 def test_a_room_is_held_beside_others_whose_messages_leave_no_pause_for_a_heartbeat() -> None:
     world = World(**SHORT)
     world.announce(1)
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     for number in range(2, 20):
-        other, served = world.receive(number, 8, [2, 3]), world.send(number, 8, [2, 3])
+        other, served = world.receive(number), world.send(number)
         world.run(until=world.now + HOLD_EVERY_S / 2)
         assert other.state is served.state is State.SUCCESS
     assert world.now > 2 * HELD_S
@@ -43,7 +43,7 @@ def test_what_nobody_waits_with_is_held_no_longer_than_its_wait() -> None:
     """A request that a router lost; and one whose decode was cut off, or ended."""
     world = World(prefill=1, **SHORT)
     world.announce(1)
-    lost, waited = world.send(2, 8, [2, 3]), world.send(1, 8, [0, 1])
+    lost, waited = world.send(2), world.send(1)
     world.run(until=HELD_S + 0.1)
     assert lost.state is State.FAILED and not waited.ended
     cut_at = world.now
@@ -86,7 +86,7 @@ def test_a_lost_answer_is_asked_for_again_by_the_next_heartbeat() -> None:
     handle = world.announce(1)
     world.run(until=0.1)
     world.drop(nth(0, is_message(m.Asking)))
-    world.send(1, 8, [0, 1])
+    world.send(1)
     world.run(until=0.2)
     assert not handle.ready_to_bind
     world.run(until=0.2 + 2 * HOLD_EVERY_S)
@@ -105,7 +105,7 @@ def test_prefill_is_asked_whether_a_room_is_finished_when_its_engine_looks_or_is
     world.send(1, 4, [2])
     world.run()
     begun = world.now
-    handle, sent = world.announce(2), world.send(2, 8, [0, 1])
+    handle, sent = world.announce(2), world.send(2)
     if looks:
         world.decode[0].core.wait_to_bind(handle, world.now)
         world.carry(world.decode[0])

@@ -24,8 +24,8 @@ def served(room: int = 1, **how: float) -> World:
 
 
 def serve(world: World, room: int) -> None:
-    handle = world.receive(room, 8, [0, 1])
-    world.send(room, 8, [0, 1])
+    handle = world.receive(room)
+    world.send(room)
     world.run()
     world.check(handle, room, 8)
 
@@ -85,10 +85,10 @@ def test_rooms_keep_their_session_however_long_they_wait() -> None:
 def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
     """A writer that owes nothing: decode is done with it when told, but its engine sends the room later (I10)."""
     world = World(prefill=2, decode=2, idle_s=IDLE_S, open_wait_s=900.0)
-    handles = [world.receive(1, 8, [0, 1], rank) for rank in range(2)]
-    world.send(1, 8, [0, 1], 0)
+    handles = [world.receive(1, rank=rank) for rank in range(2)]
+    world.send(1, rank=0)
     world.run()
-    world.send(2, 8, [2, 3], 0)
+    world.send(2, rank=0)
     world.run(until=10 * IDLE_S)
     assert handles[0].state is State.SUCCESS
     assert handles[0].released
@@ -96,7 +96,7 @@ def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
     assert {session.route for session in late.sessions.values()} == {b"D0", b"D1"}, (
         "its record of D0's room waits for submit"
     )
-    sent = world.send(1, 8, [0, 1], 1)
+    sent = world.send(1, rank=1)
     world.run()
     assert sent.state is State.SUCCESS, sent.error
     world.check(handles[1], 1, 8, 1)
@@ -156,8 +156,8 @@ def test_a_room_that_comes_while_its_session_ends_sees_nothing_of_it(fault: str,
 
         def come(item: Item, world=world, n_frames=n_frames, handles=handles) -> bool:
             if item.kind == "frame" and next(n_frames) == coming and not handles:
-                handles.append(world.receive(2, 8, [2, 3]))
-                world.send(2, 8, [2, 3])
+                handles.append(world.receive(2))
+                world.send(2)
             return False
 
         world.drop(come)
@@ -208,9 +208,9 @@ def instances(n_prefill: int, n_decode: int, **how: float) -> World:
 
 
 def one_room(world: World, room: int, prefill: int, decode: int, *, send: bool = True):
-    handle = world.receive(room, 8, [0, 1], decode, prefill=prefill)
+    handle = world.receive(room, rank=decode, prefill=prefill)
     if send:
-        world.send(room, 8, [0, 1], prefill)
+        world.send(room, rank=prefill)
     world.run()
     return handle
 
@@ -291,7 +291,7 @@ def test_decode_says_so_where_all_peers_are_in_use() -> None:
     assert b"i5" not in core.rooms.by_key, "nothing was changed by the refused call"
     assert set(core.handshake.peers) == {b"P0", b"P1"}
     assert not any(handle.ended for handle in waiting)
-    world.send(0, 8, [0, 1], 0)
+    world.send(0, rank=0)
     world.run()
     assert one_room(world, 6, 2, 0).state is State.SUCCESS
 
@@ -348,10 +348,10 @@ def test_a_short_cap_is_no_shorter_than_the_base() -> None:
 
 def test_a_stranded_sessions_route_is_kept_until_its_writer_answers() -> None:
     world = World(fences=False, path="direct", max_silence_s=2.0)
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run()
     world.hold(is_kind("write"))
-    world.send(1, 8, [0, 1])
+    world.send(1)
     world.run()
     world.drop(lambda item: item.kind == "frame" and item.src is world.prefill[0])
     world.run(until=5.0)
@@ -371,8 +371,8 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
     """The answer would prove the session quiet (I2): decode, which closes in a hurry, hears NoSession once it is."""
     world = World(path="direct", fences=False)
     world.hold(is_kind("write"))
-    world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    world.receive(1)
+    world.send(1)
     world.run(until=world.now)
     (writer,), (session,) = world.prefill, world.prefill[0].core.sessions.values()
 

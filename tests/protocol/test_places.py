@@ -78,17 +78,17 @@ def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool)
     """
     world = World(prefill=2, heads=1, layers=1, path=path)  # two replicas of one layer: one of them sends it
     skipped = opened_with_nothing(world)
-    handle = world.receive(1, 8, [1, 0])
+    handle = world.receive(1)
     world.run()
     (idle,) = (int(name[1:]) for name in skipped)
-    busy = world.send(1, 8, [2, 3], 1 - idle)
+    busy = world.send(1, rank=1 - idle)
     world.run()
     assert world.now == 0.0
     world.check(handle, 1, 8)
     assert handle.released
     assert busy.state is State.SUCCESS and busy.released
     if ever:
-        late = world.send(1, 8, [2, 3], idle)
+        late = world.send(1, rank=idle)
         world.run()
         assert late.state is State.SUCCESS and late.released
     else:
@@ -101,7 +101,7 @@ def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     """It waited for a room that its engine never began; the room goes on, however long it takes (I10)."""
     world = World(prefill=2, heads=1, layers=1, send_wait_s=5.0, wait_s=100.0)
     skipped = opened_with_nothing(world)
-    handle = world.receive(1, 8, [1, 0])
+    handle = world.receive(1)
     world.run()
     (idle,) = (int(name[1:]) for name in skipped)
     busy = world.submit(1, 1 - idle)

@@ -21,8 +21,8 @@ LEASE = 512
 
 
 def whole(world: World) -> tuple[list[DecodeRoom], list[PrefillRoom]]:
-    handles = [world.receive(1, 8, [1, 0], rank) for rank in range(len(world.decode))]
-    return handles, [world.send(1, 8, [2, 3], rank, step=5) for rank in range(len(world.prefill))]
+    handles = [world.receive(1, rank=rank) for rank in range(len(world.decode))]
+    return handles, [world.send(1, rank=rank, step=5) for rank in range(len(world.prefill))]
 
 
 def succeeds(world: World, handles: list[DecodeRoom], sent: list[PrefillRoom]) -> None:
@@ -73,7 +73,7 @@ def test_a_lost_tag_fails_the_room_in_words_and_frees_everything() -> None:
 
 
 def asked(world: World) -> Room:
-    return world.receive(1, 8, [0, 1])
+    return world.receive(1)
 
 
 DEADLINES: list[tuple[dict[str, float], Callable[[World], object], Callable[[World], Room], str]] = [
@@ -82,7 +82,7 @@ DEADLINES: list[tuple[dict[str, float], Callable[[World], object], Callable[[Wor
     ({"deadline_s": 3.0}, lambda _: None, lambda w: w.announce(1), "did not end in its 3.0 s"),
     ({"wait_s": 3.0}, lambda w: w.submit(1), asked, "got no chunk in 3.0 s"),
     ({"deadline_s": 3.0}, lambda w: w.submit(1), asked, "did not end in its 3.0 s"),
-    ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.send(1, 8, [0, 1]), "no decode rank opened room 1 in 3.0 s"),
+    ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.send(1), "no decode rank opened room 1 in 3.0 s"),
     ({"send_wait_s": 3.0}, lambda _: None, asked, "prefill never began room 1"),
     ({"deadline_s": 3.0}, asked, lambda w: w.submit(1), "in its 3.0 s"),
 ]
@@ -113,7 +113,7 @@ def test_a_write_older_than_write_s_tears_its_session_down() -> None:
     """I8, I10."""
     world = World(write_s=2.0)
     world.hold(is_kind("write", "fence"))
-    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
+    handle, sent = world.receive(1), world.send(1)
     world.run(until=1.9)
     assert not sent.ended
     world.run(until=2.1)
@@ -130,8 +130,8 @@ def test_a_write_older_than_write_s_tears_its_session_down() -> None:
 def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
     world = World(drain_s=2.0)
     world.hold(is_kind("write"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    world.send(1)
     world.run()
     world.hold(is_kind("fence"))
     world.abort(world.decode[0], handle, "enough")
@@ -151,7 +151,7 @@ def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
 
 def usage(world: World) -> dict[str, Callable[[], object]]:
     decode, prefill = world.decode[0].core, world.prefill[0].core
-    handle, sent = world.receive(1, 8, [0, 1]), world.submit(1)
+    handle, sent = world.receive(1), world.submit(1)
     loose = world.announce(2)
     world.finish(sent)
     other = world.submit(3)
@@ -199,7 +199,7 @@ def test_a_callers_mistake_is_a_usage_error_and_changes_nothing(words: str) -> N
 
 
 def opened(world: World) -> tuple[DecodeRoom, PrefillRoom]:
-    handle, sent = world.receive(1, 8, [0, 1]), world.submit(1)
+    handle, sent = world.receive(1), world.submit(1)
     world.run()
     return handle, sent
 
@@ -272,7 +272,7 @@ def test_an_open_out_of_range_ends_the_session(change: dict[str, object], words:
 def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> None:
     """A destination that stays, and takes nothing, must not hold prefill's pages for as long as it likes (I10)."""
     world = World(deadline_s=1e300, max_deadline_s=20.0, wait_s=1e9, transfer_s=1e9)
-    world.receive(1, 8, [0, 1])
+    world.receive(1)
     sent = world.submit(1)
     world.run(until=19.0)
     assert not sent.ended, sent.error
@@ -296,8 +296,8 @@ def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> Non
 def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m.AnyMessage) -> None:
     world = World(advance=False)
     world.hold(is_message(m.Lease))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    world.send(1)
     world.run()
     world.say(world.prefill[0], message)
     assert world.prefill[0].peer_warnings
@@ -329,14 +329,14 @@ def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> No
     lost = world.submit(2)
     world.abort(world.prefill[0], lost, "out of memory")
     world.drop(nth(0, is_message(m.Opened)))
-    handle = world.receive(2, 8, [2, 3])
+    handle = world.receive(2)
     world.run(until=world.now + 1.0)
     assert isinstance(handle.error, PeerError)
     assert "out of memory" in str(handle.error)
-    again = world.receive(2, 8, [2, 3])
+    again = world.receive(2)
     world.run(until=world.now + 1.0)
     assert again.state is State.WAITING_FOR_INPUT, "told once; a new epoch is the room again"
-    world.send(2, 8, [2, 3])
+    world.send(2)
     world.run(until=world.now + 1.0)
     world.check(again, 2, 8)
 
@@ -357,7 +357,7 @@ def test_too_many_parked_rooms_are_refused(limit: dict[str, object]) -> None:
 def test_abort_at_any_moment(side: str, after: int, path: str) -> None:
     """Both ends fail with the reason, nothing lands late, all comes back; or the room had ended (I1, I2, I10)."""
     world = World(path=path)
-    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1], step=4)
+    handle, sent = world.receive(1), world.send(1, step=4)
     for _ in range(after):
         if world.queue:
             world._deliver(world.queue.pop(0))
@@ -382,8 +382,8 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     """Recall's rule: if the write began, say nothing; only Drained frees the lease (I2)."""
     world = World()
     world.hold(is_kind("write"))
-    handle = world.receive(1, 8, [0, 1])
-    sent = world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    sent = world.send(1)
     world.run()
     world.drop(is_kind("frame"))
     (node,) = world.prefill
@@ -415,7 +415,7 @@ def test_a_scatter_that_fails_fails_its_room_and_frees_its_lease() -> None:
     """I5, I13."""
     world = World()
     world.drop(is_kind("scatter"))
-    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
+    handle, sent = world.receive(1), world.send(1)
     world.run()
     core = world.decode[0].core
     (ticket,) = core.chunks.flights
@@ -432,7 +432,7 @@ def test_a_scatter_that_fails_fails_its_room_and_frees_its_lease() -> None:
 def test_close_ends_rooms_on_both_sides_and_idle_says_when(side: str) -> None:
     world = World()
     world.hold(is_kind("write"))
-    rooms = [world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1]), world.receive(2, 8, [2, 3])]
+    rooms = [world.receive(1), world.send(1), world.receive(2)]
     world.run()
     (node,) = getattr(world, side)
     node.core.close(world.now)
@@ -448,13 +448,13 @@ def test_close_ends_rooms_on_both_sides_and_idle_says_when(side: str) -> None:
 def test_a_node_that_drains_ends_what_it_began_and_tells_the_others() -> None:
     """Who waits for a room that prefill will not begin need not wait for a deadline (I10)."""
     world = World()
-    begun, sent = world.receive(1, 8, [0, 1]), world.submit(1)
-    parked = world.receive(2, 8, [2, 3])
+    begun, sent = world.receive(1), world.submit(1)
+    parked = world.receive(2)
     world.run(until=world.now)
     (prefill,) = world.prefill
     prefill.core.drain(world.now)
     world.carry(prefill)
-    late = world.receive(3, 8, [4, 5])
+    late = world.receive(3)
     world.run(until=world.now)
     for handle in (parked, late):
         assert handle.state is State.FAILED
@@ -490,9 +490,9 @@ def test_an_ended_room_is_freed_without_the_garbage_collector(path: str) -> None
     try:
         world = World(prefill=2, decode=2, path=path)
         for number in range(4):
-            handles = [world.receive(number, 8, [0, 1], rank) for rank in (0, 1)]
+            handles = [world.receive(number, rank=rank) for rank in (0, 1)]
             for rank in (0, 1):
-                world.send(number, 8, [0, 1], rank, step=4)
+                world.send(number, rank=rank, step=4)
             if number % 2:
                 world.run(until=world.now + 1.0)
             else:

@@ -25,8 +25,8 @@ def test_abort_is_repeated_until_drained(lost: type) -> None:
     """Long before drain_s, which would cost the session (I4)."""
     world = World(drain_s=50.0)
     world.hold(is_kind("write"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    world.send(1)
     world.run()
     world.drop(first(1, is_message(lost)))
     world.abort(world.decode[0], handle, "changed its mind")
@@ -39,7 +39,7 @@ def test_abort_is_repeated_until_drained(lost: type) -> None:
 def test_close_failed_is_repeated() -> None:
     """Decode hears of the failure long before it would have to guess (I4, I10)."""
     world = World(transfer_s=50.0, wait_s=50.0)
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     sender = world.submit(1)
     world.run()
     world.drop(first(1, is_message(m.CloseFailed)))
@@ -57,7 +57,7 @@ def test_an_abort_that_overtakes_every_open_is_answered() -> None:
     greeted = world.announce(0)
     world.run()
     world.drop(is_message(m.Open))
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run(until=1.0)
     for room in (greeted, handle):
         world.abort(world.decode[0], room, "changed its mind")
@@ -72,8 +72,8 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     """The room's memory would be lent to nobody (I13, I14)."""
     world = World()
     world.hold(is_kind("write"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    world.send(1)
     world.run()
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
@@ -87,7 +87,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
 def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
     """Its Returned was lost; else every recall would cost a lease until the room's end (I14)."""
     world = World()
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.submit(1)
     world.run()
     decode = world.decode[0].core
@@ -100,8 +100,8 @@ def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
 def test_a_writer_that_sent_all_succeeds_though_it_finishes_late() -> None:
     """After Success decode asks it to close, and takes its bytes as what they are: complete (I1)."""
     world = World(prefill=2, drain_s=2.0)
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1], 0)
+    handle = world.receive(1)
+    world.send(1, rank=0)
     world.fill(1, 8, [0, 1], 1)
     late = world.submit(1, 1)
     world.chunk(late, (0, 8), [0, 1], 1)
@@ -120,11 +120,11 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     """What its last watermark does not open it can never begin: free at once, fence or none (I12, I13)."""
     world = World(lane_nbytes=LEASE, fences=False)
     world.hold(is_kind("write"))
-    world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    world.receive(1)
+    world.send(1)
     world.run()
-    world.receive(2, 8, [2, 3])
-    world.send(2, 8, [2, 3])
+    world.receive(2)
+    world.send(2)
     world.run()
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
@@ -137,8 +137,8 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     """The scatter still reads it (I2)."""
     world = World()
     world.hold(is_kind("scatter"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    world.send(1)
     world.run()
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
@@ -179,8 +179,8 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     """Where its memory is mapped at prefill a gather is a write, also of a room that failed meanwhile (I2)."""
     world = World(placed=True, fences=False, write_s=50.0, drain_s=50.0)
     world.hold(is_kind("gather"))
-    world.receive(1, 8, [0, 1])
-    sender = world.send(1, 8, [0, 1])
+    world.receive(1)
+    sender = world.send(1)
     world.run(until=world.now)
     (destination,) = world.prefill[0].core.rooms.destinations.values()
     (chunk,) = destination.chunks.values()

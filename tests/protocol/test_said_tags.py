@@ -60,8 +60,8 @@ def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
     endless = world.submit(1)
     world.chunk(endless, (0, 8), [0, 1, 2, 3])
     world.run()
-    other = world.receive(2, 8, [4, 5])
-    world.send(2, 8, [4, 5])
+    other = world.receive(2)
+    world.send(2)
     world.run()
     assert not other.ended
     world.run(until=3.0)
@@ -73,8 +73,8 @@ def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
 def test_a_failed_write_is_never_said() -> None:
     world = saying()
     world.hold(is_kind("write"))
-    room = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    room = world.receive(1)
+    world.send(1)
     world.run()
     for item in world.held:
         assert item.fail is not None
@@ -88,9 +88,9 @@ def test_a_failed_write_is_never_said() -> None:
 def test_nothing_is_said_under_a_lost_session() -> None:
     """Its write may be done all the same."""
     world = saying(fences=False)
-    world.receive(1, 8, [0, 1])
+    world.receive(1)
     world.hold(is_kind("done"))
-    world.send(1, 8, [0, 1])
+    world.send(1)
     world.run()
     (node,) = world.prefill
     (session,) = node.core.sessions.values()
@@ -104,7 +104,7 @@ def test_nothing_is_said_under_a_lost_session() -> None:
 def test_an_untrue_tag_ends_its_session(what: str) -> None:
     """It is as untrusted as any other frame."""
     world = saying() if what != "where tags come with the data" else World()
-    room = world.receive(1, 8, [0, 1])
+    room = world.receive(1)
     world.run()
     (session,) = world.decode[0].core.sessions.values()
     tag = wire.Tag(session.id, 1, 0, 0, 0, ())
@@ -126,7 +126,7 @@ def test_one_side_that_says_tags_and_one_that_does_not(one: str) -> None:
     world.notifies = False
     ranks, make = (world.prefill, world.make_prefill) if one == "prefill" else (world.decode, world.make_decode)
     ranks[0] = make(0)  # type: ignore[call-overload]
-    room = world.receive(1, 8, [0, 1])
+    room = world.receive(1)
     world.run()
     assert room.state is State.FAILED
     assert "carries tags at one side only" in str(room.error)

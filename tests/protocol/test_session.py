@@ -69,7 +69,7 @@ def test_a_silent_peer_is_lost_after_its_own_promise() -> None:
     """I10."""
     world = World(max_silence_s=2.0)
     _, decode, _, session = met(world)
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run()
     world.drop(lambda item: item.src is world.prefill[0])
     received_at = session.received_at
@@ -85,7 +85,7 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
     """A process that was stopped judges nobody by the time it slept: its peers had no chance to be heard."""
     world = World(max_silence_s=2.0, wait_s=8.0)
     _, decode, _, session = met(world)
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run(until=4.0)
     core, wait_at = decode.core, core_deadline(decode, "wait")
     last_at = core.endpoint._lateness.last_at
@@ -168,8 +168,8 @@ def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
 def test_the_first_frame_of_a_new_session_replaces_the_old_one() -> None:
     world = World()
     prefill, decode, session, _ = met(world)
-    room = world.send(3, 8, [0, 1])
-    handle = world.receive(3, 8, [0, 1])
+    room = world.send(3)
+    handle = world.receive(3)
     assert not handle.ended
     assert not room.ended
     fresh = world.restart(decode)
@@ -407,7 +407,7 @@ def test_a_peers_fault_keeps_no_frame_alive() -> None:
     """Engines keep a failed room's error; it must not keep the 16 MiB that the peer sent for it (I14)."""
     world = World()
     prefill, *_ = met(world)
-    world.receive(7, 8, [0, 1])
+    world.receive(7)
     sent = world.submit(7)
     world.run()
     world.say(prefill, m.Watermark(9, 0))

@@ -16,15 +16,15 @@ LEASE = 512
 
 
 def met(world: World) -> World:
-    world.receive(0, 8, [8, 9])
-    world.send(0, 8, [8, 9])
+    world.receive(0)
+    world.send(0)
     world.run()
     return world
 
 
 def staged(world: World) -> None:
-    world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    world.receive(1)
+    world.send(1)
 
 
 def stuck(world: World) -> None:
@@ -35,7 +35,7 @@ def stuck(world: World) -> None:
 
 
 def given_up(world: World) -> None:
-    world.receive(1, 8, [0, 1])
+    world.receive(1)
     room = world.submit(1)
     world.run()
     world.abort(world.prefill[0], room, "why")
@@ -43,16 +43,16 @@ def given_up(world: World) -> None:
 
 def contended(world: World) -> None:
     """A lease without data, and another room behind it."""
-    world.receive(1, 8, [0, 1])
+    world.receive(1)
     world.fill(1, 8, [0, 1])
     world.chunk(world.submit(1), (0, 8), [0, 1], ready=False)
     world.run()
-    world.receive(2, 8, [2, 3])
-    world.send(2, 8, [2, 3])
+    world.receive(2)
+    world.send(2)
 
 
 REPEATED: list[tuple[type, type | str, Callable[[World], None]]] = [
-    (m.Open, m.Opened, lambda w: (w.receive(1, 8, [0, 1]), w.submit(1))),
+    (m.Open, m.Opened, lambda w: (w.receive(1), w.submit(1))),
     (m.Reserve, m.Lease, staged),
     (m.CloseOk, m.Closed, staged),
     (m.CloseFailed, m.Abort, given_up),
@@ -125,7 +125,7 @@ def failed(world: World) -> tuple[int, State]:
 
 
 def live(world: World) -> tuple[int, State]:
-    world.receive(1, 8, [0, 1])
+    world.receive(1)
     world.submit(1)
     world.run()
     return 2, State.WAITING_FOR_INPUT
@@ -183,9 +183,9 @@ def test_reserve_is_answered_by_its_attempt() -> None:
 def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     world = World(prefill=2, instances=True, advance=False)
     world.hold(is_kind("gather"))
-    handle = world.receive(1, 8, [0, 1], prefill=0)
-    other = world.receive(2, 8, [2, 3], prefill=1)
-    world.send(1, 8, [0, 1], 0)
+    handle = world.receive(1, prefill=0)
+    other = world.receive(2, prefill=1)
+    world.send(1, rank=0)
     world.run()
     core = world.decode[0].core
     (lease,) = core.leases._at.values()
@@ -215,8 +215,8 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     """I6: epoch, writer, chunk, lease and rectangle; else it is counted and dropped."""
     world = World(advance=advance)
     world.hold(is_kind("gather"))
-    handle, other = world.receive(1, 8, [0, 1]), world.receive(2, 8, [2, 3])
-    sent = world.send(1, 8, [0, 1])
+    handle, other = world.receive(1), world.receive(2)
+    sent = world.send(1)
     world.run()
     core = world.decode[0].core
     lease = next(one for one in core.leases.live() if one.request.epoch == 1)

@@ -38,8 +38,8 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     """Its "nothing in flight" proves nothing for the old process, whose write may still land (I2, I6)."""
     world = World(path=path)
     world.hold(is_kind("write", "fence"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    world.send(1)
     world.run()
     (write,) = world.held
     old_session = next(iter(world.decode[0].core.sessions.values()))
@@ -47,7 +47,7 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     world.run(until=5.0)
     assert any("NoSession" in line for line in world.log), "the new process was asked, and answered in its own name"
     assert handle.state is State.FAILED
-    again = world.receive(1, 8, [2, 3])
+    again = world.receive(1)
     world.run(until=6.0)
     assert again.state is State.WAITING_FOR_INPUT, "a new session with the new process"
     core = world.decode[0].core
@@ -62,7 +62,7 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     world.queue.append(write)
     world.run()
     world.free()
-    world.send(1, 8, [0, 1])
+    world.send(1)
     world.run(until=9.0)
     assert handle.released, "fenced: now it is proved"
     world.check(again, 1, 8)
@@ -73,8 +73,8 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     """It must not open a window in the new ring: marks are of a session (I2, I6)."""
     world = World(lane_nbytes=LEASE)
     for room in range(4):
-        world.receive(room, 8, [0, 1])
-        world.send(room, 8, [0, 1])
+        world.receive(room)
+        world.send(room)
         world.run()
     assert world.decode[0].core.leases.lanes[0].watermark == 4 * LEASE
     (old,) = world.prefill[0].core.sessions.values()
@@ -108,11 +108,11 @@ def test_a_session_that_takes_its_lease_after_the_last_watermark_advance(hint: s
     (world.drop if hint == "is lost" else world.hold)(is_message(m.Watermark))
     world.hold(about(2, m.Lease))
     world.hold(is_kind("scatter"))
-    one, two = world.receive(1, 8, [0, 1], prefill=0), world.receive(2, 8, [2, 3], prefill=1)
+    one, two = world.receive(1, prefill=0), world.receive(2, prefill=1)
     world.run()
-    world.send(1, 8, [0, 1], 0)
+    world.send(1, rank=0)
     world.run()
-    world.send(2, 8, [2, 3], 1)
+    world.send(2, rank=1)
     world.run()
     (lease,) = [item.message for item in world.held if isinstance(item.message, m.Lease)]
     assert lease.cursor == LEASE
@@ -161,14 +161,14 @@ def test_a_chunk_that_gets_no_staging_memory_goes_direct(held: bool) -> None:
         fall_back_after_s=1.0, recall_after_s=50.0, stuck_after_s=50.0,
     )  # fmt: skip
     world.hold(of_epoch(1, "tag"))
-    first = world.receive(1, 8, [0, 1], prefill=0)
-    world.send(1, 8, [0, 1], 0)
+    first = world.receive(1, prefill=0)
+    world.send(1, rank=0)
     world.run()
     if not held:  # one lap ahead is the most that is lent
-        world.receive(3, 8, [6, 7], prefill=0)
-        world.send(3, 8, [6, 7], 0)
-    handle = world.receive(2, 8, [2, 3], prefill=1)
-    sent = world.send(2, 8, [2, 3], 1)
+        world.receive(3, prefill=0)
+        world.send(3, rank=0)
+    handle = world.receive(2, prefill=1)
+    sent = world.send(2, rank=1)
     world.run()
     chunk = next(iter(world.prefill[1].core.rooms.destinations.values())).chunks[0]
     assert chunk.phase is (ChunkPhase.HELD if held else ChunkPhase.RESERVING)
@@ -198,17 +198,17 @@ def test_a_stopped_writer_at_the_head_of_the_only_lane(fences: bool) -> None:
         max_silence_s=3.0,
         recall_after_s=0.5,
     )
-    stuck = world.receive(1, 8, [0, 1], prefill=0)
+    stuck = world.receive(1, prefill=0)
     world.run()
     world.hold(lambda item: item.kind == "gather" and item.src is world.prefill[0])
-    world.send(1, 8, [0, 1], 0)
+    world.send(1, rank=0)
     world.run()
     stopped = world.prefill[0]
     stopped.alive = False  # SIGSTOP: it holds its lease, hears nothing and says nothing
     handles = []
     for room in range(2, 8):
-        handles.append((room, world.receive(room, 8, [2, 3], prefill=1)))
-        world.send(room, 8, [2, 3], 1)
+        handles.append((room, world.receive(room, prefill=1)))
+        world.send(room, rank=1)
         world.run(until=world.now + 1.0)
     for room, handle in handles:
         assert handle.state is State.SUCCESS, (room, handle.error)
@@ -256,8 +256,8 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     """Drained and NoSession would be lies: what was lent stays carved out until the session is fenced (I2)."""
     world = World(fences=False)
     world.hold(is_kind("write"))
-    handle = world.receive(1, 8, [0, 1])
-    sent = world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    sent = world.send(1)
     world.run()
     (session,) = world.decode[0].core.sessions.values()
     core = world.prefill[0].core
@@ -280,8 +280,8 @@ def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet
     """A gather may go straight into the lease, where that is mapped: it is a write like any other (I2)."""
     world = World(fences=False)
     world.hold(is_kind("gather"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    handle = world.receive(1)
+    world.send(1)
     world.run(until=0.5)
     (session,) = world.decode[0].core.sessions.values()
     core, (lost,) = world.prefill[0].core, world.prefill[0].core.sessions.values()
@@ -303,8 +303,8 @@ def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(decode=2, fences=False)
     world.hold(is_kind("write"))
     for number in range(2):
-        world.receive(1, 8, [0, 1], rank=number)
-    world.send(1, 8, [0, 1])
+        world.receive(1, rank=number)
+    world.send(1)
     world.run()
     core = world.prefill[0].core
     sessions = [next(iter(node.core.sessions.values())) for node in world.decode]
@@ -323,12 +323,12 @@ def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:
     world.hold(nth(1, is_message(m.Hello)))
     world.drop(lambda item: is_message(m.Heartbeat)(item) and item.src is world.prefill[0])
     world.hold(lambda item: item.kind == "frame" and item.src is world.decode[0] and not is_message(m.Hello)(item))
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run(until=0.3)
     world.release_held(nth(0, is_message(m.Welcome)))
     world.run(until=1.1)
     assert not world.prefill[0].core.sessions, "the half-open session expired"
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.release_held(is_message(m.Heartbeat))
     world.run()
     world.release_held(is_message(m.Hello))
