@@ -10,7 +10,7 @@ from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.state import State
-from tests.pair import World, assert_flat, is_kind, is_message
+from tests.pair import World, assert_flat, is_message
 
 LEASE = 512
 """Staged bytes of 8 tokens."""
@@ -133,19 +133,3 @@ def test_a_lease_in_advance_that_was_recalled_is_in_no_later_open() -> None:
     world.check(other, 2, 32)
     assert sent.state is State.SUCCESS
     assert_flat(world)
-
-
-@pytest.mark.parametrize(
-    "advance", [m.Advance(0, 1, 0, 256, 0), m.Advance(0, 0, 3 * LEASE, 2 * LEASE, 0)], ids=["lane", "past the end"]
-)
-def test_an_open_with_memory_outside_its_lane_ends_the_session(advance: m.Advance) -> None:
-    world = met(World(lane_nbytes=4 * LEASE))
-    world.hold(is_kind("gather"))
-    decode = world.decode[0].core
-    (session,) = decode.sessions.values()
-    opened = m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 9.0, None, (advance,))
-    decode.endpoint.send(session, opened, world.now)
-    world.carry(world.decode[0])
-    world.run()
-    assert not world.prefill[0].core.sessions
-    assert any("Open with Advance" in said for said in world.prefill[0].peer_warnings)

@@ -112,21 +112,6 @@ def test_quarantine_carves_out_and_delays_none() -> None:
     assert isinstance(grant(held, ask(B, 51, LANE))[0], Lease)
 
 
-def test_a_lane_too_small_for_the_first_in_line_serves_those_behind() -> None:
-    """An idle lane grants what fits what is left of it, whoever waits for another lane (I13)."""
-    held = leases(1024, 1024)
-    stuck, *busy = grant(held, ask(A, 0, 768), *(ask(B, n, 1024) for n in range(3)))
-    held.quarantine(stuck, 0.0)
-    for closed in [g for g in busy if g.lane == stuck.lane]:
-        held.release(closed, 0.0)
-    assert held.lanes[stuck.lane].largest() == 256
-    large, small, last = ask(B, 3, 1024), ask(B, 4, 256), ask(B, 5, 256)
-    assert [g.request for g in grant(held, large, small)] == [small]
-    assert not [g for g in grant(held, ask(B, 6, 1024)) if g.lane == stuck.lane]
-    assert large.waiting, "the large one waits for the lane that can serve it"
-    assert [g.lane for g in grant(held, last)] == [stuck.lane]
-
-
 def test_recall_a_open_without_a_tag_while_something_waits() -> None:
     held = leases()
     (idle,) = grant(held, ask(A, 0, 1024))

@@ -109,3 +109,16 @@ def test_the_largest_tag_is_as_large_as_a_message_may_carry() -> None:
     assert wire.decode(wire.encode(m.SessionId(1, 2), 3, m.Tagged(tag))).message == m.Tagged(tag)
     with pytest.raises(PeerError, match="does not decode"):
         wire.decode(wire.encode(m.SessionId(1, 2), 3, m.Tagged(tag + b"\0")))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Lease(1, 0, 0, -1, 0, 512, 0), m.Lease(1, 0, 0, 0, -256, 512, 0), m.Watermark(0, 1 << 63), m.Ask(-1, b"i1"),
+        m.Ask(1, b"i" * 257), m.Abort(1, "x" * 4097, False), m.Refused(1, 0, 0, "w" * 257, 0),
+    ],
+    ids=["lane", "cursor", "watermark", "epoch", "room", "reason", "why"],
+)  # fmt: skip
+def test_numbers_have_63_bits_and_texts_an_end_by_the_schema(message: m.AnyMessage) -> None:
+    with pytest.raises(PeerError, match="does not decode"):
+        wire.decode(wire.encode(m.SessionId(1, 2), 3, message))

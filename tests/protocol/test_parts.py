@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import numpy as np
 import pytest
@@ -145,25 +144,3 @@ def items_problem(layout: Layout, numbers: np.ndarray, asked: m.Asked, first: in
     except PeerError as error:
         return str(error)
     return ""
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_any_order_of_arrival(seed):
-    """I4, I5, I11: several rooms at once through lanes of a few chunks, whatever overtakes what."""
-    rng = random.Random(seed)
-    src, dst = rng.choice(WAYS)
-    world = Parts(
-        src, dst, 1, rng.choice([1, 2]), 24, n_pages=24, lane_nbytes=1024, path=rng.choice(["staged", "direct"])
-    )
-    world.pick = rng.randrange
-    handles = []
-    for room in (1, 2, 3):
-        pages = range(6 * room, 6 * room + 6)
-        for rank in range(len(world.decode)):
-            handles.append((room, rank, world.receive(room, world.n, rng.sample(pages, 6), rank)))
-        for rank in range(len(world.prefill)):
-            world.send(room, world.n, rng.sample(pages, 6), rank, rng.randint(1, 24))
-    world.run(until=60.0)
-    for room, rank, handle in handles:
-        world.check(handle, room, world.n, rank)
-    assert_flat(world)

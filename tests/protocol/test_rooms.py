@@ -255,6 +255,8 @@ OPEN: dict[str, object] = {
         ({"items": (("kv", 0, b"\x10\0\0\0"),)}, "past its 16"),
         ({"items": (("kv", 0, b"\xff\xff\xff\xff"),)}, "past its 16"),
         ({"items": (("kv", 0, b"\1\0\0\0"),), "asked": (("kv", 0, 8),)}, "for 0..4 and asks for 0..8"),
+        ({"advances": (m.Advance(0, 1, 0, 256, 0),)}, "Open with Advance"),
+        ({"advances": (m.Advance(0, 0, 3840, 512, 0),)}, "Open with Advance"),
         ({"items": (("kv", 4, b"\1\0\0\0"),), "asked": (("kv", 0, 8),)}, "for 4..8 and asks for 0..8"),
     ],
 )

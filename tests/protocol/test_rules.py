@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol.prefill_chunks import SendBuffers
 from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import World, assert_flat, first, is_kind, is_message
 
@@ -84,19 +81,6 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     assert [lease.phase for lease in decode.leases.of_session(session)] == ["quarantined"]
 
 
-def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
-    """Its Returned was lost; else every recall would cost a lease until the room's end (I14)."""
-    world = World()
-    handle = world.receive(1)
-    world.submit(1)
-    world.run()
-    decode = world.decode[0].core
-    (session,) = decode.sessions.values()
-    for attempt in (0, 1, 0):
-        world.say(world.decode[0], m.Reserve(handle.epoch, 0, attempt, LEASE, (Rect("kv", 0, 8, 0, 2),)))
-    assert [lease.request.attempt for lease in decode.leases.of_session(session)] == [1]
-
-
 def test_a_writer_that_sent_all_succeeds_though_it_finishes_late() -> None:
     """After Success decode asks it to close, and takes its bytes as what they are: complete (I1)."""
     world = World(prefill=2, drain_s=2.0)
@@ -152,27 +136,6 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     world.run()
     assert not decode.leases.of_session(session)
     assert handle.released
-
-
-def test_no_destination_has_every_send_buffer() -> None:
-    """Of N buffers one session has N - 1 at most, so that another's room is not behind a slow one's (I12)."""
-
-    def chunk(session: object) -> SimpleNamespace:
-        return SimpleNamespace(direct=False, phase=ChunkPhase.READY, destination=SimpleNamespace(session=session))
-
-    slow, quick = Named(), Named()
-    buffers = SendBuffers(3)
-    for _ in range(5):
-        buffers.queue(chunk(slow))
-    assert len(list(buffers.pop())) == 2
-    buffers.queue(chunk(quick))
-    ((begun, _),) = buffers.pop()
-    assert begun.destination.session is quick
-    assert not list(buffers.pop())
-
-
-class Named:
-    """A destination."""
 
 
 def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> None:

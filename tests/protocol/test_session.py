@@ -19,7 +19,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.compat import layout_problem
 from pdstage.protocol.session import Attach, Lateness, PeerWarning, Renew, Send, Session
 from pdstage.protocol.state import State
-from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
+from tests.pair import Decode, Prefill, World, is_kind, is_message
 
 
 def met(world: World) -> tuple[Prefill, Decode, Session, Session]:
@@ -236,19 +236,6 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     assert handle.state is State.WAITING_FOR_INPUT
 
 
-def test_writers_without_every_shard_are_refused_when_rooms_connect() -> None:
-    """No mismatch of two views, and every layer is there, but nobody holds head 1: shares() names it."""
-    world = World(prefill=2)
-    out = world.submit(0)
-    handle = world.announce(0, prefill=0)
-    world.run()
-    for room in (handle, out):
-        assert room.state is State.FAILED
-        assert room.released
-        assert "no prefill rank holds shard 1" in str(room.error)
-    assert_flat(world)
-
-
 @pytest.mark.parametrize(
     "hello",
     [
@@ -346,32 +333,6 @@ def test_a_message_of_the_other_role_ends_the_session(side: str, message: m.AnyM
     world.say(node, message)
     assert not node.core.sessions
     assert "check the peer's role" in node.peer_warnings[-1]
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        m.Lease(1, 0, 0, -1, 0, 512, 0),
-        m.Lease(1, 0, 0, 0, -256, 512, 0),
-        m.Watermark(0, 1 << 63),
-        m.Ask(-1, b"i1"),
-        m.Ask(1, b"i" * 257),
-        m.Abort(1, "x" * 4097, False),
-        m.Refused(1, 0, 0, "w" * 257, 0),
-    ],
-    ids=["lane", "cursor", "watermark", "epoch", "room", "reason", "why"],
-)
-def test_what_no_honest_peer_says_ends_its_session(message: m.AnyMessage) -> None:
-    """Numbers have 63 bits and texts an end, by the schema; only the session they came in is over."""
-    world = World(decode=2)
-    prefill, *_ = met(world)
-    world.announce(1, 1)
-    world.run()
-    session, other = prefill.core.sessions.values()
-    prefill.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), world.now)
-    assert list(prefill.core.sessions.values()) == [other]
-    assert prefill.core.counters.frames_malformed == 1
-    assert any(isinstance(e, PeerWarning) and "does not decode" in str(e.error) for e in prefill.core.take_effects())
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

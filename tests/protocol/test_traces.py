@@ -153,37 +153,6 @@ def test_lane_of_4_leases_of_3_then_4(idle: bool) -> None:
     assert_flat(world)
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["no lease", "a closed one"])
-def test_a_chunk_that_gets_no_staging_memory_goes_direct(held: bool) -> None:
-    """After fall_back_after_s, and its lease or its place in the queue leaves nothing behind (I12, I13, I14)."""
-    world = World(
-        prefill=2, instances=True, path="auto", lane_nbytes=LEASE, choose=lambda _: False,
-        fall_back_after_s=1.0, recall_after_s=50.0, stuck_after_s=50.0,
-    )  # fmt: skip
-    world.hold(of_epoch(1, "tag"))
-    first = world.receive(1, prefill=0)
-    world.send(1, rank=0)
-    world.run()
-    if not held:  # one lap ahead is the most that is lent
-        world.receive(3, prefill=0)
-        world.send(3, rank=0)
-    handle = world.receive(2, prefill=1)
-    sent = world.send(2, rank=1)
-    world.run()
-    chunk = next(iter(world.prefill[1].core.rooms.destinations.values())).chunks[0]
-    assert chunk.phase is (ChunkPhase.HELD if held else ChunkPhase.RESERVING)
-    world.run(until=0.9)
-    assert not handle.ended
-    world.run(until=2.0)
-    world.check(handle, 2, 8)
-    assert sent.state is State.SUCCESS
-    assert world.prefill[1].core.counters.chunks_fallen_back == 1
-    world.free()
-    world.run(until=9.0)
-    world.check(first, 1, 8)
-    assert_flat(world)
-
-
 @pytest.mark.parametrize("fences", [True, False])
 def test_a_stopped_writer_at_the_head_of_the_only_lane(fences: bool) -> None:
     """The other room still gets a lease, by the stuck one's deadline at the latest: carve-out (I12, I13)."""

@@ -239,7 +239,7 @@ MUTANTS = [
         "_give_back",
         "        self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor), now)",
         "        _ = session",
-        "tests/protocol/test_traces.py",
+        "tests/protocol/test_table.py",
     ),
     Mutant(
         "a higher attempt does not free the old lease",
@@ -248,7 +248,7 @@ MUTANTS = [
         """            self._leases.release(held, now)
         problem""",
         """        problem""",
-        "tests/protocol/test_rules.py",
+        "tests/protocol/test_table.py",
     ),
     Mutant(
         "a failed room's leases are free at once",
@@ -357,7 +357,7 @@ MUTANTS = [
         "__init__",
         "_Turns(max(1, n_buffers - 1))",
         "_Turns(n_buffers)",
-        "tests/protocol/test_rules.py",
+        "tests/protocol/test_buffers.py",
     ),
     Mutant(
         "a send buffer is free once its write began",
