@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
 
 import pytest
 
-from pdstage import MetadataBuffers, State, TransportError, UsageError
+from pdstage import MetadataBuffers, TransportError, UsageError
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
@@ -68,42 +67,6 @@ def test_with_closes_whatever_its_block_does(name):
     for _ in range(N):
         once()
     assert not leaks(before, n_turns=N)
-
-
-@pytest.mark.parametrize("progress", ["inline", "thread"])
-def test_a_whole_site_closes_in_order_in_the_middle_of_a_room(progress, monkeypatch):
-    """The innermost first: nodes while their directory answers, rows after the node whose rooms have them."""
-    order = []
-    for kind in (MetadataBuffers, BootstrapServer, *(type(node) for node in _kinds())):
-        close = kind.close
-
-        def closing(self, *args: object, kind=kind, close=close) -> object:
-            order.append(kind.__name__)
-            return close(self, *args)
-
-        monkeypatch.setattr(kind, "close", closing)
-    src, dst = Rank(page=4), Rank(page=8)
-    with (
-        pytest.raises(Boom),
-        BootstrapServer() as directory,
-        MetadataBuffers(usual_columns(), 4) as rows,
-        prefill_node(src, directory.address, progress=progress) as p,
-        decode_node(dst, progress=progress, metadata=rows) as d,
-    ):
-        receiver, sender = d.receive(1, directory.address), p.send(1)
-        receiver.bind(dst.allocate(30), 30, aux=rows.allocate())
-        sender.chunk(src.allocate(16), (0, 16))
-        raise Boom
-    assert order == ["DecodeNode", "PrefillNode", "MetadataBuffers", "BootstrapServer"]
-    assert (receiver.state, receiver.released) == (State.FAILED, True)
-    assert sender.state is State.FAILED
-    with pytest.raises(UsageError, match="closed"):
-        rows.allocate()
-
-
-def _kinds():
-    with ExitStack() as stack:
-        return [stack.enter_context(decode_node(Rank())), stack.enter_context(prefill_node(Rank(), None))]
 
 
 def test_rows_outlive_their_buffers_in_whoever_holds_one():

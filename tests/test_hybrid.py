@@ -30,7 +30,6 @@ from pdstage.tensors import (
     mamba_ssm,
     mla,
     mxfp8_scales,
-    paged_nhd,
     rings,
     slot_states,
 )
@@ -79,53 +78,7 @@ def test_more_kinds_can_be_registered():
             StateType.register(StateType("test_other", ("test_other",), aliases=(claim,)))
 
 
-def test_a_kind_says_whether_its_items_are_slots_and_exact():
-    conv, state = np.zeros((3, 8, 3), np.float32), np.zeros((3, 2, 4, 4), np.float32)
-    swa = np.zeros((4, 4, 2, 8), np.float32)
-    layout = build(
-        mamba_conv([conv], sections=[Section("x", 2, 4)], tp=(1, 0)),
-        mamba_ssm([state], total_heads=2, tp=(1, 0)),
-        paged_nhd([swa], [swa.copy()], total_heads=2, tp=(1, 0), component="swa"),
-    )
-    assert [(c.name, c.positional, c.exact) for c in layout.components] == [
-        ("mamba", False, True),
-        ("swa", True, False),
-    ]
-
-
 # Shapes that no state kind of an engine has by itself.
-
-
-def replicated(e):
-    """x is cut over TP, the rest is on every rank."""
-    tp = (e.tp, e.rank)
-    return [
-        mamba_conv(e.conv, sections=[Section(*s, replicated=s[0] != "x") for s in e.sections], tp=tp,
-                   channels_last=e.kimi, window=e.window, format="bf16"),
-        mamba_ssm(e.temporal, total_heads=e.heads, tp=tp, format="fp32"),
-    ]  # fmt: skip
-
-
-class PartlyReplicated(sglang.Mamba):
-    """Every rank computes all groups, as where their number does not divide by TP."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.channels = [c for c in self.channels if c[0] == "x"]
-        self.channels += [(name, i, 0) for name, total, dim in self.sections if name != "x" for i in range(total * dim)]
-        rows = self.window + self.extra
-        inner = (rows, len(self.channels)) if self.kimi else (len(self.channels), rows)
-        self.conv = self.garbage(self.n_layers, self.n_slots, *inner)
-
-
-GROUPS = {"sections": (("x", 8, 4), ("B", 3, 6), ("C", 3, 6))}
-
-
-@pytest.mark.parametrize("tp", TPS, ids=str)
-def test_sections_are_sliced_or_replicated_by_themselves(tp):
-    kind = Kind(PartlyReplicated, replicated, slots("mamba"))
-    for src, dst in itertools.product([False, True], repeat=2):
-        check(kind, *tp, {**GROUPS, "kimi": src}, {**GROUPS, "kimi": dst})
 
 
 class Ssm(sglang.Mamba):

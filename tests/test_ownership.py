@@ -118,15 +118,6 @@ def test_a_missing_part_is_named_with_both_sides_values():
     assert set(shares(engine, with_owned(layout(), TokenShard(2, 0, 16)), (1, 0))) == {0, 1}, "what it needs is there"
 
 
-def test_partitions_may_differ_from_shard_to_shard():
-    """Two halves of the tokens of four heads, and a rank that holds all tokens of head 1: that is sent from there."""
-    halves = {n: with_owned(layout(layers=[0]), owned) for n, owned in enumerate(all_ranks(2, 16))}
-    dealt = shares(halves | {2: layout(4, 4, 1, layers=[0])}, layout(layers=[0]), (1, 0))
-    sent = {n: [(s.role, h) for s in parts for h in range(s.first, s.first + s.count)] for n, parts in dealt.items()}
-    assert sent[0] == sent[1] == [(role, head) for role in "kv" for head in (0, 2, 3)]
-    assert sent[2] == [("k", 1), ("v", 1)]
-
-
 def test_rows_of_several_tokens_are_not_cut():
     for owned in (TokenShard(2, 0, 6), TokenShard(2, 0, 0)):
         with pytest.raises(UsageError, match="a row of view .* covers 4 tokens, yet the rank holds part 0 of 2"):

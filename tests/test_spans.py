@@ -22,7 +22,7 @@ from pools import (
     ranges,
     storages,
 )
-from rigs import HOST_CODES, host_code, without_native
+from rigs import HOST_CODES, host_code
 
 from pdstage.errors import UsageError
 from pdstage.layout import Layout
@@ -216,17 +216,6 @@ def test_layouts_that_do_not_match_are_refused_in_words():
         DirectPlan(held.layout, select, held.layout, select[:1])
     with pytest.raises(UsageError, match="different views or shard counts"):
         DirectPlan(held.layout, select, held.layout, [s._replace(count=3) for s in select])
-
-
-def test_an_empty_range_has_no_descriptors():
-    held = hold([Stored(OF)])
-    select = [Select(key, 0, 4) for key in OF.view_keys()]
-    plan = DirectPlan(held.layout, select, held.layout, select)
-    assert [column.size for column in plan.spans({"kv": (7, 7)}, {}, {})] == [0, 0, 0]
-    assert plan.n_descriptors({"kv": (7, 7)}) == plan.n_descriptors({}) == 0
-    with without_native():
-        plan = DirectPlan(held.layout, select, held.layout, select)
-    assert [column.size for column in plan.spans({}, {}, {})] == [0, 0, 0]
 
 
 @settings(max_examples=drawn(70, full=200), deadline=None)

@@ -280,30 +280,3 @@ def test_staging_memory_is_all_of_an_array_that_may_be_written():
     for wrong in (whole[::2], frozen):
         with pytest.raises(UsageError, match="not contiguous, or read-only"):
             Memory(0, wrong)
-
-
-@pytest.mark.parametrize("max_sms", [None, 3])
-def test_no_copy_takes_more_multiprocessors_than_it_may(pool, monkeypatch, max_sms):
-    seen = []
-
-    class Watched:
-        def __init__(self, plan):
-            self._plan = plan
-
-        def __getattr__(self, name):
-            return getattr(self._plan, name)
-
-        def gather(self, *args, **launch):
-            seen.append(launch["max_sms"])
-
-        scatter = gather
-
-    made = Pool.plan
-    monkeypatch.setattr(Pool, "plan", lambda *args, **how: Watched(made(*args, **how)))
-    stager = Stager(pool, runtime=Device(), max_sms=max_sms)
-    staging = np.zeros(256, np.uint8)
-    region = Region(staging.ctypes.data, staging.nbytes)
-    what = {"order": TOKEN_MAJOR, "items": items(0, 1, 2)}
-    stager.gather(1, OWNED, RECTS, dst=region, **what)
-    stager.scatter(2, OWNED, RECTS, src=region, **what)
-    assert seen == [max_sms] * 2
