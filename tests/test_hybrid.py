@@ -100,13 +100,19 @@ class TurnedSsm(Ssm):
 
 
 @pytest.mark.parametrize(("src", "dst"), list(itertools.product([Ssm, TurnedSsm], repeat=2)))
-def test_ssm_states_of_both_orders_meet_element_by_element(src, dst):
+@pytest.mark.parametrize("by_element", [False, True])
+def test_ssm_states_of_both_orders(src, dst, by_element):
+    """By heads where both sides have one order, which may have heads and their rows as one axis; else by element."""
+    if not by_element and src is not dst:
+        return
+
     def parts(e):
+        held = e.held if by_element or e.turned else e.held.reshape(*e.held.shape[:2], -1, e.held.shape[4])
         tp = (e.tp, e.rank)
-        return [mamba_ssm(e.held, total_heads=8, tp=tp, state_first=e.turned, by_element=True, format="fp32")]
+        return [mamba_ssm(held, total_heads=8, tp=tp, state_first=e.turned, by_element=by_element, format="fp32")]
 
     for tp in TPS:
-        check(Kind(src, parts, slots("mamba_ssm"), decode=dst), *tp, {}, {})
+        check(Kind(src, parts, slots("mamba_ssm" if by_element else "mamba"), decode=dst), *tp, {}, {})
 
 
 # Items.

@@ -14,6 +14,7 @@ from pdstage.metadata import (
     RowNotAllocated,
     RowsExhausted,
     row_device,
+    usual_columns,
 )
 
 COLUMNS = (Column("ids", "int32", (4,)), Column("hidden", "bfloat16", (2, 3)), Column("room", "uint64", (1,)))
@@ -120,3 +121,16 @@ def test_what_makes_no_buffers(columns: list[Column]) -> None:
 def test_where_rows_live(aux: str, pool: str, kinds: set[str], where: str) -> None:
     """DESIGN 10; names are equal or not, never part of one another."""
     assert row_device(aux, pool, kinds) == where
+
+
+def test_the_usual_columns_are_those_that_are_asked_for_and_closed_buffers_lend_none() -> None:
+    every = {column.name for column in usual_columns(4096, speculative=True)}
+    fewer = {column.name for column in usual_columns(top_logprobs=0)}
+    assert every - fewer == {
+        "output_top_logprobs_val", "output_top_logprobs_idx", "output_topk_p", "output_topk_index",
+        "output_hidden_states",
+    }  # fmt: skip
+    held = MetadataBuffers(usual_columns(64), 1)
+    held.close()
+    with pytest.raises(UsageError, match="closed"):
+        held.allocate()

@@ -140,12 +140,3 @@ def test_common_tokens_of_several_components():
     assert common.part("swa", 3, 9) == (4, 9) and common.part("kv", 3, 9) == (3, 9)
     assert common.part("swa", 8, 9) == (8, 9) and Common.of(src, src).part("swa", 3, 9) == (3, 9)
     assert EVERYTHING.tokens([Rect("kv", 3, 9, 0, 2)]) == {"kv": (3, 9)} and not EVERYTHING.parted
-
-
-def test_of_a_component_that_only_decode_has_nothing_is_numbered():
-    """A pipeline's stage may lack it; Open still gives its items, and asks for decode's own part."""
-    views = [*layout().views(), *layout(component="swa").views()]
-    src = Layout.of([Region(0, 1 << 20)], layout().views())
-    dsts = [Layout.of([Region(0, 1 << 20)], views, owned={"swa": TokenShard(2, 1, by)}) for by in (0, 4)]
-    assert [Common.of(src, dst).part("swa", 3, 9) for dst in dsts] == [(4, 9), (3, 9)]
-    assert Common.of(src, dsts[1]) is EVERYTHING

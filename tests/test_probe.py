@@ -61,7 +61,9 @@ def prove(layout: Layout, write: Writer | None, keys: tuple[Key, ...] = (K, V), 
 def test_what_is_right_is_proved_and_left_as_it_was() -> None:
     k, v = caches()
     before = k.clone(), v.clone()
-    assert prove(nhd(k, v), writer(k, v)) == (("layers.0",), (), ())
+    proved = prove(nhd(k, v), writer(k, v))
+    assert proved == (("layers.0",), (), ())
+    assert str(proved) == "1 layers proved by the engine's own writer"
     assert torch.equal(k, before[0])
     assert torch.equal(v, before[1])
 

@@ -280,3 +280,17 @@ def test_staging_memory_is_all_of_an_array_that_may_be_written():
     for wrong in (whole[::2], frozen):
         with pytest.raises(UsageError, match="not contiguous, or read-only"):
             Memory(0, wrong)
+
+
+def test_where_one_launch_fails_each_of_its_tickets_does(pool):
+    device = Device()
+    stager = Stager(pool, runtime=device)
+    for wrong in ({"items": items(0, 9, 2)}, {"items": items(0, 1, 2), "order": "sideways"}):
+        _, regions = several(3)
+        (ticket, dst), *others = regions.items()
+        stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **({"order": TOKEN_MAJOR} | wrong))
+        device.over = set(device.recorded)
+        ended = stager.poll()
+        assert [copied.ticket for copied in ended] == list(regions)
+        assert len({str(copied.error) for copied in ended}) == 1
+        assert all(isinstance(copied.error, UsageError) for copied in ended)

@@ -146,14 +146,6 @@ def test_vllm_blocks_in_six_layouts(order, pad):
         np.testing.assert_array_equal(contents(layout, Key("kv", "v", layer)), logical[..., half:])
 
 
-def test_vllm_k_and_v_of_different_widths():
-    _, caches = vllm_caches("LBNHC")
-    layout = build(vllm_blocks(caches, format="bf16", key_nbytes=20, **WHOLE))
-    logical = as_bytes(caches[1]).transpose(0, 2, 1, 3)
-    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 1)), logical[..., :20])
-    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 1)), logical[..., 20:])
-
-
 def test_groups_that_alias_one_allocation_share_its_region():
     """Two groups over the same bytes, one of them a prefix: dedup by base address would cut the other."""
     raw = filled(PAGES * HEADS * PAGE * CONTENT, dtype=torch.int8)
@@ -203,13 +195,6 @@ def test_padding_inside_a_page_needs_none_after_its_last_row():
     k, v = (filled(2000, dtype=torch.uint8).as_strided((3, 4, 1, 16), (3 * 24 + 16, 24, 16, 1)) for _ in "kv")
     layout = build(paged_nhd([k], [v], total_heads=1, tp=(1, 0)))
     np.testing.assert_array_equal(contents(layout, Key("kv", "v", 0)), as_bytes(v))
-
-
-def test_numpy_arrays_will_do():
-    pool = np.random.default_rng(0).integers(0, 256, (2, 3, PAGES, PAGE, HEADS, DIM), np.uint8)
-    layout = build(paged_nhd(pool[0], pool[1], **WHOLE))
-    assert [(r.base, r.nbytes, r.kind) for r in layout.regions] == [(pool.ctypes.data, pool.nbytes, "cpu")]
-    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 2)), pool[1, 2])
 
 
 def cpu_attn(k, v, *, packed):

@@ -15,6 +15,7 @@ from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import check_items
 from pdstage.protocol.coverage import Coverage
+from pdstage.protocol.state import State
 from tests.owners import with_owned
 from tests.pair import PAGE, Memory, World, assert_flat, cell, held_of, make_layout, place, pool_nbytes
 
@@ -144,3 +145,12 @@ def items_problem(layout: Layout, numbers: np.ndarray, asked: m.Asked, first: in
     except PeerError as error:
         return str(error)
     return ""
+
+
+def test_a_missing_part_fails_the_room_in_words():
+    world = Parts((2, 16), (1, 0), 1, 1, 20)
+    handle = world.receive(1, 20, numbers(world, 1, 0, PAGE, 1), prefill=1)
+    world.run(until=5.0)
+    assert handle.state is State.FAILED
+    for words in ("part 1 of 2 (blocks of 16)", "decode holds all tokens", "nobody sends part 0 of 2"):
+        assert words in str(handle.error)

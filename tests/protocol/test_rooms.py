@@ -557,3 +557,19 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
         world.say(world.prefill[0], m.Refused(destination.epoch, number, 0, "too_big", 256))
     assert len(destination.chunks) == n_before
     assert not sent.ended
+
+
+def test_one_peer_that_parks_without_end_keeps_nobody_out() -> None:
+    """Where the cap is reached, who holds most makes room; who was turned away counts until it has agreed (I14)."""
+    world = World(max_parked=6, send_wait_s=50.0)
+    world.decode.append(greedy := world.make_decode(0, life=9))
+    greedy.name = b"D1"
+    for room in range(10):
+        world.receive(100 + room, 4, [room], 1)
+    world.run()
+    prefill = world.prefill[0].core
+    assert len(prefill.rooms.pending) == 6
+    handles = [world.receive(room, 4, [room]) for room in range(1, 4)]
+    world.run()
+    assert len(prefill.rooms.pending) == 6
+    assert not any(handle.ended for handle in handles)
