@@ -7,10 +7,9 @@ import re
 import pytest
 
 from pdstage.plan import Rect
-from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.state import State
-from tests.pair import World, assert_flat, is_message
+from tests.pair import World, assert_flat
 
 LEASE = 512
 """Staged bytes of 8 tokens."""
@@ -107,29 +106,5 @@ def test_what_waits_gets_what_was_lent_in_advance_within_a_moment() -> None:
     sent = world.send(1)
     world.run()
     world.check(slow, 1, 8)
-    assert sent.state is State.SUCCESS
-    assert_flat(world)
-
-
-def test_a_lease_in_advance_that_was_recalled_is_in_no_later_open() -> None:
-    """Open is lost. Its lease is recalled, and prefill, which has not heard of it, says that nothing will write it. So
-    the Open that is repeated must not have it (I2).
-    """
-    world = met(World(lane_nbytes=2 * LEASE, n_pages=32))
-    sent = world.send(1)
-    world.run()
-    world.drop(is_message(m.Open))
-    handle = world.receive(1)
-    world.run()
-    world.rules.clear()
-    world.hold(lambda item: item.src is world.prefill[0] and is_message(m.Returned)(item))
-    other = world.receive(2, 32, list(range(4, 12)))
-    world.send(2, 32, list(range(4, 12)), step=8)
-    world.run(until=world.now + 0.03)
-    world.run(until=world.now + 0.5)
-    world.free()
-    world.run(until=world.now + 5.0)
-    world.check(handle, 1, 8)
-    world.check(other, 2, 32)
     assert sent.state is State.SUCCESS
     assert_flat(world)

@@ -31,15 +31,6 @@ def begin(buffers: SendBuffers) -> list[tuple[SimpleNamespace, int]]:
     return begun
 
 
-def test_direct_chunks_do_not_wait_for_buffers() -> None:
-    buffers = SendBuffers(2, max_direct=2)
-    for number in range(3):
-        buffers.queue(chunk(SESSIONS[0], number))
-    for number in range(3, 7):
-        buffers.queue(chunk(SESSIONS[0], number, direct=True))
-    assert [one.number for one, _ in begin(buffers)] == [3, 4, 0]
-
-
 STEP = st.tuples(st.sampled_from(["queue", "direct", "drop", "done"]), st.integers(0, 59))
 
 

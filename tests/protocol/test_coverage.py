@@ -94,13 +94,3 @@ def test_nothing_asked_is_complete_at_once() -> None:
 )
 def test_a_problem_names_the_culprit(rect: Rect, word: str) -> None:
     assert word in Coverage((Share("a", "k", (0, 2, 1), 0, 1),), [Asked("a", 1, 4)]).problem([rect])
-
-
-def test_bands_stay_few() -> None:
-    """Memory follows what differs between layers, not how many chunks came (I14)."""
-    coverage = Coverage((Share("a", "k", (0, 61, 1), 0, 1),), [Asked("a", 0, 10_000)])
-    for start in range(0, 10_000, 10):
-        coverage.add([Rect("a", start, start + 10, 0, 61)])
-    need = coverage._needs["a"]
-    assert len(need.bands) == 1
-    assert len(need.bands[0][1]._bounds) == 2

@@ -110,24 +110,6 @@ def test_what_was_given_up_fails_one_room_and_not_the_next_of_its_name() -> None
     world.check(handle, 1, 8)
 
 
-@pytest.mark.parametrize("bound", [True, False], ids=["opened", "asked for"])
-def test_a_room_wanted_again_is_not_given_up(bound: bool) -> None:
-    world = World()
-    abort(world, world.announce(1))
-    world.run()
-    handle = world.announce(1)
-    if bound:
-        world.bind(handle, 8, [0, 1])
-    world.run(until=0.1)
-    sent = world.send(1)
-    if not bound:
-        world.bind(handle, 8, [0, 1])
-    world.run()
-    assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
-    assert_flat(world)
-
-
 def test_a_room_wanted_again_before_its_writer_answered_was_never_given_up() -> None:
     world = World()
     sent = world.send(1)
@@ -203,22 +185,6 @@ def test_a_room_whose_parked_open_is_aborted_fails_when_it_is_submitted() -> Non
     assert_given_up(handle, sent)
     assert world.now == 0.0
     assert_flat(world)
-
-
-def test_a_fellow_of_a_rank_that_aborts_is_refused_once_the_room_is_submitted() -> None:
-    for late in (True, False):
-        world = World(decode=2)
-        if not late:
-            fellow = world.receive(1, rank=1)
-        handle = open_and_abort(world)
-        sent = world.send(1)
-        if late:
-            fellow = world.receive(1, rank=1)
-        world.run()
-        assert_given_up(handle, sent)
-        assert fellow.state is State.FAILED and fellow.released and WHY in str(fellow.error)
-        assert world.now == 0.0
-        assert_flat(world)
 
 
 @pytest.mark.parametrize("bound", [True, False], ids=["opened", "asked for"])

@@ -141,18 +141,6 @@ def test_a_later_versions_new_field_is_ignored(message: m.AnyMessage) -> None:
     assert wire.decode(frame).message == message
 
 
-@pytest.mark.parametrize("path", [("topology",), ("layout",), ("layout", "regions", 0), ("layout", "components", 0)])
-def test_a_new_field_of_topology_or_layout_is_ignored(path: tuple[Any, ...]) -> None:
-    """They travel as maps."""
-    frame = wire.encode(golden.SESSION, 3, golden.HELLO)
-    body = msgspec.msgpack.decode(frame[HEADER_NBYTES:])
-    inner = body[{"topology": 1, "layout": 2}[path[0]]]
-    for step in path[1:]:
-        inner = inner[step]
-    inner["new"] = [1, 2]
-    assert wire.decode(frame[:HEADER_NBYTES] + msgspec.msgpack.encode(body)).message == golden.HELLO
-
-
 @pytest.mark.parametrize(
     ("message", "field"),
     [

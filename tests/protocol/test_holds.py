@@ -68,17 +68,6 @@ def test_ten_thousand_rooms_are_held_by_one_message_a_peer_and_interval() -> Non
     assert not any(room.ended for room in sent), "until one of these came"
 
 
-def test_more_rooms_than_a_message_has_place_for_take_several(monkeypatch) -> None:
-    monkeypatch.setattr(m, "MAX_WAITING", 3)
-    world = World(**SHORT)
-    sent = []
-    for number in range(8):
-        world.announce(number)
-        sent.append(world.send(number, 2, [number]))
-    world.run(until=5 * HELD_S)
-    assert not any(room.ended for room in sent)
-
-
 def test_a_lost_answer_is_asked_for_again_by_the_next_heartbeat() -> None:
     """I4."""
     world = World(**SHORT)

@@ -64,16 +64,6 @@ def test_half_of_a_lane_at_most_while_others_wait() -> None:
     assert [g.request.chunk for g in grant(held)] == [6, 4, 5], "B is not behind A's backlog; then A is alone again"
 
 
-def test_a_resent_request_stays_queued_once_in_its_place() -> None:
-    held = leases()
-    full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE))
-    grant(held, ask(A, 2, 256), ask(A, 3, 256))
-    for attempt in range(5):
-        grant(held, ask(A, 2, 256, attempt=attempt))
-    held.release(full[0], 0.0)
-    assert [(g.request.chunk, g.request.attempt) for g in grant(held)] == [(2, 4), (3, 0)]
-
-
 def test_what_no_lane_can_ever_serve_is_given_back_at_once() -> None:
     held = leases(1024, 2048)
     grant(held, ask(A, 0, 2048), ask(A, 1, 2048), ask(A, 2, 1024), ask(A, 3, 1024))
@@ -81,16 +71,6 @@ def test_what_no_lane_can_ever_serve_is_given_back_at_once() -> None:
     assert [(type(r), r.chunk) for r in refused] == [(LeaseRequest, 4)]
     assert held.find(A, 1, 4) is None
     assert isinstance(held.find(A, 1, 5), LeaseRequest)
-
-
-def test_who_is_refused_as_too_big_waits_for_no_share() -> None:
-    """I13: the others were held to half a lane for its sake, and have it to themselves at once."""
-    held = leases()
-    (mine,) = grant(held, ask(A, 0, LANE // 2))
-    refused, more = grant(held, ask(A, 1, LANE // 4), ask(B, 0, LANE + 1))
-    assert (type(refused), refused.session) == (LeaseRequest, B)
-    assert (type(more), more.request.chunk) == (Lease, 1)
-    assert mine.end == more.cursor
 
 
 def test_quarantine_carves_out_and_delays_none() -> None:
@@ -149,17 +129,6 @@ def test_recall_c_on_the_bytes_of_a_quarantined_span_one_lap_on() -> None:
     held.release(above, 0.0)
     assert not held.to_recall(0.0, 1000.0, 1000.0)
     assert held.lanes[0].watermark == other.cursor, "the watermark passed the stuck span as if padding"
-
-
-def test_a_quarantined_closed_lease_is_no_contention() -> None:
-    held = leases()
-    first, closed = grant(held, ask(A, 0, LANE), ask(A, 1, LANE))
-    assert held.contended
-    held.land(first)
-    held.quarantine(closed, 0.0)
-    list(held.opened())
-    assert not held.contended
-    assert first.phase == "landed"
 
 
 def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:

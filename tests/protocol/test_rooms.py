@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdstage.errors import Aborted, PdstageError, PeerError, TransportError, UsageError
+from pdstage.errors import Aborted, PeerError, TransportError, UsageError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
@@ -410,23 +410,6 @@ def test_a_row_larger_than_what_carries_it_fails_in_words(lane: int, buffer: int
     world.run(until=5.0)
     assert words in str(sent.error)
     assert handle.state is State.FAILED
-    assert_flat(world)
-
-
-def test_a_scatter_that_fails_fails_its_room_and_frees_its_lease() -> None:
-    """I5, I13."""
-    world = World()
-    world.drop(is_kind("scatter"))
-    handle, sent = world.receive(1), world.send(1)
-    world.run()
-    core = world.decode[0].core
-    (ticket,) = core.chunks.flights
-    assert handle.state is State.TRANSFERRING, "CloseOk came, but the bytes are not in place (I5)"
-    core.scattered(ticket, world.now, PdstageError("the kernel failed"))
-    world.carry(world.decode[0])
-    world.run(until=2.0)
-    assert "the kernel failed" in str(handle.error)
-    assert sent.ended
     assert_flat(world)
 
 

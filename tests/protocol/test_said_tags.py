@@ -37,20 +37,6 @@ def test_a_room_of_several_chunks(path: str) -> None:
     assert_flat(world)
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
-@pytest.mark.parametrize("n_lost", [1, 5])
-def test_lost_tags_are_said_again_with_close_ok(path: str, n_lost: int) -> None:
-    """Nothing else is needed, whoever waits: decode's Success costs `retry_s` each time (I4)."""
-    world = saying(path=path, transfer_s=20.0)
-    world.drop(first(n_lost, TAGGED))
-    room = world.receive(1, 12, [0, 1, 2])
-    world.send(1, 12, [0, 1, 2], step=4)
-    world.run(until=5.0)
-    world.check(room, 1, 12)
-    assert world.decode[0].core.counters.leases_recalled == 0
-    assert_flat(world)
-
-
 def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
     """A room that goes on computing keeps its lane from nobody, though the tag was lost (I12)."""
     world = saying(lane_nbytes=512, recall_after_s=0.5, transfer_s=500.0)
@@ -68,21 +54,6 @@ def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
     world.check(other, 2, 8)
     assert world.prefill[0].core.counters.leases_returned == 0
     assert not endless.ended
-
-
-def test_a_failed_write_is_never_said() -> None:
-    world = saying()
-    world.hold(is_kind("write"))
-    room = world.receive(1)
-    world.send(1)
-    world.run()
-    for item in world.held:
-        assert item.fail is not None
-        item.fail()
-    world.held.clear()
-    world.run(until=3.0)
-    assert room.state is State.FAILED
-    assert said(world) == 0
 
 
 def test_nothing_is_said_under_a_lost_session() -> None:

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdstage.errors import DeadlineExceeded, PeerError
 from pdstage.layout import Component, Layout, Region, RowLevel
@@ -31,22 +29,6 @@ def met(world: World) -> tuple[Prefill, Decode, Session, Session]:
     (at_prefill,), (at_decode,) = world.prefill[0].core.sessions.values(), world.decode[0].core.sessions.values()
     assert at_prefill.id == at_decode.id
     return world.prefill[0], world.decode[0], at_prefill, at_decode
-
-
-@given(st.lists(st.integers(1, 12), max_size=40))
-def test_only_a_rising_seq_is_accepted(seqs: list[int]) -> None:
-    """Duplicates and what was overtaken are dropped and counted (I4, I6)."""
-    prefill, _, session, _ = met(World())
-    stale, best = prefill.core.counters.frames_stale, session.last_seq
-    base = best
-    for n in seqs:
-        prefill.core.receive(b"D0", wire.encode(session.id, base + n, m.Ask(1, b"i0")), 0.0)
-        fresh = base + n > best
-        best = max(best, base + n)
-        stale += not fresh
-        assert session.last_seq == best
-        assert bool(prefill.core.take_effects()) is fresh, "a stale frame has no effect"
-    assert prefill.core.counters.frames_stale == stale
 
 
 def test_a_frame_of_an_unknown_session_is_counted_and_answered_with_our_name() -> None:
@@ -349,19 +331,6 @@ def test_nobody_else_speaks_for_a_peer(side: str, message: m.AnyMessage) -> None
     (warning,) = core.take_effects()
     assert isinstance(warning, PeerWarning)
     assert warning.route == b"a stranger"
-
-
-def test_a_refusal_that_quotes_the_peer_fits_a_frame() -> None:
-    """Every reason travels on: to the other writers of a room, or back."""
-    prefill, *_ = met(World())
-    word = "\0" * 256
-    hello = m.Hello(HELLO.topology, HELLO.layout, word, b"", HELLO.lanes, 1.0, ())
-    prefill.core.receive(b"X", wire.encode(m.SessionId(5, 0), 0, hello), 0.0)
-    (refusal,) = [wire.decode(e.frame).message for e in prefill.core.take_effects() if isinstance(e, Send)]
-    assert isinstance(refusal, m.HelloRefused)
-    assert len(refusal.reason) <= m.MAX_REASON
-    assert len(m.brief("x" * 10_000)) == m.MAX_REASON
-    assert m.brief("x" * m.MAX_REASON) == "x" * m.MAX_REASON
 
 
 def test_a_peers_fault_keeps_no_frame_alive() -> None:

@@ -146,16 +146,6 @@ def test_a_lie_about_slots_of_an_exact_kind_fails_the_room(n: int) -> None:
     assert_flat(world)
 
 
-def test_slots_that_were_sent_and_not_counted_fail_an_exact_room() -> None:
-    """I5: of an exact kind nothing is a Success before the number was told."""
-    world = world_of(exact=True)
-    lie(world, 4, "other")
-    handles, _ = begun(world, 4, 4)
-    world.run(until=40.0)
-    assert handles[0].state is State.FAILED
-    assert "the number of slots of 'kv'" in str(handles[0].error)
-
-
 def test_an_exact_room_is_no_success_before_the_number_was_told() -> None:
     """I5: a writer without aux, whose every slot has arrived, may still give one too many."""
     world = world_of(exact=True, prefill=2)
@@ -166,3 +156,13 @@ def test_an_exact_room_is_no_success_before_the_number_was_told() -> None:
     world.free()
     world.run(until=40.0)
     assert all(room.state is State.FAILED for room in (*handles, *sent))
+
+
+def test_slots_that_were_sent_and_not_counted_fail_an_exact_room() -> None:
+    """I5: of an exact kind nothing is a Success before the number was told."""
+    world = world_of(exact=True)
+    lie(world, 4, "other")
+    handles, _ = begun(world, 4, 4)
+    world.run(until=40.0)
+    assert handles[0].state is State.FAILED
+    assert "the number of slots of 'kv'" in str(handles[0].error)

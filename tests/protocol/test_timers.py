@@ -64,14 +64,6 @@ def test_a_consumer_may_set_and_cancel_while_it_is_served() -> None:
     assert timers.next_at() == 2.0
 
 
-def test_equal_moments_come_in_the_order_they_were_set() -> None:
-    timers = Timers()
-    for key in range(100):
-        timers.set(key, 1.0)
-    timers.set(0, 1.0)
-    assert list(timers.due(1.0)) == [*range(1, 100), 0]
-
-
 def test_memory_is_of_live_moments_only() -> None:
     """A key set again and again, as a repeated question is, leaves nothing behind (I14)."""
     timers = Timers()
