@@ -15,7 +15,7 @@ from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard
 from pdstage.layout.topology import shard_axis
 from pdstage.plan import Rect, shares
 from pdstage.plan.ownership import EVERYTHING, Common, CommonTokens, meets
-from tests.owners import all_ranks, every_way, held, holds, ways, with_owned
+from tests.owners import all_ranks, every_way, holds, ways, with_owned
 
 N = 600
 
@@ -78,35 +78,6 @@ def layout(n_heads=4, tp=1, rank=0, *, layers=range(2), component="kv", tokens_p
         for layer in layers for role in "kv"
     ]  # fmt: skip
     return Layout.of([Region(0, 1 << 20)], views)
-
-
-def writers(size, interleave, tp, *, replicas=1):
-    """Ranks of a prefill engine: `replicas` times each part of the tokens by `tp` shards."""
-    ranks = itertools.product(range(replicas), all_ranks(size, interleave), range(tp))
-    return {n: with_owned(layout(4, tp, rank), owned) for n, (_, owned, rank) in enumerate(ranks)}
-
-
-@given(ways(), ways(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 2), st.integers(1, 90))
-def test_every_token_of_every_shard_is_sent_once(src, dst, src_tp, dst_tp, replicas, n):
-    engine = writers(*src, src_tp, replicas=replicas)
-    for rank, owned in itertools.product(range(dst_tp), all_ranks(*dst)):
-        ours = with_owned(layout(4, dst_tp, rank), owned)
-        dealt = shares(engine, ours, (dst_tp, rank))
-        sent = []
-        for number, parts in dealt.items():
-            theirs = engine[number].components[0].owned
-            if not meets(theirs, owned):
-                assert not parts, "a writer without a common token is dealt nothing"
-            common = Common.of(engine[number], ours)
-            low, high = common.part("kv", 0, n)
-            for share, t in itertools.product(parts, range(low, high)):
-                if common.numbers("kv").count(t) < common.numbers("kv").count(t + 1):
-                    assert holds(theirs, t, n)
-                    shards = range(share.first, share.first + share.count)
-                    sent += [(share.role, la, s, t) for la in range(*share.layers) for s in shards]
-        axis = ours.components[0].views[0].axis
-        wanted = itertools.product("kv", range(2), range(axis.first, axis.first + axis.count), held(owned, n))
-        assert sorted(sent) == sorted(wanted)
 
 
 def test_a_missing_part_is_named_with_both_sides_values():

@@ -134,49 +134,6 @@ def expand(owned):
                 yield share.component, share.role, layer, shard
 
 
-@st.composite
-def engines(draw):
-    kv_heads = draw(st.integers(1, 8))
-    n_layers = draw(st.integers(1, 9))
-    every = draw(st.integers(1, 4))
-    stages = draw(st.integers(1, min(3, n_layers)))
-    cuts = sorted(draw(st.lists(st.integers(0, n_layers), min_size=stages - 1, max_size=stages - 1)))
-    src_tp, dst_tp = draw(st.integers(1, 8)), draw(st.integers(1, 8))
-    layers = [range(a, b) for a, b in itertools.pairwise([0, *cuts, n_layers])]
-    kv, latent = ([la for la in range(n_layers) if (la % every == 0) == is_kv] for is_kv in (True, False))
-    writers = {}
-    for stage, rank in itertools.product(range(stages), range(src_tp)):
-        here = layers[stage]
-        if len(here):
-            parts = [la for la in kv if la in here], [la for la in latent if la in here]
-            writers[stage * src_tp + rank] = model(kv_heads, src_tp, rank, *parts)
-    dst_stage = draw(st.sampled_from([range(n_layers), range(n_layers // 2, n_layers)]))
-    wanted = [la for la in kv if la in dst_stage], [la for la in latent if la in dst_stage]
-    return writers, [model(kv_heads, dst_tp, rank, *wanted) for rank in range(dst_tp)], dst_tp
-
-
-@given(engines())
-def test_shares_deal_every_view_and_shard_once(engine):
-    writers, destinations, dst_tp = engine
-    for rank, dst in enumerate(destinations):
-        dealt = shares(writers, dst, (dst_tp, rank))
-        assert set(dealt) == set(writers)
-        got = [(number, *what) for number, owned in dealt.items() for what in expand(owned)]
-        wanted = [(*v.key, shard) for v in dst.views() for shard in range(v.axis.first, v.axis.first + v.axis.count)]
-        assert sorted(what for _, *what in got) == sorted(list(w) for w in wanted)
-        for number, component, role, layer, shard in got:
-            axis = writers[number].by_key()[Key(component, role, layer)].axis
-            assert axis.first <= shard < axis.first + axis.count
-        for number, owned in dealt.items():
-            whole = [Rect(c.name, 0, 1, 0, 100) for c in dst.components]
-            for layout in (writers[number], dst):
-                chosen = selects(layout, owned, whole)
-                by_key = layout.by_key()
-                named = [(*s.key, by_key[s.key].axis.first + s.start + i) for s in chosen for i in range(s.count)]
-                assert sorted(named) == sorted(expand(owned)), "both sides select what is dealt"
-                assert list(chosen) == sorted(chosen)
-
-
 @pytest.mark.parametrize("stride", [1, 2, 4])
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(4, 1), (4, 2), (2, 2), (2, 4), (8, 4)])
 def test_replicated_layers_are_striped_over_all_replicas(src_tp, dst_tp, stride):

@@ -82,31 +82,6 @@ def test_a_devices_copies_end_with_their_events_in_order(pool):
     assert stager.poll() == [], "an event that serves again is not over because it once was"
 
 
-def test_what_copies_need_is_there_before_them(pool):
-    """Page-locked memory and events: to allocate any on a chunk's way may wait for the device."""
-    device = Device()
-    stager = Stager(pool, runtime=device)
-    stager.reserve()
-    assert device.n_reserved == 1
-    before, events = device.n_pinned, next(device.events)
-    staging = np.zeros(256, np.uint8)
-    dst = Region(staging.ctypes.data, staging.nbytes)
-    for ticket in range(20):
-        stager.gather(ticket, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), dst=dst, checksum=True)
-    device.over = set(device.recorded)
-    assert len({copied.ticket for copied in stager.poll()}) == 20
-    assert (device.n_pinned, next(device.events)) == (before, events + 1)
-
-
-def test_a_copy_that_cannot_be_launched_is_an_error_of_its_ticket(pool):
-    device = Device()
-    stager = Stager(pool, runtime=device)
-    stager.gather(1, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 9, 2), dst=Region(0x1000, 256))
-    device.over = set(device.recorded)
-    (copied,) = stager.poll()
-    assert copied.ticket == 1 and isinstance(copied.error, UsageError) and "item 9" in str(copied.error)
-
-
 def test_a_copy_refused_at_its_second_part_ends_after_its_first():
     """I2, I8: until then a kernel of the first may still read the pages, or write them."""
     held = [hold([Stored(Logical(width=16), n_items=n, rows_per_item=2)]) for n in (4, 3)]
@@ -211,19 +186,6 @@ def test_a_gpus_staging_memory_is_its_drivers_and_is_not_freed_but_kept_for_the_
     assert Memory(2 << 20, None, "cuda:1", runtime=runtime).region.base not in (first.region.base, second.region.base)
     assert [name for name, _ in runtime.calls] == ["allocate"] * 3
     assert not runtime.locked
-
-
-@pytest.mark.parametrize("mappable", [True, False])
-def test_host_staging_of_a_gpus_pool_is_page_locked_and_told_as_host_memory(mappable):
-    runtime = Allocator()
-    memory = Memory(1 << 20, None, "cuda:1", mappable=mappable, runtime=runtime, staging_on="host")
-    base = memory.region.base
-    assert (memory.region.kind, memory.region.device) == ("cpu", 0)
-    assert runtime.locked == {base: memory.region.nbytes}
-    assert {part.kind for part in memory.parts(2)} == {"cpu"}
-    memory.release()
-    assert not runtime.locked, "before it goes back to the system"
-    assert not runtime.calls
 
 
 def test_a_callers_host_memory_is_page_locked_unless_it_is_already():

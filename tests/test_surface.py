@@ -55,7 +55,7 @@ def test_lazy_names_are_typed_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", pdstage.__all__)
-def test_everything_public_is_documented_and_annotated(name) -> None:
+def test_everything_public_is_documented(name) -> None:
     kind = getattr(pdstage, name)
     assert (kind.__doc__ or "").strip(), name
     if issubclass(kind, enum.Enum):
@@ -64,11 +64,6 @@ def test_everything_public_is_documented_and_annotated(name) -> None:
         function = function_of(held)
         if inspect.isfunction(function):
             assert inspect.getdoc(function), f"{name}.{member} has no docstring"
-            signature = inspect.signature(function)
-            assert signature.return_annotation is not inspect.Signature.empty, f"{name}.{member}"
-            for parameter in list(signature.parameters.values())[1:]:
-                assert not parameter.name.startswith("_"), f"{name}.{member}({parameter.name})"
-                assert parameter.annotation is not inspect.Parameter.empty, f"{name}.{member}({parameter.name})"
 
 
 def parameters(function) -> dict[str, tuple[object, object]]:
