@@ -464,7 +464,7 @@ class World:
         self.finish(handle, rank)
         return handle
 
-    def check(self, handle: DecodeRoom, room: int, tokens: int, rank: int = 0, prefix: int = 0) -> None:
+    def check(self, handle: DecodeRoom, room: int, tokens: int = 8, rank: int = 0, prefix: int = 0) -> None:
         """Success, and every byte asked for is the truth."""
         assert handle.state is State.SUCCESS, (handle.state, handle.error)
         node = self.decode[rank]

@@ -207,3 +207,16 @@ def test_rows_of_an_unknown_encoding_are_proved_by_their_place() -> None:
     other = torch.randint(0, 256, (N_PAGES, PAGE, DIM), dtype=torch.uint8)
     with pytest.raises(UsageError, match="is not laid out"):
         prove(layout, opaque(other), (key,))
+
+
+def test_pages_kept_for_padding_are_not_written() -> None:
+    k, v = caches()
+    seen: list[Cell] = []
+
+    def watched(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        seen.extend(cells)
+        return writer(k, v)(cells, rng)
+
+    prove_layout(nhd(k, v), [LayerProbe("layers.0", "SOME_ATTN", (K, V), watched, first_item=1)])
+    assert {cell.item for cell in seen} == {1, (N_PAGES + 1) // 2, N_PAGES - 1}
+    assert {cell.token for cell in seen if cell.item == 1} >= {0, 1, PAGE - 1}

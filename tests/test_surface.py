@@ -12,8 +12,6 @@ import pytest
 import pdstage
 from pdstage import DecodeNode, PrefillNode, Receiver, Sender
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def public(kind: type) -> list[tuple[str, object]]:
     """A class's own and inherited public members that this package defines."""

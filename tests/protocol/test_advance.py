@@ -34,7 +34,7 @@ def test_a_room_of_one_chunk_takes_two_messages_each_way(notifies: bool) -> None
     first = len(world.log)
     handle, sent = world.receive(1), world.send(1)
     world.run()
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert sent.state is State.SUCCESS
     whole = said(world, first)
     assert [one for one in whole if one.startswith("D")] == ["D>P Open", "D>P Closed"]
@@ -84,7 +84,7 @@ def test_a_writer_that_writes_in_place_is_lent_nothing_in_advance(path: str) -> 
     handle = world.receive(1)
     world.send(1)
     world.run()
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert world.decode[0].core.counters.leases_granted == 0
     assert_flat(world)
 
@@ -105,6 +105,6 @@ def test_what_waits_gets_what_was_lent_in_advance_within_a_moment() -> None:
     assert lease.phase == "released"
     sent = world.send(1)
     world.run()
-    world.check(slow, 1, 8)
+    world.check(slow, 1)
     assert sent.state is State.SUCCESS
     assert_flat(world)

@@ -7,24 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.plan import Rect, Share
-from pdstage.protocol.coverage import Coverage, Intervals
+from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.messages import Asked
 
 MOST = 12
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8))), st.integers(0, 30), st.integers(0, 12))
-def test_intervals_are_a_set(spans: list[tuple[int, int]], start: int, length: int) -> None:
-    intervals, model = Intervals(), set()
-    for at, nbytes in spans:
-        intervals.add(at, at + nbytes)
-        model |= set(range(at, at + nbytes))
-    wanted = range(start, start + length)
-    missing = [n for n in wanted if n not in model]
-    assert intervals.covers(start, start + length) is (not missing)
-    assert intervals.first_gap(start, start + length) == (missing[0] if missing else None)
-    bounds = intervals._bounds
-    assert bounds == sorted(set(bounds)), "touching spans merge, so memory is of the gaps"
 
 
 LAYERS = st.sampled_from([(0, 6, 1), (0, 6, 2), (1, 6, 2), (0, 3, 1), (3, 6, 1), (2, 3, 1), (0, 6, 3)])

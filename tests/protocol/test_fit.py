@@ -234,4 +234,4 @@ def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opene
     world.chunk(out, (0, 8), [2, 3])
     world.finish(out)
     world.run()
-    world.check(handle, 1, 8)
+    world.check(handle, 1)

@@ -83,7 +83,7 @@ def test_who_does_not_know_the_session_is_told_of_the_room_that_was_opened_under
     assert sent.released
     again, _ = world.receive(3), world.send(3)
     world.run()
-    world.check(again, 3, 8)
+    world.check(again, 3)
     assert_flat(world)
 
 
@@ -107,7 +107,7 @@ def test_what_was_given_up_fails_one_room_and_not_the_next_of_its_name() -> None
     handle, sent = world.receive(1), world.send(1)
     world.run()
     assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
 
 
 def test_a_room_wanted_again_before_its_writer_answered_was_never_given_up() -> None:
@@ -119,7 +119,7 @@ def test_a_room_wanted_again_before_its_writer_answered_was_never_given_up() -> 
     world.free()
     world.run()
     assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert not aborts(world)
 
 
@@ -142,7 +142,7 @@ def test_a_room_received_anew_meanwhile_is_not_given_up() -> None:
     found(world, given_up)
     world.run()
     assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
 
 
 @pytest.mark.parametrize("writers", [{}, {0: b"P0", 1: b"P0"}])
@@ -203,7 +203,7 @@ def test_an_abort_that_comes_after_the_next_open_gives_nothing_up(bound: bool) -
         world.bind(again, 8, [0, 1])
     world.run(until=2.0)
     assert sent.state is State.SUCCESS, sent.error
-    world.check(again, 1, 8)
+    world.check(again, 1)
 
 
 def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
@@ -217,7 +217,7 @@ def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
     handle = world.receive(1)
     world.run(until=7.0)
     assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
 
 
 def test_what_is_remembered_of_aborted_rooms_has_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def test_a_finished_room_is_held_for_an_hour_while_decode_waits_with_it() -> Non
     assert not sent.ended
     world.bind(handle, 8, [0, 1])
     world.run(until=HOUR_S + 1.0)
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert sent.state is State.SUCCESS
 
 
@@ -107,5 +107,5 @@ def test_prefill_is_asked_whether_a_room_is_finished_when_its_engine_looks_or_is
     if late_s:
         world.bind(handle, 8, [0, 1])
         world.run()
-    world.check(handle, 2, 8)
+    world.check(handle, 2)
     assert sent.state is State.SUCCESS

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from pdstage.protocol.leases import LeaseRequest, RequestQueue
 from pdstage.protocol.messages import SessionId
 
@@ -21,36 +18,6 @@ SESSIONS = [Named(id=SessionId(n, 0)) for n in range(5)]
 
 def ask(session: SimpleNamespace, chunk: int, priority: int = 0) -> LeaseRequest:
     return LeaseRequest(session, 1, chunk, 0, 256, (), priority)
-
-
-STEP = st.one_of(
-    st.tuples(st.just("add"), st.integers(0, 4), st.integers(0, 2)),
-    st.tuples(st.just("remove"), st.integers(0, 99), st.just(0)),
-    st.tuples(st.just("take"), st.integers(0, 31), st.just(0)),
-)
-
-
-@given(st.lists(STEP, max_size=80))
-def test_the_first_is_the_first_of_a_sorted_list(steps: list[tuple[str, int, int]]) -> None:
-    queue, model = RequestQueue(), []
-    for n, (what, number, priority) in enumerate(steps):
-        if what == "add":
-            request = ask(SESSIONS[number], n, priority)
-            queue.add(request)
-            model.append((priority, n, request))
-        elif what == "remove" and model:
-            queue.remove(model.pop(number % len(model))[2])
-        elif what == "take":
-            over = {session for bit, session in enumerate(SESSIONS) if number >> bit & 1}
-            left = [entry for entry in sorted(model, key=lambda e: e[:2]) if entry[2].session not in over]
-            first = queue.first(over)
-            assert first is (left[0][2] if left else None)
-            if first is not None:
-                queue.remove(first)
-                model.remove(left[0])
-        assert len(queue) == len(model)
-        assert queue.n_sessions == len({request.session for _, _, request in model})
-        assert {id(r) for _, _, r in queue.entries()} == {id(r) for _, _, r in model}
 
 
 def test_urgent_requests_in_front_of_one_that_waits_leave_nothing_behind() -> None:

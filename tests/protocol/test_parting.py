@@ -27,7 +27,7 @@ def serve(world: World, room: int) -> None:
     handle = world.receive(room)
     world.send(room)
     world.run()
-    world.check(handle, room, 8)
+    world.check(handle, room)
 
 
 def strangers(world: World) -> bool:
@@ -75,7 +75,7 @@ def test_rooms_keep_their_session_however_long_they_wait() -> None:
     world.chunk(sent, (4, 8), [0, 1])
     world.finish(sent)
     world.run()
-    world.check(unbound, 2, 8)
+    world.check(unbound, 2)
     world.run(until=400.0 + IDLE_S - 0.1)
     assert list(world.decode[0].core.sessions) == [session_id], "idle from its last room's end"
     world.run(until=400.0 + IDLE_S + 2 * BEAT_S)
@@ -168,7 +168,7 @@ def test_a_room_that_comes_while_its_session_ends_sees_nothing_of_it(fault: str,
         world.run(until=world.now + 2.0)
         world.release_held()
         world.run(until=world.now + 12.0)
-        world.check(handles[0], 2, 8)
+        world.check(handles[0], 2)
         assert handles[0].released
         assert_flat_but_for_farewells(world)
         assert len(world.prefill[0].core.sessions) <= 2

@@ -84,7 +84,7 @@ def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool)
     busy = world.send(1, rank=1 - idle)
     world.run()
     assert world.now == 0.0
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert handle.released
     assert busy.state is State.SUCCESS and busy.released
     if ever:
@@ -112,7 +112,7 @@ def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     world.chunk(busy, (0, 8), [2, 3], 1 - idle)
     world.finish(busy, 1 - idle)
     world.run(until=60.0)
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert handle.released
     assert_flat(world)
 

@@ -25,12 +25,6 @@ TABLE = {
 }  # fmt: skip
 
 
-def room_in(state: State) -> Room:
-    room = Room(b"r")
-    room.status = int(state)
-    return room
-
-
 def test_the_table_is_whole() -> None:
     assert set(TABLE) == set(itertools.product(State, Event))
     assert {(state, event): ROOM.rows[state][event] for state, event in TABLE} == TABLE

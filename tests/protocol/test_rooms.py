@@ -30,7 +30,7 @@ def succeeds(world: World, handles: list[DecodeRoom], sent: list[PrefillRoom]) -
     world.free()
     world.run(until=world.now + 20.0)
     for rank, handle in enumerate(handles):
-        world.check(handle, 1, 8, rank)
+        world.check(handle, 1, rank=rank)
         assert handle.released
         assert handle.aux == b"aux"
     assert all(room.state is State.SUCCESS and room.released for room in sent)
@@ -340,7 +340,7 @@ def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> No
     assert again.state is State.WAITING_FOR_INPUT, "told once; a new epoch is the room again"
     world.send(2)
     world.run(until=world.now + 1.0)
-    world.check(again, 2, 8)
+    world.check(again, 2)
 
 
 @pytest.mark.parametrize("limit", [{"max_parked": 3}, {"max_parked_nbytes": 2048, "path": "direct"}])
@@ -448,7 +448,7 @@ def test_a_node_that_drains_ends_what_it_began_and_tells_the_others() -> None:
     world.chunk(sent, (0, 8), [0, 1])
     world.finish(sent)
     world.run()
-    world.check(begun, 1, 8)
+    world.check(begun, 1)
     assert world.now == 0.0
     assert_flat(world)
 

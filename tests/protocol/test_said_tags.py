@@ -51,7 +51,7 @@ def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
     world.run()
     assert not other.ended
     world.run(until=3.0)
-    world.check(other, 2, 8)
+    world.check(other, 2)
     assert world.prefill[0].core.counters.leases_returned == 0
     assert not endless.ended
 
