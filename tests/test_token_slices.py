@@ -84,3 +84,13 @@ def test_items_that_lack_a_page_are_refused(pages, first, words):
     pair = pair_of([view("k")], [view("k")], dst=TokenShard(2, 1, 4))
     with pytest.raises(UsageError, match=words):
         pair.src.indexes({"kv": Index.of(np.array(pages), first)}, {"kv": (0, 8)})
+
+
+def test_pages_and_rows_in_descending_order_are_numbered_from_the_lowest():
+    down = view("k", item=-128, base=3 * 128 + 7 * 16, row=-16)
+    pair = pair_of([down], [view("k")], dst=TokenShard(2, 0, 4))
+    (cut,) = pair.src.layouts[0].views()
+    lists = pair.src.indexes({"kv": Index.of(np.array([3, 0]))}, {"kv": (0, 8)}).of(0)
+    pages = [cut.offset + number * cut.item_stride for number in lists["kv"].keep.tolist()]
+    assert pages == [7 * 16, 3 * 128 + 7 * 16], "tokens 0 and 8: the first rows of pages 3 and 0"
+    assert min(lists["kv"].keep) >= 0 and cut.n_items == 8

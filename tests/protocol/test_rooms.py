@@ -162,10 +162,13 @@ def usage(world: World) -> dict[str, Callable[[], object]]:
     def chunk(*rects: tuple) -> Callable[[], object]:
         return lambda: prefill.chunk(other, tuple(Rect(*rect) for rect in rects), {}, 0.0)
 
+    def announce(*routes: bytes) -> Callable[[], object]:
+        return lambda: decode.announce(b"i9", dict(enumerate(routes)), 0.0, deadline_s=1.0)
+
     return {
         "received already": lambda: world.announce(1),
-        "0 writers": lambda: decode.announce(b"i9", {}, 0.0, deadline_s=1.0),
-        "2 writers at 1 routes": lambda: decode.announce(b"i9", {0: b"P0", 1: b"P0"}, 0.0, deadline_s=1.0),
+        "0 writers": announce(),
+        "2 writers at 1 routes": announce(b"P0", b"P0"),
         "bound already": lambda: world.bind(handle, 8, [0, 1]),
         "a component twice": asked(("kv", 0, 4), ("kv", 4, 8)),
         "asks for 'swa' 0..4": asked(("swa", 0, 4)),

@@ -15,9 +15,23 @@ from pdstage.layout.topology import Axis
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import layout_problem
+from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.session import Attach, Lateness, PeerWarning, Renew, Send, Session
 from pdstage.protocol.state import State
 from tests.pair import Decode, Prefill, World, is_kind, is_message
+
+HELLO = World().decode[0].core.handshake.hello
+
+
+def greet(core: PrefillCore, route: bytes = b"D0", nonce: int = 5, **change: object) -> list[object]:
+    """What `core` does at a Hello with these fields changed."""
+    hello = msgspec.structs.replace(HELLO, **change)
+    core.receive(route, wire.encode(m.SessionId(nonce, 0), 0, hello), 0.0)
+    return core.take_effects()
+
+
+def warnings(effects: list[object]) -> list[str]:
+    return [str(effect.error) for effect in effects if isinstance(effect, PeerWarning)]
 
 
 def met(world: World) -> tuple[Prefill, Decode, Session, Session]:
@@ -110,41 +124,33 @@ def test_an_idle_node_keeps_its_deadlines() -> None:
 
 
 def test_a_half_open_session_expires_whatever_it_promised() -> None:
-    world = World(hello_s=3.0)
-    prefill, decode = world.prefill[0], world.decode[0]
-    hello = decode.core.handshake.hello
-    forged = m.Hello(hello.topology, hello.layout, "test", b"", hello.lanes, 1e300, ())
-    prefill.core.receive(b"D9", wire.encode(m.SessionId(77, 0), 0, forged), 0.0)
-    assert prefill.core.sessions
-    prefill.core.tick(1.0)
-    prefill.core.tick(2.9)
-    assert prefill.core.sessions
-    prefill.core.tick(3.1)
-    assert not prefill.core.sessions
-    assert prefill.core.counters.sessions_lost == 0, "it never was one"
+    core = World(hello_s=3.0).prefill[0].core
+    greet(core, max_silence_s=1e300)
+    for now in (1.0, 2.9):
+        core.tick(now)
+        assert core.sessions
+    core.tick(3.1)
+    assert not core.sessions
+    assert core.counters.sessions_lost == 0, "it never was one"
 
 
 def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
     """The oldest goes, of the route that greets if it has one: a flood of Hellos ends its own (I14)."""
-    world = World(max_half_open=3, max_peers=4)
-    core = world.prefill[0].core
-    hello = world.decode[0].core.handshake.hello
-    core.receive(b"first", wire.encode(m.SessionId(100, 0), 0, hello), 0.0)
+    core = World(max_half_open=3, max_peers=4).prefill[0].core
+    effects = greet(core, b"first", 100)
     for n in range(5):
-        core.receive(b"flood", wire.encode(m.SessionId(n + 1, 0), 0, hello), 0.0)
+        effects += greet(core, b"flood", n + 1)
     assert sorted(session.id.decode for session in core.sessions.values()) == [4, 5, 100]
     for n in range(5):
-        core.receive(b"X%d" % n, wire.encode(m.SessionId(200 + n, 0), 0, hello), 0.0)
+        effects += greet(core, b"X%d" % n, 200 + n)
     assert sorted(session.id.decode for session in core.sessions.values()) == [202, 203, 204]
-    peer_warnings = [str(e.error) for e in core.take_effects() if isinstance(e, PeerWarning)]
-    assert len(peer_warnings) == 8
-    assert all("too many half-open" in words for words in peer_warnings)
+    assert len(warnings(effects)) == 8
+    assert all("too many half-open" in words for words in warnings(effects))
     for session in list(core.sessions.values()):
         core.receive(session.route, wire.encode(session.id, 1, m.Heartbeat()), 0.0)
-    core.receive(b"X9", wire.encode(m.SessionId(300, 0), 0, hello), 0.0)
-    assert len(core.sessions) == 4, "confirmed ones are no half-open ones"
-    core.receive(b"X8", wire.encode(m.SessionId(301, 0), 0, hello), 0.0)
-    assert len(core.sessions) == 4
+    for n in (8, 9):
+        greet(core, b"X%d" % n, 300 + n)
+        assert len(core.sessions) == 4, "confirmed ones are no half-open ones"
 
 
 def test_the_first_frame_of_a_new_session_replaces_the_old_one() -> None:
@@ -191,17 +197,13 @@ def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
     """I14."""
     prefill = World().prefill[0].core
     for n in range(5000):
-        session_id = m.SessionId(n + 1, prefill.incarnation)
-        prefill.receive(b"D", wire.encode(m.SessionId(n + 1, 0), 0, HELLO), 0.0)
-        prefill.receive(b"D", wire.encode(session_id, 1, m.Bye()), 0.0)
+        greet(prefill, b"D", n + 1)
+        prefill.receive(b"D", wire.encode(m.SessionId(n + 1, prefill.incarnation), 1, m.Bye()), 0.0)
         prefill.take_effects()
     assert not prefill.sessions
     assert not prefill.handshake._at
     assert len(prefill.handshake.lost) <= 4096
     assert not len(prefill.endpoint.timers)
-
-
-HELLO = World().decode[0].core.handshake.hello
 
 
 def test_a_welcome_to_another_greeting_is_ignored() -> None:
@@ -231,11 +233,9 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     ids=["no lanes", "empty lane", "too many lanes", "inf", "nan", "negative"],
 )
 def test_a_hello_that_makes_no_sense_is_refused(hello: dict[str, object]) -> None:
-    world = World()
-    whole = {field: getattr(HELLO, field) for field in HELLO.__struct_fields__} | hello
-    world.prefill[0].core.receive(b"D0", wire.encode(m.SessionId(5, 0), 0, m.Hello(**whole)), 0.0)
-    assert not world.prefill[0].core.sessions
-    answers = [wire.decode(e.frame).message for e in world.prefill[0].core.take_effects() if isinstance(e, Send)]
+    core = World().prefill[0].core
+    answers = [wire.decode(e.frame).message for e in greet(core, **hello) if isinstance(e, Send)]
+    assert not core.sessions
     assert [type(answer) for answer in answers] == [m.HelloRefused]
 
 
@@ -310,8 +310,8 @@ def test_what_strangers_say_is_not_read_where_it_is_of_no_use(side: str, monkeyp
 )  # fmt: skip
 def test_a_message_of_the_other_role_ends_the_session(side: str, message: m.AnyMessage) -> None:
     world = World()
-    prefill, decode, *_ = met(world)
-    node = prefill if side == "prefill" else decode
+    met(world)
+    (node,) = getattr(world, side)
     world.say(node, message)
     assert not node.core.sessions
     assert "check the peer's role" in node.peer_warnings[-1]
@@ -349,13 +349,10 @@ def test_a_peers_fault_keeps_no_frame_alive() -> None:
 def test_a_layout_that_takes_for_ever_to_check_is_refused_unread() -> None:
     view = next(HELLO.layout.views())
     huge = replace(view, tokens_per_item=1 << 62, rows=(RowLevel(1, 0),))
-    layout = Layout((Region(0, 1 << 20),), (Component("kv", (huge,)),))
-    prefill = World().prefill[0].core
-    hello = m.Hello(HELLO.topology, layout, "test", b"", HELLO.lanes, 1.0, ())
-    prefill.receive(b"D0", wire.encode(m.SessionId(5, 0), 0, hello), 0.0)
-    assert not prefill.sessions
-    warning = next(effect for effect in prefill.take_effects() if isinstance(effect, PeerWarning))
-    assert "beyond 2^62" in str(warning.error)
+    core = World().prefill[0].core
+    (warning,) = warnings(greet(core, layout=Layout((Region(0, 1 << 20),), (Component("kv", (huge,)),))))
+    assert "beyond 2^62" in warning
+    assert not core.sessions
 
 
 @pytest.mark.parametrize(
@@ -386,18 +383,13 @@ def test_a_layout_of_too_much_is_refused() -> None:
     assert "16385 views" in layout_problem(Layout(HELLO.layout.regions, (Component("kv", many),)))
 
 
-def test_the_transports_of_both_sides_need_one_in_common():
-    world = World()
-    hello = world.decode[0].core.handshake.hello
-    for transport, others, met in (("a", ("test",), True), ("test", ("a",), True), ("a", ("b",), False)):
-        told = msgspec.structs.replace(
-            hello, transport=transport, others=tuple(m.Offer(name, name.encode()) for name in others)
-        )
-        core = world.make_prefill(0).core
-        core.receive(b"D0", wire.encode(m.SessionId(5, 0), 0, told), 0.0)
-        effects = core.take_effects()
-        attached = [effect.offers for effect in effects if isinstance(effect, Attach)]
-        assert attached == ([m.offers(told)] if met else [])
-        refused = [str(effect.error) for effect in effects if isinstance(effect, PeerWarning)]
-        assert len(refused) == (not met)
-        assert met or "transport 'a' or 'b' at decode, 'test' at prefill" in refused[0]
+@pytest.mark.parametrize(("transport", "other", "fits"), [("a", "test", True), ("test", "a", True), ("a", "b", False)])
+def test_the_transports_of_both_sides_need_one_in_common(transport: str, other: str, fits: bool) -> None:
+    offer = m.Offer(other, other.encode())
+    effects = greet(World().prefill[0].core, transport=transport, others=(offer,))
+    attached = [effect.offers for effect in effects if isinstance(effect, Attach)]
+    if fits:
+        assert attached == [m.offers(msgspec.structs.replace(HELLO, transport=transport, others=(offer,)))]
+    else:
+        assert not attached
+        assert "transport 'a' or 'b' at decode, 'test' at prefill" in warnings(effects)[0]
