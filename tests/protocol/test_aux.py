@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
 from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.prefill_chunks import WriteRow
+from pdstage.protocol.decode_rooms import DecodeRoom
+from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.room import OwnRows
 from pdstage.protocol.state import State, WriterPhase
 from tests.pair import COLUMNS, Item, Memory, World, assert_flat
@@ -25,28 +25,32 @@ def is_row(item: Item) -> bool:
     return bool(item.tag) and wire.decode_tag(item.tag, ("kv",)).lane == m.AUX
 
 
-def begin(world: World, room: int = 1, *, row: int | None = 3, rank: int = 0, handle=None):
+def begin(world: World, room: int = 1, *, row: int | None = 3) -> tuple[DecodeRoom, PrefillRoom]:
     """One room with a row on both sides; what it holds at decode before is `BEFORE`."""
-    world.row(world.decode[rank], row or 0)[:] = BEFORE
-    handle = world.receive(room, rank=rank, row=row)
+    world.row(world.decode[0], row or 0)[:] = BEFORE
+    handle, out = world.receive(room, row=row), world.submit(room)
     world.fill(room, 8, [2, 3])
-    out = world.submit(room)
     world.chunk(out, (0, 8), [2, 3])
     world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
     return handle, out
 
 
-def holds(world: World, handle, number: int = 3, rank: int = 0) -> None:
+def fail_row(world: World, *, settled: bool = True) -> None:
+    """The write of a row, which is held, fails."""
+    core = world.prefill[0].core
+    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
+    core.completed(ticket, world.now, TransportError("the post failed"), settled=settled)
+    world.carry(world.prefill[0])
+
+
+def holds(world: World, handle: DecodeRoom) -> None:
     """Success, and each common column is there; whatever else the row holds is as it was."""
-    world.check(handle, int(handle.key[1:]), 8, rank)
-    assert handle.shared is not None
-    want = np.full(world.columns["D"].row_nbytes, BEFORE, np.uint8)
+    world.check(handle, int(handle.key[1:]))
     common = {column.name for column in handle.shared.dst}
-    row = world.row(world.decode[rank], number)
+    row = world.row(world.decode[0], 3)
     for column in world.columns["D"].placed:
-        found = row[column.offset : column.offset + column.nbytes]
-        want[: column.nbytes] = FILL if column.name in common else BEFORE
-        assert np.array_equal(found, want[: column.nbytes]), column.name
+        want = FILL if column.name in common else BEFORE
+        assert (row[column.offset : column.offset + column.nbytes] == want).all(), column.name
 
 
 def counts(world: World) -> tuple[int, int]:
@@ -71,20 +75,6 @@ def test_a_row_arrives(aux: str, path: str) -> None:
     assert any("packed=True" in line for line in closes) == (aux == "packed")
     assert_flat(world)
     assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
-
-
-def _row_writes(world: World) -> list[WriteRow]:
-    found: list[WriteRow] = []
-    inner = world._post
-
-    def post(node, dst, effect, land) -> None:
-        if isinstance(effect, WriteRow):
-            found.append(effect)
-        inner(node, dst, effect, land)
-
-    world._post = post  # type: ignore[method-assign]
-    world.run()
-    return found
 
 
 @pytest.mark.parametrize("aux", ["packed", "rows"])
@@ -161,14 +151,10 @@ def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
     world.hold(lambda item: item.kind == "write" and is_row(item))
     handle, out = begin(world)
     world.run()
-    (item,) = world.held
     world.held.clear()
     if partly:
         world.row(world.decode[0], 3)[:40] = 0x77
-    core = world.prefill[0].core
-    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
-    core.completed(ticket, world.now, TransportError("the post failed"))
-    world.carry(world.prefill[0])
+    fail_row(world)
     world.run(QUIET_S)
     row = world.row(world.decode[0], 3)
     world.check(handle, 1)
@@ -179,7 +165,6 @@ def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
         assert len(node.peer_warnings) == 1
         assert "control message" in node.peer_warnings[0]
     assert_flat(world)
-    assert item.tag
 
 
 def test_a_write_that_may_still_land_loses_the_session() -> None:
@@ -188,46 +173,35 @@ def test_a_write_that_may_still_land_loses_the_session() -> None:
     world.hold(lambda item: item.kind == "write" and is_row(item))
     handle, out = begin(world)
     world.run()
-    core = world.prefill[0].core
-    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
-    core.completed(ticket, world.now, TransportError("who knows"), settled=False)
-    world.carry(world.prefill[0])
+    fail_row(world, settled=False)
     world.run(1.0)
     assert out.state is State.FAILED
+    core = world.prefill[0].core
     assert (core.counters.aux_fallbacks, core.counters.sessions_lost) == (0, 1)
     world.run(world.config.max_silence_s * 3)
     assert handle.state is State.FAILED
 
 
-def test_a_receiver_without_a_row_gets_it_packed() -> None:
-    world = World(aux="rows")
-    handle, _ = begin(world, row=None)
-    world.run(QUIET_S)
-    assert handle.state is State.SUCCESS
-    assert handle.shared is not None
-    assert handle.aux == bytes([FILL]) * handle.shared.nbytes
-    assert counts(world) == (0, 1)
-    assert "bound without an aux row" in world.prefill[0].peer_warnings[0]
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_rows_out_of_reach_on_one_side_go_by_message(side: str) -> None:
-    """What a node does whose transport could not register them: said once, counted for each room."""
+@pytest.mark.parametrize(
+    ("lacks", "words"), [("P", "at prefill"), ("D", "at decode"), ("", "bound without an aux row")]
+)
+def test_rows_out_of_reach_go_by_message(lacks: str, words: str) -> None:
+    """Where a transport could not register them, or a room has none: said once, counted for each room."""
 
     class OutOfReach(World):
-        def make_rows(self, of: str) -> tuple[Memory, OwnRows]:
-            held, rows = super().make_rows(of)
-            return held, rows._replace(span=None) if of == side[0].upper() else rows
+        def make_rows(self, side: str) -> tuple[Memory, OwnRows]:
+            held, rows = super().make_rows(side)
+            return held, rows._replace(span=None) if side == lacks else rows
 
     world = OutOfReach(aux="rows")
     for room in (1, 2):
-        handle, _ = begin(world, room)
+        handle, _ = begin(world, room, row=3 if lacks else None)
         world.run(room * QUIET_S)
         assert handle.state is State.SUCCESS
         assert handle.aux == bytes([FILL]) * handle.shared.nbytes
     assert counts(world) == (0, 2)
     assert [len(node.peer_warnings) for node in world.nodes()] == [1, 1]
-    assert f"at {side}" in world.prefill[0].peer_warnings[0]
+    assert words in world.prefill[0].peer_warnings[0]
 
 
 # What a peer may not say.
@@ -281,27 +255,23 @@ def test_a_row_alone_does_not_end_the_wait_for_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("said", "change", "words"),
     [
-        (lambda c: (*c, c[0]), "named twice"),
-        (lambda c: (c[0]._replace(offset=1 << 20), c[1]), "outside its row"),
-        (lambda c: (c[0], c[1]._replace(offset=c[0].offset)), "in another column"),
+        ("hello", lambda c: (*c, c[0]), "named twice"),
+        ("hello", lambda c: (c[0]._replace(offset=1 << 20), c[1]), "outside its row"),
+        ("hello", lambda c: (c[0], c[1]._replace(offset=c[0].offset)), "in another column"),
+        ("welcome", lambda c: (*c, c[0]), "named twice"),
     ],
 )
-def test_columns_that_make_no_row_are_refused(change, words: str) -> None:
-    for side in ("decode", "prefill"):
-        world = World(aux="rows")
-        core = getattr(world, side)[0].core
-        name = "hello" if side == "decode" else "welcome"
-        told = getattr(core.handshake, name)
-        columns = change(told.columns)
-        if side == "prefill" and "outside" in words:
-            continue  # it names no row's size
-        setattr(core.handshake, name, msgspec.structs.replace(told, columns=columns))
-        handle = world.receive(1, row=3)
-        world.run()
-        assert handle.state is State.FAILED
-        assert words in str(handle.error)
+def test_columns_that_make_no_row_are_refused(said: str, change, words: str) -> None:
+    world = World(aux="rows")
+    (node,) = world.decode if said == "hello" else world.prefill
+    told = getattr(node.core.handshake, said)
+    setattr(node.core.handshake, said, msgspec.structs.replace(told, columns=change(told.columns)))
+    handle = world.receive(1, row=3)
+    world.run()
+    assert handle.state is State.FAILED
+    assert words in str(handle.error)
 
 
 def test_no_row_is_written_of_a_room_that_fails_while_a_destination_is_attached() -> None:
@@ -311,7 +281,8 @@ def test_no_row_is_written_of_a_room_that_fails_while_a_destination_is_attached(
     world.chunk(out, (0, 8), [2, 3])
     world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
     handle = world.receive(1, row=3)
-    assert not _row_writes(world)
+    world.run()
+    assert not any(line.startswith("write") for line in world.log)
     assert out.state is State.FAILED and "does not fit a send buffer" in str(out.error)
     assert handle.state is State.FAILED
     assert_flat(world)
