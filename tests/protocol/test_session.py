@@ -393,3 +393,20 @@ def test_the_transports_of_both_sides_need_one_in_common(transport: str, other: 
     else:
         assert not attached
         assert "transport 'a' or 'b' at decode, 'test' at prefill" in warnings(effects)[0]
+
+
+def test_a_late_turn_gives_each_peer_the_excess() -> None:
+    """A peer is given as much longer as the node slept, from when it was last heard."""
+    world = World(max_silence_s=2.0)
+    prefill, decode, at_prefill, session = met(world)
+    core, start = decode.core, world.now
+    core.tick(start)
+    core.receive(b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()), start + 1.5)
+    core.tick(start + 30.0)
+    assert session.id in core.sessions, "28 s late, so it is as if the peer had been heard half a second ago"
+    world.now = start + 31.4
+    core.tick(world.now)
+    assert session.id in core.sessions
+    core.tick(start + 31.6)
+    assert session.id not in core.sessions
+    assert prefill.core.sessions == {at_prefill.id: at_prefill}

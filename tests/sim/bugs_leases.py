@@ -270,7 +270,7 @@ MUTANTS = [
 """,
         """            pass
 """,
-        "tests/protocol/test_traces.py",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "what landed is free before its scatter is done",
