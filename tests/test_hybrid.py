@@ -250,7 +250,6 @@ MISUSES = {
     "kind": (lambda: appended("rwkv"), "unknown state kind 'rwkv'"),
     "paging": (lambda: appended("swa"), "'swa' has token positions"),
     "entries": (lambda: appended(layer_ids=[1, 2]), "layer_ids has 2 entries, data_ptrs has 1"),
-    "entries of dims": (lambda: appended(dim_per_tensor=[1, 2]), "dim_per_tensor has 2 entries"),
     "part of an item": (lambda: appended(data_lens=[1000]), r"data_ptrs\[0\] has items of 96 bytes in 1000"),
     "dimension": (lambda: appended(dim_per_tensor=[36]), r"has 96 bytes for 1 rows of 36"),
     "groups": (
@@ -303,7 +302,6 @@ MISUSES = {
         lambda: dsa_index([np.zeros((4, 64 * 132), np.uint8)] * 2, page_size=64, layers=[3]),
         "layers has 1 entries, caches has 2",
     ),
-    "ring of no rows": (lambda: rings([np.zeros((10, 4), np.float32)], rows=0), "has 10 rows, not a multiple of 0"),
     "blocks of nothing": (
         lambda: block_pages([np.zeros((4, 960), np.uint8)], fields=[Field("a", 10, "x")], page_size=96, block_size=0),
         "not 96 tokens in blocks of 0",

@@ -260,7 +260,6 @@ def slots(n=20, heads=HEADS, page_size=PAGE):
 
 MISUSES = {
     "ndim": (lambda: nhd(v=[filled(PAGES * PAGE, HEADS, DIM)]), r"v\[0\] has shape .*not \[pages, page_size, heads"),
-    "one tensor for a list": (lambda: nhd(k=filled(PAGES, PAGE, HEADS, DIM)), r"k\[0\] has shape"),
     "empty axis": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, DIM)[:0]]), r"k\[0\] has shape \[0, "),
     "last axis strided": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, 16)[..., ::2]]), r"k\[0\] has elements 4 bytes"),
     "expanded": (
@@ -287,16 +286,13 @@ MISUSES = {
     "not a tensor": (lambda: nhd(k=[[1, 2]]), r"k\[0\] is a list, not a tensor"),
     "no layers": (lambda: nhd(k=[], v=[]), "k is empty"),
     "layer counts": (lambda: nhd(v=[filled(PAGES, PAGE, HEADS, DIM) for _ in "ab"]), "v has 2 entries, k has 1"),
-    "layer numbers": (lambda: nhd(layers=[1, 2]), "layers has 2 entries, k has 1"),
     "heads": (lambda: nhd(tp=(2, 1)), r"k\[0\] has 3 heads, but this rank holds 6 of 12 \(from head 6\)"),
-    "heads of v": (lambda: nhd(v=[filled(PAGES, PAGE, 2, DIM)]), r"v\[0\] has 2 heads"),
     "pages": (lambda: nhd(v=[filled(PAGES + 1, PAGE, HEADS, DIM)]), r"v\[0\] has 6 pages of 4 tokens, k\[0\] has 5"),
     "page size": (lambda: nhd(v=[filled(PAGES, 2, HEADS, DIM)]), r"v\[0\] has 5 pages of 2 tokens, k\[0\] has 5 of 4"),
     "the same cache twice": (twice, r"v\[0\] is the same memory as k\[0\]"),
     "tp rank": (lambda: nhd(tp=(4, 4)), "rank=4"),
     "slots": (lambda: slots(n=21), r"k\[0\] has 21 slots, not a multiple of page_size=4"),
     "no page size": (lambda: slots(page_size=0), "page_size=0"),
-    "heads of slots": (lambda: slots(heads=2), r"k\[0\] has 2 heads"),
     "mla heads": (lambda: mla([filled(8, 2, 18)], page_size=4), r"caches\[0\] has shape .* not \[slots, 1, dim\]"),
     "raw bytes unnamed": (lambda: vllm_blocks(vllm_caches("LBHNC")[1], **WHOLE), "name their encoding"),
     "odd content": (

@@ -23,15 +23,16 @@ def world_of(path: str = "staged", **how: object) -> World:
     return World(**{"path": path, "slots": True, "src_page": 1, "dst_page": 1} | how)  # type: ignore[arg-type]
 
 
-def begun(world: World, n_prefill: int, n_decode: int) -> tuple[list[DecodeRoom], list[PrefillRoom]]:
-    """Room 1 with its slots named at every rank; the caller runs it."""
+def begun(world: World, n_prefill: int | tuple[int, ...], n_decode: int) -> tuple[list[DecodeRoom], list[PrefillRoom]]:
+    """Room 1 with its slots named at every rank, at prefill as many at each or at all; the caller runs it."""
     handles = [world.receive(1, n_decode, [7, 5, 3, 1, 0][:n_decode], n) for n in range(len(world.decode))]
+    numbers = n_prefill if isinstance(n_prefill, tuple) else (n_prefill,) * len(world.prefill)
     sent = []
-    for rank in range(len(world.prefill)):
-        pages = [2, 4, 6, 8, 10][:n_prefill]
-        world.fill(1, n_prefill, pages, rank)
+    for rank, n in enumerate(numbers):
+        pages = [2, 4, 6, 8, 10][:n]
+        world.fill(1, n, pages, rank)
         sent.append(world.submit(1, rank))
-        world.chunk(sent[-1], (0, n_prefill), pages, rank)
+        world.chunk(sent[-1], (0, n), pages, rank)
         world.finish(sent[-1], rank)
     return handles, sent
 
@@ -96,13 +97,7 @@ def test_a_kind_that_needs_exact_lengths_refuses_on_both_sides(
 def test_writers_that_give_other_numbers_leave_no_slot_half_written(numbers: tuple[int, int], path: str) -> None:
     """I5: a Success says of each slot that all of it is here, or that none of it was sent."""
     world = world_of(path, prefill=2)
-    handle = world.receive(1, 4, [7, 5, 3, 1])
-    sent = []
-    for rank, n in enumerate(numbers):
-        world.fill(1, n, [2, 4, 6, 8, 10][:n], rank)
-        sent.append(world.submit(1, rank))
-        world.chunk(sent[-1], (0, n), [2, 4, 6, 8, 10][:n], rank)
-        world.finish(sent[-1], rank)
+    (handle,), sent = begun(world, numbers, 4)
     world.run(until=40.0)
     assert handle.state is State.FAILED
     assert "component 'kv' got slots that are not whole: " in str(handle.error)
