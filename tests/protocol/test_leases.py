@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
-
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
 from pdstage.protocol.messages import LaneSpan, SessionId
@@ -142,54 +138,3 @@ def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
     held.forget_requests(A)
     assert not held._queue._queues
     assert not held._queue
-
-
-REQUEST = st.tuples(
-    st.sampled_from([A, B]),
-    st.integers(1, 3),
-    st.integers(0, 5),
-    st.sampled_from([128, 256, 700, 1024, LANE]),
-    st.integers(0, 2),
-)
-STEP = st.one_of(
-    st.tuples(st.just("ask"), REQUEST), st.tuples(st.sampled_from(["land", "release", "quarantine"]), st.integers(0, 9))
-)
-
-
-@given(st.lists(STEP, max_size=60), st.sampled_from([(LANE,), (LANE, 1024)]))
-def test_any_order_of_events_keeps_the_ledger(steps: list, sizes: tuple[int, ...]) -> None:
-    """Live leases are disjoint, watermarks rise, and when all is released nothing is left (I3, I4, I14)."""
-    held = leases(*sizes)
-    live: list[Lease] = []
-    marks = [0] * len(sizes)
-    for now, (what, detail) in enumerate(steps):
-        if what == "ask":
-            who, epoch, chunk, nbytes, priority = detail
-            if not isinstance(held.find(who, epoch, chunk), Lease):
-                held.enqueue(ask(who, chunk, nbytes, epoch=epoch, priority=priority))
-        elif live:
-            one = live[detail % len(live)]
-            if what == "release":
-                held.release(one, now)
-                live.remove(one)
-            elif one.phase == "granted" and (what == "quarantine" or held.is_open(one)):
-                (held.land if what == "land" else lambda g: held.quarantine(g, 0.0))(one)
-        live += [g for g in held.grant_waiting(now) if isinstance(g, Lease)]
-        for n, lane in enumerate(held.lanes):
-            spans = sorted((g.cursor, g.cursor + g.request.nbytes) for g in live if g.lane == n)
-            assert all(a[1] <= b[0] for a, b in pairwise(spans))
-            assert all(start % sizes[n] + stop - start <= sizes[n] for start, stop in spans)
-            assert lane.watermark >= marks[n]
-            marks[n] = lane.watermark
-        assert set(held._at.values()) == set(live)
-    while live:
-        held.release(live.pop(), 99.0)
-        live += [g for g in held.grant_waiting(99.0) if isinstance(g, Lease)]
-    list(held.opened())
-    assert not held.contended
-    assert held.snapshot()[:2] == ((), ())
-    assert not held._of_claim
-    assert not held._lent_nbytes
-    assert not held._queue._queues
-    assert not held._queue
-    assert all(lane.head == lane.watermark for lane in held.lanes)

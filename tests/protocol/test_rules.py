@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
+from pdstage.protocol.prefill_chunks import SendBuffers
 from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import World, assert_flat, first, is_kind, is_message
 
@@ -160,3 +163,20 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     world.run(until=world.now)  # the gather lands, and the ledger looks whose the lease is
     assert chunk.phase is ChunkPhase.DROPPED
     assert any(isinstance(message, m.Returned) for message in asked_for_it_back())
+
+
+def test_no_destination_has_every_send_buffer() -> None:
+    """Of N buffers one session has N - 1 at most, so that another's room is not behind a slow one's (I12)."""
+
+    def chunk(session: object) -> SimpleNamespace:
+        return SimpleNamespace(direct=False, phase=ChunkPhase.READY, destination=SimpleNamespace(session=session))
+
+    slow, quick = object(), object()
+    buffers = SendBuffers(3)
+    for _ in range(5):
+        buffers.queue(chunk(slow))
+    assert len(list(buffers.pop())) == 2
+    buffers.queue(chunk(quick))
+    ((begun, _),) = buffers.pop()
+    assert begun.destination.session is quick
+    assert not list(buffers.pop())

@@ -357,7 +357,7 @@ MUTANTS = [
         "__init__",
         "_Turns(max(1, n_buffers - 1))",
         "_Turns(n_buffers)",
-        "tests/protocol/test_buffers.py",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "a send buffer is free once its write began",
