@@ -28,7 +28,7 @@ from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Landing, Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom
-from pdstage.protocol.destinations import Chunk, GivenRow, PrefillRoom
+from pdstage.protocol.destinations import Chunk, GivenRow, PrefillRoom, SubmittedChunk
 from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
@@ -420,15 +420,14 @@ class World:
                 cell(view, node.memory, pages, place(node.core.layout, token), shard)[:] = value
 
     def chunk(
-        self,
-        handle: PrefillRoom,
-        tokens: tuple[int, int],
-        pages: list[int],
-        rank: int = 0,
-        *,
-        ready: bool = True,
-        layers=None,
-    ):
+        self, handle: PrefillRoom, tokens: tuple[int, int] = (0, 8), pages: list[int] | None = None, rank: int = 0, *,
+        ready: bool = True, layers: tuple[int, int] | None = None,
+    ) -> SubmittedChunk:  # fmt: skip
+        """Without `pages` the room's own, filled."""
+        if pages is None:
+            room = int(handle.key[1:])
+            pages = self.pages(room)[::-1]
+            self.fill(room, tokens[1], pages, rank)
         node = self.prefill[rank]
         low, high = layers or self.src_stages[node.core.handshake.welcome.topology.pp_rank]
         rects = (Rect("kv", *tokens, low, high),)

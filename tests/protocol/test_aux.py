@@ -29,8 +29,7 @@ def begin(world: World, room: int = 1, *, row: int | None = 3) -> tuple[DecodeRo
     """One room with a row on both sides; what it holds at decode before is `BEFORE`."""
     world.row(world.decode[0], row or 0)[:] = BEFORE
     handle, out = world.receive(room, row=row), world.submit(room)
-    world.fill(room, 8, [2, 3])
-    world.chunk(out, (0, 8), [2, 3])
+    world.chunk(out)
     world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
     return handle, out
 
@@ -278,7 +277,7 @@ def test_no_row_is_written_of_a_room_that_fails_while_a_destination_is_attached(
     """Its chunk fits no send buffer: the room has failed, and its row is the engine's, before the row's turn (I8)."""
     world = World(aux="rows", path="staged", buffer_nbytes=1)
     out = world.submit(1)
-    world.chunk(out, (0, 8), [2, 3])
+    world.chunk(out)
     world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
     handle = world.receive(1, row=3)
     world.run()

@@ -230,8 +230,7 @@ def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opene
     world.carry(world.decode[0])
     world.run()
     assert not out.ended
-    world.fill(1, 8, [2, 3])
-    world.chunk(out, (0, 8), [2, 3])
+    world.chunk(out)
     world.finish(out)
     world.run()
     world.check(handle, 1)

@@ -108,8 +108,7 @@ def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     world.run(until=30.0)
     assert handle.state is State.WAITING_FOR_INPUT, handle.error
     assert not world.prefill[idle].core.rooms.destinations
-    world.fill(1, 8, [2, 3], 1 - idle)
-    world.chunk(busy, (0, 8), [2, 3], 1 - idle)
+    world.chunk(busy, rank=1 - idle)
     world.finish(busy, 1 - idle)
     world.run(until=60.0)
     world.check(handle, 1)

@@ -174,7 +174,7 @@ def usage(world: World) -> dict[str, Callable[[], object]]:
         "asks for 'swa' 0..4": asked(("swa", 0, 4)),
         "asks for 'kv' 4..2": asked(("kv", 4, 2)),
         "being sent already": lambda: world.submit(1),
-        "chunk after finish": lambda: world.chunk(sent, (0, 8), [0, 1]),
+        "chunk after finish": lambda: world.chunk(sent),
         "finished already": lambda: world.finish(sent),
         "4194305 aux bytes": lambda: world.finish(other, aux=bytes((4 << 20) + 1)),
         "0 rectangles": chunk(),
@@ -316,9 +316,8 @@ def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m
 def test_close_ok_with_something_missing_fails_the_room_naming_it() -> None:
     world = World()
     handle, sent = opened(world)
-    world.fill(1, 8, [0, 1])
-    world.chunk(sent, (0, 4), [0, 1])
-    world.chunk(sent, (4, 8), [0, 1], layers=(0, 1))
+    world.chunk(sent, (0, 4))
+    world.chunk(sent, (4, 8), layers=(0, 1))
     world.finish(sent)
     world.run(until=5.0)
     assert isinstance(handle.error, PeerError)
@@ -447,8 +446,7 @@ def test_a_node_that_drains_ends_what_it_began_and_tells_the_others() -> None:
     for handle in (parked, late):
         assert handle.state is State.FAILED
         assert "takes no new rooms" in str(handle.error)
-    world.fill(1, 8, [0, 1])
-    world.chunk(sent, (0, 8), [0, 1])
+    world.chunk(sent)
     world.finish(sent)
     world.run()
     world.check(begun, 1)

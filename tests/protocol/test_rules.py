@@ -89,9 +89,8 @@ def test_a_writer_that_sent_all_succeeds_though_it_finishes_late() -> None:
     world = World(prefill=2, drain_s=2.0)
     handle = world.receive(1)
     world.send(1, rank=0)
-    world.fill(1, 8, [0, 1], 1)
     late = world.submit(1, 1)
-    world.chunk(late, (0, 8), [0, 1], 1)
+    world.chunk(late, rank=1)
     world.run(until=1.0)
     world.check(handle, 1)
     assert not handle.released, "its second writer has not said that it is done"

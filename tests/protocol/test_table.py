@@ -44,8 +44,7 @@ def given_up(world: World) -> None:
 def contended(world: World) -> None:
     """A lease without data, and another room behind it."""
     world.receive(1)
-    world.fill(1, 8, [0, 1])
-    world.chunk(world.submit(1), (0, 8), [0, 1], ready=False)
+    world.chunk(world.submit(1), ready=False)
     world.run()
     world.receive(2)
     world.send(2)
