@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
+from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable, RequestQueue
 from pdstage.protocol.messages import LaneSpan, SessionId
 
 LANE = 2048
 
 
-def session(n: int) -> SimpleNamespace:
-    return Named(id=SessionId(n, 0))
+class Session:
+    def __init__(self, n: int) -> None:
+        self.id = SessionId(n, 0)
 
 
-class Named(SimpleNamespace):
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-
-A, B = session(1), session(2)
+A, B = Session(1), Session(2)
 
 
 def leases(*sizes: int) -> LeaseTable:
     return LeaseTable(LaneSpan(n << 20, size) for n, size in enumerate(sizes or (LANE,)))
 
 
-def ask(
-    who: SimpleNamespace, chunk: int, nbytes: int, *, epoch: int = 1, attempt: int = 0, priority: int = 0
-) -> LeaseRequest:
+def ask(who: Session, chunk: int, nbytes: int, *, epoch: int = 1, attempt: int = 0, priority: int = 0) -> LeaseRequest:
     return LeaseRequest(who, epoch, chunk, attempt, nbytes, (), priority)
 
 
@@ -138,3 +130,19 @@ def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
     held.forget_requests(A)
     assert not held._queue._queues
     assert not held._queue
+
+
+def test_urgent_requests_in_front_of_one_that_waits_leave_nothing_behind() -> None:
+    """Each is a new front of its session, and the one that waits is the front again after each (I14)."""
+    queue = RequestQueue()
+    queue.add(ask(A, 0, 256, priority=9))
+    blocker = ask(B, 1, 256, priority=5)
+    queue.add(blocker)
+    for chunk in range(2, 2000):
+        urgent = ask(A, chunk, 256)
+        queue.add(urgent)
+        assert queue.first(()) is urgent
+        queue.remove(urgent)
+        assert queue.first(()) is blocker
+    assert len(queue._fronts) <= 64 + 4 * 2
+    assert len(queue._queues[A]) <= 64 + 4 * 2
