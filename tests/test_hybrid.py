@@ -340,3 +340,14 @@ def test_the_table_of_kinds_is_true():
         said[name] = tuple(alias), positions == "yes", exact == "yes"
     kinds = [kind for kind in registered() if kind.components and not kind.name.startswith("test_")]
     assert said == {kind.name: (kind.aliases, kind.positional, kind.exact) for kind in kinds}
+
+
+def test_what_lies_before_a_window_is_not_looked_at():
+    """Engines free a window's slots behind it, and map freed ones to slot 0."""
+    row = np.array([99, 99, 99, 43, 52, 53, 54, 55])
+    mapping = np.zeros(100, np.int64)
+    mapping[[43, 52, 53, 54, 55]] = [7, 12, 13, 14, 15]
+    assert list(window_items(row, page_size=4, window=5, mapping=mapping).pages) == [1, 3]
+    assert list(prefix_items(row, page_size=4, held=3).pages) == [10, 13]
+    assert list(prefix_items(row[:4], page_size=4, held=4).pages) == []
+    assert list(prefix_items(row[:6], page_size=4, held=6).pages) == [13]

@@ -111,3 +111,26 @@ def test_common_tokens_of_several_components():
     assert common.part("swa", 3, 9) == (4, 9) and common.part("kv", 3, 9) == (3, 9)
     assert common.part("swa", 8, 9) == (8, 9) and Common.of(src, src).part("swa", 3, 9) == (3, 9)
     assert EVERYTHING.tokens([Rect("kv", 3, 9, 0, 2)]) == {"kv": (3, 9)} and not EVERYTHING.parted
+
+
+def test_replicas_of_a_part_share_its_work():
+    """And holders of other tokens are no replicas of it."""
+    engine = {n: with_owned(layout(1, 4, n % 4), owned) for n, owned in enumerate(all_ranks(2, 16) * 4)}
+    dealt = shares(engine, layout(1), (1, 0))
+    counts = [sum(len(range(*share.layers)) for share in parts) for parts in dealt.values()]
+    assert sum(counts) == 2 * 4 and max(counts) <= 2
+
+
+def test_of_several_partitions_the_coarsest_complete_one_serves():
+    whole, half = layout(), with_owned(layout(), TokenShard(2, 0, 16))
+    dealt = shares({0: half, 1: whole}, layout(), (1, 0))
+    assert not dealt[0] and len(dealt[1]) == 2
+
+
+def test_partitions_may_differ_from_shard_to_shard():
+    """Two halves of the tokens of four heads, and a rank that holds all tokens of head 1: that is sent from there."""
+    halves = {n: with_owned(layout(layers=[0]), owned) for n, owned in enumerate(all_ranks(2, 16))}
+    dealt = shares(halves | {2: layout(4, 4, 1, layers=[0])}, layout(layers=[0]), (1, 0))
+    sent = {n: [(s.role, h) for s in parts for h in range(s.first, s.first + s.count)] for n, parts in dealt.items()}
+    assert sent[0] == sent[1] == [(role, head) for role in "kv" for head in (0, 2, 3)]
+    assert sent[2] == [("k", 1), ("v", 1)]

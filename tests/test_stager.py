@@ -113,15 +113,17 @@ def several(n):
 @pytest.mark.parametrize("checksum", [False, True])
 def test_one_gather_to_several_destinations_is_one_launch_and_the_end_of_each_ticket(pool, monkeypatch, checksum):
     device, calls, made = Device(), [], Plan.gather
-    monkeypatch.setattr(Plan, "gather", lambda *args, **how: calls.append(how["also"]) or made(*args, **how))
-    stager = Stager(pool, runtime=device)
+    monkeypatch.setattr(
+        Plan, "gather", lambda *args, **how: calls.append((len(how["also"]), how["max_sms"])) or made(*args, **how)
+    )
+    stager = Stager(pool, runtime=device, max_sms=3)
     staging, regions = several(4)
     alone = np.full(256, 0xA5, np.uint8)
     what = {"order": TOKEN_MAJOR, "items": items(0, 1, 2), "checksum": checksum}
     stager.gather(1, OWNED, RECTS, dst=Region(alone.ctypes.data, 256), **what)
     (ticket, dst), *others = regions.items()
     stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **what)
-    assert [len(also) for also in calls] == [0, 3]
+    assert calls == [(0, 3), (3, 3)], "and no copy takes more multiprocessors than it may"
     assert len(device.recorded) == 2
     assert stager.poll() == []
     device.over = set(device.recorded)

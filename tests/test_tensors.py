@@ -333,3 +333,11 @@ def test_misuse_is_refused_in_words(misuse):
 def test_importing_needs_no_torch():
     code = "import sys, pdstage.tensors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_vllm_k_and_v_of_different_widths():
+    _, caches = vllm_caches("LBNHC")
+    layout = build(vllm_blocks(caches, format="bf16", key_nbytes=20, **WHOLE))
+    logical = as_bytes(caches[1]).transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 1)), logical[..., :20])
+    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 1)), logical[..., 20:])
