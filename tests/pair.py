@@ -463,6 +463,12 @@ class World:
         self.finish(handle, rank)
         return handle
 
+    def serve(self, room: int) -> tuple[DecodeRoom, PrefillRoom]:
+        """A room is received and sent, and everything moves that may."""
+        both = self.receive(room), self.send(room)
+        self.run()
+        return both
+
     def check(self, handle: DecodeRoom, room: int, tokens: int = 8, rank: int = 0, prefix: int = 0) -> None:
         """Success, and every byte asked for is the truth."""
         assert handle.state is State.SUCCESS, (handle.state, handle.error)

@@ -32,8 +32,7 @@ def met(world: World) -> World:
 def test_a_room_of_one_chunk_takes_two_messages_each_way(notifies: bool) -> None:
     world = met(World(notifies=notifies))
     first = len(world.log)
-    handle, sent = world.receive(1), world.send(1)
-    world.run()
+    handle, sent = world.serve(1)
     world.check(handle, 1)
     assert sent.state is State.SUCCESS
     whole = said(world, first)
@@ -81,9 +80,7 @@ def test_a_tag_of_more_than_was_lent_is_stale() -> None:
 @pytest.mark.parametrize("path", ["direct", "auto"])
 def test_a_writer_that_writes_in_place_is_lent_nothing_in_advance(path: str) -> None:
     world = met(World(path=path, choose=lambda _: True))
-    handle = world.receive(1)
-    world.send(1)
-    world.run()
+    handle, _ = world.serve(1)
     world.check(handle, 1)
     assert world.decode[0].core.counters.leases_granted == 0
     assert_flat(world)

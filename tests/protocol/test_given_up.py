@@ -65,9 +65,7 @@ def test_who_does_not_know_the_session_is_told_of_the_room_that_was_opened_under
     room fails on both sides at once, and the next ones go on (I10).
     """
     world = World()
-    world.receive(1)
-    world.send(1)
-    world.run()
+    world.serve(1)
     forget(world)
     sent = world.send(2) if submitted else None
     handle = world.announce(2)
@@ -81,8 +79,7 @@ def test_who_does_not_know_the_session_is_told_of_the_room_that_was_opened_under
     assert "does not know this session" in str(sent.error)
     assert handle.released
     assert sent.released
-    again, _ = world.receive(3), world.send(3)
-    world.run()
+    again, _ = world.serve(3)
     world.check(again, 3)
     assert_flat(world)
 
@@ -104,8 +101,7 @@ def test_what_was_given_up_fails_one_room_and_not_the_next_of_its_name() -> None
     abort(world, world.announce(1))
     world.run()
     assert_given_up(world.submit(1))
-    handle, sent = world.receive(1), world.send(1)
-    world.run()
+    handle, sent = world.serve(1)
     assert sent.state is State.SUCCESS
     world.check(handle, 1)
 

@@ -174,9 +174,7 @@ def test_features_that_only_the_peer_knows_are_ignored() -> None:
     prefill.handshake.welcome = msgspec.structs.replace(
         prefill.handshake.welcome, features=(*prefill.handshake.welcome.features, *new)
     )
-    handle = world.receive(1)
-    world.send(1)
-    world.run()
+    handle, _ = world.serve(1)
     world.check(handle, 1)
     assert all(session.checksums for core in (prefill, decode) for session in core.sessions.values())
     assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings

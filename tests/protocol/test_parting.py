@@ -24,9 +24,7 @@ def served(room: int = 1, **how: float) -> World:
 
 
 def serve(world: World, room: int) -> None:
-    handle = world.receive(room)
-    world.send(room)
-    world.run()
+    handle, _ = world.serve(room)
     world.check(handle, room)
 
 

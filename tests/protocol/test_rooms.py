@@ -130,9 +130,7 @@ def test_a_write_older_than_write_s_tears_its_session_down() -> None:
 def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
     world = World(drain_s=2.0)
     world.hold(is_kind("write"))
-    handle = world.receive(1)
-    world.send(1)
-    world.run()
+    handle, _ = world.serve(1)
     world.hold(is_kind("fence"))
     world.abort(world.decode[0], handle, "enough")
     world.run(until=1.9)
@@ -301,9 +299,7 @@ def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> Non
 def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m.AnyMessage) -> None:
     world = World(advance=False)
     world.hold(is_message(m.Lease))
-    handle = world.receive(1)
-    world.send(1)
-    world.run()
+    handle, _ = world.serve(1)
     world.say(world.prefill[0], message)
     assert world.prefill[0].peer_warnings
     world.carry(world.prefill[0])
@@ -386,9 +382,7 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     """Recall's rule: if the write began, say nothing; only Drained frees the lease (I2)."""
     world = World()
     world.hold(is_kind("write"))
-    handle = world.receive(1)
-    sent = world.send(1)
-    world.run()
+    handle, sent = world.serve(1)
     world.drop(is_kind("frame"))
     (node,) = world.prefill
     ((ticket, (chunk, *_)),) = node.core.chunks.flights.items()

@@ -25,9 +25,7 @@ def test_abort_is_repeated_until_drained(lost: type) -> None:
     """Long before drain_s, which would cost the session (I4)."""
     world = World(drain_s=50.0)
     world.hold(is_kind("write"))
-    handle = world.receive(1)
-    world.send(1)
-    world.run()
+    handle, _ = world.serve(1)
     world.drop(first(1, is_message(lost)))
     world.abort(world.decode[0], handle, "changed its mind")
     world.release_held()
@@ -72,9 +70,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     """The room's memory would be lent to nobody (I13, I14)."""
     world = World()
     world.hold(is_kind("write"))
-    handle = world.receive(1)
-    world.send(1)
-    world.run()
+    handle, _ = world.serve(1)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     decode.abort(handle, "changed its mind", world.now)
@@ -106,12 +102,8 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     """What its last watermark does not open it can never begin: free at once, fence or none (I12, I13)."""
     world = World(lane_nbytes=LEASE, fences=False)
     world.hold(is_kind("write"))
-    world.receive(1)
-    world.send(1)
-    world.run()
-    world.receive(2)
-    world.send(2)
-    world.run()
+    world.serve(1)
+    world.serve(2)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     assert [decode.leases.is_open(lease) for lease in decode.leases.of_session(session)] == [True, False]
@@ -123,9 +115,7 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     """The scatter still reads it (I2)."""
     world = World()
     world.hold(is_kind("scatter"))
-    handle = world.receive(1)
-    world.send(1)
-    world.run()
+    handle, _ = world.serve(1)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     decode.lose(session, PeerError("the test says so"), world.now)

@@ -45,9 +45,7 @@ def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
     endless = world.submit(1)
     world.chunk(endless)
     world.run()
-    other = world.receive(2)
-    world.send(2)
-    world.run()
+    other, _ = world.serve(2)
     assert not other.ended
     world.run(until=3.0)
     world.check(other, 2)

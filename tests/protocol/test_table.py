@@ -16,9 +16,7 @@ LEASE = 512
 
 
 def met(world: World) -> World:
-    world.receive(0)
-    world.send(0)
-    world.run()
+    world.serve(0)
     return world
 
 

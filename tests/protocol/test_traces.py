@@ -27,9 +27,7 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     """Its "nothing in flight" proves nothing for the old process, whose write may still land (I2, I6)."""
     world = World(path=path)
     world.hold(is_kind("write", "fence"))
-    handle = world.receive(1)
-    world.send(1)
-    world.run()
+    handle, _ = world.serve(1)
     (write,) = world.held
     old_session = next(iter(world.decode[0].core.sessions.values()))
     world.restart(world.prefill[0])
@@ -62,9 +60,7 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     """It must not open a window in the new ring: marks are of a session (I2, I6)."""
     world = World(lane_nbytes=LEASE)
     for room in range(4):
-        world.receive(room)
-        world.send(room)
-        world.run()
+        world.serve(room)
     assert world.decode[0].core.leases.lanes[0].watermark == 4 * LEASE
     (old,) = world.prefill[0].core.sessions.values()
     world.restart(world.decode[0])
@@ -202,9 +198,7 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     """Drained and NoSession would be lies: what was lent stays carved out until the session is fenced (I2)."""
     world = World(fences=False)
     world.hold(is_kind("write"))
-    handle = world.receive(1)
-    sent = world.send(1)
-    world.run()
+    handle, sent = world.serve(1)
     (session,) = world.decode[0].core.sessions.values()
     core = world.prefill[0].core
     (ticket,) = core.chunks.flights
