@@ -795,19 +795,6 @@ def is_kind(*kinds: str) -> Callable[[Item], bool]:
     return lambda item: item.kind in kinds
 
 
-def first(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:
-    """The first `n` items that `want` accepts."""
-    left = [n]
-
-    def take(item: Item) -> bool:
-        if left[0] and want(item):
-            left[0] -= 1
-            return True
-        return False
-
-    return take
-
-
 def assert_flat(world: World) -> None:
     """Nothing is left of any room: no lease, request, claim or timer beyond the live sessions' own (I13, I14)."""
     for node in world.nodes():
@@ -822,13 +809,8 @@ def assert_flat(world: World) -> None:
             assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.leases.lanes)
             assert all(peer.session is not None and not peer.rooms for peer in core.handshake.peers.values())
         else:
-            assert core.idle and not core.rooms.by_key and not core.rooms.destinations, (
-                node.name,
-                core.rooms.by_key,
-                core.rooms.destinations,
-            )
-            assert sorted(core.chunks.buffers.free) == list(range(world.n_buffers))
-            assert (
-                not core.rooms.pending and not core.rooms.askers and not core.chunks.flights and not core.chunks.orphans
-            )
-            assert core.chunks.buffers.idle
+            rooms, chunks = core.rooms, core.chunks
+            assert core.idle and not rooms.by_key and not rooms.destinations, (node.name, rooms.by_key)
+            assert sorted(chunks.buffers.free) == list(range(world.n_buffers))
+            assert not rooms.pending and not rooms.askers and not chunks.flights and not chunks.orphans
+            assert chunks.buffers.idle

@@ -7,7 +7,7 @@ import pytest
 from pdstage.errors import Aborted, DeadlineExceeded, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.state import State
-from tests.pair import DecodeRoom, World, assert_flat, first, is_message
+from tests.pair import DecodeRoom, World, assert_flat, is_message, nth
 
 _MAX_ENDED = 64
 
@@ -189,7 +189,7 @@ def test_an_abort_that_comes_after_the_next_open_gives_nothing_up(bound: bool) -
     world = World()
     handle = world.receive(1)
     world.run()
-    world.drop(first(1, is_message(m.Abort)))
+    world.drop(nth(0, is_message(m.Abort)))
     abort(world, handle)
     again = world.receive(1) if bound else world.announce(1)
     world.run(until=1.0)

@@ -11,7 +11,7 @@ from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.prefill_chunks import SendBuffers
 from pdstage.protocol.state import ChunkPhase, State
-from tests.pair import World, assert_flat, first, is_kind, is_message
+from tests.pair import World, assert_flat, is_kind, is_message, nth
 
 LEASE = 512
 
@@ -26,7 +26,7 @@ def test_abort_is_repeated_until_drained(lost: type) -> None:
     world = World(drain_s=50.0)
     world.hold(is_kind("write"))
     handle, _ = world.serve(1)
-    world.drop(first(1, is_message(lost)))
+    world.drop(nth(0, is_message(lost)))
     world.abort(world.decode[0], handle, "changed its mind")
     world.release_held()
     world.run(until=5.0)
@@ -40,7 +40,7 @@ def test_close_failed_is_repeated() -> None:
     handle = world.receive(1)
     sender = world.submit(1)
     world.run()
-    world.drop(first(1, is_message(m.CloseFailed)))
+    world.drop(nth(0, is_message(m.CloseFailed)))
     world.abort(world.prefill[0], sender, "out of memory")
     world.run(until=5.0)
     assert handle.state is State.FAILED

@@ -8,7 +8,7 @@ from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.state import State
-from tests.pair import World, assert_flat, first, is_kind, is_message
+from tests.pair import World, assert_flat, is_kind, is_message, nth
 
 TAGGED = is_message(m.Tagged)
 
@@ -40,7 +40,7 @@ def test_a_room_of_several_chunks(path: str) -> None:
 def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
     """A room that goes on computing keeps its lane from nobody, though the tag was lost (I12)."""
     world = saying(lane_nbytes=512, recall_after_s=0.5, transfer_s=500.0)
-    world.drop(first(1, TAGGED))
+    world.drop(nth(0, TAGGED))
     world.receive(1, 16, [0, 1, 2, 3])
     endless = world.submit(1)
     world.chunk(endless)
