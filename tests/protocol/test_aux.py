@@ -13,7 +13,7 @@ from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.room import OwnRows
 from pdstage.protocol.state import State, WriterPhase
-from tests.pair import COLUMNS, Item, Memory, World, assert_flat
+from tests.pair import COLUMNS, Item, Memory, World, assert_flat, nth
 
 EXTRA = Column("hidden", "bfloat16", (7,))
 FILL, BEFORE = 0xA5, 0x11
@@ -243,12 +243,20 @@ def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None
     assert handle.state is (State.WAITING_FOR_INPUT if row is None else State.TRANSFERRING)
 
 
-def test_a_row_alone_does_not_end_the_wait_for_the_rest() -> None:
+def test_a_row_is_news_and_does_not_end_the_wait_for_the_rest() -> None:
     """I10: after it the room's data is waited for as after any chunk."""
-    world = World(aux="rows")
-    world.drop(lambda item: item.kind == "write" and not is_row(item))
-    handle, _ = begin(world)
-    world.run(world.config.transfer_s + 1)
+    world = World(aux="rows", write_s=1000.0)
+    world.hold(lambda item: item.kind == "write" and is_row(item))
+    world.drop(nth(1, lambda item: item.kind == "write" and not is_row(item)))
+    handle, out = world.receive(1, row=3), world.submit(1)
+    world.chunk(out, (0, 4))
+    world.chunk(out, (4, 8))
+    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
+    world.run(50.0)
+    world.release_held()
+    world.run(world.config.transfer_s + 49.0)
+    assert not handle.ended
+    world.run(world.config.transfer_s + 51.0)
     assert handle.state is State.FAILED
     assert "got nothing new" in str(handle.error)
 
