@@ -394,7 +394,7 @@ class World:
         **how: int,
     ) -> DecodeRoom:  # fmt: skip
         handle = self.announce(room, rank, prefill=prefill)
-        self.bind(handle, tokens, pages or self.pages(room), rank, **how)
+        self.bind(handle, tokens, self.pages(room) if pages is None else pages, rank, **how)
         return handle
 
     def abort(self, node: Prefill | Decode, room: Room, why: str = "changed its mind") -> None:
@@ -454,7 +454,7 @@ class World:
         self, room: int, tokens: int = 8, pages: list[int] | None = None, rank: int = 0, step: int = 0
     ) -> PrefillRoom:
         """A whole room from one rank, in chunks of `step` tokens."""
-        pages = pages or self.pages(room)[::-1]
+        pages = self.pages(room)[::-1] if pages is None else pages
         self.fill(room, tokens, pages, rank)
         handle = self.submit(room, rank)
         step = step or tokens
