@@ -460,6 +460,7 @@ def test_destinations_turned_away_still_count() -> None:
         prefill.core.tick(world.now)
         prefill.core.take_effects()
     assert len(prefill.core.rooms.pending) == 4
+    assert len(prefill.core.rooms.destinations) == 5, "those and the room that is open"
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
