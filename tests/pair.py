@@ -12,7 +12,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,24 +21,26 @@ from pdstage.columns import Column, Columns
 from pdstage.errors import TransportError
 from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.layout.topology import Topology, shard_axis
-from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
+from pdstage.plan import HEAD_MAJOR, Rect, Select, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol import state, wire
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Landing, Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom
-from pdstage.protocol.destinations import Chunk, GivenRow, PrefillRoom
+from pdstage.protocol.destinations import Chunk, GivenRow, PrefillRoom, SubmittedChunk
 from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import NO_ROWS, OwnRows, Room, room_key
 from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Renew, Send, Session
 from pdstage.protocol.state import State, WriterPhase
+from tests.owners import held, holds, place_of
 
 state.strict = True
 _space = itertools.count(1)
 PAGE, WIDTH = 4, 8
+STAGED_ALIGNMENT = 128
 ROLES = ("k", "v")
 N_ROWS = 8
 COLUMNS = (Column("token", "int32", (1,)), Column("logprobs", "float32", (5,)))
@@ -57,52 +59,33 @@ class Memory:
         return self.bytes[start : start + nbytes]
 
 
-def make_layout(
-    memory: Memory,
-    *,
-    heads: int,
-    tp: int,
-    rank: int,
-    layers: tuple[int, int],
-    n_pages: int,
-    hnd: bool = False,
-    page: int = PAGE,
-    slots: bool = False,
-    exact: bool = False,
-    roles: tuple[str, ...] = ROLES,
-) -> Layout:
-    """A pool of one rank in `memory`: NHD or HND pages of `page` tokens, or `slots` of as many rows."""
-    axis = shard_axis("kv_head", heads, tp, rank)
-    views, offset = [], 0
-    for layer in range(*layers):
-        for role in roles:
-            row, shard = (WIDTH, page * WIDTH) if hnd else (axis.count * WIDTH, WIDTH)
-            item = page * axis.count * WIDTH
-            views.append(
-                View(
-                    key=Key("kv", role, layer), region=0, offset=offset, n_items=n_pages, item_stride=item,
-                    tokens_per_item=page, rows=(RowLevel(1, row),), shards=axis.count, shard_stride=shard, width=WIDTH,
-                    axis=axis, format="u8",
-                )
-            )  # fmt: skip
-            offset += n_pages * item
-    names = ("kv",)
-    region = Region(memory.base, len(memory.bytes))
-    return Layout.of((region,), views, slots=names if slots else (), exact=names if exact else ())
-
-
 def pool_nbytes(
-    *,
-    heads: int,
-    tp: int,
-    rank: int,
-    layers: tuple[int, int],
-    n_pages: int,
-    page: int = PAGE,
+    *, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, page: int = PAGE,
     roles: tuple[str, ...] = ROLES,
-) -> int:
+) -> int:  # fmt: skip
     n_views = len(roles) * (layers[1] - layers[0])
     return n_views * n_pages * page * shard_axis("", heads, tp, rank).count * WIDTH
+
+
+def make_layout(
+    memory: Memory, *, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, hnd: bool = False,
+    page: int = PAGE, slots: bool = False, exact: bool = False, roles: tuple[str, ...] = ROLES,
+) -> Layout:  # fmt: skip
+    """A pool of one rank in `memory`: NHD or HND pages of `page` tokens, or `slots` of as many rows."""
+    axis = shard_axis("kv_head", heads, tp, rank)
+    row, shard = (WIDTH, page * WIDTH) if hnd else (axis.count * WIDTH, WIDTH)
+    item = page * axis.count * WIDTH
+    views = [
+        View(
+            key=Key("kv", role, layer), region=0, offset=0, n_items=n_pages, item_stride=item, tokens_per_item=page,
+            rows=(RowLevel(1, row),), shards=axis.count, shard_stride=shard, width=WIDTH, axis=axis, format="u8",
+        )
+        for layer in range(*layers)
+        for role in roles
+    ]  # fmt: skip
+    views = [replace(view, offset=number * n_pages * item) for number, view in enumerate(views)]
+    region = Region(memory.base, len(memory.bytes))
+    return Layout.of((region,), views, slots=("kv",) * slots, exact=("kv",) * exact)
 
 
 def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -> np.ndarray:
@@ -119,28 +102,45 @@ def truth(layer: int, role: str, token: int, head: int, room: int) -> np.ndarray
     return np.frombuffer(random.Random(seed).randbytes(WIDTH), np.uint8)
 
 
+def place(layout: Layout, token: int) -> int:
+    """Where among its items' tokens a rank keeps `token`."""
+    owned = layout.components[0].owned
+    return token if owned.contiguous else place_of(owned, token + 1)[token]
+
+
+def common(src: Layout, dst: Layout, rect: Rect) -> list[int]:
+    """The tokens of `rect` that both ranks hold."""
+    owned = [layout.components[0].owned for layout in (src, dst)]
+    return [t for t in range(rect.start, rect.stop) if all(o.contiguous or holds(o, t, 0) for o in owned)]
+
+
 def staged(
-    layout: Layout, memory: Memory, select: tuple[Select, ...], pages: list[int], rects: tuple[Rect, ...], wire: str
-):
+    layout: Layout, other: Layout, memory: Memory, select: tuple[Select, ...], pages: list[int],
+    rects: tuple[Rect, ...], wire: str,
+):  # fmt: skip
     """(staged offset, cell) of every cell of a chunk: the definition of the staged order, cell by cell."""
-    tokens = {r.component: (r.start, r.stop) for r in rects}
-    views, staging = layout.by_key(), Staging(layout, select)
-    for (key, first, count), offset in zip(staging.select, staging.offsets(tokens), strict=True):
-        view, (start, stop) = views[key], tokens[key.component]
-        order = [(t, s) for t in range(start, stop) for s in range(count)]
+    rect_of = {rect.component: rect for rect in rects}
+    views, offset = layout.by_key(), 0
+    for key, first, count in select:
+        view, tokens = views[key], common(layout, other, rect_of[key.component])
+        order = [(t, s) for t in tokens for s in range(count)]
         if wire == HEAD_MAJOR:
             order.sort(key=lambda ts, v=view: (ts[0] // v.tokens_per_item, ts[1], ts[0]))
-        for n, (t, s) in enumerate(order):
-            yield offset + n * WIDTH, cell(view, memory, pages, t, first + s)
+        for t, s in order:
+            yield offset, cell(view, memory, pages, place(layout, t), first + s)
+            offset += WIDTH
+        offset += -offset % STAGED_ALIGNMENT
 
 
-def staged_place(rank: int, n_ranks: int, n_stages: int, dp: int = 1) -> Topology:
-    """The place of `rank` among `n_ranks`, in `dp` pipelines of `n_stages`."""
-    tp = n_ranks // (n_stages * dp)
-    return Topology(
-        tp_size=tp, tp_rank=rank % tp, pp_size=n_stages, pp_rank=rank // tp % n_stages, dp_size=dp,
-        dp_rank=rank // (tp * n_stages),
-    )  # fmt: skip
+def held_of(layout: Layout, n: int) -> list[int]:
+    """The tokens of a sequence of `n` that a rank holds."""
+    return held(layout.components[0].owned, n)
+
+
+def staged_place(rank: int, n_ranks: int, n_stages: int) -> Topology:
+    """The place of `rank` among `n_ranks`."""
+    tp = n_ranks // n_stages
+    return Topology(tp_size=tp, tp_rank=rank % tp, pp_size=n_stages, pp_rank=rank // tp)
 
 
 @dataclass(eq=False)
@@ -189,11 +189,13 @@ def direct_cells(src: Prefill, dst: Decode, chunk: Chunk) -> Iterator[Copy]:
     ours = {key: start for key, start, _ in selects(src.core.layout, destination.shares, chunk.rects)}
     src_views, dst_views = src.core.layout.by_key(), destination.session.layout.by_key()
     src_pages, dst_pages = chunk.source.items["kv"], np.frombuffer(destination.open.items[0].data, np.int32).tolist()
-    tokens = range(chunk.rects[0].start, chunk.rects[0].stop)
+    layouts = src.core.layout, destination.session.layout
+    tokens = common(*layouts, chunk.rects[0])
     for key, first, count in selects(destination.session.layout, destination.shares, chunk.rects):
         for token, shard in itertools.product(tokens, range(count)):
-            here = cell(src_views[key], src.memory, src_pages, token, ours[key] + shard)  # type: ignore[arg-type]
-            there = cell(dst_views[key], dst.memory, dst_pages, token, first + shard)
+            at_src, at_dst = (place(layout, token) for layout in layouts)
+            here = cell(src_views[key], src.memory, src_pages, at_src, ours[key] + shard)  # type: ignore[arg-type]
+            there = cell(dst_views[key], dst.memory, dst_pages, at_dst, first + shard)
             yield Copy(key, token, first + shard, here, there)
 
 
@@ -239,7 +241,6 @@ class World:
         src_page: int = PAGE,
         src_stages: tuple[tuple[int, int], ...] = (),
         dst_stages: tuple[tuple[int, int], ...] = (),
-        dst_dp: int = 1,
         slots: bool = False,
         exact: bool = False,
         roles: tuple[str, ...] = ROLES,
@@ -253,11 +254,12 @@ class World:
         src_columns: tuple[Column, ...] = COLUMNS,
         dst_columns: tuple[Column, ...] = COLUMNS,
         advance: bool = True,
+        models: tuple[tuple[m.Fact, ...], ...] = ((), ()),
         **config: float,
     ) -> None:
         self.now = 0.0
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
-        self.notifies = notifies
+        self.notifies, self.models = notifies, models
         self.advances = advance  # decode lends memory with Open
         self.placed = placed  # prefill maps decode's lanes, and gathers straight into them
         self.choose = choose or (lambda _: self.path == "direct")
@@ -267,7 +269,6 @@ class World:
         self.fenced: set[m.SessionId] = set()
         self.aux, self.columns = aux, {"P": Columns(src_columns), "D": Columns(dst_columns)}
         self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
-        self.dst_dp = dst_dp
         self.src_stages, self.dst_stages = src_stages or (self.layers,), dst_stages or (self.layers,)
         self.lane_nbytes, self.n_lanes, self.dst_hnd, self.dst_page = lane_nbytes, n_lanes, dst_hnd, dst_page
         self.n_buffers, self.buffer_nbytes = n_buffers, buffer_nbytes
@@ -286,19 +287,30 @@ class World:
     # Building and rebuilding ranks.
 
     def make_prefill(self, rank: int, life: int = 0) -> Prefill:
-        place = Topology() if self.instances else staged_place(rank, self.n_prefill, len(self.src_stages))
-        shape = {
-            "heads": self.heads, "tp": place.tp_size, "rank": place.tp_rank, "layers": self.src_stages[place.pp_rank],
-            "n_pages": self.n_pages, "page": self.src_page, "roles": self.roles,
-        }  # fmt: skip
-        memory, (held, rows) = self.make_memory(pool_nbytes(**shape)), self.make_rows("P")
+        memory, layout, topology = self.rank_of("P", rank)
+        row_memory, rows = self.make_rows("P")
         core = PrefillCore(
-            1000 + rank + 100 * life, layout=make_layout(memory, **shape, **self.kind), topology=place,
-            transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
-            config=self.config, choose=self._choose, notifies=self.notifies, rows=rows,
+            1000 + rank + 100 * life, layout=layout, topology=topology, transport="test", description=b"",
+            n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes, config=self.config, choose=self._choose,
+            notifies=self.notifies, rows=rows, model=self.models[0],
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
-        return Prefill(b"P%d" % rank, core, memory, buffers, held)
+        return Prefill(b"P%d" % rank, core, memory, buffers, row_memory)
+
+    def rank_of(self, side: str, rank: int) -> tuple[Memory, Layout, Topology]:
+        """The pool of a rank of "P" or "D" and its place."""
+        if side == "P":
+            stages, page, hnd = self.src_stages, self.src_page, False
+            at = Topology() if self.instances else staged_place(rank, self.n_prefill, len(stages))
+        else:
+            stages, page, hnd = self.dst_stages, self.dst_page, self.dst_hnd
+            at = staged_place(rank, self.n_decode, len(stages))
+        shape = {
+            "heads": self.heads, "tp": at.tp_size, "rank": at.tp_rank, "layers": stages[at.pp_rank],
+            "n_pages": self.n_pages, "page": page, "roles": self.roles,
+        }  # fmt: skip
+        memory = self.make_memory(pool_nbytes(**shape))
+        return memory, make_layout(memory, hnd=hnd, **shape, **self.kind), at
 
     def make_rows(self, side: str) -> tuple[Memory, OwnRows]:
         """A rank's aux rows, if this world has any: `aux` is "packed" for those that only travel in messages, "rows"
@@ -312,22 +324,17 @@ class World:
         return held, OwnRows(columns.placed, self.aux == "rows", span if self.aux == "rows" else None)
 
     def make_decode(self, rank: int, life: int = 0) -> Decode:
-        place = staged_place(rank, self.n_decode, len(self.dst_stages), self.dst_dp)
-        shape = {
-            "heads": self.heads, "tp": place.tp_size, "rank": place.tp_rank, "layers": self.dst_stages[place.pp_rank],
-            "n_pages": self.n_pages, "page": self.dst_page, "roles": self.roles,
-        }  # fmt: skip
-        memory, staging = self.make_memory(pool_nbytes(**shape)), self.make_memory(self.lane_nbytes * self.n_lanes)
-        held, rows = self.make_rows("D")
+        memory, layout, topology = self.rank_of("D", rank)
+        staging = self.make_memory(self.lane_nbytes * self.n_lanes)
+        row_memory, rows = self.make_rows("D")
         lanes = tuple(m.LaneSpan(staging.base + n * self.lane_nbytes, self.lane_nbytes) for n in range(self.n_lanes))
         core = DecodeCore(
-            2000 + rank + 100 * life, layout=make_layout(memory, hnd=self.dst_hnd, **shape, **self.kind),
-            topology=place, transport="test", description=b"", lanes=lanes, config=self.config,
-            notifies=self.notifies, rows=rows,
+            2000 + rank + 100 * life, layout=layout, topology=topology, transport="test", description=b"",
+            lanes=lanes, config=self.config, notifies=self.notifies, rows=rows, model=self.models[1],
         )  # fmt: skip
         if not self.advances:
             core.leases.max_advances = 0
-        node = Decode(b"D%d" % rank, core, memory, staging, held)
+        node = Decode(b"D%d" % rank, core, memory, staging, row_memory)
         self.processes.append(node)
         return node
 
@@ -383,11 +390,20 @@ class World:
         self.carry(node)
 
     def receive(
-        self, room: int, tokens: int, pages: list[int], rank: int = 0, *, prefill: int | None = None, **how: int
-    ) -> DecodeRoom:
+        self, room: int, tokens: int = 8, pages: list[int] | None = None, rank: int = 0, *, prefill: int | None = None,
+        **how: int,
+    ) -> DecodeRoom:  # fmt: skip
         handle = self.announce(room, rank, prefill=prefill)
-        self.bind(handle, tokens, pages, rank, **how)
+        self.bind(handle, tokens, self.pages(room) if pages is None else pages, rank, **how)
         return handle
+
+    def abort(self, node: Prefill | Decode, room: Room, why: str = "changed its mind") -> None:
+        node.core.abort(room, why, self.now)  # type: ignore[arg-type]
+        self.carry(node)
+
+    def pages(self, room: int) -> list[int]:
+        """Two pages of a room's own."""
+        return [2 * room % self.n_pages, (2 * room + 1) % self.n_pages]
 
     def submit(self, room: int, rank: int = 0) -> PrefillRoom:
         node = self.prefill[rank]
@@ -399,22 +415,19 @@ class World:
         """What the model computes: the room's truth into the rank's pool."""
         node = self.prefill[rank]
         for view in node.core.layout.views():
-            for token, shard in itertools.product(range(tokens), range(view.shards)):
-                head = view.axis.first + shard
-                cell(view, node.memory, pages, token, shard)[:] = truth(
-                    view.key.layer, view.key.role, token, head, room
-                )
+            for token, shard in itertools.product(held_of(node.core.layout, tokens), range(view.shards)):
+                value = truth(view.key.layer, view.key.role, token, view.axis.first + shard, room)
+                cell(view, node.memory, pages, place(node.core.layout, token), shard)[:] = value
 
     def chunk(
-        self,
-        handle: PrefillRoom,
-        tokens: tuple[int, int],
-        pages: list[int],
-        rank: int = 0,
-        *,
-        ready: bool = True,
-        layers=None,
-    ):
+        self, handle: PrefillRoom, tokens: tuple[int, int] = (0, 8), pages: list[int] | None = None, rank: int = 0, *,
+        ready: bool = True, layers: tuple[int, int] | None = None,
+    ) -> SubmittedChunk:  # fmt: skip
+        """Without `pages` the room's own, filled."""
+        if pages is None:
+            room = int(handle.key[1:])
+            pages = self.pages(room)[::-1]
+            self.fill(room, tokens[1], pages, rank)
         node = self.prefill[rank]
         low, high = layers or self.src_stages[node.core.handshake.welcome.topology.pp_rank]
         rects = (Rect("kv", *tokens, low, high),)
@@ -437,8 +450,11 @@ class World:
         self.prefill[rank].core.finish(handle, aux, self.now)
         self.carry(self.prefill[rank])
 
-    def send(self, room: int, tokens: int, pages: list[int], rank: int = 0, step: int = 0) -> PrefillRoom:
+    def send(
+        self, room: int, tokens: int = 8, pages: list[int] | None = None, rank: int = 0, step: int = 0
+    ) -> PrefillRoom:
         """A whole room from one rank, in chunks of `step` tokens."""
+        pages = self.pages(room)[::-1] if pages is None else pages
         self.fill(room, tokens, pages, rank)
         handle = self.submit(room, rank)
         step = step or tokens
@@ -447,13 +463,20 @@ class World:
         self.finish(handle, rank)
         return handle
 
-    def check(self, handle: DecodeRoom, room: int, tokens: int, rank: int = 0, prefix: int = 0) -> None:
+    def serve(self, room: int) -> tuple[DecodeRoom, PrefillRoom]:
+        """A room is received and sent, and everything moves that may."""
+        both = self.receive(room), self.send(room)
+        self.run()
+        return both
+
+    def check(self, handle: DecodeRoom, room: int, tokens: int = 8, rank: int = 0, prefix: int = 0) -> None:
         """Success, and every byte asked for is the truth."""
         assert handle.state is State.SUCCESS, (handle.state, handle.error)
         node = self.decode[rank]
         for view in node.core.layout.views():
-            for token, shard in itertools.product(range(prefix, tokens), range(view.shards)):
-                got = cell(view, node.memory, node.pages[handle], token, shard)
+            asked = [token for token in held_of(node.core.layout, tokens) if token >= prefix]
+            for token, shard in itertools.product(asked, range(view.shards)):
+                got = cell(view, node.memory, node.pages[handle], place(node.core.layout, token), shard)
                 want = truth(view.key.layer, view.key.role, token, view.axis.first + shard, room)
                 assert np.array_equal(got, want), (view.key, token, shard)
 
@@ -536,15 +559,10 @@ class World:
                     self._frame(node, route, frame)
                 case Gather() if isinstance(node, Prefill):
                     self.put(Item("gather", node, node, lambda e=effect: self._gather(node, e)))
-                case Write() if isinstance(node, Prefill):
+                case Write() | WriteDirect() | WriteRow() if isinstance(node, Prefill):
+                    lands = {Write: self._write, WriteDirect: self._direct, WriteRow: self._row_lands}
                     dst = self.greeter(effect.chunk.destination.session.id)
-                    self._post(node, dst, effect, self._write)
-                case WriteDirect() if isinstance(node, Prefill):
-                    dst = self.greeter(effect.chunk.destination.session.id)
-                    self._post(node, dst, effect, self._direct)
-                case WriteRow() if isinstance(node, Prefill):
-                    dst = self.greeter(effect.chunk.destination.session.id)
-                    self._post(node, dst, effect, self._row_lands)
+                    self._post(node, dst, effect, lands[type(effect)])
                 case Scatter() if isinstance(node, Decode):
                     self.put(Item("scatter", node, node, lambda e=effect: self._scatter(node, e)))
                 case PeerWarning(_, error):
@@ -592,6 +610,14 @@ class World:
     def detach(self, node: Prefill | Decode, session: Session) -> None:
         if self.fences:
             self.put(Item("fence", node, node, lambda: self.fence(node, session)))
+
+    def say(self, node: Prefill | Decode, message: m.AnyMessage) -> list[m.AnyMessage]:
+        """Says `message` to `node` in the session with its one peer, and takes its answers before they travel."""
+        (session,) = node.core.sessions.values()
+        node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), self.now)
+        effects = node.core.take_effects()
+        node.peer_warnings += [str(effect.error) for effect in effects if isinstance(effect, PeerWarning)]
+        return [wire.decode(effect.frame).message for effect in effects if isinstance(effect, Send)]
 
     def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
         message = wire.decode(frame).message
@@ -656,7 +682,8 @@ class World:
         buffer = node.buffers[effect.buffer]
         buffer[:] = 0xEE
         wire = wire_order(node.core.layout, chunk.destination.session.layout)
-        for offset, src in staged(node.core.layout, node.memory, select, chunk.source.items["kv"], chunk.rects, wire):  # type: ignore[arg-type]
+        layouts, pages = (node.core.layout, chunk.destination.session.layout), chunk.source.items["kv"]
+        for offset, src in staged(*layouts, node.memory, select, pages, chunk.rects, wire):  # type: ignore[arg-type]
             buffer[offset : offset + WIDTH] = src
         if self.placed:
             self._place(self.greeter(chunk.destination.session.id), effect, buffer[: chunk.nbytes])
@@ -738,7 +765,8 @@ class World:
         select = selects(node.core.layout, writer.shares, landing.rects)
         wire = wire_order(writer.session.layout, node.core.layout)
         src = node.staging.at(landing.address, landing.nbytes)
-        for offset, dst in staged(node.core.layout, node.memory, select, node.pages[writer.room], landing.rects, wire):
+        layouts, pages = (node.core.layout, writer.session.layout), node.pages[writer.room]
+        for offset, dst in staged(*layouts, node.memory, select, pages, landing.rects, wire):
             dst[:] = src[offset : offset + WIDTH]
         return _checksum(writer.session, src)
 
@@ -757,10 +785,6 @@ def is_message(*kinds: type) -> Callable[[Item], bool]:
     return lambda item: item.kind == "frame" and isinstance(item.message, kinds)
 
 
-def any_of(*wants: Callable[[Item], bool]) -> Callable[[Item], bool]:
-    return lambda item: any(want(item) for want in wants)
-
-
 def nth(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:
     """The item number `n`, from 0, that `want` accepts."""
     seen = itertools.count()
@@ -769,19 +793,6 @@ def nth(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:
 
 def is_kind(*kinds: str) -> Callable[[Item], bool]:
     return lambda item: item.kind in kinds
-
-
-def first(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:
-    """The first `n` items that `want` accepts."""
-    left = [n]
-
-    def take(item: Item) -> bool:
-        if left[0] and want(item):
-            left[0] -= 1
-            return True
-        return False
-
-    return take
 
 
 def assert_flat(world: World) -> None:
@@ -798,13 +809,8 @@ def assert_flat(world: World) -> None:
             assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.leases.lanes)
             assert all(peer.session is not None and not peer.rooms for peer in core.handshake.peers.values())
         else:
-            assert core.idle and not core.rooms.by_key and not core.rooms.destinations, (
-                node.name,
-                core.rooms.by_key,
-                core.rooms.destinations,
-            )
-            assert sorted(core.chunks.buffers.free) == list(range(world.n_buffers))
-            assert (
-                not core.rooms.pending and not core.rooms.askers and not core.chunks.flights and not core.chunks.orphans
-            )
-            assert core.chunks.buffers.idle
+            rooms, chunks = core.rooms, core.chunks
+            assert core.idle and not rooms.by_key and not rooms.destinations, (node.name, rooms.by_key)
+            assert sorted(chunks.buffers.free) == list(range(world.n_buffers))
+            assert not rooms.pending and not rooms.askers and not chunks.flights and not chunks.orphans
+            assert chunks.buffers.idle

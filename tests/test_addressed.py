@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pdstage.errors import UsageError
-from pdstage.layout.addresses import Buffers, Paging, StateComponents, append_state_component, kv_pages
-from pdstage.layout.topology import REPLICATED, Axis, shard_axis
-from pdstage.tensors import build, mla, sglang_mha
+from pdstage.layout.addresses import Buffers, kv_pages
+from pdstage.layout.topology import Axis, shard_axis
+from pdstage.tensors import build, sglang_mha
 
 PAGE, PAGES, HEADS, DIM = 16, 8, 4, 32
 
@@ -35,25 +35,7 @@ def test_pages_of_heads_are_those_of_tensors(tp):
     assert views(build(by_address)) == views(build(by_tensor))
 
 
-def test_latents_are_those_of_tensors_and_what_is_after_the_last_page_is_left_out():
-    latents = [np.zeros((PAGES * PAGE + 5, 1, 80), np.float16) for _ in range(2)]
-    by_address = kv_pages({"latent": told(latents, [0, 1])}, page_size=PAGE, axis=REPLICATED, format="fp16")
-    by_tensor = mla([latent[: PAGES * PAGE] for latent in latents], page_size=PAGE)
-    assert views(build(by_address)) == views(build(by_tensor))
-
-
 def test_a_page_of_other_heads_is_refused_by_name():
     k = [np.zeros((PAGES * PAGE, 3, DIM), np.uint8)]
     with pytest.raises(UsageError, match=r"v\[0\] has pages of 1536 bytes for 16 tokens of 5 heads"):
         kv_pages({"v": told(k, [0])}, page_size=PAGE, axis=Axis("kv_head", 20, 0, 5), format="uint8")
-
-
-def test_pages_in_an_order_that_is_not_told_are_each_ranks_own():
-    states = StateComponents((4, 1))
-    scales = np.zeros((PAGES, 64), np.uint8)
-    mine = Axis("rank", 4, 1, 1)
-    append_state_component(
-        states, "block_scale", [scales.ctypes.data], [scales.nbytes], [64], paging=Paging(PAGE), whole=mine
-    )
-    (view,) = states.parts[0].views
-    assert (view.axis, view.shards, view.width, view.tokens_per_item) == (mine, 1, 64, PAGE)

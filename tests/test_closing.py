@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 import weakref
-from contextlib import ExitStack
 
 import pytest
 
-import pdstage
-from pdstage import MetadataBuffers, State, TransportError, UsageError
+from pdstage import MetadataBuffers, TransportError, UsageError
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
@@ -72,88 +67,6 @@ def test_with_closes_whatever_its_block_does(name):
     for _ in range(N):
         once()
     assert not leaks(before, n_turns=N)
-
-
-OWNED = {
-    "ControlPort",
-    "Port",
-    "Target",
-    "Elsewhere",
-    "Ended",
-    "Journal",
-    "Here",
-    "Process",
-    "There",
-    "Met",
-    "Inbox",
-    "Outbox",
-    "Memory",
-}
-"""Parts of one of the above, which closes them; nobody else opens one."""
-
-
-def closable():
-    """Every class of the package with a `close` without arguments, but private ones, the demo's and the engines'."""
-    left_out = ("pdstage.tools.demo", "pdstage.bench", "pdstage.kernels", "pdstage.integrations")
-    for found in pkgutil.walk_packages(pdstage.__path__, "pdstage.", onerror=lambda _: None):  # an engine not here
-        name = found.name
-        if name.startswith(left_out) or "._native" in name:
-            continue
-        try:
-            module = importlib.import_module(name)
-        except (ImportError, UsageError):  # what is not installed here
-            continue
-        for kind in vars(module).values():
-            if inspect.isclass(kind) and kind.__module__ == name and callable(getattr(kind, "close", None)):
-                needed = [
-                    one
-                    for one in list(inspect.signature(kind.close).parameters.values())[1:]
-                    if one.default is inspect.Parameter.empty
-                ]
-                if not needed and not kind.__name__.startswith("_") and kind.__name__ not in OWNED:
-                    yield kind
-
-
-def test_what_has_a_close_is_a_context_manager():
-    kinds = list(closable())
-    assert {"PrefillNode", "LocalTransport", "BootstrapServer", "MetadataBuffers"} <= {kind.__name__ for kind in kinds}
-    assert [kind for kind in kinds if not (hasattr(kind, "__enter__") and hasattr(kind, "__exit__"))] == []
-
-
-@pytest.mark.parametrize("progress", ["inline", "thread"])
-def test_a_whole_site_closes_in_order_in_the_middle_of_a_room(progress, monkeypatch):
-    """The innermost first: nodes while their directory answers, rows after the node whose rooms have them."""
-    order = []
-    for kind in (MetadataBuffers, BootstrapServer, *(type(node) for node in _kinds())):
-        close = kind.close
-
-        def closing(self, *args: object, kind=kind, close=close) -> object:
-            order.append(kind.__name__)
-            return close(self, *args)
-
-        monkeypatch.setattr(kind, "close", closing)
-    src, dst = Rank(page=4), Rank(page=8)
-    with (
-        pytest.raises(Boom),
-        BootstrapServer() as directory,
-        MetadataBuffers(usual_columns(), 4) as rows,
-        prefill_node(src, directory.address, progress=progress) as p,
-        decode_node(dst, progress=progress, metadata=rows) as d,
-    ):
-        receiver, sender = d.receive(1, directory.address), p.send(1)
-        receiver.bind(dst.allocate(30), 30, aux=rows.allocate())
-        sender.chunk(src.allocate(16), (0, 16))
-        raise Boom
-    assert order == ["DecodeNode", "PrefillNode", "MetadataBuffers", "BootstrapServer"]
-    assert (receiver.state, receiver.released) == (State.FAILED, True)
-    assert sender.state is State.FAILED
-    with pytest.raises(UsageError, match="closed"):
-        rows.allocate()
-
-
-def _kinds():
-    with ExitStack() as stack:
-        return [stack.enter_context(decode_node(Rank())), stack.enter_context(prefill_node(Rank(), None))]
 
 
 def test_rows_outlive_their_buffers_in_whoever_holds_one():

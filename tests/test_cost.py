@@ -42,11 +42,6 @@ def test_where_all_stages_run_at_once_the_longest_remains(n_chunks):
     assert COST.staged_s(NBYTES, 100_000, n_chunks) == pytest.approx(expected)
 
 
-def test_stages_that_take_turns_are_a_sum():
-    cost = replace(COST, overlap=0.0)
-    assert cost.staged_s(NBYTES, 100_000) == pytest.approx(350e-6 + GATHER_S + WRITE_S + SCATTER_S)
-
-
 def test_of_the_shorter_stages_a_share_hides():
     cost = replace(COST, overlap=0.4)
     assert cost.staged_s(NBYTES, 100_000) == pytest.approx(350e-6 + SCATTER_S + 0.6 * (GATHER_S + WRITE_S))
@@ -57,10 +52,6 @@ def test_the_more_and_shorter_the_runs_the_more_for_staging():
     prefers = [cost.prefers_direct(NBYTES, NBYTES // run, 10) for run in (256, 1024, 4096, 65536, NBYTES)]
     assert prefers == sorted(prefers)
     assert (prefers[0], prefers[-1]) == (False, True)
-
-
-def test_a_small_transfer_is_not_worth_a_lease():
-    assert COST.prefers_direct(4096, 16)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +80,12 @@ def test_bytes_computed_in_turn_go_in_as_many_pieces_as_pay():
     assert replace(COST, chunk_s=0.0).pieces(NBYTES) == 1
 
 
+def test_pieces_grow_with_what_is_sent_and_with_what_each_costs():
+    assert COST.piece_nbytes(4 * NBYTES) == pytest.approx(2 * COST.piece_nbytes(NBYTES), rel=0.01)
+    assert replace(COST, chunk_s=4 * COST.chunk_s).piece_nbytes(NBYTES) > COST.piece_nbytes(NBYTES)
+    assert COST.piece_nbytes(1000) == 1000
+
+
 def test_the_best_piece_is_no_worse_than_half_or_twice_as_long():
     """A pipeline's time in whole pieces: the slowest stage of all bytes, the others of one piece, and each its cost."""
 
@@ -98,34 +95,3 @@ def test_the_best_piece_is_no_worse_than_half_or_twice_as_long():
 
     best = COST.piece_nbytes(NBYTES)
     assert took_s(best) < min(took_s(best // 2), took_s(2 * best), took_s(NBYTES))
-
-
-def test_pieces_grow_with_what_is_sent_and_with_what_each_costs():
-    assert COST.piece_nbytes(4 * NBYTES) == pytest.approx(2 * COST.piece_nbytes(NBYTES), rel=0.01)
-    assert replace(COST, chunk_s=4 * COST.chunk_s).piece_nbytes(NBYTES) > COST.piece_nbytes(NBYTES)
-    assert COST.piece_nbytes(1000) == 1000
-
-
-def test_pieces_of_a_device_are_as_long_as_keeps_its_link_busy():
-    """The copies of an H200 with 8 multiprocessors, and a NIC of 400 Gb: not the sixteenth of a room that the host's
-    rates ask for.
-    """
-    nic = CostModel.linear(50e9, 1e-6, 30e-6)
-    device = replace(
-        nic, gather_bytes_per_s=275e9, scatter_bytes_per_s=275e9, gather_run_s=0.0, scatter_run_s=0.0, chunk_s=250e-6
-    )
-    for nbytes in (64 << 20, 512 << 20):
-        piece = device.piece_nbytes(nbytes)
-        assert piece > 5 * nic.piece_nbytes(nbytes)
-        assert piece / 50e9 > device.chunk_s
-
-
-def test_alike_pages_of_a_gpu_are_staged_and_those_of_the_host_are_not():
-    """64 MiB in pages of 16 KiB over NIXL: 4,096 descriptors cost more than two of a GPU's copies, less than a host's.
-
-    Measured on an H200: 15.4 GB/s staged, 4.3 direct.
-    """
-    traits = {"bytes_per_s": 50e9, "descriptor_s": 2.6e-6, "post_s": 25e-6}
-    host = CostModel.linear(**traits)
-    gpu = replace(host, gather_bytes_per_s=275e9, scatter_bytes_per_s=275e9, gather_run_s=0.0, scatter_run_s=0.0)
-    assert [one.prefers_direct(64 << 20, 4096) for one in (gpu, host)] == [False, True]

@@ -90,12 +90,6 @@ def test_a_view_is_inside_exactly_when_all_its_bytes_are(v, nbytes):
             check_inside(v, (region,))
 
 
-def test_row_levels():
-    v = view(tokens_per_item=8, rows=(RowLevel(4, 1000), RowLevel(2, 10)))
-    assert [v.row_offset(t) for t in range(8)] == [0, 0, 10, 10, 1000, 1000, 1010, 1010]
-    assert (v.tokens_per_row, v.rows_per_item, v.shard_nbytes) == (2, 4, 32)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -191,15 +185,6 @@ def test_a_digest_knows_geometry_but_no_address():
 )
 def test_a_digest_differs_when_geometry_does(changes):
     assert Layout.of([REGION], [view()]).digest() != Layout.of([REGION], [view(**changes)]).digest()
-
-
-def test_a_digest_knows_positions():
-    assert Layout.of([REGION], [view()]).digest() != Layout.of([REGION], [view()], slots=["kv"]).digest()
-
-
-def test_what_differs_only_in_strides_pages_or_rank_can_be_moved():
-    other = view(item_stride=128, rows=(RowLevel(1, 16),), tokens_per_item=8, axis=Axis("kv_head", 8, 0, 2), n_items=2)
-    assert mismatch(view(), other) == ""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard
 from pdstage.layout.topology import shard_axis
 from pdstage.plan import Rect, shares
 from pdstage.plan.ownership import EVERYTHING, Common, CommonTokens, meets
-from tests.owners import all_ranks, every_way, held, holds, ways, with_owned
+from tests.owners import all_ranks, every_way, holds, ways, with_owned
 
 N = 600
 
@@ -80,43 +80,6 @@ def layout(n_heads=4, tp=1, rank=0, *, layers=range(2), component="kv", tokens_p
     return Layout.of([Region(0, 1 << 20)], views)
 
 
-def writers(size, interleave, tp, *, replicas=1):
-    """Ranks of a prefill engine: `replicas` times each part of the tokens by `tp` shards."""
-    ranks = itertools.product(range(replicas), all_ranks(size, interleave), range(tp))
-    return {n: with_owned(layout(4, tp, rank), owned) for n, (_, owned, rank) in enumerate(ranks)}
-
-
-@given(ways(), ways(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 2), st.integers(1, 90))
-def test_every_token_of_every_shard_is_sent_once(src, dst, src_tp, dst_tp, replicas, n):
-    engine = writers(*src, src_tp, replicas=replicas)
-    for rank, owned in itertools.product(range(dst_tp), all_ranks(*dst)):
-        ours = with_owned(layout(4, dst_tp, rank), owned)
-        dealt = shares(engine, ours, (dst_tp, rank))
-        sent = []
-        for number, parts in dealt.items():
-            theirs = engine[number].components[0].owned
-            if not meets(theirs, owned):
-                assert not parts, "a writer without a common token is dealt nothing"
-            common = Common.of(engine[number], ours)
-            low, high = common.part("kv", 0, n)
-            for share, t in itertools.product(parts, range(low, high)):
-                if common.numbers("kv").count(t) < common.numbers("kv").count(t + 1):
-                    assert holds(theirs, t, n)
-                    shards = range(share.first, share.first + share.count)
-                    sent += [(share.role, la, s, t) for la in range(*share.layers) for s in shards]
-        axis = ours.components[0].views[0].axis
-        wanted = itertools.product("kv", range(2), range(axis.first, axis.first + axis.count), held(owned, n))
-        assert sorted(sent) == sorted(wanted)
-
-
-def test_replicas_of_a_part_share_its_work():
-    """And holders of other tokens are no replicas of it."""
-    engine = {n: with_owned(layout(1, 4, n % 4), owned) for n, owned in enumerate(all_ranks(2, 16) * 4)}
-    dealt = shares(engine, layout(1), (1, 0))
-    counts = [sum(len(range(*share.layers)) for share in parts) for parts in dealt.values()]
-    assert sum(counts) == 2 * 4 and max(counts) <= 2
-
-
 def test_a_missing_part_is_named_with_both_sides_values():
     engine = {0: with_owned(layout(), TokenShard(4, 0, 16)), 1: with_owned(layout(), TokenShard(4, 2, 16))}
     with pytest.raises(UsageError) as refused:
@@ -124,21 +87,6 @@ def test_a_missing_part_is_named_with_both_sides_values():
     for words in ("'kv'", "part 0 of 4 (blocks of 16), part 2 of 4", "decode holds part 1 of 2", "nobody sends part 1"):
         assert words in str(refused.value)
     assert set(shares(engine, with_owned(layout(), TokenShard(2, 0, 16)), (1, 0))) == {0, 1}, "what it needs is there"
-
-
-def test_of_several_partitions_the_coarsest_complete_one_serves():
-    whole, half = layout(), with_owned(layout(), TokenShard(2, 0, 16))
-    dealt = shares({0: half, 1: whole}, layout(), (1, 0))
-    assert not dealt[0] and len(dealt[1]) == 2
-
-
-def test_partitions_may_differ_from_shard_to_shard():
-    """Two halves of the tokens of four heads, and a rank that holds all tokens of head 1: that is sent from there."""
-    halves = {n: with_owned(layout(layers=[0]), owned) for n, owned in enumerate(all_ranks(2, 16))}
-    dealt = shares(halves | {2: layout(4, 4, 1, layers=[0])}, layout(layers=[0]), (1, 0))
-    sent = {n: [(s.role, h) for s in parts for h in range(s.first, s.first + s.count)] for n, parts in dealt.items()}
-    assert sent[0] == sent[1] == [(role, head) for role in "kv" for head in (0, 2, 3)]
-    assert sent[2] == [("k", 1), ("v", 1)]
 
 
 def test_rows_of_several_tokens_are_not_cut():
@@ -165,10 +113,24 @@ def test_common_tokens_of_several_components():
     assert EVERYTHING.tokens([Rect("kv", 3, 9, 0, 2)]) == {"kv": (3, 9)} and not EVERYTHING.parted
 
 
-def test_of_a_component_that_only_decode_has_nothing_is_numbered():
-    """A pipeline's stage may lack it; Open still gives its items, and asks for decode's own part."""
-    views = [*layout().views(), *layout(component="swa").views()]
-    src = Layout.of([Region(0, 1 << 20)], layout().views())
-    dsts = [Layout.of([Region(0, 1 << 20)], views, owned={"swa": TokenShard(2, 1, by)}) for by in (0, 4)]
-    assert [Common.of(src, dst).part("swa", 3, 9) for dst in dsts] == [(4, 9), (3, 9)]
-    assert Common.of(src, dsts[1]) is EVERYTHING
+def test_replicas_of_a_part_share_its_work():
+    """And holders of other tokens are no replicas of it."""
+    engine = {n: with_owned(layout(1, 4, n % 4), owned) for n, owned in enumerate(all_ranks(2, 16) * 4)}
+    dealt = shares(engine, layout(1), (1, 0))
+    counts = [sum(len(range(*share.layers)) for share in parts) for parts in dealt.values()]
+    assert sum(counts) == 2 * 4 and max(counts) <= 2
+
+
+def test_of_several_partitions_the_coarsest_complete_one_serves():
+    whole, half = layout(), with_owned(layout(), TokenShard(2, 0, 16))
+    dealt = shares({0: half, 1: whole}, layout(), (1, 0))
+    assert not dealt[0] and len(dealt[1]) == 2
+
+
+def test_partitions_may_differ_from_shard_to_shard():
+    """Two halves of the tokens of four heads, and a rank that holds all tokens of head 1: that is sent from there."""
+    halves = {n: with_owned(layout(layers=[0]), owned) for n, owned in enumerate(all_ranks(2, 16))}
+    dealt = shares(halves | {2: layout(4, 4, 1, layers=[0])}, layout(layers=[0]), (1, 0))
+    sent = {n: [(s.role, h) for s in parts for h in range(s.first, s.first + s.count)] for n, parts in dealt.items()}
+    assert sent[0] == sent[1] == [(role, head) for role in "kv" for head in (0, 2, 3)]
+    assert sent[2] == [("k", 1), ("v", 1)]

@@ -22,7 +22,6 @@ from pdstage.plan import (
     Share,
     Staging,
     Stagings,
-    rows_of,
     selects,
     shard_overlap,
     shares,
@@ -43,28 +42,6 @@ def holders(total, tp):
         for shard in range(*shard_range(total, tp, rank)):
             held[shard].append(rank)
     return held
-
-
-@pytest.mark.parametrize("total", SIZES)
-def test_every_destination_shard_has_exactly_one_owner(total):
-    """And the slices' local indices name the same shards on both sides."""
-    for src_tp, dst_tp in itertools.product(SIZES, SIZES):
-        for turn in range(-(-src_tp // total)):
-            for dst_rank in range(dst_tp):
-                dst_start, dst_end = shard_range(total, dst_tp, dst_rank)
-                got = []
-                for src_rank in range(src_tp):
-                    owned = shard_overlap(total, src_tp, src_rank, dst_tp, dst_rank, turn=turn)
-                    if owned is None:
-                        continue
-                    src_start, src_end = shard_range(total, src_tp, src_rank)
-                    sent = range(src_start + owned.src_start, src_start + owned.src_start + owned.count)
-                    assert owned.count > 0
-                    assert src_start <= sent.start
-                    assert sent.stop <= src_end
-                    assert sent.start == dst_start + owned.dst_start
-                    got += sent
-                assert sorted(got) == list(range(dst_start, dst_end)), (src_tp, dst_tp, dst_rank, turn)
 
 
 @pytest.mark.parametrize("total", SIZES)
@@ -135,49 +112,6 @@ def expand(owned):
                 yield share.component, share.role, layer, shard
 
 
-@st.composite
-def engines(draw):
-    kv_heads = draw(st.integers(1, 8))
-    n_layers = draw(st.integers(1, 9))
-    every = draw(st.integers(1, 4))
-    stages = draw(st.integers(1, min(3, n_layers)))
-    cuts = sorted(draw(st.lists(st.integers(0, n_layers), min_size=stages - 1, max_size=stages - 1)))
-    src_tp, dst_tp = draw(st.integers(1, 8)), draw(st.integers(1, 8))
-    layers = [range(a, b) for a, b in itertools.pairwise([0, *cuts, n_layers])]
-    kv, latent = ([la for la in range(n_layers) if (la % every == 0) == is_kv] for is_kv in (True, False))
-    writers = {}
-    for stage, rank in itertools.product(range(stages), range(src_tp)):
-        here = layers[stage]
-        if len(here):
-            parts = [la for la in kv if la in here], [la for la in latent if la in here]
-            writers[stage * src_tp + rank] = model(kv_heads, src_tp, rank, *parts)
-    dst_stage = draw(st.sampled_from([range(n_layers), range(n_layers // 2, n_layers)]))
-    wanted = [la for la in kv if la in dst_stage], [la for la in latent if la in dst_stage]
-    return writers, [model(kv_heads, dst_tp, rank, *wanted) for rank in range(dst_tp)], dst_tp
-
-
-@given(engines())
-def test_shares_deal_every_view_and_shard_once(engine):
-    writers, destinations, dst_tp = engine
-    for rank, dst in enumerate(destinations):
-        dealt = shares(writers, dst, (dst_tp, rank))
-        assert set(dealt) == set(writers)
-        got = [(number, *what) for number, owned in dealt.items() for what in expand(owned)]
-        wanted = [(*v.key, shard) for v in dst.views() for shard in range(v.axis.first, v.axis.first + v.axis.count)]
-        assert sorted(what for _, *what in got) == sorted(list(w) for w in wanted)
-        for number, component, role, layer, shard in got:
-            axis = writers[number].by_key()[Key(component, role, layer)].axis
-            assert axis.first <= shard < axis.first + axis.count
-        for number, owned in dealt.items():
-            whole = [Rect(c.name, 0, 1, 0, 100) for c in dst.components]
-            for layout in (writers[number], dst):
-                chosen = selects(layout, owned, whole)
-                by_key = layout.by_key()
-                named = [(*s.key, by_key[s.key].axis.first + s.start + i) for s in chosen for i in range(s.count)]
-                assert sorted(named) == sorted(expand(owned)), "both sides select what is dealt"
-                assert list(chosen) == sorted(chosen)
-
-
 @pytest.mark.parametrize("stride", [1, 2, 4])
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(4, 1), (4, 2), (2, 2), (2, 4), (8, 4)])
 def test_replicated_layers_are_striped_over_all_replicas(src_tp, dst_tp, stride):
@@ -190,17 +124,6 @@ def test_replicated_layers_are_striped_over_all_replicas(src_tp, dst_tp, stride)
             sent[number] += len(list(expand(owned)))
             assert len(owned) <= 3, "striped layers are one run a role"
     assert set(sent.values()) == {3 * 16 * dst_tp // src_tp}
-
-
-def test_one_replicated_layer_is_not_sent_to_all_by_the_same_rank():
-    writers = {rank: model(1, 4, rank, [], [0]) for rank in range(4)}
-    owners = Counter(
-        number
-        for rank in range(4)
-        for number, owned in shares(writers, model(1, 4, rank, [], [0]), (4, rank)).items()
-        if owned
-    )
-    assert owners == dict.fromkeys(range(4), 1)
 
 
 @pytest.mark.parametrize("scales", ["k_scale", "a_scale"])
@@ -231,17 +154,6 @@ def test_shares_name_the_shard_nobody_holds():
     assert refused.value.fields == {"key": Key("kv", "k", 3), "shard": 0}
     with pytest.raises(UsageError, match="holds shard 2 of"):
         shares({0: model(4, 2, 0, range(4), [])}, whole, (1, 0))
-
-
-def test_an_irregular_axis_is_dealt_by_what_it_declares():
-    src = {rank: layout_of(view(("kv", "k", 0), shard_axis("kv_head", 6, 3, rank))) for rank in range(3)}
-    dst = layout_of(view(("kv", "k", 0), Axis("kv_head", 6, 1, 4)))
-    dealt = shares(src, dst, (2, 0))
-    assert dealt == {
-        0: (Share("kv", "k", (0, 1, 1), 1, 1),),
-        1: (Share("kv", "k", (0, 1, 1), 2, 2),),
-        2: (Share("kv", "k", (0, 1, 1), 4, 1),),
-    }
 
 
 def test_selects_keeps_to_the_chunk():
@@ -322,17 +234,6 @@ def test_tokens_within_is_the_most_that_always_fits(staging, nbytes):
         assert max(staged.nbytes({"kv": (first, first + n + max(covers) + 1)}) for first in alignments) > nbytes
 
 
-def test_tokens_within_of_mixed_rows_never_overflows():
-    """Views of one component whose rows cover 1 and 4 tokens: the wide rows must not be taken for all."""
-    axis = Axis("kv_head", 1, 0, 1)
-    layout = layout_of(
-        view(("kv", "k", 0), axis, width=128), view(("kv", "scale", 0), axis, width=128, tokens_per_row=4)
-    )
-    staged = Staging(layout, [Select(v.key, 0, 1) for v in layout.views()])
-    assert staged.tokens_within("kv", 1024) == 5
-    assert max(staged.nbytes({"kv": (first, first + 5)}) for first in range(4)) <= 1024
-
-
 @given(st.integers(1, 4), st.integers(1, 4), token_ranges, st.integers(0, 4000), st.booleans())
 def test_pieces_fit_and_share_no_row(per, other, tokens, limit, two_roles):
     axis = Axis("kv_head", 1, 0, 1)
@@ -364,11 +265,6 @@ def test_pieces_fit_and_share_no_row(per, other, tokens, limit, two_roles):
 def test_staging_refuses_a_selection_of_what_is_not_there(select, words):
     with pytest.raises(UsageError, match=words):
         Staging(model(4, 1, 0, range(2), []), [select])
-
-
-@given(st.integers(1, 5), token_ranges)
-def test_rows_of_counts_rows_touched(tokens_per_row, tokens):
-    assert rows_of(tokens_per_row, *tokens) == len({t // tokens_per_row for t in range(*tokens)})
 
 
 HEADS = Axis("kv_head", 4, 0, 4)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdstage.errors import UsageError
 from pdstage.protocol.lane import ALIGNMENT, Lane
@@ -77,146 +76,64 @@ class ListModel:
         return entry[0] + entry[1] <= self.watermark() + self.capacity
 
 
-class LaneMachine(RuleBasedStateMachine):
-    """The lane and the model take the same steps; writers write while their window is open, quarantined or not."""
-
-    @initialize(capacity=st.integers(1, 9))
-    def start(self, capacity):
-        self.model = ListModel(capacity)
-        self.lane = Lane(capacity * B)
-        self.writers: list[set[int]] = [set() for _ in range(capacity)]  # who may have a write under way, per block
-        self.last_watermark = 0
-
-    def pick(self, data, states):
-        held = [e for e in self.model.entries if e[2] in states]
-        return data.draw(st.sampled_from(held)) if held else None
-
-    def snapshot(self):
-        lane = self.lane
-        return lane.head, lane.watermark, lane.largest(), lane.quarantined_nbytes, list(lane.leases())
-
-    @rule(data=st.data(), small=st.booleans(), slack=st.integers(0, B - 1))
-    def grant(self, data, small, slack):
-        blocks = data.draw(st.integers(1, 2 if small else self.model.capacity + 1))
-        nbytes = blocks * B - slack
-        if blocks > self.model.largest():
-            before = self.snapshot()
-            with pytest.raises(UsageError, match="does not fit"):
-                self.lane.grant(nbytes)
-            assert self.snapshot() == before
-            return
-        before = self.snapshot()
-        predicted = self.lane.cursor_of_next(nbytes)
-        assert self.snapshot() == before
-        cursor = self.lane.grant(nbytes)
-        expected = self.model.grant(blocks)
-        assert cursor == predicted == (None if expected is None else expected * B)
-        if cursor is None:
-            assert self.snapshot() == before
-
-    @rule(data=st.data())
-    def write(self, data):
-        entry = self.pick(data, ("granted", "quarantined"))
-        if entry is None or not self.lane.is_open(entry[0] * B, entry[1] * B):
-            return
-        stuck = {e[0] for e in self.model.entries if e[2] == "quarantined"}
-        for block in range(entry[0], entry[0] + entry[1]):
-            others = self.writers[block % self.model.capacity] - {entry[0]}
-            if entry[2] == "quarantined":  # two writers nobody hears of may meet: neither's bytes are anybody's
-                others -= stuck
-            assert not others, f"{entry} would be written over {others}"
-            self.writers[block % self.model.capacity].add(entry[0])
-
-    @rule(data=st.data())
-    def land(self, data):
-        entry = self.pick(data, ("granted",))
-        if entry and self.model.is_open(entry):
-            self.lane.land(entry[0] * B)
-            entry[2] = "landed"
-
-    @rule(data=st.data(), states=st.sampled_from([("landed",), ("granted",), ("quarantined",), ("granted", "landed")]))
-    def release(self, data, states):
-        entry = self.pick(data, states)
-        if entry:
-            self.end(entry, "released", self.lane.release)
-
-    @rule(data=st.data())
-    def quarantine(self, data):
-        entry = self.pick(data, ("granted",))
-        if entry:
-            self.end(entry, "quarantined", self.lane.quarantine)
-
-    @precondition(lambda self: self.lane.in_the_way())
-    @rule()
-    def recall(self):
-        for cursor in self.lane.in_the_way():
-            entry = next(e for e in self.model.entries if e[0] * B == cursor and e[2] == "granted")
-            assert not self.lane.is_open(cursor, entry[1] * B), "an open lease cannot be asked back"
-            self.end(entry, "released", self.lane.release)
-
-    def end(self, entry, state, verb):
-        before = self.model.watermark()
-        entry[2] = state
-        assert verb(entry[0] * B) == (self.model.watermark() > before)
-        if state == "released":
-            for block in self.writers:
-                block.discard(entry[0])
-
-    @invariant()
-    def same_books(self):
-        lane, model = self.lane, self.model
-        watermark = model.watermark()
-        assert (lane.head, lane.watermark) == (model.head * B, watermark * B)
-        assert watermark >= self.last_watermark  # I4
-        self.last_watermark = watermark
-        assert list(lane.leases()) == [(e[0] * B, e[1] * B, e[2]) for e in model.unreleased()]
-        assert all(lane.state(e[0] * B) == e[2] for e in model.unreleased())
-        assert lane.largest() == model.largest() * B
-        assert lane.quarantined_nbytes == len(model.carved()) * B
-        assert all(lane.is_open(e[0] * B, e[1] * B) == model.is_open(e) for e in model.unreleased())
-        standing = next((e for e in model.live() if e[0] == watermark), None)
-        assert lane.blocker() == (standing[0] * B if standing else None)
-        stuck = [e for e in model.entries if e[2] == "quarantined"]
-        way = sorted({e[0] * B for q in stuck for e in model.one_lap_on(q) if e[2] == "granted"})
-        assert lane.in_the_way() == way
-
-    @invariant()
-    def open_leases_are_disjoint(self):
-        """I3, and nothing live is open on bytes a quarantined writer may be writing."""
-        owner: dict[int, list] = {}
-        for entry in self.model.unreleased():
-            if not self.model.is_open(entry):
-                continue
-            for block in range(entry[0], entry[0] + entry[1]):
-                other = owner.setdefault(block % self.model.capacity, entry)
-                assert other is entry or other[2] == entry[2] == "quarantined", (other, entry)
-
-    @invariant()
-    def idle_lane_grants_its_largest(self):
-        """I13."""
-        if not self.model.live():
-            assert self.lane.watermark == self.lane.head
-            if self.lane.largest():
-                cursor = self.lane.cursor_of_next(self.lane.largest())
-                assert cursor is not None
-                assert cursor == self.model.place(self.model.largest()) * B
-
-    def teardown(self):
-        """Whatever happened, asking the blocker and what is in the way to come back empties the lane: I11, I12."""
-        if not hasattr(self, "lane"):
-            return
-        while back := {*self.lane.in_the_way(), *([self.lane.blocker()] if self.lane.blocker() is not None else [])}:
-            for cursor in back:
-                self.lane.release(cursor)
-        assert self.lane.watermark == self.lane.head
-        assert {state for _, _, state in self.lane.leases()} <= {"quarantined"}
-        for cursor, _, _ in list(self.lane.leases()):
-            assert not self.lane.release(cursor)
-        assert self.lane.largest() == self.lane.capacity
+STEPS = st.sampled_from(["grant", "grant", "land", "release", "release", "quarantine", "recall"])
 
 
-TestLaneAgainstList = LaneMachine.TestCase
-TestLaneAgainstList.settings = settings(max_examples=drawn(100, full=300), stateful_step_count=60, deadline=None)
+@settings(max_examples=drawn(60, full=600), deadline=None)
+@given(st.integers(1, 9), st.lists(st.tuples(STEPS, st.integers(0, 99)), min_size=20, max_size=60))
+def test_the_lane_keeps_the_books_of_the_list(capacity, steps):
+    """I3, I4, I11 to I13."""
+    lane, model = Lane(capacity * B), ListModel(capacity)
+    for what, number in steps:
+        if what == "grant":
+            grant(lane, model, number % (capacity + 1) + 1, slack=number)
+        elif what == "recall":
+            for cursor in lane.in_the_way():
+                entry = next(e for e in model.entries if e[0] * B == cursor and e[2] == "granted")
+                assert not lane.is_open(cursor, entry[1] * B), "an open lease cannot be asked back"
+                end(lane, model, entry, "release")
+        elif held := [e for e in model.unreleased() if what == "release" or e[2] == "granted"]:
+            entry = held[number % len(held)]
+            if what != "land":
+                end(lane, model, entry, what)
+            elif model.is_open(entry):
+                lane.land(entry[0] * B)
+                entry[2] = "landed"
+        same_books(lane, model)
+
+
+def grant(lane, model, blocks, slack):
+    nbytes = blocks * B - slack
+    if blocks > model.largest():
+        with pytest.raises(UsageError, match="does not fit"):
+            lane.grant(nbytes)
+        return
+    predicted, expected = lane.cursor_of_next(nbytes), model.grant(blocks)
+    assert lane.grant(nbytes) == predicted == (None if expected is None else expected * B)
+
+
+def end(lane, model, entry, verb):
+    before = model.watermark()
+    entry[2] = f"{verb}d"
+    assert getattr(lane, verb)(entry[0] * B) == (model.watermark() > before)
+
+
+def same_books(lane, model):
+    watermark, held = model.watermark(), model.unreleased()
+    assert (lane.head, lane.watermark) == (model.head * B, watermark * B)
+    assert list(lane.leases()) == [(e[0] * B, e[1] * B, e[2]) for e in held]
+    assert all(lane.state(e[0] * B) == e[2] for e in held)
+    assert lane.largest() == model.largest() * B
+    assert lane.quarantined_nbytes == len(model.carved()) * B
+    assert all(lane.is_open(e[0] * B, e[1] * B) == model.is_open(e) for e in held)
+    standing = next((e for e in model.live() if e[0] == watermark), None)
+    assert lane.blocker() == (standing[0] * B if standing else None)
+    stuck = [e for e in held if e[2] == "quarantined"]
+    assert lane.in_the_way() == sorted({e[0] * B for q in stuck for e in model.one_lap_on(q) if e[2] == "granted"})
+    if not model.live():
+        assert lane.watermark == lane.head, "an idle lane waits for no padding"
+        if lane.largest():
+            assert lane.cursor_of_next(lane.largest()) == model.place(model.largest()) * B
 
 
 def test_padding_is_not_waited_for_when_idle():
@@ -226,52 +143,6 @@ def test_padding_is_not_waited_for_when_idle():
     assert lane.grant(4 * B) == 4 * B
     assert lane.watermark == 4 * B, "the padding in front is passed at once"
     assert lane.is_open(4 * B, 4 * B)
-
-
-def test_padding_is_not_waited_for_behind_a_lease():
-    lane = Lane(4 * B)
-    assert lane.grant(3 * B) == 0
-    assert lane.grant(4 * B) == 4 * B
-    assert not lane.is_open(4 * B, 4 * B)
-    assert lane.release(0)
-    assert lane.watermark == 4 * B
-    assert lane.is_open(4 * B, 4 * B)
-
-
-def test_trailing_padding_leaves_an_idle_lane_at_its_head():
-    lane = Lane(4 * B)
-    for _ in range(5):
-        cursor = lane.grant(3 * B)
-        assert cursor % (4 * B) == 0
-        assert lane.release(cursor)
-        assert lane.watermark == lane.head == cursor + 3 * B
-        assert lane.blocker() is None
-
-
-def test_a_lease_is_granted_at_most_one_lap_ahead():
-    lane = Lane(4 * B)
-    assert [lane.grant(4 * B), lane.grant(4 * B), lane.grant(B)] == [0, 4 * B, None]
-    assert lane.head == 8 * B
-    lane.release(0)
-    assert lane.grant(B) == 8 * B
-
-
-def test_a_refused_grant_leaves_no_padding_behind():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    lane.grant(3 * B)
-    assert lane.grant(2 * B) is None
-    assert lane.grant(B) == 7 * B, "the byte that a padding entry would have taken is still to be had"
-
-
-def test_released_out_of_order():
-    lane = Lane(4 * B)
-    for _ in range(4):
-        lane.grant(B)
-    assert not lane.release(2 * B)
-    assert not lane.release(B)
-    assert lane.release(0)
-    assert (lane.watermark, lane.blocker()) == (3 * B, 3 * B)
 
 
 def test_a_stuck_head_is_carved_out_and_the_lane_lives_on():
@@ -290,86 +161,6 @@ def test_a_stuck_head_is_carved_out_and_the_lane_lives_on():
     assert not lane.release(0)
     assert lane.state(0) is None
     assert lane.grant(4 * B) == 12 * B
-
-
-def test_a_lease_one_lap_on_holds_the_watermark_until_it_comes_back():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    assert lane.grant(2 * B) == 4 * B
-    assert lane.grant(2 * B) == 6 * B
-    assert not lane.quarantine(0)
-    assert lane.blocker() is None
-    assert lane.in_the_way() == [4 * B, 6 * B]
-    assert not lane.is_open(4 * B, 2 * B)
-    assert not lane.release(4 * B)
-    assert lane.release(6 * B)
-    assert lane.watermark == lane.head == 8 * B
-    assert lane.largest() == 0
-    with pytest.raises(UsageError, match="largest free span is 0"):
-        lane.grant(1)
-
-
-def test_a_quarantined_lease_proved_quiet_lets_the_next_lap_open():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    lane.grant(4 * B)
-    lane.quarantine(0)
-    assert lane.release(0)
-    assert lane.is_open(4 * B, 4 * B)
-    assert lane.in_the_way() == []
-
-
-def test_both_laps_quarantined_stay_carved_until_both_are_quiet():
-    lane = Lane(4 * B)
-    lane.grant(2 * B)
-    lane.grant(2 * B)
-    assert lane.grant(B) == 4 * B
-    lane.quarantine(0)
-    assert lane.quarantine(4 * B)
-    assert (lane.watermark, lane.quarantined_nbytes) == (2 * B, 2 * B)
-    lane.release(0)
-    assert lane.quarantined_nbytes == B
-    lane.release(4 * B)
-    assert lane.quarantined_nbytes == 0
-
-
-def test_a_span_inside_another_quarantined_one_hides_nothing():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    lane.release(lane.grant(B))
-    assert lane.grant(B) == 5 * B
-    lane.quarantine(5 * B)
-    lane.quarantine(0)
-    assert (lane.largest(), lane.quarantined_nbytes) == (0, 4 * B)
-
-
-def test_neighbours_of_a_quarantined_span_are_not_in_the_way():
-    lane = Lane(4 * B)
-    for _ in range(8):
-        lane.grant(B)
-    lane.quarantine(B)
-    assert lane.in_the_way() == [5 * B], "not 4 nor 6, which only touch it"
-    lane.release(0)
-    assert lane.watermark == B
-    assert lane.release(5 * B)
-    assert lane.watermark == 2 * B
-
-
-def test_a_closed_lease_that_landed_all_the_same_is_not_asked_back():
-    lane = Lane(4 * B)
-    lane.grant(4 * B)
-    lane.grant(4 * B)
-    lane.land(4 * B)
-    lane.quarantine(0)
-    assert lane.in_the_way() == []
-    assert lane.watermark == 0
-    assert lane.release(4 * B)
-
-
-def test_sizes_are_rounded_up_and_cursors_aligned():
-    lane = Lane(4 * B)
-    assert [lane.grant(1), lane.grant(B + 1), lane.grant(B)] == [0, B, 3 * B]
-    assert [nbytes for _, nbytes, _ in lane.leases()] == [B, 2 * B, B]
 
 
 @pytest.mark.parametrize("capacity", [0, -256, 255, 257, 1000])

@@ -22,7 +22,7 @@ from pools import (
     ranges,
     storages,
 )
-from rigs import HOST_CODES, host_code, without_native
+from rigs import HOST_CODES, host_code
 
 from pdstage.errors import UsageError
 from pdstage.layout import Layout
@@ -153,18 +153,6 @@ def test_as_few_descriptors_as_both_sides_allow(src, dst, pads, items, shards, n
     assert _n(*stored, (0, 16), items, shards=shards) == (n, estimate)
 
 
-def test_pages_cut_by_the_range_are_estimated_head_by_head():
-    stored = Stored(OF, n_items=8, rows_per_item=4, order=HND)
-    assert _n(stored, stored, (3, 16), FAR) == (2 * (4 + 3), 2 * (4 + 3))
-
-
-def test_pages_are_split_at_both_sides_boundaries():
-    src = Stored(OF, n_items=8, rows_per_item=6, order=NHD)
-    dst = Stored(OF, n_items=8, rows_per_item=4, order=NHD)
-    found, estimated = _n(src, dst, (3, 16), ([5, 1, 3], [0, 6, 2, 4]))
-    assert found == estimated == 2 * 5  # cut at 4, 6, 8 and 12
-
-
 @settings(max_examples=drawn(70, full=200), deadline=None)
 @given(case=transfers())
 def test_the_estimate_is_never_below_the_truth_for_aligned_indexes(case):
@@ -228,17 +216,6 @@ def test_layouts_that_do_not_match_are_refused_in_words():
         DirectPlan(held.layout, select, held.layout, select[:1])
     with pytest.raises(UsageError, match="different views or shard counts"):
         DirectPlan(held.layout, select, held.layout, [s._replace(count=3) for s in select])
-
-
-def test_an_empty_range_has_no_descriptors():
-    held = hold([Stored(OF)])
-    select = [Select(key, 0, 4) for key in OF.view_keys()]
-    plan = DirectPlan(held.layout, select, held.layout, select)
-    assert [column.size for column in plan.spans({"kv": (7, 7)}, {}, {})] == [0, 0, 0]
-    assert plan.n_descriptors({"kv": (7, 7)}) == plan.n_descriptors({}) == 0
-    with without_native():
-        plan = DirectPlan(held.layout, select, held.layout, select)
-    assert [column.size for column in plan.spans({}, {}, {})] == [0, 0, 0]
 
 
 @settings(max_examples=drawn(70, full=200), deadline=None)

@@ -82,31 +82,6 @@ def test_a_devices_copies_end_with_their_events_in_order(pool):
     assert stager.poll() == [], "an event that serves again is not over because it once was"
 
 
-def test_what_copies_need_is_there_before_them(pool):
-    """Page-locked memory and events: to allocate any on a chunk's way may wait for the device."""
-    device = Device()
-    stager = Stager(pool, runtime=device)
-    stager.reserve()
-    assert device.n_reserved == 1
-    before, events = device.n_pinned, next(device.events)
-    staging = np.zeros(256, np.uint8)
-    dst = Region(staging.ctypes.data, staging.nbytes)
-    for ticket in range(20):
-        stager.gather(ticket, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), dst=dst, checksum=True)
-    device.over = set(device.recorded)
-    assert len({copied.ticket for copied in stager.poll()}) == 20
-    assert (device.n_pinned, next(device.events)) == (before, events + 1)
-
-
-def test_a_copy_that_cannot_be_launched_is_an_error_of_its_ticket(pool):
-    device = Device()
-    stager = Stager(pool, runtime=device)
-    stager.gather(1, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 9, 2), dst=Region(0x1000, 256))
-    device.over = set(device.recorded)
-    (copied,) = stager.poll()
-    assert copied.ticket == 1 and isinstance(copied.error, UsageError) and "item 9" in str(copied.error)
-
-
 def test_a_copy_refused_at_its_second_part_ends_after_its_first():
     """I2, I8: until then a kernel of the first may still read the pages, or write them."""
     held = [hold([Stored(Logical(width=16), n_items=n, rows_per_item=2)]) for n in (4, 3)]
@@ -138,15 +113,17 @@ def several(n):
 @pytest.mark.parametrize("checksum", [False, True])
 def test_one_gather_to_several_destinations_is_one_launch_and_the_end_of_each_ticket(pool, monkeypatch, checksum):
     device, calls, made = Device(), [], Plan.gather
-    monkeypatch.setattr(Plan, "gather", lambda *args, **how: calls.append(how["also"]) or made(*args, **how))
-    stager = Stager(pool, runtime=device)
+    monkeypatch.setattr(
+        Plan, "gather", lambda *args, **how: calls.append((len(how["also"]), how["max_sms"])) or made(*args, **how)
+    )
+    stager = Stager(pool, runtime=device, max_sms=3)
     staging, regions = several(4)
     alone = np.full(256, 0xA5, np.uint8)
     what = {"order": TOKEN_MAJOR, "items": items(0, 1, 2), "checksum": checksum}
     stager.gather(1, OWNED, RECTS, dst=Region(alone.ctypes.data, 256), **what)
     (ticket, dst), *others = regions.items()
     stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **what)
-    assert [len(also) for also in calls] == [0, 3]
+    assert calls == [(0, 3), (3, 3)], "and no copy takes more multiprocessors than it may"
     assert len(device.recorded) == 2
     assert stager.poll() == []
     device.over = set(device.recorded)
@@ -157,33 +134,6 @@ def test_one_gather_to_several_destinations_is_one_launch_and_the_end_of_each_ti
     assert (staging == alone).all() and (alone[: TOKENS * 16] != 0xA5).any()
     stager.gather(1, OWNED, RECTS, dst=dst, **what)
     assert len(set(device.recorded)) == 2, "one event was enough, and it serves again"
-
-
-def test_where_one_launch_fails_each_of_its_tickets_does(pool):
-    device = Device()
-    stager = Stager(pool, runtime=device)
-    for wrong in ({"items": items(0, 9, 2)}, {"items": items(0, 1, 2), "order": "sideways"}):
-        _, regions = several(3)
-        (ticket, dst), *others = regions.items()
-        stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **({"order": TOKEN_MAJOR} | wrong))
-        device.over = set(device.recorded)
-        ended = stager.poll()
-        assert [copied.ticket for copied in ended] == list(regions)
-        assert len({str(copied.error) for copied in ended}) == 1
-        assert all(isinstance(copied.error, UsageError) for copied in ended)
-
-
-def test_in_host_memory_several_destinations_are_gathers_of_their_own(pool):
-    stager = Stager(pool)
-    staging, regions = several(3)
-    (ticket, dst), *others = regions.items()
-    stager.gather(
-        ticket, OWNED, RECTS, dst=dst, also=dict(others), order=TOKEN_MAJOR, items=items(0, 1, 2), checksum=True
-    )
-    ended = stager.poll()
-    assert [copied.ticket for copied in ended] == list(regions)
-    assert len({copied.checksum for copied in ended}) == 1 and ended[0].checksum
-    assert (staging == staging[0]).all()
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -240,19 +190,6 @@ def test_a_gpus_staging_memory_is_its_drivers_and_is_not_freed_but_kept_for_the_
     assert not runtime.locked
 
 
-@pytest.mark.parametrize("mappable", [True, False])
-def test_host_staging_of_a_gpus_pool_is_page_locked_and_told_as_host_memory(mappable):
-    runtime = Allocator()
-    memory = Memory(1 << 20, None, "cuda:1", mappable=mappable, runtime=runtime, staging_on="host")
-    base = memory.region.base
-    assert (memory.region.kind, memory.region.device) == ("cpu", 0)
-    assert runtime.locked == {base: memory.region.nbytes}
-    assert {part.kind for part in memory.parts(2)} == {"cpu"}
-    memory.release()
-    assert not runtime.locked, "before it goes back to the system"
-    assert not runtime.calls
-
-
 def test_a_callers_host_memory_is_page_locked_unless_it_is_already():
     runtime, given = Allocator(), np.zeros(8192, np.uint8)
     memory = Memory(0, given, "cuda:0", runtime=runtime)
@@ -287,10 +224,6 @@ def test_pages_that_cannot_be_page_locked_are_named_and_the_others_unlocked():
     assert not runtime.locked
 
 
-def test_a_pool_in_host_memory_locks_nothing():
-    Memory(4096, None, "cpu", runtime=None, staging_on="host").release()
-
-
 def test_memory_that_cannot_be_had_is_refused_in_words(monkeypatch):
     with pytest.raises(UsageError, match="this machine has"):
         Memory(1 << 60)
@@ -313,28 +246,15 @@ def test_staging_memory_is_all_of_an_array_that_may_be_written():
             Memory(0, wrong)
 
 
-@pytest.mark.parametrize("max_sms", [None, 3])
-def test_no_copy_takes_more_multiprocessors_than_it_may(pool, monkeypatch, max_sms):
-    seen = []
-
-    class Watched:
-        def __init__(self, plan):
-            self._plan = plan
-
-        def __getattr__(self, name):
-            return getattr(self._plan, name)
-
-        def gather(self, *args, **launch):
-            seen.append(launch["max_sms"])
-
-        scatter = gather
-
-    made = Pool.plan
-    monkeypatch.setattr(Pool, "plan", lambda *args, **how: Watched(made(*args, **how)))
-    stager = Stager(pool, runtime=Device(), max_sms=max_sms)
-    staging = np.zeros(256, np.uint8)
-    region = Region(staging.ctypes.data, staging.nbytes)
-    what = {"order": TOKEN_MAJOR, "items": items(0, 1, 2)}
-    stager.gather(1, OWNED, RECTS, dst=region, **what)
-    stager.scatter(2, OWNED, RECTS, src=region, **what)
-    assert seen == [max_sms] * 2
+def test_where_one_launch_fails_each_of_its_tickets_does(pool):
+    device = Device()
+    stager = Stager(pool, runtime=device)
+    for wrong in ({"items": items(0, 9, 2)}, {"items": items(0, 1, 2), "order": "sideways"}):
+        _, regions = several(3)
+        (ticket, dst), *others = regions.items()
+        stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **({"order": TOKEN_MAJOR} | wrong))
+        device.over = set(device.recorded)
+        ended = stager.poll()
+        assert [copied.ticket for copied in ended] == list(regions)
+        assert len({str(copied.error) for copied in ended}) == 1
+        assert all(isinstance(copied.error, UsageError) for copied in ended)

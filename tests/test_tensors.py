@@ -12,11 +12,8 @@ import pytest
 import torch
 
 from pdstage.errors import UsageError
-from pdstage.kernels import Pool
-from pdstage.layout import Key, RowLevel
-from pdstage.layout.topology import REPLICATED, shard_axis, shard_range
-from pdstage.plan import Select
-from pdstage.plan.tables import Index
+from pdstage.layout import Key
+from pdstage.layout.topology import REPLICATED, shard_axis
 from pdstage.tensors import build, mla, paged_hnd, paged_nhd, sglang_mha, vllm_blocks, vllm_cpu_blocks
 
 PAGES, PAGE, HEADS, DIM = 5, 4, 3, 8
@@ -77,12 +74,6 @@ def test_sglang_slots_become_pages(dtype):
     assert view.axis == shard_axis("kv_head", 12, 4, 1)
 
 
-def test_sglang_with_pages_of_one_slot():
-    k, v = layers_of(7, HEADS, DIM)
-    view = build(sglang_mha(k, v, page_size=1, **WHOLE)).by_key()["kv", "v", 2]
-    assert (view.n_items, view.tokens_per_item) == (7, 1)
-
-
 @pytest.mark.parametrize("fused", ["apart", "halves of dim 1", "halves of the last"])
 def test_paged_nhd(fused):
     shape = {
@@ -111,13 +102,6 @@ def test_paged_hnd_of_one_stacked_tensor_is_one_region():
     for i, layer in enumerate((3, 7, 11)):
         np.testing.assert_array_equal(contents(layout, Key("full", "v", layer)), as_bytes(v[i].transpose(1, 2)))
     assert {view.format for view in layout.views()} == {"mxfp8"}
-
-
-def test_k_and_v_may_have_different_widths():
-    k, v = [filled(PAGES, PAGE, HEADS, 24)], [filled(PAGES, PAGE, HEADS, 16)]
-    layout = build(paged_nhd(k, v, **WHOLE))
-    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 0)), as_bytes(k[0]))
-    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 0)), as_bytes(v[0]))
 
 
 def test_mla_is_replicated_in_both_shapes():
@@ -160,32 +144,6 @@ def test_vllm_blocks_in_six_layouts(order, pad):
         half = CONTENT // 2
         np.testing.assert_array_equal(contents(layout, Key("kv", "k", layer)), logical[..., :half])
         np.testing.assert_array_equal(contents(layout, Key("kv", "v", layer)), logical[..., half:])
-
-
-def test_the_six_layouts_differ_in_memory_only():
-    digests, seen = set(), []
-    for order in VLLM_LAYOUTS:
-        layout = build(vllm_blocks(vllm_caches(order)[1], format="bf16", **WHOLE))
-        digests.add(layout.digest())
-        seen.append(
-            [(v.key, v.n_items, v.tokens_per_item, v.shards, v.width, v.axis, v.format) for v in layout.views()]
-        )
-    assert len(digests) == len(VLLM_LAYOUTS)
-    assert all(geometry == seen[0] for geometry in seen)
-
-
-def test_vllm_k_and_v_of_different_widths():
-    _, caches = vllm_caches("LBNHC")
-    layout = build(vllm_blocks(caches, format="bf16", key_nbytes=20, **WHOLE))
-    logical = as_bytes(caches[1]).transpose(0, 2, 1, 3)
-    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 1)), logical[..., :20])
-    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 1)), logical[..., 20:])
-
-
-def test_vllm_mla_cache_goes_through_mla():
-    cache = filled(PAGES, 1, PAGE, 36, dtype=torch.int8)
-    layout = build(mla([cache[:, 0]], format="fp8_ds_mla"))
-    np.testing.assert_array_equal(contents(layout, Key("kv", "latent", 0))[:, :, 0], as_bytes(cache[:, 0]))
 
 
 def test_groups_that_alias_one_allocation_share_its_region():
@@ -239,13 +197,6 @@ def test_padding_inside_a_page_needs_none_after_its_last_row():
     np.testing.assert_array_equal(contents(layout, Key("kv", "v", 0)), as_bytes(v))
 
 
-def test_numpy_arrays_will_do():
-    pool = np.random.default_rng(0).integers(0, 256, (2, 3, PAGES, PAGE, HEADS, DIM), np.uint8)
-    layout = build(paged_nhd(pool[0], pool[1], **WHOLE))
-    assert [(r.base, r.nbytes, r.kind) for r in layout.regions] == [(pool.ctypes.data, pool.nbytes, "cpu")]
-    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 2)), pool[1, 2])
-
-
 def cpu_attn(k, v, *, packed):
     """K and V `[page, token, head, dim]` as CPU_ATTN keeps them: `[page, head, token, 2 * dim]` by its shape only."""
     pages, tokens, heads, dim = k.shape
@@ -272,44 +223,6 @@ def test_vllm_cpu_blocks(packed, dtype):
     assert sum(view.shards * view.shard_nbytes for view in layout.views()) == HEADS * 2 * 64 * dtype.itemsize
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["vec", "amx"])
-def test_vllm_cpu_blocks_meet_other_page_sizes_and_ranks(packed):
-    """A rank of two with pages of 32 tokens gathers its heads, the whole model with pages of 64 scatters them."""
-    k = filled(6, 32, 2, 32)
-    v = k.flip(0)
-    src_cache = cpu_attn(k, v, packed=packed)
-    dst_cache = torch.zeros(4, 4, 64, 64, dtype=torch.bfloat16)
-    src = Pool.of(build(vllm_cpu_blocks([src_cache], packed=packed, total_heads=4, tp=(2, 1))), keep=src_cache)
-    dst = Pool.of(build(vllm_cpu_blocks([dst_cache], packed=packed, total_heads=4, tp=(1, 0))), keep=dst_cache)
-    items = {"src": np.array([5, 0, 3], np.int64), "dst": np.array([2, 1], np.int64)}
-    tokens = {"kv": (0, 90)}
-    keys = sorted(src.layout.by_key())
-    gathered = src.plan([Select(key, 0, 2) for key in keys])
-    scattered = dst.plan([Select(key, 2, 2) for key in keys])
-    staging = np.zeros(gathered.nbytes(tokens), np.uint8)
-    address = staging.ctypes.data
-    gathered.gather(address, len(staging), {"kv": Index.of(items["src"])}, tokens)
-    scattered.scatter(address, len(staging), {"kv": Index.of(items["dst"])}, tokens)
-    expected_k, expected_v = (one[items["src"]].flatten(0, 1)[:90] for one in (k, v))
-    padded = [torch.zeros(128, 4, 32, dtype=torch.bfloat16) for _ in range(2)]
-    for whole, part in zip(padded, (expected_k, expected_v), strict=True):
-        whole[:90, 2:] = part
-    pages = [torch.zeros(4, 64, 4, 32, dtype=torch.bfloat16) for _ in range(2)]
-    for whole, rows in zip(pages, padded, strict=True):
-        whole[items["dst"]] = rows.view(2, 64, 4, 32)
-    assert torch.equal(dst_cache.view(torch.uint8), cpu_attn(*pages, packed=packed).view(torch.uint8))
-
-
-@pytest.mark.parametrize(("total", "tp"), [(8, 4), (6, 4), (5, 3), (2, 8), (1, 3)])
-def test_heads_of_every_rank(total, tp):
-    for rank in range(tp):
-        start, end = shard_range(total, tp, rank)
-        pool = filled(PAGES, PAGE, end - start, DIM)
-        view = build(paged_nhd([pool], [pool.clone()], total_heads=total, tp=(tp, rank))).by_key()["kv", "k", 0]
-        assert view.axis == ("kv_head", total, start, end - start)
-        assert view.rows == (RowLevel(1, pool.stride(1) * 2),)
-
-
 class FakeTensor:
     """A tensor on a device this machine may lack."""
 
@@ -331,11 +244,6 @@ def test_parts_may_lie_in_host_memory_beside_one_gpus():
         build(caches("kv", "cuda"), caches("window", "cpu"), caches("third", "cuda", 1))
 
 
-def test_device_is_recorded():
-    k, v = ([FakeTensor(filled(PAGES, PAGE, HEADS, DIM), "cuda", 3)] for _ in "kv")
-    assert {(r.kind, r.device) for r in build(paged_nhd(k, v, **WHOLE)).regions} == {("cuda", 3)}
-
-
 def nhd(**changes):
     given = {"k": [filled(PAGES, PAGE, HEADS, DIM)], "v": [filled(PAGES, PAGE, HEADS, DIM)], **WHOLE, **changes}
     return build(paged_nhd(given.pop("k"), given.pop("v"), **given))
@@ -352,7 +260,6 @@ def slots(n=20, heads=HEADS, page_size=PAGE):
 
 MISUSES = {
     "ndim": (lambda: nhd(v=[filled(PAGES * PAGE, HEADS, DIM)]), r"v\[0\] has shape .*not \[pages, page_size, heads"),
-    "one tensor for a list": (lambda: nhd(k=filled(PAGES, PAGE, HEADS, DIM)), r"k\[0\] has shape"),
     "empty axis": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, DIM)[:0]]), r"k\[0\] has shape \[0, "),
     "last axis strided": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, 16)[..., ::2]]), r"k\[0\] has elements 4 bytes"),
     "expanded": (
@@ -379,16 +286,13 @@ MISUSES = {
     "not a tensor": (lambda: nhd(k=[[1, 2]]), r"k\[0\] is a list, not a tensor"),
     "no layers": (lambda: nhd(k=[], v=[]), "k is empty"),
     "layer counts": (lambda: nhd(v=[filled(PAGES, PAGE, HEADS, DIM) for _ in "ab"]), "v has 2 entries, k has 1"),
-    "layer numbers": (lambda: nhd(layers=[1, 2]), "layers has 2 entries, k has 1"),
     "heads": (lambda: nhd(tp=(2, 1)), r"k\[0\] has 3 heads, but this rank holds 6 of 12 \(from head 6\)"),
-    "heads of v": (lambda: nhd(v=[filled(PAGES, PAGE, 2, DIM)]), r"v\[0\] has 2 heads"),
     "pages": (lambda: nhd(v=[filled(PAGES + 1, PAGE, HEADS, DIM)]), r"v\[0\] has 6 pages of 4 tokens, k\[0\] has 5"),
     "page size": (lambda: nhd(v=[filled(PAGES, 2, HEADS, DIM)]), r"v\[0\] has 5 pages of 2 tokens, k\[0\] has 5 of 4"),
     "the same cache twice": (twice, r"v\[0\] is the same memory as k\[0\]"),
     "tp rank": (lambda: nhd(tp=(4, 4)), "rank=4"),
     "slots": (lambda: slots(n=21), r"k\[0\] has 21 slots, not a multiple of page_size=4"),
     "no page size": (lambda: slots(page_size=0), "page_size=0"),
-    "heads of slots": (lambda: slots(heads=2), r"k\[0\] has 2 heads"),
     "mla heads": (lambda: mla([filled(8, 2, 18)], page_size=4), r"caches\[0\] has shape .* not \[slots, 1, dim\]"),
     "raw bytes unnamed": (lambda: vllm_blocks(vllm_caches("LBHNC")[1], **WHOLE), "name their encoding"),
     "odd content": (
@@ -429,3 +333,11 @@ def test_misuse_is_refused_in_words(misuse):
 def test_importing_needs_no_torch():
     code = "import sys, pdstage.tensors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_vllm_k_and_v_of_different_widths():
+    _, caches = vllm_caches("LBNHC")
+    layout = build(vllm_blocks(caches, format="bf16", key_nbytes=20, **WHOLE))
+    logical = as_bytes(caches[1]).transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 1)), logical[..., :20])
+    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 1)), logical[..., 20:])

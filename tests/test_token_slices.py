@@ -1,206 +1,23 @@
-"""Bytes between ranks that hold different tokens: every byte of a destination against its owner's, cell by cell.
+"""Where two ranks hold different tokens their pages are cut into pieces: how, and what is refused.
 
-A prefill engine of CP x TP ranks and one decode rank, over pools of any shape, through plans, kernels and the direct
-path, as nodes use them; without rooms.
+That the bytes arrive is for tests/any_layout to see.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
 import tracemalloc
-import zlib
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pdstage.errors import UsageError
-from pdstage.kernels import Pool
 from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
-from pdstage.layout.topology import Axis, shard_range
-from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Rect, Select, Stagings, selects, shares
+from pdstage.layout.topology import Axis
+from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from pdstage.plan.ownership import Common
 from pdstage.plan.spans import Index
-from pdstage.plan.tables import memory
-from pdstage.plan.token_slices import DirectPlans, Pair, tokens_problem
-from pdstage.stager import Stager
-from tests.owners import all_ranks, items_for, place_of, ways, with_owned
-from tests.pools import GUARD, Held, Logical, Stored, hold, orders
-from tests.rows import drawn
-
-
-@dataclass
-class Rank:
-    """One rank: its memory, its part of the tokens, and the pages that hold them."""
-
-    owned: TokenShard
-    held: Held
-    page: int
-    n: int
-    since: int
-
-    def __post_init__(self):
-        self.layout = self.held.layout
-        (component,) = self.layout.components
-        pages = np.random.default_rng(self.page).permutation(component.n_items).astype(np.int32)
-        self.pages, self.first = items_for(self.owned, self.n, self.page, pages, self.since)
-        self.places = place_of(self.owned, self.n)
-        self.index = {"kv": Index.of(self.pages, self.first)}
-        self.stager = Stager(Pool.of(self.layout, keep=self.held))
-
-    def cells(self, view, token, shard):
-        """(memory, offset) of each run of one token and local shard; rows of several tokens are their first's."""
-        page, t = divmod(self.places[token] - self.first, view.tokens_per_item)
-        at = view.offset + int(self.pages[page]) * view.item_stride + view.row_offset(t) + shard * view.shard_stride
-        return [(view.region, GUARD + at + seg * view.seg_stride) for seg in range(view.segs)]
-
-
-def renamed(layout, owned):
-    """The component "kv~" as further roles of "kv": views of other strides under one list of items."""
-    views = [
-        replace(v, key=Key("kv", v.key.role + ("~" if v.key.component == "kv~" else ""), v.key.layer))
-        for v in layout.views()
-    ]
-    return with_owned(Layout.of(layout.regions, views), owned)
-
-
-@dataclass
-class Case:
-    srcs: dict[int, Rank]
-    dst: Rank
-    dst_tp: tuple[int, int]
-    start: int
-    marks: list[int]
-    lanes: int
-
-
-def truth(view, token, head):
-    """What the row of `token` holds of one head."""
-    seed = zlib.crc32(f"{view.key}/{token - token % view.tokens_per_row}/{head}".encode())
-    return np.frombuffer(random.Random(seed).randbytes(view.segs * view.width), np.uint8).reshape(view.segs, view.width)
-
-
-def fill(rank, memory):
-    """Writes the truth of every token that `rank` holds from `since` on."""
-    for view in rank.layout.views():
-        for token in (t for t in rank.places if t >= rank.since):
-            row = token - token % view.tokens_per_row
-            for shard in range(view.shards):
-                values = truth(view, token, view.axis.first + shard)
-                for (region, at), value in zip(rank.cells(view, row, shard), values, strict=True):
-                    memory[region][at : at + view.width] = value
-
-
-def expected(case):
-    """The destination's bytes after the transfer."""
-    result = case.dst.held.bytes()
-    fill(case.dst, result)
-    return result
-
-
-def send(case, path):
-    """Each writer's chunks into the destination, staged or direct; what each rank must do comes from its own side."""
-    dealt = shares({n: src.layout for n, src in case.srcs.items()}, case.dst.layout, case.dst_tp)
-    sums: deque = deque()
-    for number, src in case.srcs.items():
-        common = Common.of(src.layout, case.dst.layout)
-        pair = Pair(src.layout, case.dst.layout, common)
-        low, high = common.part("kv", case.start, case.dst.n)
-        for begin, end in itertools.pairwise(case.marks):
-            start, stop = max(begin, low), min(end, high)
-            rects = (Rect("kv", start, stop, 0, 9),)
-            tokens = common.tokens(rects)
-            owned = dealt[number]
-            if not owned or tokens["kv"][0] >= tokens["kv"][1]:
-                continue
-            (staged if path == "staged" else direct)(case, src, pair, owned, rects, tokens, sums)
-
-
-def staged(case, src, pair, owned, rects, tokens, sums):
-    sizes = {Stagings(rank.layout).of(owned, rects).nbytes(tokens) for rank in (src, case.dst)}
-    (nbytes,) = sizes
-    buffer = np.full(nbytes + 2 * 256, 0xC3, np.uint8)
-    at = Region(-(-buffer.ctypes.data // 256) * 256, nbytes)
-    how = {"order": pair.order, "checksum": True, "tokens": tokens}
-    src.stager.gather(1, owned, rects, items=src.index, dst=at, cut=pair.src, **how)
-    ((_, error, gathered, *_),) = src.stager.poll()
-    assert error is None, error
-    case.dst.stager.scatter(1, owned, rects, items=case.dst.index, src=at, cut=pair.dst, **how)
-    ((_, error, scattered, *_),) = case.dst.stager.poll()
-    assert error is None, error
-    assert gathered == scattered, "both sides name tokens alike"
-    used = at.base + nbytes - buffer.ctypes.data
-    assert (buffer[used:] == 0xC3).all()
-
-
-def direct(case, src, pair, owned, rects, tokens, sums):
-    ours, theirs = (selects(rank.layout, owned, rects) for rank in (src, case.dst))
-    plans = DirectPlans(pair.src, ours, pair.dst, theirs)
-    spans = plans.spans(tokens, src.index, case.dst.index)
-    for a, b, n in zip(*spans, strict=True):
-        memory(int(b), int(n))[:] = memory(int(a), int(n))
-    assert plans.n_descriptors(tokens) > 0
-
-
-@st.composite
-def storages(draw, of, owned, shards, n, page):
-    """How a rank stores its part: any order and padding, pages of `page` tokens, enough of them."""
-    places = place_of(owned, n).values()
-    n_items = max(places, default=0) // page + 1 + draw(st.integers(0, 2))
-    pads = draw(st.dictionaries(st.sampled_from(["item", "row", "shard"]), st.sampled_from([1, 8, 16]), max_size=2))
-    return Stored(
-        replace(of, shards=shards[1] - shards[0]), n_items, page // of.tokens_per_row,
-        draw(st.sampled_from([0, 0, 0, 1, 2, 3, 4])), draw(orders()), pads, draw(st.sampled_from([0, 0, 16])),
-        shards[0], of.shards,
-    )  # fmt: skip
-
-
-@st.composite
-def cases(draw):
-    """P of CP x TP ranks, one rank of a D that cuts heads and tokens otherwise; a part of a sequence, in chunks."""
-    src_way, dst_way = draw(ways()), draw(ways())
-    both = [by for size, by in (src_way, dst_way) if size > 1]
-    per_row = draw(st.sampled_from([per for per in (1, 1, 1, 2) if all(by and by % per == 0 for by in both)] or [1]))
-    heads = draw(st.sampled_from([1, 2, 3, 4]))
-    kinds = [Logical("kv", draw(st.integers(1, 2)), draw(st.integers(1, 2)), heads, 1, 8, per_row)]
-    if draw(st.booleans()):
-        kinds.append(Logical("kv~", 1, 1, heads, draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 4])), per_row))
-    src_tp, dst_tp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
-    most = 3 * max([size * by for size, by in (src_way, dst_way)] + [8])
-    n = draw(st.integers(1, most))
-    start = draw(st.sampled_from([0, 0, draw(st.integers(0, n))]))
-    page_of = {}
-
-    def rank(side, owned, tp, number, since):
-        shards = shard_range(heads, tp, number)
-        page = page_of.setdefault(side, draw(st.sampled_from([p for p in (1, 2, 4, 6, 16, 64) if p % per_row == 0])))
-        parts = [draw(storages(kinds[0], owned, shards, n, page))]
-        parts += [replace(draw(storages(kind, owned, shards, n, page)), n_items=parts[0].n_items) for kind in kinds[1:]]
-        held = hold(parts, seed=owned.rank + 10 * number)
-        return Rank(owned, Held(held.memory, renamed(held.layout, owned)), page, n, since)
-
-    ranks = itertools.product(all_ranks(*src_way), range(src_tp))
-    srcs = {i: rank("src", owned, src_tp, number, 0) for i, (owned, number) in enumerate(ranks)}
-    dst_rank, dst_number = draw(st.integers(0, dst_way[0] - 1)), draw(st.integers(0, dst_tp - 1))
-    dst = rank("dst", TokenShard(dst_way[0], dst_rank, dst_way[1]), dst_tp, dst_number, start)
-    inner = draw(st.lists(st.integers(start, n), max_size=3, unique=True))
-    return Case(srcs, dst, (dst_tp, dst_number), start, sorted({start, *inner, n}), 1)
-
-
-@pytest.mark.parametrize("path", ["staged", "direct"])
-@settings(max_examples=drawn(25, full=60), deadline=None)
-@given(case=cases())
-def test_every_destination_byte(path, case):
-    for src in case.srcs.values():
-        fill(src, src.held.memory)
-    wanted = expected(case)
-    send(case, path)
-    for got, want in zip(case.dst.held.memory, wanted, strict=True):
-        assert np.array_equal(got, want)
+from pdstage.plan.token_slices import Pair, tokens_problem
 
 
 def view(role, *, page=8, row=16, item=128, base=0, n_items=4, rows=None, shards=1, shard=0):
@@ -219,14 +36,6 @@ def pair_of(src_views, dst_views, src=ALL_TOKENS, dst=ALL_TOKENS):
     return Pair(*sides, Common.of(*sides))
 
 
-def test_where_both_hold_the_same_tokens_nothing_is_cut():
-    for owned in (ALL_TOKENS, TokenShard(2, 1, 16), TokenShard(3, 0)):
-        pair = pair_of([view("k")], [view("k", page=4)], owned, owned)
-        index = {"kv": Index.of(np.arange(2))}
-        assert pair.src.key == pair.dst.key == ()
-        assert pair.src.indexes(index, {"kv": (0, 8)}).of(0) is index, "the same list, not a copy"
-
-
 def test_only_the_side_with_foreign_tokens_between_is_cut():
     """Blocks of four out of pages of eight and of sixteen: pieces of four. The part itself stays as it is."""
     pair = pair_of([view("k", page=16, item=256)], [view("k")], dst=TokenShard(2, 1, 4))
@@ -236,18 +45,6 @@ def test_only_the_side_with_foreign_tokens_between_is_cut():
     lists = pair.src.indexes({"kv": Index.of(np.array([3, 0]), 16)}, {"kv": (9, 14)}).of(0)
     assert lists["kv"].first_token == 8
     assert lists["kv"].keep.tolist() == [3 * 4 + 1, 3 * 4 + 3], "tokens 20..24 and 28..32 of the page of token 16"
-
-
-def test_views_of_other_steps_take_lists_of_their_own():
-    """Keys and scales of one page: sixteen bytes a token, and two."""
-    views = [view("k", item=1024), view("scale", item=1024, row=2, base=512), view("v", item=1024, base=256)]
-    pair = pair_of(views, views, dst=TokenShard(2, 0, 1))
-    select = [(v.key, 0, 1) for v in sorted(views, key=lambda v: v.key)]
-    runs = pair.src.runs([Select(*one) for one in select])
-    assert [(n, [s.key.role for s in run]) for n, run in runs] == [(0, ["k"]), (1, ["scale"]), (0, ["v"])]
-    lists = pair.src.indexes({"kv": Index.of(np.array([2]), 0)}, {"kv": (0, 2)})
-    assert lists.of(0)["kv"].keep.tolist() == [2 * 64, 2 * 64 + 2]
-    assert lists.of(1)["kv"].keep.tolist() == [2 * 512, 2 * 512 + 2]
 
 
 def test_what_a_peer_says_of_its_blocks_costs_no_memory_by_their_length():
@@ -260,27 +57,6 @@ def test_what_a_peer_says_of_its_blocks_costs_no_memory_by_their_length():
     assert kept <= most < 100_000
     lists = pair.src.indexes({"kv": Index.of(np.arange(1 << 16), 1 << 20)}, {"kv": (70, 73)}).of(0)
     assert lists["kv"].keep.tolist() == [70, 71, 72] and lists["kv"].first_token == 70
-
-
-def test_a_class_for_every_layer():
-    """Looked up, not searched for: a peer may name thousands of views."""
-    layers = 3000
-    views = [replace(view("k", item=1024 + 16 * n), key=Key("kv", "k", n)) for n in range(layers)]
-    pair = pair_of(views, views[:1], dst=TokenShard(2, 1, 1))
-    assert len(pair.src.layouts) == layers
-    for number in (0, 1, layers - 1):
-        (only,) = pair.src.layouts[number].views()
-        assert only.key.layer == number == pair.src.class_of(only.key) and only == pair.src.view(only.key)
-
-
-def test_pages_and_rows_in_descending_order_are_numbered_from_the_lowest():
-    down = view("k", item=-128, base=3 * 128 + 7 * 16, row=-16)
-    pair = pair_of([down], [view("k")], dst=TokenShard(2, 0, 4))
-    (cut,) = pair.src.layouts[0].views()
-    lists = pair.src.indexes({"kv": Index.of(np.array([3, 0]))}, {"kv": (0, 8)}).of(0)
-    pages = [cut.offset + number * cut.item_stride for number in lists["kv"].keep.tolist()]
-    assert pages == [7 * 16, 3 * 128 + 7 * 16], "tokens 0 and 8: the first rows of pages 3 and 0"
-    assert min(lists["kv"].keep) >= 0 and cut.n_items == 8
 
 
 def test_steps_with_no_common_unit_are_refused_at_hello():
@@ -309,3 +85,36 @@ def test_items_that_lack_a_page_are_refused(pages, first, words):
     pair = pair_of([view("k")], [view("k")], dst=TokenShard(2, 1, 4))
     with pytest.raises(UsageError, match=words):
         pair.src.indexes({"kv": Index.of(np.array(pages), first)}, {"kv": (0, 8)})
+
+
+def test_pages_and_rows_in_descending_order_are_numbered_from_the_lowest():
+    down = view("k", item=-128, base=3 * 128 + 7 * 16, row=-16)
+    pair = pair_of([down], [view("k")], dst=TokenShard(2, 0, 4))
+    (cut,) = pair.src.layouts[0].views()
+    lists = pair.src.indexes({"kv": Index.of(np.array([3, 0]))}, {"kv": (0, 8)}).of(0)
+    pages = [cut.offset + number * cut.item_stride for number in lists["kv"].keep.tolist()]
+    assert pages == [7 * 16, 3 * 128 + 7 * 16], "tokens 0 and 8: the first rows of pages 3 and 0"
+    assert min(lists["kv"].keep) >= 0 and cut.n_items == 8
+
+
+def test_views_of_other_steps_take_lists_of_their_own():
+    """Keys and scales of one page: sixteen bytes a token, and two."""
+    views = [view("k", item=1024), view("scale", item=1024, row=2, base=512), view("v", item=1024, base=256)]
+    pair = pair_of(views, views, dst=TokenShard(2, 0, 1))
+    select = [(v.key, 0, 1) for v in sorted(views, key=lambda v: v.key)]
+    runs = pair.src.runs([Select(*one) for one in select])
+    assert [(n, [s.key.role for s in run]) for n, run in runs] == [(0, ["k"]), (1, ["scale"]), (0, ["v"])]
+    lists = pair.src.indexes({"kv": Index.of(np.array([2]), 0)}, {"kv": (0, 2)})
+    assert lists.of(0)["kv"].keep.tolist() == [2 * 64, 2 * 64 + 2]
+    assert lists.of(1)["kv"].keep.tolist() == [2 * 512, 2 * 512 + 2]
+
+
+def test_a_class_for_every_layer():
+    """Looked up, not searched for: a peer may name thousands of views."""
+    layers = 3000
+    views = [replace(view("k", item=1024 + 16 * n), key=Key("kv", "k", n)) for n in range(layers)]
+    pair = pair_of(views, views[:1], dst=TokenShard(2, 1, 1))
+    assert len(pair.src.layouts) == layers
+    for number in (0, 1, layers - 1):
+        (only,) = pair.src.layouts[number].views()
+        assert only.key.layer == number == pair.src.class_of(only.key) and only == pair.src.view(only.key)

@@ -7,10 +7,9 @@ import re
 import pytest
 
 from pdstage.plan import Rect
-from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.state import ChunkPhase, State
-from tests.pair import World, assert_flat, is_kind, is_message
+from pdstage.protocol.state import State
+from tests.pair import World, assert_flat
 
 LEASE = 512
 """Staged bytes of 8 tokens."""
@@ -33,9 +32,8 @@ def met(world: World) -> World:
 def test_a_room_of_one_chunk_takes_two_messages_each_way(notifies: bool) -> None:
     world = met(World(notifies=notifies))
     first = len(world.log)
-    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
-    world.run()
-    world.check(handle, 1, 8)
+    handle, sent = world.serve(1)
+    world.check(handle, 1)
     assert sent.state is State.SUCCESS
     whole = said(world, first)
     assert [one for one in whole if one.startswith("D")] == ["D>P Open", "D>P Closed"]
@@ -63,17 +61,6 @@ def test_the_second_room_of_a_size_asks_for_none_of_its_chunks() -> None:
     assert_flat(world)
 
 
-def test_a_chunk_that_does_not_fit_asks_by_its_second_attempt_and_frees_the_first() -> None:
-    world = met(World(lane_nbytes=1 << 14))
-    for room, step in ((1, 4), (2, 24)):
-        handle = world.receive(room, 24, [0, 1, 2, 3, 4, 5])
-        world.send(room, 24, [0, 1, 2, 3, 4, 5], step=step)
-        world.run()
-        world.check(handle, room, 24)
-    assert any("Reserve(epoch=3, chunk=0, attempt=1" in line for line in world.log)
-    assert_flat(world)
-
-
 def test_a_tag_of_more_than_was_lent_is_stale() -> None:
     """A writer that has it right cannot have written it there (I3)."""
     world = met(World(lane_nbytes=1 << 14))
@@ -93,30 +80,16 @@ def test_a_tag_of_more_than_was_lent_is_stale() -> None:
 @pytest.mark.parametrize("path", ["direct", "auto"])
 def test_a_writer_that_writes_in_place_is_lent_nothing_in_advance(path: str) -> None:
     world = met(World(path=path, choose=lambda _: True))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    world.check(handle, 1, 8)
+    handle, _ = world.serve(1)
+    world.check(handle, 1)
     assert world.decode[0].core.counters.leases_granted == 0
-    assert_flat(world)
-
-
-def test_a_chunk_that_goes_direct_after_all_returns_what_was_lent() -> None:
-    ways = iter([False, False, True])
-    world = World(path="auto", choose=lambda _: next(ways))
-    for room in range(3):
-        handle = world.receive(room, 8, [2 * room, 2 * room + 1])
-        world.send(room, 8, [2 * room, 2 * room + 1])
-        world.run()
-        world.check(handle, room, 8)
-    assert any("Returned(epoch=3, chunk=0, attempt=0" in line for line in world.log)
     assert_flat(world)
 
 
 def test_what_waits_gets_what_was_lent_in_advance_within_a_moment() -> None:
     """Room 1 is lent half of the lane, and its engine is slow. Others need more than the rest, once and again (I12)."""
     world = met(World(lane_nbytes=2 * LEASE, n_pages=32))
-    slow = world.receive(1, 8, [0, 1])
+    slow = world.receive(1)
     world.run()
     (lease,) = world.decode[0].core.leases.advances
     begun = world.now
@@ -127,104 +100,8 @@ def test_what_waits_gets_what_was_lent_in_advance_within_a_moment() -> None:
         world.check(handle, room, 32)
     assert not world.decode[0].core.leases.advances
     assert lease.phase == "released"
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.run()
-    world.check(slow, 1, 8)
+    world.check(slow, 1)
     assert sent.state is State.SUCCESS
     assert_flat(world)
-
-
-def test_a_lease_in_advance_recalled_before_its_chunk_was_computed_is_asked_for_once_it_is() -> None:
-    """I16: between its Recall and its data it asks for nothing."""
-    world = met(World(lane_nbytes=2 * LEASE, n_pages=32))
-    slow = world.receive(1, 8, [0, 1])
-    world.run()
-    other = world.receive(2, 32, list(range(2, 10)))
-    world.send(2, 32, list(range(2, 10)), step=8)
-    world.run(until=world.now + 0.03)
-    world.check(other, 2, 32)
-    sent = world.submit(1)
-    world.fill(1, 8, [0, 1])
-    source = world.chunk(sent, (0, 8), [0, 1], ready=False)
-    world.run(until=world.now + 1.0)
-    assert [chunk.phase for chunk in source.chunks] == [ChunkPhase.PARKED]
-    world.prefill[0].core.data_ready(sent, source, world.now)
-    world.carry(world.prefill[0])
-    world.finish(sent)
-    world.run()
-    world.check(slow, 1, 8)
-    assert_flat(world)
-
-
-def test_a_lease_in_advance_that_was_recalled_is_in_no_later_open() -> None:
-    """Open is lost. Its lease is recalled, and prefill, which has not heard of it, says that nothing will write it. So
-    the Open that is repeated must not have it (I2).
-    """
-    world = met(World(lane_nbytes=2 * LEASE, n_pages=32))
-    sent = world.send(1, 8, [0, 1])
-    world.run()
-    world.drop(is_message(m.Open))
-    handle = world.receive(1, 8, [0, 1])
-    world.run()
-    world.rules.clear()
-    world.hold(lambda item: item.src is world.prefill[0] and is_message(m.Returned)(item))
-    other = world.receive(2, 32, list(range(2, 10)))
-    world.send(2, 32, list(range(2, 10)), step=8)
-    world.run(until=world.now + 0.03)
-    world.run(until=world.now + 0.5)
-    world.free()
-    world.run(until=world.now + 5.0)
-    world.check(handle, 1, 8)
-    world.check(other, 2, 32)
-    assert sent.state is State.SUCCESS
-    assert_flat(world)
-
-
-def test_recalls_of_chunks_that_nobody_lent_leave_nothing() -> None:
-    """I14."""
-    world = met(World())
-    world.receive(1, 8, [0, 1])
-    world.run()
-    decode = world.decode[0].core
-    (session,) = decode.sessions.values()
-    for chunk in range(5, 50):
-        decode.endpoint.send(session, m.Recall(2, chunk, 0, 0, 0, 0), world.now)
-    world.carry(world.decode[0])
-    world.run()
-    (destination,) = world.prefill[0].core.rooms.destinations.values()
-    assert set(destination.advances) == {0}
-
-
-def test_leases_in_advance_of_rooms_that_end_are_free() -> None:
-    """Aborted before prefill had it; and its writer's process dies."""
-    world = met(World(prefill=1, n_pages=32))
-    handle = world.receive(1, 8, [0, 1])
-    world.run()
-    assert world.decode[0].core.leases.advances
-    world.decode[0].core.abort(handle, "the client went away", world.now)
-    world.carry(world.decode[0])
-    world.run()
-    assert_flat(world)
-    handle = world.receive(2, 8, [0, 1])
-    world.run()
-    assert world.decode[0].core.leases.advances
-    world.restart(world.prefill[0])
-    world.run(until=60.0)
-    assert handle.state is State.FAILED
-    assert not world.decode[0].core.leases.advances
-
-
-@pytest.mark.parametrize(
-    "advance", [m.Advance(0, 1, 0, 256, 0), m.Advance(0, 0, 3 * LEASE, 2 * LEASE, 0)], ids=["lane", "past the end"]
-)
-def test_an_open_with_memory_outside_its_lane_ends_the_session(advance: m.Advance) -> None:
-    world = met(World(lane_nbytes=4 * LEASE))
-    world.hold(is_kind("gather"))
-    decode = world.decode[0].core
-    (session,) = decode.sessions.values()
-    opened = m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 9.0, None, (advance,))
-    decode.endpoint.send(session, opened, world.now)
-    world.carry(world.decode[0])
-    world.run()
-    assert not world.prefill[0].core.sessions
-    assert any("Open with Advance" in said for said in world.prefill[0].peer_warnings)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
 from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.prefill_chunks import WriteRow
+from pdstage.protocol.decode_rooms import DecodeRoom
+from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.room import OwnRows
 from pdstage.protocol.state import State, WriterPhase
-from tests.pair import COLUMNS, Item, Memory, World, assert_flat, is_kind, is_message
+from tests.pair import COLUMNS, Item, Memory, World, assert_flat, nth
 
 EXTRA = Column("hidden", "bfloat16", (7,))
 FILL, BEFORE = 0xA5, 0x11
@@ -25,28 +25,31 @@ def is_row(item: Item) -> bool:
     return bool(item.tag) and wire.decode_tag(item.tag, ("kv",)).lane == m.AUX
 
 
-def begin(world: World, room: int = 1, *, row: int | None = 3, rank: int = 0, handle=None):
+def begin(world: World, room: int = 1, *, row: int | None = 3) -> tuple[DecodeRoom, PrefillRoom]:
     """One room with a row on both sides; what it holds at decode before is `BEFORE`."""
-    world.row(world.decode[rank], row or 0)[:] = BEFORE
-    handle = world.receive(room, 8, [0, 1], rank, row=row)
-    world.fill(room, 8, [2, 3])
-    out = world.submit(room)
-    world.chunk(out, (0, 8), [2, 3])
+    world.row(world.decode[0], row or 0)[:] = BEFORE
+    handle, out = world.receive(room, row=row), world.submit(room)
+    world.chunk(out)
     world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
     return handle, out
 
 
-def holds(world: World, handle, number: int = 3, rank: int = 0) -> None:
+def fail_row(world: World, *, settled: bool = True) -> None:
+    """The write of a row, which is held, fails."""
+    core = world.prefill[0].core
+    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
+    core.completed(ticket, world.now, TransportError("the post failed"), settled=settled)
+    world.carry(world.prefill[0])
+
+
+def holds(world: World, handle: DecodeRoom) -> None:
     """Success, and each common column is there; whatever else the row holds is as it was."""
-    world.check(handle, int(handle.key[1:]), 8, rank)
-    assert handle.shared is not None
-    want = np.full(world.columns["D"].row_nbytes, BEFORE, np.uint8)
+    world.check(handle, int(handle.key[1:]))
     common = {column.name for column in handle.shared.dst}
-    row = world.row(world.decode[rank], number)
+    row = world.row(world.decode[0], 3)
     for column in world.columns["D"].placed:
-        found = row[column.offset : column.offset + column.nbytes]
-        want[: column.nbytes] = FILL if column.name in common else BEFORE
-        assert np.array_equal(found, want[: column.nbytes]), column.name
+        want = FILL if column.name in common else BEFORE
+        assert (row[column.offset : column.offset + column.nbytes] == want).all(), column.name
 
 
 def counts(world: World) -> tuple[int, int]:
@@ -73,48 +76,6 @@ def test_a_row_arrives(aux: str, path: str) -> None:
     assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
 
 
-def test_same_columns_are_one_span() -> None:
-    world = World(aux="rows", dst_columns=COLUMNS[::-1])
-    world.hold(is_kind("write"))
-    begin(world)
-    (effect,) = _row_writes(world)
-    assert len(effect.spans) == 1
-
-
-def _row_writes(world: World) -> list[WriteRow]:
-    found: list[WriteRow] = []
-    inner = world._post
-
-    def post(node, dst, effect, land) -> None:
-        if isinstance(effect, WriteRow):
-            found.append(effect)
-        inner(node, dst, effect, land)
-
-    world._post = post  # type: ignore[method-assign]
-    world.run()
-    return found
-
-
-@pytest.mark.parametrize("aux", ["packed", "rows"])
-@pytest.mark.parametrize("more", ["P", "D", "both"])
-def test_a_column_of_one_side_moves_nothing(more: str, aux: str) -> None:
-    """The extra one lies between the others on its side; it is left out, and that is said once for all rooms."""
-    src = (*COLUMNS, EXTRA) if more != "D" else COLUMNS
-    dst = (*COLUMNS, EXTRA._replace(name="kept" if more == "both" else EXTRA.name)) if more != "P" else COLUMNS
-    world = World(aux=aux, src_columns=src, dst_columns=dst)
-    handle, _ = begin(world)
-    world.run(QUIET_S)
-    holds(world, handle)
-    assert [column.name for column in handle.shared.dst] == ["logprobs", "token"]
-    again, _ = begin(world, 2)
-    world.run(2 * QUIET_S)
-    holds(world, again)
-    for node in world.nodes():
-        assert len(node.peer_warnings) == (2 if more == "both" else 1)
-        assert "is left out" in node.peer_warnings[0]
-    assert_flat(world)
-
-
 @pytest.mark.parametrize("aux", ["packed", "rows"])
 def test_a_column_of_another_shape_is_left_out_and_named_by_both(aux: str) -> None:
     other = COLUMNS[1]._replace(shape=(6,))
@@ -135,7 +96,7 @@ def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, oth
     without = COLUMNS if "not" in other else (*COLUMNS, EXTRA._replace(shape=(8,)))
     src, dst = (needed, without) if side == "prefill" else (without, needed)
     world = World(aux="rows", src_columns=src, dst_columns=dst)
-    handle = world.receive(1, 8, [0, 1], row=3)
+    handle = world.receive(1, row=3)
     world.run()
     assert handle.state is State.FAILED
     assert f"'hidden', bfloat16[7] and required at {side}, {other}" in str(handle.error)
@@ -143,42 +104,6 @@ def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, oth
 
 
 # What goes wrong on the way.
-
-
-@pytest.mark.parametrize("how", ["drop", "twice", "late"])
-@pytest.mark.parametrize("what", ["tag", m.Open, m.Opened, m.CloseOk, m.Closed])
-def test_what_is_lost_late_or_told_twice(what: object, how: str) -> None:
-    """A lost frame costs time, a lost tag the room; nothing is taken twice, and Success never comes without the row
-    (I4, I5, I7).
-    """
-    world = World(aux="rows")
-    left = [1]
-
-    def want(item: Item) -> bool:
-        ours = item.kind == "tag" and is_row(item) if what == "tag" else is_message(what)(item)  # type: ignore[arg-type]
-        if ours and left[0]:
-            left[0] -= 1
-            return True
-        return False
-
-    {"drop": world.drop, "twice": world.duplicate, "late": world.hold}[how](want)
-    handle, _ = begin(world)
-    world.run(QUIET_S)
-    assert not left[0]
-    if how == "late":
-        if what == "tag":
-            assert not handle.ended
-        world.release_held()
-        world.run(2 * QUIET_S)
-    if what == "tag" and how == "drop":
-        world.run(world.config.transfer_s + world.config.drain_s)
-        assert handle.state is State.FAILED
-    else:
-        holds(world, handle)
-    assert handle.released
-    assert counts(world)[1] == 0
-    world.run(world.now + QUIET_S)
-    assert_flat(world)
 
 
 def test_close_that_overtakes_the_rows_tag_is_no_success() -> None:
@@ -195,26 +120,6 @@ def test_close_that_overtakes_the_rows_tag_is_no_success() -> None:
     world.free()
     world.run(2.0)
     holds(world, handle)
-
-
-def test_an_aborted_room_is_released_when_the_row_can_land_no_more() -> None:
-    """I2, I8: the write is in flight on both sides' books, and lands after the Abort."""
-    world = World(aux="rows")
-    world.hold(lambda item: item.kind == "write" and is_row(item))
-    handle, out = begin(world)
-    world.run()
-    world.decode[0].core.abort(handle, "the test", world.now)
-    world.carry(world.decode[0])
-    world.run(1.0)
-    assert out.state is State.FAILED
-    assert handle.state is State.FAILED
-    assert not handle.released
-    assert not out.released
-    world.free()
-    world.run(2.0)
-    assert handle.released
-    assert out.released
-    assert_flat(world)
 
 
 @pytest.mark.parametrize("fences", [True, False])
@@ -245,17 +150,13 @@ def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
     world.hold(lambda item: item.kind == "write" and is_row(item))
     handle, out = begin(world)
     world.run()
-    (item,) = world.held
     world.held.clear()
     if partly:
         world.row(world.decode[0], 3)[:40] = 0x77
-    core = world.prefill[0].core
-    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
-    core.completed(ticket, world.now, TransportError("the post failed"))
-    world.carry(world.prefill[0])
+    fail_row(world)
     world.run(QUIET_S)
     row = world.row(world.decode[0], 3)
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert [c.name for c in handle.shared.dst if not (row[c.offset : c.offset + c.nbytes] == FILL).all()] == []
     assert out.state is State.SUCCESS
     assert counts(world) == (0, 1)
@@ -263,7 +164,6 @@ def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
         assert len(node.peer_warnings) == 1
         assert "control message" in node.peer_warnings[0]
     assert_flat(world)
-    assert item.tag
 
 
 def test_a_write_that_may_still_land_loses_the_session() -> None:
@@ -272,143 +172,64 @@ def test_a_write_that_may_still_land_loses_the_session() -> None:
     world.hold(lambda item: item.kind == "write" and is_row(item))
     handle, out = begin(world)
     world.run()
-    core = world.prefill[0].core
-    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
-    core.completed(ticket, world.now, TransportError("who knows"), settled=False)
-    world.carry(world.prefill[0])
+    fail_row(world, settled=False)
     world.run(1.0)
     assert out.state is State.FAILED
+    core = world.prefill[0].core
     assert (core.counters.aux_fallbacks, core.counters.sessions_lost) == (0, 1)
     world.run(world.config.max_silence_s * 3)
     assert handle.state is State.FAILED
 
 
-def test_a_failed_write_whose_tag_came_all_the_same() -> None:
-    """The tag counts for nothing then: Close says what to take (I7)."""
-    world = World(aux="rows")
-    world.hold(lambda item: item.kind == "done" and is_row(item))
-    handle, _ = begin(world)
-    world.run()
-    world.held.clear()
-    core = world.prefill[0].core
-    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
-    core.completed(ticket, world.now, TransportError("the completion is an error"))
-    world.carry(world.prefill[0])
-    world.run(QUIET_S)
-    holds(world, handle)
-    assert handle.aux is not None
-    assert counts(world) == (0, 1)
-
-
-def test_a_receiver_without_a_row_gets_it_packed() -> None:
-    world = World(aux="rows")
-    handle, _ = begin(world, row=None)
-    world.run(QUIET_S)
-    assert handle.state is State.SUCCESS
-    assert handle.shared is not None
-    assert handle.aux == bytes([FILL]) * handle.shared.nbytes
-    assert counts(world) == (0, 1)
-    assert "bound without an aux row" in world.prefill[0].peer_warnings[0]
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_rows_out_of_reach_on_one_side_go_by_message(side: str) -> None:
-    """What a node does whose transport could not register them: said once, counted for each room."""
+@pytest.mark.parametrize(
+    ("lacks", "words"), [("P", "at prefill"), ("D", "at decode"), ("", "bound without an aux row")]
+)
+def test_rows_out_of_reach_go_by_message(lacks: str, words: str) -> None:
+    """Where a transport could not register them, or a room has none: said once, counted for each room."""
 
     class OutOfReach(World):
-        def make_rows(self, of: str) -> tuple[Memory, OwnRows]:
-            held, rows = super().make_rows(of)
-            return held, rows._replace(span=None) if of == side[0].upper() else rows
+        def make_rows(self, side: str) -> tuple[Memory, OwnRows]:
+            held, rows = super().make_rows(side)
+            return held, rows._replace(span=None) if side == lacks else rows
 
     world = OutOfReach(aux="rows")
     for room in (1, 2):
-        handle, _ = begin(world, room)
+        handle, _ = begin(world, room, row=3 if lacks else None)
         world.run(room * QUIET_S)
         assert handle.state is State.SUCCESS
         assert handle.aux == bytes([FILL]) * handle.shared.nbytes
     assert counts(world) == (0, 2)
     assert [len(node.peer_warnings) for node in world.nodes()] == [1, 1]
-    assert f"at {side}" in world.prefill[0].peer_warnings[0]
-
-
-def test_bytes_and_nothing_are_as_ever() -> None:
-    """An engine may still give bytes, with rows on both sides, or nothing at all; neither is a fallback."""
-    for aux in (b"raw", None):
-        world = World(aux="rows")
-        handle = world.receive(1, 8, [0, 1], row=3)
-        world.fill(1, 8, [2, 3])
-        out = world.submit(1)
-        world.chunk(out, (0, 8), [2, 3])
-        world.finish(out, aux=aux)
-        world.run(QUIET_S)
-        world.check(handle, 1, 8)
-        assert (handle.aux, handle.shared) == (aux, None)
-        assert counts(world) == (0, 0)
-        assert_flat(world)
-
-
-def test_every_destination_gets_the_row_in_its_own() -> None:
-    world = World(decode=2, aux="rows")
-    handles = [world.receive(1, 8, [0, 1], rank, row=rank + 1) for rank in range(2)]
-    for rank in range(2):
-        world.row(world.decode[rank], rank + 1)[:] = BEFORE
-    world.fill(1, 8, [2, 3])
-    out = world.submit(1)
-    world.chunk(out, (0, 8), [2, 3])
-    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
-    world.run(QUIET_S)
-    for rank, handle in enumerate(handles):
-        holds(world, handle, rank + 1, rank)
-    assert world.prefill[0].core.counters.aux_rows == 2
-
-
-def test_an_open_after_finish_gets_it_too() -> None:
-    world = World(aux="rows")
-    world.fill(1, 8, [2, 3])
-    out = world.submit(1)
-    world.chunk(out, (0, 8), [2, 3])
-    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
-    world.row(world.decode[0], 3)[:] = BEFORE
-    handle = world.receive(1, 8, [0, 1], row=3)
-    world.run(QUIET_S)
-    holds(world, handle)
+    assert words in world.prefill[0].peer_warnings[0]
 
 
 # What a peer may not say.
 
 
-def _said(world: World, message: m.AnyMessage, side: str) -> str:
-    """What the node at `side` complains of when its peer says `message` in their session."""
-    node = world.prefill[0] if side == "prefill" else world.decode[0]
-    (session,) = node.core.sessions.values()
-    node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), world.now)
-    world.carry(node)
-    assert not node.core.sessions, "the session goes on"
-    return node.peer_warnings[-1]
-
-
 @pytest.mark.parametrize("aux", ["packed", "rows"])
 def test_a_row_that_was_not_exposed_is_refused(aux: str) -> None:
     world = World(aux=aux)
-    world.receive(1, 8, [0, 1])
+    world.receive(1)
     world.run()
-    opened = m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8)
-    assert "aux row 8, which Hello did not expose" in _said(world, opened, "prefill")
+    world.say(world.prefill[0], m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8))
+    assert "aux row 8, which Hello did not expose" in world.prefill[0].peer_warnings[-1]
+    assert not world.prefill[0].core.sessions
 
 
 def test_a_packed_row_of_another_size_is_refused() -> None:
     world = World(aux="rows")
-    handle = world.receive(1, 8, [0, 1], row=3)
+    handle = world.receive(1, row=3)
     world.run()
-    said = _said(world, m.CloseOk(handle.epoch, (), bytes(23), (), True), "decode")
-    assert "packed in 23 bytes" in said
+    world.say(world.decode[0], m.CloseOk(handle.epoch, (), bytes(23), (), True))
+    assert "packed in 23 bytes" in world.decode[0].peer_warnings[-1]
+    assert not world.decode[0].core.sessions
 
 
 @pytest.mark.parametrize("row", [None, 3])
 def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None) -> None:
     """I6, I7: it changes nothing else, and is counted."""
     world = World(aux="rows")
-    handle = world.receive(1, 8, [0, 1], row=row)
+    handle = world.receive(1, row=row)
     world.run()
     core = world.decode[0].core
     (session,) = core.sessions.values()
@@ -422,48 +243,53 @@ def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None
     assert handle.state is (State.WAITING_FOR_INPUT if row is None else State.TRANSFERRING)
 
 
-def test_a_row_alone_does_not_end_the_wait_for_the_rest() -> None:
+def test_a_row_is_news_and_does_not_end_the_wait_for_the_rest() -> None:
     """I10: after it the room's data is waited for as after any chunk."""
-    world = World(aux="rows")
-    world.drop(lambda item: item.kind == "write" and not is_row(item))
-    handle, _ = begin(world)
-    world.run(world.config.transfer_s + 1)
+    world = World(aux="rows", write_s=1000.0)
+    world.hold(lambda item: item.kind == "write" and is_row(item))
+    world.drop(nth(1, lambda item: item.kind == "write" and not is_row(item)))
+    handle, out = world.receive(1, row=3), world.submit(1)
+    world.chunk(out, (0, 4))
+    world.chunk(out, (4, 8))
+    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
+    world.run(50.0)
+    world.release_held()
+    world.run(world.config.transfer_s + 49.0)
+    assert not handle.ended
+    world.run(world.config.transfer_s + 51.0)
     assert handle.state is State.FAILED
     assert "got nothing new" in str(handle.error)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("said", "change", "words"),
     [
-        (lambda c: (*c, c[0]), "named twice"),
-        (lambda c: (c[0]._replace(offset=1 << 20), c[1]), "outside its row"),
-        (lambda c: (c[0], c[1]._replace(offset=c[0].offset)), "in another column"),
+        ("hello", lambda c: (*c, c[0]), "named twice"),
+        ("hello", lambda c: (c[0]._replace(offset=1 << 20), c[1]), "outside its row"),
+        ("hello", lambda c: (c[0], c[1]._replace(offset=c[0].offset)), "in another column"),
+        ("welcome", lambda c: (*c, c[0]), "named twice"),
     ],
 )
-def test_columns_that_make_no_row_are_refused(change, words: str) -> None:
-    for side in ("decode", "prefill"):
-        world = World(aux="rows")
-        core = getattr(world, side)[0].core
-        name = "hello" if side == "decode" else "welcome"
-        told = getattr(core.handshake, name)
-        columns = change(told.columns)
-        if side == "prefill" and "outside" in words:
-            continue  # it names no row's size
-        setattr(core.handshake, name, msgspec.structs.replace(told, columns=columns))
-        handle = world.receive(1, 8, [0, 1], row=3)
-        world.run()
-        assert handle.state is State.FAILED
-        assert words in str(handle.error)
+def test_columns_that_make_no_row_are_refused(said: str, change, words: str) -> None:
+    world = World(aux="rows")
+    (node,) = world.decode if said == "hello" else world.prefill
+    told = getattr(node.core.handshake, said)
+    setattr(node.core.handshake, said, msgspec.structs.replace(told, columns=change(told.columns)))
+    handle = world.receive(1, row=3)
+    world.run()
+    assert handle.state is State.FAILED
+    assert words in str(handle.error)
 
 
 def test_no_row_is_written_of_a_room_that_fails_while_a_destination_is_attached() -> None:
     """Its chunk fits no send buffer: the room has failed, and its row is the engine's, before the row's turn (I8)."""
     world = World(aux="rows", path="staged", buffer_nbytes=1)
     out = world.submit(1)
-    world.chunk(out, (0, 8), [2, 3])
+    world.chunk(out)
     world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
-    handle = world.receive(1, 8, [0, 1], row=3)
-    assert not _row_writes(world)
+    handle = world.receive(1, row=3)
+    world.run()
+    assert not any(line.startswith("write") for line in world.log)
     assert out.state is State.FAILED and "does not fit a send buffer" in str(out.error)
     assert handle.state is State.FAILED
     assert_flat(world)

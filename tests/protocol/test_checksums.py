@@ -34,17 +34,6 @@ def test_an_altered_chunk_fails_its_room_and_leaves_nothing_behind():
     assert_flat(world)
 
 
-def test_unaltered_chunks_succeed():
-    world = World(checksums=True, prefill=2)
-    receiver = world.receive(7, TOKENS, DST)
-    for rank in range(2):
-        world.send(7, TOKENS, SRC, rank, step=4)
-    world.run(until=60)
-    world.check(receiver, 7, TOKENS)
-    assert world.decode[0].core.counters.chunks_altered == 0
-    assert_flat(world)
-
-
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_one_side_alone_has_no_checksums(side):
     world = World(checksums=side == "prefill")

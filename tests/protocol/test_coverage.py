@@ -7,33 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.plan import Rect, Share
-from pdstage.protocol.coverage import Coverage, Intervals
+from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.messages import Asked
 
 MOST = 12
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8))), st.integers(0, 30), st.integers(0, 12))
-def test_intervals_are_a_set(spans: list[tuple[int, int]], start: int, length: int) -> None:
-    intervals, model = Intervals(), set()
-    for at, nbytes in spans:
-        intervals.add(at, at + nbytes)
-        model |= set(range(at, at + nbytes))
-    wanted = range(start, start + length)
-    missing = [n for n in wanted if n not in model]
-    assert intervals.covers(start, start + length) is (not missing)
-    assert intervals.first_gap(start, start + length) == (missing[0] if missing else None)
-    bounds = intervals._bounds
-    assert bounds == sorted(set(bounds)), "touching spans merge, so memory is of the gaps"
-
-
-def test_an_interval_copy_is_apart() -> None:
-    one = Intervals()
-    one.add(0, 4)
-    other = one.copy()
-    other.add(4, 8)
-    assert not one.covers(0, 8)
-    assert other.covers(0, 8)
 
 
 LAYERS = st.sampled_from([(0, 6, 1), (0, 6, 2), (1, 6, 2), (0, 3, 1), (3, 6, 1), (2, 3, 1), (0, 6, 3)])
@@ -86,15 +63,6 @@ def test_coverage_is_a_set_of_cells(shares: tuple[Share, ...], ranges: tuple, re
             assert (component, layer, token) in want - have
 
 
-def test_two_components_are_complete_together_only() -> None:
-    shares = (Share("a", "k", (0, 2, 1), 0, 1), Share("b", "k", (0, 2, 1), 0, 1))
-    coverage = Coverage(shares, [Asked("a", 0, 4), Asked("b", 0, 1)])
-    coverage.add([Rect("a", 0, 4, 0, 2)])
-    assert not coverage.complete
-    coverage.add([Rect("b", 0, 1, 0, 2)])
-    assert coverage.complete
-
-
 def test_nothing_asked_is_complete_at_once() -> None:
     assert Coverage((Share("a", "k", (0, 2, 1), 0, 1),), [Asked("a", 4, 4)]).complete
     assert Coverage((), [Asked("a", 0, 4)]).complete, "a writer that owns nothing owes nothing"
@@ -112,13 +80,3 @@ def test_nothing_asked_is_complete_at_once() -> None:
 )
 def test_a_problem_names_the_culprit(rect: Rect, word: str) -> None:
     assert word in Coverage((Share("a", "k", (0, 2, 1), 0, 1),), [Asked("a", 1, 4)]).problem([rect])
-
-
-def test_bands_stay_few() -> None:
-    """Memory follows what differs between layers, not how many chunks came (I14)."""
-    coverage = Coverage((Share("a", "k", (0, 61, 1), 0, 1),), [Asked("a", 0, 10_000)])
-    for start in range(0, 10_000, 10):
-        coverage.add([Rect("a", start, start + 10, 0, 61)])
-    need = coverage._needs["a"]
-    assert len(need.bands) == 1
-    assert len(need.bands[0][1]._bounds) == 2

@@ -7,7 +7,7 @@ import pytest
 from pdstage.errors import Aborted, DeadlineExceeded, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.state import State
-from tests.pair import DecodeRoom, World, assert_flat, first, is_message
+from tests.pair import DecodeRoom, World, assert_flat, is_message, nth
 
 _MAX_ENDED = 64
 
@@ -15,8 +15,7 @@ WHY = "the client left"
 
 
 def abort(world: World, room, rank: int = 0) -> None:
-    world.decode[rank].core.abort(room, WHY, world.now)
-    world.carry(world.decode[rank])
+    world.abort(world.decode[rank], room, WHY)
 
 
 def assert_given_up(*rooms) -> None:
@@ -30,24 +29,11 @@ def aborts(world: World) -> int:
     return sum("Abort(" in line for line in world.log)
 
 
-def test_every_writer_of_an_unbound_room_is_told_at_once() -> None:
-    world = World(prefill=2)
-    sent = [world.send(1, 8, [0, 1], rank) for rank in (0, 1)]
-    handle = world.announce(1)
-    world.run()
-    assert handle.state is State.WAITING_FOR_INPUT
-    abort(world, handle)
-    world.run()
-    assert_given_up(handle, *sent)
-    assert world.now == 0.0
-    assert_flat(world)
-
-
 def test_a_writer_that_has_not_answered_yet_is_told_once_it_does() -> None:
     world = World()
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.hold(is_message(m.Welcome))
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run()
     abort(world, handle)
     world.run()
@@ -56,18 +42,6 @@ def test_a_writer_that_has_not_answered_yet_is_told_once_it_does() -> None:
     world.run()
     assert_given_up(handle, sent)
     assert_flat(world)
-
-
-def test_of_two_writers_each_is_told_when_it_answers() -> None:
-    """One of them never does: what it has computed goes at its own deadline, and the other's does not wait for that."""
-    world = World(prefill=2, hello_s=5.0, open_wait_s=50.0)
-    sent = [world.send(1, 8, [0, 1], rank) for rank in (0, 1)]
-    world.hold(lambda item: item.src is world.prefill[1])
-    handle = world.announce(1)
-    world.run(until=6.0)
-    assert isinstance(handle.error, DeadlineExceeded)
-    assert sent[0].state is State.FAILED and "no answer from" in str(sent[0].error)
-    assert not sent[1].ended
 
 
 def restart(world: World) -> None:
@@ -91,37 +65,23 @@ def test_who_does_not_know_the_session_is_told_of_the_room_that_was_opened_under
     room fails on both sides at once, and the next ones go on (I10).
     """
     world = World()
-    world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
+    world.serve(1)
     forget(world)
-    sent = world.send(2, 8, [0, 1]) if submitted else None
+    sent = world.send(2) if submitted else None
     handle = world.announce(2)
     if bound:
         world.bind(handle, 8, [2, 3])
     world.run(until=1.0)
-    sent = sent or world.send(2, 8, [0, 1])
+    sent = sent or world.send(2)
     world.run(until=2.0)
     assert handle.state is sent.state is State.FAILED
     assert "does not know this session" in str(handle.error)
     assert "does not know this session" in str(sent.error)
     assert handle.released
     assert sent.released
-    again, _ = world.receive(3, 8, [2, 3]), world.send(3, 8, [0, 1])
-    world.run()
-    world.check(again, 3, 8)
+    again, _ = world.serve(3)
+    world.check(again, 3)
     assert_flat(world)
-
-
-def test_a_room_that_the_predecessor_had_answered_is_not_given_up_at_the_next_process() -> None:
-    """It may be submitted there anew, for whoever wants it then."""
-    world = World(path="direct")
-    handle = world.receive(1, 8, [0, 1])
-    world.run()
-    world.restart(world.prefill[0])
-    world.run(until=5.0)
-    assert handle.state is State.FAILED
-    assert not world.submit(1).ended
 
 
 def test_a_room_given_up_before_it_is_submitted_fails_when_it_is() -> None:
@@ -130,7 +90,7 @@ def test_a_room_given_up_before_it_is_submitted_fails_when_it_is() -> None:
     world.run()
     abort(world, handle)
     world.run()
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.run()
     assert_given_up(handle, sent)
     assert_flat(world)
@@ -141,98 +101,27 @@ def test_what_was_given_up_fails_one_room_and_not_the_next_of_its_name() -> None
     abort(world, world.announce(1))
     world.run()
     assert_given_up(world.submit(1))
-    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
-    world.run()
+    handle, sent = world.serve(1)
     assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
-
-
-@pytest.mark.parametrize("bound", [True, False], ids=["opened", "asked for"])
-def test_a_room_wanted_again_is_not_given_up(bound: bool) -> None:
-    world = World()
-    abort(world, world.announce(1))
-    world.run()
-    handle = world.announce(1)
-    if bound:
-        world.bind(handle, 8, [0, 1])
-    world.run(until=0.1)
-    sent = world.send(1, 8, [0, 1])
-    if not bound:
-        world.bind(handle, 8, [0, 1])
-    world.run()
-    assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
-    assert_flat(world)
+    world.check(handle, 1)
 
 
 def test_a_room_wanted_again_before_its_writer_answered_was_never_given_up() -> None:
     world = World()
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.hold(is_message(m.Welcome))
     abort(world, world.announce(1))
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.free()
     world.run()
     assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert not aborts(world)
-
-
-def test_one_rank_of_decode_gives_up_and_its_fellow_is_refused() -> None:
-    """The fellow has opened it already, or does so later, and need not wait for its own deadline."""
-    for late in (True, False):
-        world = World(decode=2)
-        rooms = [world.announce(1, rank) for rank in (0, 1)]
-        world.run()
-        if not late:
-            world.bind(rooms[1], 8, [0, 1], 1)
-            world.run()
-        abort(world, rooms[0])
-        world.run()
-        sent = world.submit(1)
-        if late:
-            world.bind(rooms[1], 8, [0, 1], 1)
-        world.run()
-        assert_given_up(rooms[0], sent)
-        assert rooms[1].state is State.FAILED and rooms[1].released
-        assert WHY in str(rooms[1].error)
-        assert_flat(world)
-
-
-def test_both_ranks_of_decode_give_up_and_want_it_again() -> None:
-    world = World(decode=2)
-    for rank in (0, 1):
-        abort(world, world.announce(1, rank), rank)
-    world.run()
-    rooms = [world.receive(1, 8, [0, 1], rank) for rank in (0, 1)]
-    world.run()
-    sent = world.send(1, 8, [0, 1])
-    world.run()
-    assert sent.state is State.SUCCESS
-    for rank, room in enumerate(rooms):
-        world.check(room, 1, 8, rank)
-
-
-def test_a_room_that_fails_at_prefill_and_at_decode_may_be_opened_again() -> None:
-    """The destination that gave it up means the room again, and is not refused as one that comes late."""
-    world = World()
-    sent, handle = world.submit(1), world.announce(1)
-    world.run()
-    world.prefill[0].core.abort(sent, "out of memory", world.now)
-    world.carry(world.prefill[0])
-    abort(world, handle)
-    world.run()
-    handle = world.receive(1, 8, [0, 1])
-    world.run()
-    assert not handle.ended
-    assert world.send(1, 8, [0, 1]) is not sent
-    world.run()
-    world.check(handle, 1, 8)
 
 
 def test_a_room_whose_writers_were_still_looked_up_is_given_up_with_a_greeting() -> None:
     world = World()
-    sent, handle = world.send(1, 8, [0, 1]), look_up(world)
+    sent, handle = world.send(1), look_up(world)
     abort(world, handle)
     assert handle.released, "nothing was said to anybody"
     found(world, handle)
@@ -243,35 +132,13 @@ def test_a_room_whose_writers_were_still_looked_up_is_given_up_with_a_greeting()
 
 def test_a_room_received_anew_meanwhile_is_not_given_up() -> None:
     world = World()
-    sent, given_up = world.send(1, 8, [0, 1]), look_up(world)
+    sent, given_up = world.send(1), look_up(world)
     abort(world, given_up)
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     found(world, given_up)
     world.run()
     assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
-
-
-def test_a_room_whose_writers_are_looked_up_may_be_bound() -> None:
-    world = World()
-    sent, handle = world.send(1, 8, [0, 1]), look_up(world)
-    world.bind(handle, 8, [0, 1])
-    world.run(until=1.0)
-    assert handle.state is State.BOOTSTRAPPING
-    found(world, handle)
-    world.run()
-    assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
-
-
-def test_the_deadline_of_a_room_counts_while_its_writers_are_looked_up() -> None:
-    world = World()
-    handle = look_up(world, deadline_s=5.0)
-    world.bind(handle, 8, [0, 1])
-    world.run(until=6.0)
-    assert handle.state is State.FAILED and handle.released
-    assert "did not end in its 5.0 s" in str(handle.error)
-    assert_flat(world)
+    world.check(handle, 1)
 
 
 @pytest.mark.parametrize("writers", [{}, {0: b"P0", 1: b"P0"}])
@@ -297,7 +164,7 @@ def found(world: World, handle: DecodeRoom) -> None:
 
 
 def open_and_abort(world: World, rank: int = 0, room: int = 1) -> DecodeRoom:
-    handle = world.receive(room, 8, [0, 1], rank)
+    handle = world.receive(room, rank=rank)
     world.run(until=world.now)
     abort(world, handle, rank)
     world.run(until=world.now)
@@ -309,50 +176,10 @@ def test_a_room_whose_parked_open_is_aborted_fails_when_it_is_submitted() -> Non
     world = World()
     handle = open_and_abort(world)
     assert not len(world.prefill[0].core.rooms.pending)
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.run()
     assert_given_up(handle, sent)
     assert world.now == 0.0
-    assert_flat(world)
-
-
-def test_every_writer_of_an_aborted_room_fails_it_when_it_is_submitted() -> None:
-    """A writer that owes nothing too: its engine waits for all of its ranks."""
-    world = World(prefill=2, heads=1, layers=1)
-    handle = open_and_abort(world)
-    sent = [world.send(1, 8, [0, 1], rank) for rank in (0, 1)]
-    world.run()
-    assert_given_up(handle, *sent)
-    assert world.now == 0.0
-    assert_flat(world)
-
-
-def test_a_fellow_of_a_rank_that_aborts_is_refused_once_the_room_is_submitted() -> None:
-    for late in (True, False):
-        world = World(decode=2)
-        if not late:
-            fellow = world.receive(1, 8, [0, 1], 1)
-        handle = open_and_abort(world)
-        sent = world.send(1, 8, [0, 1])
-        if late:
-            fellow = world.receive(1, 8, [0, 1], 1)
-        world.run()
-        assert_given_up(handle, sent)
-        assert fellow.state is State.FAILED and fellow.released and WHY in str(fellow.error)
-        assert world.now == 0.0
-        assert_flat(world)
-
-
-def test_a_room_opened_again_after_an_abort_is_sent() -> None:
-    """Retraction: the engine at decode takes the request back, and wants it again under a higher epoch."""
-    world = World()
-    open_and_abort(world)
-    handle = world.receive(1, 8, [0, 1])
-    world.run(until=0.1)
-    sent = world.send(1, 8, [0, 1])
-    world.run()
-    assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
     assert_flat(world)
 
 
@@ -360,44 +187,19 @@ def test_a_room_opened_again_after_an_abort_is_sent() -> None:
 def test_an_abort_that_comes_after_the_next_open_gives_nothing_up(bound: bool) -> None:
     """The first one is lost. It is repeated, and by then the room is wanted again."""
     world = World()
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run()
-    world.drop(first(1, is_message(m.Abort)))
+    world.drop(nth(0, is_message(m.Abort)))
     abort(world, handle)
-    again = world.receive(1, 8, [0, 1]) if bound else world.announce(1)
+    again = world.receive(1) if bound else world.announce(1)
     world.run(until=1.0)
     assert aborts(world) and handle.released
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     if not bound:
         world.bind(again, 8, [0, 1])
     world.run(until=2.0)
     assert sent.state is State.SUCCESS, sent.error
-    world.check(again, 1, 8)
-
-
-def test_an_aborted_room_of_a_name_that_failed_before_fails_when_it_is_submitted() -> None:
-    world = World()
-    sent, handle = world.submit(1), world.receive(1, 8, [0, 1])
-    world.run()
-    world.prefill[0].core.abort(sent, "out of memory", world.now)
-    world.carry(world.prefill[0])
-    world.run()
-    assert sent.released and handle.released
-    handle = open_and_abort(world)
-    again = world.send(1, 8, [0, 1])
-    world.run()
-    assert_given_up(handle, again)
-
-
-def test_a_room_that_decode_aborts_since_prefill_was_too_late_fails_when_it_is_submitted() -> None:
-    world = World(send_wait_s=5.0)
-    handle = world.receive(1, 8, [0, 1])
-    world.run(until=6.0)
-    assert handle.state is State.FAILED and handle.released
-    sent = world.send(1, 8, [0, 1])
-    world.run(until=6.0)
-    assert sent.state is State.FAILED and "given up at decode" in str(sent.error)
-    assert_flat(world)
+    world.check(again, 1)
 
 
 def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
@@ -405,13 +207,13 @@ def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
     world = World(open_wait_s=5.0)
     open_and_abort(world)
     world.run(until=5.5)
-    sent = world.send(1, 8, [0, 1])
+    sent = world.send(1)
     world.run(until=6.0)
     assert not sent.ended
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run(until=7.0)
     assert sent.state is State.SUCCESS
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
 
 
 def test_what_is_remembered_of_aborted_rooms_has_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:

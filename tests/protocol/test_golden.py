@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_args
 
 import msgspec
@@ -68,36 +67,6 @@ def test_every_message_has_a_golden_frame() -> None:
     assert kinds == {kind.__name__ for kind in get_args(m.AnyMessage)}
 
 
-def test_every_optional_field_is_used_in_some_golden() -> None:
-    """A field that has a default, or may be empty or None, is something else at least once."""
-    used: dict[tuple[str, str], set[bool]] = {}
-
-    def look(value: object) -> None:
-        if isinstance(value, msgspec.Struct):
-            for name in value.__struct_fields__:
-                note(value, name, getattr(value, name), MISSING)
-        elif hasattr(value, "_asdict"):
-            for name, field in value._asdict().items():
-                note(value, name, field, value._field_defaults.get(name, MISSING))
-        elif is_dataclass(value):
-            for field in fields(value):
-                note(value, field.name, getattr(value, field.name), field.default)
-        elif isinstance(value, tuple):
-            for one in value:
-                look(one)
-
-    def note(owner: object, name: str, field: object, default: object) -> None:
-        used.setdefault((type(owner).__name__, name), set()).add(
-            field not in (None, (), "", b"") and (default is MISSING or field != default)
-        )
-        look(field)
-
-    for value in (*golden.FRAMES.values(), *golden.TAGS.values()):
-        look(value)
-    assert len(used) > 80
-    assert not [where for where, how in used.items() if True not in how]
-
-
 @pytest.mark.parametrize(("version", "entry"), entries("frames"))
 def test_todays_decoder_reads_every_frame_it_talks_with(version: int, entry: dict[str, Any]) -> None:
     file, data = held(version), bytes.fromhex(entry["hex"])
@@ -141,14 +110,6 @@ def test_a_session_with_a_peer_on_record(real: str, version: int) -> None:
     )
 
 
-def test_a_peer_on_record_that_says_nothing_of_a_room_is_seen() -> None:
-    """The replay can fail: without its recorded Opened the room never gets past Open."""
-    phases = replay.load(VERSION)
-    phases[3] = [line for line in phases[3] if line.about()[0] != "Lease"]
-    with pytest.raises(AssertionError, match="prefill core never said"):
-        replay.play("prefill", replay.prefill_end(), phases)
-
-
 def test_todays_session_is_this_versions() -> None:
     """Not byte for byte: a core may say more, or later. But who says what about which room is what was recorded."""
     now = [[line.about() for line in lines] for lines in replay.record()]
@@ -178,18 +139,6 @@ def test_a_later_versions_new_field_is_ignored(message: m.AnyMessage) -> None:
     body = msgspec.msgpack.decode(wire.encode(golden.SESSION, 3, message)[HEADER_NBYTES:])
     frame = later(wire.encode(golden.SESSION, 3, message)[:HEADER_NBYTES] + msgspec.msgpack.encode([*body, {"new": 1}]))
     assert wire.decode(frame).message == message
-
-
-@pytest.mark.parametrize("path", [("topology",), ("layout",), ("layout", "regions", 0), ("layout", "components", 0)])
-def test_a_new_field_of_topology_or_layout_is_ignored(path: tuple[Any, ...]) -> None:
-    """They travel as maps."""
-    frame = wire.encode(golden.SESSION, 3, golden.HELLO)
-    body = msgspec.msgpack.decode(frame[HEADER_NBYTES:])
-    inner = body[{"topology": 1, "layout": 2}[path[0]]]
-    for step in path[1:]:
-        inner = inner[step]
-    inner["new"] = [1, 2]
-    assert wire.decode(frame[:HEADER_NBYTES] + msgspec.msgpack.encode(body)).message == golden.HELLO
 
 
 @pytest.mark.parametrize(
@@ -225,10 +174,8 @@ def test_features_that_only_the_peer_knows_are_ignored() -> None:
     prefill.handshake.welcome = msgspec.structs.replace(
         prefill.handshake.welcome, features=(*prefill.handshake.welcome.features, *new)
     )
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [2, 3])
-    world.run()
-    world.check(handle, 1, 8)
+    handle, _ = world.serve(1)
+    world.check(handle, 1)
     assert all(session.checksums for core in (prefill, decode) for session in core.sessions.values())
     assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.session import HangUp, PeerWarning, Send, drawn
+from pdstage.protocol.session import Send
 from pdstage.protocol.state import State
-from tests.pair import Decode, Item, Prefill, World, assert_flat, is_kind, is_message, nth
+from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
 
 IDLE_S, BEAT_S = 20.0, 10.0 / 3
 
@@ -25,10 +24,8 @@ def served(room: int = 1, **how: float) -> World:
 
 
 def serve(world: World, room: int) -> None:
-    handle = world.receive(room, 8, [0, 1])
-    world.send(room, 8, [0, 1])
-    world.run()
-    world.check(handle, room, 8)
+    handle, _ = world.serve(room)
+    world.check(handle, room)
 
 
 def strangers(world: World) -> bool:
@@ -59,18 +56,6 @@ def test_an_idle_session_ends_in_order_on_both_sides() -> None:
     assert not world.decode[0].peer_warnings
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_either_side_may_be_the_less_patient(side: str) -> None:
-    world = World(idle_s=1000.0)
-    node = world.prefill[0] if side == "prefill" else world.decode[0]
-    node.core.endpoint.config = replace(node.core.endpoint.config, idle_s=IDLE_S)
-    serve(world, 1)
-    world.run(until=IDLE_S - 0.1)
-    assert node.core.sessions
-    world.run(until=IDLE_S + BEAT_S + 0.1)
-    assert strangers(world)
-
-
 def test_rooms_keep_their_session_however_long_they_wait() -> None:
     """Unbound, unsubmitted, half sent: a room's session is no idle one."""
     world = served(wait_s=900.0, transfer_s=900.0, open_wait_s=900.0)
@@ -79,16 +64,15 @@ def test_rooms_keep_their_session_however_long_they_wait() -> None:
     world.run(until=100.0)
     world.bind(unbound, 8, [0, 1])
     world.run(until=200.0)
-    world.fill(2, 8, [0, 1])
     sent = world.submit(2)
     world.run(until=300.0)
-    world.chunk(sent, (0, 4), [0, 1])
+    world.chunk(sent, (0, 4))
     world.run(until=400.0)
     assert list(world.decode[0].core.sessions) == [session_id]
-    world.chunk(sent, (4, 8), [0, 1])
+    world.chunk(sent, (4, 8))
     world.finish(sent)
     world.run()
-    world.check(unbound, 2, 8)
+    world.check(unbound, 2)
     world.run(until=400.0 + IDLE_S - 0.1)
     assert list(world.decode[0].core.sessions) == [session_id], "idle from its last room's end"
     world.run(until=400.0 + IDLE_S + 2 * BEAT_S)
@@ -98,10 +82,10 @@ def test_rooms_keep_their_session_however_long_they_wait() -> None:
 def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
     """A writer that owes nothing: decode is done with it when told, but its engine sends the room later (I10)."""
     world = World(prefill=2, decode=2, idle_s=IDLE_S, open_wait_s=900.0)
-    handles = [world.receive(1, 8, [0, 1], rank) for rank in range(2)]
-    world.send(1, 8, [0, 1], 0)
+    handles = [world.receive(1, rank=rank) for rank in range(2)]
+    world.send(1, rank=0)
     world.run()
-    world.send(2, 8, [2, 3], 0)
+    world.send(2, rank=0)
     world.run(until=10 * IDLE_S)
     assert handles[0].state is State.SUCCESS
     assert handles[0].released
@@ -109,7 +93,7 @@ def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
     assert {session.route for session in late.sessions.values()} == {b"D0", b"D1"}, (
         "its record of D0's room waits for submit"
     )
-    sent = world.send(1, 8, [0, 1], 1)
+    sent = world.send(1, rank=1)
     world.run()
     assert sent.state is State.SUCCESS, sent.error
     world.check(handles[1], 1, 8, 1)
@@ -169,8 +153,8 @@ def test_a_room_that_comes_while_its_session_ends_sees_nothing_of_it(fault: str,
 
         def come(item: Item, world=world, n_frames=n_frames, handles=handles) -> bool:
             if item.kind == "frame" and next(n_frames) == coming and not handles:
-                handles.append(world.receive(2, 8, [2, 3]))
-                world.send(2, 8, [2, 3])
+                handles.append(world.receive(2))
+                world.send(2)
             return False
 
         world.drop(come)
@@ -181,7 +165,7 @@ def test_a_room_that_comes_while_its_session_ends_sees_nothing_of_it(fault: str,
         world.run(until=world.now + 2.0)
         world.release_held()
         world.run(until=world.now + 12.0)
-        world.check(handles[0], 2, 8)
+        world.check(handles[0], 2)
         assert handles[0].released
         assert_flat_but_for_farewells(world)
         assert len(world.prefill[0].core.sessions) <= 2
@@ -213,24 +197,6 @@ def test_a_farewell_that_is_never_answered_is_over_in_time(lost: type) -> None:
     assert world.n_hung_up == 1
 
 
-def test_a_session_greeted_anew_outlives_the_old_ones_late_frames() -> None:
-    """Whatever of the old session comes late changes nothing in the new one (I6)."""
-    world = served()
-    world.run(until=IDLE_S - 0.1)
-    old: list[Item] = []
-    world.drop(lambda item: is_kind("frame")(item) and old.append(item) is not None)
-    world.run(until=IDLE_S + 2 * BEAT_S)
-    assert {m.Heartbeat, m.Bye} <= {type(item.message) for item in old}
-    world.rules.clear()
-    serve(world, 2)
-    world.queue += old
-    world.run()
-    serve(world, 3)
-    world.queue += old
-    world.run(until=world.now + IDLE_S / 2)
-    assert len(world.prefill[0].core.sessions) == len(world.decode[0].core.sessions) == 1
-
-
 # At the limit.
 
 
@@ -239,9 +205,9 @@ def instances(n_prefill: int, n_decode: int, **how: float) -> World:
 
 
 def one_room(world: World, room: int, prefill: int, decode: int, *, send: bool = True):
-    handle = world.receive(room, 8, [0, 1], decode, prefill=prefill)
+    handle = world.receive(room, rank=decode, prefill=prefill)
     if send:
-        world.send(room, 8, [0, 1], prefill)
+        world.send(room, rank=prefill)
     world.run()
     return handle
 
@@ -322,7 +288,7 @@ def test_decode_says_so_where_all_peers_are_in_use() -> None:
     assert b"i5" not in core.rooms.by_key, "nothing was changed by the refused call"
     assert set(core.handshake.peers) == {b"P0", b"P1"}
     assert not any(handle.ended for handle in waiting)
-    world.send(0, 8, [0, 1], 0)
+    world.send(0, rank=0)
     world.run()
     assert one_room(world, 6, 2, 0).state is State.SUCCESS
 
@@ -369,34 +335,6 @@ def test_a_dead_endpoint_costs_bounded_work() -> None:
     assert hellos(again) == at, "the same inputs, the same waits"
 
 
-def test_after_an_answer_the_next_greeting_is_eager_again() -> None:
-    world = Timed(hello_s=60.0)
-    world.drop(is_kind("frame"))
-    world.announce(1)
-    world.run(until=30.0)
-    world.free()
-    world.run(until=36.0)
-    assert world.decode[0].core.sessions
-    world.timed = []
-    old: Prefill = world.prefill[0]
-    world.restart(old)
-    world.drop(is_kind("frame"))
-    world.run(until=60.0)
-    assert not world.decode[0].core.sessions
-    world.announce(2)
-    began = world.now
-    world.run(until=began + 0.8)
-    assert len([at for at in hellos(world) if at >= began]) >= 3
-
-
-def test_two_nodes_do_not_ask_in_step() -> None:
-    values = [drawn(salt) for salt in range(10_000)]
-    assert all(0 <= value < 1 for value in values)
-    assert 0.49 < sum(values) / len(values) < 0.51
-    tenths = [sum(int(value * 10) == n for value in values) for n in range(10)]
-    assert min(tenths) > 900
-
-
 def test_a_short_cap_is_no_shorter_than_the_base() -> None:
     core = World(retry_s=1.0, retry_cap_s=0.1).decode[0].core
     core.endpoint.back_off(("x",), 0.0, 7, 1)
@@ -405,26 +343,12 @@ def test_a_short_cap_is_no_shorter_than_the_base() -> None:
     assert core.endpoint.timers.next_at() <= 1.0
 
 
-def test_a_connection_is_given_up_with_the_last_that_needs_it() -> None:
-    """Refused, lost, or never there; while a lost session's memory is asked about, its route is kept."""
-    world = World()
-    core = world.decode[0].core
-    core.announce(b"i1", {0: b"P9"}, 0.0, deadline_s=60.0)
-    core.unreachable(b"P9", PeerError("no keys"), 0.0)
-    effects = core.take_effects()
-    assert effects.count(HangUp(b"P9")) == 1
-    assert not core.needs(b"P9")
-    assert any(isinstance(effect, PeerWarning) for effect in effects)
-    stranded: Decode = World(fences=False, path="direct").decode[0]
-    assert not stranded.core.needs(b"P0")
-
-
 def test_a_stranded_sessions_route_is_kept_until_its_writer_answers() -> None:
     world = World(fences=False, path="direct", max_silence_s=2.0)
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run()
     world.hold(is_kind("write"))
-    world.send(1, 8, [0, 1])
+    world.send(1)
     world.run()
     world.drop(lambda item: item.kind == "frame" and item.src is world.prefill[0])
     world.run(until=5.0)
@@ -444,8 +368,8 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
     """The answer would prove the session quiet (I2): decode, which closes in a hurry, hears NoSession once it is."""
     world = World(path="direct", fences=False)
     world.hold(is_kind("write"))
-    world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
+    world.receive(1)
+    world.send(1)
     world.run(until=world.now)
     (writer,), (session,) = world.prefill, world.prefill[0].core.sessions.values()
 

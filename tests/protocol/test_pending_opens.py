@@ -37,14 +37,3 @@ def test_what_leaves_makes_room_for_as_much(sizes: list[int], data: st.DataObjec
             else:
                 pending.remove(held[i])  # type: ignore[arg-type]
         assert len(pending) == 0
-
-
-def test_beyond_the_total_the_heaviest_makes_room() -> None:
-    greedy, modest = Named(), Named()
-    pending = PendingOpens(100, 10 * (_OPEN_NBYTES + 100))
-    held = [waiting(greedy, b"g%d" % i, 100) for i in range(10)]
-    assert all(pending.add(one) == (True, []) for one in held)  # type: ignore[arg-type]
-    taken, out = pending.add(waiting(modest, b"m", 100))  # type: ignore[arg-type]
-    assert taken
-    assert out == [held[-1]], "the last of who holds most"
-    assert pending.add(waiting(greedy, b"g", 100)) == (False, [])  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.state import State
-from tests.pair import World, assert_flat, is_message
+from tests.pair import World, assert_flat
 
 PATHS = ["staged", "direct"]
 EVEN, DRAFT_LAST, THREE = ((0, 2), (2, 4)), ((0, 1), (1, 4)), ((0, 1), (1, 2), (2, 4))
@@ -54,23 +54,6 @@ def test_engines_cut_differently(name: str, path: str) -> None:
     all_over(world, handles, sent)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_dp_attention_takes_each_room_from_all_of_prefill(path: str, heads: int) -> None:
-    """Prefill TP 4 -> decode DP 4 x TP 1: a room is one replica's, and the others hear nothing of it."""
-    world = World(prefill=4, decode=4, dst_dp=4, heads=heads, path=path, lane_nbytes=16384, buffer_nbytes=16384)
-    for room in range(8):
-        rank = room % 4
-        handle = world.receive(room, 11, [9, 2, 5], rank)
-        sent = [world.send(room, 11, [3, 1, 7], writer, step=8) for writer in range(4)]
-        world.run()
-        world.check(handle, room, 11, rank)
-        assert handle.released
-        assert all(out.state is State.SUCCESS and out.released for out in sent)
-    assert [node.core.counters.rooms_opened for node in world.decode] == [2] * 4
-    assert_flat(world)
-
-
 # Ranks that hold nothing for a room.
 
 
@@ -88,29 +71,6 @@ def opened_with_nothing(world: World) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_writer_that_holds_nothing_is_told_and_closes_at_once(path: str) -> None:
-    """Stage 0 has nothing for the decode stage of the last layers: it is done although nothing was computed yet."""
-    world = cut("PP 2 -> PP 2", path)
-    skipped = opened_with_nothing(world)
-    handle = world.receive(1, 11, [9, 2, 5], 1)
-    sent = [world.submit(1, rank) for rank in range(2)]
-    world.run()
-    assert skipped == {"P0"}
-    (destination,) = sent[0].destinations.values()
-    assert destination.phase.name == "CLOSING"
-    assert not world.prefill[0].core.rooms.destinations
-    assert len(world.prefill[1].core.rooms.destinations) == 1
-    other = world.receive(1, 11, [9, 2, 5], 0)
-    for rank, room in enumerate(sent):
-        world.fill(1, 11, [3, 1, 7], rank)
-        world.chunk(room, (0, 11), [3, 1, 7], rank)
-        world.finish(room, rank)
-    world.run()
-    assert world.now == 0.0
-    all_over(world, [other, handle], sent)
-
-
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("ever", [True, False])
 def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool) -> None:
     """Its engine submits the room much later, or never: Success and `released` come at once all the same (I10), and no
@@ -118,17 +78,17 @@ def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool)
     """
     world = World(prefill=2, heads=1, layers=1, path=path)  # two replicas of one layer: one of them sends it
     skipped = opened_with_nothing(world)
-    handle = world.receive(1, 8, [1, 0])
+    handle = world.receive(1)
     world.run()
     (idle,) = (int(name[1:]) for name in skipped)
-    busy = world.send(1, 8, [2, 3], 1 - idle)
+    busy = world.send(1, rank=1 - idle)
     world.run()
     assert world.now == 0.0
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert handle.released
     assert busy.state is State.SUCCESS and busy.released
     if ever:
-        late = world.send(1, 8, [2, 3], idle)
+        late = world.send(1, rank=idle)
         world.run()
         assert late.state is State.SUCCESS and late.released
     else:
@@ -137,103 +97,23 @@ def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool)
     assert_flat(world)
 
 
-def test_a_room_that_fails_leaves_no_record_with_a_writer_that_holds_nothing() -> None:
-    """Its engine may send the room to others next: an old record would count as one of their number."""
-    world = World(prefill=2, decode=2)
-    skipped = opened_with_nothing(world)
-    handles = [world.receive(1, 8, [1, 0], rank) for rank in range(2)]
-    world.run()
-    assert skipped
-    for node, handle in zip(world.decode, handles, strict=True):
-        node.core.abort(handle, "retracted", world.now)
-        world.carry(node)
-    world.run()
-    assert world.now == 0.0
-    assert not any(node.core.rooms.destinations or len(node.core.rooms.pending) for node in world.prefill)
-    assert_flat(world)
-
-
 def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     """It waited for a room that its engine never began; the room goes on, however long it takes (I10)."""
     world = World(prefill=2, heads=1, layers=1, send_wait_s=5.0, wait_s=100.0)
     skipped = opened_with_nothing(world)
-    handle = world.receive(1, 8, [1, 0])
+    handle = world.receive(1)
     world.run()
     (idle,) = (int(name[1:]) for name in skipped)
     busy = world.submit(1, 1 - idle)
     world.run(until=30.0)
     assert handle.state is State.WAITING_FOR_INPUT, handle.error
     assert not world.prefill[idle].core.rooms.destinations
-    world.fill(1, 8, [2, 3], 1 - idle)
-    world.chunk(busy, (0, 8), [2, 3], 1 - idle)
+    world.chunk(busy, rank=1 - idle)
     world.finish(busy, 1 - idle)
     world.run(until=60.0)
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert handle.released
     assert_flat(world)
 
 
-@pytest.mark.parametrize("lost", [m.Open, m.Opened, m.CloseOk, m.Closed])
-def test_a_writer_that_holds_nothing_is_told_again(lost: type[m.Message]) -> None:
-    """I4: every question that the idle stage takes part in is repeated."""
-    world = cut("PP 2 -> PP 2")
-    world.drop(once(is_message(lost)))
-    handles = [world.receive(1, 11, [9, 2, 5], rank) for rank in range(2)]
-    sent = [world.send(1, 11, [3, 1, 7], rank, step=8) for rank in range(2)]
-    world.run(until=60.0)
-    all_over(world, handles, sent)
-
-
-def once(want):  # type: ignore[no-untyped-def]
-    """The first of its kind between any two ranks."""
-    seen = set()
-
-    def first(item) -> bool:  # type: ignore[no-untyped-def]
-        if not want(item) or (item.src, item.dst) in seen:
-            return False
-        seen.add((item.src, item.dst))
-        return True
-
-    return first
-
-
 # Destinations that need nothing but aux.
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("chunks", [True, False])
-@pytest.mark.parametrize("name", ["TP 2 x PP 2 -> TP 1", "PP 2 -> PP 2", "TP 4 -> PP 2"])
-def test_a_destination_that_needs_nothing_but_aux(name: str, chunks: bool, path: str) -> None:
-    """Its prefix covers all, whether prefill computed anything or not: aux comes, and no byte of its pages moves."""
-    world = cut(name, path)
-    for node in world.decode:
-        node.memory.bytes[:] = 0xAB
-    handles = [world.receive(1, 11, [9, 2, 5], rank, prefix=11) for rank in range(len(world.decode))]
-    sent = [world.submit(1, rank) for rank in range(len(world.prefill))]
-    world.run()
-    assert all(handle.state is State.WAITING_FOR_INPUT for handle in handles), "aux is still to come"
-    for rank, room in enumerate(sent):
-        if chunks:
-            world.chunk(room, (0, 11), [3, 1, 7], rank)
-        world.finish(room, rank)
-    world.run()
-    assert world.now == 0.0
-    for handle in handles:
-        assert handle.state is State.SUCCESS and handle.released
-        assert handle.aux == b"aux"
-    assert all(room.state is State.SUCCESS and room.released for room in sent)
-    assert all((node.memory.bytes == 0xAB).all() for node in world.decode)
-    assert not [line for line in world.log if line.startswith(("write", "gather", "scatter"))]
-    assert_flat(world)
-
-
-def test_one_destination_needs_only_aux_and_the_other_everything() -> None:
-    """TP 2 at decode: one rank has the prefix, one lost it; each is done with what it asked for."""
-    world = World(prefill=2, decode=2)
-    handles = [world.receive(1, 8, [1, 0], rank, prefix=prefix) for rank, prefix in ((0, 8), (1, 0))]
-    sent = [world.send(1, 8, [2, 3], rank) for rank in range(2)]
-    world.run()
-    world.check(handles[1], 1, 8, 1)
-    assert handles[0].state is State.SUCCESS
-    assert all(room.released for room in (*handles, *sent))
-    assert_flat(world)

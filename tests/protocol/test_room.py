@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.errors import Aborted, PdstageError, UsageError
+from pdstage.errors import PdstageError, UsageError
 from pdstage.protocol.room import Room, RoomId, room_id, room_key
 from pdstage.protocol.state import ROOM, State
 from pdstage.protocol.state import RoomEvent as Event
@@ -25,40 +25,14 @@ TABLE = {
 }  # fmt: skip
 
 
-def room_in(state: State) -> Room:
-    room = Room(b"r")
-    room.status = int(state)
-    return room
-
-
 def test_the_table_is_whole() -> None:
     assert set(TABLE) == set(itertools.product(State, Event))
     assert {(state, event): ROOM.rows[state][event] for state, event in TABLE} == TABLE
 
 
-@pytest.mark.parametrize(("state", "event"), TABLE, ids=lambda value: value.name)
-def test_every_event_in_every_state(state: State, event: Event) -> None:
-    room = room_in(state)
-    after = TABLE[state, event]
-    assert room.on(event, Aborted("x")) is (after is not None)
-    assert room.state is (state if after is None else after)
-    assert (room.error is not None) is (after is F)
-
-
 def test_values_are_the_peers_kvpoll() -> None:
     assert [state.value for state in (F, B, W, T, S)] == [0, 1, 2, 3, 4]
     assert min(S, F) is F, "a minimum over ranks is the state of all"
-
-
-@given(st.lists(st.sampled_from(Event)), st.sampled_from([S, F]))
-def test_terminal_states_absorb(events: list[Event], state: State) -> None:
-    room = room_in(state)
-    first = PdstageError("the first reason")
-    room.error = first if state is F else None
-    for event in events:
-        assert not room.on(event, PdstageError("a later reason"))
-    assert room.state is state
-    assert room.error is (first if state is F else None)
 
 
 @given(st.lists(st.sampled_from(Event), max_size=12))

@@ -9,11 +9,9 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol import wire
 from pdstage.protocol.prefill_chunks import SendBuffers
-from pdstage.protocol.session import Send
 from pdstage.protocol.state import ChunkPhase, State
-from tests.pair import World, assert_flat, first, is_kind, is_message
+from tests.pair import World, assert_flat, is_kind, is_message, nth
 
 LEASE = 512
 
@@ -27,12 +25,9 @@ def test_abort_is_repeated_until_drained(lost: type) -> None:
     """Long before drain_s, which would cost the session (I4)."""
     world = World(drain_s=50.0)
     world.hold(is_kind("write"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    world.drop(first(1, is_message(lost)))
-    world.decode[0].core.abort(handle, "changed its mind", world.now)
-    world.carry(world.decode[0])
+    handle, _ = world.serve(1)
+    world.drop(nth(0, is_message(lost)))
+    world.abort(world.decode[0], handle, "changed its mind")
     world.release_held()
     world.run(until=5.0)
     assert handle.released
@@ -42,12 +37,11 @@ def test_abort_is_repeated_until_drained(lost: type) -> None:
 def test_close_failed_is_repeated() -> None:
     """Decode hears of the failure long before it would have to guess (I4, I10)."""
     world = World(transfer_s=50.0, wait_s=50.0)
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     sender = world.submit(1)
     world.run()
-    world.drop(first(1, is_message(m.CloseFailed)))
-    world.prefill[0].core.abort(sender, "out of memory", world.now)
-    world.carry(world.prefill[0])
+    world.drop(nth(0, is_message(m.CloseFailed)))
+    world.abort(world.prefill[0], sender, "out of memory")
     world.run(until=5.0)
     assert handle.state is State.FAILED
     assert "out of memory" in str(handle.error)
@@ -61,11 +55,10 @@ def test_an_abort_that_overtakes_every_open_is_answered() -> None:
     greeted = world.announce(0)
     world.run()
     world.drop(is_message(m.Open))
-    handle = world.receive(1, 8, [0, 1])
+    handle = world.receive(1)
     world.run(until=1.0)
     for room in (greeted, handle):
-        world.decode[0].core.abort(room, "changed its mind", world.now)
-    world.carry(world.decode[0])
+        world.abort(world.decode[0], room, "changed its mind")
     world.run(until=3.0)
     assert handle.released
     world.run(until=40.0)
@@ -77,44 +70,25 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     """The room's memory would be lent to nobody (I13, I14)."""
     world = World()
     world.hold(is_kind("write"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
+    handle, _ = world.serve(1)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     decode.abort(handle, "changed its mind", world.now)
-    ask = m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),))
-    decode.receive(session.route, wire.encode(session.id, session.last_seq + 1, ask), world.now)
-    said = [wire.decode(e.frame).message for e in decode.take_effects() if hasattr(e, "frame")]
+    said = world.say(world.decode[0], m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),)))
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.leases.contended
     assert [lease.phase for lease in decode.leases.of_session(session)] == ["quarantined"]
 
 
-def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
-    """Its Returned was lost; else every recall would cost a lease until the room's end (I14)."""
-    world = World()
-    handle = world.receive(1, 8, [0, 1])
-    world.submit(1)
-    world.run()
-    decode = world.decode[0].core
-    (session,) = decode.sessions.values()
-    for attempt in (0, 1, 0):
-        ask = m.Reserve(handle.epoch, 0, attempt, LEASE, (Rect("kv", 0, 8, 0, 2),))
-        decode.receive(session.route, wire.encode(session.id, session.last_seq + 1, ask), world.now)
-    assert [lease.request.attempt for lease in decode.leases.of_session(session)] == [1]
-
-
 def test_a_writer_that_sent_all_succeeds_though_it_finishes_late() -> None:
     """After Success decode asks it to close, and takes its bytes as what they are: complete (I1)."""
     world = World(prefill=2, drain_s=2.0)
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1], 0)
-    world.fill(1, 8, [0, 1], 1)
+    handle = world.receive(1)
+    world.send(1, rank=0)
     late = world.submit(1, 1)
-    world.chunk(late, (0, 8), [0, 1], 1)
+    world.chunk(late, rank=1)
     world.run(until=1.0)
-    world.check(handle, 1, 8)
+    world.check(handle, 1)
     assert not handle.released, "its second writer has not said that it is done"
     world.run(until=6.0)
     assert handle.released
@@ -128,12 +102,8 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     """What its last watermark does not open it can never begin: free at once, fence or none (I12, I13)."""
     world = World(lane_nbytes=LEASE, fences=False)
     world.hold(is_kind("write"))
-    world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    world.receive(2, 8, [2, 3])
-    world.send(2, 8, [2, 3])
-    world.run()
+    world.serve(1)
+    world.serve(2)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     assert [decode.leases.is_open(lease) for lease in decode.leases.of_session(session)] == [True, False]
@@ -145,9 +115,7 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     """The scatter still reads it (I2)."""
     world = World()
     world.hold(is_kind("scatter"))
-    handle = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
+    handle, _ = world.serve(1)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     decode.lose(session, PeerError("the test says so"), world.now)
@@ -162,13 +130,37 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     assert handle.released
 
 
+def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> None:
+    """Where its memory is mapped at prefill a gather is a write, also of a room that failed meanwhile (I2)."""
+    world = World(placed=True, fences=False, write_s=50.0, drain_s=50.0)
+    world.hold(is_kind("gather"))
+    world.receive(1)
+    sender = world.send(1)
+    world.run(until=world.now)
+    (destination,) = world.prefill[0].core.rooms.destinations.values()
+    (chunk,) = destination.chunks.values()
+    assert chunk.phase is ChunkPhase.GATHERING
+    world.drop(is_message(m.CloseFailed))
+    world.abort(world.prefill[0], sender)
+
+    def asked_for_it_back() -> list[m.AnyMessage]:
+        recall = m.Recall(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor, 0)
+        return world.say(world.prefill[0], recall)
+
+    assert not any(isinstance(message, m.Returned) for message in asked_for_it_back())
+    world.release_held()
+    world.run(until=world.now)  # the gather lands, and the ledger looks whose the lease is
+    assert chunk.phase is ChunkPhase.DROPPED
+    assert any(isinstance(message, m.Returned) for message in asked_for_it_back())
+
+
 def test_no_destination_has_every_send_buffer() -> None:
     """Of N buffers one session has N - 1 at most, so that another's room is not behind a slow one's (I12)."""
 
     def chunk(session: object) -> SimpleNamespace:
         return SimpleNamespace(direct=False, phase=ChunkPhase.READY, destination=SimpleNamespace(session=session))
 
-    slow, quick = Named(), Named()
+    slow, quick = object(), object()
     buffers = SendBuffers(3)
     for _ in range(5):
         buffers.queue(chunk(slow))
@@ -177,34 +169,3 @@ def test_no_destination_has_every_send_buffer() -> None:
     ((begun, _),) = buffers.pop()
     assert begun.destination.session is quick
     assert not list(buffers.pop())
-
-
-class Named:
-    """A destination."""
-
-
-def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> None:
-    """Where its memory is mapped at prefill a gather is a write, also of a room that failed meanwhile (I2)."""
-    world = World(placed=True, fences=False, write_s=50.0, drain_s=50.0)
-    world.hold(is_kind("gather"))
-    world.receive(1, 8, [0, 1])
-    sender = world.send(1, 8, [0, 1])
-    world.run(until=world.now)
-    (destination,) = world.prefill[0].core.rooms.destinations.values()
-    (chunk,) = destination.chunks.values()
-    assert chunk.phase is ChunkPhase.GATHERING
-    world.drop(is_message(m.CloseFailed))
-    core, session = world.prefill[0].core, destination.session
-    core.abort(sender, "changed its mind", world.now)
-
-    def asked_for_it_back() -> list[m.AnyMessage]:
-        core.take_effects()
-        recall = m.Recall(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor, 0)
-        core.receive(b"D0", wire.encode(session.id, session.last_seq + 1, recall), world.now)
-        return [wire.decode(e.frame).message for e in core.take_effects() if isinstance(e, Send)]
-
-    assert not any(isinstance(message, m.Returned) for message in asked_for_it_back())
-    world.release_held()
-    world.run(until=world.now)  # the gather lands, and the ledger looks whose the lease is
-    assert chunk.phase is ChunkPhase.DROPPED
-    assert any(isinstance(message, m.Returned) for message in asked_for_it_back())

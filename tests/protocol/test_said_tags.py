@@ -7,9 +7,8 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.session import Send
 from pdstage.protocol.state import State
-from tests.pair import Decode, World, assert_flat, first, is_kind, is_message
+from tests.pair import World, assert_flat, is_kind, is_message, nth
 
 TAGGED = is_message(m.Tagged)
 
@@ -20,13 +19,6 @@ def saying(**shape: object) -> World:
 
 def said(world: World) -> int:
     return sum(" Tagged(" in line for line in world.log)
-
-
-def hear(node: Decode, data: bytes, now: float) -> list[m.AnyMessage]:
-    """`node` hears a tag as a message from its one peer; what it answers."""
-    (session,) = node.core.sessions.values()
-    node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, m.Tagged(data)), now)
-    return [wire.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
@@ -45,129 +37,28 @@ def test_a_room_of_several_chunks(path: str) -> None:
     assert_flat(world)
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_where_the_transport_carries_tags_nothing_is_said(path: str) -> None:
-    world = World(path=path)
-    room = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    world.check(room, 1, 8)
-    assert said(world) == 0
-    assert (
-        m.TAGS_FEATURE
-        not in world.decode[0].core.handshake.hello.features + world.prefill[0].core.handshake.welcome.features
-    )
-
-
-def test_nothing_is_said_before_the_write_is_done() -> None:
-    """The bytes are there when decode hears of them (I5)."""
-    world = saying()
-    world.hold(is_kind("done"))
-    room = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    assert said(world) == 0
-    world.free()
-    world.run()
-    world.check(room, 1, 8)
-
-
-@pytest.mark.parametrize("path", ["staged", "direct"])
-@pytest.mark.parametrize("n_lost", [1, 5])
-def test_lost_tags_are_said_again_with_close_ok(path: str, n_lost: int) -> None:
-    """Nothing else is needed, whoever waits: decode's Success costs `retry_s` each time (I4)."""
-    world = saying(path=path, transfer_s=20.0)
-    world.drop(first(n_lost, TAGGED))
-    room = world.receive(1, 12, [0, 1, 2])
-    world.send(1, 12, [0, 1, 2], step=4)
-    world.run(until=5.0)
-    world.check(room, 1, 12)
-    assert world.decode[0].core.counters.leases_recalled == 0
-    assert_flat(world)
-
-
 def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
     """A room that goes on computing keeps its lane from nobody, though the tag was lost (I12)."""
     world = saying(lane_nbytes=512, recall_after_s=0.5, transfer_s=500.0)
-    world.drop(first(1, TAGGED))
+    world.drop(nth(0, TAGGED))
     world.receive(1, 16, [0, 1, 2, 3])
-    world.fill(1, 16, [0, 1, 2, 3])
     endless = world.submit(1)
-    world.chunk(endless, (0, 8), [0, 1, 2, 3])
+    world.chunk(endless)
     world.run()
-    other = world.receive(2, 8, [4, 5])
-    world.send(2, 8, [4, 5])
-    world.run()
+    other, _ = world.serve(2)
     assert not other.ended
     world.run(until=3.0)
-    world.check(other, 2, 8)
+    world.check(other, 2)
     assert world.prefill[0].core.counters.leases_returned == 0
     assert not endless.ended
-
-
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_a_tag_said_again_and_again_counts_once(path: str) -> None:
-    """I7. The room goes on and has everything once."""
-    world = saying(path=path)
-    room = world.receive(1, 16, [0, 1, 2, 3])
-    world.fill(1, 16, [4, 5, 6, 7])
-    sender = world.submit(1)
-    world.hold(TAGGED)
-    world.chunk(sender, (0, 8), [4, 5, 6, 7])
-    world.run()
-    ((item,), (node,)) = world.held, world.decode
-    world.free()
-    world.run()
-    for n in range(1, 4):
-        hear(node, item.message.tag, world.now)  # type: ignore[attr-defined]
-        assert (node.core.counters.tags_received, node.core.counters.tags_stale, room.pending) == (n + 1, n, 0)
-    (session,) = node.core.sessions.values()
-    session.last_seq -= 3  # those were not from the prefill core, which goes on counting its own
-    world.chunk(sender, (8, 16), [4, 5, 6, 7])
-    world.finish(sender)
-    world.run()
-    world.check(room, 1, 16)
-
-
-def test_a_tag_that_comes_after_its_rooms_end_changes_nothing() -> None:
-    """I1, I6."""
-    world = saying()
-    world.hold(TAGGED)
-    room = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run(until=0.1)
-    (item, *_) = world.held
-    world.decode[0].core.abort(room, "changed its mind", world.now)
-    world.carry(world.decode[0])
-    world.run(until=1.0)
-    assert room.released
-    before = world.decode[0].core.snapshot()
-    assert hear(world.decode[0], item.message.tag, world.now) == []  # type: ignore[attr-defined]
-    assert world.decode[0].core.snapshot() == before
-    assert world.decode[0].core.counters.tags_stale == 1
-
-
-def test_a_failed_write_is_never_said() -> None:
-    world = saying()
-    world.hold(is_kind("write"))
-    room = world.receive(1, 8, [0, 1])
-    world.send(1, 8, [0, 1])
-    world.run()
-    for item in world.held:
-        assert item.fail is not None
-        item.fail()
-    world.held.clear()
-    world.run(until=3.0)
-    assert room.state is State.FAILED
-    assert said(world) == 0
 
 
 def test_nothing_is_said_under_a_lost_session() -> None:
     """Its write may be done all the same."""
     world = saying(fences=False)
-    world.receive(1, 8, [0, 1])
+    world.receive(1)
     world.hold(is_kind("done"))
-    world.send(1, 8, [0, 1])
+    world.send(1)
     world.run()
     (node,) = world.prefill
     (session,) = node.core.sessions.values()
@@ -181,7 +72,7 @@ def test_nothing_is_said_under_a_lost_session() -> None:
 def test_an_untrue_tag_ends_its_session(what: str) -> None:
     """It is as untrusted as any other frame."""
     world = saying() if what != "where tags come with the data" else World()
-    room = world.receive(1, 8, [0, 1])
+    room = world.receive(1)
     world.run()
     (session,) = world.decode[0].core.sessions.values()
     tag = wire.Tag(session.id, 1, 0, 0, 0, ())
@@ -190,7 +81,7 @@ def test_an_untrue_tag_ends_its_session(what: str) -> None:
         "no tag": b"Pt",
         "another component": wire.encode_tag(tag, ("kv",))[:-2] + b"\1\0" + b"\7" + bytes(25),
     }.get(what, wire.encode_tag(tag, ("kv",)))
-    hear(world.decode[0], data, world.now)
+    world.say(world.decode[0], m.Tagged(data))
     assert world.decode[0].core.counters.frames_malformed == 1
     assert not world.decode[0].core.sessions
     assert room.state is State.FAILED
@@ -203,7 +94,7 @@ def test_one_side_that_says_tags_and_one_that_does_not(one: str) -> None:
     world.notifies = False
     ranks, make = (world.prefill, world.make_prefill) if one == "prefill" else (world.decode, world.make_decode)
     ranks[0] = make(0)  # type: ignore[call-overload]
-    room = world.receive(1, 8, [0, 1])
+    room = world.receive(1)
     world.run()
     assert room.state is State.FAILED
     assert "carries tags at one side only" in str(room.error)

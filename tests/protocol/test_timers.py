@@ -4,49 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from pdstage.protocol.timers import Timers
-
-KEYS = st.integers(0, 5)
-AT = st.integers(0, 20).map(float)
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("set"), KEYS, AT),
-        st.tuples(st.just("default"), KEYS, AT),
-        st.tuples(st.just("cancel"), KEYS),
-        st.tuples(st.just("due"), AT),
-        st.tuples(st.just("delay"), AT),
-    ),
-    max_size=60,
-)
-
-
-@given(STEPS)
-def test_matches_a_dict(steps: list[tuple]) -> None:
-    timers, model = Timers(), {}
-    for what, *args in steps:
-        match what, args:
-            case "set", (key, at):
-                timers.set(key, at)
-                model[key] = at
-            case "default", (key, at):
-                timers.set_default(key, at)
-                model.setdefault(key, at)
-            case "cancel", (key,):
-                timers.cancel(key)
-                model.pop(key, None)
-            case "due", (now,):
-                given_up = list(timers.due(now))
-                assert set(given_up) == {key for key, at in model.items() if at <= now}
-                assert [model[key] for key in given_up] == sorted(model.pop(key) for key in list(given_up))
-            case "delay", (by,):
-                timers.delay(by)
-                model = {key: at + by for key, at in model.items()}
-        assert len(timers) == len(model)
-        assert timers.next_at() == min(model.values(), default=None)
-        assert all((key in timers) is (key in model) for key in range(6))
 
 
 def test_a_consumer_may_set_and_cancel_while_it_is_served() -> None:
@@ -62,14 +20,6 @@ def test_a_consumer_may_set_and_cancel_while_it_is_served() -> None:
             timers.set("a", 2.0)
     assert served == ["a", "d", "c"]
     assert timers.next_at() == 2.0
-
-
-def test_equal_moments_come_in_the_order_they_were_set() -> None:
-    timers = Timers()
-    for key in range(100):
-        timers.set(key, 1.0)
-    timers.set(0, 1.0)
-    assert list(timers.due(1.0)) == [*range(1, 100), 0]
 
 
 def test_memory_is_of_live_moments_only() -> None:

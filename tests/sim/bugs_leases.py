@@ -239,7 +239,7 @@ MUTANTS = [
         "_give_back",
         "        self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor), now)",
         "        _ = session",
-        "tests/protocol/test_traces.py",
+        "tests/protocol/test_table.py",
     ),
     Mutant(
         "a higher attempt does not free the old lease",
@@ -248,7 +248,7 @@ MUTANTS = [
         """            self._leases.release(held, now)
         problem""",
         """        problem""",
-        "tests/protocol/test_rules.py",
+        "tests/protocol/test_table.py",
     ),
     Mutant(
         "a failed room's leases are free at once",
@@ -270,7 +270,7 @@ MUTANTS = [
 """,
         """            pass
 """,
-        "tests/protocol/test_traces.py",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "what landed is free before its scatter is done",

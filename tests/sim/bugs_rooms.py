@@ -423,7 +423,7 @@ MUTANTS = [
         """                    self.endpoint.timers.set(("linger", writer), now + self.endpoint.config.drain_s)
 """,
         "                    pass\n",
-        "tests/protocol/test_rooms.py",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "no deadline of a room ends it at decode",
