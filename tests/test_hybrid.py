@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from emulator import sglang
-from test_states import TPS, Kind, Told, check, slots
+from test_states import TPS, Kind, check, slots
 
 from pdstage.errors import UsageError
-from pdstage.layout import Key, Layout
-from pdstage.layout.addresses import Paging, StateComponents, append_state_component, setup_state_components
+from pdstage.layout import Layout
+from pdstage.layout.addresses import Paging, StateComponents, append_state_component
 from pdstage.layout.items import Items, prefix_items, ring_items, slot_items, window_items
 from pdstage.layout.states import StateType, canonical, kind_of, registered
 from pdstage.manager import items as checking
@@ -178,47 +178,11 @@ def test_no_items_are_nothing_to_move():
 # Addresses.
 
 
-class Pools:
-    """The tensors behind what an engine tells."""
-
-    def __init__(self):
-        self.conv = [np.zeros((5, 24, 3), np.uint16) for _ in range(2)]
-        self.ssm = [np.zeros((5, 4, 2, 8), np.uint32) for _ in range(2)]
-
-    def told(self, layers=(0, 1)):
-        conv, ssm = [self.conv[i] for i in layers], [self.ssm[i] for i in layers]
-        return Told(
-            [*conv, *ssm], dim_per_tensor=[24] * len(conv) + [4] * len(ssm), layer_ids=[*layers, *layers]
-        )  # fmt: skip
-
-
-def test_a_pool_that_two_paths_lead_to_is_registered_once():
-    pools = Pools()
-    once = setup_state_components(pools.told(), kind="mamba", tp=(2, 0))
-    twice = setup_state_components(pools.told(), kind="mamba", request_pool=pools.told(), tp=(2, 0))
-    other = setup_state_components(None, kind="none", request_pool=pools.told(), tp=(2, 0))
-    assert build(*once.parts) == build(*twice.parts) == build(*other.parts)
-    assert [v.key for v in build(*once.parts).views()] == [
-        Key("mamba", role, layer) for role in ("state.0", "state.1") for layer in (0, 1)
-    ]
-
-
-def test_the_request_pool_gives_the_layers_the_main_pool_has_not():
-    pools = Pools()
-    some = setup_state_components(pools.told([0]), kind="mamba", request_pool=pools.told(), tp=(2, 0))
-    assert build(*some.parts) == build(*setup_state_components(pools.told(), kind="mamba", tp=(2, 0)).parts)
-
-
 def test_two_pools_for_one_layer_are_refused():
-    main, other = Pools(), Pools()
-    with pytest.raises(UsageError, match=r"state\.0.* layer=0\) is at 0x[0-9a-f]+ and at 0x"):
-        setup_state_components(main.told(), kind="mamba", request_pool=other.told(), tp=(2, 0))
-
-
-def test_the_draft_models_layers_follow():
-    main, draft = Pools(), Pools()
-    states = setup_state_components(main.told(), kind="mamba", draft_pool=draft.told([0]), tp=(1, 0), n_layers=48)
-    assert sorted({v.key.layer for part in states.parts for v in part.views}) == [0, 1, 48]
+    states = StateComponents((2, 0))
+    append_state_component(states, "mamba", [4096], [960], [96])
+    with pytest.raises(UsageError, match=r"state\.0.* layer=0\) is at 0x1000 and at 0x2000"):
+        append_state_component(states, "mamba", [8192], [960], [96])
 
 
 def test_a_component_of_no_buffers_is_one_with_nothing_to_send():

@@ -13,7 +13,7 @@ import pytest
 from emulator import sglang, vllm
 
 from pdstage.kernels import Pool
-from pdstage.layout.addresses import Paging, setup_state_components
+from pdstage.layout.addresses import Paging, StateComponents, append_state_component
 from pdstage.layout.items import prefix_items, ring_items, slot_items, window_items
 from pdstage.plan import Rect, selects, shares, wire_order
 from pdstage.plan.tables import Index
@@ -160,48 +160,39 @@ def per_token_head(e):
     return [vllm_blocks(e.caches, key_nbytes=e.dim + 4, format="fp8_e4m3_scaled", **tp)]
 
 
-class Told:
-    """A pool as SGLang's transfer code sees it: addresses and lengths of tensors of items, and how they are sliced."""
-
-    def __init__(self, tensors, item=1, **told):
-        self.infos = [t.ctypes.data for t in tensors], [t.nbytes for t in tensors], [
-            t[:item].nbytes for t in tensors
-        ]  # fmt: skip
-        for name, entries in told.items():
-            setattr(self, f"get_state_{name}", lambda entries=entries: entries)
-
-    def get_state_buf_infos(self):
-        return self.infos
+def told(tensors, item=1):
+    """A pool as SGLang's transfer code sees it: addresses, lengths and item lengths of tensors of items."""
+    return [t.ctypes.data for t in tensors], [t.nbytes for t in tensors], [t[:item].nbytes for t in tensors]
 
 
-def addressed_mamba(e):
-    """Tensor-major, as MambaPool tells them; and once more by the request-indexed pool, which must add nothing."""
-    layers = list(range(e.n_layers))
-    groups = [total * dim for _, total, dim in e.sections]
-    told = Told(
-        [*e.conv, *e.temporal],
-        dim_per_tensor=[len(e.channels)] * e.n_layers + [e.temporal.shape[2]] * e.n_layers,
-        slice_outer_counts=[e.window if e.kimi else 1] * e.n_layers + [1] * e.n_layers,
-        conv_shard_groups=[groups] * e.n_layers + [None] * e.n_layers,
-        layer_ids=layers + layers,
-    )
-    states = setup_state_components(told, kind="mamba", request_pool=told, tp=(e.tp, e.rank))
-    assert states.names == ["mamba"]
+def appended(e, kind, infos, **how):
+    states = StateComponents((e.tp, e.rank))
+    for _ in range(2):  # what two paths lead to is there once
+        append_state_component(states, kind, *infos, **how)
     return states.parts
 
 
+def addressed_mamba(e):
+    """Tensor-major, as MambaPool tells them."""
+    n, groups = e.n_layers, [total * dim for _, total, dim in e.sections]
+    return appended(
+        e, "mamba", told([*e.conv, *e.temporal]), layer_ids=[*range(n)] * 2,
+        dim_per_tensor=[len(e.channels)] * n + [e.temporal.shape[2]] * n,
+        slice_outer_counts=[e.window if e.kimi else 1] * n + [1] * n, conv_shard_groups=[groups] * n + [None] * n,
+    )  # fmt: skip
+
+
 def addressed_swa(e):
-    n = len(e.k[0][0])
-    told = Told([*e.k, *e.v], e.page_size, dim_per_tensor=[n] * 2 * e.n_layers, layer_ids=[*range(e.n_layers)] * 2)
-    paging = Paging(e.page_size, by_token=True)
-    return setup_state_components(told, kind="swa", tp=(e.tp, e.rank), paging=paging).parts
+    dims = [len(e.k[0][0])] * 2 * e.n_layers
+    how = {"dim_per_tensor": dims, "layer_ids": [*range(e.n_layers)] * 2, "paging": Paging(e.page_size, by_token=True)}
+    return appended(e, "swa", told([*e.k, *e.v], e.page_size), **how)
 
 
 def addressed_dsa(e):
     """Without a word on what is in a page, pages move whole; layers without rows are passed over."""
-    told = Told(e.index)
-    told.infos[2][:] = [e.page_size * 132 if len(index) else 0 for index in e.index]
-    return setup_state_components(told, kind="nsa", tp=(e.tp, e.rank), paging=Paging(e.page_size)).parts
+    ptrs, lens, _ = told(e.index)
+    items = [e.page_size * 132 if len(index) else 0 for index in e.index]
+    return appended(e, "nsa", (ptrs, lens, items), paging=Paging(e.page_size))
 
 
 def pages(component):

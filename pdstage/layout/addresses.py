@@ -1,10 +1,11 @@
 """Caches and states of engines that give only addresses, as SGLang's KVArgs does for its own transfer code.
 
-    states = setup_state_components(token_to_kv_pool, kind="mamba", request_pool=req_to_token_pool, tp=(4, rank))
+    states = StateComponents(tp=(4, rank))
+    append_state_component(states, "mamba", data_ptrs, data_lens, item_lens)
     layout = build(sglang_mha(k, v, ...), *states.parts)
     layout = build(kv_pages({"k": k_buffers, "v": v_buffers}, page_size=64, axis=axis, format="bf16"), *states.parts)
 
-Only the methods of `StatePool` are used of a pool. If an engine has tensors, the constructors of `tensors` describe
+If an engine has tensors, the constructors of `tensors` describe
 them better and catch more mistakes.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
 from pdstage.layout.arrays import Array, Part, Piece, pages, part, refused
@@ -88,16 +89,6 @@ class Paging(NamedTuple):
 
     tokens: int
     by_token: bool = False
-
-
-class StatePool(Protocol):
-    """The part of an engine's pool that is used: addresses, lengths and item lengths of its state buffers, by tensor.
-
-    Optional are `get_state_dim_per_tensor`, `get_state_slice_outer_counts`, `get_state_conv_shard_groups` and
-    `get_state_layer_ids`, each with one entry per buffer.
-    """
-
-    def get_state_buf_infos(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]: ...
 
 
 @dataclass
@@ -195,53 +186,6 @@ def append_state_component(
         for name, piece in _pieces(array, slicing, states.tp, paging, whole).items():
             made = part({role + name: [piece]}, {"component": known.component, "layers": [layers[i]]})
             states.add(known.component, made)
-
-
-def setup_state_components(
-    main_pool: object,
-    *,
-    kind: StateType | str,
-    tp: tuple[int, int],
-    request_pool: object = None,
-    draft_pool: object = None,
-    n_layers: int = 0,
-    paging: Paging | None = None,
-    device: tuple[str, int] = ("cpu", 0),
-) -> StateComponents:
-    """The state components of an engine's pools: `kind` from the main pool and from the draft model's, whose layers are
-    numbered from `n_layers`; and "mamba" from the request-indexed pool, unless the main pool gave it already.
-
-    Pools without `get_state_buf_infos`, or None, have no state. Source: setup_state_kv_args of SGLang 0.5.23.
-    """
-    states = StateComponents(tp, device)
-    _append_pool(states, kind, main_pool, 0, paging)
-    _append_pool(states, StateType.MAMBA, request_pool, 0, None)
-    _append_pool(states, kind, draft_pool, n_layers, paging)
-    return states
-
-
-def _append_pool(
-    states: StateComponents, kind: StateType | str, pool: object, first_layer: int, paging: Paging | None
-) -> None:
-    if not hasattr(pool, "get_state_buf_infos"):
-        return
-
-    def optional(name: str) -> Any:  # noqa: ANN401  (each method has its own type)
-        method = getattr(pool, name, None)
-        return None if method is None else method()
-
-    infos = pool.get_state_buf_infos()
-    layers = optional("get_state_layer_ids") or range(len(infos[0]))
-    append_state_component(
-        states,
-        kind,
-        *infos,
-        dim_per_tensor=optional("get_state_dim_per_tensor"),
-        conv_shard_groups=optional("get_state_conv_shard_groups"),
-        slice_outer_counts=optional("get_state_slice_outer_counts"),
-        layer_ids=[first_layer + layer for layer in layers],
-        paging=paging,
-    )
 
 
 _MAX_UNITS = 128
