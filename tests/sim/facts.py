@@ -18,8 +18,6 @@ from tests.pair import assert_flat
 from tests.sim.frozen import Core, Node, flight_name, key_name
 
 Name = tuple[object, ...]
-FIRST_ROOM, FIRST_EPOCH = 101, 501
-"""Numbers that nothing else has, so that `mirror` can tell what they are."""
 
 
 class Violation(AssertionError):
@@ -29,8 +27,6 @@ class Violation(AssertionError):
         super().__init__(what)
         self.what = what
         self.path: list[str] = []
-        self.at = 0
-        """Where it was found, of the states that were looked at together."""
 
     def __str__(self) -> str:
         return "\n".join([self.what, *(f"  {n}. {step}" for n, step in enumerate(self.path, 1))])
@@ -69,7 +65,7 @@ class Shape:
 
     @property
     def numbers(self) -> range:
-        return range(FIRST_ROOM, FIRST_ROOM + self.rooms)
+        return range(1, 1 + self.rooms)
 
     def writers_of(self, room: int) -> list[int]:
         return [room % self.writers] if self.instances else list(range(self.writers))

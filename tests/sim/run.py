@@ -1,20 +1,18 @@
-"""Runs seeds: one, many over two processes, or one schedule again; shrinks what fails and says it in words.
+"""Runs seeds: one, or many over two processes; shrinks what fails and says it in words.
 
 Must not know any invariant: a `Violation` names its own.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from pdstage.tools.watch.progress import progress
-from tests.sim.scenario import Faults, Scenario, draw, smaller
+from tests.sim.scenario import Scenario, draw, smaller
 from tests.sim.scheduler import Scheduler
 from tests.sim.side import Violation
 from tests.sim.world import Event, SimWorld
@@ -43,6 +41,7 @@ class Failed(Violation):
     def __init__(self, violation: Violation, report: Report) -> None:
         super().__init__(violation.invariant, str(violation).partition(": ")[2])
         self.report = report
+        self.add_note(f"seed {report.seed}")
 
 
 def run(
@@ -183,33 +182,16 @@ def _fewer(events: list[Event], breaks: Callable[[list[Event]], list[Event] | No
 # Many seeds, and what the command line prints.
 
 
-@dataclass
-class Summary:
-    """Many seeds together."""
-
-    n_seeds: int = 0
-    n_steps: int = 0
-    n_faulty: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    failed: list[tuple[int, str]] = field(default_factory=list)
-
-    def add(self, told: Report | tuple[int, str]) -> None:
-        self.n_seeds += 1
-        if isinstance(told, tuple):
-            self.failed.append(told)
-            return
-        self.n_steps += told.n_steps
-        self.n_faulty += told.n_faulty
-        self.counts += told.counts
-        self.outcomes += told.outcomes
-
-    def __str__(self) -> str:
-        moved = ", ".join(f"{n} {kind}" for kind, n in self.counts.most_common())
-        ended = ", ".join(f"{n} {how}" for how, n in self.outcomes.most_common())
-        failed = f"; FAILED: {', '.join(f'{seed} ({what})' for seed, what in self.failed)}" if self.failed else ""
-        steps = f"{self.n_seeds} seeds, {self.n_steps} steps ({self.n_faulty} under faults)"
-        return f"{steps}{failed}\nsteps by kind: {moved}\nrooms at their ranks: {ended}"
+def tell(reports: Sequence[Report], failed: Sequence[tuple[int, str]] = ()) -> str:
+    """Many runs together."""
+    counts: Counter[str] = sum((report.counts for report in reports), Counter())
+    outcomes: Counter[str] = sum((report.outcomes for report in reports), Counter())
+    n_steps, n_faulty = sum(one.n_steps for one in reports), sum(one.n_faulty for one in reports)
+    said = f"; FAILED: {', '.join(f'{seed} ({what})' for seed, what in failed)}" if failed else ""
+    moved = ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
+    ended = ", ".join(f"{n} {how}" for how, n in outcomes.most_common())
+    steps = f"{len(reports) + len(failed)} seeds, {n_steps} steps ({n_faulty} under faults)"
+    return f"{steps}{said}\nsteps by kind: {moved}\nrooms at their ranks: {ended}"
 
 
 def one_of_many(seed_and_steps: tuple[int, int]) -> Report | tuple[int, str]:
@@ -223,28 +205,24 @@ def one_of_many(seed_and_steps: tuple[int, int]) -> Report | tuple[int, str]:
     return report
 
 
-def run_many(seeds: Iterable[int], *, steps: int = STEPS, workers: int = 2) -> Summary:
-    """Every seed, over `workers` processes."""
-    summary = Summary()
-    given = [(seed, steps) for seed in seeds]
-
-    def add(told: Report | tuple[int, str]) -> None:
-        summary.add(told)
-        advance(f"seeds, {len(summary.failed)} failed" if summary.failed else "")
-
-    if workers == 1:
-        with progress("seeds", len(given)) as advance:
-            for one in given:
-                add(one_of_many(one))
-        return summary
+def run_many(
+    seeds: Sequence[int], *, steps: int = STEPS, workers: int = 2
+) -> tuple[list[Report], list[tuple[int, str]]]:
+    """Every seed, over `workers` processes: reports, and (seed, what broke)."""
+    reports: list[Report] = []
+    failed: list[tuple[int, str]] = []
     # The bar's thread begins after the fork: a child would have its locks as they happened to be.
-    with multiprocessing.get_context("fork").Pool(workers) as pool, progress("seeds", len(given)) as advance:
-        for told in pool.imap_unordered(one_of_many, given, chunksize=8):
-            add(told)
-    return summary
+    with multiprocessing.get_context("fork").Pool(workers) as pool, progress("seeds", len(seeds)) as advance:
+        for told in pool.imap_unordered(one_of_many, [(seed, steps) for seed in seeds], chunksize=8):
+            if isinstance(told, Report):
+                reports.append(told)
+            else:
+                failed.append(told)
+            advance(f"seeds, {len(failed)} failed" if failed else "")
+    return reports, failed
 
 
-def tell_failure(failed: Failed, scenario: Scenario, *, within_s: float, save: Path | None = None) -> str:
+def tell_failure(failed: Failed, scenario: Scenario, *, within_s: float) -> str:
     """The failure in words: the smallest schedule found, what it does, and how to run it again."""
     scenario, events = shrink(failed, scenario, within_s=within_s)
     trace: list[str] = []
@@ -253,17 +231,7 @@ def tell_failure(failed: Failed, scenario: Scenario, *, within_s: float, save: P
     except Failed as again:
         failed, trace = again, again.report.trace
     again = f"pdstage sim --seed {scenario.seed} --replay"
-    if save is not None:
-        save.write_text(json.dumps({"scenario": asdict(scenario), "events": events}) + "\n")
-        again += f", or just this schedule: pdstage sim --schedule {save}"
     return "\n".join([str(scenario), *trace, f"{failed}", f"{len(events)} events. Again: {again}"])
-
-
-def load(path: Path) -> tuple[Scenario, list[Event]]:
-    """What `tell_failure` saved."""
-    held = json.loads(path.read_text())
-    faults = Faults(**held["scenario"].pop("faults"))
-    return Scenario(**held["scenario"], faults=faults), [tuple(event) for event in held["events"]]
 
 
 def main(
@@ -273,27 +241,22 @@ def main(
     first: int = 0,
     steps: int = STEPS,
     replay: bool = False,
-    schedule: Path | None = None,
-    save: Path | None = None,
     workers: int = 2,
     shrink_s: float = 30.0,
 ) -> int:
     """What `pdstage sim` does. 0 if every invariant held, else 1."""
     began_at = time.monotonic()
-    if seed is None and schedule is None:
-        summary = run_many(range(first, first + seeds), steps=steps, workers=workers)
-        print(f"{summary}\n{time.monotonic() - began_at:.1f} s")
-        if not summary.failed:
+    if seed is None:
+        reports, failed = run_many(range(first, first + seeds), steps=steps, workers=workers)
+        print(f"{tell(reports, failed)}\n{time.monotonic() - began_at:.1f} s")
+        if not failed:
             return 0
-        seed = min(summary.failed)[0]
-    scenario, events = load(schedule) if schedule is not None else (draw(seed or 0), None)
+        seed = min(failed)[0]
+    scenario = draw(seed)
     try:
-        report = run(scenario.seed, scenario=scenario, steps=steps, events=events, tracing=replay)
-    except Failed as failed:
-        print(tell_failure(failed, scenario, within_s=shrink_s, save=save))
+        report = run(seed, steps=steps, tracing=replay)
+    except Failed as broken:
+        print(tell_failure(broken, scenario, within_s=shrink_s))
         return 1
-    print("\n".join([str(scenario), *report.trace]))
-    summary = Summary()
-    summary.add(report)
-    print(summary)
+    print("\n".join([str(scenario), *report.trace, tell([report])]))
     return 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,8 @@ class Network:
         self.connections: list[Connection] = []
         self.descriptors: dict[int, Descriptor] = {}
         self.epolls: dict[int, Epoll] = {}
+        self.said_by: Callable[[str, bytes], bytes] = lambda process, frame: frame
+        """What becomes of a frame that a process sends: a liar's is another."""
 
     def delay_s(self) -> float:
         rng, delays = self._rng, self._delays
@@ -213,6 +215,7 @@ class Socket:
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
         self._use("send")
         self._keep_order(frames)
+        frames = [self._network.said_by(self.process.name, frame) for frame in frames]
         connection = self._by_route.get(route)
         if connection is not None:
             if connection.up:

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.rows import rows
-from tests.sim.manager.primitives import Lock, SimpleQueue, Thread
 from tests.sim.manager.run import run, run_many
 from tests.sim.manager.scenario import draw
-from tests.sim.manager.scheduler import Process, Scheduler, Violation
 
 ROOT = Path(__file__).resolve().parents[3]
 N_SEEDS, N_BLOCKS = 160, 4
@@ -47,52 +45,3 @@ def test_equal_seeds_do_equal_things() -> None:
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=env
         )
         assert there.stdout.strip() == str(here)
-
-
-def scheduled(switches: float = 0.5, seed: int = 1) -> Scheduler:
-    return Scheduler(seed, switches=switches, lines=0.0, deep=False, max_steps=10_000)
-
-
-def test_a_deadlock_is_told_with_every_stack() -> None:
-    scheduler = scheduled(1.0)
-    a, b = Lock(scheduler), Lock(scheduler)
-
-    def take(first: Lock, second: Lock) -> None:
-        for _ in range(50):
-            with first, second:
-                pass
-
-    def main() -> None:
-        other = Thread(scheduler, lambda: take(b, a), "other")
-        other.start()
-        take(a, b)
-        other.join()
-
-    with pytest.raises(Violation, match=r"nothing is to come(?s:.)*main of test(?s:.)*other of test(?s:.)*with first"):
-        scheduler.run(main, Process("test"))
-
-
-def test_what_a_thread_raises_ends_the_run() -> None:
-    scheduler = scheduled()
-
-    def main() -> None:
-        Thread(scheduler, lambda: 1 // 0, "broken").start()
-        SimpleQueue(scheduler).get()
-
-    with pytest.raises(ZeroDivisionError):
-        scheduler.run(main, Process("test"))
-
-
-def test_time_goes_on_only_when_all_wait() -> None:
-    scheduler, seen = scheduled(), []
-
-    def main() -> None:
-        began_at = scheduler.clock()
-        scheduler.at(100.0, lambda: seen.append("event"))
-        assert not scheduler.block("time", 50.0)
-        assert 50.0 <= scheduler.clock() - began_at < 50.1
-        assert seen == []
-        scheduler.block("time", 60.0)
-        assert seen == ["event"]
-
-    scheduler.run(main, Process("test"))
