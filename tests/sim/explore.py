@@ -40,77 +40,49 @@ from tests.sim.network import Move, Network
 from tests.sim.steps import Configuration, Faults, Global
 
 QUICK = [
-    Configuration(name="one room", shape=Shape(late=1), faults=Faults(loss=2, abort=1, twice=1)),
+    Configuration("one room", Shape(late=1), Faults(loss=2, abort=1, twice=1)),
+    Configuration("from the start", Shape(chunks=1), Faults(loss=2, abort=1), connected=False, begun=False),
+    Configuration("a lane for one", Shape(rooms=2, chunks=1, late=1, lane_nbytes=256), Faults(early=2)),
+    Configuration("padding", Shape(rooms=2, chunks=1, tokens=32, lane_nbytes=768), Faults(loss=1, abort=1)),
+    Configuration("lent in advance", Shape(chunks=1, late=1, advance=True), Faults(loss=2, abort=1, early=2)),
+    Configuration("lent in advance, too little", Shape(advance=True, lane_nbytes=1024), Faults(loss=2, abort=1)),
     Configuration(
-        name="from the start", shape=Shape(chunks=1), faults=Faults(loss=2, abort=1), connected=False, begun=False
+        "lent in advance, in another's way",
+        Shape(rooms=2, chunks=1, late=1, lane_nbytes=512, advance=True),
+        Faults(loss=1, early=2),
     ),
-    Configuration(
-        name="a lane for one",
-        shape=Shape(rooms=2, chunks=1, late=1, lane_nbytes=256),
-        faults=Faults(early=2),
-    ),
-    Configuration(
-        name="padding", shape=Shape(rooms=2, chunks=1, tokens=32, lane_nbytes=768), faults=Faults(loss=1, abort=1)
-    ),
-    Configuration(
-        name="lent in advance", shape=Shape(chunks=1, late=1, advance=True), faults=Faults(loss=2, abort=1, early=2)
-    ),
-    Configuration(
-        name="lent in advance, too little", shape=Shape(advance=True, lane_nbytes=1024), faults=Faults(loss=2, abort=1)
-    ),
-    Configuration(
-        name="lent in advance, in another's way",
-        shape=Shape(rooms=2, chunks=1, late=1, lane_nbytes=512, advance=True),
-        faults=Faults(loss=1, early=2),
-    ),
-    Configuration(name="a crash, then again", shape=Shape(chunks=1), faults=Faults(loss=1, crash=1), again=1),
-    Configuration(name="straight into pages", shape=Shape(path="direct"), faults=Faults(loss=1, abort=1, twice=1)),
-    Configuration(
-        name="a row in place", shape=Shape(chunks=1, rows=True), faults=Faults(loss=1, abort=1, twice=1, crash=1)
-    ),
-    Configuration(name="a row that fails", shape=Shape(chunks=1, rows=True), faults=Faults(late=1, broken=1)),
-    Configuration(name="a false alarm", shape=Shape(), faults=Faults(late=1, broken=1)),
-    Configuration(
-        name="two writers of a room", shape=Shape(writers=2, instances=False, chunks=1), faults=Faults(crash=1)
-    ),
-    Configuration(name="tags are said", shape=Shape(notifies=False), faults=Faults(loss=2, abort=1, early=1)),
-    Configuration(
-        name="tags are said, of pages", shape=Shape(path="direct", notifies=False), faults=Faults(loss=2, abort=1)
-    ),
-    Configuration(name="tags are said, a crash", shape=Shape(chunks=1, notifies=False), faults=Faults(loss=1, crash=1)),
+    Configuration("a crash, then again", Shape(chunks=1), Faults(loss=1, crash=1), again=1),
+    Configuration("straight into pages", Shape(path="direct"), Faults(loss=1, abort=1, twice=1)),
+    Configuration("a row in place", Shape(chunks=1, rows=True), Faults(loss=1, abort=1, twice=1, crash=1)),
+    Configuration("a row that fails", Shape(chunks=1, rows=True), Faults(late=1, broken=1)),
+    Configuration("a false alarm", Shape(), Faults(late=1, broken=1)),
+    Configuration("two writers of a room", Shape(writers=2, instances=False, chunks=1), Faults(crash=1)),
+    Configuration("tags are said", Shape(notifies=False), Faults(loss=2, abort=1, early=1)),
+    Configuration("tags are said, of pages", Shape(path="direct", notifies=False), Faults(loss=2, abort=1)),
+    Configuration("tags are said, a crash", Shape(chunks=1, notifies=False), Faults(loss=1, crash=1)),
 ]
 """Complete within seconds."""
 
-PAIR = {"writers": 2, "instances": False, "chunks": 1}
+PAIR = Shape(writers=2, instances=False, chunks=1)
 """Two writers that each hold half of the heads of every room."""
 
 LARGE = [
+    Configuration("all at once, a chunk each", Shape(writers=2, rooms=2, chunks=1), Faults(loss=2, abort=1, crash=1)),
+    Configuration("two rooms", Shape(rooms=2, late=1), Faults(loss=1, abort=1)),
+    Configuration("two writers, two rooms", Shape(writers=2, rooms=2), Faults(abort=1)),
+    Configuration("two writers of a room, lossy", PAIR, Faults(loss=2, abort=1)),
+    Configuration("two writers of a room, alarmed", PAIR, Faults(late=1)),
     Configuration(
-        name="all at once, a chunk each",
-        shape=Shape(writers=2, rooms=2, chunks=1),
-        faults=Faults(loss=2, abort=1, crash=1),
+        "lent in advance, and aborted", Shape(rooms=2, chunks=1, late=1, advance=True), Faults(loss=1, abort=1, crash=1)
     ),
-    Configuration(name="two rooms", shape=Shape(rooms=2, late=1), faults=Faults(loss=1, abort=1)),
-    Configuration(name="two writers, two rooms", shape=Shape(writers=2, rooms=2), faults=Faults(abort=1)),
-    Configuration(name="two writers of a room, lossy", shape=Shape(**PAIR), faults=Faults(loss=2, abort=1)),
-    Configuration(name="two writers of a room, alarmed", shape=Shape(**PAIR), faults=Faults(late=1)),
+    Configuration("impatient", Shape(rooms=2, late=1), Faults(early=2)),
     Configuration(
-        name="lent in advance, and aborted",
-        shape=Shape(rooms=2, chunks=1, late=1, advance=True),
-        faults=Faults(loss=1, abort=1, crash=1),
-    ),
-    Configuration(name="impatient", shape=Shape(rooms=2, late=1), faults=Faults(early=2)),
-    Configuration(
-        name="two lanes",
-        shape=Shape(writers=2, rooms=2, chunks=1, late=1, lane_nbytes=256, n_lanes=2),
-        faults=Faults(abort=1, early=1),
+        "two lanes", Shape(writers=2, rooms=2, chunks=1, late=1, lane_nbytes=256, n_lanes=2), Faults(abort=1, early=1)
     ),
     Configuration(
-        name="staged or direct",
-        shape=Shape(rooms=2, chunks=1, late=1, lane_nbytes=256, path="auto"),
-        faults=Faults(abort=1, early=1),
+        "staged or direct", Shape(rooms=2, chunks=1, late=1, lane_nbytes=256, path="auto"), Faults(abort=1, early=1)
     ),
-    Configuration(name="nothing fences", shape=Shape(chunks=1), faults=Faults(crash=1, late=1), fences=False, again=1),
+    Configuration("nothing fences", Shape(chunks=1), Faults(crash=1, late=1), fences=False, again=1),
 ]
 """Complete within minutes, together."""
 

@@ -34,7 +34,7 @@ _STUCK_S = 20
 _MISNAMED = re.compile(r"NameError|ImportError|SyntaxError|AttributeError: '(?!NoneType)\w+' object has no attribute")
 """Words of a mutant that breaks by its own text, not by the rule that it breaks."""
 _SEEDS = f"""
-import resource, signal
+import signal
 from {{search}} import run
 for seed in range({N_SEEDS}):
     signal.setitimer(signal.ITIMER_PROF, {_STUCK_S})

@@ -25,7 +25,7 @@ from pdstage.protocol.room import room_key
 from pdstage.protocol.session import Attach, Changed, Detach, PeerWarning, Send
 from pdstage.protocol.state import State
 from tests.pair import World
-from tests.sim.facts import Facts, Name, Shape, Violation, decode_facts, must, prefill_facts
+from tests.sim.facts import N_BUFFERS, Facts, Name, Shape, Violation, decode_facts, must, prefill_facts
 from tests.sim.frozen import Armed, Core, Node, canonical, digest, flight_name, freeze, key_name, thaw
 
 Input = tuple[object, ...]
@@ -68,8 +68,8 @@ class Nodes:
         heads = 1 if shape.instances else shape.writers
         self.world = World(
             prefill=shape.writers, heads=heads, layers=1, lane_nbytes=shape.lane_nbytes, n_lanes=shape.n_lanes,
-            n_buffers=shape.n_buffers, path=shape.path, instances=shape.instances, notifies=shape.notifies,
-            aux="rows" if shape.rows else "", advance=shape.advance, **shape.deadlines,
+            n_buffers=N_BUFFERS, path=shape.path, instances=shape.instances, notifies=shape.notifies,
+            aux="rows" if shape.rows else "", advance=shape.advance,
         )  # fmt: skip
         self.names = [b"D0", *(b"P%d" % n for n in range(shape.writers))]
         self.templates: dict[tuple[int, int], Core] = {}
@@ -250,7 +250,7 @@ class Nodes:
         key = digest(node)
         number = self.ids.get(key)
         if number is None:
-            facts = decode_facts(node, self.shape) if at == 0 else prefill_facts(node, self.shape)
+            facts = decode_facts(node) if at == 0 else prefill_facts(node)
             number = self.ids[key] = len(self.frozen)
             self.frozen.append(zlib.compress(freeze(node), 1))
             self.home.append((at, life))

@@ -109,27 +109,6 @@ class Scenario:
     def deadline_s(self) -> float:
         return 1000.0 if self.calm else 30.0
 
-    def __str__(self) -> str:
-        how = f"{self.path}, {self.n_lanes} lanes of {self.lane_nbytes} bytes, {self.n_pages} pages a rank"
-        traits = [
-            name
-            for name in (
-                "instances",
-                "checksums",
-                "fences",
-                "stops_reads",
-                "notifies",
-                "placed",
-                "advance",
-                "parting",
-                "calm",
-            )
-            if getattr(self, name)
-        ]
-        return (
-            f"seed {self.seed}: {self.prefill} prefill ranks -> {self.decode} decode ranks, {how}, {' '.join(traits)}"
-        )
-
 
 def draw(seed: int) -> Scenario:
     """The scenario of a seed. One in five is calm: only the scheduler's whims, or messages that are lost, late or there

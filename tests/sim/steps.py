@@ -47,7 +47,7 @@ class Faults(NamedTuple):
 NO_FAULTS = Faults()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Configuration:
     name: str
     shape: Shape
