@@ -33,7 +33,7 @@ TARGETS = {
     "frames": Target(plane.message_seeds, plane.run_message, 600, max_nbytes=256),
     "prefill-peer": Target(sessions.seeds, partial(sessions.run, role="prefill"), 120, max_nbytes=1024),
     "decode-peer": Target(sessions.seeds, partial(sessions.run, role="decode"), 150, max_nbytes=1024),
-    "nodes": Target(nodes.seeds, nodes.run, 60, max_nbytes=512),
+    "nodes": Target(nodes.seeds, nodes.run, 40, max_nbytes=512),
     "attach": Target(attach.seeds, attach.run, 300, max_nbytes=64),
 }
 

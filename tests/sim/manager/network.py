@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pdstage.control.zmq import ControlCounters, Ready, route_of
 from pdstage.errors import UsageError
 from pdstage.protocol.wire import decode_head
-from tests.sim.manager.primitives import Waiters
+from tests.sim.manager.primitives import Waiters, wait_until
 
 if TYPE_CHECKING:
     from pdstage.protocol.messages import SessionId
@@ -259,17 +259,14 @@ class Socket:
         if self._receiver:
             scheduler.violate(f"{me.name} waits at a socket where {self._receiver} does")
         self._receiver = me.name
-        until = None if timeout_s is None else scheduler.now + timeout_s
         watched = [self._messages, self._wakes, *(self._network.descriptors[fd] for fd in extra_fds)]
-        while not any(one.readable for one in watched) and not self.closed:
-            left_s = None if until is None else until - scheduler.now
-            if left_s is not None and left_s <= 0:
-                break
-            for one in watched:
-                one.waiters.add(me)
-            scheduler.block("its socket", left_s)
-            for one in watched:
-                one.waiters.discard(me)
+        wait_until(
+            scheduler,
+            lambda: self.closed or any(one.readable for one in watched),
+            [one.waiters for one in watched],
+            "its socket",
+            timeout_s,
+        )
         self._receiver = ""
         woken = self._wakes.readable
         self._wakes.lower()
