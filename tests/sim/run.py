@@ -8,11 +8,11 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdstage.tools.watch.progress import progress
-from tests.sim.scenario import Scenario, draw, smaller
+from tests.sim.scenario import draw
 from tests.sim.scheduler import Scheduler
 from tests.sim.side import Violation
 from tests.sim.world import Event, SimWorld
@@ -48,7 +48,6 @@ def run(
     seed: int,
     *,
     steps: int = STEPS,
-    scenario: Scenario | None = None,
     events: Sequence[Event] | None = None,
     tracing: bool = False,
 ) -> Report:
@@ -57,7 +56,7 @@ def run(
     Raises `Failed`, a `Violation`, if an invariant does not hold or a core raises.
     """
     report = Report(seed)
-    world = SimWorld(scenario or draw(seed), tracing=tracing)
+    world = SimWorld(draw(seed), tracing=tracing)
     report.trace = world.trace
     try:
         if events is None:
@@ -132,38 +131,21 @@ def _rest(world: SimWorld, until: float, *, engines: bool) -> None:
     raise Violation("I10", "the world does not come to rest")
 
 
-# Shrinking.
-
-
-def shrink(failed: Failed, scenario: Scenario, *, within_s: float = 30.0) -> tuple[Scenario, list[Event]]:
-    """A smaller world and fewer events that break the same invariant, found in `within_s`."""
+def shrink(failed: Failed, *, within_s: float) -> list[Event]:
+    """Fewer events that break the same invariant, found in `within_s`: runs of events are left out, long ones first."""
     until = time.monotonic() + within_s
 
-    def breaks(scenario: Scenario, events: Sequence[Event]) -> list[Event] | None:
+    def breaks(events: Sequence[Event]) -> list[Event] | None:
         """The events that meant something, if the same invariant breaks."""
         if time.monotonic() > until:
             return None
         try:
-            run(scenario.seed, scenario=scenario, events=events)
+            run(failed.report.seed, events=events)
         except Failed as again:
             return again.report.events if again.invariant == failed.invariant else None
         return None
 
     events = failed.report.events
-    while True:
-        before = (scenario, len(events))
-        events = _fewer(events, lambda kept, world=scenario: breaks(world, kept))  # type: ignore[misc]
-        for simpler in smaller(scenario):
-            kept = breaks(simpler, events)
-            if kept is not None:
-                scenario, events = simpler, kept
-                break
-        if (scenario, len(events)) == before:
-            return scenario, events
-
-
-def _fewer(events: list[Event], breaks: Callable[[list[Event]], list[Event] | None]) -> list[Event]:
-    """Delta debugging: leaves out runs of events, long ones first, as long as it still breaks."""
     size = max(1, len(events) // 2)
     while True:
         at, found = 0, False
@@ -175,8 +157,7 @@ def _fewer(events: list[Event], breaks: Callable[[list[Event]], list[Event] | No
                 events, found = kept, True
         if size == 1 and not found:
             return events
-        if size > 1:
-            size //= 2
+        size = max(1, size // 2)
 
 
 # Many seeds, and what the command line prints.
@@ -222,16 +203,16 @@ def run_many(
     return reports, failed
 
 
-def tell_failure(failed: Failed, scenario: Scenario, *, within_s: float) -> str:
+def tell_failure(failed: Failed, *, within_s: float) -> str:
     """The failure in words: the smallest schedule found, what it does, and how to run it again."""
-    scenario, events = shrink(failed, scenario, within_s=within_s)
+    seed, events = failed.report.seed, shrink(failed, within_s=within_s)
     trace: list[str] = []
     try:
-        run(scenario.seed, scenario=scenario, events=events, tracing=True)
+        run(seed, events=events, tracing=True)
     except Failed as again:
         failed, trace = again, again.report.trace
-    again = f"pdstage sim --seed {scenario.seed} --replay"
-    return "\n".join([str(scenario), *trace, f"{failed}", f"{len(events)} events. Again: {again}"])
+    again = f"pdstage sim --seed {seed} --replay"
+    return "\n".join([str(draw(seed)), *trace, f"{failed}", f"{len(events)} events. Again: {again}"])
 
 
 def main(
@@ -252,11 +233,10 @@ def main(
         if not failed:
             return 0
         seed = min(failed)[0]
-    scenario = draw(seed)
     try:
         report = run(seed, steps=steps, tracing=replay)
     except Failed as broken:
-        print(tell_failure(broken, scenario, within_s=shrink_s))
+        print(tell_failure(broken, within_s=shrink_s))
         return 1
-    print("\n".join([str(scenario), *report.trace, tell([report])]))
+    print("\n".join([str(draw(seed)), *report.trace, tell([report])]))
     return 0

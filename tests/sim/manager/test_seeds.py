@@ -11,7 +11,6 @@ import pytest
 
 from tests.rows import rows
 from tests.sim.manager.run import run, run_many
-from tests.sim.manager.scenario import draw
 
 ROOT = Path(__file__).resolve().parents[3]
 N_SEEDS, N_BLOCKS = 160, 4
@@ -22,15 +21,6 @@ def test_whole_nodes_keep_what_they_promise(block: int) -> None:
     """I1, I2, I5, I10, I14, with their threads in any order. A failing seed: `python -m tests.sim.manager --seed N`."""
     n = N_SEEDS // N_BLOCKS
     assert run_many(range(block * n, (block + 1) * n))["SUCCESS"] > n
-
-
-def test_every_kind_of_scenario_is_among_the_seeds() -> None:
-    """And each of those fails nothing by itself: FULL=1 runs them all in the tests above."""
-    drawn = [draw(seed) for seed in range(N_SEEDS)]
-    assert {one.kind for scenario in drawn for one in scenario.disturbances} == {"stop", "jump", "cut", "end", "close"}
-    assert {scenario.threads for scenario in drawn} == {(a, b) for a in (False, True) for b in (False, True)}
-    assert {how for scenario in drawn for room in scenario.rooms for how in room.waits} >= {"wait", "poll", "async"}
-    assert any(scenario.calm for scenario in drawn)
 
 
 def test_equal_seeds_do_equal_things() -> None:
