@@ -10,12 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
-from pdstage.errors import TransportError, UsageError
+from pdstage.errors import TransportError
 from pdstage.manager.effects import Effect
-from pdstage.plan import selects
-from pdstage.plan.spans import DirectPlan, Index
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
@@ -191,12 +187,9 @@ class Hostile(World):
         if dst is not self.liar:
             super()._post(node, dst, effect, land)
             return
-        session, chunk = effect.chunk.destination.session, effect.chunk
-        if isinstance(effect, Write):
-            lanes = tuple(lane for lane in session.lanes)
-            check_inside([effect.address], [chunk.nbytes], lanes)  # type: ignore[arg-type]
-        else:
-            self._check_direct(node, effect)
+        if isinstance(effect, Write):  # where direct writes go, `wire` asks of each layout and each list of pages
+            chunk = effect.chunk
+            check_inside([effect.address], [chunk.nbytes], chunk.destination.session.lanes)  # type: ignore[arg-type]
         error = TransportError("refused") if self.draw.chance(24) else None
 
         def done() -> None:
@@ -209,25 +202,6 @@ class Hostile(World):
     def greeter(self, session_id: m.SessionId) -> Decode:
         """A session nobody drew is the liar's."""
         return next((p for p in self.processes if session_id.decode in p.nonces()), self.liar)  # type: ignore[return-value]
-
-    def _check_direct(self, node: Prefill, effect: WriteDirect) -> None:
-        """The manager's way from a chunk to addresses."""
-        destination, rects = effect.chunk.destination, effect.chunk.rects
-        ours, theirs = node.core.layout, destination.session.layout
-        plan = DirectPlan(
-            ours, selects(ours, destination.shares, rects), theirs, selects(theirs, destination.shares, rects)
-        )
-        given = {
-            one.component: Index.of(np.frombuffer(one.data, np.int32), one.first_token)
-            for one in destination.open.items
-        }
-        pages = Index.of(np.array(effect.chunk.source.items["kv"], np.int32))
-        try:
-            spans = plan.spans(effect.chunk.tokens, {"kv": pages}, given)
-        except UsageError:
-            return
-        check_inside(spans.dst.tolist(), spans.nbytes.tolist(), theirs.regions)
-        check_inside(spans.src.tolist(), spans.nbytes.tolist(), ours.regions)
 
     # What must hold at every moment.
 
