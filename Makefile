@@ -126,7 +126,7 @@ sim: $(STAMP)  ## Simulate 2,000 seeds of faults, 1,000 of whole nodes, and expl
 mutants: $(STAMP)  ## Try every deliberate bug of the protocol, each of which something must see (ARGS="NAME").
 	$(BIN)/python -m tests.sim.mutants $(ARGS)
 
-scale: $(STAMP)  ## Count what one rank with 300 peers costs.
+scale: $(STAMP)  ## Count what one rank with 200 peers costs.
 	$(BIN)/python -m tests.sim.scale
 
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").

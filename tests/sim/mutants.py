@@ -29,19 +29,17 @@ NODES = "tests.sim.manager.run"
 N_SEEDS = 600
 """Runs of the search before a mutant counts as unseen: its budget, whatever the machine."""
 _LIMIT_S = 900
-_STUCK_S = 20
-"""Processor time of one seed: a run that spins is seen by it."""
 _MISNAMED = re.compile(r"NameError|ImportError|SyntaxError|AttributeError: '(?!NoneType)\w+' object has no attribute")
 """Words of a mutant that breaks by its own text, not by the rule that it breaks."""
-_SEEDS = f"""
-import signal
-from {{search}} import run
-for seed in range({N_SEEDS}):
-    signal.setitimer(signal.ITIMER_PROF, {_STUCK_S})
+_SEEDS = """
+import importlib, signal, sys
+run = importlib.import_module(sys.argv[1]).run
+for seed in range(int(sys.argv[2])):
+    signal.setitimer(signal.ITIMER_PROF, 20)  # seconds of processor time: a run that spins is ended
     try:
         run(seed)
     except BaseException as error:
-        raise SystemExit(f"seed {{{{seed}}}}: {{{{type(error).__name__}}}}: {{{{error}}}}".splitlines()[0])
+        raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0])
 """
 _PYTEST = "import pdstage, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
 """The package first: pytest puts the checkout in front."""
@@ -143,7 +141,7 @@ def detect(mutant: Mutant | None, shown_by: str = "") -> str:
     """How a mutant, or something in the code as it is, was seen; empty if it was not."""
     shown_by = (mutant.shown_by if mutant is not None else shown_by) or SEARCH
     if shown_by in (SEARCH, NODES):
-        command = ["-c", _SEEDS.format(search=shown_by)]
+        command = ["-c", _SEEDS, shown_by, str(N_SEEDS)]
     else:
         command = ["-c", _PYTEST, "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", shown_by]
     with TemporaryDirectory() as folder:
