@@ -28,7 +28,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels convert rooms keys transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale cluster chaos fuzz soak fleet etcd lint weight types format bench \
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale chaos fuzz soak fleet etcd lint weight types format bench \
     gpu sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
 
 help:  ## Show this list.
@@ -126,11 +126,8 @@ sim: $(STAMP)  ## Simulate 2,000 seeds of faults, 1,000 of whole nodes, and expl
 mutants: $(STAMP)  ## Try every deliberate bug of the protocol, each of which something must see (ARGS="NAME").
 	$(BIN)/python -m tests.sim.mutants $(ARGS)
 
-scale: $(STAMP)  ## Simulate 1,000 prefill and 1,000 decode ranks and 100,000 rooms.
-	$(BIN)/python -m tests.sim.scale $(ARGS)
-
-cluster: $(STAMP)  ## Simulate 64 x 64 ranks whose NICs share their speed: latency by staging memory and arrival rate.
-	$(BIN)/python -m tests.sim.cluster $(ARGS)
+scale: $(STAMP)  ## Count what one rank with 200 peers costs.
+	$(BIN)/python -m tests.sim.scale
 
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -516,8 +516,6 @@ def _add_sim(sim: argparse.ArgumentParser) -> None:
         sim.add_argument(name, type=int, default=value, metavar="N", help=f"{text}; default %(default)s")
     sim.add_argument("--seed", type=int, metavar="N", help="this seed alone")
     sim.add_argument("--replay", action="store_true", help="with --seed: print every step in words")
-    sim.add_argument("--schedule", type=Path, metavar="FILE", help="run a schedule that --save wrote")
-    sim.add_argument("--save", type=Path, metavar="FILE", help="write the smallest failing schedule to FILE")
     sim.add_argument("--shrink", type=float, default=30.0, metavar="S", help="seconds to shrink; default %(default)s")
     sim.set_defaults(run=_sim)
 
@@ -527,7 +525,7 @@ def _sim(given: argparse.Namespace) -> int:
     if not (root / "tests" / "sim" / "run.py").is_file():
         raise UsageError("the simulator is not installed", remedy="run pdstage sim in a checkout of the repository")
     sys.path.insert(0, str(root))
-    names = ("seed", "seeds", "first", "steps", "replay", "schedule", "save", "workers")
+    names = ("seed", "seeds", "first", "steps", "replay", "workers")
     options = {name: getattr(given, name) for name in names}
     return int(import_module("tests.sim.run").main(**options, shrink_s=given.shrink))
 

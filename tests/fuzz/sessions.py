@@ -10,12 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
-from pdstage.errors import TransportError, UsageError
+from pdstage.errors import TransportError
 from pdstage.manager.effects import Effect
-from pdstage.plan import selects
-from pdstage.plan.spans import DirectPlan, Index
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
@@ -48,10 +44,10 @@ class Hostile(World):
         self.draw = draw
         self.liar: Prefill | Decode | None = None
         self.victim: Prefill | Decode | None = None
-        aux, way = divmod(draw.below(6), 2)  # a byte means the path that it meant before there were rows
+        path = draw.pick(("staged", "direct"))
         super().__init__(
             prefill=2 if role == "prefill" else 1, instances=True, n_lanes=2, lane_nbytes=1024, buffer_nbytes=512,
-            path=("staged", "direct")[way], aux=("", "packed", "rows")[aux], deadline_s=60.0, **_DEADLINES, **_CAPS,
+            path=path, deadline_s=60.0, **_DEADLINES, **_CAPS,
         )  # fmt: skip
         if role == "decode":
             self.decode.append(self.make_decode(0, life=9))
@@ -191,17 +187,9 @@ class Hostile(World):
         if dst is not self.liar:
             super()._post(node, dst, effect, land)
             return
-        session, chunk = effect.chunk.destination.session, effect.chunk
-        if isinstance(effect, Write):
-            lanes = tuple(lane for lane in session.lanes)
-            check_inside([effect.address], [chunk.nbytes], lanes)  # type: ignore[arg-type]
-        elif isinstance(effect, WriteRow):
-            rows, (src, dst_at, nbytes) = session.rows, zip(*effect.spans, strict=True)
-            assert rows is not None
-            check_inside(dst_at, nbytes, (m.LaneSpan(rows.base, rows.row_nbytes * rows.n_rows),))  # type: ignore[arg-type]
-            check_inside(src, nbytes, (m.LaneSpan(node.rows.base, len(node.rows.bytes)),))  # type: ignore[arg-type]
-        else:
-            self._check_direct(node, effect)
+        if isinstance(effect, Write):  # where direct writes go, `wire` asks of each layout and each list of pages
+            chunk = effect.chunk
+            check_inside([effect.address], [chunk.nbytes], chunk.destination.session.lanes)  # type: ignore[arg-type]
         error = TransportError("refused") if self.draw.chance(24) else None
 
         def done() -> None:
@@ -214,25 +202,6 @@ class Hostile(World):
     def greeter(self, session_id: m.SessionId) -> Decode:
         """A session nobody drew is the liar's."""
         return next((p for p in self.processes if session_id.decode in p.nonces()), self.liar)  # type: ignore[return-value]
-
-    def _check_direct(self, node: Prefill, effect: WriteDirect) -> None:
-        """The manager's way from a chunk to addresses."""
-        destination, rects = effect.chunk.destination, effect.chunk.rects
-        ours, theirs = node.core.layout, destination.session.layout
-        plan = DirectPlan(
-            ours, selects(ours, destination.shares, rects), theirs, selects(theirs, destination.shares, rects)
-        )
-        given = {
-            one.component: Index.of(np.frombuffer(one.data, np.int32), one.first_token)
-            for one in destination.open.items
-        }
-        pages = Index.of(np.array(effect.chunk.source.items["kv"], np.int32))
-        try:
-            spans = plan.spans(effect.chunk.tokens, {"kv": pages}, given)
-        except UsageError:
-            return
-        check_inside(spans.dst.tolist(), spans.nbytes.tolist(), theirs.regions)
-        check_inside(spans.src.tolist(), spans.nbytes.tolist(), ours.regions)
 
     # What must hold at every moment.
 
@@ -258,7 +227,7 @@ class Hostile(World):
 def run(data: bytes, role: str) -> None:
     draw = Draw(data)
     world = Hostile(draw, role)
-    honest: list[tuple[int, DecodeRoom, list[int]]] = []
+    honest: list[tuple[int, DecodeRoom]] = []
     others: list[DecodeRoom | PrefillRoom] = []
     for step in range(_MAX_STEPS):
         if draw.empty and step:
@@ -281,40 +250,11 @@ def run(data: bytes, role: str) -> None:
     _end(world, honest, others)
 
 
-def _honest(world: Hostile, room: int, pages: list[int]) -> tuple[int, DecodeRoom, list[int]]:
+def _honest(world: Hostile, room: int, pages: list[int]) -> tuple[int, DecodeRoom]:
     world.deadline_s = 60.0
-    handle = _receive(world, room, pages, 0, prefill=0)
-    _send(world, room, pages, 0)
-    return room, handle, pages
-
-
-def _receive(world: Hostile, room: int, pages: list[int], rank: int, *, prefill: int) -> DecodeRoom:
-    """Where the world has rows, into the one that the pages name: no two rooms share it."""
-    row = {"row": pages[0] // 2} if world.aux else {}
-    return world.receive(room, TOKENS, pages, rank, prefill=prefill, **row)
-
-
-def _send(world: Hostile, room: int, pages: list[int], rank: int) -> PrefillRoom:
-    """A whole room in two chunks, with a row full of its number, where the world has rows."""
-    if not world.aux:
-        return world.send(room, TOKENS, pages, rank, step=4)
-    world.fill(room, TOKENS, pages, rank)
-    handle = world.submit(room, rank)
-    for start in range(0, TOKENS, 4):
-        world.chunk(handle, (start, start + 4), pages, rank)
-    world.finish(handle, rank, world.given_row(world.prefill[rank], pages[0] // 2, room))
-    return handle
-
-
-def _has_its_row(world: Hostile, handle: DecodeRoom, room: int) -> bool:
-    """As `_send` filled it, in each column that both sides have; what else is in the row is nobody's."""
-    if not world.aux:
-        return handle.aux == b"aux"
-    assert handle.shared is not None
-    row = world.row(world.decode[0], world.decode[0].row_of[handle])
-    return bool(handle.shared.dst) and all(
-        (row[column.offset : column.offset + column.nbytes] == room).all() for column in handle.shared.dst
-    )
+    handle = world.receive(room, TOKENS, pages, 0, prefill=0)
+    world.send(room, TOKENS, pages, 0, step=4)
+    return room, handle
 
 
 def _lied_to(world: Hostile, role: str, room: int, pages: list[int]) -> DecodeRoom | PrefillRoom:
@@ -325,22 +265,20 @@ def _lied_to(world: Hostile, role: str, room: int, pages: list[int]) -> DecodeRo
     world.deadline_s = 8.0
     liar = 1
     if role == "prefill":
-        handle = _receive(world, room, pages, 0, prefill=liar)
-        _send(world, room, pages, liar)
+        handle = world.receive(room, TOKENS, pages, 0, prefill=liar)
+        world.send(room, TOKENS, pages, liar, step=4)
         return handle
-    sent = _send(world, room, pages, 0)
-    _receive(world, room, pages, liar, prefill=0)
+    sent = world.send(room, TOKENS, pages, 0, step=4)
+    world.receive(room, TOKENS, pages, liar, prefill=0)
     return sent
 
 
-def _end(
-    world: Hostile, honest: list[tuple[int, DecodeRoom, list[int]]], others: list[DecodeRoom | PrefillRoom]
-) -> None:
+def _end(world: Hostile, honest: list[tuple[int, DecodeRoom]], others: list[DecodeRoom | PrefillRoom]) -> None:
     """The liar falls silent; the honest rooms have succeeded, its own have ended, and nothing of it is kept."""
-    _until(world, 50.0, lambda: all(handle.ended for _, handle, _ in honest))
-    for room, handle, _ in honest:
+    _until(world, 50.0, lambda: all(handle.ended for _, handle in honest))
+    for room, handle in honest:
         world.check(handle, room, TOKENS)
-        assert _has_its_row(world, handle, room)
+        assert handle.aux == b"aux"
     world.silent = True
     assert world.liar is not None
     name, sessions = world.liar.name, world.victim.core.sessions
@@ -367,8 +305,6 @@ def _until(world: Hostile, for_s: float, done: Callable[[], bool]) -> None:
         world.run(until=world.now + 1.0)
 
 
-def seeds(role: str) -> list[bytes]:
-    del role
+def seeds() -> list[bytes]:
     calm = bytes([0, 0, 2, 6, 1, 0, 2, 6, 2])
-    rows = [bytes([way]) + calm[1:] + bytes(range(64)) for way in range(2, 6)]
-    return [calm, calm + bytes(range(64)), *rows, bytes([1, 2, 2, 2, 6, 1, 4, 4, 4, 4]) * 8, bytes(range(256)) * 2]
+    return [calm, calm + bytes(range(64)), bytes([1, 2, 2, 2, 6, 1, 4, 4, 4, 4]) * 8, bytes(range(256)) * 2]

@@ -7,17 +7,19 @@ import zlib
 from functools import cache
 
 import numpy as np
+from msgspec import structs
 
 from pdstage.columns import Columns, Placed, lacking, problem, share
 from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Layout, Region
 from pdstage.layout.topology import Topology
-from pdstage.plan import Rect, Share, selects, shares, wire_order
+from pdstage.plan import Rect, selects, shares, wire_order
 from pdstage.plan.spans import DirectPlan, Index
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import check_items, incompatible, layout_problem
 from pdstage.transport.local import LocalTransport
+from tests import golden
 from tests.fuzz.draw import Draw, altered_bytes, altered_msgpack, bent_msgpack
 from tests.pair import COLUMNS, Memory, make_layout, pool_nbytes
 
@@ -31,37 +33,20 @@ def own_layout() -> Layout:
     return make_layout(Memory(pool_nbytes(**_SHAPE)), **_SHAPE)
 
 
+_KINDS = (
+    "Hello, rows|Welcome, columns|HelloRefused|Ask|Asking|Open, row|Opened, accepted|Reserve|Lease|Refused|Watermark|"
+    "Recall|Returned|CloseOk|CloseFailed|Closed|Abort|Drained|Heartbeat, waiting|Bye|NoSession|Tagged"
+)
+
+
 @cache
 def samples() -> tuple[m.AnyMessage, ...]:
-    """One message of each kind, as an honest peer may say it."""
-    rect, layout, place = Rect("kv", 0, 8, 0, 2), own_layout(), Topology()
-    lanes = (m.LaneSpan(1 << 40, 4096), m.LaneSpan((1 << 40) + 4096, 4096))
-    items = (m.Items("kv", 0, memoryview(np.array([3, 1], np.int32)).cast("B")),)
-    columns = Columns(COLUMNS).placed
-    share = (Share("kv", "k", (0, 2, 1), 0, 2), Share("kv", "v", (0, 2, 1), 0, 2))
-    return (
-        m.Hello(place, layout, "test", b"", lanes, 10.0, ("direct", "checksum"), columns, m.RowSpan(1 << 41, 64, 8)),
-        m.Welcome(place, layout, "test", b"", 10.0, ("checksum",), columns),
-        m.HelloRefused("no"),
-        m.Ask(1, b"i1"),
-        m.Asking(1, True),
-        m.Open(1, b"i1", share, (m.Asked("kv", 0, 8),), items, 0, 1, True, 0, 60.0, 3),
-        m.Opened(1, "accepted", ""),
-        m.Reserve(1, 0, 0, 256, (rect,)),
-        m.Lease(1, 0, 0, 0, 0, 256, 0),
-        m.Refused(1, 0, 0, "too_big", 128),
-        m.Watermark(0, 4096),
-        m.Recall(1, 0, 0, 0, 0, 0),
-        m.Returned(1, 0, 0, 0, 0),
-        m.CloseOk(1, (m.Written(0, 0, 0),), b"aux", (m.Given("kv", 1),), False),
-        m.CloseFailed(1, "why"),
-        m.Closed(1),
-        m.Abort(1, "why", False),
-        m.Drained(1),
-        m.Heartbeat(m.IDLE, (m.Wanted(1, b"i1"),), (b"i2",)),
-        m.Bye(),
-        m.NoSession(1),
-        m.Tagged(wire.encode_tag(wire.Tag(m.SessionId(1, 2), 1, 0, 0, 0, (rect,)), ("kv",))),
+    """One message of each kind, the golden ones, with a layout and an epoch that the nodes here have."""
+    place = {"topology": Topology(), "layout": own_layout(), "transport": "test", "description": b"", "epoch": 1}
+    found = [golden.FRAMES[kind] for kind in _KINDS.split("|")]
+    return tuple(
+        structs.replace(one, **{name: place[name] for name in place.keys() & set(one.__struct_fields__)})
+        for one in found
     )
 
 

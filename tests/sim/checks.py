@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.lane import ALIGNMENT, Lane
-from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
-from pdstage.protocol.prefill_chunks import SendBuffers
+from pdstage.protocol.leases import Lease
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import State
 from tests.pair import Decode, Prefill, assert_flat
@@ -27,14 +26,6 @@ NEXT = {"granted": {"granted", "landed", "quarantined"}, "landed": {"landed"}, "
 GREETINGS = m.Hello | m.Welcome | m.HelloRefused
 ENDINGS = m.NoSession | m.Bye
 EPSILON_S = 1e-6
-
-
-def requests_waiting(leases: LeaseTable) -> list[LeaseRequest]:
-    return [request for _, _, request in leases.queue.entries()]
-
-
-def n_busy(buffers: SendBuffers) -> int:
-    return sum(buffers.staged._busy.values())
 
 
 class Checks:
@@ -118,7 +109,7 @@ class Checks:
     def _waiting(self, node: Decode) -> None:
         leases, config = node.core.leases, self.world.config
         idle = [lane for lane in leases.lanes if lane.head == lane.watermark]
-        for request in requests_waiting(leases):
+        for _, _, request in leases.queue.entries():
             if any(request.nbytes <= lane.largest() for lane in idle):
                 raise Violation(
                     "I13", f"a request of {request.nbytes} bytes waits at {node.name!r} beside an idle lane"
@@ -147,7 +138,8 @@ class Checks:
                 raise Violation("I6", f"{node.name!r} has watermark {mark} of a lane whose own is {told}")
 
     def _buffers(self, node: Prefill) -> None:
-        held = n_busy(node.core.chunks.buffers) + len(node.core.chunks.buffers.free)
+        buffers = node.core.chunks.buffers
+        held = sum(buffers.staged._busy.values()) + len(buffers.free)
         if held != self.world.n_buffers:
             raise Violation("I8", f"{node.name!r} knows of {held} send buffers, not {self.world.n_buffers}")
 

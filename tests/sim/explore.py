@@ -1,4 +1,4 @@
-"""Every state of small worlds of the real cores, breadth first: `python -m tests.sim.explore`.
+"""Every state of small worlds of the real cores, breadth first: `python -m tests.sim.explore [NAME ...]`.
 
 What is covered. The real `PrefillCore` and `DecodeCore`, frames and tags in their binary forms, in worlds of one or
 two writers, one or two rooms of one or two chunks a writer, and a lane for about two leases. All orders of: frames
@@ -22,154 +22,185 @@ stands for any slow network, and where a timer's handler looks at how long somet
 long enough or all have. Heartbeats are not sent except to a peer that forgot the session. Worlds are small.
 
 How states are cut down. Two states are one when all that may ever differ in their futures is equal (`frozen`), and
-what lay in memory that was given back is forgotten (`Steps.settled`). Where two writers have a room each, a state and
-the one with writers and rooms exchanged are one; each step is held against its image, so this is found, not assumed
-(`mirror`). Writers that share their rooms are not exchanged. Steps of a writer that has a frame to hear are not
-interleaved with others' where they commute with all of those (`Network._apart`); not while a process may still crash.
-That keeps all ends, and all ways to them: a fault of the writer that may come after others' may come before, as what is
-left of faults only falls; and each such step takes a frame away, so nobody is put off for ever. A frame is lost only
-when it would be heard, as nobody can tell when it was.
-
-How they are kept. A state is a word of part numbers (`sides`, `columns`): exact, not a hash. What a part answers to an
-input is worked out once, by the real core. `plain` does the same one whole state after another, in every order.
+what lay in memory that was given back is forgotten (`Steps.settled`). What a core answers to an input is worked out
+once, by the real core (`nodes`). A frame is lost only when it would be heard, as nobody can tell when it was.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from functools import partial
+from array import array
+from dataclasses import dataclass
 from multiprocessing import get_context
 
-from tests.sim.facts import Shape, Violation
-from tests.sim.search import Search
-from tests.sim.steps import Configuration, Faults
+import numpy as np
+
+from tests.sim.facts import Shape, Violation, must
+from tests.sim.network import Move, Network
+from tests.sim.steps import Configuration, Faults, Global
 
 QUICK = [
-    Configuration(name="one room", shape=Shape(late=1), faults=Faults(loss=2, abort=1, twice=1)),
+    Configuration("one room", Shape(late=1), Faults(loss=2, abort=1, twice=1)),
+    Configuration("from the start", Shape(chunks=1), Faults(loss=2, abort=1), connected=False, begun=False),
+    Configuration("a lane for one", Shape(rooms=2, chunks=1, late=1, lane_nbytes=256), Faults(early=2)),
+    Configuration("padding", Shape(rooms=2, chunks=1, tokens=32, lane_nbytes=768), Faults(loss=1, abort=1)),
+    Configuration("lent in advance", Shape(chunks=1, late=1, advance=True), Faults(loss=2, abort=1, early=2)),
+    Configuration("lent in advance, too little", Shape(advance=True, lane_nbytes=1024), Faults(loss=2, abort=1)),
     Configuration(
-        name="from the start", shape=Shape(chunks=1), faults=Faults(loss=2, abort=1), connected=False, begun=False
+        "lent in advance, in another's way",
+        Shape(rooms=2, chunks=1, late=1, lane_nbytes=512, advance=True),
+        Faults(loss=1, early=2),
     ),
-    Configuration(
-        name="a lane for one",
-        shape=Shape(rooms=2, chunks=1, late=1, lane_nbytes=256),
-        faults=Faults(early=2),
-    ),
-    Configuration(
-        name="padding", shape=Shape(rooms=2, chunks=1, tokens=32, lane_nbytes=768), faults=Faults(loss=1, abort=1)
-    ),
-    Configuration(
-        name="lent in advance", shape=Shape(chunks=1, late=1, advance=True), faults=Faults(loss=2, abort=1, early=2)
-    ),
-    Configuration(
-        name="lent in advance, too little", shape=Shape(advance=True, lane_nbytes=1024), faults=Faults(loss=2, abort=1)
-    ),
-    Configuration(
-        name="lent in advance, in another's way",
-        shape=Shape(rooms=2, chunks=1, late=1, lane_nbytes=512, advance=True),
-        faults=Faults(loss=1, early=2),
-    ),
-    Configuration(name="a crash, then again", shape=Shape(chunks=1), faults=Faults(loss=1, crash=1), again=1),
-    Configuration(name="straight into pages", shape=Shape(path="direct"), faults=Faults(loss=1, abort=1, twice=1)),
-    Configuration(
-        name="a row in place", shape=Shape(chunks=1, rows=True), faults=Faults(loss=1, abort=1, twice=1, crash=1)
-    ),
-    Configuration(name="a row that fails", shape=Shape(chunks=1, rows=True), faults=Faults(late=1, broken=1)),
-    Configuration(name="a false alarm", shape=Shape(), faults=Faults(late=1, broken=1)),
-    Configuration(
-        name="two writers of a room", shape=Shape(writers=2, instances=False, chunks=1), faults=Faults(crash=1)
-    ),
-    Configuration(name="tags are said", shape=Shape(notifies=False), faults=Faults(loss=2, abort=1, early=1)),
-    Configuration(
-        name="tags are said, of pages", shape=Shape(path="direct", notifies=False), faults=Faults(loss=2, abort=1)
-    ),
-    Configuration(name="tags are said, a crash", shape=Shape(chunks=1, notifies=False), faults=Faults(loss=1, crash=1)),
+    Configuration("a crash, then again", Shape(chunks=1), Faults(loss=1, crash=1), again=1),
+    Configuration("straight into pages", Shape(path="direct"), Faults(loss=1, abort=1, twice=1)),
+    Configuration("a row in place", Shape(chunks=1, rows=True), Faults(loss=1, abort=1, twice=1, crash=1)),
+    Configuration("a row that fails", Shape(chunks=1, rows=True), Faults(late=1, broken=1)),
+    Configuration("a false alarm", Shape(), Faults(late=1, broken=1)),
+    Configuration("two writers of a room", Shape(writers=2, instances=False, chunks=1), Faults(crash=1)),
+    Configuration("tags are said", Shape(notifies=False), Faults(loss=2, abort=1, early=1)),
+    Configuration("tags are said, of pages", Shape(path="direct", notifies=False), Faults(loss=2, abort=1)),
+    Configuration("tags are said, a crash", Shape(chunks=1, notifies=False), Faults(loss=1, crash=1)),
 ]
 """Complete within seconds."""
 
-PAIR = {"writers": 2, "instances": False, "chunks": 1}
+PAIR = Shape(writers=2, instances=False, chunks=1)
 """Two writers that each hold half of the heads of every room."""
 
 LARGE = [
+    Configuration("all at once, a chunk each", Shape(writers=2, rooms=2, chunks=1), Faults(loss=2, abort=1, crash=1)),
+    Configuration("two rooms", Shape(rooms=2, late=1), Faults(loss=1, abort=1)),
+    Configuration("two writers, two rooms", Shape(writers=2, rooms=2), Faults(abort=1)),
+    Configuration("two writers of a room, lossy", PAIR, Faults(loss=2, abort=1)),
+    Configuration("two writers of a room, alarmed", PAIR, Faults(late=1)),
     Configuration(
-        name="all at once, a chunk each",
-        shape=Shape(writers=2, rooms=2, chunks=1),
-        faults=Faults(loss=2, abort=1, crash=1),
+        "lent in advance, and aborted", Shape(rooms=2, chunks=1, late=1, advance=True), Faults(loss=1, abort=1, crash=1)
     ),
-    Configuration(name="two rooms", shape=Shape(rooms=2, late=1), faults=Faults(loss=1, abort=1)),
-    Configuration(name="two writers, two rooms", shape=Shape(writers=2, rooms=2), faults=Faults(abort=1)),
-    Configuration(name="two writers of a room, lossy", shape=Shape(**PAIR), faults=Faults(loss=2, abort=1)),
-    Configuration(name="two writers of a room, alarmed", shape=Shape(**PAIR), faults=Faults(late=1)),
+    Configuration("impatient", Shape(rooms=2, late=1), Faults(early=2)),
     Configuration(
-        name="lent in advance, and aborted",
-        shape=Shape(rooms=2, chunks=1, late=1, advance=True),
-        faults=Faults(loss=1, abort=1, crash=1),
-    ),
-    Configuration(name="impatient", shape=Shape(rooms=2, late=1), faults=Faults(early=2)),
-    Configuration(
-        name="two lanes",
-        shape=Shape(writers=2, rooms=2, chunks=1, late=1, lane_nbytes=256, n_lanes=2),
-        faults=Faults(abort=1, early=1),
+        "two lanes", Shape(writers=2, rooms=2, chunks=1, late=1, lane_nbytes=256, n_lanes=2), Faults(abort=1, early=1)
     ),
     Configuration(
-        name="staged or direct",
-        shape=Shape(rooms=2, chunks=1, late=1, lane_nbytes=256, path="auto"),
-        faults=Faults(abort=1, early=1),
+        "staged or direct", Shape(rooms=2, chunks=1, late=1, lane_nbytes=256, path="auto"), Faults(abort=1, early=1)
     ),
-    Configuration(name="nothing fences", shape=Shape(chunks=1), faults=Faults(crash=1, late=1), fences=False, again=1),
+    Configuration("nothing fences", Shape(chunks=1), Faults(crash=1, late=1), fences=False, again=1),
 ]
 """Complete within minutes, together."""
 
-ALL = Configuration(name="all at once", shape=Shape(writers=2, rooms=2), faults=Faults(loss=2, abort=1, crash=1))
-"""Four leases of two writers in a lane for two, and all faults. 26 million states; half an hour and 6 GB."""
 
-HUGE = [
-    Configuration(
-        name="all at once, then again",
-        shape=Shape(writers=2, rooms=2, late=1),
-        faults=Faults(loss=2, abort=1, crash=1),
-        again=1,
-    ),
-    Configuration(
-        name="two rooms of two writers",
-        shape=Shape(**PAIR, rooms=2),
-        faults=Faults(loss=2, abort=1, crash=1),
-    ),
-    Configuration(name="two rooms, two lost", shape=Shape(rooms=2, late=1), faults=Faults(loss=2, abort=1, twice=1)),
-    Configuration(name="two writers of a room, again", shape=Shape(**PAIR), faults=Faults(crash=1, abort=1), again=1),
-]
-"""For those with hours and memory, each cut off by --most-s or --most-states; by name only."""
+@dataclass
+class Report:
+    name: str
+    n_states: int = 0
+    n_steps: int = 0
+    n_ends: int = 0
+    depth: int = 0
+
+    def __str__(self) -> str:
+        steps = f"{self.n_steps:>10,} transitions, depth {self.depth:>3}"
+        return f"{self.name:40} {self.n_states:>9,} states, {steps}, {self.n_ends:>5,} ends"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="configurations; those that end within minutes if none is named")
-    parser.add_argument("--all", action="store_true", help=f"{ALL.name!r} too: half an hour, 6 GB")
-    parser.add_argument("--most-s", type=float, default=1e9)
-    parser.add_argument("--most-states", type=int, default=1 << 32)
-    parser.add_argument("--workers", type=int, default=2, help="processes; default %(default)s")
-    options = parser.parse_args(arguments)
-    by_name = {configuration.name: configuration for configuration in [*LARGE, *QUICK, ALL, *HUGE]}
-    chosen = [by_name[name] for name in options.names] if options.names else [*LARGE, *QUICK]
-    chosen = [*chosen, ALL] if options.all else chosen
-    one = partial(_explore, options.most_s, options.most_states)
+class Search:
+    """One configuration, explored once, one whole state after another. States are told apart by a hash of 64 bits."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.network = Network(configuration)
+        self.report = Report(configuration.name)
+        self.ends: list[int] = []
+        self._parent, self._step = array("q"), array("H")
+        """Of each state a state before it, and which of its moves led here."""
+        self._src, self._dst = array("q"), array("q")
+        """Every step without a fault: from which state, to which."""
+
+    def run(self) -> Report:
+        """Raises a `Violation`, with the shortest way to it."""
+        network, report = self.network, self.report
+        self.root = network.first()
+        seen = {hash(self.root): 0}
+        self._parent.append(-1)
+        self._step.append(0)
+        level, at = [self.root], 0
+        while level:
+            following = []
+            for state in level:
+                for n, move in self._moves(state, at):
+                    key = hash(move.after)
+                    number = seen.setdefault(key, len(self._parent))
+                    if number == len(self._parent):
+                        self._parent.append(at)
+                        self._step.append(n)
+                        following.append(move.after)
+                    if not move.fault:
+                        self._src.append(at)
+                        self._dst.append(number)
+                    report.n_steps += 1
+                at += 1
+            report.n_states = at
+            level = following
+            report.depth += bool(level)
+        self._all_end()
+        return report
+
+    def _moves(self, state: Global, at: int) -> list[tuple[int, Move]]:
+        network = self.network
+        try:
+            left = network.left_over(state)
+            moves = network.moves(state)
+            if not left:
+                network.end(state)
+                self.ends.append(at)
+                self.report.n_ends += 1
+            must(not left or not all(move.fault for move in moves), f"deadlock: {left}")
+        except Violation as violation:
+            violation.path = [*self._way(at), network.words("at last", *network.trying)]
+            raise
+        return [(n, move) for n, move in enumerate(moves) if left or move.fault]
+
+    def _all_end(self) -> None:
+        """From every state a good end can be reached without another fault; else the way is lost for ever."""
+        reaches = np.zeros(self.report.n_states, bool)
+        reaches[self.ends] = True
+        src, dst = np.array(self._src), np.array(self._dst)
+        n = -1
+        while n != (n := int(reaches.sum())):
+            reaches[src[reaches[dst]]] = True
+        if not reaches.all():
+            violation = Violation(f"{int((~reaches).sum())} states never come to a good end")
+            violation.path = self._way(int(np.argmin(reaches)))
+            raise violation
+
+    def _way(self, at: int) -> list[str]:
+        """The shortest way to a state, in words."""
+        steps = []
+        while at:
+            steps.append(self._step[at])
+            at = self._parent[at]
+        state, words = self.root, []
+        for n in reversed(steps):
+            move = self.network.moves(state)[n]
+            words.append(self.network.words(move.what, move.node, move.given))
+            state = move.after
+        return words
+
+
+def main(names: list[str]) -> int:
+    chosen = [one for one in [*LARGE, *QUICK] if not names or one.name in names]
     failed = False
-    with get_context("spawn").Pool(min(options.workers, len(chosen)), maxtasksperchild=1) as pool:
-        for said, good in pool.imap(one, chosen, chunksize=1):
+    with get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        for said, good in pool.imap(_explore, chosen, chunksize=1):
             print(said, flush=True)
             failed = failed or not good
     return int(failed)
 
 
-def _explore(most_s: float, most_states: int, configuration: Configuration) -> tuple[str, bool]:
+def _explore(configuration: Configuration) -> tuple[str, bool]:
     """What there is to say of one world, and whether nothing is wrong in it."""
-    search = Search(configuration, most_s=most_s, most_states=most_states)
+    search = Search(configuration)
     try:
-        search.run()
+        return str(search.run()), True
     except Violation as violation:
         return f"{violation}\n{search.report}", False
-    return str(search.report), True
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,8 @@ For `explore`. Here are I3, I8, I13, I15 and I16, and I2 for decode's own scatte
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from pdstage.protocol import messages as m
@@ -18,8 +19,7 @@ from tests.pair import assert_flat
 from tests.sim.frozen import Core, Node, flight_name, key_name
 
 Name = tuple[object, ...]
-FIRST_ROOM, FIRST_EPOCH = 101, 501
-"""Numbers that nothing else has, so that `mirror` can tell what they are."""
+N_BUFFERS = 2
 
 
 class Violation(AssertionError):
@@ -29,8 +29,6 @@ class Violation(AssertionError):
         super().__init__(what)
         self.what = what
         self.path: list[str] = []
-        self.at = 0
-        """Where it was found, of the states that were looked at together."""
 
     def __str__(self) -> str:
         return "\n".join([self.what, *(f"  {n}. {step}" for n, step in enumerate(self.path, 1))])
@@ -56,7 +54,6 @@ class Shape:
     """The last so many chunks of a room are computed at any moment after they were announced."""
     lane_nbytes: int = 512
     n_lanes: int = 1
-    n_buffers: int = 2
     path: str = "staged"
     """"staged"; "direct"; or "auto": staged, and direct where that comes to nothing."""
     notifies: bool = True
@@ -65,11 +62,10 @@ class Shape:
     """Aux is a row that is written in place; else bytes."""
     advance: bool = False
     """Decode lends memory with Open."""
-    deadlines: dict[str, float] = field(default_factory=dict)
 
     @property
     def numbers(self) -> range:
-        return range(FIRST_ROOM, FIRST_ROOM + self.rooms)
+        return range(1, 1 + self.rooms)
 
     def writers_of(self, room: int) -> list[int]:
         return [room % self.writers] if self.instances else list(range(self.writers))
@@ -97,7 +93,7 @@ class Facts(NamedTuple):
     """What is left of any room; empty if nothing."""
 
 
-def decode_facts(node: Node, shape: Shape) -> Facts:
+def decode_facts(node: Node) -> Facts:
     core = node.core
     assert isinstance(core, DecodeCore)
     held, leases, writable = core.leases, {}, set()
@@ -148,7 +144,7 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
             for ticket, landing in core.chunks.flights.items()
         },
         epochs=epochs,
-        flat=_left(node, shape),
+        flat=_left(node),
     )
 
 
@@ -157,7 +153,7 @@ def _share_bytes(a: int, a_nbytes: int, b: int, b_nbytes: int, capacity: int) ->
     return a < b + b_nbytes and b < a + a_nbytes
 
 
-def prefill_facts(node: Node, shape: Shape) -> Facts:
+def prefill_facts(node: Node) -> Facts:
     core = node.core
     assert isinstance(core, PrefillCore)
     for chunk, _ in core.chunks.flights.values():
@@ -167,7 +163,7 @@ def prefill_facts(node: Node, shape: Shape) -> Facts:
         for chunk in destination.chunks.values():
             must(chunk.source.ready or chunk.attempt <= 1, "I16: recalled twice before its data exists")
     buffers = [buffer for _, buffer in core.chunks.flights.values() if buffer >= 0] + core.chunks.buffers.free
-    must(sorted(buffers) == list(range(shape.n_buffers)), f"send buffers {buffers}")
+    must(sorted(buffers) == list(range(N_BUFFERS)), f"send buffers {buffers}")
     rooms = {name: room for name, room in node.handles.items() if isinstance(room, PrefillRoom)}
     return Facts(
         sessions=frozenset(core.sessions),
@@ -183,7 +179,7 @@ def prefill_facts(node: Node, shape: Shape) -> Facts:
         ),
         released=frozenset(name for name, room in rooms.items() if room.released),
         marks=tuple(((*session.id, lane), mark) for (session, lane), mark in core.chunks.windows.marks.items()),
-        flat=_left(node, shape),
+        flat=_left(node),
     )
 
 
@@ -195,21 +191,10 @@ def _rooms(node: Node) -> tuple[tuple[tuple[int, int], int], ...]:
     return tuple((name, room.status) for name, room in node.handles.items())
 
 
-@dataclass
-class _Alone:
-    """A world of one node, as `assert_flat` takes it."""
-
-    node: Node
-    n_buffers: int
-
-    def nodes(self) -> list[Node]:
-        return [self.node]
-
-
-def _left(node: Node, shape: Shape) -> str:
+def _left(node: Node) -> str:
     """What is left of any room (I13, I14), or why a room is not over; empty if nothing is."""
     try:
-        assert_flat(_Alone(node, shape.n_buffers))  # type: ignore[arg-type]
+        assert_flat(SimpleNamespace(nodes=lambda: [node], n_buffers=N_BUFFERS))  # type: ignore[arg-type]
     except AssertionError as error:
         return f"left over: {error}"
     open_rooms = [name for name, room in node.handles.items() if not room.ended or not room.released]

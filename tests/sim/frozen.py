@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import io
-import marshal
 import pickle
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from types import FunctionType
+from typing import TYPE_CHECKING
 
 from pdstage.columns import Shared
-from pdstage.errors import Aborted, DeadlineExceeded, PeerError, TransportError, UsageError
+from pdstage.errors import Aborted, PdstageError
 from pdstage.layout import Layout
 from pdstage.layout.topology import Topology
-from pdstage.plan import Rect, Share
 from pdstage.plan.ownership import Common, CommonTokens
 from pdstage.protocol import messages as m
-from pdstage.protocol import wire
+from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import ChunkReceiver
 from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
@@ -72,9 +71,6 @@ _SILENT = {
 }  # fmt: skip
 """Fields without influence, by class."""
 GIVEN_UP = Aborted("what was said is left out")
-_ERRORS = (Aborted, DeadlineExceeded, PeerError, TransportError, UsageError)
-_ATOMS = frozenset({int, str, bytes, bool, float, type(None)})
-_FLAT = frozenset({m.SessionId, m.Advance, m.Asked, m.Written, m.LaneSpan, Rect, Share})
 SOON, LATER = 0.3, 1e6
 """When a timer fires, before any other waiting time has passed or after all have; everything else happens at 0."""
 
@@ -215,146 +211,88 @@ def _renumber(held: LeaseTable) -> None:
         held.queue.add(request)
 
 
-class _Shared:
-    """Immutable things that frozen nodes refer to by number."""
+# Frozen and thawed. What never changes is kept, and named by its number.
 
-    def __init__(self) -> None:
-        self.things: list[object] = [GIVEN_UP]
-        self._numbers: dict[int, int] = {}
-        self._equal: dict[object, int] = {}
-
-    def number(self, thing: object) -> int:
-        number = self._numbers.get(id(thing))
-        if number is None:
-            same = wire.encode(m.SessionId(0, 0), 0, thing) if isinstance(thing, m.Open) else thing
-            number = self._equal.setdefault(same, len(self.things))
-            self.things.append(thing)  # kept, so that its id stays its own
-            if number < len(self.things) - 1:
-                self._numbers[id(thing)] = number
-                return number
-            self._numbers[id(thing)] = number
-        return number
-
-
-_shared = _Shared()
+_KEPT = (
+    Common, CommonTokens, Config, FunctionType, Layout, PdstageError, Shared, Topology, m.Open, memoryview,
+)  # fmt: skip
+_things: list[object] = []
+_numbers: dict[int, int] = {}
 
 
 def _thing(number: int) -> object:
-    return _shared.things[number]
+    return _things[number]
 
 
-_SHARED = (Common, Layout, CommonTokens, Shared, Topology, m.Open)
-_dispatch = {kind: lambda thing: (_thing, (_shared.number(thing),)) for kind in _SHARED}
-_dispatch[memoryview] = lambda view: (memoryview, (bytes(view),))
-_dispatch |= {kind: lambda _: (_thing, (0,)) for kind in _ERRORS}
-
-
-def _empty(kind: type) -> object:
-    return object.__new__(kind)
-
-
-def _part(part: object) -> tuple[object, ...]:
-    return _empty, (type(part),), {name: value for name, value in vars(part).items() if name not in _CONSTANT}
-
-
-_dispatch |= dict.fromkeys(_PARTS, _part)
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, thing: object) -> object:
+        if not isinstance(thing, _KEPT) or thing is _thing:
+            return NotImplemented
+        if id(thing) not in _numbers:
+            _numbers[id(thing)] = len(_things)
+            _things.append(thing)
+        return _thing, (_numbers[id(thing)],)
 
 
 def freeze(node: Node) -> bytes:
     buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, 5)
-    pickler.dispatch_table = _dispatch  # type: ignore[assignment]
-    pickler.dump((node.core, node.handles, node.fencing, node.orphans))
+    _Pickler(buffer, 5).dump(node)
     return buffer.getvalue()
 
 
-def thaw(frozen: bytes, template: Core) -> Node:
-    """`template` is any core of the same process life: what never changes is its."""
-    core, handles, fencing, orphans = pickle.loads(frozen)
-    constants = {type(part): part for part in _parts(template)}
-    for part in _parts(core):
-        told = vars(constants[type(part)])
-        vars(part).update((name, told[name]) for name in told.keys() & _CONSTANT)
-    core.endpoint.effects, core.endpoint._tickets = [], 1000
-    return Node(core, b"", handles, fencing, orphans)
+def thaw(frozen: bytes) -> Node:
+    node: Node = pickle.loads(frozen)
+    return node
 
 
-def _parts(core: Core) -> list[object]:
-    found: list[object] = [core]
-    for part in found:
-        found += [one for one in vars(part).values() if isinstance(one, _PARTS) and one not in found]
-    return found
-
-
-class _Digest:
-    """All that can be reached, flat and in a fixed order; an object met again is a number."""
-
-    _fields: ClassVar[dict[type, tuple[str, ...]]] = {}
-
-    def __init__(self, core: Core) -> None:
-        self.core = core
-        self.out: list[object] = []
-        self.met: dict[int, int] = {}
-
-    def walk(self, x: object) -> None:
-        kind = type(x)
-        if kind in _ATOMS:
-            self.out.append(x)
-        elif kind in _FLAT:
-            self.out.extend(one if type(one) is not tuple else repr(one) for one in x)  # type: ignore[attr-defined]
-        elif kind in (list, tuple, deque):
-            self.out.append(len(x))  # type: ignore[arg-type]
-            for one in x:  # type: ignore[attr-defined]
-                self.walk(one)
-        elif kind in (dict, OrderedDict):
-            self.out.append(len(x))  # type: ignore[arg-type]
-            for key, value in x.items():  # type: ignore[attr-defined]
-                self.walk(key)
-                self.walk(value)
-        elif kind in (set, frozenset):
-            self.out.append(repr(sorted(x)))  # type: ignore[call-overload]
-        elif isinstance(x, Enum):
-            self.out.append(x.name)
-        elif kind is memoryview:
-            self.out.append(bytes(x))  # type: ignore[arg-type]
-        else:
-            self.object(x)
-
-    def object(self, x: object) -> None:
-        if isinstance(x, Armed):
-            self.out.append(repr(sorted(key_name(self.core, key) for key in x.keys)))
-            return
-        number = self.met.get(id(x))
-        if number is not None:
-            self.out.append(f"#{number}")
-            return
-        self.met[id(x)] = len(self.met)
-        if x is GIVEN_UP:
-            return
-        kind = type(x)
-        self.out.append(kind.__name__)
-        if hasattr(x, "__dict__"):
-            silent = _CONSTANT if kind in _PARTS else _SILENT.get(kind.__name__, set())
-            for name in sorted(vars(x).keys() - silent):
-                self.walk(vars(x)[name])
-            return
-        for name in self._fields.get(kind) or self.fields(kind):
-            self.walk(getattr(x, name, None))
-
-    def fields(self, kind: type) -> tuple[str, ...]:
-        slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) or ()]
-        slots += list(getattr(kind, "__struct_fields__", ())) or list(getattr(kind, "_fields", ()))
-        names = tuple(name for name in slots if name not in _SILENT.get(kind.__name__, ()))
-        assert names, f"{kind} has no slots to look at"
-        self._fields[kind] = names
-        return names
+# Named.
 
 
 def digest(node: Node) -> bytes:
-    """The name of a node in canonical form: equal for two that will do the same."""
-    walk = _Digest(node.core)
-    walk.walk(node.handles)
-    walk.walk(node.fencing)
-    walk.walk(node.orphans)
-    walk.walk(node.core)
-    return hashlib.blake2b(marshal.dumps(walk.out, 2), digest_size=16).digest()
+    """The name of a node in canonical form: equal for two that will do the same.
+
+    It is made of all that can be reached, in a fixed order; an object met again is a number.
+    """
+    out: list[str] = []
+    met: dict[int, int] = {}
+
+    def walk(x: object) -> None:
+        silent = _SILENT.get(type(x).__name__, set())
+        match x:
+            case None | int() | float() | str() | bytes() | Enum():
+                out.append(repr(x))
+            case PdstageError():
+                out.append("failed")
+            case memoryview():
+                out.append(repr(bytes(x)))
+            case set() | frozenset():
+                out.append(repr(sorted(x)))
+            case tuple() if silent:
+                walk([getattr(x, name) for name in x._fields if name not in silent])  # type: ignore[attr-defined]
+            case list() | tuple() | deque():
+                out.append(str(len(x)))
+                for one in x:
+                    walk(one)
+            case dict():
+                out.append(str(len(x)))
+                for pair in x.items():
+                    walk(pair)
+            case Armed():
+                walk(sorted(key_name(node.core, key) for key in x.keys))
+            case _ if id(x) in met:
+                out.append(f"#{met[id(x)]}")
+            case _:
+                met[id(x)] = len(met)
+                out.append(type(x).__name__)
+                for name in sorted(_fields(x) - silent):
+                    walk(getattr(x, name, None))
+
+    walk(node)
+    return hashlib.blake2b("|".join(out).encode(), digest_size=16).digest()
+
+
+def _fields(x: object) -> set[str]:
+    fields = {name for base in type(x).__mro__ for name in getattr(base, "__slots__", ())} | getattr(
+        x, "__dict__", {}
+    ).keys()
+    return fields - _CONSTANT if isinstance(x, _PARTS) else fields

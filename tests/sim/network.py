@@ -56,22 +56,10 @@ class Network(Steps):
     # What may happen.
 
     def moves(self, state: Global) -> list[Move]:
-        """Every step of interest: where one writer's steps commute with all else, its steps alone."""
-        for writer in range(1, 1 + self.shape.writers if not self.every_order else 1):
-            if self._apart(state, writer):
-                return list(self._of(state, writer))
         found = [move for node in range(len(state.nodes)) for move in self._of(state, node)]
         if all(move.fault or move.what == LATE_TAG for move in found):
             found += self._time_passes(state)
         return found
-
-    def _apart(self, state: Global, writer: int) -> bool:
-        """A writer with a frame to hear: nobody else's step can give it another step to take first."""
-        if not state.links[2 * writer - 2] or state.left.crash:  # another process might send it a frame of its own
-            return False
-        return not self.unsure or not any(
-            flags & (UNDER | DONE) and self.posts[post].node == writer for post, flags in state.writes
-        )
 
     def _of(self, state: Global, node: int) -> Iterator[Move]:
         yield from self._from_others(state, node)
@@ -221,22 +209,12 @@ class Network(Steps):
                 good = status & 0x7F == State.SUCCESS or handle[0] == state.aborted
                 must(good, f"I11: room {handle} failed at {self.nodes.names[node].decode()} though nothing went wrong")
 
-    def words(self, move: Move) -> str:
-        return self.words_of(move.node, move.given, move.what)
-
-    def words_of(self, at: int, given: Input, what: str = "") -> str:
-        """One step in words."""
-        node = self.nodes.names[at].decode()
-        kinds = {"hear": "hear", "told": "tag"}
-        match what or kinds.get(str(given[0]), "at last"), given:
-            case ("hear" | "lose") as what, (_, int() as src, int() as frame):
-                message = wire.decode(self.nodes.frames[frame]).message
-                who = self.nodes.names[src].decode()
-                return f"{node} hears {who}: {message}" if what == "hear" else f"lost, {who} to {node}: {message}"
-            case ("tag" | "tag kept" | "no tag" | "tag of a writer that is gone") as what, (_, int() as tag):
-                told = wire.decode_tag(self.nodes.tags[tag], ("kv",))
-                return f"{node}, {what}: epoch {told.epoch} chunk {told.chunk} lane {told.lane} cursor {told.cursor}"
-            case "crash", _:
-                return f"{node} crashes and is started again"
-            case what, _:
-                return f"{node}, {what}: {' '.join(str(part) for part in given)}"
+    def words(self, what: str, at: int, given: Input) -> str:
+        """One step, its frame or tag spelt out."""
+        who = f"{self.nodes.names[at].decode()}, {what}"
+        match given:
+            case ("hear", int() as src, int() as frame):
+                return f"{who} from {self.nodes.names[src].decode()}: {wire.decode(self.nodes.frames[frame]).message}"
+            case ("told", int() as tag):
+                return f"{who}: {wire.decode_tag(self.nodes.tags[tag], ('kv',))}"
+        return f"{who}: {' '.join(str(part) for part in given)}"

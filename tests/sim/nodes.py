@@ -17,7 +17,6 @@ from pdstage.errors import TransportError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.handshake import _GOLDEN
@@ -26,7 +25,7 @@ from pdstage.protocol.room import room_key
 from pdstage.protocol.session import Attach, Changed, Detach, PeerWarning, Send
 from pdstage.protocol.state import State
 from tests.pair import World
-from tests.sim.facts import FIRST_EPOCH, Facts, Name, Shape, Violation, decode_facts, must, prefill_facts
+from tests.sim.facts import N_BUFFERS, Facts, Name, Shape, Violation, decode_facts, must, prefill_facts
 from tests.sim.frozen import Armed, Core, Node, canonical, digest, flight_name, freeze, key_name, thaw
 
 Input = tuple[object, ...]
@@ -69,8 +68,8 @@ class Nodes:
         heads = 1 if shape.instances else shape.writers
         self.world = World(
             prefill=shape.writers, heads=heads, layers=1, lane_nbytes=shape.lane_nbytes, n_lanes=shape.n_lanes,
-            n_buffers=shape.n_buffers, path=shape.path, instances=shape.instances, notifies=shape.notifies,
-            aux="rows" if shape.rows else "", advance=shape.advance, **shape.deadlines,
+            n_buffers=N_BUFFERS, path=shape.path, instances=shape.instances, notifies=shape.notifies,
+            aux="rows" if shape.rows else "", advance=shape.advance,
         )  # fmt: skip
         self.names = [b"D0", *(b"P%d" % n for n in range(shape.writers))]
         self.templates: dict[tuple[int, int], Core] = {}
@@ -83,10 +82,6 @@ class Nodes:
         """Which process each state is of: (node, life)."""
         self.ids: dict[bytes, int] = {}
         self.memo: dict[tuple[int, Input], Did] = {}
-        self.origin: dict[int, tuple[int, Input]] = {}
-        """Of each state but a process's first, a step that led to it."""
-        self.sent_by: dict[tuple[str, int], tuple[int, Input]] = {}
-        """Of each ("frame", number) and ("tag", number), a step that sent it."""
 
     def born(self, node: int, life: int = 0) -> int:
         """The first state of a process."""
@@ -98,8 +93,6 @@ class Nodes:
             made = self.world.make_decode(0, life) if node == 0 else self.world.make_prefill(node - 1, life)
             core = self.templates[node, life] = made.core
             core.endpoint.timers = Armed()
-            if isinstance(core, DecodeCore):
-                core._last_epoch = FIRST_EPOCH - 1
         return core
 
     @staticmethod
@@ -108,7 +101,7 @@ class Nodes:
         return {(incarnation + n * _GOLDEN) % (1 << 64) for n in range(1, 16)}
 
     def thawed(self, state: int) -> Node:
-        return thaw(zlib.decompress(self.frozen[state]), self.template(*self.home[state]))
+        return thaw(zlib.decompress(self.frozen[state]))
 
     def step(self, state: int, given: Input) -> Did:
         did = self.memo.get((state, given))
@@ -132,14 +125,7 @@ class Nodes:
             must(not ended or room.state == status & 0x7F, f"I1: {handle} left its end for {room.state.name}")
             must(status < 0x80 or room.released, f"I1: {handle} is no longer released")
             must((room.error is not None) == (room.state is State.FAILED), f"I1: {handle} has error {room.error}")
-        n_known = len(self.frozen)
         after = self.name(at, life, node)
-        if after == n_known:
-            self.origin[after] = (state, given)
-        for _, frame in done[0]:
-            self.sent_by.setdefault(("frame", frame), (state, given))
-        for post in done[1]:
-            self.sent_by.setdefault(("tag", post.tag), (state, given))
         self._unchanged(state, after, given)
         marks = dict(before.marks)
         for key, mark in self.facts[after].marks:
@@ -264,7 +250,7 @@ class Nodes:
         key = digest(node)
         number = self.ids.get(key)
         if number is None:
-            facts = decode_facts(node, self.shape) if at == 0 else prefill_facts(node, self.shape)
+            facts = decode_facts(node) if at == 0 else prefill_facts(node)
             number = self.ids[key] = len(self.frozen)
             self.frozen.append(zlib.compress(freeze(node), 1))
             self.home.append((at, life))

@@ -1,20 +1,18 @@
-"""Runs seeds: one, many over two processes, or one schedule again; shrinks what fails and says it in words.
+"""Runs seeds: one, or many over two processes; shrinks what fails and says it in words.
 
 Must not know any invariant: a `Violation` names its own.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pdstage.tools.watch.progress import progress
-from tests.sim.scenario import Faults, Scenario, draw, smaller
+from tests.sim.scenario import draw
 from tests.sim.scheduler import Scheduler
 from tests.sim.side import Violation
 from tests.sim.world import Event, SimWorld
@@ -43,13 +41,13 @@ class Failed(Violation):
     def __init__(self, violation: Violation, report: Report) -> None:
         super().__init__(violation.invariant, str(violation).partition(": ")[2])
         self.report = report
+        self.add_note(f"seed {report.seed}")
 
 
 def run(
     seed: int,
     *,
     steps: int = STEPS,
-    scenario: Scenario | None = None,
     events: Sequence[Event] | None = None,
     tracing: bool = False,
 ) -> Report:
@@ -58,7 +56,7 @@ def run(
     Raises `Failed`, a `Violation`, if an invariant does not hold or a core raises.
     """
     report = Report(seed)
-    world = SimWorld(scenario or draw(seed), tracing=tracing)
+    world = SimWorld(draw(seed), tracing=tracing)
     report.trace = world.trace
     try:
         if events is None:
@@ -133,38 +131,21 @@ def _rest(world: SimWorld, until: float, *, engines: bool) -> None:
     raise Violation("I10", "the world does not come to rest")
 
 
-# Shrinking.
-
-
-def shrink(failed: Failed, scenario: Scenario, *, within_s: float = 30.0) -> tuple[Scenario, list[Event]]:
-    """A smaller world and fewer events that break the same invariant, found in `within_s`."""
+def shrink(failed: Failed, *, within_s: float) -> list[Event]:
+    """Fewer events that break the same invariant, found in `within_s`: runs of events are left out, long ones first."""
     until = time.monotonic() + within_s
 
-    def breaks(scenario: Scenario, events: Sequence[Event]) -> list[Event] | None:
+    def breaks(events: Sequence[Event]) -> list[Event] | None:
         """The events that meant something, if the same invariant breaks."""
         if time.monotonic() > until:
             return None
         try:
-            run(scenario.seed, scenario=scenario, events=events)
+            run(failed.report.seed, events=events)
         except Failed as again:
             return again.report.events if again.invariant == failed.invariant else None
         return None
 
     events = failed.report.events
-    while True:
-        before = (scenario, len(events))
-        events = _fewer(events, lambda kept, world=scenario: breaks(world, kept))  # type: ignore[misc]
-        for simpler in smaller(scenario):
-            kept = breaks(simpler, events)
-            if kept is not None:
-                scenario, events = simpler, kept
-                break
-        if (scenario, len(events)) == before:
-            return scenario, events
-
-
-def _fewer(events: list[Event], breaks: Callable[[list[Event]], list[Event] | None]) -> list[Event]:
-    """Delta debugging: leaves out runs of events, long ones first, as long as it still breaks."""
     size = max(1, len(events) // 2)
     while True:
         at, found = 0, False
@@ -176,40 +157,22 @@ def _fewer(events: list[Event], breaks: Callable[[list[Event]], list[Event] | No
                 events, found = kept, True
         if size == 1 and not found:
             return events
-        if size > 1:
-            size //= 2
+        size = max(1, size // 2)
 
 
 # Many seeds, and what the command line prints.
 
 
-@dataclass
-class Summary:
-    """Many seeds together."""
-
-    n_seeds: int = 0
-    n_steps: int = 0
-    n_faulty: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    failed: list[tuple[int, str]] = field(default_factory=list)
-
-    def add(self, told: Report | tuple[int, str]) -> None:
-        self.n_seeds += 1
-        if isinstance(told, tuple):
-            self.failed.append(told)
-            return
-        self.n_steps += told.n_steps
-        self.n_faulty += told.n_faulty
-        self.counts += told.counts
-        self.outcomes += told.outcomes
-
-    def __str__(self) -> str:
-        moved = ", ".join(f"{n} {kind}" for kind, n in self.counts.most_common())
-        ended = ", ".join(f"{n} {how}" for how, n in self.outcomes.most_common())
-        failed = f"; FAILED: {', '.join(f'{seed} ({what})' for seed, what in self.failed)}" if self.failed else ""
-        steps = f"{self.n_seeds} seeds, {self.n_steps} steps ({self.n_faulty} under faults)"
-        return f"{steps}{failed}\nsteps by kind: {moved}\nrooms at their ranks: {ended}"
+def tell(reports: Sequence[Report], failed: Sequence[tuple[int, str]] = ()) -> str:
+    """Many runs together."""
+    counts: Counter[str] = sum((report.counts for report in reports), Counter())
+    outcomes: Counter[str] = sum((report.outcomes for report in reports), Counter())
+    n_steps, n_faulty = sum(one.n_steps for one in reports), sum(one.n_faulty for one in reports)
+    said = f"; FAILED: {', '.join(f'{seed} ({what})' for seed, what in failed)}" if failed else ""
+    moved = ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
+    ended = ", ".join(f"{n} {how}" for how, n in outcomes.most_common())
+    steps = f"{len(reports) + len(failed)} seeds, {n_steps} steps ({n_faulty} under faults)"
+    return f"{steps}{said}\nsteps by kind: {moved}\nrooms at their ranks: {ended}"
 
 
 def one_of_many(seed_and_steps: tuple[int, int]) -> Report | tuple[int, str]:
@@ -223,47 +186,33 @@ def one_of_many(seed_and_steps: tuple[int, int]) -> Report | tuple[int, str]:
     return report
 
 
-def run_many(seeds: Iterable[int], *, steps: int = STEPS, workers: int = 2) -> Summary:
-    """Every seed, over `workers` processes."""
-    summary = Summary()
-    given = [(seed, steps) for seed in seeds]
-
-    def add(told: Report | tuple[int, str]) -> None:
-        summary.add(told)
-        advance(f"seeds, {len(summary.failed)} failed" if summary.failed else "")
-
-    if workers == 1:
-        with progress("seeds", len(given)) as advance:
-            for one in given:
-                add(one_of_many(one))
-        return summary
+def run_many(
+    seeds: Sequence[int], *, steps: int = STEPS, workers: int = 2
+) -> tuple[list[Report], list[tuple[int, str]]]:
+    """Every seed, over `workers` processes: reports, and (seed, what broke)."""
+    reports: list[Report] = []
+    failed: list[tuple[int, str]] = []
     # The bar's thread begins after the fork: a child would have its locks as they happened to be.
-    with multiprocessing.get_context("fork").Pool(workers) as pool, progress("seeds", len(given)) as advance:
-        for told in pool.imap_unordered(one_of_many, given, chunksize=8):
-            add(told)
-    return summary
+    with multiprocessing.get_context("fork").Pool(workers) as pool, progress("seeds", len(seeds)) as advance:
+        for told in pool.imap_unordered(one_of_many, [(seed, steps) for seed in seeds], chunksize=8):
+            if isinstance(told, Report):
+                reports.append(told)
+            else:
+                failed.append(told)
+            advance(f"seeds, {len(failed)} failed" if failed else "")
+    return reports, failed
 
 
-def tell_failure(failed: Failed, scenario: Scenario, *, within_s: float, save: Path | None = None) -> str:
+def tell_failure(failed: Failed, *, within_s: float) -> str:
     """The failure in words: the smallest schedule found, what it does, and how to run it again."""
-    scenario, events = shrink(failed, scenario, within_s=within_s)
+    seed, events = failed.report.seed, shrink(failed, within_s=within_s)
     trace: list[str] = []
     try:
-        run(scenario.seed, scenario=scenario, events=events, tracing=True)
+        run(seed, events=events, tracing=True)
     except Failed as again:
         failed, trace = again, again.report.trace
-    again = f"pdstage sim --seed {scenario.seed} --replay"
-    if save is not None:
-        save.write_text(json.dumps({"scenario": asdict(scenario), "events": events}) + "\n")
-        again += f", or just this schedule: pdstage sim --schedule {save}"
-    return "\n".join([str(scenario), *trace, f"{failed}", f"{len(events)} events. Again: {again}"])
-
-
-def load(path: Path) -> tuple[Scenario, list[Event]]:
-    """What `tell_failure` saved."""
-    held = json.loads(path.read_text())
-    faults = Faults(**held["scenario"].pop("faults"))
-    return Scenario(**held["scenario"], faults=faults), [tuple(event) for event in held["events"]]
+    again = f"pdstage sim --seed {seed} --replay"
+    return "\n".join([str(draw(seed)), *trace, f"{failed}", f"{len(events)} events. Again: {again}"])
 
 
 def main(
@@ -273,27 +222,21 @@ def main(
     first: int = 0,
     steps: int = STEPS,
     replay: bool = False,
-    schedule: Path | None = None,
-    save: Path | None = None,
     workers: int = 2,
     shrink_s: float = 30.0,
 ) -> int:
     """What `pdstage sim` does. 0 if every invariant held, else 1."""
     began_at = time.monotonic()
-    if seed is None and schedule is None:
-        summary = run_many(range(first, first + seeds), steps=steps, workers=workers)
-        print(f"{summary}\n{time.monotonic() - began_at:.1f} s")
-        if not summary.failed:
+    if seed is None:
+        reports, failed = run_many(range(first, first + seeds), steps=steps, workers=workers)
+        print(f"{tell(reports, failed)}\n{time.monotonic() - began_at:.1f} s")
+        if not failed:
             return 0
-        seed = min(summary.failed)[0]
-    scenario, events = load(schedule) if schedule is not None else (draw(seed or 0), None)
+        seed = min(failed)[0]
     try:
-        report = run(scenario.seed, scenario=scenario, steps=steps, events=events, tracing=replay)
-    except Failed as failed:
-        print(tell_failure(failed, scenario, within_s=shrink_s, save=save))
+        report = run(seed, steps=steps, tracing=replay)
+    except Failed as broken:
+        print(tell_failure(broken, within_s=shrink_s))
         return 1
-    print("\n".join([str(scenario), *report.trace]))
-    summary = Summary()
-    summary.add(report)
-    print(summary)
+    print("\n".join([str(draw(seed)), *report.trace, tell([report])]))
     return 0

@@ -6,7 +6,7 @@ Must not know the world it describes. Equal seeds are equal scenarios in every p
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 DEADLINES = {
@@ -108,27 +108,6 @@ class Scenario:
     @property
     def deadline_s(self) -> float:
         return 1000.0 if self.calm else 30.0
-
-    def __str__(self) -> str:
-        how = f"{self.path}, {self.n_lanes} lanes of {self.lane_nbytes} bytes, {self.n_pages} pages a rank"
-        traits = [
-            name
-            for name in (
-                "instances",
-                "checksums",
-                "fences",
-                "stops_reads",
-                "notifies",
-                "placed",
-                "advance",
-                "parting",
-                "calm",
-            )
-            if getattr(self, name)
-        ]
-        return (
-            f"seed {self.seed}: {self.prefill} prefill ranks -> {self.decode} decode ranks, {how}, {' '.join(traits)}"
-        )
 
 
 def draw(seed: int) -> Scenario:
@@ -248,15 +227,3 @@ class Job:
         for n, at in reversed(list(enumerate(late))):
             steps.insert(rng.randrange(at + 1, len(steps) + 1), ("ready", n))
         return steps
-
-
-def smaller(scenario: Scenario) -> list[Scenario]:
-    """Simpler worlds than `scenario`, for shrinking: each changes one thing."""
-    plain = {
-        "checksums": False, "dst_hnd": False, "dst_page": 4, "kind": "", "roles": ("k", "v"), "n_pieces": 1,
-        "n_lanes": 1, "n_buffers": 2, "heads": 2, "stops_reads": True, "fences": True, "notifies": True,
-        "placed": False, "parting": False, "aux": "", "more_columns": "",
-    }  # fmt: skip
-    changes = [{name: value} for name, value in plain.items()]
-    changes += [{side: n} for side in ("prefill", "decode") for n in range(1, getattr(scenario, side))]
-    return [made for change in changes if (made := replace(scenario, **change)) != scenario]  # type: ignore[arg-type]

@@ -57,9 +57,6 @@ class Scheduler:
         self.n_jobs += 1
         return ("start", self.n_jobs - 1)
 
-    def _ranks(self) -> list[str]:
-        return [node.name.decode() for node in self.world.nodes()]
-
     def _mishap(self) -> Event | None:
         """At most one of what befalls ranks and links, by the scenario's rates."""
         rng, faults = self.rng, self.world.scenario.faults
@@ -67,7 +64,7 @@ class Scheduler:
         for verb in ("crash", "close", "stall", "cut", "abort", "unreachable", "slow"):
             rate = getattr(faults, verb)
             if roll < rate:
-                return getattr(self, f"_{verb}")()
+                return self._befalls(verb)
             roll -= rate
         if self.world.cuts and rng.random() < 0.03:
             return ("heal", *rng.choice(sorted(self.world.cuts)))
@@ -76,29 +73,25 @@ class Scheduler:
             return ("resume", rng.choice(stalled).partition("'")[0])
         return None
 
-    def _crash(self) -> Event:
-        return ("crash", self.rng.choice(self._ranks()))
-
-    def _close(self) -> Event:
-        return ("close", self.rng.choice(self._ranks()))
-
-    def _stall(self) -> Event:
-        return ("stall", self.rng.choice(self._ranks()))
-
-    def _unreachable(self) -> Event:
-        return ("unreachable", self.rng.choice([node.name.decode() for node in self.world.prefill]))
-
-    def _cut(self) -> Event:
-        ends = [self.rng.choice(side).name.decode() for side in (self.world.prefill, self.world.decode)]
-        self.rng.shuffle(ends)
-        return ("cut", *ends)
-
-    def _abort(self) -> Event | None:
-        rooms = [room for side in self.world.sides.values() if side.node.alive for room in side.live]
-        if not rooms:
-            return None
-        part = self.world.engines.of[self.rng.choice(rooms)]
-        return ("abort", part.job.uid, part.rank)
+    def _befalls(self, verb: str) -> Event | None:
+        rng, world = self.rng, self.world
+        match verb:
+            case "unreachable":
+                return (verb, rng.choice([node.name.decode() for node in world.prefill]))
+            case "cut":
+                ends = [rng.choice(side).name.decode() for side in (world.prefill, world.decode)]
+                rng.shuffle(ends)
+                return (verb, *ends)
+            case "abort":
+                rooms = [room for side in world.sides.values() if side.node.alive for room in side.live]
+                if not rooms:
+                    return None
+                part = world.engines.of[rng.choice(rooms)]
+                return (verb, part.job.uid, part.rank)
+            case "slow":
+                self._slow()
+                return None
+        return (verb, rng.choice([node.name.decode() for node in world.nodes()]))
 
     def _slow(self) -> None:
         """Things of one kind between two ranks become slow; or all are quick again."""

@@ -47,7 +47,7 @@ class Faults(NamedTuple):
 NO_FAULTS = Faults()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Configuration:
     name: str
     shape: Shape
@@ -60,12 +60,6 @@ class Configuration:
     """A disconnect ends what is under way; else only the end of the other process does."""
     again: int = 0
     """How often a room that failed is asked for again, on both sides."""
-
-    @property
-    def symmetric(self) -> bool:
-        """Two writers with a room each, met and asked for alike."""
-        alike = self.shape.instances and self.shape.writers == self.shape.rooms == 2
-        return alike and self.connected and self.begun and not self.again
 
 
 class Global(NamedTuple):
@@ -91,19 +85,13 @@ class Global(NamedTuple):
 class Steps:
     """What becomes of a state."""
 
-    def __init__(self, configuration: Configuration, *, every_order: bool = False) -> None:
+    def __init__(self, configuration: Configuration) -> None:
         self.configuration = configuration
-        self.every_order = every_order
         self.shape = configuration.shape
         self.nodes = Nodes(self.shape)
         self.posts: list[Post] = []
         self._post_numbers: dict[Post, int] = {}
         self.trying: tuple[int, Input] = (0, ())
-        self.unsure = bool(configuration.faults.crash or configuration.faults.late)
-
-    def share(self, other: Steps) -> None:
-        """From here on the same numbers mean the same in both."""
-        self.nodes, self.posts, self._post_numbers = other.nodes, other.posts, other._post_numbers
 
     def _heads(self, state: Global, node: int) -> list[tuple[int, int]]:
         """(from whom, over which link) a frame may come next."""

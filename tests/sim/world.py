@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Session
 
 Event = tuple[object, ...]
+_SHAPE = (
+    "prefill", "decode", "heads", "n_pages", "lane_nbytes", "n_lanes", "n_buffers", "buffer_nbytes", "path", "dst_hnd",
+    "dst_page", "roles", "fences", "notifies", "instances", "advance", "aux", "deadline_s", "checksums",
+)  # fmt: skip
+"""What a scenario says of a world by the world's own names."""
 CLOSE_S = 5.0
 MORE = Column("more", "bfloat16", (9,))  # between the others
 TOLD = ("frame", "tag")
@@ -53,16 +58,10 @@ class SimWorld(FabricWorld):
         self.counts: Counter[str] = Counter()
         self.checks = Checks(self)
         super().__init__(
-            prefill=scenario.prefill, decode=scenario.decode, heads=scenario.heads, n_pages=scenario.n_pages,
-            lane_nbytes=scenario.lane_nbytes, n_lanes=scenario.n_lanes, n_buffers=scenario.n_buffers,
-            buffer_nbytes=scenario.buffer_nbytes, path=scenario.path, dst_hnd=scenario.dst_hnd,
-            dst_page=scenario.dst_page, slots=scenario.kind != "", exact=scenario.kind == "exact",
-            roles=scenario.roles,
-            fences=scenario.fences, notifies=scenario.notifies, placed=scenario.placed and not scenario.fences,
-            instances=scenario.instances, advance=scenario.advance,
-            aux=scenario.aux, src_columns=COLUMNS + (MORE,) * (scenario.more_columns == "P"),
+            **{name: getattr(scenario, name) for name in _SHAPE},
+            slots=scenario.kind != "", exact=scenario.kind == "exact", placed=scenario.placed and not scenario.fences,
+            src_columns=COLUMNS + (MORE,) * (scenario.more_columns == "P"),
             dst_columns=COLUMNS + (MORE,) * (scenario.more_columns == "D"),
-            deadline_s=scenario.deadline_s, checksums=scenario.checksums,
             choose=lambda c: (
                 scenario.path == "direct" or (scenario.path == "auto" and (c.number + c.destination.epoch) % 2)
             ),

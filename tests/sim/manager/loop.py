@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from tests.sim.manager.network import Network
-from tests.sim.manager.primitives import Thread, Waiters
+from tests.sim.manager.primitives import Thread, Waiters, wait_until
 
 
 class Epoll:
@@ -57,22 +57,12 @@ class Loop(base_events.BaseEventLoop):
     def select(self, timeout: float | None) -> list[asyncio.Handle]:
         """As a selector's, which is what the loop's base takes this for."""
         self._scheduler.pause("select")
-        until = None if timeout is None else self._scheduler.now + timeout
-        me = self._scheduler.current
-        while not self._woken and not (ready := self._ready_readers()):
-            left_s = None if until is None else until - self._scheduler.now
-            if left_s is not None and left_s <= 0:
-                break
-            watched = [self._waiters, *(one.waiters for one in self._descriptors())]
-            for waiters in watched:
-                waiters.add(me)
-            self._scheduler.block("its event loop", left_s)
-            for waiters in watched:
-                waiters.discard(me)
-        else:
-            ready = self._ready_readers()
+        watched = [self._waiters, *(one.waiters for one in self._descriptors())]
+        wait_until(
+            self._scheduler, lambda: self._woken or bool(self._ready_readers()), watched, "its event loop", timeout
+        )
         self._woken = False
-        return ready
+        return self._ready_readers()
 
     def _descriptors(self) -> list:
         network = self._network

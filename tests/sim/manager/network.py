@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdstage.control.zmq import ControlCounters, Ready, route_of
 from pdstage.errors import UsageError
 from pdstage.protocol.wire import decode_head
-from tests.sim.manager.primitives import Waiters
+from tests.sim.manager.primitives import Waiters, wait_until
 
 if TYPE_CHECKING:
     from pdstage.protocol.messages import SessionId
@@ -79,6 +79,8 @@ class Network:
         self.connections: list[Connection] = []
         self.descriptors: dict[int, Descriptor] = {}
         self.epolls: dict[int, Epoll] = {}
+        self.said_by: Callable[[str, bytes], bytes] = lambda process, frame: frame
+        """What becomes of a frame that a process sends: a liar's is another."""
 
     def delay_s(self) -> float:
         rng, delays = self._rng, self._delays
@@ -213,6 +215,7 @@ class Socket:
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
         self._use("send")
         self._keep_order(frames)
+        frames = [self._network.said_by(self.process.name, frame) for frame in frames]
         connection = self._by_route.get(route)
         if connection is not None:
             if connection.up:
@@ -256,17 +259,14 @@ class Socket:
         if self._receiver:
             scheduler.violate(f"{me.name} waits at a socket where {self._receiver} does")
         self._receiver = me.name
-        until = None if timeout_s is None else scheduler.now + timeout_s
         watched = [self._messages, self._wakes, *(self._network.descriptors[fd] for fd in extra_fds)]
-        while not any(one.readable for one in watched) and not self.closed:
-            left_s = None if until is None else until - scheduler.now
-            if left_s is not None and left_s <= 0:
-                break
-            for one in watched:
-                one.waiters.add(me)
-            scheduler.block("its socket", left_s)
-            for one in watched:
-                one.waiters.discard(me)
+        wait_until(
+            scheduler,
+            lambda: self.closed or any(one.readable for one in watched),
+            [one.waiters for one in watched],
+            "its socket",
+            timeout_s,
+        )
         self._receiver = ""
         woken = self._wakes.readable
         self._wakes.lower()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from tests.sim.manager.scheduler import Scheduler, Task
@@ -24,7 +24,7 @@ class Lock:
         self._scheduler, self._again = scheduler, again
         self.owner: Task | None = None
         self._depth = 0
-        self._waiting: list[Task] = []
+        self.waiters = Waiters(scheduler)
 
     def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:
         scheduler = self._scheduler
@@ -33,18 +33,11 @@ class Lock:
         if self._again and self.owner is me:
             self._depth += 1
             return True
-        until = None if timeout < 0 else scheduler.now + timeout
-        while self.owner is not None:
-            left_s = None if until is None else until - scheduler.now
-            if not blocking:
-                scheduler.block("a switch", _SWITCH_S)  # whoever tries in a loop is not alone
-                return False
-            if left_s is not None and left_s <= 0:
-                return False
-            self._waiting.append(me)
-            scheduler.block("a lock", left_s)
-            if me in self._waiting:
-                self._waiting.remove(me)
+        if self.owner is not None and not blocking:
+            scheduler.block("a switch", _SWITCH_S)  # whoever tries in a loop is not alone
+            return False
+        if not self.waiters.until(lambda: self.owner is None, "a lock", None if timeout < 0 else timeout):
+            return False
         self.owner, self._depth = me, 1
         return True
 
@@ -57,9 +50,7 @@ class Lock:
         if self._depth:
             return
         self.owner = None
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self._scheduler.wake(task)
+        self.waiters.wake()
         self._scheduler.pause("release")
 
     def locked(self) -> bool:
@@ -93,10 +84,31 @@ class Waiters:
         self.discard(me)
         return woken
 
+    def until(self, done: Callable[[], bool], what: str, timeout_s: float | None) -> bool:
+        return wait_until(self._scheduler, done, [self], what, timeout_s)
+
     def wake(self, n: int | None = None) -> None:
         woken, self._tasks = self._tasks[:n], self._tasks[len(self._tasks[:n]) :]
         for task in woken:
             self._scheduler.wake(task)
+
+
+def wait_until(
+    scheduler: Scheduler, done: Callable[[], bool], watched: Sequence[Waiters], what: str, timeout_s: float | None
+) -> bool:
+    """Waits until `done`, which is asked whenever one of `watched` wakes; False if it is not after `timeout_s`."""
+    me = scheduler.current
+    ends_at = None if timeout_s is None else scheduler.now + timeout_s
+    while not done():
+        left_s = None if ends_at is None else ends_at - scheduler.now
+        if left_s is not None and left_s <= 0:
+            return False
+        for waiters in watched:
+            waiters.add(me)
+        scheduler.block(what, left_s)
+        for waiters in watched:
+            waiters.discard(me)
+    return True
 
 
 class Condition:
@@ -108,9 +120,7 @@ class Condition:
         assert self._lock.locked()
         lock = self._lock
         lock.owner, lock._depth = None, 0
-        waiting, lock._waiting = lock._waiting, []
-        for task in waiting:
-            self._waiters._scheduler.wake(task)
+        lock.waiters.wake()
         woken = self._waiters.wait("a condition", timeout)
         lock.acquire()
         return woken
@@ -146,13 +156,7 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         self._scheduler.pause("wait")
-        until = None if timeout is None else self._scheduler.now + timeout
-        while not self._set:
-            left_s = None if until is None else until - self._scheduler.now
-            if left_s is not None and left_s <= 0:
-                break
-            self._waiters.wait("an event", left_s)
-        return self._set
+        return self._waiters.until(self.is_set, "an event", timeout)
 
 
 class SimpleQueue:
@@ -167,12 +171,8 @@ class SimpleQueue:
 
     def get(self, block: bool = True, timeout: float | None = None) -> object:
         self._scheduler.pause("get")
-        until = None if timeout is None else self._scheduler.now + timeout
-        while not self._held:
-            left_s = None if until is None else until - self._scheduler.now
-            if not block or (left_s is not None and left_s <= 0):
-                raise queue.Empty
-            self._waiters.wait("a queue", left_s)
+        if not self._waiters.until(lambda: bool(self._held), "a queue", timeout if block else 0.0):
+            raise queue.Empty
         return self._held.popleft()
 
     def empty(self) -> bool:

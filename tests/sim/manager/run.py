@@ -7,7 +7,7 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tests.sim.manager.checks import Checks
@@ -39,9 +39,10 @@ class Failed(Exception):
         self.seed, self.cause, self.trace = seed, cause, trace
 
 
-def run(seed: int) -> Report:
-    """Raises `Failed`."""
-    world = World(draw(seed))
+def run(seed: int, liar: str = "", lie: Callable[[bytes], bytes] = bytes) -> Report:
+    """Raises `Failed`. `lie` alters each frame of the process `liar`."""
+    world = World(draw(seed), liar)
+    world.network.said_by = lambda process, frame: lie(frame) if process == liar else frame
     with world.installed():
         checks = Checks(world)
         scheduler = world.scheduler

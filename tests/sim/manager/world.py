@@ -69,8 +69,11 @@ class Host:
 class World:
     """Everything of one run."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, liar: str = "") -> None:
         self.scenario = scenario
+        self.liar = liar
+        """A process whose frames `network.said_by` alters: what it has and believes is not looked at."""
+        self.calm = scenario.calm and not liar
         self.rng = random.Random(f"world {scenario.seed}")
         self.scheduler = Scheduler(
             scenario.seed, switches=scenario.switches, lines=scenario.lines, deep=scenario.deep, max_steps=_MAX_STEPS
