@@ -143,7 +143,6 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument(
         "--aux", choices=known.AUX, default=plain.aux, help="how first tokens travel: by message or by the transport"
     )
-    demo.add_argument("--decode-aux", choices=known.AUX, help="decode's word on that, if not the same")
     for name, value, text in (
         ("--prefill-tp", plain.prefill_tp, "prefill ranks"),
         ("--decode-tp", plain.decode_tp, "decode ranks"),
@@ -156,16 +155,10 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     ):
         demo.add_argument(name, type=int, default=value, metavar="N", help=f"{text}; default %(default)s")
     demo.add_argument(
-        "--kv-heads", type=int, metavar="N", help="of the model, if not its own; ranks beyond hold replicas"
-    )
-    demo.add_argument(
         "--device",
         default=plain.device,
         metavar="DEVICE",
         help="all ranks share it: cpu or cuda:N; default %(default)s",
-    )
-    demo.add_argument(
-        "--kv-dtype", choices=known.KV_DTYPES, help="of the pools; default: bfloat16 on a GPU, float64 on the CPU"
     )
     for side, layout in (("prefill", plain.prefill_layout), ("decode", plain.decode_layout)):
         text = f"memory order of a page's tokens and heads at {side}; default %(default)s"
@@ -179,22 +172,29 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 def _demo(given: argparse.Namespace) -> int:
     from pdstage.tools.demo.options import Options  # noqa: PLC0415
 
-    options = Options(**{name: value for name, value in vars(given).items() if name not in ("command", "run")})
+    _pass_port(given)
+    options = Options(**{name: value for name, value in vars(given).items() if name in Options.__slots__})
     try:
-        from pdstage.tools.demo.run import run  # noqa: PLC0415
+        from pdstage.tools.demo.run import is_good, run  # noqa: PLC0415
     except ModuleNotFoundError as missing:
         raise UsageError(f"the demo needs {missing.name}", remedy="pip install 'pdstage[demo]'") from missing
-    return 0 if run(options).good else 1
+    return 0 if is_good(run(options)) else 1
+
+
+def _pass_port(given: argparse.Namespace) -> None:
+    """Asks the ranks that are started below this process for metrics."""
+    from pdstage.tools.watch.option import VARIABLE, checked  # noqa: PLC0415
+
+    if (port := checked(given.metrics_port)) is not None:
+        os.environ[VARIABLE] = str(port)
 
 
 def _bench(given: argparse.Namespace) -> int:
     if given.name not in BENCHES:
         raise UsageError(f"no bench {given.name!r}", remedy=f"choose one of {', '.join(BENCHES)}", field="name")
     from pdstage.bench.harness import run_named, run_traced  # noqa: PLC0415
-    from pdstage.tools.watch.option import VARIABLE, checked  # noqa: PLC0415
 
-    if (port := checked(given.metrics_port)) is not None:
-        os.environ[VARIABLE] = str(port)
+    _pass_port(given)
     names = ("scale", "transport", "device")
     options = {name: value for name in names if (value := getattr(given, name)) is not None}
     if given.serve is not None:
