@@ -406,24 +406,19 @@ def _doctor(given: argparse.Namespace) -> int:
 
         keys = _keys_given(given)
         return _serve(Peer(_scheme(given.serve), device=given.device, keys=keys, insecure=given.insecure))
-    from pdstage.tools.doctor.show import show  # noqa: PLC0415
-    from pdstage.tools.doctor.site import Asked  # noqa: PLC0415
+    from pdstage.tools.doctor import report as reports  # noqa: PLC0415
+    from pdstage.tools.doctor.probe import Asked  # noqa: PLC0415
     from pdstage.tools.doctor.table import examine  # noqa: PLC0415
 
-    if given.allow is not None and given.keys is None:
-        raise UsageError("--allow without --keys", remedy="pass this side's own key file too", field="allow")
+    if given.keys is None:
+        _keys_given(given)  # refuses --allow alone
     asked = Asked(
         areas=tuple(given.only.split(",")), transports=tuple(given.transport), device=given.device, peer=given.peer,
         bind=_scheme(given.bind), keys=str(given.keys or ""), allow=str(given.allow or ""), insecure=given.insecure,
         deadline_s=given.deadline,
     )  # fmt: skip
-    if given.json:
-        report = examine(asked)
-        print(report.to_json())
-    else:
-        shown = show(print)
-        report = examine(asked, shown.line)
-        shown.end(report)
+    report = examine(asked) if given.json else examine(asked, lambda found: print(reports.line(found), flush=True))
+    print(report.to_json() if given.json else "\n".join(reports.summary(report)))
     return 1 if report.verdict == "fail" else 0
 
 
