@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,9 +76,6 @@ def parser() -> Parser:
     bootstrap.set_defaults(run=_bootstrap)
     instances = commands.add_parser("instances", help="print what a bootstrap directory holds, as JSON")
     instances.add_argument("address", metavar="ADDRESS", help="as the directory or the prefill node printed it")
-    instances.add_argument(
-        "--watch", type=float, nargs="?", const=2.0, metavar="S", help="print what changes, looking every S seconds"
-    )
     _add_keys_options(instances)
     instances.set_defaults(run=_instances)
     drain = commands.add_parser(
@@ -241,18 +237,13 @@ def _add_top(top: argparse.ArgumentParser) -> None:
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds a frame; default %(default)s")
     top.add_argument("--once", action="store_true", help="print one frame and end; 1 if an endpoint did not answer")
     top.add_argument("--svg", type=Path, metavar="FILE", help="draw one frame into FILE and end")
-    top.add_argument("--width", type=int, metavar="N", help="columns; default: the terminal's, and 132 for --svg")
-    top.add_argument("--frames", type=int, default=1, metavar="N", help="intervals before that one frame; default 1")
     top.set_defaults(run=_top)
 
 
 def _top(given: argparse.Namespace) -> int:
     from pdstage.tools.watch.top import run  # noqa: PLC0415
 
-    return run(
-        given.endpoints, interval_s=given.interval, once=given.once, svg=given.svg, width=given.width,
-        frames=given.frames,
-    )  # fmt: skip
+    return run(given.endpoints, interval_s=given.interval, once=given.once, svg=given.svg)
 
 
 def _add_plot(command: argparse.ArgumentParser) -> None:
@@ -441,15 +432,7 @@ def _bootstrap(given: argparse.Namespace) -> int:
 def _instances(given: argparse.Namespace) -> int:
     from pdstage.control.bootstrap import client_of  # noqa: PLC0415
 
-    client = client_of(given.address, _ANSWER_S, keys=_keys_given(given))
-    if given.watch is None:
-        print(client.instances().decode())
-        return 0
-    from pdstage.arguments import number  # noqa: PLC0415
-    from pdstage.tools.watch.instances import watch  # noqa: PLC0415
-
-    for line in watch(client, number("--watch", given.watch, above=0.0)):
-        print(f"{datetime.now(tz=UTC):%Y-%m-%dT%H:%M:%SZ} {line}", flush=True)
+    print(client_of(given.address, _ANSWER_S, keys=_keys_given(given)).instances().decode())
     return 0
 
 
