@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pdstage.errors import PdstageError, UsageError
 
@@ -301,12 +301,7 @@ def _judge(given: argparse.Namespace) -> int:
 def _add_calibrate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--transport", default="all", metavar="NAME", help="one, or all that can be used; the default")
     command.add_argument("--out", type=Path, metavar="FILE", help="write the numbers to FILE, for PDSTAGE_CALIBRATION")
-    command.add_argument("--json", action="store_true", help="print what --out would write instead of a table")
     command.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    command.add_argument(
-        "--rails", nargs="?", const="auto", metavar="DEVICE,...",
-        help="measure these NICs alone and together, by nixl; default: those nearest to the pool",
-    )  # fmt: skip
     command.add_argument("--serve", metavar="ADDRESS", help="be the decode side, at tcp://HOST:PORT, until interrupted")
     command.add_argument("--peer", metavar="ADDRESS", help="the decode side elsewhere; default: a process of its own")
     command.add_argument(
@@ -319,43 +314,22 @@ def _add_calibrate(command: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(given: argparse.Namespace) -> int:
-    from pdstage.tools.calibrate.caller import Caller, calibrate, own_peer, table  # noqa: PLC0415
+    from pdstage.tools.calibrate.caller import Caller, calibrate, own_peer  # noqa: PLC0415
     from pdstage.tools.calibrate.peer import Peer  # noqa: PLC0415
 
     options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
     if given.serve is not None:
         return _serve(Peer(given.serve, **options))
-    if given.rails is not None:
-        return _calibrate_rails(given, options)
     with (
         own_peer(given.device, given.keys) if given.peer is None else nullcontext(given.peer) as endpoint,
         Caller(endpoint, bind=given.bind, **options) as caller,
     ):
         made, left_out = calibrate(caller, [given.transport], decode_host=given.peer or "", quick=given.quick)
-    print(made.to_json() if given.json else table(made))
+    print(made.to_json())
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     if given.out is not None:
         made.write(given.out)
-    return 0
-
-
-def _calibrate_rails(given: argparse.Namespace, options: dict[str, Any]) -> int:
-    from pdstage.tools.calibrate import rails  # noqa: PLC0415
-    from pdstage.tools.calibrate.caller import Caller  # noqa: PLC0415
-
-    devices = rails.devices_of(given.rails, given.device)
-    if len(devices) < 2:
-        found = f"one NIC ({devices[0]})" if devices else "no RDMA NIC"
-        print(f"{found} for memory on {given.device}: there are no rails to compare; name others with --rails")
-        return 0
-    if given.peer is None:
-        raise UsageError(
-            "rails without a peer: one host writes to itself by shared memory", remedy="add --peer ADDRESS"
-        )
-    with Caller(given.peer, bind=given.bind, **options) as caller:
-        measured = rails.measure(caller, devices, quick=given.quick)
-    print(rails.to_json(measured) if given.json else rails.table(measured))
     return 0
 
 
