@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.errors import UsageError
-from pdstage.tools.trace import Tracer, chrome, load, merge_files, tracing
-from pdstage.tools.trace.model import Clock, Trace, merged, room_text, rows
+from pdstage.tools.trace import chrome, load, merge_files, tracing
+from pdstage.tools.trace.model import Clock, Trace, merged, rows
 from tests.trace.conftest import Run
 
 
@@ -211,15 +211,3 @@ def test_rows_never_overlap_and_are_as_few_as_can_be(spans):
         assert all(before[1] <= after[0] for before, after in pairwise(mine))
     deepest = max((sum(a <= start < b for a, b in spans) for start, _ in spans), default=0)
     assert len(set(given_rows)) == deepest
-
-
-@pytest.mark.parametrize(("room", "text"), [(7, "7"), ("a", "a"), (b"ab", "ab"), (b"\xff\x01", "ff01")])
-def test_how_rooms_are_written(room, text):
-    assert room_text(room) == text
-
-
-def test_a_tracer_says_of_which_processes_it_is(run):
-    assert Tracer().trace().nodes == {}
-    run.move("r")
-    (node,) = run.tracers[1].trace().nodes.values()
-    assert (node.role, node.rank, node.place) == ("prefill", 1, "tp 1/2")
