@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -103,66 +101,6 @@ def test_every_alert_has_its_section_in_the_runbook_and_every_section_an_alert()
         assert said == ["Means.", "Look at", "Do", "Let it be"], name
     pointed = re.findall(r"- alert: (\w+)(?:(?!- alert:).)*?runbook: \"docs/runbook\.md#(\w+)\"", ALERTS, re.DOTALL)
     assert pointed == [(name, name.lower()) for name in re.findall(r"- alert: (\w+)", ALERTS)]
-
-
-SICK = {
-    "PdstageNodeFailed": ['pdstage_node_failed{role="decode",rank="0"} 1x100'],
-    "PdstageRoomsFail": [
-        'pdstage_rooms_ended_total{role="decode",rank="0",outcome="failed"} 0+1x100',
-        'pdstage_rooms_ended_total{role="decode",rank="0",outcome="success"} 0+10x100',
-    ],
-    "PdstageRoomsStuck": [
-        'pdstage_rooms{role="decode",rank="0",state="transferring"} 1x100',
-        'pdstage_tags_received_total{role="decode",rank="0"} 7x100',
-    ],
-    "PdstageSessionsLost": ['pdstage_sessions_closed_total{role="decode",rank="0",reason="lost"} 0+1x100'],
-    "PdstageSessionsUnfenced": ['pdstage_sessions_unfenced{role="decode",rank="0"} 1x100'],
-    "PdstageNotRegistered": ['pdstage_directory_lease_seconds{role="prefill",rank="0"} 0x100'],
-    "PdstageRegistrationFails": [
-        'pdstage_directory_publications_total{role="prefill",rank="0",outcome="failed"} 0+9x100'
-    ],
-    "PdstageLookupsFail": ['pdstage_directory_lookups_total{role="decode",rank="0",outcome="failed"} 0+1x100'],
-    "PdstageDirectoryAway": ['pdstage_directory_watch_age_seconds{role="decode",rank="0"} 0+60x100'],
-    "PdstageWatchUnsteady": ['pdstage_directory_watch_restarts_total{role="decode",rank="0"} 0+1x100'],
-    "PdstageDraining": ['pdstage_node_draining{role="decode",rank="0"} 1x100'],
-    "PdstageStagingStarved": [
-        'pdstage_stage_seconds_bucket{role="prefill",rank="0",stage="lease_wait",le="1"} 0x100',
-        'pdstage_stage_seconds_bucket{role="prefill",rank="0",stage="lease_wait",le="+Inf"} 0+9x100',
-        'pdstage_stage_seconds_bucket{role="prefill",rank="0",stage="lease_wait",le="5"} 0+9x100',
-    ],
-    "PdstageQuarantine": [
-        'pdstage_lane_quarantined_bytes{role="decode",rank="0",lane="0"} 3x100',
-        'pdstage_lane_capacity_bytes{role="decode",rank="0",lane="0"} 10x100',
-    ],
-    "PdstageChunksAltered": ['pdstage_chunks_altered_total{role="decode",rank="0"} 0+1x100'],
-    "PdstageMalformed": ['pdstage_frames_dropped_total{role="decode",rank="0",reason="malformed"} 0+1x100'],
-}
-"""Series, one sample a minute, of which each alert fires and no other."""
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool (apt-get install prometheus)")
-def test_prometheus_takes_the_rules_and_each_fires_of_what_it_is_for(tmp_path):
-    rules = DOCS / "grafana" / "alerts.yaml"
-    subprocess.run(["promtool", "check", "rules", str(rules)], check=True)
-    assert sorted(SICK) == sorted(re.findall(r"- alert: (\w+)", ALERTS))
-    cases = [
-        {
-            "interval": "1m",
-            "input_series": [
-                {"series": one.partition("} ")[0] + "}", "values": one.partition("} ")[2]} for one in sick
-            ],
-            "promql_expr_test": [
-                {
-                    "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
-                    "eval_time": "80m",
-                    "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1}],
-                }
-            ],
-        }
-        for name, sick in SICK.items()
-    ]
-    (tmp_path / "cases.yaml").write_text(json.dumps({"rule_files": [str(rules)], "tests": cases}))
-    subprocess.run(["promtool", "test", "rules", str(tmp_path / "cases.yaml")], check=True)
 
 
 def test_names_and_units_follow_the_convention():

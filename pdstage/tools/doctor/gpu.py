@@ -6,8 +6,6 @@ The checks load no CUDA library and no compiler: the probes below them do, in ot
 from __future__ import annotations
 
 import ctypes
-from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,21 +97,14 @@ def check_host(site: Site) -> Result:
     return warn(says, remedy, active=probe.facts["active"])
 
 
-def check_library(name: str, remedy: str, site: Site) -> Result:
-    """One that kernels may need: its version, if it is here and imports."""
-    if find_spec(name) is None:
-        says = f"{name} is not installed"
-        return warn(says, remedy) if devices(site) or site.asked.device != "cpu" else ok(says)
-    probe = site.ask("library", name=name)
-    if not probe.good:
-        return fail(f"{name} does not import: {probe.why}", f"install it anew: {remedy}", printed=probe.printed)
-    return ok(f"{name} {probe.facts['version']}", **probe.facts)
-
-
 def check_copies(site: Site) -> Result | None:
     """Gathers and scatters on a GPU, and compares byte for byte."""
-    if not devices(site) or find_spec("torch") is None:
+    if not devices(site):
         return None
+    if find_spec("torch") is None:
+        return warn(
+            "torch is not installed: copies are not tried", "install torch for this driver's CUDA (pytorch.org)"
+        )
     where = site.asked.device if site.asked.device != "cpu" else "cuda:0"
     probe = site.ask("device_copy", device=where)
     if not probe.good:
@@ -125,17 +116,11 @@ def check_copies(site: Site) -> Result | None:
     return fail(f"no backend copies memory on {where}: {whys}", "install one: pdstage[cuda13] or pdstage[triton]")
 
 
-LIBRARIES = {
-    "torch": "pip install torch, of this driver's CUDA (pytorch.org)",
-    "triton": 'pip install "pdstage[triton]"',
-    "cupy": 'pip install "pdstage[cuda13]", or [cuda12] for CUDA 12',
-}
 CHECKS: list[tuple[str, str, Callable[[Site], Result | None]]] = [
     ("gpu", "driver", check_driver),
     ("gpu", "devices", check_devices),
     ("gpu", "peer access", check_access),
     ("kernels", "host", check_host),
-    *(("kernels", name, partial(check_library, name, remedy)) for name, remedy in LIBRARIES.items()),
     ("kernels", "device", check_copies),
 ]
 
@@ -207,8 +192,3 @@ def _wait(device: str) -> None:
         import torch  # noqa: PLC0415
 
         torch.cuda.synchronize(device)
-
-
-def library(say: Say, *, name: str) -> None:
-    say.step(f"import {name}")
-    say.found(version=import_module(name).__version__)
