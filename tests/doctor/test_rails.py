@@ -36,8 +36,6 @@ def test_a_machine_where_all_is_well(tmp_path):
     assert found["rails gpu 1"].says.startswith("GPU 0000:3d:00.0: mlx5_3 (400"), "of none that CUDA shows here"
     facts = found["rails gpu 0"].facts
     assert (facts["chosen"], facts["device"], facts["gbps"]) == (["mlx5_0:1"], "cuda:0", 400)
-    far = {nic["name"]: nic["distance"] for nic in facts["nics"]}
-    assert far["mlx5_0"] == "PXB" and far["mlx5_3"] == "NODE" and far["mlx5_9"] == "SYS"
     host = found["rails host"].says
     assert host.startswith(
         "memory of node 0: mlx5_0, mlx5_3, mlx5_4, mlx5_5 (1600 Gb/s, InfiniBand); memory of node 1:"

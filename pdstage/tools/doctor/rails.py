@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.tools.doctor.gpu import devices
 from pdstage.tools.doctor.report import Result, ok, warn
-from pdstage.transport._rails import Distance, Gpu, Nic, Place, Rails, Tree, distance, read
+from pdstage.transport._rails import Distance, Gpu, Rails, Tree, distance, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,9 +35,8 @@ def of_gpu(tree: Tree, gpu: Gpu, site: Site) -> Result:
     rails, address = tree.of_gpu(gpu), gpu.place.address
     device = next((f"cuda:{i}" for i, one in enumerate(devices(site)) if str(one["address"]).lower() == address), "")
     name = f"GPU {address}{f' ({device})' if device else ''}"
-    nics = [_facts(nic) | {"distance": distance(gpu.place, nic.place).name} for nic in tree.nics]
     facts = {
-        "gpu": _placed(gpu.place), "device": device, "nics": nics, "chosen": rails.ports, "gbps": rails.gbps,
+        "address": address, "device": device, "chosen": rails.ports, "gbps": rails.gbps,
         "bound_gbps": rails.bound_gbps,
     }  # fmt: skip
     if rails.distance is None:
@@ -56,10 +55,10 @@ def of_host(tree: Tree, _: Site) -> Result:
     """The NICs of host memory, by NUMA node."""
     nodes = sorted({nic.place.node for nic in tree.nics if nic.active})
     chosen = {node: tree.of_node(node) for node in nodes}
-    facts = {"nics": [_facts(nic) for nic in tree.nics], "chosen": {str(n): rails.ports for n, rails in chosen.items()}}
+    facts = {str(node): rails.ports for node, rails in chosen.items()}
     where = {-1: "host memory"} if nodes == [-1] else {node: f"memory of node {node}" for node in nodes}
     says = "; ".join(f"{where[node]}: {_named(rails)}" for node, rails in chosen.items())
-    return ok(says or "no active RDMA NIC", **facts)
+    return ok(says or "no active RDMA NIC", chosen=facts)
 
 
 def gpudirect(tree: Tree, root: Path, _: Site) -> Result | None:
@@ -110,13 +109,3 @@ def _named(rails: Rails) -> str:
     """The NICs, and what they carry in all."""
     kinds = sorted({nic.active[0].link for nic in rails.nics})
     return f"{', '.join(nic.name for nic in rails.nics)} ({rails.gbps:.0f} Gb/s, {', '.join(kinds)})"
-
-
-def _facts(nic: Nic) -> dict[str, object]:
-    ports = [port._asdict() for port in nic.ports]
-    return {"name": nic.name, "netdev": nic.netdev, "ports": ports, "gbps": nic.gbps, **_placed(nic.place)}
-
-
-def _placed(place: Place) -> dict[str, object]:
-    lanes = [place.width, place.max_width]
-    return {"path": list(place.path), "numa_node": place.node, "pcie_gbps": place.gbps, "lanes": lanes}
