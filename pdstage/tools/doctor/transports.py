@@ -57,10 +57,10 @@ def chosen(wanted: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(wanted)) or known
 
 
-def ask(site: Site, name: str, **environment: str) -> Outcome:
-    """Two nodes of this host over that transport."""
-    asked = site.asked
-    return site.ask("talk", environment=environment, transport=name, device=asked.device, wait_s=asked.deadline_s / 2)
+def ask(site: Site, name: str, device: str = "", **environment: str) -> Outcome:
+    """Two nodes of this host over that transport, with pools where this run has them, or on `device`."""
+    where, wait_s = device or site.asked.device, site.asked.deadline_s / 2
+    return site.ask("talk", environment=environment, transport=name, device=where, wait_s=wait_s)
 
 
 def check(name: str) -> Callable[[Site], Result]:
@@ -126,7 +126,7 @@ def process_memory(site: Site) -> Result:
     """Whether one process may write another's memory, as transport `local` does, and what forbids it."""
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "absent"
     seccomp = _SECCOMP.get(status("Seccomp"), "unknown")
-    probe = ask(site, "local")
+    probe = ask(site, "local", "cpu")
     facts = {"ptrace_scope": scope, "seccomp": seccomp, "sys_ptrace": has_capability(_CAP_SYS_PTRACE)}
     settings = f"ptrace_scope {scope}, seccomp {seccomp}"
     if "path direct" in probe.facts:
