@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -74,13 +75,15 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
     assert "pip install 'pdstage[demo]'" in said
 
 
-def test_an_unusable_transport_is_one_line(capsys, monkeypatch):
+def test_an_unusable_transport_is_one_line(tmp_path, monkeypatch):
     pytest.importorskip("rich")
-    monkeypatch.setitem(sys.modules, "nixl._api", None)
-    monkeypatch.delitem(sys.modules, "pdstage.transport.nixl", raising=False)
-    code, said = failed(capsys, "demo", "--transport", "nixl")
-    assert code == 2
-    assert "transport 'nixl' does not import here" in said
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "nixl.py").write_text("raise ImportError('no fabric here')\n")
+    command = [sys.executable, "-m", "pdstage", "demo", "--transport", "nixl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "transport 'nixl' does not import here" in done.stderr
 
 
 def test_a_gpu_that_is_not_here_is_named(capsys):
