@@ -49,7 +49,7 @@ def _run(bed: Bed, transport: str) -> tuple[dict[str, Any] | None, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "demo.json"
         command = [sys.executable, "-m", "pdstage.cli", "demo", "--transport", transport, "--device", bed.device]
-        command += [*ranks, "--kv-dtype", "bfloat16", "--requests", "2", "--json", str(path)]
+        command += [*ranks, "--requests", "2", "--json", str(path)]
         done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(done.stdout, flush=True)
         return json.loads(path.read_text()) if path.exists() else None, done.stdout.strip()

@@ -1,40 +1,31 @@
-"""The pictures of docs/concepts.md and others: SVG, drawn from the code's own tables.
+"""The pictures of docs that follow the code: SVG, drawn from its own tables. Others in docs/pictures were drawn once.
 
     python docs/pictures.py
 
 The room's messages are those of the recorded session in tests/protocol/golden, its states are the table of
-`pdstage.protocol.room`, lanes are run by `pdstage.protocol.lane.Lane`, shards are cut by
-`pdstage.plan`, and layers are what tests/test_architecture.py holds every import to. `tests/docs/test_generated.py`
-fails while a picture is stale.
+`pdstage.protocol.state`. `tests/docs/test_generated.py` fails while a picture is stale.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-import textwrap
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pdstage.layout.topology import shard_range  # noqa: E402
-from pdstage.plan import shard_overlap  # noqa: E402
-from pdstage.protocol.lane import ALIGNMENT, Lane  # noqa: E402
 from pdstage.protocol.state import ROOM, State  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
 FOLDER = ROOT / "docs" / "pictures"
 SESSION = ROOT / "tests" / "protocol" / "golden" / "v2-session.json"
 INK, PALE, LINE = "#263238", "#eceff1", "#90a4ae"
-COLOURS = ("#80cbc4", "#ffcc80", "#9fa8da", "#c5e1a5", "#f48fb1", "#ffe082", "#b0bec5", "#ce93d8")
 WORDS = {  # of a room's messages, beside their names
     "Hello": "my layout, transports and lanes",
     "Welcome": "mine: we can talk",
@@ -56,11 +47,9 @@ class Sheet:
         self.width, self.height, self.title = width, height, title
         self.parts: list[str] = []
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str = PALE, *, dashed: bool = False) -> None:
-        dash = ' stroke-dasharray="4 3"' if dashed else ""
+    def box(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" '
-            f'stroke="{LINE}"{dash}/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" stroke="{LINE}"/>'
         )
 
     def text(
@@ -78,10 +67,6 @@ class Sheet:
             f'stroke-width="{3 if wide else 1.3}"{head}/>'
         )
 
-    def band(self, points: list[tuple[float, float]], fill: str) -> None:
-        where = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.parts.append(f'<polygon points="{where}" fill="{fill}" fill-opacity="0.55"/>')
-
     def svg(self) -> str:
         return "\n".join(
             [
@@ -95,29 +80,6 @@ class Sheet:
                 "</svg>\n",
             ]
         )
-
-
-def flow() -> Sheet:
-    """The way of the bytes."""
-    sheet = Sheet(760, 190, "From prefill's pool to decode's")
-    for x, side in ((20, "prefill rank"), (410, "decode rank")):
-        sheet.box(x, 20, 330, 120, "#fafafa", dashed=True)
-        sheet.text(x + 165, 38, side, bold=True)
-    boxes = ((35, "engine's pages", "#80cbc4"), (220, "send buffer", "#ffcc80"), (425, "staging lane", "#ffcc80"),
-             (610, "engine's pages", "#80cbc4"))  # fmt: skip
-    for x, words, fill in boxes:
-        sheet.box(x, 60, 115, 50, fill)
-        sheet.text(x + 57, 90, words)
-    for x, to_x, words, wide in (
-        (150, 218, "gather", False),
-        (335, 423, "one write", True),
-        (540, 608, "scatter", False),
-    ):
-        sheet.line(x, 85, to_x, 85, wide=wide)
-        sheet.text((x + to_x) / 2, 76, words, size=12)
-    sheet.parts.append(f'<path d="M92 110V165H667V112" fill="none" stroke="{LINE}" stroke-dasharray="5 4"/>')
-    sheet.text(380, 182, "direct: piece by piece, where pieces are long", size=12)
-    return sheet
 
 
 def room() -> Sheet:
@@ -177,143 +139,7 @@ def states() -> Sheet:
     return sheet
 
 
-def lanes() -> Sheet:
-    """A lane's leases, granted and released by the ring itself."""
-    lane, unit = Lane(16 * ALIGNMENT), ALIGNMENT
-    at: dict[str, int] = {}
-    shots: list[tuple[str, int, list[tuple[str, int, int, str]]]] = []
-
-    def shot(words: str) -> None:
-        names = {cursor: name for name, cursor in at.items()}
-        held = [(names[cursor], cursor, nbytes, state) for cursor, nbytes, state in lane.leases()]
-        shots.append((words, lane.watermark, held))
-
-    def grant(name: str, units: int) -> None:
-        cursor = lane.grant(units * unit)
-        if cursor is None:
-            raise AssertionError(f"lease {name} has to wait")
-        at[name] = cursor
-
-    for name, units in (("A", 6), ("B", 5), ("C", 4)):
-        grant(name, units)
-    shot("A, B and C are granted to three chunks, and may be written")
-    grant("D", 5)
-    shot("D would straddle the end: it begins a lap on, closed, since A is on its bytes")
-    lane.land(at["B"])
-    lane.release(at["B"])
-    shot("B is scattered and released first: the watermark still stands at A")
-    lane.land(at["A"])
-    lane.release(at["A"])
-    shot("A is released: the watermark passes A and B, and D may be written")
-    lane.quarantine(at["C"])
-    shot("C's writer is not heard of: its bytes are carved out, and the watermark passes them")
-    sheet = Sheet(760, 40 + 82 * len(shots), "A staging lane and its watermark")
-    for i, (words, watermark, held) in enumerate(shots):
-        _lane(sheet, lane.capacity, 30 + 82 * i, (words, watermark, held))
-    return sheet
-
-
-def _lane(sheet: Sheet, capacity: int, y: int, shot: tuple[str, int, list[tuple[str, int, int, str]]]) -> None:
-    """Two laps of a lane, the watermark, and the window: one lap from there on."""
-    words, watermark, held = shot
-    scale = 340 / capacity
-    sheet.text(40, y, words, anchor="start", size=12)
-    for lap in range(2):
-        sheet.box(40 + 340 * lap, y + 10, 340, 30, "#ffffff")
-    for name, cursor, nbytes, state in held:
-        closed = state == "granted" and cursor + nbytes > watermark + capacity
-        fill = {"quarantined": "#f48fb1"}.get(state, COLOURS[ord(name) - ord("A")])
-        sheet.box(40 + cursor * scale, y + 10, nbytes * scale, 30, "#ffffff" if closed else fill, dashed=closed)
-        sheet.text(40 + (cursor + nbytes / 2) * scale, y + 30, f"{name}, closed" if closed else name)
-    x = 40 + watermark * scale
-    sheet.line(x, y + 58, x, y + 42)
-    sheet.text(x + 6, y + 57, "watermark", size=11, anchor="start")
-
-
-def recut() -> Sheet:
-    """Who sends which KV heads to whom: two pairs of sizes."""
-    sheet = Sheet(760, 330, "KV heads re-cut between tensor-parallel sizes")
-    for x, (total, src_tp, dst_tp) in ((20, (8, 4, 2)), (400, (8, 3, 2))):
-        _recut(sheet, x, total, src_tp, dst_tp)
-    return sheet
-
-
-def _recut(sheet: Sheet, x: int, total: int, src_tp: int, dst_tp: int) -> None:
-    step = 220 / total
-    sheet.text(x + 170, 24, f"TP {src_tp} to TP {dst_tp}, {total} KV heads", bold=True)
-
-    def edge(tp: int, rank: int, shard: int) -> float:
-        return 50 + shard * step + rank * 24 / max(1, tp - 1)
-
-    for tp, left, side in ((src_tp, x + 70, "prefill"), (dst_tp, x + 230, "decode")):
-        for rank in range(tp):
-            start, end = shard_range(total, tp, rank)
-            sheet.box(left, edge(tp, rank, start), 50, (end - start) * step)
-            label = f"{side} {rank}"
-            at = left - 8 if side == "prefill" else left + 58
-            sheet.text(at, edge(tp, rank, start) + (end - start) * step / 2 + 4, label, size=12,
-                       anchor="end" if side == "prefill" else "start")  # fmt: skip
-            for shard in range(start, end):
-                sheet.text(left + 25, edge(tp, rank, shard) + step / 2 + 4, f"{shard}", size=11)
-    for src in range(src_tp):
-        for dst in range(dst_tp):
-            part = shard_overlap(total, src_tp, src, dst_tp, dst)
-            if part is not None:
-                a = edge(src_tp, src, shard_range(total, src_tp, src)[0] + part.src_start)
-                b = edge(dst_tp, dst, shard_range(total, dst_tp, dst)[0] + part.dst_start)
-                height = part.count * step
-                sheet.band([(x + 121, a), (x + 229, b), (x + 229, b + height), (x + 121, a + height)],
-                           COLOURS[src % len(COLOURS)])  # fmt: skip
-
-
-def layers() -> Sheet:
-    """The layers, what is in each, and which lower ones it really imports."""
-    held = _architecture()
-    imported: dict[int, set[int]] = {layer: set() for layer in held.LAYERS}
-    for name, path in held.sources():
-        own = held.layer_of(name)
-        if own is not None:
-            found = (held.layer_of(one.target) for one in held.imports_of(name, path) if _counts(one))
-            imported[own] |= {target for target in found if target is not None and target < own}
-    present = {name.split(".")[1] for name, _ in held.sources() if name.count(".")}
-    sheet = Sheet(760, 30 + 56 * len(held.LAYERS), "Layers: imports point down only")
-    for i, layer in enumerate(sorted(held.LAYERS, reverse=True)):
-        y = 15 + 56 * i
-        sheet.box(20, y, 720, 46, COLOURS[layer % len(COLOURS)])
-        sheet.text(36, y + 29, f"L{layer}", anchor="start", bold=True, size=15)
-        names = textwrap.wrap("  ".join(name for name in held.LAYERS[layer] if name in present), 105)
-        for line, words in enumerate(names):
-            sheet.text(80, y + (21 if len(names) == 1 else 15 + 13 * line), words, anchor="start", size=12)
-        low = ", ".join(f"L{one}" for one in sorted(imported[layer], reverse=True))
-        sheet.text(
-            80,
-            y + (38 if len(names) == 1 else 42),
-            f"imports {low}" if low else "imports nothing of pdstage below it",
-            anchor="start",
-            size=11,
-        )
-    return sheet
-
-
-def _counts(found: Any) -> bool:
-    return found.target.startswith("pdstage.") and not found.guarded
-
-
-def _architecture() -> ModuleType:
-    """tests/test_architecture.py, which has the table and reads the imports."""
-    path = ROOT / "tests" / "test_architecture.py"
-    spec = importlib.util.spec_from_file_location("test_architecture", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(str(path))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its classes look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-PICTURES: dict[str, Callable[[], Sheet]] = {
-    "flow": flow, "room": room, "states": states, "lanes": lanes, "recut": recut, "layers": layers,
-}  # fmt: skip
+PICTURES: dict[str, Callable[[], Sheet]] = {"room": room, "states": states}
 
 
 def write() -> None:

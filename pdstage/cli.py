@@ -13,11 +13,10 @@ import logging
 import os
 import sys
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pdstage.errors import PdstageError, UsageError
 
@@ -77,9 +76,6 @@ def parser() -> Parser:
     bootstrap.set_defaults(run=_bootstrap)
     instances = commands.add_parser("instances", help="print what a bootstrap directory holds, as JSON")
     instances.add_argument("address", metavar="ADDRESS", help="as the directory or the prefill node printed it")
-    instances.add_argument(
-        "--watch", type=float, nargs="?", const=2.0, metavar="S", help="print what changes, looking every S seconds"
-    )
     _add_keys_options(instances)
     instances.set_defaults(run=_instances)
     drain = commands.add_parser(
@@ -143,7 +139,6 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument(
         "--aux", choices=known.AUX, default=plain.aux, help="how first tokens travel: by message or by the transport"
     )
-    demo.add_argument("--decode-aux", choices=known.AUX, help="decode's word on that, if not the same")
     for name, value, text in (
         ("--prefill-tp", plain.prefill_tp, "prefill ranks"),
         ("--decode-tp", plain.decode_tp, "decode ranks"),
@@ -156,16 +151,10 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     ):
         demo.add_argument(name, type=int, default=value, metavar="N", help=f"{text}; default %(default)s")
     demo.add_argument(
-        "--kv-heads", type=int, metavar="N", help="of the model, if not its own; ranks beyond hold replicas"
-    )
-    demo.add_argument(
         "--device",
         default=plain.device,
         metavar="DEVICE",
         help="all ranks share it: cpu or cuda:N; default %(default)s",
-    )
-    demo.add_argument(
-        "--kv-dtype", choices=known.KV_DTYPES, help="of the pools; default: bfloat16 on a GPU, float64 on the CPU"
     )
     for side, layout in (("prefill", plain.prefill_layout), ("decode", plain.decode_layout)):
         text = f"memory order of a page's tokens and heads at {side}; default %(default)s"
@@ -179,22 +168,29 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 def _demo(given: argparse.Namespace) -> int:
     from pdstage.tools.demo.options import Options  # noqa: PLC0415
 
-    options = Options(**{name: value for name, value in vars(given).items() if name not in ("command", "run")})
+    _pass_port(given)
+    options = Options(**{name: value for name, value in vars(given).items() if name in Options.__slots__})
     try:
-        from pdstage.tools.demo.run import run  # noqa: PLC0415
+        from pdstage.tools.demo.run import is_good, run  # noqa: PLC0415
     except ModuleNotFoundError as missing:
         raise UsageError(f"the demo needs {missing.name}", remedy="pip install 'pdstage[demo]'") from missing
-    return 0 if run(options).good else 1
+    return 0 if is_good(run(options)) else 1
+
+
+def _pass_port(given: argparse.Namespace) -> None:
+    """Asks the ranks that are started below this process for metrics."""
+    from pdstage.tools.watch.option import VARIABLE, checked  # noqa: PLC0415
+
+    if (port := checked(given.metrics_port)) is not None:
+        os.environ[VARIABLE] = str(port)
 
 
 def _bench(given: argparse.Namespace) -> int:
     if given.name not in BENCHES:
         raise UsageError(f"no bench {given.name!r}", remedy=f"choose one of {', '.join(BENCHES)}", field="name")
     from pdstage.bench.harness import run_named, run_traced  # noqa: PLC0415
-    from pdstage.tools.watch.option import VARIABLE, checked  # noqa: PLC0415
 
-    if (port := checked(given.metrics_port)) is not None:
-        os.environ[VARIABLE] = str(port)
+    _pass_port(given)
     names = ("scale", "transport", "device")
     options = {name: value for name in names if (value := getattr(given, name)) is not None}
     if given.serve is not None:
@@ -241,18 +237,13 @@ def _add_top(top: argparse.ArgumentParser) -> None:
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds a frame; default %(default)s")
     top.add_argument("--once", action="store_true", help="print one frame and end; 1 if an endpoint did not answer")
     top.add_argument("--svg", type=Path, metavar="FILE", help="draw one frame into FILE and end")
-    top.add_argument("--width", type=int, metavar="N", help="columns; default: the terminal's, and 132 for --svg")
-    top.add_argument("--frames", type=int, default=1, metavar="N", help="intervals before that one frame; default 1")
     top.set_defaults(run=_top)
 
 
 def _top(given: argparse.Namespace) -> int:
     from pdstage.tools.watch.top import run  # noqa: PLC0415
 
-    return run(
-        given.endpoints, interval_s=given.interval, once=given.once, svg=given.svg, width=given.width,
-        frames=given.frames,
-    )  # fmt: skip
+    return run(given.endpoints, interval_s=given.interval, once=given.once, svg=given.svg)
 
 
 def _add_plot(command: argparse.ArgumentParser) -> None:
@@ -310,12 +301,7 @@ def _judge(given: argparse.Namespace) -> int:
 def _add_calibrate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--transport", default="all", metavar="NAME", help="one, or all that can be used; the default")
     command.add_argument("--out", type=Path, metavar="FILE", help="write the numbers to FILE, for PDSTAGE_CALIBRATION")
-    command.add_argument("--json", action="store_true", help="print what --out would write instead of a table")
     command.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    command.add_argument(
-        "--rails", nargs="?", const="auto", metavar="DEVICE,...",
-        help="measure these NICs alone and together, by nixl; default: those nearest to the pool",
-    )  # fmt: skip
     command.add_argument("--serve", metavar="ADDRESS", help="be the decode side, at tcp://HOST:PORT, until interrupted")
     command.add_argument("--peer", metavar="ADDRESS", help="the decode side elsewhere; default: a process of its own")
     command.add_argument(
@@ -328,43 +314,22 @@ def _add_calibrate(command: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(given: argparse.Namespace) -> int:
-    from pdstage.tools.calibrate.caller import Caller, calibrate, own_peer, table  # noqa: PLC0415
+    from pdstage.tools.calibrate.caller import Caller, calibrate, own_peer  # noqa: PLC0415
     from pdstage.tools.calibrate.peer import Peer  # noqa: PLC0415
 
     options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
     if given.serve is not None:
         return _serve(Peer(given.serve, **options))
-    if given.rails is not None:
-        return _calibrate_rails(given, options)
     with (
         own_peer(given.device, given.keys) if given.peer is None else nullcontext(given.peer) as endpoint,
         Caller(endpoint, bind=given.bind, **options) as caller,
     ):
         made, left_out = calibrate(caller, [given.transport], decode_host=given.peer or "", quick=given.quick)
-    print(made.to_json() if given.json else table(made))
+    print(made.to_json())
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     if given.out is not None:
         made.write(given.out)
-    return 0
-
-
-def _calibrate_rails(given: argparse.Namespace, options: dict[str, Any]) -> int:
-    from pdstage.tools.calibrate import rails  # noqa: PLC0415
-    from pdstage.tools.calibrate.caller import Caller  # noqa: PLC0415
-
-    devices = rails.devices_of(given.rails, given.device)
-    if len(devices) < 2:
-        found = f"one NIC ({devices[0]})" if devices else "no RDMA NIC"
-        print(f"{found} for memory on {given.device}: there are no rails to compare; name others with --rails")
-        return 0
-    if given.peer is None:
-        raise UsageError(
-            "rails without a peer: one host writes to itself by shared memory", remedy="add --peer ADDRESS"
-        )
-    with Caller(given.peer, bind=given.bind, **options) as caller:
-        measured = rails.measure(caller, devices, quick=given.quick)
-    print(rails.to_json(measured) if given.json else rails.table(measured))
     return 0
 
 
@@ -406,24 +371,19 @@ def _doctor(given: argparse.Namespace) -> int:
 
         keys = _keys_given(given)
         return _serve(Peer(_scheme(given.serve), device=given.device, keys=keys, insecure=given.insecure))
-    from pdstage.tools.doctor.show import show  # noqa: PLC0415
-    from pdstage.tools.doctor.site import Asked  # noqa: PLC0415
+    from pdstage.tools.doctor import report as reports  # noqa: PLC0415
+    from pdstage.tools.doctor.probe import Asked  # noqa: PLC0415
     from pdstage.tools.doctor.table import examine  # noqa: PLC0415
 
-    if given.allow is not None and given.keys is None:
-        raise UsageError("--allow without --keys", remedy="pass this side's own key file too", field="allow")
+    if given.keys is None:
+        _keys_given(given)  # refuses --allow alone
     asked = Asked(
         areas=tuple(given.only.split(",")), transports=tuple(given.transport), device=given.device, peer=given.peer,
         bind=_scheme(given.bind), keys=str(given.keys or ""), allow=str(given.allow or ""), insecure=given.insecure,
         deadline_s=given.deadline,
     )  # fmt: skip
-    if given.json:
-        report = examine(asked)
-        print(report.to_json())
-    else:
-        shown = show(print)
-        report = examine(asked, shown.line)
-        shown.end(report)
+    report = examine(asked) if given.json else examine(asked, lambda found: print(reports.line(found), flush=True))
+    print(report.to_json() if given.json else "\n".join(reports.summary(report)))
     return 1 if report.verdict == "fail" else 0
 
 
@@ -446,15 +406,7 @@ def _bootstrap(given: argparse.Namespace) -> int:
 def _instances(given: argparse.Namespace) -> int:
     from pdstage.control.bootstrap import client_of  # noqa: PLC0415
 
-    client = client_of(given.address, _ANSWER_S, keys=_keys_given(given))
-    if given.watch is None:
-        print(client.instances().decode())
-        return 0
-    from pdstage.arguments import number  # noqa: PLC0415
-    from pdstage.tools.watch.instances import watch  # noqa: PLC0415
-
-    for line in watch(client, number("--watch", given.watch, above=0.0)):
-        print(f"{datetime.now(tz=UTC):%Y-%m-%dT%H:%M:%SZ} {line}", flush=True)
+    print(client_of(given.address, _ANSWER_S, keys=_keys_given(given)).instances().decode())
     return 0
 
 

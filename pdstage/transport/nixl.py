@@ -17,7 +17,7 @@ Seen with NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in flight), a
   never proved quiet; so agents are removed all the same.
 * Names of agents are never reused: an old name is refused until it is removed.
 * UCX does not confine a peer to registered memory. Over TCP, and between processes of one host, a write by a forged
-  description changed memory that was never registered (tests/doctor/test_nixl.py). That holds on any path, since the
+  description changed memory that was never registered. That holds on any path, since the
   writer chooses the address: uct/tcp copies to the address in the message, and so does UCP's emulation of remote writes
   (ucp/rma/rma_sw.c). No option of UCX 1.23 prevents it. What can be done is to listen on fewer networks: `host`.
 * NIXL's reader of metadata trusts the lengths in it: 4 of 200 altered blobs ended the process. So this module checks a

@@ -35,7 +35,7 @@ def was_measured(cost: CostModel) -> None:
 
 def test_the_command_measures_writes_and_prints(tmp_path, capsys):
     path = tmp_path / "costs.json"
-    assert cli.main(["calibrate", "--transport", "local", "--quick", "--out", str(path), "--json"]) == 0
+    assert cli.main(["calibrate", "--transport", "local", "--quick", "--out", str(path)]) == 0
     made = read(path)
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
     cost = made.transports["local"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -32,12 +33,11 @@ def failed(capsys, *argv: str) -> tuple[int, str]:
         (("fly",), "fly"),
         (("demo", "--transport", "pigeon"), "--transport"),
         (("demo", "--path", "scenic"), "--path"),
-        (("demo", "--decode-aux", "pigeon"), "--decode-aux"),
         (("demo", "--prefill-tp", "four"), "--prefill-tp"),
         (("demo", "--prefill-tp", "0"), "--prefill-tp is 0"),
-        (("demo", "--kv-heads", "1000"), "--kv-heads is 1000"),
+        (("demo", "--requests", "0"), "--requests is 0; give a number from 1 to 256"),
+        (("demo", "--seed", "-4"), "--seed is -4"),
         (("demo", "--model", "gpt2"), "--model"),
-        (("demo", "--model", "mamba2", "--kv-heads", "2"), "--kv-heads with mamba2"),
         (("demo", "--decode-pp", "9"), "--decode-pp is 9"),
         (("demo", "--prefill-page", "0"), "--prefill-page is 0"),
         (("demo", "--decode-layout", "dhn"), "--decode-layout"),
@@ -45,9 +45,8 @@ def failed(capsys, *argv: str) -> tuple[int, str]:
         (("demo", "--json", "/no/such/folder/x.json"), "/no/such/folder"),
         (("demo", "--trace", "/no/such/folder/x.json"), "/no/such/folder"),
         (("demo", "--device", "gpu"), "--device is 'gpu'"),
-        (("demo", "--kv-dtype", "fp8"), "--kv-dtype"),
-        (("demo", "--device", "cuda", "--model", "gemma3"), "gemma3 with --device cuda"),
         (("demo", "--nonsense"), "--nonsense"),
+        (("demo", "--transport", "mori"), "--transport"),
         (("bench", "everything"), "'everything'"),
         (("bench", "plan", "--trace", "x.json"), "moves no rooms"),
         (("plot",), "TRACE"),
@@ -74,6 +73,17 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
     code, said = failed(capsys, "demo")
     assert code == 2
     assert "pip install 'pdstage[demo]'" in said
+
+
+def test_an_unusable_transport_is_one_line(tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "nixl.py").write_text("raise ImportError('no fabric here')\n")
+    command = [sys.executable, "-m", "pdstage", "demo", "--transport", "nixl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "transport 'nixl' does not import here" in done.stderr
 
 
 def test_a_gpu_that_is_not_here_is_named(capsys):

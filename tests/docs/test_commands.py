@@ -23,8 +23,8 @@ SLOW = {"CONTRIBUTING.md", "demo.md", "doctor.md", "integrate.md", "traces.md", 
 SHELL_PAGES = [page for page in PAGES if any(block.language in SHELL for block in blocks(page))]
 INLINE = re.compile(r"`((?:pdstage|make|python3? -m) [^`\n]+)`")
 NOT_OURS = {"NAME", "FILE", "ADDRESS", "X", "..."}
-OTHERS = ("pip", "pytest", "sglang")  # modules that pages name
 MAKES_OWN = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
+README_LINES = 125
 NO_COMMANDS = {"pdstage gather room-3 #2"}  # the name of a slice of a trace
 
 
@@ -115,16 +115,9 @@ def test_every_command_runs(page: Path, checkout: Path) -> None:
                 shell.run(block)
 
 
-def test_a_command_is_not_given_what_the_tests_own_make_was(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make test ARGS=--durations=60` runs the pages with their own arguments."""
-    given = "ARGS=--durations=60"
-    for name, value in {"MAKEFLAGS": f" -- {given}", "MAKEOVERRIDES": given, "ARGS": "--durations=60"}.items():
-        monkeypatch.setenv(name, value)
-    with ExitStack() as ends:
-        shell = Shell(checkout, ends)
-        said = subprocess.check_output(["make", "-n", "scale"], cwd=checkout, env=shell.env, text=True)
-    assert "tests.sim.scale" in said
-    assert "--durations" not in said
+def test_the_readme_fits_two_screens() -> None:
+    n = len((ROOT / "README.md").read_text().splitlines())
+    assert n <= README_LINES, f"README.md has {n} lines: move details to docs/"
 
 
 def all_blocks() -> list[Block]:
@@ -156,20 +149,6 @@ def test_what_runs_is_what_is_shown() -> None:
 def test_every_fence_has_a_known_language() -> None:
     wrong = [f"{b.where}: {b.language!r}" for b in all_blocks() if b.language not in SHELL | PYTHON | OTHER]
     assert not wrong, wrong
-
-
-def test_no_command_hides_in_an_indented_block() -> None:
-    """Those are code to markdown as well, but have no language to tell by."""
-    wrong = []
-    for page in PAGES:
-        fenced, before = False, ""
-        for number, line in enumerate(page.read_text().splitlines(), 1):
-            if line.lstrip().startswith("```"):
-                fenced = not fenced
-            elif not fenced and line.startswith("    ") and not before and not line.startswith(("    |", "    -")):
-                wrong.append(f"{page.name}:{number}")
-            before = line.strip()
-    assert not wrong, f"put them into fences: {wrong}"
 
 
 def told() -> list[tuple[str, str]]:

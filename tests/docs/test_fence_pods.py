@@ -104,17 +104,8 @@ def program(api: Api, directory: str):
     """Its lines, as they come."""
     serving = threading.Thread(target=api.serve_forever, kwargs={"poll_interval": 0.05})
     serving.start()
-    command = [
-        sys.executable,
-        PROGRAM,
-        directory,
-        "--api",
-        api.url,
-        "--namespace",
-        "serving",
-        "--selector",
-        "app=engine",
-    ]
+    given = ["--api", api.url, "--namespace", "serving", "--selector", "app=engine"]
+    command = [sys.executable, PROGRAM, directory, *given]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     )
@@ -179,11 +170,3 @@ def test_pods_that_died_are_fenced_and_others_are_named(tmp_path):
         ended = {number for number in names.values() if number not in client._processes()[1].processes}
         assert ended == {names["stopped"], names["listed"]}
         assert sum("fenced " in line and "INFO" in line for line in said) == len(ended)
-
-
-def test_a_server_that_does_not_answer_is_asked_again(tmp_path):
-    api = Api()
-    api.shutdown_request = lambda request: request.close()
-    api.finish_request = lambda *_: None
-    with program(api, "etcd://127.0.0.1:1/pdstage") as said:
-        until(lambda: any("the API server is asked again" in line for line in said), "it is said")

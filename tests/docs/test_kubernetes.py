@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import shlex
 from typing import Any
@@ -19,47 +18,17 @@ OBJECTS: list[dict[str, Any]] = [one for path in FILES for one in yaml.safe_load
 PODS = {one["metadata"]["name"]: one["spec"]["template"] for one in OBJECTS if "template" in one.get("spec", {})}
 ENGINES = {name: PODS[name] for name in ("prefill", "decode")}
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
-VERSIONS = "1.29", "1.33"
 
 
 def of(kind: str) -> list[dict[str, Any]]:
     return [one for one in OBJECTS if one["kind"] == kind]
 
 
-def check(one: dict[str, Any], version: str) -> None:
-    pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate").validate(
-        one, version, strict=True
-    )
-
-
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ["1.29", "1.33"])
 @pytest.mark.parametrize("one", OBJECTS, ids=lambda one: f"{one['kind']} {one['metadata']['name']}")
 def test_kubernetes_schema_takes_it(one, version):
-    check(one, version)
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("spec", "template", "spec", "containers", 0, "lifecycle", "prestop"), {}),  # misspelt
-        (("spec", "template", "spec", "containers", 0, "ports", 0, "containerPort"), "7470"),
-        (("spec", "template", "spec", "terminationGracePeriodSeconds"), "150s"),
-        (("spec", "selector"), None),
-        (("spec", "template", "spec", "containers"), None),
-    ],
-)
-def test_the_checker_refuses_what_is_wrong(path, value):
-    broken: Any = copy.deepcopy(next(one for one in of("StatefulSet") if one["metadata"]["name"] == "prefill"))
-    check(broken, VERSIONS[-1])
-    place = broken
-    for step in path[:-1]:
-        place = place[step]
-    if value is None:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    with pytest.raises(Exception, match=r"is not of type|was unexpected|is a required property"):
-        check(broken, VERSIONS[-1])
+    checker = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    checker.validate(one, version, strict=True)
 
 
 def container(pod: dict[str, Any]) -> dict[str, Any]:
@@ -96,12 +65,6 @@ def test_the_fencing_program_may_read_pods_and_nothing_else():
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
     assert not of("ClusterRole")
     assert all(pod["spec"]["automountServiceAccountToken"] is False for n, pod in PODS.items() if n != "fence-pods")
-
-
-def test_its_selector_matches_every_pod_that_registers():
-    (selector,) = (one for one in container(PODS["fence-pods"])["command"] if one.startswith("--selector="))
-    label, value = selector.removeprefix("--selector=").split("=")
-    assert {n for n, pod in PODS.items() if pod["metadata"]["labels"].get(label) == value} == set(ENGINES)
 
 
 def test_all_name_one_directory_of_members_that_exist():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import sys
 from pathlib import Path
 
 import msgspec
@@ -11,23 +11,15 @@ import pytest
 
 from pdstage import cli
 from pdstage.control.keys import Keys
-from pdstage.tools.doctor import found, gpu, host, network, transports, ucx
-from pdstage.tools.doctor.child import Outcome
-from pdstage.tools.doctor.found import Found, Report
-from pdstage.tools.doctor.show import Coloured, Plain, show
-from pdstage.tools.doctor.site import Asked, Site
+from pdstage.tools.doctor import gpu, host, report
+from pdstage.tools.doctor.probe import Asked, Outcome, Site
+from tests import cuda_double
 from tests.doctor.conftest import ROOT, doctor
 
 SITE = Site(Asked())
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))"
-RDMA = """
-import resource
-resource.setrlimit(resource.RLIMIT_MEMLOCK, ({0}, {0}))
-from pdstage.tools.doctor import host
-host._has_capability = lambda number: False
-host.rdma_ports = lambda: [{1}]
-"""
 SECCOMP = "from tests.transport.endpoint import Endpoint\nEndpoint.forbid_writing_to_processes(None)"
+H100 = {"name": "H100", "nbytes": 80 << 30, "capability": 90, "address": "0000:1b:00.0"}
 
 
 @pytest.mark.parametrize(("limit", "level", "code"), [(20_000, "ok", 0), (1024, "warn", 0), (200, "fail", 1)])
@@ -38,27 +30,21 @@ def test_open_files(limit, level, code):
     assert bool(line.remedy) == (level != "ok")
 
 
-@pytest.mark.parametrize(("nbytes", "device", "level"), [(4 << 20, "1", "fail"), (4 << 20, "", "ok")])
-def test_locked_memory_is_rdma_s(nbytes, device, level):
-    run = doctor("--only", "host", before=RDMA.format(nbytes, device))
-    assert run.line("memlock").level == level
-    assert run.line("memlock").facts["nbytes"] == nbytes
-
-
-def test_locked_memory_for_staging_but_not_for_any_pool(monkeypatch):
-    """A limit this process may not raise its own to, so that the kernel's answer is stood in for."""
-    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (1 << 30, 1 << 30))
-    monkeypatch.setattr(host, "_has_capability", lambda number: False)
-    monkeypatch.setattr(host, "rdma_ports", lambda: ["a port"])
-    assert host.memlock(SITE).level == "warn"
+@pytest.mark.parametrize(
+    ("limit", "ports", "level"), [(4 << 20, ["a port"], "fail"), (1 << 30, ["a port"], "warn"), (4 << 20, [], "ok")]
+)
+def test_locked_memory_is_rdma_s(monkeypatch, limit, ports, level):
+    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(host, "has_capability", lambda number: False)
+    monkeypatch.setattr(host, "rdma_ports", lambda: ports)
+    assert host.memlock(SITE).level == level
 
 
 def test_writing_to_processes_forbidden():
     """The direct path is out, and said to be; staged chunks go through shared memory, so that `local` is usable."""
     run = doctor("--only", "host,transports", "--transport", "local", before=SECCOMP)
-    assert run.line("process memory").level == "warn" and run.line("process memory").facts["seccomp"] == "filtered"
-    assert "EPERM" in run.line("process memory").says and "SYS_PTRACE" in run.line("process memory").says
-    assert run.line("process memory").remedy
+    line = run.line("process memory")
+    assert line.level == "warn" and line.facts["seccomp"] == "filtered" and "SYS_PTRACE" in line.remedy, line
     assert run.line("local").level == "warn" and "not over process_vm_writev" in run.line("local").says
     verdict = run.report.transports["local"]
     assert verdict.usable and verdict.ways == ["shared memory"] and run.code == 0
@@ -68,26 +54,16 @@ def test_the_numpy_half_is_told_of():
     assert doctor("--only", "kernels", PDSTAGE_NATIVE="no").line("host").level == "warn"
 
 
-def test_key_files(tmp_path):
-    path = tmp_path / "cluster.key"
+def test_files_that_nodes_would_refuse(tmp_path):
+    path, costs = tmp_path / "cluster.key", tmp_path / "costs.json"
     keys = Keys.make(path)
-    good = doctor("--only", "host", "--keys", str(path)).line("keys")
+    costs.write_text("{}")
+    good = host.keys(Site(Asked(keys=str(path))))
     assert good.level == "ok" and keys.public.hex() in good.says
     path.chmod(0o644)
-    bad = doctor("--only", "host", "--keys", str(path))
-    assert (bad.line("keys").level, bad.code) == ("fail", 1) and "chmod 600" in bad.line("keys").remedy
-
-
-def test_a_calibration_file_that_nodes_would_refuse(tmp_path):
-    path = tmp_path / "costs.json"
-    path.write_text("{}")
-    run = doctor("--only", "host", PDSTAGE_CALIBRATION=str(path))
-    assert (run.line("calibration").level, run.code) == ("fail", 1) and str(path) in run.line("calibration").says
-
-
-def test_a_device_that_is_not_here():
-    run = doctor("--only", "gpu", "--device", "cuda:77")
-    assert (run.line("driver").level, run.code) == ("fail", 1)
+    run = doctor("--only", "host", "--keys", str(path), PDSTAGE_CALIBRATION=str(costs))
+    assert (run.line("keys").level, run.code) == ("fail", 1) and "chmod 600" in run.line("keys").remedy
+    assert run.line("calibration").level == "fail" and str(costs) in run.line("calibration").says
 
 
 @pytest.mark.parametrize(
@@ -108,44 +84,21 @@ def test_words_that_mean_nothing_are_refused(capsys, args, said):
 def test_the_report_is_what_the_schema_says():
     """Each key, and no other; every one of them is in docs/doctor.md; the plain lines name every check."""
     run = doctor("--only", "host,network")
-    assert msgspec.to_builtins(run.report) == run.raw and run.raw["version"] == found.VERSION
+    assert msgspec.to_builtins(run.report) == run.raw and run.raw["version"] == report.VERSION
     words = set(re.findall(r"`(\w+)`", (ROOT / "docs/doctor.md").read_text()))
-    for kind in (Report, Found, found.Verdict, found.PeerReport, found.Stage, found.Moved, found.Side):
+    for kind in (report.Report, report.Found, report.Verdict, report.PeerReport, report.Stage, report.Moved):
         assert set(kind.__struct_fields__) <= words, kind
-    lines: list[str] = []
-    shown = Plain(lines.append)
     for line in run.report.checks:
-        shown.line(line)
-    shown.end(run.report)
-    text = "\n".join(lines)
-    assert all(f"{line.area}/{line.name}: {line.says}" in text for line in run.report.checks)
-    assert "verdict: " in lines[-1]
+        told = report.line(line)
+        assert f"{line.area}/{line.name}: {line.says}" in told and (line.remedy in told or line.level == "ok")
+    assert "verdict: " in [*report.summary(run.report)][-1]
 
 
-def test_with_colours_it_says_the_same(capsys, monkeypatch):
-    """Where somebody looks and rich is there; else plain lines."""
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "200")
-    line = Found(area="host", name="files", level="warn", says="1024 files", remedy="ulimit -n 65536")
-    report = Report(
-        version=1, made_at="", host="", pdstage="", verdict="warn", checks=[line], transports={}, peer=None
-    )  # fmt: skip
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    shown = show(print)
-    assert isinstance(shown, Coloured)
-    shown.line(line)
-    shown.end(report)
-    text = capsys.readouterr().out
-    assert all(words in text for words in ("warn", "1024 files", "-> ulimit -n 65536", "0 failed, 1 to look at, of 1"))
-    monkeypatch.setattr("pdstage.tools.doctor.show.find_spec", lambda name: None)
-    assert isinstance(show(print), Plain)
-
-
-def tree(root: Path, *files: str, **contents: str) -> Path:
-    for name in files:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(contents.get(Path(name).name, ""))
-    return root
+def test_levels_are_coloured_on_a_terminal_alone(monkeypatch):
+    line = report.Found(area="host", name="files", level="warn", says="1024 files", remedy="ulimit -n 65536")
+    assert report.line(line) == "warn  host/files: 1024 files\n      -> ulimit -n 65536"
+    monkeypatch.setattr(report.sys.stdout, "isatty", lambda: True)
+    assert report.line(line).startswith("\x1b[33mwarn ")
 
 
 @pytest.mark.parametrize(
@@ -160,60 +113,16 @@ def tree(root: Path, *files: str, **contents: str) -> Path:
 )
 def test_rdma_devices(tmp_path, states, node, level, said):
     for number, state in enumerate(states):
-        port = f"sys/class/infiniband/mlx5_{number}/ports/1"
-        held = {"state": state, "link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}
-        tree(tmp_path, *(f"{port}/{name}" for name in held), **held)
+        port = tmp_path / f"sys/class/infiniband/mlx5_{number}/ports/1"
+        port.mkdir(parents=True)
+        for name, held in {"state": state, "link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}.items():
+            (port / name).write_text(held)
     if node:
-        tree(tmp_path, "dev/infiniband/uverbs0")
-    result = network.rdma(SITE, tmp_path)
+        (tmp_path / "dev/infiniband").mkdir(parents=True)
+        (tmp_path / "dev/infiniband/uverbs0").touch()
+    result = host.rdma(SITE, tmp_path)
     assert result.level == level and said in result.says
     assert bool(result.remedy) == (level != "ok")
-
-
-@pytest.mark.skipif(transports.find_spec("nixl") is None, reason="NIXL is not installed")
-def test_two_libnl(tmp_path, monkeypatch):
-    """Debian's ibverbs-providers beside NIXL's wheel, which brings its own libibverbs."""
-    apart = transports.two_libnl(SITE, tmp_path)
-    assert apart is not None and apart.level == "ok"
-    if not apart.facts["wheel"]:
-        pytest.skip("this NIXL brings no libibverbs")
-    tree(tmp_path, "etc/libibverbs.d/mlx5.driver", "usr/lib/x86_64-linux-gnu/libibverbs/libmlx5-rdmav34.so")
-    beside = transports.two_libnl(SITE, tmp_path)
-    assert beside is not None and beside.level == "warn" and "ibverbs-providers" in beside.remedy
-    monkeypatch.setenv("UCX_MODULES", "^ib")
-    kept = transports.two_libnl(SITE, tmp_path)
-    assert kept is not None and kept.level == "ok"
-
-
-def test_what_ucx_says_of_its_ways():
-    log = """
-[1.0] [vm:1:0]  ucp_worker.c:1997 UCX  INFO    agent.a self cfg#0 rma_am(tcp/lo)  am(tcp/lo cma/memory)
-[1.1] [vm:1:0]  ucp_worker.c:1997 UCX  INFO    agent.a intra-node cfg#1 rma(rc_mlx5/mlx5_0:1) am(sysv/memory)
-[1.2] [vm:1:0]  ucp_worker.c:1997 UCX  INFO    agent.b inter-node cfg#1 rma_am(tcp/eth0)  am(tcp/eth0)
-"""
-    assert ucx.lanes(log) == ["rc_mlx5", "sysv"] and ucx.ways(ucx.lanes(log)) == ["shm", "rdma"]
-    assert ucx.lanes("") == [] and ucx.ways(["self"]) == []
-
-
-def verdict(tried: dict[str, str], *, lanes=(), has_rdma=False, name="nixl", **facts):
-    held = {f"way {way}": {"error": error, "remedy": "look", "seconds": 0.0} for way, error in tried.items()}
-    told = Outcome("done", "exit", {"installed": True, "caveat": "", "peer_ended": "", **held, **facts})
-    return transports.judge(name, told, lanes=list(lanes), has_rdma=has_rdma, wanted=())
-
-
-def test_verdicts_by_way():
-    both = verdict({"default": "", "tcp": ""}, lanes=["tcp", "cma"])
-    assert both.level == "ok" and both.says == "usable over tcp, shm; no RDMA"
-    rdma = verdict({"default": "", "tcp": "", "rdma": ""}, lanes=["rc_mlx5", "cma"], has_rdma=True)
-    assert rdma.level == "ok" and rdma.says == "usable over tcp, rdma, shm"
-    broken = verdict({"default": "", "tcp": "", "rdma": "ibv_reg_mr failed"}, lanes=["tcp"], has_rdma=True)
-    assert broken.level == "warn" and "not over rdma: ibv_reg_mr failed" in broken.says and broken.remedy == "look"
-    none = verdict({"default": "no device", "tcp": "no device"})
-    assert none.level == "fail" and not none.facts["verdict"].usable
-    crashed = verdict({"default": ""}, lanes=["tcp"], peer_ended="died of signal 11")
-    assert crashed.level == "warn" and "died of signal 11" in crashed.says and "UCX_MODULES=^ib" in crashed.remedy
-    mori = verdict({"default": ""}, name="mori")
-    assert mori.level == "warn" and "never on hardware" in mori.says
 
 
 class Stood(Site):
@@ -224,23 +133,49 @@ class Stood(Site):
         self.told = told
 
     def ask(self, probe, **given):
-        del probe, given
         return self.told
 
 
-H100 = {"name": "H100", "nbytes": 80 << 30, "capability": "9.0"}
+FACTS = {"version": 13000, "devices": [H100, H100], "peers": [[True, False], [True, True]]}
+
+
+@pytest.mark.parametrize(
+    ("told", "device", "level", "said"),
+    [
+        (Outcome("done", "exit", FACTS), "cuda:1", "ok", "CUDA driver for 13.0, 2 devices"),
+        (Outcome("done", "exit", FACTS), "cuda:2", "fail", "there is no cuda:2"),
+        (Outcome("failed", "cuInit", {}, "cuInit failed with 803"), "cpu", "fail", "failed with 803"),
+        (Outcome("crashed", "cuInit", {}, "its process died of SIGABRT at cuInit"), "cpu", "fail", "SIGABRT"),
+        (Outcome("failed", "load", {}, "no CUDA driver here"), "cuda:0", "fail", "pools in host memory only"),
+    ],
+)
+def test_the_driver_as_it_answers(told, device, level, said):
+    result = gpu.check_driver(Stood(told, device=device))
+    assert result.level == level and said in result.says
+    assert bool(result.remedy) == (level != "ok") or not told.remedy
 
 
 def test_gpus_that_do_not_reach_each_other():
-    facts = {"version": 13000, "devices": [H100, H100], "peers": [[True, False], [True, True]]}
-    site = Stood(Outcome("done", "exit", facts))
-    assert gpu.driver(site).says == "CUDA driver for 13.0, 2 devices"
-    devices, access = gpu.devices(site), gpu.peer_access(site)
+    site = Stood(Outcome("done", "exit", FACTS))
+    devices, access = gpu.check_devices(site), gpu.check_access(site)
     assert devices is not None and "0: H100, 80 GiB, sm_90" in devices.says
-    assert access is not None and access.level == "warn" and "not 0 to 1" in access.says
+    assert access is not None and access.level == "warn" and "not 0 to 1" in access.says and "1 to 0" not in access.says
 
 
-def test_a_driver_that_is_there_and_does_not_work():
-    told = Outcome("failed", "cuInit", {}, "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)", "see nvidia-smi")
-    result = gpu.driver(Stood(told))
-    assert result.level == "fail" and "803" in result.says
+@pytest.mark.skipif(bool(cuda_double.missing()), reason="the double cannot be built")
+def test_two_devices_of_the_doubles_driver(tmp_path):
+    folder = cuda_double.everywhere(tmp_path)["PYTHONPATH"].partition(os.pathsep)[0]
+    run = doctor("--only", "gpu", "--device", "cuda:1", path=Path(folder))
+    assert [(line.name, line.level) for line in run.report.checks] == [
+        ("driver", "ok"), ("devices", "ok"), ("peer access", "ok"),
+    ]  # fmt: skip
+    assert "2 devices" in run.line("driver").says and run.line("devices").says.count("sm_") == 2 and run.code == 0
+
+
+def test_nvidia_cards_on_the_bus_are_counted(tmp_path: Path):
+    for number, (vendor, kind) in enumerate([("0x10de", "0x030000"), ("0x10de", "0x040300"), ("0x8086", "0x030000")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    assert gpu._cards(tmp_path) == 1

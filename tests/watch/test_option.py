@@ -33,15 +33,6 @@ def test_processes_alike_take_ports_of_their_own(site):
         second.close()
 
 
-def test_several_nodes_of_a_process_share_its_endpoint(site):
-    watching = Watching(0)
-    for engine in ("staged", "direct"):
-        watching.expose(site.decode(Rank(), observers=watching.observers), {"engine": engine})
-    told = Samples(get(watching.endpoint.address))
-    watching.close()
-    assert told("pdstage_node_failed", engine="staged") == told("pdstage_node_failed", engine="direct") == 0
-
-
 def test_without_the_option_nothing_is_observed_served_or_imported(site):
     watching = Watching(None)
     node = site.decode(Rank(), observers=watching.observers)

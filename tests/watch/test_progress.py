@@ -8,10 +8,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
-from pdstage.bench import harness
-from pdstage.bench.harness import Row, run_named
 from pdstage.tools.watch.progress import progress
 
 SIM = (sys.executable, "-m", "pdstage.cli", "sim", "--seeds", "6", "--steps", "40")
@@ -37,38 +33,14 @@ def in_terminal(command: tuple[str, ...]) -> tuple[int, str, str]:
     return process.returncode, printed.decode(), shown.decode(errors="replace")
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_simulator_counts_seeds_on_a_terminal_and_prints_the_same(workers):
-    code, printed, shown = in_terminal((*SIM, "--workers", workers))
+def test_the_simulator_counts_seeds_on_a_terminal_and_prints_the_same():
+    code, printed, shown = in_terminal(SIM)
     assert code == 0
     assert re.search(r"6/6", shown)
-    plain = subprocess.run((*SIM, "--workers", workers), capture_output=True, text=True, check=True)
+    plain = subprocess.run(SIM, capture_output=True, text=True, check=True)
     assert plain.stderr == ""
     assert plain.stdout.splitlines()[0] == printed.splitlines()[0]
     assert "\x1b" not in printed
-
-
-def test_a_bench_tells_each_row_as_it_is_made(monkeypatch):
-    told: list[str] = []
-
-    class Module:
-        @staticmethod
-        def run(quick: bool) -> list[Row]:
-            return [Row(name=name, value=1, baseline=1, unit="s", detail="x") for name in ("first", "second")]
-
-    class Bar:
-        def __enter__(self):
-            return lambda text="", by=1: told.append(text)
-
-        def __exit__(self, *_):
-            told.append("over")
-
-    monkeypatch.setattr(harness.importlib, "import_module", lambda name: Module)
-    monkeypatch.setattr(harness, "progress", lambda name: Bar())
-    run_named("wire", quick=True)
-    assert told == ["first", "second", "over"]
-    Row(name="later", value=1, baseline=1, unit="s")
-    assert told[-1] == "over", "nobody is told outside of a run"
 
 
 def test_without_a_terminal_nothing_is_shown(capsys):

@@ -12,8 +12,9 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from collections import defaultdict
 from datetime import UTC, datetime
+from itertools import product
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -23,7 +24,6 @@ from pdstage.errors import PdstageError, TransportError
 from pdstage.layout.topology import Topology
 from pdstage.manager import PrefillNode
 from pdstage.manager.calibration import VERSION, Calibration
-from pdstage.plan.cost import CostModel
 from pdstage.protocol.config import Config
 from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
 from pdstage.tools.calibrate import fit
@@ -47,14 +47,14 @@ from pdstage.tools.calibrate.peer import (
 from pdstage.transport import available
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pdstage.control.keys import Keys
+    from pdstage.plan.cost import CostModel
     from pdstage.tools.calibrate.about import Side
 
 _answers = msgspec.msgpack.Decoder(Answer)
-_PATHS = ("direct", "staged")
 
 
 # Runs, bytes of a room or a copy, repeats.
@@ -99,16 +99,11 @@ class Caller:
         self._socket.close()
 
     @contextlib.contextmanager
-    def started(
-        self, transport: str, options: Mapping[str, object] | None = None, *, wait_s: float = 2 * WAIT_S
-    ) -> Iterator[PrefillNode]:
-        """A node here, with the transport's `options`, and one at the peer that `room` may use. Raises what either
-        raises at its start.
-        """
+    def started(self, transport: str, *, wait_s: float = 2 * WAIT_S) -> Iterator[PrefillNode]:
+        """A node here, and one at the peer that `room` may use. Raises what either raises at its start."""
         self.ask(Start(transport), wait_s=wait_s)
-        here = {"name": transport, **(options or {})}
         with PrefillNode(
-            self.pool, Topology(), transport=here, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
+            self.pool, Topology(), transport=transport, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
             keys=self._keys, insecure=self._insecure, config=_CONFIG,
         ) as node:  # fmt: skip
             yield node
@@ -119,33 +114,24 @@ class Caller:
         runs, sizes, repeats = QUICK if quick else FULL
         with self.started(transport) as node:
             self.room(node, "staged", runs[0], pools.tokens(runs[0], sizes[0]))  # connects the two
-            gather, scatter = self._copies(node, runs, sizes, repeats)
-            direct, staged = self._rooms(node, runs, sizes, repeats)
-        return fit.model(Timings(gather, scatter, direct, staged))
+            asked = [Copy(run, tokens, repeats) for run, tokens in _cases(runs, [n for n in sizes if n <= 4 << 20])]
+            gather = [_timed(one, copies(node.stager, self.pool, node.parts, one, into_pool=False)) for one in asked]
+            scatter = [_timed(one, self.ask(one, node).seconds) for one in asked]
+            rooms = self._rooms(node, [Copy(run, tokens, repeats) for run, tokens in _cases(runs, sizes)])
+        return fit.model(Timings(gather, scatter, rooms["direct"], rooms["staged"]))
 
-    def _copies(
-        self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
-    ) -> Iterator[list[Timed]]:
-        asked = [Copy(run, tokens, repeats) for run, tokens in _cases(runs, [n for n in sizes if n <= 4 << 20])]
-        gathers = [copies(node.stager, self.pool, node.parts, one, into_pool=False) for one in asked]
-        yield [_timed(one.run, one.tokens, took) for one, took in zip(asked, gathers, strict=True)]
-        yield [_timed(one.run, one.tokens, self.ask(one, node).seconds) for one in asked]
-
-    def _rooms(
-        self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
-    ) -> Iterator[list[Timed]]:
-        """Direct rooms, then staged ones; timed in turn, so that the machine's slow phases affect both alike."""
-        cases = _cases(runs, sizes)
-        took: dict[tuple[str, int, int], list[float]] = {}
-        for number in range(repeats + 1):
-            for run, tokens in cases:
-                for path in _PATHS:
-                    seconds = self.room(node, path, run, tokens, at_once=AT_ONCE).seconds[0]
-                    if number:  # the first round warms up
-                        took.setdefault((path, run, tokens), []).append(seconds / AT_ONCE)
-        chunk_nbytes = min(node.parts[0].nbytes, _CONFIG.chunk_nbytes)
-        for path in _PATHS:
-            yield [_timed(run, tokens, took[path, run, tokens], chunk_nbytes) for run, tokens in cases]
+    def _rooms(self, node: PrefillNode, asked: list[Copy]) -> dict[str, list[Timed]]:
+        """By path; timed in turn, so that the machine's slow phases affect both alike."""
+        took: dict[tuple[str, Copy], list[float]] = defaultdict(list)
+        for number in range(asked[0].repeats + 1):
+            for one, path in product(asked, ("direct", "staged")):
+                seconds = self.room(node, path, one.run, one.tokens, at_once=AT_ONCE).seconds[0]
+                if number:  # the first round warms up
+                    took[path, one].append(seconds / AT_ONCE)
+        chunk_nbytes, found = min(node.parts[0].nbytes, _CONFIG.chunk_nbytes), defaultdict(list)
+        for (path, one), seconds_each in took.items():
+            found[path].append(_timed(one, seconds_each, chunk_nbytes))
+        return found
 
     def room(
         self,
@@ -183,15 +169,13 @@ class Caller:
     def about(self, wait_s: float = WAIT_S) -> Side:
         """Describes the peer. Raises `TransportError` if the peer is too old to answer."""
         answer = self._answer(About(), None, wait_s)
-        if not isinstance(answer, Known):
-            raise _other_answer(self._endpoint)
+        assert isinstance(answer, Known)
         return answer.side
 
     def ask(self, question: Question, node: PrefillNode | None = None, *, wait_s: float = 2 * WAIT_S) -> Took:
         """The peer's answer; `node` goes on meanwhile. Raises `TransportError` with the peer's own reason."""
         answer = self._answer(question, node, wait_s)
-        if not isinstance(answer, Took):
-            raise _other_answer(self._endpoint)
+        assert isinstance(answer, Took)
         return answer
 
     def _answer(self, question: Question, node: PrefillNode | None, wait_s: float) -> Took | Known:
@@ -223,13 +207,9 @@ def _cases(runs: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
     return list(dict.fromkeys((run, pools.tokens(run, size)) for run in runs for size in sizes))
 
 
-def _other_answer(endpoint: str) -> TransportError:
-    return TransportError(f"{endpoint} answers another question", remedy="ask one peer from one place at a time")
-
-
-def _timed(run: int, tokens: int, took: list[float], chunk_nbytes: int = 1 << 62) -> Timed:
-    n_runs = tokens * pools.N_VIEWS
-    return Timed(n_runs * run, n_runs, -(-n_runs * run // chunk_nbytes), statistics.median(took))
+def _timed(one: Copy, took: list[float], chunk_nbytes: int = 1 << 62) -> Timed:
+    n_runs = one.tokens * pools.N_VIEWS
+    return Timed(n_runs * one.run, n_runs, -(-n_runs * one.run // chunk_nbytes), statistics.median(took))
 
 
 def calibrate(
@@ -258,19 +238,6 @@ def calibrate(
         version=VERSION, made_at=made_at, prefill_host=here, decode_host=decode_host or here, transports=found
     )
     return made, left_out
-
-
-def table(made: Calibration) -> str:
-    """The numbers as text, one per line and one column per transport."""
-    units = {"bytes_per_s": (1e-9, "GB/s"), "run_s": (1e9, "ns"), "_s": (1e6, "us"), "": (1.0, "")}
-    lines, costs = [["", *made.transports, ""]], made.transports.values()
-    for nbytes in sorted({nbytes for cost in costs for nbytes, _ in cost.descriptors}):
-        lines.append([f"descriptor of {nbytes} B", *(f"{cost.descriptor_s(nbytes) * 1e6:.4g}" for cost in costs), "us"])
-    for field in fields(CostModel)[1:]:
-        factor, unit = next(value for end, value in units.items() if field.name.endswith(end))
-        lines.append([field.name, *(f"{getattr(c, field.name) * factor:.4g}" for c in costs), unit])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 @contextlib.contextmanager

@@ -169,7 +169,8 @@ class Peer:
             case Pull():
                 return self._pull(question)
             case Copy():
-                return Took(self._copy(question))
+                node = self._started()
+                return Took(copies(node.stager, self._pool, node.parts, question, into_pool=True))
             case About():
                 return Known(this_side())
             case Find():
@@ -230,10 +231,6 @@ class Peer:
             receiver.wait_released(asked.deadline_s)
         digest = pools.digest(self._pool, asked.run, asked.tokens, pages[-1]) if asked.look else b""
         return Took([took], digest)
-
-    def _copy(self, asked: Copy) -> list[float]:
-        node = self._started()
-        return copies(node.stager, self._pool, node.parts, asked, into_pool=True)
 
 
 def copies(stager: Stager, pool: Pool, staging: list[Region], asked: Copy, *, into_pool: bool) -> list[float]:

@@ -1,9 +1,9 @@
-"""`pdstage demo`: real processes transfer real models' caches between two layouts.
+"""`pdstage demo`: a real model's cache moves between processes of two layouts, and decoding goes on from what arrived.
 
-Every prefill rank computes the whole model, and stores and sends only its share. Decode has only what arrived.
+One process computes the model. Each rank of either side is a process with a node over its own pools: a prefill rank
+is handed its share of the cache chunk by chunk and sends it, a decode rank has only what arrived.
 
 It may use the public API only; the library must not know it. Read `options` (the arguments), `families` (what the
-models keep), `pools` and `holding` (where a rank keeps its share), `cache`, `group` and `engine` (which computes),
-`transfer` (an engine's calls), `ranks` (one process), `crew` (all of them), `reference` (the expected tokens), and
-`run` with `report` (the whole).
+models keep), `ranks` (one process, and an engine's calls), `engine` (the model, and how its cache is cut and put
+together again) and `run` (the whole, and its report).
 """

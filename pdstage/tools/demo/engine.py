@@ -1,132 +1,215 @@
-"""The engine: each prefill rank computes the whole model, and stores and sends only its share.
+"""The model as transformers computes it, its cache as arrays by component, role and layer, and their shares.
 
-Splitting seven models' arithmetic over ranks would take seven engines, and the demo is about the cache. So a prefill
-rank runs transformers' own model on the whole prompt. It keeps in its pools what a rank at its place in TP and PP would
-hold: its KV heads, its layers, its channels and heads of the states, the window's pages of sliding layers, and latents
-and index keys like every rank. A decode rank's pools get only what pdstage transfers. Decode rank 0 then assembles the
-ranks' parts in a fresh cache and continues with transformers' own model.
+Splitting seven models' arithmetic over ranks would take seven engines, and the demo is about the cache. So one process
+runs transformers' own model, and a rank holds what a rank at its place in TP and PP would hold: its KV heads, its
+layers, its channels and heads of the states, the window's pages of sliding layers, and latents and index keys like
+every rank.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pdstage.errors import PdstageError
-from pdstage.tools.demo import cache as caches
-from pdstage.tools.demo.holding import Holding, put_together
+import numpy as np
+import torch
+
+import pdstage
+from pdstage import Key
+from pdstage.errors import PdstageError, UsageError
+from pdstage.layout.topology import shard_range
+from pdstage.tools.demo.families import LATENT, PAGES, SLOT
+
+# transformers looks for Hugging Face's package `kernels`. If Python starts in this project's checkout, it would find
+# the folder of that name, which is not a package: hide it.
+_found = find_spec("kernels")
+if _found and _found.origin and Path(_found.origin).samefile(Path(pdstage.__path__[0], "kernels", "__init__.py")):
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+
+import transformers  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from pdstage.tools.demo.group import Group
-    from pdstage.tools.demo.holding import Spans
-    from pdstage.tools.demo.pools import Pool, Room
-    from pdstage.tools.demo.reference import Model
+    from numpy.typing import NDArray
+
+    from pdstage import Topology
+    from pdstage.tools.demo.families import Family, Field
+    from pdstage.tools.demo.options import Options
+
+transformers.utils.logging.set_verbosity_error()  # it warns of a default generation configuration
+
+States: TypeAlias = "dict[Key, NDArray[Any]]"
+"""Arrays `[tokens, parts, *inner]` or `[parts, *inner]`, by component, role and layer."""
+Spans: TypeAlias = "dict[str, tuple[int, int]]"
+"""Tokens `[start, stop)` by component; `(0, 1)` for a slot."""
+
+# A role's layout in a layer of the cache, for one sequence: `[tokens, heads, width]`, or `[parts, *inner]`.
+_READ: dict[str, Callable[[Any], torch.Tensor]] = {
+    "k": lambda layer: layer.keys[0].transpose(0, 1),
+    "v": lambda layer: layer.values[0].transpose(0, 1),
+    # transformers keeps a latent and its rotated key as keys and values of one head; an engine keeps them in one row.
+    "latent": lambda layer: torch.cat([layer.keys[0], layer.values[0]], -1).transpose(0, 1),
+    "index": lambda layer: layer.indexer_keys[0][:, None],
+    "conv": lambda layer: layer.conv_states[0][0],
+    "ssm": lambda layer: layer.recurrent_states[0][0],
+}
 
 
-class Step(NamedTuple):
-    """Tokens `[start, stop)` of a prompt are computed, and `token` is next; `spans` are now in the pools."""
+class Chunk(NamedTuple):
+    """`states` of the tokens `spans` are computed, and `token` is next."""
 
-    start: int
-    stop: int
-    token: int
+    states: States
     spans: Spans
+    token: int
 
 
-class Context(NamedTuple):
-    """A room to decode: `n_tokens` of it are in the pools, and `first` is next."""
+class Model:
+    """A model of random weights, the same for the same seed: nothing is downloaded.
 
-    room: Room
-    n_tokens: int
-    first: int
+    Raises `UsageError` if the installed transformers does not have it.
+    """
 
+    def __init__(self, options: Options) -> None:
+        self._family = options.family
+        torch.manual_seed(options.seed)
+        try:
+            config = AutoConfig.for_model(self._family.kind, **self._family.settings)
+        except ValueError as missing:
+            what = f"transformers {transformers.__version__} has no {options.model}"
+            raise UsageError(what, remedy="pip install -U 'pdstage[demo]'", field="model") from missing
+        # The fast paths of experts have no kernels for float64, which rounds least: every rank's tokens are compared.
+        config._experts_implementation = "eager"
+        self._network = AutoModelForCausalLM.from_config(config).double().eval()
 
-class Engine:
-    """One rank's: the model, its pools, and its group. All ranks of a side make the same calls."""
+    def new_cache(self) -> Any:  # noqa: ANN401  (transformers is untyped)
+        return DynamicCache(config=self._network.config)
 
-    def __init__(self, model: Model, holding: Holding, group: Group) -> None:
-        self.group = group
-        self._model = model
-        self._holding = holding
-        self._spoilt = False
+    @torch.no_grad()
+    def forward(self, tokens: Sequence[int], cache: Any) -> int:  # noqa: ANN401
+        """The token after `tokens`, which follow those in `cache` and are added to it."""
+        given = {self._family.cache_argument: cache}
+        return int(
+            self._network(input_ids=torch.tensor([list(tokens)]), use_cache=True, **given).logits[0, -1].argmax()
+        )
 
-    @property
-    def pools(self) -> Mapping[str, Pool]:
-        """This rank's pools, by component."""
-        return self._holding.pools
+    def prefill(self, prompt: Sequence[int], cache: Any, chunk_tokens: int) -> Iterator[Chunk]:  # noqa: ANN401
+        """Computes `prompt` chunk by chunk. Windows and slots are ready only at its end."""
+        family, n = self._family, len(prompt)
+        for start in range(0, n, chunk_tokens):
+            stop = min(start + chunk_tokens, n)
+            token = self.forward(prompt[start:stop], cache)
+            spans = {name: family.span(name, n) for name in family.components if stop == n}
+            spans |= {name: (start, stop) for name in family.components if family.fields(name)[0].kept == PAGES}
+            yield Chunk(read(cache, family, spans), spans, token)
 
-    @property
-    def components(self) -> Sequence[str]:
-        """The components of the whole model."""
-        return tuple(self._holding.family.components(self._holding.kv_heads))
-
-    def admit(self, n_tokens: int) -> Room:
-        """Pages and slots for a prompt; decode's new tokens stay in its cache."""
-        return self._holding.admit(n_tokens)
-
-    def release(self, room: Room) -> None:
-        self._holding.release(room)
-
-    def prefill(self, prompt: Sequence[int], room: Room, chunk_tokens: int) -> Iterator[Step]:
-        """Computes `prompt` chunk by chunk."""
-        held, cache = self._holding, self._model.new_cache()
-        for start in range(0, len(prompt), chunk_tokens):
-            part = prompt[start : start + chunk_tokens]
-            logits = self._model.forward(part, cache)
-            stop = start + len(part)
-            spans = held.fresh(start, stop, len(prompt))
-            held.keep(room, caches.read(cache, held.family, held.kv_heads, spans), spans)
-            yield Step(start, stop, int(logits.argmax()), spans)
-
-    def decode(
-        self, contexts: Sequence[Context], n_tokens: int, stepped: Callable[[], None] = lambda: None
-    ) -> list[list[int]]:
-        """Continues all rooms by `n_tokens`; calls `stepped` after each token. Rank 0 computes; the others send their
-        parts and receive the tokens. Returns each room's tokens, the first one included. May be called again.
-        """
-        held = [self._gather(context) for context in contexts]
-        rooms = [[context.first] for context in contexts]
+    def go_on(self, cache: Any, token: int, n_tokens: int) -> list[int]:  # noqa: ANN401
+        """`token` and the `n_tokens` after it."""
+        tokens = [token]
         for _ in range(n_tokens):
-            chosen = [0] * len(rooms)
-            if self.group.rank == 0:
-                chosen = [
-                    int(self._model.forward(tokens[-1:], cache).argmax())
-                    for tokens, cache in zip(rooms, held, strict=True)
-                ]
-            for tokens, token in zip(rooms, self.group.agree(chosen), strict=True):
-                tokens.append(token)
-            stepped()
-        return rooms
+            tokens.append(self.forward(tokens[-1:], cache))
+        return tokens
 
-    def spoil(self, component: str, room: Room, seed: int) -> Callable[[], None]:
-        """Overwrites a page or slot of the room with noise, at the first rank of the first stage that has the
-        component: rank 0 reads that copy. Returns a function that restores it.
-        """
-        layers = self._holding.family.layers_of(component, self._holding.kv_heads)
-        first = self._holding.place.tp_rank == 0 and layers[0] in self._holding.layers
-        restore = self.pools[component].spoil(room[component], seed) if first else lambda: None
-        self._spoilt = True
+    def go_on_from(self, states: States, n_prompt_tokens: int, token: int, n_tokens: int) -> list[int]:
+        """The same from a new cache that holds `states`."""
+        cache = self.new_cache()
+        write(cache, states, n_prompt_tokens)
+        return self.go_on(cache, token, n_tokens)
 
-        def put_back() -> None:
-            restore()
-            self._spoilt = False
 
-        return put_back
+def read(cache: Any, family: Family, spans: Spans) -> States:  # noqa: ANN401
+    """The tokens `spans` of their components, all heads and layers."""
+    states: States = {}
+    for number, (layer, fields) in enumerate(zip(cache.layers, family.layers, strict=True)):
+        for field in fields:
+            if field.component in spans:
+                held = _READ[field.role](layer)
+                if field.kept != SLOT:
+                    start, stop = spans[field.component]
+                    first = layer.get_seq_length() - held.shape[0]  # a sliding window has dropped earlier tokens
+                    held = held[start - first : stop - first]
+                states[Key(field.component, field.role, number)] = held.numpy()
+    return states
 
-    def _gather(self, context: Context) -> object:
-        """A fresh cache with the room as all ranks together hold it, at rank 0; None elsewhere.
 
-        Raises `PdstageError` if two ranks' copies of the same part differ, unless one was spoilt on purpose.
-        """
-        held = self._holding
-        everyone = self.group.gather((held.place, held.parts(context.room)))
-        if not everyone:
-            return None
-        places, parts = zip(*everyone, strict=True)
-        states, differing = put_together(held.family, held.kv_heads, places, parts)
-        if differing and not self._spoilt:
-            key = min(differing)
-            raise PdstageError(f"decode ranks hold different copies of {key}", remedy="report this as a bug")
-        cache = self._model.new_cache()
-        caches.write(cache, states, context.n_tokens)
-        return cache
+def write(cache: Any, states: States, n_tokens: int) -> None:  # noqa: ANN401
+    """Fills an empty cache with what was read at the end of a prompt of `n_tokens`, by the models' own methods."""
+    for number, layer in enumerate(cache.layers):
+        held = {key.role: torch.from_numpy(state) for key, state in states.items() if key.layer == number}
+        if "latent" in held:
+            latent = _as_cached(held["latent"])
+            layer.update(latent[..., :LATENT].contiguous(), latent[..., LATENT:].contiguous())
+        if "k" in held:
+            layer.update(_as_cached(held["k"]), _as_cached(held["v"]))
+            if layer.is_sliding:
+                layer.cumulative_length = n_tokens
+        if "index" in held:
+            layer.update_indexer(held["index"][:, 0][None])
+        if "conv" in held:
+            layer.update_conv_state(held["conv"][None])
+            layer.update_recurrent_state(held["ssm"][None])
+
+
+def _as_cached(held: torch.Tensor) -> torch.Tensor:
+    """`[tokens, heads, width]` as `[1, heads, tokens, width]`."""
+    return held.transpose(0, 1)[None].contiguous()
+
+
+def _part(states: NDArray[Any], field: Field, first: int, n: int) -> NDArray[Any]:
+    return states[first : first + n] if field.axis == 0 else states[:, first : first + n]
+
+
+def layers_of(family: Family, place: Topology) -> range:
+    """The layers of a rank's pipeline stage."""
+    return range(*shard_range(len(family.layers), place.pp_size, place.pp_rank))
+
+
+def cut(states: States, family: Family, place: Topology) -> States:
+    """A rank's share: its layers, and its parts of them."""
+    layers, fields = layers_of(family, place), _fields(family)
+    return {
+        key: np.concatenate([_part(state, field, *run) for run in field.runs(place)], field.axis)
+        for key, state in states.items()
+        if key.layer in layers and (field := fields[key.component, key.role])
+    }
+
+
+def put_together(family: Family, places: Sequence[Topology], held: Sequence[States]) -> States:
+    """The whole states of the ranks at `places`. Raises `PdstageError` if two ranks' copies of a part differ."""
+    whole: States = {}
+    seen = set()
+    fields = _fields(family)
+    for place, states in zip(places, held, strict=True):
+        for key, part in states.items():
+            field, own = fields[key.component, key.role], 0
+            if key not in whole:
+                size = [*part.shape]
+                size[field.axis] = sum(n for _, n in field.runs())
+                whole[key] = np.full(size, np.nan, part.dtype)
+            for first, n in field.runs(place):
+                here, new = _part(whole[key], field, first, n), _part(part, field, own, n)
+                if (key, first) in seen and not np.array_equal(here, new):
+                    raise PdstageError(f"decode ranks hold different copies of {key}", remedy="report this as a bug")
+                seen.add((key, first))
+                here[...] = new
+                own += n
+    return whole
+
+
+def spoilt(states: States, family: Family, component: str, options: Options) -> States:
+    """The states with noise in one of decode's pages, or the slot, of the component: noise as large as the data."""
+    rng, made = np.random.default_rng(options.seed), dict(states)
+    for key, state in states.items():
+        if key.component == component:
+            made[key] = state.copy()
+            middle = len(state) // 2 if family.fields(component)[0].kept != SLOT else 0
+            part = made[key][middle : middle + options.decode_page]
+            part[...] = rng.normal(scale=float(state.std()), size=part.shape)
+    return made
+
+
+def _fields(family: Family) -> dict[tuple[str, str], Field]:
+    return {(field.component, field.role): field for layer in family.layers for field in layer}

@@ -1,262 +1,263 @@
-"""One rank's process, prefill or decode: makes its engine, announces itself, works, reports and ends.
+"""One rank's process: its pools, its node, and the calls that an engine makes.
 
-A decode rank gets only the prompts' lengths: all it knows of a prompt came through the transfer.
+This is the part that a reader can copy into an engine.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003  (pickled with the job)
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from pdstage.layout.topology import Topology  # noqa: TC001  (pickled with the job)
-from pdstage.tools.demo.engine import Context, Engine
-from pdstage.tools.demo.group import Group
-from pdstage.tools.demo.holding import Holding
-from pdstage.tools.demo.options import Options, Side  # noqa: TC001  (pickled with the job)
-from pdstage.tools.demo.transfer import Moved, Place, ReceivingSide, SendingSide, digest
-from pdstage.tools.trace import tracing
+from pdstage import AuxRow, DecodeNode, Items, Key, MetadataBuffers, Pool, PrefillNode
+from pdstage.bench import ranks
+from pdstage.metadata import usual_columns
+from pdstage.tensors import build, mamba_conv, mamba_ssm, mla, paged_hnd, sglang_mha
+from pdstage.tools.demo.engine import layers_of
+from pdstage.tools.demo.families import SLOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from multiprocessing.connection import Connection
+    from collections.abc import Sequence
 
-    from pdstage.manager.observer import Observer
-    from pdstage.tools.demo.holding import Spans
-    from pdstage.tools.demo.pools import Room
+    from numpy.typing import NDArray
 
-    Kept: TypeAlias = tuple[Room, list[Spans]]
+    from pdstage import Receiver, Sender, Topology
+    from pdstage.manager.handle import CudaEvent
+    from pdstage.tensors import Naming, Part
+    from pdstage.tools.demo.engine import Spans, States
+    from pdstage.tools.demo.families import Field
+    from pdstage.tools.demo.options import Options, Side
 
-LISTEN_S = 0.01
-TRACE = ".trace.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One rank's work. `prompts` is empty at decode; `folder` holds the groups' rendezvous files."""
-
-    side: str
-    place: Topology
-    options: Options
-    folder: Path
-    rooms: tuple[tuple[str, int], ...]
-    prompts: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def layout(self) -> Side:
-        return self.options.prefill if self.side == "prefill" else self.options.decode
-
-    @property
-    def rank(self) -> int:
-        return self.place.group_rank
-
-    @property
-    def name(self) -> str:
-        return f"{self.side} rank {self.rank}"
-
-    @property
-    def trace(self) -> Path | None:
-        """The file for this rank's part of the run's trace, if requested."""
-        return self.folder / f"{self.side}-{self.rank}{TRACE}" if self.options.trace is not None else None
-
-    def reach(self, bootstrap: str, observers: tuple[Observer, ...]) -> Place:
-        """`bootstrap` is HOST:PORT of the directory."""
-        return Place(
-            topology=self.place,
-            transport=self.options.transport or "auto",
-            path=self.options.path,
-            aux=(self.side == "decode" and self.options.decode_aux) or self.options.aux,
-            bootstrap=bootstrap,
-            deadline_s=self.options.deadline_s,
-            metrics_port=self.options.metrics_port,
-            observers=observers,
-            device=self.options.device,
-        )
+STAGING_NBYTES = 16 << 20
+WAIT_S = 300.0
+SPARE_PAGES = 16
+_COLUMNS = usual_columns(top_logprobs=0)
 
 
-class Ready(NamedTuple):
-    """The rank is announced and waits for the start."""
+class Table(NamedTuple):
+    """A room in one pool: page i of `items` has tokens `[first_token + i * page, ...)`, of which the room has `span`.
 
-
-class Prefilled(NamedTuple):
-    n_tokens: int
-
-
-class Sent(NamedTuple):
-    """A prefill rank is done with a room, given by its index in `Job.rooms`; times as in `report.RoomReport`."""
-
-    room: int
-    moved: Moved
-    began_at: float
-    handed_at: float
-
-
-class Arrived(NamedTuple):
-    """A decode rank has all of a room."""
-
-    room: int
-    at: float
-
-
-class Rows(NamedTuple):
-    """Digests of a decode rank's rows, by room."""
-
-    digests: tuple[int, ...]
-
-
-class Decoded(NamedTuple):
-    n_tokens: int
-
-
-class Finished(NamedTuple):
-    """A rank has done its work. Decode rank 0 reports the tokens of all rooms. It decodes room 0 once more from the
-    same pages (`again`). It also decodes room 0 with a spoilt page or slot of one component, once for each component
-    (`controls`).
+    A room has one slot, as tokens `[0, 1)`.
     """
 
-    tokens: tuple[list[int], ...] = ()
-    again: tuple[int, ...] = ()
-    controls: tuple[tuple[int, ...], ...] = ()
+    items: NDArray[np.int32]
+    first_token: int
+    span: tuple[int, int]
 
 
-class Again(NamedTuple):
-    """A prefill rank has sent all rooms once more, starting at `began_at`."""
+class Memory:
+    """A rank's pools by component, of pages in an engine's memory order or of slots, with a table for each room.
 
-    began_at: float
-    descriptors: int
-    nbytes: int
+    Everything is NaN at first, so that data that has not arrived spoils the room; pages and slots are shuffled.
+    """
 
+    def __init__(self, options: Options, side: Side, place: Topology, lengths: Sequence[int], seed: int) -> None:
+        self._family, self._place, self._page, self._is_nhd = options.family, place, side.page, side.layout == "nhd"
+        self._device = options.device
+        self.rooms: list[dict[str, Table]] = [{} for _ in lengths]
+        self._tensors: dict[Key, torch.Tensor] = {}
+        rng = np.random.default_rng(seed)
+        parts: list[Part] = []
+        for component in self._family.components:
+            fields = self._family.fields(component)
+            layers = [n for n in layers_of(self._family, place) if fields[0] in self._family.layers[n]]
+            if layers:
+                n_items = self._admit(component, lengths, rng)
+                for key, field in ((Key(component, f.role, n), f) for n in layers for f in fields):
+                    self._tensors[key] = self._empty(field, n_items)
+                parts += self._described(component, layers, fields)
+        self.pool = Pool.of(build(*parts), self._device, keep=self._tensors)
 
-STOP = ""
-"""Sent instead of the path of another transfer."""
+    def _admit(self, component: str, lengths: Sequence[int], rng: np.random.Generator) -> int:
+        """Gives each room its pages, of a window only those of its end, or its slot. Returns the size of the pool."""
+        page = 1 if self._family.fields(component)[0].kept == SLOT else self._page
+        spans = [self._family.span(component, n) for n in lengths]
+        counts = [-(-stop // page) - start // page for start, stop in spans]
+        order = rng.permutation(sum(counts) + SPARE_PAGES).astype(np.int32)
+        for room, span, items in zip(self.rooms, spans, np.split(order, np.cumsum(counts)), strict=False):
+            room[component] = Table(items, span[0] // page * page, span)
+        return len(order)
 
+    def _empty(self, field: Field, n_items: int) -> torch.Tensor:
+        n_parts = sum(n for _, n in field.runs(self._place))
+        size: tuple[int, ...] = (n_items, n_parts, self._page, *field.inner)
+        if field.kept == SLOT and field.role == "conv" and self._is_nhd:
+            size = (n_items, *field.inner, n_parts)  # channels come last, as in vLLM's "SD"
+        elif field.kept == SLOT:
+            size = (n_items, n_parts, *field.inner)
+        elif self._is_nhd:
+            size = (n_items * self._page, n_parts, *field.inner)
+        return torch.full(size, torch.nan, dtype=getattr(torch, field.dtype), device=self._device)
 
-def prefill_rank(work: tuple[Job, str], pipe: Connection) -> None:
-    """Prefills prompt by prompt, and sends each chunk as soon as it is computed. `work`: the job, the directory."""
-    job, bootstrap = work
-    with tracing(job.trace) as observers:
-        _prefill(job, job.reach(bootstrap, observers), pipe)
+    def _described(self, component: str, layers: list[int], fields: tuple[Field, ...]) -> list[Part]:
+        """The same for pdstage."""
+        naming: Naming = {"component": component, "layers": layers}
+        tp, heads = (self._place.tp_size, self._place.tp_rank), fields[-1].sections[0].heads
+        held = {f.role: [self._tensors[Key(component, f.role, n)] for n in layers] for f in fields}
+        if "conv" in held:
+            conv = mamba_conv(held["conv"], sections=fields[0].sections, tp=tp, channels_last=self._is_nhd, **naming)
+            return [conv, mamba_ssm(held["ssm"], total_heads=heads, tp=tp, **naming)]
+        if "k" not in held:  # latents, or index keys: one row per token, which every rank holds
+            ((role, caches),) = held.items()
+            if self._is_nhd:
+                return [mla(caches, page_size=self._page, role=role, **naming)]
+            return [mla([cache[:, 0] for cache in caches], role=role, **naming)]
+        if self._is_nhd:
+            return [sglang_mha(held["k"], held["v"], page_size=self._page, total_heads=heads, tp=tp, **naming)]
+        return [paged_hnd(held["k"], held["v"], total_heads=heads, tp=tp, **naming)]
 
+    def _at(self, key: Key, table: Table, start: int, stop: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """The tensor that holds `[start, stop)` of a room, and where."""
+        held = self._tensors[key]
+        if self._family.fields(key.component)[0].kept == SLOT:
+            return (held.transpose(1, 2) if key.role == "conv" and self._is_nhd else held), (int(table.items[0]),)
+        at = np.arange(start, stop) - table.first_token
+        page = torch.from_numpy(table.items[at // self._page].astype(np.int64)).to(held.device)
+        row = torch.from_numpy(at % self._page).to(held.device)
+        return held, (page * self._page + row,) if self._is_nhd else (page, slice(None), row)
 
-def _prefill(job: Job, place: Place, pipe: Connection) -> None:
-    engine = _engine(job, [n for _, n in job.rooms])
-    side = SendingSide(engine.pools, place)
-    pipe.send(Ready())
-    pipe.recv()
-    sent: dict[str, Kept] = {}
-    for i, ((room, _), prompt) in enumerate(zip(job.rooms, job.prompts, strict=True)):
-        sent[room] = engine.admit(len(prompt)), []
-        pipe.send(Sent(i, *_send_room(job, engine, side, room, prompt, kept=sent[room], pipe=pipe)))
-    pipe.send(Finished())
-    n_moves = 0
-    while path := _next_move(pipe, side.turn):
-        began_at, rooms = time.monotonic(), {f"{room}, move {n_moves}": sent[room] for room in sent}
-        pipe.send(Again(began_at, *side.send_again(rooms, path)))
-        n_moves += 1
-    for tables, _ in sent.values():
-        engine.release(tables)
-    side.close()
-    engine.group.close()
+    def store(self, room: int, states: States, spans: Spans) -> None:
+        for key, state in states.items():
+            held, where = self._at(key, self.rooms[room][key.component], *spans[key.component])
+            held[where] = torch.from_numpy(state).to(held)
 
+    def load(self, room: int) -> States:
+        """Everything that this rank holds of a room."""
+        found: States = {}
+        for key in self._tensors:
+            table = self.rooms[room][key.component]
+            held, where = self._at(key, table, *table.span)
+            found[key] = held[where].cpu().numpy()
+        return found
 
-def _send_room(
-    job: Job, engine: Engine, side: SendingSide, room: str, prompt: Sequence[int], *, kept: Kept, pipe: Connection
-) -> tuple[Moved, float, float]:
-    """What was moved, and when its first and last chunks were handed over. `kept` receives each chunk's spans."""
-    tables, chunks = kept
-    side.open(room)
-    handed_at, token = [], 0
-    for start, stop, token, spans in engine.prefill(prompt, tables, job.options.chunk_tokens):  # noqa: B007
-        handed_at.append(time.monotonic())
-        side.chunk(tables, spans)
-        chunks.append(spans)
-        if not job.rank:
-            pipe.send(Prefilled(stop - start))
-    side.finish(token)
-    return side.settle(), handed_at[0], handed_at[-1]
+    def items(self, room: int) -> dict[str, Items]:
+        return {name: Items(table.items, table.first_token) for name, table in self.rooms[room].items()}
 
-
-def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
-    """Waits until every room is complete on every rank, decodes all of them, then runs the negative controls."""
-    job, bootstrap = work
-    with tracing(job.trace) as observers:
-        _decode(job, job.reach(bootstrap, observers), pipe)
-
-
-def _decode(job: Job, place: Place, pipe: Connection) -> None:
-    n_new = job.options.new_tokens
-    engine = _engine(job, [n for _, n in job.rooms])
-    side = ReceivingSide(engine.pools, place, len(job.rooms))
-    pipe.send(Ready())
-    pipe.recv()
-    held = [engine.admit(n) for _, n in job.rooms]
-    for (room, _), tables in zip(job.rooms, held, strict=True):
-        side.expect(room, tables)
-    _await_rooms(job, side, engine.group, pipe)
-    contexts = [Context(tables, n, side.token(room)) for (room, n), tables in zip(job.rooms, held, strict=True)]
-    pipe.send(Rows(tuple(digest(side.row(room)) for room, _ in job.rooms)))
-
-    def stepped() -> None:
-        side.turn()
-        if not job.rank:
-            pipe.send(Decoded(len(contexts)))
-
-    tokens = engine.decode(contexts, n_new, stepped)
-    (again,) = engine.decode(contexts[:1], n_new, side.turn)
-    controls = []
-    for component in engine.components:
-        put_back = engine.spoil(component, held[0], job.options.seed)
-        (control,) = engine.decode(contexts[:1], n_new, side.turn)
-        put_back()
-        controls.append(tuple(control))
-    pipe.send(Finished() if job.rank else Finished(tuple(tokens), tuple(again), tuple(controls)))
-    n_moves = 0
-    while _next_move(pipe, side.turn):
-        side.forget()
-        for (room, _), tables in zip(job.rooms, held, strict=True):
-            side.expect(f"{room}, move {n_moves}", tables, with_row=False)
-        pipe.send(Ready())
-        _await_rooms(job, side, engine.group, pipe)
-        n_moves += 1
-    side.close()
-    engine.group.close()
+    def launched(self) -> CudaEvent | None:
+        """An event after all that this rank has launched on its GPU; None on the CPU, where it is done."""
+        if self._device == "cpu":
+            return None
+        event: CudaEvent = torch.cuda.current_stream(self._device).record_event()
+        return event
 
 
-def _engine(job: Job, lengths: list[int]) -> Engine:
-    # One thread per rank: a dozen ranks share a machine that may have two cores.
-    torch.set_num_threads(1)
-    options, group = job.options, Group(job.place, job.folder / f"{job.side}-group", job.options.deadline_s)
-    # Every rank shuffles differently: page numbers mean nothing outside their pool.
-    seed = options.seed * 1000 + 10 * job.rank + (500 if job.side == "decode" else 0)
-    from pdstage.tools.demo.reference import build_model  # noqa: PLC0415  (takes seconds)
-
-    holding = Holding(
-        options.family, options.heads, job.place, order=job.layout.layout, page_size=job.layout.page, lengths=lengths,
-        seed=seed, dtype=getattr(torch, options.kept_as), device=options.device,
-    )  # fmt: skip
-    return Engine(build_model(options), holding, group)
+def digest(row: AuxRow) -> int:
+    """Over all its columns' bytes."""
+    return zlib.crc32(b"".join(row[name].tobytes() for name in sorted(row.names)))
 
 
-def _await_rooms(job: Job, side: ReceivingSide, group: Group, pipe: Connection) -> None:
-    """Polls as an engine's scheduler does: takes the minimum over the ranks, and goes on when all agree."""
-    here = np.zeros(len(job.rooms), dtype=bool)
-    while True:
-        complete = side.poll()
-        for i in np.flatnonzero(complete & ~here):
-            pipe.send(Arrived(int(i), time.monotonic()))
-        here = complete
-        if group.lowest(complete.astype(np.int8)).all():
-            return
-        side.pause()
+class PrefillRank(ranks.Actor):
+    """Sends rooms one at a time, so that the counters show what each moved. Rooms are numbers."""
+
+    def __init__(self, options: Options, place: Topology, lengths: list[int], directory: str) -> None:
+        torch.set_num_threads(1)  # a dozen ranks share a machine that may have two cores
+        self._memory = Memory(options, options.prefill, place, lengths, options.seed * 1000 + place.group_rank)
+        self._rows = MetadataBuffers(_COLUMNS, n_rows=1)
+        self._node = PrefillNode(
+            self._memory.pool, place, transport=options.transport or "auto", bootstrap=directory, path=options.path,
+            staging_nbytes=STAGING_NBYTES, aux=options.aux, metadata=self._rows, observers=ranks.observers(),
+        )  # fmt: skip
+        ranks.expose(self._node)
+        self._spans: list[list[Spans]] = [[] for _ in lengths]
+
+    def open(self, room: int) -> None:
+        self._before = self._node.stats()
+        self._room, self._sender = room, self._node.send(f"room-{room}")
+
+    def chunk(self, states: States, spans: Spans) -> None:
+        """Stores what is new, and sends it; the write goes on while the next chunk is computed."""
+        spans = {name: span for name, span in spans.items() if name in self._memory.rooms[self._room]}
+        self._memory.store(self._room, states, spans)
+        self._spans[self._room].append(spans)
+        self._give(self._sender, self._room, spans)
+        self._node.turn()
+
+    def _give(self, sender: Sender, room: int, spans: Spans) -> None:
+        held = self._memory.items(room)
+        sender.chunk({name: held[name] for name in spans}, tokens=spans, ready=self._memory.launched())
+
+    def finish(self, token: int) -> tuple[dict[str, int], int]:
+        """Waits until the room's pages may be reused. Returns what was moved for it, and a digest of its aux row."""
+        row = self._rows.allocate()
+        row["bootstrap_room"], row["output_ids"] = self._room, token
+        self._sender.finish(aux=row)
+        self._sender.wait(WAIT_S)
+        self._sender.wait_released(WAIT_S)
+        told = digest(row)
+        self._rows.free(row)
+        return {name: count - self._before.get(name, 0) for name, count in self._node.stats().items()}, told
+
+    def again(self, path: str, move: int) -> tuple[float, int, int]:
+        """Sends all rooms on `path`, once each is requested; returns when it began, descriptors and bytes."""
+        began_at, before, senders = time.monotonic(), self._node.stats(), []
+        self._node.path = path
+        for room, chunks in enumerate(self._spans):
+            sender = self._node.send(f"room-{room}, move {move}")
+            for spans in chunks:
+                self._give(sender, room, spans)
+            sender.finish()
+            senders.append(sender)
+        for sender in senders:
+            sender.wait(WAIT_S)
+            sender.wait_released(WAIT_S)
+        now = self._node.stats()
+        return began_at, now["descriptors"] - before["descriptors"], now["bytes_written"] - before["bytes_written"]
+
+    def idle(self) -> None:
+        self._node.turn(1e-3)
+
+    def close(self) -> None:
+        self._node.close()
 
 
-def _next_move(pipe: Connection, turn: Callable[[], None]) -> str:
-    """Keeps the node answering its peers until the parent sends the path of another transfer, or `STOP`."""
-    while not pipe.poll(LISTEN_S):
-        turn()
-    path: str = pipe.recv()
-    return path
+class DecodeRank(ranks.Actor):
+    """Requests rooms, each into its own pages. Of a prompt it knows the length alone: all else came with the caches."""
+
+    def __init__(self, options: Options, place: Topology, lengths: list[int], directory: str) -> None:
+        torch.set_num_threads(1)
+        self._memory = Memory(options, options.decode, place, lengths, options.seed * 1000 + 500 + place.group_rank)
+        self._rows, self._directory = MetadataBuffers(_COLUMNS, n_rows=len(lengths)), directory
+        self._node = DecodeNode(
+            self._memory.pool, place, transport=options.transport or "auto", path=options.path,
+            staging_nbytes=STAGING_NBYTES, aux=options.aux, metadata=self._rows, observers=ranks.observers(),
+        )  # fmt: skip
+        ranks.expose(self._node)
+        self._receivers: list[Receiver] = []
+
+    def expect(self, move: int | None = None) -> None:
+        """Requests all rooms, or all once more, without rows."""
+        self._receivers.clear()
+        for room, tables in enumerate(self._memory.rooms):
+            name = f"room-{room}" if move is None else f"room-{room}, move {move}"
+            receiver = self._node.receive(name, prefill=self._directory)
+            receiver.bind(
+                self._memory.items(room),
+                tokens={name: table.span for name, table in tables.items()},
+                aux=self._rows.allocate() if move is None else None,
+                after=self._memory.launched(),  # what still fills or reads these pages
+            )
+            self._receivers.append(receiver)
+
+    def arrived(self, room: int) -> tuple[float, int, int]:
+        """Waits for all of a room. Returns when it was there, its first new token, and a digest of its aux row."""
+        self._receivers[room].wait(WAIT_S)
+        row, at = self._receivers[room].aux, time.monotonic()
+        assert isinstance(row, AuxRow), "a Success without the row that prefill gave"
+        return at, int(row["output_ids"][0]), digest(row)
+
+    def all_arrived(self) -> float:
+        for receiver in self._receivers:
+            receiver.wait(WAIT_S)
+        return time.monotonic()
+
+    def load(self, room: int) -> States:
+        return self._memory.load(room)
+
+    def idle(self) -> None:
+        self._node.turn(1e-3)
+
+    def close(self) -> None:
+        self._node.close()

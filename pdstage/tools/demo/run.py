@@ -1,214 +1,254 @@
-"""The whole demo: starts the processes, compares their tokens with those of one process, and reports."""
+"""The whole demo: starts the processes, moves the caches, compares the tokens, and reports."""
 
 from __future__ import annotations
 
+import json
 import tempfile
+import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
+from pdstage.bench.ranks import Rank, traced
+from pdstage.control.bootstrap import BootstrapServer
 from pdstage.errors import UsageError
-from pdstage.tools.demo.crew import Crew
-from pdstage.tools.demo.ranks import (
-    STOP,
-    TRACE,
-    Again,
-    Arrived,
-    Decoded,
-    Finished,
-    Job,
-    Prefilled,
-    Rows,
-    Sent,
-    decode_rank,
-    prefill_rank,
-)
-from pdstage.tools.demo.report import Bars, Move, Report, RoomReport, path_of, show
-from pdstage.tools.demo.transfer import serve_directory
+from pdstage.tools.demo.engine import Model, cut, put_together, spoilt
+from pdstage.tools.demo.ranks import DecodeRank, PrefillRank
 from pdstage.tools.trace import check, merge_files
-from pdstage.transport import available
+from pdstage.tools.watch.progress import progress
+from pdstage.transport import available, load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from pdstage.tools.demo.options import Options
-    from pdstage.tools.demo.reference import Truth
 
-DIRECTORY = "directory"
+Report: TypeAlias = dict[str, Any]
+"""The run's JSON. `new_tokens` counts those of all rooms; `seconds`: first chunk to last room.
+
+`rows_identical`: for each room every decode rank has the aux row that prefill gave. The transport wrote `aux_rows` of
+them; `aux_fallbacks` should have gone that way, and came by message. `moves`: the same rooms afterwards, on each path
+in turn; their `seconds` are from the first rank's sending until every decode rank had all.
+"""
+_OVER = "sessions_over_"
+_SAME = ("prefill_tp", "decode_tp", "prefill_pp", "decode_pp", "requests", "device")
 
 
 @dataclass(slots=True)
-class Outcome:
-    """The ranks' reports and the expected tokens: per room what moved and when, and decode rank 0's result."""
+class Room:
+    """One room's transfer: what prefill's ranks counted, and times of the machine's monotonic clock.
 
-    rooms: list[RoomReport]
-    truths: list[Truth] = field(default_factory=list)
-    transports: set[str] = field(default_factory=set)
-    finished: Finished = field(default_factory=Finished)
-    aux_rows: int = 0
-    aux_fallbacks: int = 0
-    moves: list[Move] = field(default_factory=list)
+    `began_at`: its first chunk was handed over; `handed_at`: its last one; `came_at`: the last decode rank had all.
+    """
+
+    prompt: list[int]
+    truth: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    moved: list[dict[str, int]] = field(default_factory=list)
+    rows: set[int] = field(default_factory=set)
+    began_at: float = 0.0
+    handed_at: float = 0.0
+    came_at: float = 0.0
+
+
+def _sum(rooms: Sequence[Room], counter: str) -> int:
+    return sum(one.get(counter, 0) for room in rooms for one in room.moved)
+
+
+def _path(rooms: Sequence[Room]) -> str:
+    return "+".join(path for path in ("direct", "staged") if _sum(rooms, f"chunks_{path}"))
+
+
+class Crew(NamedTuple):
+    """The ranks of both sides."""
+
+    prefill: list[Rank]
+    decode: list[Rank]
 
 
 def run(options: Options) -> Report:
-    """Runs the demo and prints its tables. Raises `PdstageError` naming the rank that failed."""
+    """Runs the demo and prints its tables. Raises `UsageError` for a transport or a device that is not here."""
     if options.transport is None:
         options = replace(options, transport="auto" if available()["nixl"] else "nixl")
-    # The table needs some 90 columns; a pipe claims 80.
-    console, prompts = Console(width=max(100, Console().width)), options.prompts()
+    if options.transport != "auto":
+        load(str(options.transport))
+    n_devices = torch.cuda.device_count()
+    if options.device != "cpu" and (torch.device(options.device).index or 0) >= n_devices:
+        what = f"--device {options.device}: torch finds {n_devices} CUDA devices here"
+        raise UsageError(what, remedy="leave it out: the demo runs on the CPU too", field="device")
     check(options.trace)
-    check_device(options.device)
-    outcome = Outcome([RoomReport(len(prompt)) for prompt in prompts])
-    with (
-        tempfile.TemporaryDirectory(prefix="pdstage-demo-") as folder,
-        Bars(console, options, sum(map(len, prompts))) as bars,
-        Crew(*_preload(options), deadline_s=options.deadline_s) as crew,
-    ):
-        _conduct(crew, bars, outcome, prompts, _jobs(options, Path(folder), prompts))
+    with tempfile.TemporaryDirectory(prefix="pdstage-demo-") as folder:
+        with ExitStack() as stack:
+            if options.trace is not None:
+                stack.enter_context(traced(Path(folder)))
+            rooms, caught, moves = _conducted(options, stack)
         if options.trace is not None:
-            merge_files(Path(folder).glob(f"*{TRACE}"), options.trace)
-    for room, tokens, truth in zip(outcome.rooms, outcome.finished.tokens, outcome.truths, strict=True):
-        room.identical = identical([tokens], [truth])
-    report = _report(options, outcome)
-    show(console, options, report, outcome.rooms, min(truth.margin for truth in outcome.truths))
+            merge_files(Path(folder).iterdir(), options.trace)
+    report = {
+        "transport": "+".join(sorted({name.removeprefix(_OVER) for room in rooms for one in room.moved for name in one
+                                      if name.startswith(_OVER)})),
+        "path": _path(rooms),
+        "model": f"{options.model}, random weights: {len(options.family.layers)} layers of "
+        f"{', '.join(options.family.components)}, float64",
+        **{name: getattr(options, name) for name in _SAME},
+        "new_tokens": sum(len(room.tokens) for room in rooms),
+        "tokens_identical": all(room.tokens == room.truth for room in rooms),
+        "negative_control_caught": caught,
+        "bytes_moved": _sum(rooms, "bytes_written"),
+        "descriptors": _sum(rooms, "descriptors"),
+        "seconds": max(room.came_at for room in rooms) - min(room.began_at for room in rooms),
+        "rows_identical": all(len(room.rows) == 1 for room in rooms),
+        "aux_rows": _sum(rooms, "aux_rows"),
+        "aux_fallbacks": _sum(rooms, "aux_fallbacks"),
+        "moves": moves,
+    }  # fmt: skip
+    show(options, report, rooms)
     if options.json is not None:
-        report.write(options.json)
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
     return report
 
 
-def check_device(device: str) -> None:
-    """Raises `UsageError` for a GPU that does not exist here."""
-    n_devices = torch.cuda.device_count()
-    if device != "cpu" and (torch.device(device).index or 0) >= n_devices:
-        raise UsageError(
-            f"--device {device}: torch finds {n_devices} CUDA devices here",
-            remedy="leave it out: the demo runs on the CPU too",
-            field="device",
-        )
+def is_good(report: Report) -> bool:
+    return bool(report["tokens_identical"] and report["rows_identical"] and report["negative_control_caught"])
 
 
-def _preload(options: Options) -> tuple[str, ...]:
-    return ("pdstage.tools.demo.ranks", "pdstage.tools.demo.reference", options.family.modules[1])
+def _each(ranks: Sequence[Rank], method: str, *args: object) -> list[Any]:
+    for rank in ranks:
+        rank.begin(method, *args)
+    return [rank.result() for rank in ranks]
 
 
-def identical(decoded: Sequence[Sequence[int]], truths: Sequence[Truth]) -> bool:
-    """The check: every room's tokens equal the single process's, token for token."""
-    return [list(tokens) for tokens in decoded] == [truth.tokens for truth in truths]
-
-
-def _jobs(options: Options, folder: Path, prompts: list[list[int]]) -> list[Job]:
-    rooms = tuple((f"room-{i}", len(prompt)) for i, prompt in enumerate(prompts))
-    prompts_of = {"prefill": tuple(map(tuple, prompts)), "decode": ()}
-    sides = {"prefill": options.prefill, "decode": options.decode}
-    return [
-        Job(side=name, place=place, options=options, folder=folder, rooms=rooms, prompts=prompts_of[name])
-        for name, side in sides.items()
-        for place in side.places()
-    ]
-
-
-def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]], jobs: list[Job]) -> None:
-    """Starts all processes, computes the expected tokens, and reads messages until every rank has finished."""
-    crew.start(DIRECTORY, serve_directory, None)
-    from pdstage.tools.demo.reference import build_model, true_continuation  # noqa: PLC0415  (seconds, while processes start)
-
+def _conducted(options: Options, stack: ExitStack) -> tuple[list[Room], bool, list[Report]]:
+    """The rooms, whether the negative control was caught, and the moves."""
+    rooms, family = [Room(prompt) for prompt in options.prompts()], options.family
+    lengths = [len(room.prompt) for room in rooms]
+    directory = stack.enter_context(BootstrapServer()).address
+    crew = Crew(
+        [Rank(PrefillRank, options, place, lengths, directory) for place in options.prefill.places()],
+        [Rank(DecodeRank, options, place, lengths, directory) for place in options.decode.places()],
+    )
+    for rank in (*crew.prefill, *crew.decode):
+        stack.callback(rank.close)
     torch.set_num_threads(1)  # the ranks use the other cores, and two threads here would wait for them
-    options = jobs[0].options
-    model = build_model(options)
-    inbox = crew.hear()
-    _, bootstrap = next(inbox)
-    for job in jobs:
-        crew.start(job.name, prefill_rank if job.side == "prefill" else decode_rank, (job, bootstrap))
-    outcome.truths = [true_continuation(model, options, prompt) for prompt in prompts]
-    for _ in jobs:
-        next(inbox)
-        bars.advance("started", 1)
-    crew.tell("start", but=DIRECTORY)
-    working = len(jobs)
-    while working:
-        _, message = next(inbox)
-        _take(message, outcome, bars)
-        working -= isinstance(message, Finished)
-    for path in options.moves:
-        outcome.moves.append(_move_again(crew, inbox, jobs, path))
-        bars.advance("moved", 1)
-    crew.tell(STOP)
-    for name, message in inbox:
-        raise RuntimeError(f"{name} said {message} after its end")
+    model = Model(options)
+    advance = stack.enter_context(progress("rooms and moves", len(rooms) + len(options.moves)))
+    for rank in (*crew.prefill, *crew.decode):
+        rank.ready()
+    _each(crew.decode, "expect")
+    truths = []
+    for number, room in enumerate(rooms):
+        truths.append(_move(options, model, number, room, crew))
+        advance()
+    for number, (room, truth) in enumerate(zip(rooms, truths, strict=True)):
+        room.truth = truth()
+        states = put_together(family, options.decode.places(), _each(crew.decode, "load", number))
+        if not number:  # room 0 decoded from the same states passes the check, and fails it with any component spoilt
+            controls = [spoilt(states, family, name, options) for name in family.components]
+        room.tokens = model.go_on_from(states, len(room.prompt), room.tokens[0], options.new_tokens)
+    first = rooms[0]
+    wrong = [model.go_on_from(one, len(first.prompt), first.tokens[0], options.new_tokens) for one in controls]
+    moves = []
+    for number, path in enumerate(options.moves):
+        moves.append(_move_again(path, number, crew))
+        advance()
+    return rooms, first.tokens == first.truth and first.truth not in wrong, moves
 
 
-def _move_again(crew: Crew, inbox: Iterator[tuple[str, object]], jobs: list[Job], path: str) -> Move:
+def _move(options: Options, model: Model, number: int, room: Room, crew: Crew) -> Callable[[], list[int]]:
+    """Prefills one room and moves it, chunk by chunk; its `tokens` are then the first one, as decode has it.
+
+    Returns a function that computes all of them from the cache that was not moved.
+    """
+    _each(crew.prefill, "open", number)
+    for rank in crew.decode:
+        rank.begin("arrived", number)
+    cache, token = model.new_cache(), 0
+    for states, spans, token in model.prefill(room.prompt, cache, options.chunk_tokens):  # noqa: B007
+        room.handed_at = time.monotonic()
+        room.began_at = room.began_at or room.handed_at
+        for rank, place in zip(crew.prefill, options.prefill.places(), strict=True):
+            rank.begin("chunk", cut(states, options.family, place), spans)
+        for rank in crew.prefill:
+            rank.result()
+    for moved, row in _each(crew.prefill, "finish", token):
+        room.moved.append(moved)
+        room.rows.add(row)
+    for rank in crew.decode:
+        at, first, row = rank.result()
+        room.came_at, room.tokens = max(room.came_at, at), [first]
+        room.rows.add(row)
+    return lambda: model.go_on(cache, token, options.new_tokens)
+
+
+def _move_again(path: str, move: int, crew: Crew) -> Report:
     """All rooms once more, whole and at once, on the idle machine, into the pages that hold them already."""
-    crew.tell(path, to="decode")
-    messages: list[object] = [next(inbox)[1] for job in jobs if job.side == "decode"]  # each has requested all rooms
-    crew.tell(path, to="prefill")
-    n_prefill, n_rooms = sum(job.side == "prefill" for job in jobs), len(jobs[0].rooms)
-    messages += [next(inbox)[1] for _ in range(n_prefill + n_rooms * (len(jobs) - n_prefill))]
-    sent = [message for message in messages if isinstance(message, Again)]
-    came_at = max(message.at for message in messages if isinstance(message, Arrived))
-    return Move(
-        path=path,
-        descriptors=sum(one.descriptors for one in sent),
-        bytes_moved=sum(one.nbytes for one in sent),
-        seconds=came_at - min(one.began_at for one in sent),
-    )
+    _each(crew.decode, "expect", move)
+    for rank in crew.decode:
+        rank.begin("all_arrived")
+    began_at, descriptors, nbytes = zip(*_each(crew.prefill, "again", path, move), strict=True)
+    seconds = max(rank.result() for rank in crew.decode) - min(began_at)
+    return {"path": path, "descriptors": sum(descriptors), "bytes_moved": sum(nbytes), "seconds": seconds}
 
 
-def _take(message: object, outcome: Outcome, bars: Bars) -> None:
-    match message:
-        case Prefilled(n):
-            bars.advance("prefilled", n)
-        case Sent(index, moved, began_at, handed_at):
-            room = outcome.rooms[index]
-            room.nbytes += moved.nbytes
-            room.descriptors += moved.descriptors
-            room.rows.add(moved.row)
-            outcome.aux_rows += moved.aux_rows
-            outcome.aux_fallbacks += moved.aux_fallbacks
-            room.paths.update(moved.paths)
-            outcome.transports.update(moved.over)
-            room.began_at = min(room.began_at, began_at)
-            room.handed_at = max(room.handed_at, handed_at)
-        case Arrived(index, at):
-            outcome.rooms[index].came_at = max(outcome.rooms[index].came_at, at)
-            bars.advance("arrived", 1)
-        case Rows(digests):
-            for room, row in zip(outcome.rooms, digests, strict=True):
-                room.rows.add(row)
-        case Decoded(n):
-            bars.advance("decoded", n)
-        case Finished(tokens) if tokens:
-            outcome.finished = message
-        case _:
-            pass
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in {"room", "path", "tokens"} else "right", no_wrap=True)
+    return table
 
 
-def _report(options: Options, outcome: Outcome) -> Report:
-    rooms, truths, (tokens, again, controls) = outcome.rooms, outcome.truths, outcome.finished
-    return Report(
-        transport="+".join(sorted(outcome.transports)),
-        path=path_of(set().union(*(room.paths for room in rooms))),
-        model=options.described,
-        device=options.device,
-        prefill_tp=options.prefill_tp,
-        decode_tp=options.decode_tp,
-        prefill_pp=options.prefill_pp,
-        decode_pp=options.decode_pp,
-        requests=options.requests,
-        new_tokens=sum(map(len, tokens)),
-        tokens_identical=identical(tokens, truths),
-        # Room 0 decoded again from the same pages passes the check, and fails it once any component's is spoilt.
-        negative_control_caught=identical([again], truths[:1])
-        and bool(controls)
-        and not any(identical([control], truths[:1]) for control in controls),
-        bytes_moved=sum(room.nbytes for room in rooms),
-        descriptors=sum(room.descriptors for room in rooms),
-        seconds=max(room.came_at for room in rooms) - min(room.began_at for room in rooms),
-        rows_identical=all(len(room.rows) == 1 for room in rooms),
-        aux_rows=outcome.aux_rows,
-        aux_fallbacks=outcome.aux_fallbacks,
-        moves=tuple(outcome.moves),
-    )
+def _cells(path: str, nbytes: int, descriptors: int, seconds: float) -> tuple[str, ...]:
+    return path, f"{nbytes:,}", f"{descriptors:,}", f"{seconds * 1e3:.1f}", f"{nbytes / seconds / 1e9:.3f}"
+
+
+def show(options: Options, report: Report, rooms: Sequence[Room]) -> None:
+    """Prints the table and, below it, what was checked."""
+    console = Console(width=max(100, Console().width), highlight=False)  # a pipe claims 80 columns
+    title = f"{options.model}: prefill {options.prefill} -> decode {options.decode} over {report['transport']}"
+    table = _table("room", "prompt", "path", "bytes", "descriptors", "ms", "GB/s", "wait", "tokens", title=title)
+    for number, room in enumerate(rooms):
+        counts = _sum([room], "bytes_written"), _sum([room], "descriptors")
+        wait = f"{max(0.0, room.came_at - room.handed_at) * 1e3:.1f}"
+        cells = (*_cells(_path([room]), *counts, room.came_at - room.began_at), wait)
+        same = "[green]identical[/]" if room.tokens == room.truth else "[red]different[/]"
+        table.add_row(str(number), str(len(room.prompt)), *cells, same)
+    whole = _cells(report["path"], report["bytes_moved"], report["descriptors"], report["seconds"])
+    table.add_section()
+    table.add_row("all", str(sum(len(room.prompt) for room in rooms)), *whole, "", "")
+    console.print(table)
+    verdicts = {True: "[green]yes[/]", False: "[red]NO[/]"}
+    components = ", ".join(options.family.components)
+    for line in (
+        "[dim]ms: from the first chunk until every decode rank has the room; later chunks are computed meanwhile",
+        "[dim]wait: the milliseconds of it after the last chunk was computed; GB/s: bytes by ms",
+        f"model: {report['model']}, computed by one process; ranks store and move their shares, on {options.device}",
+        f"all {report['new_tokens']} tokens are those of the cache that was not moved: "
+        f"{verdicts[report['tokens_identical']]}",
+        f"aux rows are the same on both sides: {verdicts[report['rows_identical']]}; {report['aux_rows']} written by "
+        f"the transport, {report['aux_fallbacks']} to be but sent by message",
+        f"a page or slot of noise in any component ({components}) is caught: "
+        f"{verdicts[report['negative_control_caught']]}",
+    ):
+        console.print(line, soft_wrap=True)
+    if report["moves"]:
+        _show_moves(console, report["moves"])
+
+
+def _show_moves(console: Console, moves: Sequence[Report]) -> None:
+    """The two paths side by side, each by its median transfer."""
+    console.print("\nthe same caches once more, whole, with nothing else going on:")
+    table, took = _table("path", "bytes", "descriptors", "ms", "GB/s"), {}
+    for path in ("direct", "staged"):
+        of_path = sorted((move for move in moves if move["path"] == path), key=lambda move: float(move["seconds"]))
+        middle = of_path[len(of_path) // 2]
+        took[path] = middle["seconds"]
+        table.add_row(*_cells(path, middle["bytes_moved"], middle["descriptors"], middle["seconds"]))
+    console.print(table)
+    said = f"staged moved them {took['direct'] / took['staged']:.1f} times as fast as direct"
+    console.print(f"{said} (medians of {len(moves) // 2} moves, in turn)")

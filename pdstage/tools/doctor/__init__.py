@@ -1,9 +1,8 @@
 """`pdstage doctor`: what this node can do, line by line, and whether it can work with another.
 
-`table` lists the checks, which share a `site` and return what `found` defines; `show` prints them. Each area has a
-file: `gpu`, `kernels`, `transports`, `host`, `network` with `rails`, `peer`. Probes that may crash or hang run in
-another process, under a deadline (`child`, `probes`): `cuda_driver`, `try_kernels`, `pair` and `rails` with `ucx`,
-`nixl_plugins`, `reach`, `caller`.
+`table` lists the checks and runs them; each returns what `report` defines and prints. Checks are in `host` (releases,
+limits, addresses), `gpu` (driver, kernels), `rails` (NICs) and `transports` (each transport, and a peer). What may
+crash or hang runs in another process, under a deadline (`probe`): those of `gpu`, and `talk`, two nodes' conversation.
 """
 
 AREAS = ("host", "gpu", "kernels", "transports", "network", "peer")

@@ -1,98 +1,194 @@
-"""Area "gpu": the driver, the devices, access between their memory, and CUDA IPC between processes.
+"""Areas "gpu" and "kernels": the driver and the devices, and what gathers and scatters here; each backend is tried.
 
-Loads no CUDA library in this process.
+The checks load no CUDA library and no compiler: the probes below them do, in other processes.
 """
 
 from __future__ import annotations
 
+import ctypes
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pdstage.tools.doctor.found import Result, fail, ok, warn
+import numpy as np
+
+from pdstage import kernels, native
+from pdstage.errors import TransportError, UsageError
+from pdstage.kernels import driver as drivers
+from pdstage.layout import Key
+from pdstage.plan import Select
+from pdstage.plan.tables import Index
+from pdstage.tools.calibrate import pool as pools
+from pdstage.tools.doctor.report import Result, fail, ok, warn
 
 if TYPE_CHECKING:
-    from pdstage.tools.doctor.site import Site
+    from collections.abc import Callable
+
+    from pdstage.tools.doctor.probe import Say, Site
 
 _NVIDIA = "0x10de"
+_NBYTES, _RUN, _TOKENS = 32 << 20, 1024, 200
 
 
-def driver(site: Site) -> Result:
+def check_driver(site: Site) -> Result:
     """A host without GPUs has its pools in host memory, which is a fault only if a device was asked for."""
     outcome = site.ask("driver")
     wanted = site.asked.device != "cpu"
     if outcome.step == "load" and not outcome.good:
-        cards = _cards()
         says = f"{outcome.why}: pools in host memory only"
-        if cards:
+        if cards := _cards():
             return fail(f"{says}, but {cards} NVIDIA cards are on the bus", outcome.remedy, cards=cards)
         if Path("/dev/kfd").exists():
             says += "; AMD's driver is here, see transport mori"
         return fail(says, outcome.remedy) if wanted else warn(says, "nothing, on a node without GPUs")
     if not outcome.good:
-        return fail(f"the CUDA driver does not work: {outcome.why}", outcome.remedy or "see nvidia-smi and dmesg")
-    version, devices = outcome.facts["version"], outcome.facts["devices"]
-    says = f"CUDA driver for {version // 1000}.{version % 1000 // 10}, {len(devices)} devices"
-    number = int(site.asked.device.partition(":")[2] or 0) if wanted else 0
-    facts = {"version": version, "devices": devices}
-    if number >= len(devices):
-        remedy = "name one that is here with --device; CUDA_VISIBLE_DEVICES hides others"
-        return (
-            fail(f"{says}: there is no {site.asked.device}", remedy, **facts)
-            if wanted
-            else warn(f"{says}: pools in host memory only", remedy, **facts)
-        )
-    return ok(says, **facts)
+        return fail(f"the CUDA driver does not work: {outcome.why}", "see nvidia-smi and dmesg")
+    version, found = outcome.facts["version"], outcome.facts["devices"]
+    says = f"CUDA driver for {version // 1000}.{version % 1000 // 10}, {len(found)} devices"
+    if int(site.asked.device.partition(":")[2] or 0) < len(found):
+        return ok(says, version=version, devices=found)
+    remedy = "name one that is here with --device; CUDA_VISIBLE_DEVICES hides others"
+    if wanted:
+        return fail(f"{says}: there is no {site.asked.device}", remedy, version=version, devices=found)
+    return warn(f"{says}: pools in host memory only", remedy, version=version, devices=found)
 
 
-def devices(site: Site) -> Result | None:
-    found = site.ask("driver").facts.get("devices")
-    if not found:
-        return None
+def check_devices(site: Site) -> Result | None:
+    found = devices(site)
     lines = [
-        f"{i}: {one['name']}, {one['nbytes'] / 2**30:.0f} GiB, sm_{one['capability'].replace('.', '')}"
-        for i, one in enumerate(found)
+        f"{i}: {one['name']}, {one['nbytes'] / 2**30:.0f} GiB, sm_{one['capability']}" for i, one in enumerate(found)
     ]
-    return ok("; ".join(lines), devices=found)
+    return ok("; ".join(lines), devices=found) if found else None
 
 
-def peer_access(site: Site) -> Result | None:
+def check_access(site: Site) -> Result | None:
     """Which devices may access each other's memory over NVLink or PCIe."""
     peers = site.ask("driver").facts.get("peers") or []
     if len(peers) < 2:
         return None
-    apart = [(i, j) for i, row in enumerate(peers) for j, can in enumerate(row) if not can]
-    matrix = " ".join("".join("x" if can else "." for can in row) for row in peers)
+    apart = [f"{i} to {j}" for i, row in enumerate(peers) for j, can in enumerate(row) if not can]
     if not apart:
         return ok(f"all {len(peers)} devices reach each other's memory", peers=peers)
-    pairs = ", ".join(f"{i} to {j}" for i, j in apart[:8])
-    remedy = (
-        "between those bytes go through host memory; see nvidia-smi topo -p2p r, and the IOMMU's and ACS's settings"
-    )
-    return warn(f"not all devices reach each other's memory ({matrix}): not {pairs}", remedy, peers=peers)
+    says = f"not all devices reach each other's memory: not {', '.join(apart[:8])}"
+    return warn(says, "their bytes go through host memory; see nvidia-smi topo -p2p r, the IOMMU and ACS", peers=peers)
 
 
-def ipc(site: Site) -> Result | None:
-    """Tries CUDA IPC on each device."""
-    found = site.ask("driver").facts.get("devices")
-    if not found:
-        return None
-    problems = {}
-    for number in range(len(found)):
-        outcome = site.ask("ipc", device=number)
-        if not outcome.good:
-            problems[number] = outcome.why
-    if problems:
-        says = "; ".join(f"device {number}: {why}" for number, why in problems.items())
-        remedy = "run ranks in one IPC namespace (docker run --ipc=host) and expose every GPU to each"
-        return warn(f"memory is not shared between processes: {says}", remedy, problems=problems)
-    return ok(f"memory of {len(found)} devices is shared between processes")
+def devices(site: Site) -> list[dict[str, Any]]:
+    """What the driver says of each: name, nbytes, capability, PCI address."""
+    return list(site.ask("driver").facts.get("devices", []))
 
 
 def _cards(root: Path = Path("/sys/bus/pci/devices")) -> int:
     """NVIDIA's display and 3D controllers on the bus, with or without a driver."""
-    found = 0
-    for folder in root.glob("*"):
-        vendor, kind = folder / "vendor", folder / "class"
-        if vendor.is_file() and vendor.read_text().strip() == _NVIDIA and kind.read_text().startswith("0x03"):
-            found += 1
-    return found
+    folders = [folder for folder in root.glob("*") if (folder / "vendor").is_file()]
+    nvidia = [folder for folder in folders if (folder / "vendor").read_text().strip() == _NVIDIA]
+    return sum((folder / "class").read_text().startswith("0x03") for folder in nvidia)
+
+
+def check_host(site: Site) -> Result:
+    probe = site.ask("host_copy")
+    if not probe.good:
+        remedy = "build the extension anew: make native"
+        return fail(f"copies in host memory fail: {probe.why}", remedy, printed=probe.printed)
+    if probe.facts["active"] == "c++":
+        return ok("host memory is copied by the C++ extension", active="c++")
+    remedy = "install a C++20 compiler and pdstage anew (make native); PDSTAGE_NATIVE=no leaves it out on purpose"
+    says = "host memory is copied by numpy, several times slower than by the C++ extension"
+    return warn(says, remedy, active=probe.facts["active"])
+
+
+def check_copies(site: Site) -> Result | None:
+    """Gathers and scatters on a GPU, and compares byte for byte."""
+    if not devices(site):
+        return None
+    if find_spec("torch") is None:
+        return warn(
+            "torch is not installed: copies are not tried", "install torch for this driver's CUDA (pytorch.org)"
+        )
+    where = site.asked.device if site.asked.device != "cpu" else "cuda:0"
+    probe = site.ask("device_copy", device=where)
+    if not probe.good:
+        return fail(f"copies on {where} fail, at {probe.step}: {probe.why}", probe.remedy or "see dmesg", **probe.facts)
+    good = [name for name, why in probe.facts.items() if not why]
+    if good:
+        return ok(f"{' and '.join(good)} copy memory on {where}, byte for byte", **probe.facts)
+    whys = "; ".join(f"{name}: {why}" for name, why in probe.facts.items())
+    return fail(f"no backend copies memory on {where}: {whys}", "install one: pdstage[cuda13] or pdstage[triton]")
+
+
+CHECKS: list[tuple[str, str, Callable[[Site], Result | None]]] = [
+    ("gpu", "driver", check_driver),
+    ("gpu", "devices", check_devices),
+    ("gpu", "peer access", check_access),
+    ("kernels", "host", check_host),
+    ("kernels", "device", check_copies),
+]
+
+
+# Probes.
+
+
+def driver(say: Say) -> None:
+    """Reports "version" as in cuda.h (13000 is 13.0), "devices", and "peers": which devices may access which memory."""
+    say.step("load")
+    try:
+        cuda = drivers.cuda()
+    except OSError as error:
+        remedy = "install NVIDIA's driver, or give the container the GPUs (docker run --gpus all)"
+        raise UsageError(f"no CUDA driver here ({error})", remedy=remedy) from error
+    say.step("cuInit")
+    numbers = range(cuda.n_devices())
+    say.found(version=cuda.version())
+    say.step("devices")
+    found = []
+    for number in numbers:
+        name, nbytes = ctypes.create_string_buffer(256), ctypes.c_size_t()
+        cuda.call("cuDeviceGetName", name, len(name), number)
+        cuda.call("cuDeviceTotalMem_v2", ctypes.byref(nbytes), number)
+        words = {"name": name.value.decode(errors="replace"), "nbytes": nbytes.value}
+        found.append(words | {"capability": cuda.capability(number), "address": cuda.pci_address(number)})
+    say.found(devices=found)
+    say.step("peer access")
+    say.found(peers=[[one == other or cuda.can_access(one, other) for other in numbers] for one in numbers])
+
+
+def host_copy(say: Say) -> None:
+    """Reports which host code is "active", and copies in host memory."""
+    say.found(active=native.active())
+    say.step("copy")
+    _copy("cpu", "auto")
+
+
+def device_copy(say: Say, *, device: str) -> None:
+    """Copies with each usable GPU backend; reports it with an empty string, or why it is not used."""
+    for name in ("cuda", "triton"):
+        say.step(name)
+        why = kernels.backends()[name]
+        if not why:
+            _copy(device, name)
+        say.found(**{name: why})
+
+
+def _copy(device: str, backend: str) -> None:
+    src, dst = pools.make(device, _NBYTES), pools.make(device, _NBYTES)
+    pools.fill(src, 1)
+    name, tokens = pools.component(_RUN), {pools.component(_RUN): (0, _TOKENS)}
+    select = [Select(Key(name, role, layer), 0, 1) for role in "kv" for layer in range(pools.LAYERS)]
+    order = np.random.default_rng(2).permutation(pools.n_items(_RUN, _NBYTES)).astype(np.int32)
+    pages = order[: -(-_TOKENS // pools.PAGE)]
+    plan = src.plan(select, backend=backend)
+    staging, at = pools.allocate(device, plan.nbytes(tokens))
+    plan.gather(at, plan.nbytes(tokens), {name: Index.of(pages)}, tokens)
+    _wait(device)
+    dst.plan(select, backend=backend).scatter(at, plan.nbytes(tokens), {name: Index.of(pages[::-1].copy())}, tokens)
+    _wait(device)
+    del staging
+    if pools.content(src, _RUN, _TOKENS, pages) != pools.content(dst, _RUN, _TOKENS, pages[::-1]):
+        raise TransportError(f"backend {plan.backend} copied other bytes", remedy="do not use it; report it")
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        import torch  # noqa: PLC0415
+
+        torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
-"""Area "host": releases, limits, access between processes, shared memory, and the files that nodes are given.
+"""Areas "host" and "network": releases, limits, access between processes, shared memory, the files that nodes are
+given, addresses and RDMA devices.
 
-It reads the kernel's tables (proc(5), getrlimit(2)). Nothing here is slow or can harm this process.
+It reads the kernel's tables (proc(5), getrlimit(2), sysfs). Nothing here is slow or can harm this process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import inspect
 import os
 import platform
 import resource
+import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,26 +20,26 @@ import numpy as np
 import zmq
 
 from pdstage import Config, environment
+from pdstage.control.address import Address
 from pdstage.control.keys import Keys
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, calibration
 from pdstage.protocol.wire import OLDEST, VERSION
-from pdstage.tools.doctor.found import Result, fail, ok, warn
-from pdstage.tools.doctor.network import rdma_ports
-from pdstage.tools.doctor.transports import local_pair
+from pdstage.tools.doctor.report import Result, fail, ok, warn
+from pdstage.transport._rails import Port, read
 
 if TYPE_CHECKING:
-    from pdstage.tools.doctor.site import Site
+    from collections.abc import Callable
+
+    from pdstage.tools.doctor.probe import Site
 
 _FDS_A_PEER = 4
 """Per peer: one connection of the control plane, two descriptors of the data plane (two sockets with UCX over TCP; a
 socket and a pidfd with local), and one more for a session that arrives before its predecessor is gone.
 """
 _OWN_FDS = 256
-_CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
+_CAP_IPC_LOCK = 14
 _SHM, _LEAST_SHM = Path("/dev/shm"), 64 << 20
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-_SECCOMP = {0: "off", 1: "strict", 2: "filtered"}
 
 
 def pdstage_version() -> str:
@@ -47,9 +49,8 @@ def pdstage_version() -> str:
         return "(not installed)"
 
 
-def versions(site: Site) -> Result:
+def versions(_: Site) -> Result:
     """The installed releases, and whether the control plane can be encrypted."""
-    del site
     facts = {
         "pdstage": pdstage_version(), "wire": VERSION, "oldest_wire": OLDEST, "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}", "machine": platform.machine(), "numpy": np.__version__,
@@ -65,14 +66,12 @@ def versions(site: Site) -> Result:
     return ok(says, **facts)
 
 
-def memlock(site: Site) -> Result:
+def memlock(_: Site) -> Result:
     """RDMA pins registered memory: staging memory, and pools that are written in place."""
-    del site
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     staging = inspect.signature(DecodeNode).parameters["staging_nbytes"].default
-    free = limit == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK)
-    has_rdma = bool(rdma_ports())
-    facts = {"nbytes": -1 if limit == resource.RLIM_INFINITY else limit, "unbounded": free, "rdma": has_rdma}
+    free, has_rdma = limit == resource.RLIM_INFINITY or has_capability(_CAP_IPC_LOCK), bool(rdma_ports())
+    facts = {"nbytes": limit, "unbounded": free, "rdma": has_rdma}
     if free:
         return ok("memory can be locked without limit", **facts)
     says = f"{limit >> 10} KiB of memory can be locked"
@@ -80,15 +79,13 @@ def memlock(site: Site) -> Result:
         return ok(f"{says}; only RDMA needs more", **facts)
     remedy = "ulimit -l unlimited (LimitMEMLOCK=infinity in systemd, --ulimit memlock=-1 in docker)"
     if limit < staging:
-        return fail(
-            f"{says}, and RDMA registers a node's staging memory, {staging >> 20} MiB by default", remedy, **facts
-        )
+        says += f", and RDMA registers a node's staging memory, {staging >> 20} MiB by default"
+        return fail(says, remedy, **facts)
     return warn(f"{says}; RDMA registers staging memory and whole pools", remedy, **facts)
 
 
-def files(site: Site) -> Result:
+def files(_: Site) -> Result:
     """Descriptors: several per peer, and a node may have `Config.max_peers` peers."""
-    del site
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = limit if limit != resource.RLIM_INFINITY else 1 << 30
     wanted, fitting = Config().max_peers, max(0, limit - _OWN_FDS) // _FDS_A_PEER
@@ -100,35 +97,17 @@ def files(site: Site) -> Result:
     return ok(says, **facts) if fitting >= wanted else warn(f"{says}; Config.max_peers is {wanted}", remedy, **facts)
 
 
-def process_memory(site: Site) -> Result:
-    """Whether one process may write another's memory, as transport `local` does, and what forbids it."""
-    scope = _YAMA.read_text().strip() if _YAMA.exists() else "absent"
-    seccomp = _SECCOMP.get(int(_status("Seccomp") or 0), "unknown")
-    outcome = local_pair(site)
-    way = outcome.facts.get("way process_vm_writev", {})
-    facts = {"ptrace_scope": scope, "seccomp": seccomp, "sys_ptrace": _has_capability(_CAP_SYS_PTRACE)}
-    settings = f"ptrace_scope {scope}, seccomp {seccomp}"
-    if outcome.good and way and not way["error"]:
-        return ok(f"processes may write each other's memory ({settings})", **facts)
-    why = way.get("error") or outcome.why
-    says = f"processes may not write each other's memory ({settings}): {why}"
-    remedy = way.get("remedy") or outcome.remedy or "see transport local"
-    return warn(says, f"{remedy}; nixl does without, and so does local for staged chunks", **facts)
-
-
-def shared_memory(site: Site) -> Result:
+def shared_memory(_: Site) -> Result:
     """/dev/shm, where UCX keeps queues between processes of one host; pdstage's own memory is not there."""
-    del site
     if not _SHM.is_dir():
         return warn("no /dev/shm: UCX has no shared memory between processes", "mount a tmpfs there")
     held = os.statvfs(_SHM)
     free, size = held.f_bavail * held.f_frsize, held.f_blocks * held.f_frsize
     says = f"/dev/shm has {free >> 20} of {size >> 20} MiB free"
-    facts = {"free_nbytes": free, "nbytes": size}
-    if not os.access(_SHM, os.W_OK) or free < _LEAST_SHM:
-        remedy = "give the container more: --shm-size=1g or --ipc=host in docker, a Memory volume in Kubernetes"
-        return warn(says, remedy, **facts)
-    return ok(says, **facts)
+    if os.access(_SHM, os.W_OK) and free >= _LEAST_SHM:
+        return ok(says, free_nbytes=free, nbytes=size)
+    remedy = "give the container more: --shm-size=1g or --ipc=host in docker, a Memory volume in Kubernetes"
+    return warn(says, remedy, free_nbytes=free, nbytes=size)
 
 
 def keys(site: Site) -> Result | None:
@@ -143,25 +122,77 @@ def keys(site: Site) -> Result | None:
     return ok(f"{asked.keys} holds the key {held.public.hex()}", file=asked.keys, public=held.public.hex())
 
 
-def prices(site: Site) -> Result | None:
+def prices(_: Site) -> Result | None:
     """The calibration file that the environment names, as nodes will read it."""
-    del site
-    path = None
     try:
         path = environment.CALIBRATION.read()
         if path is None:
             return None
         held = calibration.read(path)
     except UsageError as error:
-        return fail(error.what, error.remedy, file=str(path or ""))
+        return fail(error.what, error.remedy)
     return ok(f"{path} has prices of {', '.join(held.transports)}, made {held.made_at}", file=str(path))
 
 
-def _status(name: str) -> str:
+def status(name: str) -> str:
     """A field of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:")), "")
 
 
-def _has_capability(number: int) -> bool:
-    return bool(int(_status("CapEff") or "0", 16) >> number & 1)
+def has_capability(number: int) -> bool:
+    return bool(int(status("CapEff") or "0", 16) >> number & 1)
+
+
+def rdma_ports(root: Path = Path("/sys")) -> list[Port]:
+    """Every port of every RDMA device of this host."""
+    return [port for nic in read(root).nics for port in nic.ports]
+
+
+def rdma(_: Site, root: Path = Path("/")) -> Result:
+    """RDMA ports, and whether this process may open their devices."""
+    found = rdma_ports(root / "sys")
+    facts = {"ports": [port._asdict() for port in found]}
+    if not found:
+        remedy = "nothing, where that is fast enough; in a container pass /dev/infiniband and the host's network"
+        return warn("no RDMA device: between hosts bytes go over TCP", remedy, **facts)
+    says = ", ".join(map(str, found))
+    if not any(port.active for port in found):
+        return fail(f"no RDMA port is active: {says}", "bring the link and its subnet manager up, see ibstat", **facts)
+    nodes = (root / "dev/infiniband").glob("uverbs*")
+    if not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
+        remedy = "pass /dev/infiniband into the container, and let this user open it"
+        return fail(f"{says}, but no /dev/infiniband/uverbs* can be opened here", remedy, **facts)
+    if not all(port.active for port in found):
+        return warn(says, "name the active ones to the transport: devices=[...], or UCX_NET_DEVICES", **facts)
+    return ok(says, **facts)
+
+
+def address(_: Site) -> Result:
+    """The address that peers would get, and whether this host's name resolves to it."""
+    own, name = Address("", 1).reachable().host, socket.gethostname()
+    try:
+        named = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+        leads = f"its name leads to {', '.join(named)}"
+    except OSError as error:
+        named, leads = [], f"its name does not resolve ({error})"
+    facts = {"host": name, "address": own, "named": named, "interfaces": [held for _, held in socket.if_nameindex()]}
+    if Address(own, 1).is_loopback:
+        remedy = "fine for one host; to reach others give this one a route, or share the host's network"
+        return warn(f"no route to other hosts: {name} is reached at {own} only", remedy, **facts)
+    if own not in named:
+        remedy = f"name addresses rather than hosts: bind=tcp://{own}:0"
+        return warn(f"{name} is reached at {own}, but {leads}", remedy, **facts)
+    return ok(f"{name} is reached at {own}", **facts)
+
+
+CHECKS: list[tuple[str, str, Callable[[Site], Result | None]]] = [
+    ("host", "versions", versions),
+    ("host", "memlock", memlock),
+    ("host", "files", files),
+    ("host", "shared memory", shared_memory),
+    ("host", "keys", keys),
+    ("host", "calibration", prices),
+    ("network", "address", address),
+    ("network", "rdma", rdma),
+]

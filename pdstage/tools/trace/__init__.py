@@ -1,8 +1,7 @@
-"""Observers of a node's events: traces for Perfetto, pictures of them, spans for OpenTelemetry.
+"""An observer of nodes' events: traces for Perfetto, and pictures of them.
 
 Read `model` (a trace's content), `tracer` (how a run makes one, in one process or many), `chrome` (the file), `plot`
-(the picture), `steps` (where the time went) and `otel` (spans). Importing this imports neither matplotlib nor
-opentelemetry.
+(the picture) and `steps` (where the time went). Importing this does not import matplotlib.
 """
 
 from pdstage.tools.trace.tracer import Tracer, check, load, merge_files, tracing

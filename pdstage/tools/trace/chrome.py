@@ -4,26 +4,39 @@ A process of the file is a rank's node. A track is a lane of one peer, or all di
 lane overlap, the lane has a second row, since slices of one track must nest. Lease waits and rooms overlap often, so
 they are asynchronous slices, which viewers stack. A flow leads from a chunk's gather to its write to its scatter.
 Sources: the Trace Event Format document of the Chromium project, and Perfetto's docs/getting-started/other-formats.md
-for the parts of it that are drawn.
+for the parts of it that are drawn. What this project reads of a file again is the trace itself, beside the events.
 """
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import msgspec
+
 from pdstage.errors import UsageError
-from pdstage.tools.trace.model import Clock, Node, RoomLife, Stage, Trace, rows
+from pdstage.tools.trace.model import Node, Stage, Trace, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-VERSION = 1
+VERSION = 2
 _LEAST_US = 0.01  # flows attach to the middle of a slice, so it must have one
 _TRACKS = 1000
 """The most tracks of one process; some viewers need ids that are unique per process."""
 _Json: TypeAlias = dict[str, Any]
+
+
+class _About(msgspec.Struct):
+    producer: str
+    version: int
+    trace: Trace
+
+
+class _File(msgspec.Struct):
+    """The parts that are read again."""
+
+    otherData: _About  # noqa: N815  (the format's name)
 
 
 class Track(NamedTuple):
@@ -48,8 +61,7 @@ def tracks(trace: Trace, node: Node) -> dict[Track, list[Stage]]:
             peer = 0 if node.role == "decode" else stage.peer
             units.setdefault((peer, stage.lane), {}).setdefault(stage.claim, []).append(stage)
     found: dict[Track, list[Stage]] = {}
-    order = sorted(units, key=lambda key: (key[0], key[1] is None, key[1] or 0))
-    for peer, lane in order:
+    for peer, lane in sorted(units, key=lambda key: (key[0], key[1] is None, key[1] or 0)):
         chunks = list(units[peer, lane].values())
         spans = [(min(s.began_at for s in chunk), max(s.ended_at for s in chunk)) for chunk in chunks]
         placed = sorted(zip(rows(spans), spans, chunks, strict=True), key=lambda one: one[:2])
@@ -65,21 +77,21 @@ def document(trace: Trace) -> _Json:
     for pid, node in enumerate(trace.ordered_nodes, 1):
         words = f"{node.name} ({node.place})" if node.place else node.name
         events += [_meta("process_name", pid, 0, name=words), _meta("process_sort_index", pid, 0, sort_index=pid)]
-        for number, (track, stages) in enumerate(tracks(trace, node).items(), 1):
-            tid = pid * _TRACKS + number
+        for tid, (track, stages) in enumerate(tracks(trace, node).items(), pid * _TRACKS + 1):
             events.append(_meta("thread_name", pid, tid, name=track.name(node.role)))
-            events.append(_meta("thread_sort_index", pid, tid, sort_index=number))
+            events.append(_meta("thread_sort_index", pid, tid, sort_index=tid))
             for stage in stages:
                 events.append(_slice(stage, pid, tid))
                 slices.setdefault(stage.claim, []).append((stage, pid, tid))
-        events += _waits(trace, node, pid)
+        waits = [s for s in trace.stages if s.incarnation == node.incarnation and s.kind == "lease_wait"]
+        for number, stage in enumerate(waits):
+            what = {"cat": "lease_wait", "name": "lease wait", "id": f"{pid:x}-{number:x}", "pid": pid, "tid": pid}
+            events.append(what | {"ph": "b", "ts": _us(stage.began_at), "args": _arguments(stage)})
+            events.append(what | {"ph": "e", "ts": _us(stage.ended_at)})
         events += _rooms(trace, node, pid)
     events += _flows(slices)
-    nodes = [node._replace(incarnation=f"{node.incarnation:016x}")._asdict() for node in trace.ordered_nodes]  # type: ignore[arg-type]
-    about = {
-        "producer": "pdstage", "version": VERSION, "clock": "CLOCK_MONOTONIC", "clock_of": trace.clock.name,
-        "wall_offset_s": trace.clock.wall_offset_s, "events_dropped": trace.n_dropped, "nodes": nodes,
-    }  # fmt: skip
+    about: _Json = {"producer": "pdstage", "version": VERSION, "clock": "CLOCK_MONOTONIC"}
+    about["trace"] = msgspec.to_builtins(trace)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -97,14 +109,11 @@ def _meta(kind: str, pid: int, tid: int, /, **args: object) -> _Json:
 
 
 def _slice(stage: Stage, pid: int, tid: int) -> _Json:
-    dur = _lasted(stage)
-    args = _arguments(stage)
+    dur, args = _lasted(stage), _arguments(stage)
     if stage.nbytes:
         args["GB/s"] = round(stage.nbytes / dur / 1e3, 3)
-    return {
-        "ph": "X", "name": stage.kind, "cat": "stage", "pid": pid, "tid": tid, "ts": _us(stage.began_at), "dur": dur,
-        "args": args,
-    }  # fmt: skip
+    what = {"ph": "X", "name": stage.kind, "cat": "stage", "pid": pid, "tid": tid}
+    return what | {"ts": _us(stage.began_at), "dur": dur, "args": args}
 
 
 def _arguments(stage: Stage) -> _Json:
@@ -115,24 +124,13 @@ def _arguments(stage: Stage) -> _Json:
     return args | ({"error": stage.error} if stage.error else {})
 
 
-def _waits(trace: Trace, node: Node, pid: int) -> Iterator[_Json]:
-    number = 0
-    for stage in trace.stages:
-        if stage.incarnation == node.incarnation and stage.kind == "lease_wait":
-            number += 1
-            what = {"cat": "lease_wait", "name": "lease wait", "id": f"{pid:x}-{number:x}", "pid": pid, "tid": pid}
-            yield what | {"ph": "b", "ts": _us(stage.began_at), "args": _arguments(stage)}
-            yield what | {"ph": "e", "ts": _us(stage.ended_at)}
-
-
 def _rooms(trace: Trace, node: Node, pid: int) -> Iterator[_Json]:
     """From its opening to its end, or to the end of the trace."""
-    mine = [life for life in trace.rooms if life.incarnation == node.incarnation]
     last = max((s.ended_at for s in trace.stages if s.incarnation == node.incarnation), default=0.0)
-    for life in mine:
-        what = {
-            "cat": "room", "name": f"room {life.room}", "id": f"{pid:x}-{life.number:x}", "pid": pid, "tid": pid,
-        }  # fmt: skip
+    for life in trace.rooms:
+        if life.incarnation != node.incarnation:
+            continue
+        what = {"cat": "room", "name": f"room {life.room}", "id": f"{pid:x}-{life.number:x}", "pid": pid, "tid": pid}
         args = {name: value for name, value in life._asdict().items() if name != "incarnation"}
         yield what | {"ph": "b", "ts": _us(life.opened_at), "args": args}
         for name, at in (("bound", life.bound_at), ("first chunk", life.moved_at)):
@@ -155,54 +153,25 @@ def _flows(slices: dict[tuple[int, ...], list[tuple[Stage, int, int]]]) -> Itera
 def write(trace: Trace, path: Path) -> None:
     """Raises `UsageError` if the file cannot be written."""
     try:
-        path.write_text(json.dumps(document(trace), separators=(",", ":")) + "\n")
+        path.write_bytes(msgspec.json.encode(document(trace)) + b"\n")
     except OSError as error:
-        raise UsageError(
-            f"cannot write {path} ({error.strerror})", remedy="name another file", field="trace"
-        ) from error
+        what = f"cannot write {path} ({error.strerror})"
+        raise UsageError(what, remedy="name another file", field="trace") from error
 
 
 def read(path: Path) -> Trace:
     """A trace that `write` wrote. Raises `UsageError` for other files."""
     try:
-        held = json.loads(path.read_text())
-        return _parsed(held["traceEvents"], held["otherData"])
+        about = msgspec.json.decode(path.read_bytes(), type=_File).otherData
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror})", remedy="name a trace file", field="trace") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{path} is not a trace of this version of pdstage: {error!r}",
-            remedy="make one with --trace",
-            field="trace",
-        ) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _not_a_trace(path, str(error)) from error
+    if (about.producer, about.version) != ("pdstage", VERSION):
+        raise _not_a_trace(path, f"made by {about.producer!r}, version {about.version}")
+    return about.trace
 
 
-def _parsed(events: list[_Json], about: _Json) -> Trace:
-    if about["producer"] != "pdstage" or about["version"] != VERSION:
-        raise ValueError(f"made by {about['producer']!r}, version {about['version']!r}")
-    nodes = [Node(**{**args, "incarnation": int(args["incarnation"], 16)}) for args in about["nodes"]]
-    by_pid = {pid: node.incarnation for pid, node in enumerate(nodes, 1)}
-    clock = Clock(str(about["clock_of"]), float(about["wall_offset_s"]))
-    trace = Trace(clock, {node.incarnation: node for node in nodes}, n_dropped=int(about["events_dropped"]))
-    ends = {(event["cat"], event["id"]): event["ts"] for event in events if event["ph"] == "e"}
-    for event in events:
-        match event["ph"], event.get("cat"):
-            case "X", "stage":
-                trace.stages.append(_stage(event, by_pid[event["pid"]], event["name"], event["ts"] + event["dur"]))
-            case "b", "lease_wait":
-                ended = ends["lease_wait", event["id"]]
-                trace.stages.append(_stage(event, by_pid[event["pid"]], "lease_wait", ended))
-            case "b", "room":
-                trace.rooms.append(RoomLife(**{**event["args"], "incarnation": by_pid[event["pid"]]}))
-            case _:
-                pass
-    return trace
-
-
-def _stage(event: _Json, incarnation: int, kind: str, end_us: float) -> Stage:
-    args = event["args"]
-    decode, writer = (int(half, 16) for half in args["session"].split("-"))
-    return Stage(
-        incarnation, kind, str(args["room"]), decode, writer, int(args["epoch"]), int(args["peer"]), args["lane"],
-        int(args["chunk"]), event["ts"] / 1e6, end_us / 1e6, int(args["bytes"]), str(args.get("error", "")),
-    )  # fmt: skip
+def _not_a_trace(path: Path, why: str) -> UsageError:
+    what = f"{path} is not a trace of this version of pdstage: {why}"
+    return UsageError(what, remedy="make one with --trace", field="trace")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,14 +86,13 @@ class RoomLife(NamedTuple):
     reason: str = ""
 
 
-@dataclass(slots=True)
-class Trace:
-    """All times are of `clock`; `n_dropped` older events did not fit into the tracer."""
+class Trace(msgspec.Struct):
+    """All times are of `clock`; nodes are by incarnation; `n_dropped` older events did not fit into the tracer."""
 
     clock: Clock
-    nodes: dict[int, Node] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
-    rooms: list[RoomLife] = field(default_factory=list)
+    nodes: dict[int, Node] = {}
+    stages: list[Stage] = []
+    rooms: list[RoomLife] = []
     n_dropped: int = 0
 
     def moved_to(self, clock: Clock) -> Trace:
@@ -101,31 +101,24 @@ class Trace:
             return self
         by = self.clock.wall_offset_s - clock.wall_offset_s
 
-        def at(time_s: float | None) -> float | None:
-            return None if time_s is None else time_s + by
-
         stages = [s._replace(began_at=s.began_at + by, ended_at=s.ended_at + by) for s in self.stages]
-        rooms = [
-            life._replace(
-                opened_at=life.opened_at + by, bound_at=at(life.bound_at), moved_at=at(life.moved_at),
-                ended_at=at(life.ended_at), released_at=at(life.released_at),
-            )
-            for life in self.rooms
-        ]  # fmt: skip
+        rooms = []
+        for life in self.rooms:
+            times = {
+                name: value + by for name, value in life._asdict().items() if name[-3:] == "_at" and value is not None
+            }
+            rooms.append(life._replace(**times))
         return Trace(clock, self.nodes, stages, rooms, self.n_dropped)
 
     @property
     def ordered_nodes(self) -> list[Node]:
         """Prefill before decode, then by rank, then by time of start."""
-        first: dict[int, float] = {}
-        for at, incarnation in [(s.began_at, s.incarnation) for s in self.stages] + [
-            (life.opened_at, life.incarnation) for life in self.rooms
-        ]:
-            first[incarnation] = min(at, first.get(incarnation, at))
-        never = float("inf")
+        begun = [(stage.began_at, stage.incarnation) for stage in self.stages]
+        begun += [(life.opened_at, life.incarnation) for life in self.rooms]
+        first = {incarnation: at for at, incarnation in sorted(begun, reverse=True)}
         return sorted(
             self.nodes.values(),
-            key=lambda node: (node.role != "prefill", node.rank, first.get(node.incarnation, never), node.incarnation),
+            key=lambda node: (node.role != "prefill", node.rank, first.get(node.incarnation, 0.0), node.incarnation),
         )
 
     def chunks(self) -> dict[tuple[int, int, int, int], list[Stage]]:

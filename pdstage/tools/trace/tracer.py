@@ -42,7 +42,9 @@ class Tracer:
         lives: dict[tuple[int, int], RoomLife] = {}
         for origin, event in events:
             if origin.incarnation not in trace.nodes:
-                trace.nodes[origin.incarnation] = _node(origin)
+                trace.nodes[origin.incarnation] = Node(
+                    origin.incarnation, origin.role, origin.rank, place(origin.topology), platform.node(), os.getpid()
+                )  # fmt: skip
             if isinstance(event, StageOver):
                 trace.stages.append(_stage(origin, event))
             else:
@@ -50,12 +52,6 @@ class Tracer:
                 lives[key] = _lived(lives.get(key), origin, event)
         trace.rooms = list(lives.values())
         return trace
-
-
-def _node(origin: Origin) -> Node:
-    return Node(
-        origin.incarnation, origin.role, origin.rank, place(origin.topology), platform.node(), os.getpid()
-    )  # fmt: skip
 
 
 def place(topology: Topology) -> str:

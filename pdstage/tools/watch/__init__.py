@@ -1,8 +1,7 @@
 """Watching nodes in production: Prometheus metrics, and `pdstage top`.
 
 Read `catalogue` (the metrics), `timings` (histograms, by observing a node), `exporter` and `server` (the export), then
-`scrape`, `frame` and `top` (what `pdstage top` reads and draws). `instances` watches a directory. Other commands use
-`option` (--metrics-port) and `progress`.
+`scrape` and `top` (what `pdstage top` reads and draws). Other commands use `option` (--metrics-port) and `progress`.
 
     from pdstage.tools.watch import Timings, expose, register
 

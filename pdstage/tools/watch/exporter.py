@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
     from pdstage.manager.node import AnyNode
     from pdstage.tools.watch.catalogue import Metric
-    from pdstage.tools.watch.timings import NodeTimings
 
-_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _TAKEN = {*NODE_LABELS, "le", *(label for metric in METRICS for label in metric.labels)}
 _collectors: weakref.WeakKeyDictionary[CollectorRegistry, Collector] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -40,8 +39,7 @@ class Registration:
 
     def __init__(self, collector: Collector, node: AnyNode, labels: dict[str, str]) -> None:
         self.labels = labels
-        self._collector = collector
-        self._node = weakref.ref(node)
+        self._collector, self._node = collector, weakref.ref(node)
 
     @property
     def node(self) -> AnyNode | None:
@@ -73,11 +71,8 @@ class Collector:
             self._registrations = [one for one in self._registrations if one.node is not None]
             if any(one.labels == labels for one in self._registrations):
                 named = ", ".join(f"{name}={value!r}" for name, value in labels.items())
-                raise UsageError(
-                    f"another node with the labels {named} is registered",
-                    remedy="distinguish them, as by labels={'engine': ...}",
-                    field="labels",
-                )
+                remedy = "distinguish them, as by labels={'engine': ...}"
+                raise UsageError(f"another node with the labels {named} is registered", remedy=remedy, field="labels")
             self._registrations.append(made)
         return made
 
@@ -93,17 +88,19 @@ class Collector:
 
     def describe(self) -> Iterator[Family]:
         """Every family without samples, so that a registry knows the names before there is a node."""
-        return (_family(metric) for metric in METRICS)
+        return map(_family, METRICS)
 
     def collect(self) -> Iterator[Family]:
-        states = [(node.status(), _timings_of(node), labels) for node, labels in self.nodes()]
+        states = []
+        for node, labels in self.nodes():
+            timed = next(
+                (one.of(node.role, node.incarnation) for one in node.observers if isinstance(one, Timings)), None
+            )
+            states.append((node.status(), timed, labels))
         for metric in METRICS:
             family = _family(metric)
-            for status, timings, labels in states:
-                if metric.role not in ("", labels["role"]):
-                    continue
-                series = (*metric.read(status), *(metric.timed(timings) if timings is not None else ()))
-                for values, value in series:
+            for status, timed, labels in states:
+                for values, value in metric.read(status, timed) if metric.role in ("", labels["role"]) else ():
                     own = labels | dict(zip(metric.labels, values, strict=True))
                     if isinstance(value, Histogram):
                         _add_histogram(family, own, value)
@@ -114,18 +111,16 @@ class Collector:
 
 def _add_histogram(family: Family, labels: dict[str, str], histogram: Histogram) -> None:
     sum_s, n = histogram.sum_s, 0
-    for bound_s, count in zip((*histogram.bounds, float("inf")), list(histogram.counts), strict=True):
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
         n += count
-        family.add_sample(
-            f"{family.name}_bucket", labels | {"le": "+Inf" if bound_s == float("inf") else str(bound_s)}, n
-        )
+        family.add_sample(f"{family.name}_bucket", labels | {"le": bound}, n)
     family.add_sample(f"{family.name}_count", labels, n)
     family.add_sample(f"{family.name}_sum", labels, sum_s)
 
 
-def _timings_of(node: AnyNode) -> NodeTimings | None:
-    found = next((one for one in node.observers if isinstance(one, Timings)), None)
-    return found.of(node.role, node.incarnation) if found is not None else None
+def _family(metric: Metric) -> Family:
+    name = metric.name.removesuffix("_total").removesuffix("_info")
+    return Family(name, metric.text, metric.kind, metric.unit if metric.kind != "info" else "")
 
 
 def register(
@@ -140,12 +135,9 @@ def register(
     """
     extra = dict(labels or {})
     for name in extra:
-        if not _LABEL.fullmatch(name) or name.startswith("__") or name in _TAKEN:
-            raise UsageError(
-                f"label {name!r} for a node's metrics",
-                remedy=f"give a name of letters, digits and _, none of {', '.join(sorted(_TAKEN))}",
-                field="labels",
-            )
+        if not _LABEL.fullmatch(name) or name in _TAKEN:
+            remedy = f"give a name of letters, digits and _, none of {', '.join(sorted(_TAKEN))}"
+            raise UsageError(f"label {name!r} for a node's metrics", remedy=remedy, field="labels")
     own = {"role": node.role, "rank": str(node.topology.unique_rank)}
     return collector_of(registry).add(node, own | {name: str(value) for name, value in extra.items()})
 
@@ -155,12 +147,6 @@ def collector_of(registry: CollectorRegistry) -> Collector:
     with _lock:
         found = _collectors.get(registry)
         if found is None:
-            found = Collector()
+            found = _collectors[registry] = Collector()
             registry.register(found)
-            _collectors[registry] = found
         return found
-
-
-def _family(metric: Metric) -> Family:
-    name = metric.name.removesuffix("_total" if metric.kind == "counter" else "_info" if metric.kind == "info" else "")
-    return Family(name, metric.text, metric.kind, metric.unit if metric.kind != "info" else "")

@@ -11,29 +11,27 @@ import json
 import logging
 import socket
 import threading
-from socketserver import TCPServer, ThreadingMixIn
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import parse_qs
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from urllib.parse import parse_qs, urlsplit
 
 from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.tools.watch.exporter import collector_of, register
 
-from prometheus_client import REGISTRY, make_wsgi_app  # isort: skip  (after the check that says how to install it)
+from prometheus_client import REGISTRY  # isort: skip  (after the check that says how to install it)
+from prometheus_client.exposition import choose_encoder  # isort: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from wsgiref.types import StartResponse, WSGIEnvironment
+    from collections.abc import Mapping
 
     from prometheus_client import CollectorRegistry
 
     from pdstage.manager.node import AnyNode
 
 log = logging.getLogger(__name__)
-
 MAX_ROOMS = 100
-_STALLED_S = 10.0
 
 
 class Endpoint:
@@ -43,19 +41,15 @@ class Endpoint:
     """
 
     def __init__(self, port: int, registry: CollectorRegistry, host: str, *, n_ports: int, rooms: bool | None) -> None:
-        local = is_loopback(host)
         self.registry = registry
-        self._collector = collector_of(registry)
-        self._metrics = make_wsgi_app(registry)
-        self._tells_rooms = local if rooms is None else rooms
         self._server = _bind(host, port, n_ports)
-        self._server.set_app(self._answer)
-        bound = self._server.server_address[1]
-        self.address = str(Address(host, int(bound)))
+        self._server.registry = registry
+        self._server.tells_rooms = _is_loopback(host) if rooms is None else rooms
+        self.port = int(self._server.server_address[1])
+        self.address = str(Address(host, self.port))
         """HOST:PORT, as `pdstage top` takes it."""
-        self.port = int(bound)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="pdstage-metrics", daemon=True
+            target=self._server.serve_forever, args=(0.1,), name="pdstage-metrics", daemon=True
         )
         self._thread.start()
 
@@ -71,26 +65,6 @@ class Endpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        if path == "/metrics":
-            return self._metrics(environ, start)  # type: ignore[no-any-return]
-        if path == "/healthz":
-            return _say(start, "200 OK", "ok\n")
-        if path == "/rooms" and self._tells_rooms:
-            asked = parse_qs(environ.get("QUERY_STRING", "")).get("n", ["10"])[0]
-            n = min(int(asked), MAX_ROOMS) if asked.isascii() and asked.isdigit() else 10
-            return _say(start, "200 OK", json.dumps(self._rooms(n)), "application/json")
-        if path == "/rooms":
-            return _say(start, "403 Forbidden", "rooms are served on loopback only, or with rooms=True\n")
-        return _say(start, "404 Not Found", "there are /metrics, /rooms and /healthz\n")
-
-    def _rooms(self, n: int) -> list[dict[str, Any]]:
-        return [
-            {"labels": labels, "rooms": [room._asdict() for room in node.oldest_rooms(n)]}
-            for node, labels in self._collector.nodes()
-        ]
 
 
 def expose(
@@ -121,46 +95,67 @@ def expose(
     return endpoint
 
 
-def _bind(host: str, port: int, n_ports: int) -> _Server:
-    family = type("_Server", (_Server,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET})
-    for one in range(port, port + n_ports):
-        try:
-            return family((host, one), _Handler)  # type: ignore[no-any-return]
-        except (OSError, OverflowError) as error:
-            if one + 1 == port + n_ports or getattr(error, "errno", None) != errno.EADDRINUSE:
-                what = f"no metrics endpoint at {Address(host, one)}: {error}"
-                raise UsageError(what, remedy="choose another port, or 0", field="port") from error
-    raise UsageError(f"{n_ports} ports", remedy="give at least 1", field="n_ports")
-
-
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _say(start: Callable[..., object], status: str, text: str, kind: str = "text/plain; charset=utf-8") -> list[bytes]:
-    body = text.encode()
-    start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
-    return [body]
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 10.0  # a silent client keeps no thread
 
+    def do_GET(self) -> None:
+        url, registry = urlsplit(self.path), self.server.registry
+        if url.path == "/metrics":
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            self._say(200, encode(registry), kind)
+        elif url.path == "/healthz":
+            self._say(200, b"ok\n")
+        elif url.path == "/rooms" and self.server.tells_rooms:
+            asked = parse_qs(url.query).get("n", ["10"])[0]
+            n = min(int(asked), MAX_ROOMS) if asked.isascii() and asked.isdigit() else 10
+            rooms = [
+                {"labels": labels, "rooms": [room._asdict() for room in node.oldest_rooms(n)]}
+                for node, labels in collector_of(registry).nodes()
+            ]
+            self._say(200, json.dumps(rooms).encode(), "application/json")
+        elif url.path == "/rooms":
+            self._say(403, b"rooms are served on loopback only, or with rooms=True\n")
+        else:
+            self._say(404, b"there are /metrics, /rooms and /healthz\n")
 
-class _Handler(WSGIRequestHandler):
-    timeout = _STALLED_S  # a silent client keeps no thread
+    def _say(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: ANN401
         log.debug(format, *args)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        # The stdlib's method resolves the host's name, which may take seconds.
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
+class _Server(ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+    registry: CollectorRegistry
+    tells_rooms: bool
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("a request from %s failed", client_address, exc_info=True)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _bind(host: str, port: int, n_ports: int) -> _Server:
+    for one in range(port, port + n_ports):
+        try:
+            return (_Server6 if ":" in host else _Server)((host, one), _Handler)
+        except (OSError, OverflowError) as error:
+            if one + 1 == port + n_ports or getattr(error, "errno", None) != errno.EADDRINUSE:
+                what = f"no metrics endpoint at {Address(host, one)}: {error}"
+                raise UsageError(what, remedy="choose another port, or 0", field="port") from error
+    raise UsageError(f"{n_ports} ports", remedy="give at least 1", field="n_ports")

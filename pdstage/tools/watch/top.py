@@ -2,77 +2,205 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
-from pdstage.tools.watch.frame import View, draw
-from pdstage.tools.watch.scrape import Endpoints
+from pdstage.tools.watch.scrape import Answer, Node, read, url_of
 
-from rich.console import Console  # isort: skip  (after the check that says how to install it)
-from rich.live import Live  # isort: skip
-from rich.terminal_theme import TerminalTheme  # isort: skip
+try:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as missing:
+    raise UsageError("pdstage top needs rich", remedy="pip install 'pdstage[top]'") from missing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
-    from pdstage.tools.watch.scrape import Answer, Node
+_MAX_ROWS = 16
+_STATES = {"meet": "bootstrapping", "wait": "waiting_for_input", "move": "transferring"}
+# Totals of what should not happen: the metric, the label that tells its kinds apart, and what is shown.
+_PROBLEMS = (
+    ("pdstage_room_failures_total", "error", "rooms failed"),
+    ("pdstage_frames_dropped_total", "reason", "frames"),
+    ("pdstage_tags_dropped_total", "reason", "tags"),
+    ("pdstage_control_messages_dropped_total", "reason", "messages"),
+    ("pdstage_stage_failures_total", "stage", "failed"),
+    ("pdstage_chunk_fallbacks_total", "", "fell back to direct"),
+    ("pdstage_aux_fallbacks_total", "", "aux fell back to messages"),
+    ("pdstage_chunks_altered_total", "", "altered on the way"),
+    ("pdstage_sessions_refused_total", "", "sessions refused"),
+    ("pdstage_peers_refused_total", "", "peers refused"),
+    ("pdstage_peers_crowded_total", "", "peers crowded"),
+    ("pdstage_sessions_unfenced", "", "sessions not fenced, now"),
+)
 
-N_HISTORY = 16
-_THEME = TerminalTheme(
-    (16, 20, 28), (214, 219, 229),
-    [(60, 66, 80), (240, 92, 92), (96, 200, 120), (222, 184, 88), (88, 148, 240), (196, 128, 230), (72, 196, 206),
-     (200, 206, 216)],
-    [(118, 126, 142), (255, 120, 120), (130, 224, 150), (240, 206, 120), (122, 174, 255), (216, 156, 246),
-     (108, 220, 228), (244, 246, 250)],
-)  # fmt: skip
+
+class View(NamedTuple):
+    """One node: its current values, and what was added over the last interval."""
+
+    now: Node
+    added: Node
 
 
 class Top:
     """What was read of some endpoints so far: enough for the next frame."""
 
-    def __init__(self, endpoints: Endpoints, interval_s: float) -> None:
-        self._endpoints = endpoints
-        self._interval_s = interval_s
+    def __init__(self, endpoints: Sequence[str], interval_s: float) -> None:
+        for endpoint in endpoints:
+            url_of(endpoint)
+        self._endpoints, self._interval_s = endpoints, interval_s
         self._before: dict[tuple[str, str], Node] = {}
-        self._history: dict[tuple[str, str], deque[float]] = {}
-        self._answers: list[Answer] = []
+        self.answers: list[Answer] = []
         self._views: list[View] = []
 
     def read(self) -> None:
-        """Reads every endpoint. A node that was gone, or restarted, has no rates until its second reading."""
-        self._answers = self._endpoints.read()
-        self._views, before = [], self._before
-        self._before = {}
-        for answer in self._answers:
-            for node in answer.nodes:
-                key = (answer.endpoint, node.name)
-                view = View(answer.endpoint, node, node.since(before.get(key)))
-                self._views.append(view)
-                self._before[key] = node
-                if key in before:
-                    self._history.setdefault(key, deque(maxlen=N_HISTORY)).append(view.bytes_per_s)
-        self._views.sort(key=_place)
-        for key in set(self._history) - set(self._before):
-            self._history[key].append(0.0)
+        """Reads every endpoint, in parallel, so that one that hangs delays the others by its timeout at most. A node
+        that was gone, or restarted, has no rates until its second reading.
+        """
+        with ThreadPoolExecutor(min(32, len(self._endpoints))) as pool:
+            self.answers = list(pool.map(read, self._endpoints))
+        now = {(answer.endpoint, node.name): node for answer in self.answers for node in answer.nodes}
+        self._views = [View(node, node.since(self._before.get(key))) for key, node in now.items()]
+        self._views.sort(key=lambda view: (view.now.role != "prefill", _in_order(view.now.name)))
+        self._before = now
 
-    def frame(self, width: int) -> RenderableType:
-        return draw(
-            self._answers, self._views, width=width, clock=time.strftime("%H:%M:%S"), interval_s=self._interval_s,
-            history=self._history,
-        )  # fmt: skip
+    def frame(self) -> RenderableType:
+        views = self._views
+        done = sum(
+            v.added.rate("pdstage_rooms_ended_total", outcome="success") for v in views if v.now.role == "decode"
+        )
+        counts = f"{_counted(len(views), 'node')} at {_counted(len(self.answers), 'endpoint')}"
+        clock = f"{time.strftime('%H:%M:%S')}, every {self._interval_s:g} s"
+        parts: list[RenderableType] = [Text(f"pdstage top  {counts}  {done:,.0f} rooms/s  {clock}", style="bold")]
+        parts += [
+            Text(f"no answer  {answer.endpoint}: {answer.problem}", style="bold red")
+            for answer in self.answers
+            if answer.problem
+        ]
+        if views:
+            parts += [
+                _panel("nodes", _nodes(views)),
+                _panel("rooms open longest", self._oldest()),
+                _panel("errors, since the start", _errors(views)),
+            ]
+        return Group(*parts)
+
+    def _oldest(self) -> RenderableType:
+        rooms = [(room, view.now) for view in self._views for room in view.now.rooms]
+        if not rooms:
+            hidden = any(not answer.problem and not answer.rooms_told for answer in self.answers)
+            return Text("not served by this endpoint" if hidden else "none open", style="bright_black")
+        table = _table("room", "node", "state", "age")
+        for room, node in sorted(rooms, key=lambda one: -float(one[0]["age_s"]))[:_MAX_ROWS]:
+            state = str(room["state"]).replace("_", " ")
+            table.add_row(Text(str(room["room"])), node.name, state, _seconds(float(room["age_s"])))
+        return table
 
 
-def _place(view: View) -> tuple[bool, list[tuple[bool, int, str]]]:
-    """Prefill first, then by rank in numeric order."""
-    parts = view.now.name.split()
-    return view.now.role != "prefill", [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts]
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
+def _in_order(name: str) -> list[tuple[bool, int, str]]:
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split()]
+
+
+def _panel(title: str, body: RenderableType) -> Panel:
+    return Panel(body, title=f"[bold]{title}[/]", title_align="left", border_style="bright_black", padding=(0, 1))
+
+
+def _table(*columns: str) -> Table:
+    """Words to the left, numbers to the right."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black", padding=(0, 1))
+    for name in columns:
+        words = name in ("node", "over", "path", "stage", "room", "state", "what", "memory", "used")
+        table.add_column(name, justify="left" if words else "right", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _nodes(views: Sequence[View]) -> Table:
+    table = _table(
+        "node", "over", "path", *_STATES, "held", "done/s", "fail/s", "GB/s", "peers", "staging", "held up"
+    )  # fmt: skip
+    for now, added in views[:_MAX_ROWS]:
+        over = [own["transport"] for own, _ in now.series("pdstage_sessions_by_transport_total")]
+        info = next((own for own, _ in now.series("pdstage_node_info")), {})
+        rooms = {own["state"]: n for own, n in now.series("pdstage_rooms")}
+        moved = added.rate("pdstage_written_bytes_total") or added.rate("pdstage_stage_bytes_total", stage="scatter")
+        table.add_row(
+            Text(now.name, style="bold red" if now.value("pdstage_node_failed") else "cyan"),
+            " ".join(sorted(over)) or info.get("transport", ""),
+            info.get("path", ""),
+            *(f"{rooms.get(state, 0):,.0f}" for state in _STATES.values()),
+            f"{rooms.get('success', 0) + rooms.get('failed', 0):,.0f}",
+            f"{added.rate('pdstage_rooms_ended_total', outcome='success'):,.0f}",
+            f"{added.rate('pdstage_rooms_ended_total', outcome='failed'):,.1f}",
+            f"{moved / 1e9:.2f}",
+            f"{now.value('pdstage_sessions'):,.0f}",
+            *_memory(now),
+        )
+    if len(views) > _MAX_ROWS:
+        table.add_row(f"and {len(views) - _MAX_ROWS} more")
+    return table
+
+
+def _memory(node: Node) -> tuple[str, str]:
+    """How much of the lanes is leased or quarantined, or how many send buffers are used; and the bytes that wait for a
+    watermark or for a lost writer.
+    """
+    if buffers := node.value("pdstage_send_buffers"):
+        return f"{node.value('pdstage_send_buffers', state='used'):.0f} of {buffers:.0f}", ""
+    leased, ahead = node.value("pdstage_lane_leased_bytes"), node.value("pdstage_lane_leased_bytes", state="ahead")
+    lost, capacity = node.value("pdstage_lane_quarantined_bytes"), node.value("pdstage_lane_capacity_bytes")
+    return f"{(leased - ahead + lost) / capacity:.0%} of {_bytes(capacity)}" if capacity else "", _bytes(ahead + lost)
+
+
+def _totals(view: View) -> Iterator[tuple[str, str, float, float]]:
+    """Node, what, total and rate, of all that should not happen."""
+    for metric, label, what in _PROBLEMS:
+        for own, n in view.now.series(metric):
+            kind = own.get(label, "")
+            yield (
+                view.now.name,
+                f"{what} {kind}".strip(),
+                n,
+                view.added.rate(metric, **({label: kind} if label else {})),
+            )
+    lost = {"reason": "lost"}
+    n, rate = (one.value("pdstage_sessions_closed_total", **lost) for one in (view.now, view.added))
+    yield view.now.name, "sessions lost", n, rate
+
+
+def _errors(views: Sequence[View]) -> RenderableType:
+    rows = [row for view in views for row in _totals(view) if row[2]]
+    if not rows:
+        return Text("none", style="green")
+    table = _table("node", "what", "total", "per s")
+    for name, what, n, rate in sorted(rows, key=lambda row: (-row[3], -row[2]))[:_MAX_ROWS]:
+        table.add_row(name, what, f"{n:,.0f}", f"{rate:,.1f}" if rate else "")
+    return table
+
+
+def _seconds(value: float) -> str:
+    scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if value >= s), (1e-6, "us"))
+    return f"{value / scale:.3g} {unit}"
+
+
+def _bytes(nbytes: float) -> str:
+    power, unit = next(((p, u) for p, u in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if nbytes >= 1 << p), (0, "B"))
+    return f"{nbytes / (1 << power):.3g} {unit}"
 
 
 def run(
@@ -81,51 +209,40 @@ def run(
     interval_s: float = 1.0,
     once: bool = False,
     svg: Path | None = None,
-    width: int | None = None,
-    frames: int = 1,
     console: Console | None = None,
     stop: threading.Event | None = None,
 ) -> int:
     """Shows `endpoints` until interrupted, or `stop` is set; with `once` one frame, and with `svg` one into that file.
 
-    A frame covers `frames` intervals; its rates are those of the last. Returns 0 if every endpoint answered the last
-    time, else 1. Raises `UsageError`.
+    Returns 0 if every endpoint answered the last time, else 1. Raises `UsageError`.
     """
-    if not 0.1 <= interval_s <= 3600 or frames < 1:
+    if not 0.1 <= interval_s <= 3600:
         raise UsageError(f"an interval of {interval_s} s", remedy="give 0.1 to 3600", field="interval")
-    console = console or Console(width=width)
-    stop = stop or threading.Event()
-    with Endpoints(endpoints) as asked:
-        top = Top(asked, interval_s)
+    console, stop, top = console or Console(), stop or threading.Event(), Top(endpoints, interval_s)
+    top.read()
+    if once or svg is not None:
+        stop.wait(interval_s)
         top.read()
-        if once or svg is not None:
-            for _ in range(frames):
-                stop.wait(interval_s)
-                top.read()
-            if svg is not None:
-                _export(top, svg, width or 132)
-            if once:
-                console.print(top.frame(console.width))
-        else:
-            _live(top, console, interval_s, stop)
-        return int(any(answer.problem for answer in top._answers))
+        if svg is not None:
+            _export(top, svg)
+        if once:
+            console.print(top.frame())
+    else:
+        with Live(top.frame(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            try:
+                while not stop.wait(interval_s):
+                    top.read()
+                    live.update(top.frame(), refresh=True)
+            except KeyboardInterrupt:
+                pass
+    return int(any(answer.problem for answer in top.answers))
 
 
-def _live(top: Top, console: Console, interval_s: float, stop: threading.Event) -> None:
-    with Live(top.frame(console.width), console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        try:
-            while not stop.wait(interval_s):
-                top.read()
-                live.update(top.frame(console.width), refresh=True)
-        except KeyboardInterrupt:
-            return
-
-
-def _export(top: Top, file: Path, width: int) -> None:
-    with Path("/dev/null").open("w") as nowhere:
-        console = Console(record=True, width=width, file=nowhere, force_terminal=True, color_system="truecolor")
-        console.print(top.frame(width))
-    drawn = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="pdstage top", theme=_THEME), flags=re.DOTALL)
+def _export(top: Top, file: Path) -> None:
+    with Path(os.devnull).open("w") as nowhere:
+        console = Console(record=True, width=132, file=nowhere, force_terminal=True, color_system="truecolor")
+        console.print(top.frame())
+    drawn = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="pdstage top"), flags=re.DOTALL)
     try:
         file.write_text(drawn)  # without remote fonts: any monospace font will do
     except OSError as error:

@@ -2,14 +2,10 @@
 
 import signal
 
-import numpy as np
-
-from pdstage import DecodeNode, Pool, Topology
-from pdstage.tensors import build, paged_nhd
+from pdstage import DecodeNode
 from pdstage.tools.watch import expose
+from tests.docs.first.pool import pool, topology
 
-k, v = np.zeros((2, 1, 8, 16, 2, 64), np.float32)
-pool = Pool.of(build(paged_nhd(k, v, total_heads=2, tp=(1, 0))))
-with DecodeNode(pool, Topology(), transport="local", progress="thread") as node:
+with DecodeNode(pool, topology, transport="local", progress="thread") as node:
     print("at", expose(node, port=0).port, flush=True)
     signal.sigwait({signal.SIGINT})

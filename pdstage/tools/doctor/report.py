@@ -1,21 +1,26 @@
-"""The result of a check, and the report of all checks: the schema of `--json`.
+"""The result of a check, the report of all checks, which is the schema of `--json`, and its lines for people.
 
-docs/doctor.md describes these fields. `VERSION` rises when a field is removed or changes its meaning, not when one is
-added.
+docs/doctor.md describes the fields. `VERSION` rises when one is removed or changes its meaning, not when one is added.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+import sys
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
 from pdstage.tools.calibrate.about import Side  # noqa: TC001  (msgspec resolves it at run time)
 
-VERSION = 1
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
+VERSION = 1
 Level: TypeAlias = Literal["ok", "warn", "fail"]
-_ORDER: tuple[Level, ...] = ("ok", "warn", "fail")
+_WORDS: dict[Level, str] = {
+    "ok": "all is well", "warn": "works, with something to look at", "fail": "something asked for cannot work",
+}  # fmt: skip
+_COLOURS = {"ok": 32, "warn": 33, "fail": 31}
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,5 +106,38 @@ def fail(says: str, remedy: str, **facts: object) -> Result:
     return Result(level="fail", says=says, remedy=remedy, facts=facts)
 
 
-def worst(levels: list[Level]) -> Level:
-    return max(levels, key=_ORDER.index, default="ok")
+def _line(level: str, text: str) -> str:
+    """For grep: level, area/name, sentence; with a colour on a terminal."""
+    if level and sys.stdout.isatty():
+        return f"\x1b[{_COLOURS[level]}m{level:5}\x1b[0m {text}"
+    return f"{level:5} {text}"
+
+
+def line(found: Found) -> str:
+    """One check's result and, below it, the remedy."""
+    said = _line(found.level, f"{found.area}/{found.name}: {found.says}")
+    return said if found.level == "ok" else f"{said}\n      -> {found.remedy}"
+
+
+def summary(report: Report) -> Iterator[str]:
+    """The last lines: each transport, the peer's stages, the verdict."""
+    levels = {found.name: found.level for found in report.checks if found.area == "transports"}
+    for name, verdict in report.transports.items():
+        yield _line(levels[name], f"transport {name}: {verdict.says}")
+    if report.peer is not None:
+        yield from _peer(report.peer)
+    bad, odd = (sum(found.level == level for found in report.checks) for level in ("fail", "warn"))
+    said = f"verdict: {_WORDS[report.verdict]} ({bad} failed, {odd} to look at, of {len(report.checks)})"
+    yield _line(report.verdict, said)
+
+
+def _peer(peer: PeerReport) -> Iterator[str]:
+    for side, where in ((peer.here, "here"), (peer.there, "there")):
+        if side is not None:
+            transports = ", ".join(f"{name} {version}".strip() for name, version in side.transports.items())
+            says = f"{side.host}, pdstage {side.pdstage}, wire {side.wire}, Python {side.python}, {side.host_code}"
+            yield f"{where}: {says}; {transports}; offers {', '.join(side.features)}"
+    for stage in peer.stages:
+        yield _line(stage.level, f"peer {stage.name}: {stage.seconds * 1e3:.0f} ms, {stage.says}")
+    if peer.failed_at:
+        yield f"-> {peer.remedy}"
