@@ -15,6 +15,7 @@ from pdstage import cli
 from pdstage.errors import UsageError
 from pdstage.tools.trace import chrome, plot
 from pdstage.tools.trace.model import Clock, Trace, merged
+from tests.trace.conftest import Run
 
 
 def colours_of(path):
