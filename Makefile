@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A test that hangs fails, with the stacks of its threads; before that, what it hangs in is shown, were it no Python.
 PYTEST = -m pytest --timeout $(HANGS_S) -o faulthandler_timeout=$$(($(HANGS_S) - 30))
 HANGS_S = 1200
-CPU_BENCHES := plan wire host-kernels convert rooms keys transfer
+CPU_BENCHES := plan wire host-kernels convert rooms transfer
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale chaos fuzz soak fleet etcd lint weight types format bench \
@@ -170,9 +170,6 @@ asan: $(STAMP)  ## Run the C++ code under AddressSanitizer and UBSan: a threaded
 tsan: $(STAMP)  ## Run what threads share in the C++ code under ThreadSanitizer.
 	$(BIN)/python -m tests.native.sanitize tsan
 
-micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where there is one.
-	$(GPU_PYTHON) -m pytest bench/micro --benchmark-only $(ARGS)
-
 plots:  ## Make the plots of docs/kernels.md, transports.md and tune.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot
 
@@ -202,7 +199,7 @@ wheels: build/wheels-venv/.pdstage-setup  ## Build dist/*manylinux*.whl for Pyth
 	build/wheels-venv/bin/python -m tests.wheels $(ARGS)
 
 clean:  ## Remove what builds and tools left behind; keep .venv.
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find pdstage kernels bench tests csrc -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## Remove .venv, the built extension and .gpu-kit too.

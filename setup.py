@@ -11,7 +11,7 @@ from setuptools import Extension, setup
 # Folders of the checkout installed under pdstage: a top-level `kernels` is another project's import name.
 MAPPED = {"pdstage.bench": "bench", "pdstage.csrc": "csrc", "pdstage.kernels": "kernels"}
 PACKAGES = [
-    "bench.micro", "bench.peers", "control", "integrations", "integrations.sglang", "integrations.vllm", "layout",
+    "bench.peers", "control", "integrations", "integrations.sglang", "integrations.vllm", "layout",
     "manager", "plan", "protocol", "tools", "tools.calibrate", "tools.demo", "tools.doctor", "tools.judge",
     "tools.trace", "tools.watch", "transport",
 ]  # fmt: skip

@@ -2,3 +2,8 @@
 
 They may import anything. A number is a ratio whose two sides were measured in one run, in turn.
 """
+
+BENCHES = (
+    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "transfer", "kv-transfer", "directory", "vllm-step",
+    "gpu",
+)  # fmt: skip

@@ -6,19 +6,17 @@ The CPU is supported too, so that everything but the numbers can be tested there
 from __future__ import annotations
 
 import importlib.util
-import statistics
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from pdstage.plan.tables import Index
 
 from . import variants
-from .harness import interleaved, seconds
+from .harness import Spread, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -28,25 +26,6 @@ _TRIED_NBYTES = 1 << 20
 _FLUSH_NBYTES = 256 << 20  # several times any L2
 _HEAD_START_CYCLES = 500_000  # about 0.3 ms: the host has enqueued everything before the clock starts
 _WARM_UPS = 2
-
-
-class Spread(NamedTuple):
-    """Median, 99th percentile, minimum, and first and third quartile of many seconds."""
-
-    median: float
-    p99: float
-    least: float
-    quartiles: tuple[float, float]
-
-    @classmethod
-    def of(cls, times: list[float]) -> Spread:
-        first, third, last = (float(np.quantile(times, share)) for share in (0.25, 0.75, 0.99))
-        return cls(statistics.median(times), last, min(times), (first, third))
-
-    def rates(self, nbytes: int) -> tuple[float, float]:
-        """The quartiles of GB/s, if each of these moved `nbytes`."""
-        first, third = self.quartiles
-        return nbytes / third / 1e9, nbytes / first / 1e9
 
 
 class Bed:
@@ -66,14 +45,6 @@ class Bed:
             else:
                 self.variants.append(variant)
         self._flush = None if self.kind == "cpu" else torch.zeros(_FLUSH_NBYTES // 4, device=device)
-
-    def lacks(self, section: str, packages: Iterable[str]) -> bool:
-        """Whether a section needs a package that is not installed; if so, `left_out` names it."""
-        for package in packages:
-            if importlib.util.find_spec(package) is None:
-                self.left_out.append(f"{section}: {package} is not installed")
-                return True
-        return False
 
     def transports_missing(self) -> dict[str, str]:
         """Every transport, and why it cannot move this device's memory; empty if it can. Needs msgspec."""
@@ -115,10 +86,6 @@ class Bed:
         if self.kind != "cpu":
             torch.cuda.synchronize()
 
-    def seconds(self, works: Mapping[str, Work], repeats: int) -> dict[str, float]:
-        """Medians of `spreads`."""
-        return {name: spread.median for name, spread in self.spreads(works, repeats).items()}
-
     def spreads(self, works: Mapping[str, Work], repeats: int) -> dict[str, Spread]:
         """The seconds that the device spends on each of `works`, taken in turn, from cold caches.
 
@@ -152,19 +119,6 @@ class Bed:
         stop.record()
         return lambda: float(start.elapsed_time(stop)) / 1e3
 
-    def whole_calls(self, works: Mapping[str, Work], repeats: int) -> dict[str, float]:
-        """Median seconds from the call until the device is done, as seen by a caller that waits."""
-
-        def waited(work: Work) -> Work:
-            def call() -> None:
-                work()
-                self.wait()
-
-            return call
-
-        times = interleaved([waited(work) for work in works.values()], repeats=repeats)
-        return dict(zip(works, times, strict=True))
-
 
 def event() -> Any:  # noqa: ANN401  (torch's own is not annotated)
     """A CUDA event with timing."""
@@ -176,6 +130,6 @@ def side_stream() -> Any:  # noqa: ANN401
     return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
 
-def head_start(cycles: int = _HEAD_START_CYCLES) -> None:
+def head_start() -> None:
     """Keeps the current stream busy without touching memory."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]

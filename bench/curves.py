@@ -1,4 +1,4 @@
-"""Numbers derived from measured numbers: a curve read between its points, a geometric mean, a result file's name.
+"""Numbers derived from measured numbers: a curve read between its points, a result file's name.
 
 No torch.
 """
@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 
 def least_reaching(curve: Mapping[int, float], wanted: float) -> int | None:
@@ -34,12 +34,6 @@ def ahead_from(curve: Mapping[int, float], other: Mapping[int, float]) -> int | 
     common = sorted(curve.keys() & other.keys())
     behind = [x for x in common if curve[x] < other[x]]
     return next((x for x in common if not behind or x > behind[-1]), None)
-
-
-def geometric_mean(ratios: Iterable[float]) -> float:
-    """The mean for ratios: half as fast on one shape and twice as fast on another give 1. NaN for none."""
-    logs = [math.log(ratio) for ratio in ratios]
-    return math.exp(sum(logs) / len(logs)) if logs else float("nan")
 
 
 def slug(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The GPU benchmark: gather and scatter at the roofline, with few multiprocessors, beside a model and beside others.
+"""The GPU benchmark: gather and scatter at the roofline, with few multiprocessors, and beside a model.
 
 Needs torch and a CUDA device, and no compiled extension. Rooms between two processes also need msgspec and zmq.
 
@@ -20,48 +20,27 @@ from typing import TYPE_CHECKING, Any
 from pdstage import native
 from pdstage.errors import UsageError
 
-from . import children
 from .harness import Measured, Row
-from .record import ROW_FIELDS, Record
-from .runner import Runner, Section
+from .runner import ROW_FIELDS, Record, Runner, Section, environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .bed import Bed
 
-SECTIONS = {
-    "compile": "gpu_compile:rows",
-    "runs": "gpu_kernels:runs",
-    "launch": "gpu_kernels:launch",
-    "rooms": "gpu_rooms:rows",
-    "sms": "gpu_kernels:sms",
-    "sglang": "peers.sglang:rows",
-    "models": "gpu_kernels:models",
-    "demo": "gpu_demo:rows",
-    "fused": "gpu_kernels:fused",
-    "convert": "gpu_convert:rows",
-    "ipc": "gpu_ipc:rows",
-    "decode": "gpu_beside:decode",
-    "gemm": "gpu_beside:gemm",
-    "pieces": "gpu_rooms:pieces",
-}
 # The most important first, in case the time runs out, and how long each takes at most.
 ORDER = (
-    Section("compile", 75.0),
-    Section("runs", 100.0),
-    Section("launch", 30.0),
-    Section("rooms", 90.0, by_kernel=False),
-    Section("sms", 70.0),
-    Section("sglang", 70.0),
-    Section("models", 90.0),
-    Section("fused", 40.0),
-    Section("convert", 40.0, by_kernel=False),
-    Section("ipc", 40.0),
-    Section("decode", 60.0),
-    Section("gemm", 40.0),
-    Section("pieces", 110.0, by_kernel=False),
+    Section("compile", 75.0, "gpu_compile:rows"),
+    Section("runs", 100.0, "gpu_kernels:runs"),
+    Section("launch", 30.0, "gpu_kernels:launch"),
+    Section("rooms", 90.0, "gpu_rooms:rows", by_kernel=False),
+    Section("sms", 70.0, "gpu_kernels:sms"),
+    Section("models", 90.0, "gpu_kernels:models"),
+    Section("fused", 40.0, "gpu_kernels:fused"),
+    Section("convert", 40.0, "convert:rows", by_kernel=False),
+    Section("decode", 60.0, "gpu_beside:decode"),
 )
+SECTIONS = {section.name: section for section in ORDER}
 BUDGET_S = 420.0
 
 
@@ -74,7 +53,7 @@ def run(quick: bool) -> Measured:
     found = record.report
     if not record.rows and not found["failed"]:
         found["failed"].append(f"nothing could be measured: {'; '.join(record.left_out())}")
-    return Measured(record.rows, found["machine"], record.left_out(), found["failed"])
+    return Measured(list(record.rows.values()), found["machine"], record.left_out(), found["failed"])
 
 
 def device_name() -> str:
@@ -82,9 +61,7 @@ def device_name() -> str:
     if not importlib.util.find_spec("torch"):
         return ""
     code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
-    asked = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=children.environment()
-    )
+    asked = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment())
     return asked.stdout.strip() if asked.returncode == 0 else ""
 
 
@@ -94,7 +71,7 @@ def measure(section: str, quick: bool, device: str, only: tuple[str, ...]) -> It
 
     bed = Bed(device, only)
     yield {"machine": {"host_code": native.active()} | ({} if bed.kind == "cpu" else {"gpu": gpu()})}
-    module, _, function = SECTIONS[section].partition(":")
+    module, _, function = SECTIONS[section].work.partition(":")
     work: Callable[[Bed, bool], Iterable[Row]] = getattr(importlib.import_module(f"pdstage.bench.{module}"), function)
     for row in work(bed, quick) if bed.variants else ():
         yield {"row": {name: getattr(row, name) for name in ROW_FIELDS}}

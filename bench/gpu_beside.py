@@ -1,4 +1,4 @@
-"""The kernels' cost to a model that runs beside them: a large GEMM, and the steps of a decode.
+"""The kernels' cost to a model that runs beside them: to the steps of a decode.
 
 A staging kernel that is fast alone but slows the model down is slow.
 """
@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pdstage.stager import DEFAULT_MAX_SMS
 
-from . import curves
-from .bed import Spread, event, head_start, side_stream
+from .bed import event, side_stream
 from .gpu_kernels import CURVE_NBYTES, runs_case
-from .harness import Row
+from .harness import Row, Spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .bed import Bed, Work
-    from .gpu_kernels import Case
 
 NIC_GBPS = 50.0
-_GEMM = 8192
-_N_GEMMS = 8
 _RUN_NBYTES = 1024
 _FEW_SMS = (2, 3)  # at about a NIC's pace
 _PACED_NBYTES = 16 << 20
@@ -39,67 +34,6 @@ class Step(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     keep: tuple[torch.Tensor, ...]
-
-
-def gemm(bed: Bed, quick: bool) -> Iterator[Row]:
-    """A bf16 GEMM alone, and during gathers at about the rate of a 400 Gb NIC, with as few SMs as that needs."""
-    if bed.kind == "cpu":
-        bed.left_out.append("gemm: needs a GPU")
-        return
-    case = runs_case(bed, _RUN_NBYTES, CURVE_NBYTES)
-    a, b = (torch.randn(_GEMM, _GEMM, dtype=torch.bfloat16, device=bed.device) for _ in range(2))
-    out = torch.empty_like(a)
-    multiply = partial(torch.matmul, a, b, out=out)
-    side = side_stream()
-    for variant in bed.variants:
-        n, gbps = _fewest_sms(bed, case, variant)
-        with torch.cuda.stream(side):
-            gather = case.works(variant, max_sms=n)["gather"]
-        alone_s = bed.seconds({"gemm": multiply}, 3)["gemm"]
-        # Gathers that outlast the GEMMs even if these slow down by half.
-        n_gathers = int(1.5 * _N_GEMMS * alone_s / (case.nbytes / gbps / 1e9)) + 1
-        rounds = [
-            (_race(multiply, gather, side, 0), _race(multiply, gather, side, n_gathers))
-            for _ in range(3 if quick else 9)
-        ]
-        alone, beside = (Spread.of(list(times)).median for times in zip(*rounds, strict=True))
-        yield Row(
-            name=f"bf16 GEMM while gathering, {variant}",
-            value=beside * 1e3,
-            baseline=alone * 1e3,
-            unit="ms",
-            better="lower",
-            detail=f"{_N_GEMMS} of {_GEMM}^3, beside {gbps:.0f} GB/s of {curves.size_name(_RUN_NBYTES)} runs with "
-            f"{n} SMs; baseline: alone",
-            point={"table": "gemm", "variant": variant, "max_sms": n, "gbps": gbps},
-        )
-
-
-def _fewest_sms(bed: Bed, case: Case, variant: str) -> tuple[int, float]:
-    """The fewest multiprocessors that gather at a NIC's speed, and their speed."""
-    n, gbps = 1, 0.0
-    for n in (1, 2, 3, 4, 6, 8, 16):
-        taken = bed.seconds({"gather": case.works(variant, max_sms=n)["gather"]}, 3)["gather"]
-        gbps = case.nbytes / taken / 1e9
-        if gbps >= NIC_GBPS:
-            break
-    return n, gbps
-
-
-def _race(multiply: Work, gather: Work, side: torch.cuda.Stream, n_gathers: int) -> float:
-    """Seconds of the GEMMs, with `n_gathers` gathers started beside them on another stream."""
-    torch.cuda.synchronize()
-    begin, stop = event(), event()
-    head_start(20_000_000)  # 10 ms: everything below is enqueued before anything runs
-    begin.record()
-    side.wait_event(begin)
-    for _ in range(n_gathers):
-        gather()
-    for _ in range(_N_GEMMS):
-        multiply()
-    stop.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(stop)) / 1e3
 
 
 def decode(bed: Bed, quick: bool) -> Iterator[Row]:

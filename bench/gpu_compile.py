@@ -94,7 +94,7 @@ def _try(bed: Bed, job: Job) -> None:
         plan.gather(*at, sum_ptr=sum_ptr)
         plan.gather(*at, sum_ptr=sum_ptr, also=[other.data_ptr()])
         plan.scatter(*at, sum_ptr=sum_ptr)
-        plan.copy_to(plan, case.index, case.index, case.tokens, sum_ptr=sum_ptr)
+    plan.copy_to(plan, case.index, case.index, case.tokens)
     bed.wait()
 
 

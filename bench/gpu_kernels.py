@@ -18,8 +18,7 @@ from pdstage.plan import TOKEN_MAJOR, Select, Staging
 from pdstage.stager import DEFAULT_MAX_SMS
 
 from . import curves, shapes
-from .bed import Spread
-from .harness import Row
+from .harness import Row, Spread, rate
 from .variants import CUDA_BULK, CUDA_PLAIN, plan_of
 
 if TYPE_CHECKING:
@@ -188,16 +187,8 @@ def bulk_ahead(way: str, bulk: dict[int, float], plain: dict[int, float]) -> Row
 
 def _noise(case: Case, repeats: int) -> Row:
     times = case.bed.spreads({"one": case.copy(), "other": case.copy()}, repeats)
-    return Row(
-        name="a copy beside a copy",
-        value=case.nbytes / times["one"].median / 1e9,
-        baseline=case.nbytes / times["other"].median / 1e9,
-        unit="GB/s",
-        detail=f"{case.nbytes / 2**20:.1f} MiB, both dense to dense, in turn",
-        point={"table": "noise"},
-        quartiles=times["one"].rates(case.nbytes),
-        baseline_quartiles=times["other"].rates(case.nbytes),
-    )
+    detail = f"{case.nbytes / 2**20:.1f} MiB, both dense to dense, in turn"
+    return rate("a copy beside a copy", case.nbytes, times["one"], times["other"], detail, point={"table": "noise"})
 
 
 def models(
@@ -235,18 +226,9 @@ def _beside_copy(
     detail: str = "",
 ) -> list[Row]:
     times = case.bed.spreads({"copy": case.copy(), **works}, repeats)
+    told = f"{case.nbytes / 2**20:.1f} MiB; baseline: a copy of as many bytes{detail}"
     return [
-        Row(
-            name=name,
-            value=case.nbytes / times[name].median / 1e9,
-            baseline=case.nbytes / times["copy"].median / 1e9,
-            unit="GB/s",
-            target=target,
-            detail=f"{case.nbytes / 2**20:.1f} MiB; baseline: a copy of as many bytes{detail}",
-            point=point,
-            quartiles=times[name].rates(case.nbytes),
-            baseline_quartiles=times["copy"].rates(case.nbytes),
-        )
+        rate(name, case.nbytes, times[name], times["copy"], told, target=target, point=point)
         for name, point in zip(works, points, strict=True)
     ]
 
@@ -345,35 +327,28 @@ def fused(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
         other = runs_case(bed, run_nbytes, nbytes)
         total = bed.memory(8, poison=0)
         run, stream = curves.size_name(run_nbytes), bed.stream()
-        works: dict[str, Work] = {}
+        works: dict[str, Work] = {"copy": case.copy()}
+        beside: dict[str, tuple[str, dict[str, Any]]] = {}
         for v in bed.variants:
             summing = plan_of(case.pool, case.select, TOKEN_MAJOR, v, checksum=True)
             at = (case.staging.data_ptr(), case.nbytes, case.index, case.tokens)
             for way, call in (("gather", summing.gather), ("scatter", summing.scatter)):
-                works[f"{way}, {v}, {run}"] = case.works(v)[way]
-                works[f"{way} with checksum, {v}, {run} runs"] = partial(
-                    call, *at, stream=stream, sum_ptr=total.data_ptr()
-                )
-            here, there = (plan_of(c.pool, c.select, TOKEN_MAJOR, v) for c in (case, other))
-            works[f"copy_to, {v}, {run} runs"] = partial(
-                here.copy_to, there, case.index, other.index, case.tokens, stream=stream
-            )
-        times = bed.seconds({"copy": case.copy(), **works}, QUICK_REPEATS if quick else REPEATS)
-        rates = {name: nbytes / seconds / 1e9 for name, seconds in times.items()}
-        for v in bed.variants:
-            for way in ("gather", "scatter"):
+                works[f"{way}, {v}"] = case.works(v)[way]
                 name = f"{way} with checksum, {v}, {run} runs"
-                yield Row(
-                    name=name, value=rates[name], baseline=rates[f"{way}, {v}, {run}"], unit="GB/s",
-                    detail="baseline: without",
-                    point={"table": "checksum", "way": way, "variant": v, "run_nbytes": run_nbytes},
-                )  # fmt: skip
+                works[name] = partial(call, *at, stream=stream, sum_ptr=total.data_ptr())
+                beside[name] = f"{way}, {v}", {"table": "checksum", "way": way}
+            here, there = (plan_of(c.pool, c.select, TOKEN_MAJOR, v) for c in (case, other))
             name = f"copy_to, {v}, {run} runs"
-            yield Row(
-                name=name, value=rates[name], baseline=rates["copy"], unit="GB/s",
-                detail="pool to pool of one GPU; baseline: a copy of as many bytes",
-                point={"table": "copy_to", "variant": v, "run_nbytes": run_nbytes},
-            )  # fmt: skip
+            works[name] = partial(here.copy_to, there, case.index, other.index, case.tokens, stream=stream)
+            beside[name] = "copy", {"table": "copy_to"}
+            for one in (name for name in beside if f", {v}, " in name):
+                beside[one][1].update(variant=v, run_nbytes=run_nbytes)
+        times = bed.spreads(works, QUICK_REPEATS if quick else REPEATS)
+        for name, (base, point) in beside.items():
+            detail = (
+                "baseline: without" if base != "copy" else "pool to pool of one GPU; baseline: a copy of as many bytes"
+            )
+            yield rate(name, nbytes, times[name], times[base], detail, point=point)
     yield from several(bed, quick)
 
 
@@ -396,16 +371,13 @@ def several(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
             _check_several(case, works["together"], stagings[:n], v)
             times = bed.spreads(works, QUICK_REPEATS if quick else REPEATS)
             by = f"{max_sms} SMs" if max_sms else "all SMs"
-            yield Row(
-                name=f"gather to {n} at once, {v}, {curves.size_name(run_nbytes)} runs, {by}",
-                value=n * case.nbytes / times["together"].median / 1e9,
-                baseline=n * case.nbytes / times["each"].median / 1e9,
-                unit="GB/s",
-                detail=f"{case.nbytes / 2**20:.1f} MiB to each, summed; baseline: {n} gathers, one after the other",
-                point={"table": "several", "variant": v, "run_nbytes": run_nbytes, "n": n, "max_sms": max_sms},
-                quartiles=times["together"].rates(n * case.nbytes),
-                baseline_quartiles=times["each"].rates(n * case.nbytes),
-            )
+            point = {"table": "several", "variant": v, "run_nbytes": run_nbytes, "n": n, "max_sms": max_sms}
+            yield rate(
+                f"gather to {n} at once, {v}, {curves.size_name(run_nbytes)} runs, {by}", n * case.nbytes,
+                times["together"], times["each"],
+                f"{case.nbytes / 2**20:.1f} MiB to each, summed; baseline: {n} gathers, one after the other",
+                point=point,
+            )  # fmt: skip
 
 
 def _each(gather: Callable[[int], None], destinations: tuple[int, ...]) -> None:

@@ -1,7 +1,7 @@
 """Rooms end to end between two processes on a GPU: gathered, written and scattered, by each available transport.
 
-Prefill holds tokens before heads in pages of 16, decode heads before tokens in pages of 32. The bytes of the first room
-are compared. On the CPU it runs with small sizes.
+Prefill holds tokens before heads in pages of 16, decode heads before tokens in pages of 32. The bytes of the first
+rooms are compared. On the CPU it runs with small sizes.
 
 `pdstage bench rooms --device D` takes "cuda:0", "cuda:0,cuda:1" (prefill on the first), "cpu", or, in a checkout,
 "double": a GPU's driver over host memory with the costs of an H200 (`COSTS`), for the host's part of the path. There
@@ -11,34 +11,32 @@ large copies take their time and move nothing; the bytes of smaller rooms are co
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import os
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdstage.errors import UsageError
 
-from .bed import Bed, Spread
-from .harness import Measured, Row, seconds
+from . import shapes
+from .bed import Bed
+from .harness import Measured, Row, Spread, rate, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from .ranks import Rank
+    from collections.abc import Callable, Iterator
 
 TRANSPORTS = ("local", "nixl")
 PROGRESS = ("thread", "inline")
 ROOM_NBYTES = 64 << 20
 _LARGE_NBYTES = 512 << 20
 _STAGING_NBYTES = 256 << 20
-_HOST_PIECE_NBYTES = 16 << 20
 _CHECKED_NBYTES = 2 << 20
+LAYERS, HEADS, WIDTH = 16, 8, 256
+TOKEN_NBYTES = 2 * LAYERS * HEADS * WIDTH
+AT_ONCE, PREFILL_PAGE, DECODE_PAGE = 8, 16, 32
 DOUBLE = "double"
 COSTS = {
     "timed": 1, "moves": 64 << 10, "copy_us": 10, "copy_gbps": 283, "us:cuLaunchKernel": 25, "us:cuMemcpyAsync": 25,
@@ -48,14 +46,13 @@ COSTS = {
 
 
 class Case(NamedTuple):
-    """Rooms of `nbytes` each. `prefill` are more options of its node, `decode` the device of the other, "" the bed's.
-    Not `moves`: the device moves no bytes that could be compared.
+    """Rooms of `nbytes` each, over `transport` between nodes that make progress so. `decode` is the device of the other
+    rank, "" the bed's. Not `moves`: the device moves no bytes that could be compared.
     """
 
     transport: str
     progress: str = PROGRESS[0]
     nbytes: int = ROOM_NBYTES
-    prefill: Mapping[str, object] = MappingProxyType({})
     decode: str = ""
     moves: bool = True
 
@@ -84,7 +81,8 @@ def run(quick: bool, device: str) -> Measured:
         for transport in [
             one for one, missing in bed.transports_missing().items() if one in TRANSPORTS and not missing
         ]:
-            check(bed, Case(transport, nbytes=_CHECKED_NBYTES))
+            with _rooms(bed, Case(transport, nbytes=_CHECKED_NBYTES)) as seconds_of:
+                seconds_of(1, check=True)
         os.environ["CUDA_DOUBLE"] = ",".join(f"{name}={value}" for name, value in COSTS.items())
         for name, value in COSTS.items():
             device_double[name] = value
@@ -95,8 +93,10 @@ def rows(bed: Bed, quick: bool, **of_all: Any) -> Iterator[Row]:  # noqa: ANN401
     """By transport and by who does the work: GB/s of one room, and of several at once, beside a copy; the time of one
     page; and how long the first rooms of two nodes take. `of_all` cases: fields of `Case`.
     """
-    if bed.lacks("rooms", ("msgspec", "zmq")):
-        return
+    for package in ("msgspec", "zmq"):
+        if importlib.util.find_spec(package) is None:
+            bed.left_out.append(f"rooms: {package} is not installed")
+            return
     failed = []
     for case in [case._replace(**of_all) for case in _cases(bed, quick)]:
         try:
@@ -105,24 +105,6 @@ def rows(bed: Bed, quick: bool, **of_all: Any) -> Iterator[Row]:  # noqa: ANN401
             failed.append(f"{case}: {error}")
     if failed:
         raise RuntimeError("; ".join(failed))
-
-
-def pieces(bed: Bed, quick: bool) -> Iterator[Row]:
-    """Rooms in pieces by the rate of the GPU's copies, beside rooms in pieces by the host's, of 16 MiB at most."""
-    if bed.lacks("pieces", ("msgspec", "zmq")):
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        for case in _cases(bed, quick):
-            if case.progress != PROGRESS[0]:
-                continue
-            by_host = case._replace(prefill=_by_host(case.transport, Path(folder, case.transport)))
-            both = [list(of(bed, one, 2 if quick else 4)) for one in (by_host, case)]
-            for base, row in zip(*both, strict=True):
-                yield replace(
-                    row, name=f"pieces, {row.name}", baseline=base.value, baseline_quartiles=base.quartiles,
-                    detail="by the rate of the GPU's copies; baseline: by the host's",
-                    point={**row.point, "table": "pieces"},
-                )  # fmt: skip
 
 
 def _cases(bed: Bed, quick: bool) -> list[Case]:
@@ -135,85 +117,36 @@ def _cases(bed: Bed, quick: bool) -> list[Case]:
     return cases + [Case(transport, nbytes=nbytes) for nbytes in large for transport in here if not quick]
 
 
-def _by_host(transport: str, file: Path) -> dict[str, object]:
-    """Options by which a device's copies cost what the host's do."""
-    from pdstage.manager.calibration import Calibration  # noqa: PLC0415  (what nodes need)
-    from pdstage.plan.cost import CostModel  # noqa: PLC0415
-    from pdstage.protocol.config import Config  # noqa: PLC0415
-    from pdstage.transport import open_transport  # noqa: PLC0415
-
-    with open_transport(transport) as opened:
-        traits = opened.traits
-    cost = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
-    where = {"made_at": "", "prefill_host": "", "decode_host": ""}
-    Calibration(version=1, **where, transports={traits.name: cost}).write(file)
-    return {"calibration": str(file), "config": Config(chunk_nbytes=_HOST_PIECE_NBYTES)}
-
-
 def of(bed: Bed, case: Case, repeats: int) -> Iterator[Row]:
     """The rows of one case. Raises `RuntimeError` where other bytes arrive than were sent."""
-    from .gpu_room_ranks import AT_ONCE, DECODE_PAGE, TOKEN_NBYTES  # noqa: PLC0415  (what nodes need)
-
-    tokens = case.nbytes // TOKEN_NBYTES
-    page_tokens = min(DECODE_PAGE, tokens)
-    with _ranks(bed, case) as (prefill, decode):
-        first = [_first(prefill, decode, tokens, case.moves)]
-        first += [_run(prefill, decode, (name,), tokens)[0] for name in ("second", "third")]
-        took = [_run(prefill, decode, range(1), tokens)[0] for _ in range(repeats)]
-        yield _first_row(case, tokens * TOKEN_NBYTES, first, Spread.of(took))
-        yield _rate_row(bed, case, "a room", tokens * TOKEN_NBYTES, Spread.of(took))
-        took = [_run(prefill, decode, range(AT_ONCE), tokens)[0] for _ in range(repeats + 1)][1:]
-        yield _rate_row(bed, case, f"{AT_ONCE} rooms at once", AT_ONCE * tokens * TOKEN_NBYTES, Spread.of(took))
+    with _rooms(bed, case) as seconds:
+        first = [seconds(1, check=case.moves) for _ in range(3)]
+        took = Spread.of([seconds(1) for _ in range(repeats)])
+        yield _first_row(case, case.nbytes, first, took)
+        yield _rate_row(bed, case, "a room", case.nbytes, took)
         if case.nbytes <= ROOM_NBYTES:
-            took = [_run(prefill, decode, range(1), page_tokens)[0] for _ in range(4 * repeats + 1)][1:]
-            yield _latency_row(bed, case, page_tokens * TOKEN_NBYTES, Spread.of(took))
-
-
-def check(bed: Bed, case: Case) -> None:
-    """One room of the case. Raises `RuntimeError` where other bytes arrive than were sent."""
-    from .gpu_room_ranks import TOKEN_NBYTES  # noqa: PLC0415  (what nodes need)
-
-    with _ranks(bed, case) as (prefill, decode):
-        _first(prefill, decode, case.nbytes // TOKEN_NBYTES)
+            several = [seconds(AT_ONCE) for _ in range(repeats + 1)][1:]
+            yield _rate_row(bed, case, f"{AT_ONCE} rooms at once", AT_ONCE * case.nbytes, Spread.of(several))
+            page = min(DECODE_PAGE, case.nbytes // TOKEN_NBYTES)
+            pages = [seconds(1, page) for _ in range(4 * repeats + 1)][1:]
+            yield _latency_row(bed, case, page * TOKEN_NBYTES, Spread.of(pages))
 
 
 @contextlib.contextmanager
-def _ranks(bed: Bed, case: Case) -> Iterator[tuple[Rank, Rank]]:
-    """Prefill's and decode's processes."""
-    from pdstage.control.bootstrap import BootstrapServer  # noqa: PLC0415
+def _rooms(bed: Bed, case: Case) -> Iterator[Callable[..., float]]:
+    """Both processes: seconds of so many rooms at once, from the ask to the last Success."""
+    from . import kv_transfer as kv  # noqa: PLC0415  (what nodes need)
+    from .sides import Fabric  # noqa: PLC0415
 
-    from .gpu_room_ranks import TOKEN_NBYTES, Decode, Prefill  # noqa: PLC0415  (what nodes need)
-    from .ranks import Rank  # noqa: PLC0415
-
-    tokens = case.nbytes // TOKEN_NBYTES
-    both = {
-        "transport": case.transport, "progress": case.progress, "staging_nbytes": _STAGING_NBYTES, "path": "staged"
-    }  # fmt: skip
-    with BootstrapServer() as server:
-        prefill = Rank(Prefill, server.address, bed.device, tokens, {**both, **case.prefill})
-        decode = Rank(Decode, server.address, case.decode or bed.device, tokens, both)
-        try:
-            yield prefill.ready(), decode.ready()
-        finally:
-            decode.close()
-            prefill.close()
-
-
-def _first(prefill: Rank, decode: Rank, tokens: int, moves: bool = True) -> float:
-    """Seconds of the first room of two nodes. `moves`: the device moves its bytes, so that they are compared."""
-    took_s, is_right = _run(prefill, decode, ("first",), tokens)
-    if moves and not is_right:
-        raise RuntimeError("a room arrived with other bytes than were sent")
-    return took_s
-
-
-def _run(prefill: Any, decode: Any, names: Any, tokens: int) -> tuple[float, bool]:  # noqa: ANN401
-    """Seconds from requesting all rooms to the last one's Success, and whether the first arrived unchanged."""
-    names = [f"{name} {time.monotonic_ns()}" for name in names]
-    prefill.begin("give", names, tokens)
-    found: tuple[float, bool] = decode.call("take", names, tokens)
-    prefill.result()
-    return found
+    model = shapes.Model("rooms", shapes.kv(range(LAYERS), HEADS, WIDTH), PREFILL_PAGE)
+    sizes = (AT_ONCE,) if case.nbytes <= ROOM_NBYTES else (1,)
+    burst = kv.Case(
+        model, case.nbytes // TOKEN_NBYTES, kv.Kept(1, PREFILL_PAGE), kv.Kept(1, DECODE_PAGE, heads_first=True), sizes
+    )
+    options = {"progress": case.progress, "staging_nbytes": _STAGING_NBYTES}
+    fabric = Fabric(case.transport, case.transport, {})
+    with kv.Bed(burst, fabric, bed.device, far=case.decode, options=options) as both:
+        yield lambda n, tokens=0, check=False: both.seconds("staged", n, tokens, check=check, asked=True)
 
 
 def _first_row(case: Case, nbytes: int, first: list[float], later: Spread) -> Row:
@@ -229,17 +162,11 @@ def _first_row(case: Case, nbytes: int, first: list[float], later: Spread) -> Ro
 
 
 def _rate_row(bed: Bed, case: Case, what: str, nbytes: int, took: Spread) -> Row:
-    copied = _copied(bed, nbytes)
-    return Row(
-        name=f"{case}: {what} of {nbytes / 2**20:.0f} MiB in all",
-        value=nbytes / took.median / 1e9,
-        baseline=nbytes / copied.median / 1e9,
-        unit="GB/s",
-        detail="from the ask to Success, between two processes on one GPU; baseline: one copy of as many bytes",
+    return rate(
+        f"{case}: {what} of {nbytes / 2**20:.0f} MiB in all", nbytes, took, _copied(bed, nbytes),
+        "from the ask to Success, between two processes on one GPU; baseline: one copy of as many bytes",
         point=_point(case, what, nbytes),
-        quartiles=took.rates(nbytes),
-        baseline_quartiles=copied.rates(nbytes),
-    )
+    )  # fmt: skip
 
 
 def _latency_row(bed: Bed, case: Case, nbytes: int, took: Spread) -> Row:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
 import platform
 import shutil
@@ -24,16 +23,14 @@ from pdstage import environment, native
 from pdstage.errors import UsageError
 from pdstage.tools.watch.progress import progress
 
+from . import BENCHES
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdstage.tools.watch.progress import Advance
 
-TRACED = ("rooms", "keys", "transfer", "kv-transfer")
-NAMES = (
-    "host-kernels", "convert", "plan", "wire", "launch", "rooms", "keys", "transfer", "kv-transfer",
-    "directory", "vllm-step", "gpu",
-)  # fmt: skip
+TRACED = ("rooms", "transfer", "kv-transfer")
 
 
 class _Progress:
@@ -89,6 +86,29 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ratio": self.ratio, "met": self.met}
+
+
+class Spread(NamedTuple):
+    """Median, 99th percentile, and first and third quartile of many seconds."""
+
+    median: float
+    p99: float
+    quartiles: tuple[float, float]
+
+    @classmethod
+    def of(cls, times: list[float]) -> Spread:
+        first, third, last = (float(np.quantile(times, share)) for share in (0.25, 0.75, 0.99))
+        return cls(statistics.median(times), last, (first, third))
+
+
+def rate(name: str, nbytes: int, took: Spread, base: Spread, detail: str, **more: Any) -> Row:  # noqa: ANN401
+    """GB/s, if each of these moved `nbytes`; `more` of `Row`."""
+    (first, third), (base_first, base_third) = took.quartiles, base.quartiles
+    return Row(
+        name=name, value=nbytes / took.median / 1e9, baseline=nbytes / base.median / 1e9, unit="GB/s", detail=detail,
+        quartiles=(nbytes / third / 1e9, nbytes / first / 1e9),
+        baseline_quartiles=(nbytes / base_third / 1e9, nbytes / base_first / 1e9), **more,
+    )  # fmt: skip
 
 
 class Measured(NamedTuple):
@@ -162,8 +182,8 @@ def run_named(name: str, quick: bool = False, **options: object) -> dict[str, An
 
     `options` are its own. Raises `UsageError` for those that it has not.
     """
-    if name not in NAMES:
-        raise UsageError(f"no bench {name!r}", remedy=f"use one of {', '.join(NAMES)}", name=name)
+    if name not in BENCHES:
+        raise UsageError(f"no bench {name!r}", remedy=f"use one of {', '.join(BENCHES)}", name=name)
     module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
     for option in options.keys() - inspect.signature(module.run).parameters.keys():
         raise UsageError(f"bench {name} has no --{option}", remedy="leave it out", field=option)
@@ -227,11 +247,3 @@ def table(report: dict[str, Any]) -> str:
     on = f"{report['machine']['cpu']}, {report['machine']['cores']} cores, host code {report['machine']['host_code']}"
     body = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
     return "\n".join([f"{report['name']} on {on}", *body])
-
-
-def main(name: str, json_path: str | None = None, *, quick: bool = False) -> dict[str, Any]:
-    """`run_named`, with the report written to `json_path` if one is given."""
-    report = run_named(name, quick)
-    if json_path:
-        Path(json_path).write_text(json.dumps(report, indent=2) + "\n")
-    return report

@@ -2,8 +2,8 @@
 
 There are two limits: one streaming copy of the same bytes, the fastest that there is, and a loop tuned by hand for just
 that list of runs (`limits`). Slots are single runs in random order, in a pool twice as big as the data. Heads are one
-of eight, in random pages of 16 tokens: a run, then seven of others. More rows cover checksums, two threads and torch's
-indexing, beside the streaming copy.
+of eight, in random pages of 16 tokens: a run, then seven of others. More rows cover checksums, beside the streaming
+copy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Region, RowLevel, View
@@ -60,7 +59,6 @@ ACCESSES = (Access("slots", 1, 1, 2), Access("one head of 8", 16, 8, 1))
 
 
 def run(quick: bool) -> list[Row]:
-    torch.set_num_threads(1)
     rows = []
     for mib in (64,) if quick else (64, 256):
         for run_nbytes in (256, 1024) if quick else RUNS:
@@ -78,7 +76,6 @@ class _Side:
         pool = Pool([Region(self.base, self.memory.nbytes)], views, keep=self.memory)
         select = [Select(view.key, head, 1) for view in views]
         self.plan, self.summed = pool.plan(select), pool.plan(select, checksum=True)
-        self.shared = pool.plan(select, threads=2)
         tokens = np.arange(views[0].tokens_per_item) * views[0].rows[0].stride + head * views[0].shard_stride
         within = (items.astype(np.int64)[:, None] * views[0].item_stride + tokens).ravel()
         self.offsets = np.concatenate([view.offset + within for view in views])
@@ -115,38 +112,17 @@ class _Case:
         }
 
     def others(self) -> dict[str, Callable[[], object]]:
-        own, peer, tokens, at = self.own, self.peer, self.tokens, self.sum.ctypes.data
+        own, tokens, at = self.own, self.tokens, self.sum.ctypes.data
         return {
             "gather + checksum": lambda: own.summed.gather(*self.staged, own.index, tokens, sum_ptr=at),
             "scatter + checksum": lambda: own.summed.scatter(*self.staged, own.index, tokens, sum_ptr=at),
-            "pool to pool + checksum":
-                lambda: own.summed.copy_to(peer.summed, own.index, peer.index, tokens, sum_ptr=at),
-            "gather, 2 threads": lambda: own.shared.gather(*self.staged, own.index, tokens),
-            "scatter, 2 threads": lambda: own.shared.scatter(*self.staged, own.index, tokens),
         }  # fmt: skip
-
-    def torchs(self) -> dict[str, Callable[[], object]]:
-        """torch's own indexing of slots; `torch.gather` has an index for each element, as in one engine's host path."""
-        items = torch.from_numpy(self.own.items.astype(np.int64))
-        memory = torch.from_numpy(self.own.memory)
-        pools = memory.view(-1, 2 * self.n, self.run)
-        dense = torch.from_numpy(self.out).view(len(pools), self.n, self.run)
-        pairs = list(zip(pools, dense, strict=True))
-        works: dict[str, Callable[[], object]] = {
-            "torch.index_select": lambda: [torch.index_select(pool, 0, items, out=into) for pool, into in pairs],
-            "torch.index_copy_": lambda: [pool.index_copy_(0, items, into) for pool, into in pairs],
-        }
-        if self.run <= 1024:
-            works["torch.gather"] = lambda: [
-                torch.gather(pool, 0, items[:, None].expand_as(into), out=into) for pool, into in pairs
-            ]
-        return works
 
 
 def _measure(access: Access, nbytes: int, run_nbytes: int, *, repeats: int) -> list[Row]:
     case = _Case(access, nbytes, run_nbytes)
     ours, loops = case.ours(), case.loops()
-    rest = case.others() | (case.torchs() if access.spare > 1 else {})
+    rest = case.others()
     works = [limits.streaming_copy(nbytes), *loops.values(), *ours.values(), *rest.values()]
     streaming, *times = (nbytes / s / 1e9 for s in interleaved(works, repeats=repeats))
     limit = dict(zip(loops, times, strict=False))

@@ -3,8 +3,8 @@
     python -m pdstage.bench.kit            into .gpu-kit of this checkout, which git ignores; at most 64 MiB
 
 It has, for Python 3.11 and 3.12 on x86-64: msgspec and pyzmq, NIXL without the parts that one GPU does not need,
-pytest, rich, the compiled extension, SGLang's one file of staging kernels, and vLLM without its compiled operators, as
-the adapter's tests need it. Only missing packages are used from it.
+pytest, hypothesis, rich, the compiled extension, and vLLM without its compiled operators, as the adapter's tests need
+it. Only missing packages are used from it.
 `kit.json` lists its content, and why the rest is absent.
 """
 
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pdstage
-from pdstage import environment
 from pdstage.errors import PdstageError, UsageError
 
 if TYPE_CHECKING:
@@ -38,15 +37,11 @@ UNPACKED = ROOT / "build/gpu-kit"
 PYTHONS = ("3.11", "3.12")
 MOST_NBYTES = 64 << 20
 _ABOUT, _EXTENSION = "kit.json", "extension"
-_SGLANG = Path("sglang/staging_buffer.py")
-_SGLANG_FILE = "sglang/srt/disaggregation/common/staging_buffer.py"
-_SGLANG_PINS = "tests/engines/requirements-sglang.txt"
 _PINS = ("constraints.txt", "tests/engines/requirements-vllm.txt")
 # pip takes a wheel for exactly the platforms it is told of: those of a C library that any image with Python 3.11 has.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(34, 16, -1)] + ["manylinux2014_x86_64"]
 _NOT_HERE = {
     "cupy": "its wheel has 66 MiB for one Python: without it the CUDA kernels and CUDA IPC are left out, Triton is not",
-    "transformers": "with what it needs it has 100 MiB: without it the demo is left out",
 }
 
 
@@ -98,6 +93,7 @@ PACKAGES = (
     Package("msgspec", ("msgspec",), everything),
     Package("zmq", ("pyzmq",), everything),
     Package("pytest", ("pytest", "iniconfig", "pluggy", "packaging"), everything),
+    Package("hypothesis", ("hypothesis", "sortedcontainers"), everything),
     Package("nixl", ("nixl", "nixl-cu13"), of_nixl),
     Package("rich", ("rich", "markdown-it-py", "mdurl"), everything),
     Package("pygments", ("pygments",), everything),
@@ -135,7 +131,6 @@ def prepare(folder: Path) -> dict[str, Any]:
         for package in PACKAGES
     }
     parts |= {f"extension for {v}": lambda v=v: _build(v, folder / _EXTENSION) for v in PYTHONS}  # type: ignore[misc]
-    parts["sglang"] = lambda: _bring_sglang(folder / _SGLANG)
     before = 0
     for name, bring in parts.items():
         try:
@@ -172,21 +167,6 @@ def _download(names: Sequence[str], version: str, into: Path) -> list[Path]:
     command += [part for pins in _PINS for part in ("-c", str(ROOT / pins))]
     _call([*command, *(part for name in _PLATFORMS for part in ("--platform", name)), *names])
     return sorted(into.glob("*.whl"))
-
-
-def _bring_sglang(target: Path) -> None:
-    """The installed package's file, or that of the version the tests are pinned to."""
-    spec = importlib.util.find_spec("sglang")
-    places = [Path(place).parent for place in (spec.submodule_search_locations or [])] if spec else []
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for place in places:
-        if (place / _SGLANG_FILE).is_file():
-            shutil.copy(place / _SGLANG_FILE, target)
-            return
-    pins = (ROOT / _SGLANG_PINS).read_text().split()
-    with tempfile.TemporaryDirectory() as held:
-        (wheel,) = _download([pin for pin in pins if pin.startswith("sglang==")], PYTHONS[-1], Path(held))
-        target.write_bytes(zipfile.ZipFile(wheel).read(_SGLANG_FILE))
 
 
 def _build(version: str, into: Path) -> None:
@@ -267,14 +247,6 @@ def used() -> dict[str, Path]:
 def paths() -> list[str]:
     """For PYTHONPATH."""
     return [str(path) for path in used().values()]
-
-
-def variables() -> dict[str, str]:
-    """The environment that names SGLang's file, where nothing else does."""
-    path, name = FOLDER / _SGLANG, environment.SGLANG.name
-    if os.environ.get(name) or importlib.util.find_spec("sglang") or not path.exists():
-        return {}
-    return {name: str(path)}
 
 
 def install() -> None:

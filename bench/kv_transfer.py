@@ -3,16 +3,13 @@
 CollectiveX's kv-transfer suite (SemiAnalysisAI/InferenceX#2510) moves 1 to 64 requests at once between two equal ranks.
 A request is a list of pages, layer by layer, at random places of both pools: page tables are drawn by seed and cut from
 one permutation. The ceiling of each row is one contiguous write of the same bytes. Here too; every byte of every burst
-is compared, and the libraries' own calls run in turn with pdstage's. Further rows have other tensor-parallel sizes,
-page sizes and orders of memory on the two sides.
+is compared, and within a host the libraries' own calls run in turn with pdstage's. Further rows have other
+tensor-parallel sizes, page sizes and orders of memory on the two sides.
 
-One process a side has all ranks of its side. A library has two processes and two pools of its own: vLLM's worker has a
-thread that polls, as NIXL's agents have by default, and beside it all else is slower. Processes that are not measured
-stand still. Prefill has computed everything before the clock starts. The clock runs from the first `bind` to the last
-Success, or from a library's first post to its last completion. A model keeps 1 of `scale` of its layers. Rows whose
-pools do not fit the machine's memory are left out.
-
-`--peer` has the decode side on another host, where `--serve` waits (two_hosts.py).
+One process a side has all ranks of its side. A library has two processes and two pools of its own. Processes that are
+not measured stand still. Prefill has computed everything before the clock starts. The clock runs from the first `bind`
+to the last Success, or from a library's first post to its last completion. A model keeps 1 of `scale` of its layers.
+Rows whose pools do not fit the machine's memory are left out.
 """
 
 from __future__ import annotations
@@ -23,14 +20,14 @@ import os
 import statistics
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pdstage import shared
-from pdstage.errors import UsageError
+from pdstage.control.bootstrap import BootstrapServer
 from pdstage.kernels import Pool
 from pdstage.layout.items import slot_items
 from pdstage.layout.topology import Topology
@@ -43,15 +40,13 @@ from pdstage.tools.calibrate import pool as pools
 from . import shapes
 from .bound import Costs, Pieces
 from .harness import Measured, Row
-from .peers import vllm
 from .peers.libraries import Library, Pages, installed
 from .ranks import Actor, Rank, expose, observers
 from .shapes import SLOTS, Model
-from .sides import Side, fabrics, median_ratio, rounds
-from .two_hosts import FarRank, Place, Requests, Server, There, fabrics_between
+from .sides import PAUSE_S, Side, fabrics, median_ratio, rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Self
 
     from numpy.typing import NDArray
@@ -67,7 +62,6 @@ LADDER = (1, 2, 4, 8, 16, 32, 64)
 TARGETED = 8
 """The requests at once of which the rows beside their bound have a target."""
 QUICK_SCALE = 40
-HERE = Place()
 _SLACK = 2
 """Pools have twice the pages of the largest burst, as CollectiveX's have."""
 _CONFIG = Config(max_silence_s=300.0)
@@ -85,7 +79,7 @@ class Kept(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Requests of `tokens` tokens; bursts of each of `sizes` requests."""
+    """Requests of `tokens` tokens; bursts of each of `sizes` requests, in random pages."""
 
     model: Model
     tokens: int
@@ -110,36 +104,22 @@ class Case(NamedTuple):
         )
 
     def _n_pages(self, kept: Kept) -> int:
-        return _SLACK * max(self.sizes) * (self.tokens // kept.page)
+        return _SLACK * max(self.sizes) * -(-self.tokens // kept.page)
 
     def requests(self, side: str, burst: int, n: int) -> list[Request]:
         """Pages and slots of `n` requests at "src" or "dst", drawn by the burst's number."""
         kept, _ = self.ends(side)
         rng = np.random.default_rng([burst, side == "dst"])
-        a_request = self.tokens // kept.page
+        a_request = -(-self.tokens // kept.page)
         pages = rng.permutation(self._n_pages(kept))[: n * a_request].reshape(n, a_request)
         slots = rng.permutation(_SLACK * max(self.sizes))[:n].tolist()
         has_states = SLOTS in self.model.components()
         return [Request(table, slot, has_states) for table, slot in zip(pages, slots, strict=True)]
 
-    def request(self) -> Requests:
-        """The case as another host is asked for it."""
-        model = self.model
-        return Requests(model.name, model.n_layers, self.tokens, self.src, self.dst, list(self.sizes))
-
-    @classmethod
-    def asked(cls, one: Requests) -> Case:
-        """The case that another host asks for. Raises `UsageError` for a model that this release does not know."""
-        known = {model.name: model for model in MODELS}
-        if one.model not in known:
-            raise UsageError(f"no model {one.model!r}", remedy="run one release on both sides", field="model")
-        model = shapes.of_layers(known[one.model], one.layers)
-        return cls(model, one.tokens, Kept(*one.src), Kept(*one.dst), tuple(one.sizes))
-
     def pages(self, burst: int, n: int, layout: Layout, src_base: int, dst_base: int) -> list[Pages]:
         """A burst as a library takes it. The sides are alike; their pools begin at those addresses."""
         return [
-            Pages(src_base + src, dst_base + dst, nbytes, one.pages, other.pages)
+            Pages(src_base + src, dst_base + dst, nbytes)
             for one, other in zip(*(self.requests(side, burst, n) for side in ("src", "dst")), strict=True)
             for (src, nbytes), (dst, _) in [(item_spans(layout, one), item_spans(layout, other))]
         ]
@@ -239,6 +219,7 @@ class Memory:
             import torch  # noqa: PLC0415  (with a GPU)
 
             self._there.copy_(torch.from_numpy(self._words.view(np.uint8)[: len(self._there)]))
+            torch.cuda.synchronize(self._there.device)  # nodes' streams do not wait for torch's
 
     def fetch(self) -> None:
         """Before `check`: what is in the pool now."""
@@ -260,14 +241,15 @@ class Memory:
 
 
 class _Nodes(Side):
-    """One side's ranks, "src" or "dst"."""
+    """One side's ranks, "src" or "dst". `options` are more of their nodes."""
 
-    def __init__(self, case: Case, side: str, fabric: Fabric, place: Place) -> None:
-        super().__init__(max(case.sizes) * case.nbytes, fabric.transport, place.far_host, place.device)
+    def __init__(self, case: Case, side: str, fabric: Fabric, device: str, options: Mapping[str, Any]) -> None:
+        super().__init__(max(case.sizes) * case.nbytes, fabric.transport, device)
+        self._options = {"transport": fabric.transport, "config": _CONFIG, **options}
         self.case, self._side = case, side
         kept, _ = case.ends(side)
-        mappable = fabric.transport == "local" and place.device == "cpu"
-        self.memories = [Memory(case, kept, rank, place.device, mappable=mappable) for rank in range(kept.tp)]
+        mappable = fabric.transport == "local" and device == "cpu"
+        self.memories = [Memory(case, kept, rank, device, mappable=mappable) for rank in range(kept.tp)]
         self._pieces: list[Pieces] = []
 
     def copies(self, burst: int, n: int) -> float:
@@ -297,41 +279,42 @@ class _Nodes(Side):
 class Sources(_Nodes):
     """All prefill ranks. Their pools hold their marks."""
 
-    def __init__(self, case: Case, directory: str, fabric: Fabric, place: Place) -> None:
-        super().__init__(case, "src", fabric, place)
+    def __init__(self, case: Case, directory: str, fabric: Fabric, device: str, options: Mapping[str, Any]) -> None:
+        super().__init__(case, "src", fabric, device, options)
         for rank, memory in enumerate(self.memories):
             memory.paint()
-            node = PrefillNode(
-                memory.pool, Topology(tp_size=case.src.tp, tp_rank=rank), transport=fabric.transport,
-                bootstrap=directory, config=_CONFIG, observers=observers(), **place.of_node(),
-            )  # fmt: skip
+            topology = Topology(tp_size=case.src.tp, tp_rank=rank)
+            node = PrefillNode(memory.pool, topology, bootstrap=directory, observers=observers(), **self._options)
             expose(node)
             self.nodes.append(node)
 
-    def offer(self, path: str, burst: int, n: int) -> None:
-        """Rooms of `n` requests, computed."""
+    def offer(self, path: str, burst: int, n: int, tokens: int = 0) -> None:
+        """Rooms of `n` requests, computed; of their first `tokens` alone, unless these are 0."""
         self.until(lambda: all(handle.released for handle in self.handles))
-        self.handles = []
+        self.handles, tokens = [], tokens or self.case.tokens
         for node in self.nodes:
             node.path = path
             for number, request in enumerate(self.case.requests("src", burst, n)):
                 sender = node.send(f"{burst}-{number}")
-                sender.chunk({"kv": request.pages}, {"kv": (0, self.case.tokens)})
+                sender.chunk({"kv": request.pages[: -(-tokens // self.case.src.page)]}, {"kv": (0, tokens)})
                 sender.finish(states=request.states or None)
                 self.handles.append(sender)
+
+    def n_chunks(self) -> tuple[int, int]:
+        """Staged and direct, so far."""
+        stats = [node.stats() for node in self.nodes]
+        return sum(one["chunks_staged"] for one in stats), sum(one["chunks_direct"] for one in stats)
 
 
 class Sinks(_Nodes):
     """All decode ranks."""
 
-    def __init__(self, case: Case, directory: str, fabric: Fabric, place: Place) -> None:
-        super().__init__(case, "dst", fabric, place)
+    def __init__(self, case: Case, directory: str, fabric: Fabric, device: str, options: Mapping[str, Any]) -> None:
+        super().__init__(case, "dst", fabric, device, options)
         self._directory = directory
         for rank, memory in enumerate(self.memories):
-            node = DecodeNode(
-                memory.pool, Topology(tp_size=case.dst.tp, tp_rank=rank), transport=fabric.transport,
-                config=_CONFIG, observers=observers(), **place.of_node(),
-            )  # fmt: skip
+            topology = Topology(tp_size=case.dst.tp, tp_rank=rank)
+            node = DecodeNode(memory.pool, topology, observers=observers(), **self._options)
             expose(node)
             self.nodes.append(node)
 
@@ -339,16 +322,18 @@ class Sinks(_Nodes):
         for memory in self.memories:
             memory.clear()
 
-    def pull(self, burst: int, n: int) -> float:
-        """Seconds from the first `bind` to the last Success."""
-        requests = self.case.requests("dst", burst, n)
+    def pull(self, burst: int, n: int, tokens: int = 0, asked: bool = False) -> float:
+        """Seconds from the first `bind` to the last Success; `asked`: from the first `receive`."""
+        requests, tokens = self.case.requests("dst", burst, n), tokens or self.case.tokens
+        start = time.perf_counter()
         receivers = [[node.receive(f"{burst}-{number}", self._directory) for number in range(n)] for node in self.nodes]
         self.handles = every = [one for of_node in receivers for one in of_node]
         self.until(lambda: all(one.state is not State.BOOTSTRAPPING for one in every))
-        start = time.perf_counter()
+        start = start if asked else time.perf_counter()
         for of_node in receivers:
             for receiver, request in zip(of_node, requests, strict=True):
-                receiver.bind({"kv": request.pages} | request.states, {"kv": (0, self.case.tokens)})
+                pages = {"kv": request.pages[: -(-tokens // self.case.dst.page)]}
+                receiver.bind(pages | request.states, {"kv": (0, tokens)})
         self.until(lambda: all(one.state is State.SUCCESS for one in every))
         took = time.perf_counter() - start
         self.until(lambda: all(one.released for one in every))
@@ -362,9 +347,8 @@ class End(Actor):
     """One end of a library, with a pool of its own, at "src" or "dst"."""
 
     def __init__(self, case: Case, side: str, make: Callable[[Layout], Library], device: str) -> None:
-        self.case, self._is_src = case, side == "src"
-        self._memory = Memory(case, case.src, 0, device)
-        if self._is_src:
+        self.case, self._memory = case, Memory(case, case.src, 0, device)
+        if side == "src":
             self._memory.paint()
         self._library = make(self._memory.layout)
         self._n_listed = 0
@@ -372,27 +356,20 @@ class End(Actor):
     def idle(self) -> None:
         self._library.idle()
 
-    def meet(self) -> tuple[int, object]:
+    def describe(self) -> tuple[int, object]:
         """The pool's address, and what the library tells its peer."""
         return self._memory.region.base, self._library.describe()
 
-    def met(self, base: int, described: object) -> None:
+    def connect(self, base: int, described: Any) -> None:  # noqa: ANN401  (the library's own)
         self._their_base = base
         self._library.connect(described)
-
-    def pulls(self) -> bool:
-        return self._library.pulls
-
-    def offer(self, n: int) -> None:
-        self._library.offer(n)
 
     def clear(self) -> None:
         self._memory.clear()
 
     def burst(self, burst: int, n: int) -> float:
-        """Seconds."""
-        bases = self._memory.region.base, self._their_base
-        pages = self.case.pages(burst, n, self._memory.layout, *(bases if self._is_src else reversed(bases)))
+        """Seconds, of the source's calls."""
+        pages = self.case.pages(burst, n, self._memory.layout, self._memory.region.base, self._their_base)
         self._n_listed += sum(len(one.nbytes) for one in pages)
         return self._library.burst(pages)
 
@@ -420,21 +397,16 @@ def item_spans(layout: Layout, request: Request) -> tuple[NDArray[np.int64], NDA
     return np.concatenate(offsets), np.concatenate(nbytes)
 
 
-def libraries(case: Case, transport: str, place: Place) -> dict[str, Callable[[Layout], Library]]:
+def libraries(case: Case, transport: str, device: str) -> dict[str, Callable[[Layout], Library]]:
     """Those to measure beside rooms over `transport`, by name: that are here and take the case's pools."""
-    if not case.is_equal:
-        return {}
-    found = installed(transport, place.host, place.device)
-    if transport == "nixl" and found and place.device == "cpu" and vllm.takes(case.place(case.src, 0)):
-        found[vllm.NAME] = partial(vllm.VllmWorker, host=place.host)
-    return found
+    return installed(transport, device) if case.is_equal else {}
 
 
 class _Pair(NamedTuple):
     """Two processes, which stand still but while they are measured."""
 
     src: Rank
-    dst: Rank | FarRank
+    dst: Rank
 
     def each(self, method: str, *given: object) -> None:
         for rank in self:
@@ -450,59 +422,51 @@ class _Pair(NamedTuple):
 
 
 class Bed:
-    """Both nodes' processes of one case, and both of each library; `there`: the decode side's are at that host.
-    `among`: only those libraries; None: all. `place` is this side's. A context manager.
+    """Both nodes' processes of one case, and both of each library. `device` is where pools are, and `far` where the
+    decode side's are, if elsewhere; `options` are more of nodes. A context manager.
     """
 
     def __init__(
         self,
         case: Case,
         fabric: Fabric,
-        place: Place = HERE,
-        there: There | None = None,
-        among: Collection[str] | None = None,
+        device: str = "cpu",
+        *,
+        far: str = "",
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._case, self._fabric, self._there, self._among = case, fabric, there, among
-        self._place = there.place if there is not None else place
+        self._case, self._fabric = case, fabric
+        self._devices, self._options = (device, far or device), dict(options)
         self._burst = 0
         self.libraries: dict[str, _Pair] = {}
 
     def __enter__(self) -> Self:
-        case, fabric, there = self._case, self._fabric, self._there
-        place = self._place
+        case, fabric = self._case, self._fabric
+        known = libraries(case, fabric.transport, self._devices[0])
         with contextlib.ExitStack() as held:
-            directory = place.directory().start()
-            held.callback(directory.close)
-            given = case, directory.address, fabric, place
-            self._nodes = self._start(held, (Sources, *given), (Sinks, *given))
-            known = libraries(case, fabric.transport, place)
-            wanted = set(known if self._among is None else self._among)
+            address = held.enter_context(BootstrapServer()).address
+            ends = [
+                Rank(side, case, address, fabric, device, self._options, env=fabric.env)
+                for side, device in zip((Sources, Sinks), self._devices, strict=True)
+            ]
+            self._nodes = self._start(held, _Pair(*ends))
             for name in known:
-                if name not in wanted or (there is not None and name not in there.side.libraries):
-                    continue
-                src, dst = ((End, case, side, known[name], place.device) for side in ("src", "dst"))
-                self.libraries[name] = self._start(held, src, dst, name)
+                ends = [
+                    Rank(End, case, side, known[name], device, env=fabric.env)
+                    for side, device in zip(("src", "dst"), self._devices, strict=True)
+                ]
+                self.libraries[name] = self._start(held, _Pair(*ends))
             self._held = held.pop_all()
         return self
 
-    def _start(
-        self, held: contextlib.ExitStack, src: tuple[Any, ...], dst: tuple[Any, ...], library: str = ""
-    ) -> _Pair:
+    def _start(self, held: contextlib.ExitStack, pair: _Pair) -> _Pair:
         """One pair after the other: those that poll would hold up those that still start."""
-        env, there = self._fabric.env, self._there
-        pair = _Pair(
-            Rank(*src, env=env),
-            Rank(*dst, env=env)
-            if there is None
-            else there.rank(self._case.request(), "" if library else dst[2], self._fabric, library),
-        )
         for rank in pair:
             held.callback(rank.close)
         for rank in pair:
             rank.ready()
-        tell, hear = ("meet", "met") if library else ("describe", "connect")
         for one, other in (pair, reversed(pair)):
-            one.call(hear, *other.call(tell))
+            one.call("connect", *other.call("describe"))
         for rank in pair:
             rank.pause()
         return pair
@@ -510,26 +474,38 @@ class Bed:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def seconds(self, way: str, n: int) -> float:
-        """Seconds of a burst of `n` requests by a path, by a library, or as one contiguous write."""
+    def seconds(self, way: str, n: int, tokens: int = 0, *, check: bool = True, asked: bool = False) -> float:
+        """Seconds of a burst of `n` requests by a path, by a library, or as one contiguous write; `check` compares
+        every byte. `tokens`, `asked`: see `Sinks.pull`.
+        """
         self._burst += 1
         with self.libraries.get(way, self._nodes).running() as pair:
             if way == BULK:
                 return self._write(pair, n)
-            pair.dst.call("clear")
-            took = self._move(pair, n) if way in self.libraries else self._send(pair, way, n)
-            pair.dst.call("check", self._burst, n)
+            if check:
+                pair.dst.call("clear")
+            if way in self.libraries:
+                took: float = pair.src.call("burst", self._burst, n)
+            else:
+                pair.src.call("offer", way, self._burst, n, tokens)
+                took = pair.dst.call("pull", self._burst, n, tokens, asked)
+            if check:
+                pair.dst.call("check", self._burst, n)
             return took
+
+    def chosen(self) -> str:
+        """The path that "auto" takes, after a burst that is not timed."""
+        with self._nodes.running() as pair:
+            before = pair.src.call("n_chunks")
+        self.seconds("auto", 1)
+        with self._nodes.running() as pair:
+            staged, direct = (after - n for after, n in zip(pair.src.call("n_chunks"), before, strict=True))
+        return "both" if staged and direct else "staged" if staged else "direct"
 
     def _write(self, pair: _Pair, n: int) -> float:
         pair.each("use_raw", True)
         took: float = pair.src.call("write", n * self._case.nbytes)
         pair.each("use_raw", False)
-        return took
-
-    def _send(self, pair: _Pair, path: str, n: int) -> float:
-        pair.src.call("offer", path, self._burst, n)
-        took: float = pair.dst.call("pull", self._burst, n)
         return took
 
     def costs(self, n: int) -> Costs:
@@ -544,21 +520,10 @@ class Bed:
             write_s = self._write(pair, n)
             pair.each("use_raw", True)
             pair.each("begin_cost")
-            pair.src.call("write_slowly", n * self._case.nbytes)
+            pair.src.call("write", n * self._case.nbytes, PAUSE_S)
             send_s, receive_s = (rank.call("cost") for rank in pair)
             pair.each("use_raw", False)
         return Costs(gather_s, send_s, write_s, receive_s, scatter_s)
-
-    def _move(self, pair: _Pair, n: int) -> float:
-        pair.src.call("offer", n)
-        driver = pair.dst if pair.dst.call("pulls") else pair.src
-        took: float = driver.call("burst", self._burst, n)
-        return took
-
-    @property
-    def n_cores(self) -> int:
-        """That the two sides share; each other host's are its own."""
-        return (os.cpu_count() or 1) * (1 if self._there is None else 2)
 
     def n_descriptors(self, way: str) -> int:
         """So far, by that library or by both paths."""
@@ -594,25 +559,12 @@ def _scaled(model: Model, scale: int) -> Model:
     return shapes.of_layers(model, max(4 if SLOTS in model.components() else 1, -(-model.n_layers // scale)))
 
 
-def _fitting(case: Case, n_libraries: int, limit: int) -> tuple[Case, Case]:
-    """The case with those bursts that fit `limit` bytes of memory beside libraries, and with those of the rest that fit
-    alone.
-    """
-
-    def within(sizes: tuple[int, ...], n: int) -> Case:
-        while sizes and case._replace(sizes=sizes).memory_nbytes(n) > limit:
-            sizes = sizes[:-1]
-        return case._replace(sizes=sizes)
-
-    beside = within(case.sizes, n_libraries)
-    return beside, within(case.sizes[len(beside.sizes) :] if n_libraries else (), 0)
-
-
-def _lacking(size: int, beside: Case, alone: Case) -> list[str]:
-    """What a burst of `size` is not measured with."""
-    if size in beside.sizes:
-        return []
-    return ["libraries beside"] if size in alone.sizes else ["it"]
+def _fitting(case: Case, n_libraries: int, limit: int) -> Case:
+    """The case with those bursts that fit `limit` bytes of memory."""
+    sizes = case.sizes
+    while sizes and case._replace(sizes=sizes).memory_nbytes(n_libraries) > limit:
+        sizes = sizes[:-1]
+    return case._replace(sizes=sizes)
 
 
 def _memory() -> int:
@@ -621,73 +573,25 @@ def _memory() -> int:
     return int(line.split()[1]) * 1024 * 2 // 3
 
 
-def serve(bind: str, place: Place) -> Server:
-    """The other host's side of `--peer`, to be entered."""
-    anywhere = Case(MODELS[0], 16, Kept(), Kept())
-    names = {name for transport in ("nixl", "mooncake") for name in libraries(anywhere, transport, place)}
-    return Server(bind, place, _decode_side, _memory, sorted(names))
-
-
-def _decode_side(asked: Requests, directory: str, fabric: Fabric, place: Place, library: str) -> Rank:
-    case = Case.asked(asked)
-    if case.memory_nbytes(0) > _memory():
-        raise UsageError(f"not enough memory for {case}", remedy="a higher --scale keeps fewer layers")
-    if not library:
-        return Rank(Sinks, case, directory, fabric, place, env=fabric.env)
-    known = libraries(case, fabric.transport, place)
-    if library not in known:
-        raise UsageError(f"no library {library!r} for {case}", remedy="run one release on both sides")
-    return Rank(End, case, "dst", known[library], place.device, env=fabric.env)
-
-
-def run(
-    quick: bool,
-    *,
-    scale: int = 0,
-    transport: str = "",
-    peer: tuple[str, Place] | None = None,
-    device: str = "cpu",
-) -> Measured:
-    """`scale`: 1 of so many layers of each model; 0: all, or few for a look. `transport`: only that one. `peer`: the
-    other host's address and this one's place. `device`: where pools are, "cpu" or "cuda:N".
+def run(quick: bool, *, scale: int = 0, transport: str = "", device: str = "cpu") -> Measured:
+    """`scale`: 1 of so many layers of each model; 0: all, or few for a look. `transport`: only that one. `device`:
+    where pools are, "cpu" or "cuda:N".
     """
-    with contextlib.ExitStack() as stack:
-        there = stack.enter_context(There(*peer)) if peer is not None else None
-        over, left_out = fabrics_between(there.side) if there is not None else (fabrics(), [])
-        over = [fabric for fabric in over if transport in ("", fabric.transport)]
-        if there is not None and not over:
-            raise UsageError(
-                f"no fabric between the two hosts: {'; '.join(left_out)}", remedy="choose another --transport"
-            )
-        here = there.place if there is not None else Place(device=device)
-        limit = min(_memory(), there.side.memory) if there is not None else _memory()
-        rows, more = _models(scale or (QUICK_SCALE if quick else 1), quick, over, here, there, limit=limit)
-        machine = {"decode": there.side.machine} if there is not None else {}
-        return Measured(rows, machine, left_out + more, [])
-
-
-def _models(
-    scale: int, quick: bool, over: list[Fabric], here: Place, there: There | None, *, limit: int
-) -> tuple[list[Row], list[str]]:
-    """Rows of every case that fits `limit` bytes of memory, and what was left out."""
-    rows: list[Row] = []
-    left_out = []
-    repeats = 2 if quick else 3
-    for whole in cases(scale, quick):
+    over = [fabric for fabric in fabrics() if transport in ("", fabric.transport)]
+    limit, rows, left_out = _memory(), list[Row](), list[str]()
+    for whole in cases(scale or (QUICK_SCALE if quick else 1), quick):
         for fabric in over:
-            known = libraries(whole, fabric.transport, here)
-            with_all, without = _fitting(whole, len(known), limit)
-            for case, among in ((with_all, frozenset(known)), (without, frozenset[str]())):
-                if case.sizes:
-                    with Bed(case, fabric, here, there, among) as bed:
-                        for size in case.sizes:
-                            rows += _measured(bed, case, fabric, size, repeats)
+            known = libraries(whole, fabric.transport, device)
+            case = _fitting(whole, len(known), limit)
+            if case.sizes:
+                with Bed(case, fabric, device) as bed:
+                    for size in case.sizes:
+                        rows += _measured(bed, case, fabric, size, 2 if quick else 3)
             left_out += [
-                f"{fabric.name}, {whole}, {size} at once: no memory for {what}; a higher --scale keeps fewer layers"
-                for size in whole.sizes
-                for what in _lacking(size, with_all, without)
+                f"{fabric.name}, {whole}, {size} at once: no memory for it; a higher --scale keeps fewer layers"
+                for size in whole.sizes[len(case.sizes) :]
             ]
-    return rows, left_out
+    return Measured(rows, {}, left_out, [])
 
 
 def _measured(bed: Bed, case: Case, fabric: Fabric, n: int, repeats: int) -> Iterator[Row]:
@@ -711,7 +615,7 @@ def _measured(bed: Bed, case: Case, fabric: Fabric, n: int, repeats: int) -> Ite
         "requests": n, "nbytes": n * case.nbytes, "src": case.src._asdict(), "dst": case.dst._asdict(),
     }  # fmt: skip
     steps = Costs(*map(statistics.median, zip(*costs, strict=True)))
-    bounds = [one.bound_s(bed.n_cores) for one in costs]
+    bounds = [one.bound_s(os.cpu_count() or 1) for one in costs]
     bound = gb / statistics.median(bounds)
     yield Row(
         name=f"staged beside its bound, {fabric.name}: {case}, {n} at once",

@@ -29,17 +29,6 @@ static inline void fetch(const byte *src, int64_t nbytes) {
     for (int64_t at = 0; at < nbytes; at += 64) _mm_prefetch((const char *)src + at, _MM_HINT_T1);
 }
 
-// One copy, `pages` of 4 KiB side by side.
-void streaming_copy(byte *dst, const byte *src, int64_t nbytes, int64_t pages) {
-    const int64_t block = pages * 4096;
-    int64_t at = 0;
-    for (; at + block <= nbytes; at += block)
-        for (int64_t line = at; line < at + 4096; line += 64)
-            for (int64_t page = 0; page < block; page += 4096) copy_line(dst + page + line, src + page + line);
-    for (; at < nbytes; at += 64) copy_line(dst + at, src + at);
-    _mm_sfence();
-}
-
 // `n` runs of `nbytes` at `offsets` of `pool` to `dense`, one after the other: `side` of them at a time, the first
 // `fetched` bytes of each prefetched `ahead` runs before.
 void gather_runs(byte *dense, const byte *pool, const int64_t *offsets, int64_t n, int64_t nbytes, int64_t ahead,

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SOURCE = Path(__file__).with_name("limits.c")
-PAGES = (1, 2, 4, 8)
 AHEAD = (2048, 4096, 8192, 16384, 32768)
 SIDES = (1, 2, 4)
 _TRIES = 3
@@ -76,13 +75,9 @@ def aligned(nbytes: int) -> NDArray[np.uint8]:
 
 
 def streaming_copy(nbytes: int) -> Callable[[], object]:
-    """The fastest way to copy that many contiguous bytes: memcpy, or stores past the caches."""
+    """The C library's copy of that many contiguous bytes, which it stores past the caches."""
     src, dst = aligned(nbytes), aligned(nbytes)
-
-    def memcpy() -> None:
-        ctypes.memmove(dst.ctypes.data, src.ctypes.data, nbytes)
-
-    return fastest([memcpy, *(Call("streaming_copy", dst, src, nbytes, pages) for pages in PAGES)])
+    return lambda: ctypes.memmove(dst.ctypes.data, src.ctypes.data, nbytes)
 
 
 def gather_runs(dense: int, pool: int, offsets: NDArray[np.int64], nbytes: int) -> Callable[[], object]:

@@ -1,139 +1,42 @@
-"""Planning on the host: runs of fragmented pages, the direct path's descriptors, a chunk of a hybrid model, a staged
-call without its bytes, and the proof of a layout at start.
-"""
+"""Planning on the host: a chunk of a hybrid model, and a staged call without its bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from pdstage.kernels import Pool
-from pdstage.layout import Key, Layout, Region, RowLevel, View
-from pdstage.layout.topology import Axis
+from pdstage.layout import Region
 from pdstage.manager.items import check, rects_of
 from pdstage.plan import TOKEN_MAJOR, Select, Stagings, selects, shares, tokens_of
 from pdstage.plan.cost import CostModel
 from pdstage.plan.ownership import EVERYTHING, Common
-from pdstage.plan.spans import DirectPlan, coalesce
+from pdstage.plan.spans import DirectPlan
 from pdstage.plan.tables import Index, Table
-from pdstage.probe import LayerProbe, prove_layout
 from pdstage.protocol.destinations import clip, split
 from pdstage.stager import Stager
-from pdstage.tensors import build, paged_nhd
 
 from .harness import Row, interleaved
-from .shapes import SLOTS, Array, Block, Model, place
+from .shapes import SLOTS, Array, Block, Model, place, runs_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
+    from pdstage.layout import Layout
     from pdstage.plan import Share
-    from pdstage.probe import Cell
     from pdstage.protocol.destinations import Destination
 
-N_PAGES = 20_000
 LAYERS = 61
 HYBRID_TOKENS = 8192
 _NOWHERE = Region(4096, 0)
 _COST = CostModel.linear(bytes_per_s=12e9, descriptor_s=400e-9, post_s=10e-6)
-_CALLS = 10  # per turn: the first one after a baseline that freed a million objects must refill the heap
 
 
 def run(quick: bool) -> list[Row]:
-    return [*_coalescing(quick), _descriptors(quick), *_hybrid_chunks(quick), _call_overhead(quick), _proof(quick)]
-
-
-def _grouped(src: NDArray[Any], dst: NDArray[Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """The same grouping as engines do it today: numpy finds the breaks, and makes a list of arrays."""
-    breaks = np.where((np.diff(src) != 1) | (np.diff(dst) != 1))[0] + 1
-    return [group.tolist() for group in np.split(src, breaks)], [group.tolist() for group in np.split(dst, breaks)]
-
-
-def _often(src: NDArray[Any], dst: NDArray[Any]) -> None:
-    for _ in range(_CALLS):
-        coalesce(src, dst)
-
-
-def _coalescing(quick: bool) -> list[Row]:
-    rng = np.random.default_rng(0)
-    rows = []
-    for kind in (np.int32, np.int64):
-        lists = [rng.permutation(4 * N_PAGES)[:N_PAGES].astype(kind) for _ in range(2)]
-        ours, theirs = interleaved([partial(_often, *lists), partial(_grouped, *lists)], repeats=5 if quick else 31)
-        rows.append(
-            Row(
-                name=f"coalesce {N_PAGES} fragmented pages, {np.dtype(kind).name}",
-                value=ours / _CALLS * 1e6,
-                baseline=theirs * 1e6,
-                unit="us",
-                target=100,
-                on="value",
-                better="lower",
-                detail=f"{_CALLS} calls a turn; baseline: np.diff, np.split and lists",
-            )
-        )
-    return rows
-
-
-def _layout(heads: int, page: int, n_items: int, base: int) -> Layout:
-    """K and V of every layer, `[page, head, token, 256 bytes]`. Nothing reads the memory."""
-    width = 256
-    item = heads * page * width
-    regions = [Region(base + i * n_items * item, n_items * item) for i in range(2 * LAYERS)]
-    views = [
-        View(
-            key=Key("kv", "kv"[i // LAYERS], i % LAYERS),
-            region=i,
-            offset=0,
-            n_items=n_items,
-            item_stride=item,
-            tokens_per_item=page,
-            rows=(RowLevel(1, width),),
-            shards=heads,
-            shard_stride=page * width,
-            width=width,
-            axis=Axis("kv_head", heads, 0, heads),
-            format="bf16",
-        )
-        for i in range(2 * LAYERS)
-    ]
-    return Layout.of(regions, views)
-
-
-def _descriptors(quick: bool) -> Row:
-    """1,000 pages of 122 views, head by head: the direct path's plan, beside forming its addresses by broadcasting."""
-    n, page, heads = 1000, 16, 4
-    src, dst = _layout(heads, page, 4 * n, 1 << 40), _layout(heads, page, 4 * n, 1 << 41)
-    select = [Select(view.key, 0, heads // 2) for view in src.views()]
-    plan = DirectPlan(src, select, dst, select)
-    rng = np.random.default_rng(1)
-    items = [rng.permutation(4 * n)[:n].astype(np.int32) for _ in range(2)]
-    indexes = [{"kv": Index.of(list_)} for list_ in items]
-
-    def broadcast() -> int:
-        made = 0
-        for layout, list_ in zip((src, dst), items, strict=True):
-            for region in layout.regions:
-                item = list_.astype(np.int64)[:, None] * (heads * page * 256)
-                made += (region.base + item + np.arange(heads // 2) * (page * 256)).size
-        return made
-
-    tokens = {"kv": (0, n * page)}
-    n_made = plan.spans(tokens, *indexes).nbytes.size
-    ours, theirs = interleaved([lambda: plan.spans(tokens, *indexes), broadcast], repeats=3 if quick else 15)
-    return Row(
-        name=f"direct path, {n_made} descriptors",
-        value=ours / n_made * 1e9,
-        baseline=theirs / n_made * 1e9,
-        unit="ns",
-        better="lower",
-        detail="each; baseline: numpy broadcasting of the addresses alone, nothing checked or joined",
-    )
+    return [*_hybrid_chunks(quick), _call_overhead(quick)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,25 +157,8 @@ def hybrid(page: int) -> Model:
 def _call_overhead(quick: bool) -> Row:
     """A gather of one 16-byte token row from 122 views: all but the bytes; beside an empty call of numpy's take."""
     memory = np.zeros(1 << 20, np.uint8)
-    views = [
-        View(
-            key=Key("kv", "kv"[i // LAYERS], i % LAYERS),
-            region=0,
-            offset=i * 64 * 16,
-            n_items=64,
-            item_stride=16,
-            tokens_per_item=1,
-            rows=(RowLevel(1, 16),),
-            shards=1,
-            shard_stride=16,
-            width=16,
-            axis=Axis("kv_head", 1, 0, 1),
-            format="bf16",
-        )
-        for i in range(2 * LAYERS)
-    ]
-    pool = Pool([Region(memory.ctypes.data, memory.nbytes)], views, keep=memory)
-    plan = pool.plan([Select(view.key, 0, 1) for view in views])
+    layout = runs_layout(16, 64, 2 * LAYERS, base=memory.ctypes.data)
+    plan = Pool.of(layout, keep=memory).plan([Select(view.key, 0, 1) for view in layout.views()])
     out = np.zeros(plan.nbytes({"kv": (0, 1)}), np.uint8)
     index, ptr = {"kv": Index.of(np.zeros(1, np.int32))}, out.ctypes.data
     cells, one = memory.reshape(-1, 16), np.zeros(1, np.int64)
@@ -295,41 +181,3 @@ def _call_overhead(quick: bool) -> Row:
         better="lower",
         detail="16 bytes a view; baseline: np.take a view",
     )
-
-
-def _proof(quick: bool) -> Row:
-    """`prove_layout` of every layer of a host pool, by a writer that stores rows with numpy."""
-    pages, tokens, heads, dim = 8, 64, 8, 128
-    k = np.zeros((LAYERS, pages, tokens, heads, dim), np.float16)
-    v = np.zeros_like(k)
-    layout = build(paged_nhd(k, v, total_heads=heads, tp=(1, 0)))
-
-    def write(layer: int, cells: Sequence[Cell], rng: np.random.Generator) -> dict[Key, NDArray[np.uint8]]:
-        stored = {}
-        for role, cache in (("k", k), ("v", v)):
-            drawn = rng.standard_normal((len(cells), heads, dim)).astype(np.float16)
-            for cell, row in zip(cells, drawn, strict=True):
-                cache[layer, cell.item, cell.token] = row
-            stored[Key("kv", role, layer)] = drawn.view(np.uint8)
-        return stored
-
-    probes = [
-        LayerProbe(str(layer), "numpy", (Key("kv", "k", layer), Key("kv", "v", layer)), partial(write, layer))
-        for layer in range(LAYERS)
-    ]
-    ours, zeroed = interleaved(
-        [partial(prove_layout, layout, probes), partial(_zero, k.nbytes + v.nbytes)], repeats=3 if quick else 11
-    )
-    return Row(
-        name=f"prove a layout of {LAYERS} layers, {heads} heads of {dim}",
-        value=ours * 1e3,
-        baseline=zeroed * 1e3,
-        unit="ms",
-        on="value",
-        better="lower",
-        detail=f"baseline: to allocate and zero this pool of {(k.nbytes + v.nbytes) >> 20} MiB",
-    )
-
-
-def _zero(nbytes: int) -> None:
-    np.empty(nbytes, np.uint8).fill(0)

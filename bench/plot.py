@@ -22,9 +22,7 @@ ROOT = Path(pdstage.__file__).resolve().parent.parent
 PAGE, PATHS_PAGE, SIZING_PAGE = Path("docs/kernels.md"), Path("docs/transports.md"), Path("docs/tune.md")
 PLOTS, RESULTS = Path("docs/plots"), Path("bench/results")
 BEGIN, END = "<!-- measured: made by `make plots`, do not edit -->", "<!-- /measured -->"
-NO_GPU = "**No GPU has been measured yet.** Until one is, this page shows the host kernels, and nothing about a GPU."
 _N_MISSED = 20
-_HOST_NAME = re.compile(r"((?:gather|scatter), (?:slots|one head of 8)), (\d+) (B|KiB) runs, 64 MiB")
 
 
 class Line(NamedTuple):
@@ -49,7 +47,7 @@ def roofline(name: str, title: str, points: list[tuple[str, int, float]]) -> Plo
     """Fraction of a copy by run length; `points` are (label, run's bytes, fraction)."""
     return Plot(
         f"{name}-roofline.svg", f"{title}: share of a copy's speed", "bytes of one run", "share of a same-bytes copy",
-        _lines(points), [("target from 256 B on", 0.9)] if name != "host-kernels" else [],
+        _lines(points), [("target from 256 B on", 0.9)],
     )  # fmt: skip
 
 
@@ -60,25 +58,11 @@ def _lines(points: list[tuple[str, int, float]]) -> list[Line]:
     return [Line(label, sorted(line)) for label, line in sorted(found.items())]
 
 
-def host_plot(report: dict[str, Any]) -> Plot:
-    """The host kernels' curve, one thread."""
-    points = []
-    for row in report["rows"]:
-        named = _HOST_NAME.fullmatch(row["name"])
-        if named:
-            run = int(named[2]) * (1024 if named[3] == "KiB" else 1)
-            points.append((named[1], run, row["ratio"]))
-    return roofline("host-kernels", "Host kernels, one thread", points)
-
-
 def gpu_plots(report: dict[str, Any], name: str) -> list[Plot]:
-    """The roofline by run length, and the curve over multiprocessors for the shortest run measured."""
+    """The roofline by run length, and the curve over multiprocessors for each run length measured."""
     title = report["machine"]["gpu"]["name"]
-    runs = [row for row in report["rows"] if row["point"].get("table") == "runs"]
-    sms = [row for row in report["rows"] if row["point"].get("table") == "sms"]
-    plots = [
-        roofline(name, title, [(_label(row), row["point"]["run_nbytes"], row["ratio"]) for row in runs]),
-    ]
+    runs, sms = (_of_table(report, table) for table in ("runs", "sms"))
+    plots = [roofline(name, title, [(_label(row), row["point"]["run_nbytes"], row["ratio"]) for row in runs])]
     for run in sorted({row["point"]["run_nbytes"] for row in sms}):
         points = [
             (_label(row), row["point"]["max_sms"], row["value"]) for row in sms if row["point"]["run_nbytes"] == run
@@ -87,6 +71,10 @@ def gpu_plots(report: dict[str, Any], name: str) -> list[Plot]:
         words = f"{title}: runs of {run} B by multiprocessors", "multiprocessors", "GB/s"
         plots.append(Plot(f"{name}-sms-{run}.svg", *words, _lines(points), targets))
     return plots
+
+
+def _of_table(report: dict[str, Any], table: str) -> list[dict[str, Any]]:
+    return [row for row in report["rows"] if row["point"].get("table") == table]
 
 
 def _label(row: dict[str, Any]) -> str:
@@ -99,18 +87,22 @@ def reports(root: Path = ROOT) -> dict[str, dict[str, Any]]:
     return {name: report for name, report in found.items() if not report["quick"]}
 
 
+def _gpus(held: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: report for name, report in held.items() if report["name"] == "gpu"}
+
+
 def plots_of(held: dict[str, dict[str, Any]]) -> list[Plot]:
-    """Those of every GPU measured, or the host kernels' where none was."""
-    gpus = [plot for name, report in held.items() if report["name"] == "gpu" for plot in gpu_plots(report, name)]
-    return gpus or [host_plot(held["host-kernels"])]
+    """Of every GPU measured; of paths, bursts, and staging memory."""
+    gpus = [plot for name, report in _gpus(held).items() for plot in gpu_plots(report, name)]
+    rest = [*path_plots(held["transfer"]), *burst_plots(held["kv-transfer"]), sizing_plot(held["cluster"])]
+    return [*gpus, *rest]
 
 
 def path_plots(report: dict[str, Any]) -> list[Plot]:
     """Staged and direct beside one bulk write by fragment size: one plot a transport, one curve a path and TP pair."""
     cells: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in report["rows"]:
-        if row["point"].get("table") == "paths":
-            cells[row["point"]["transport"]].append(row["point"])
+    for row in _of_table(report, "paths"):
+        cells[row["point"]["transport"]].append(row["point"])
     plots = []
     for name, found in sorted(cells.items()):
         points = [
@@ -131,31 +123,22 @@ def _taken(name: str, report: dict[str, Any]) -> list[str]:
 
 
 def paths_section(held: dict[str, dict[str, Any]]) -> str:
-    """docs/transports.md's measured part, or that nothing is."""
-    report = held.get("transfer")
-    plots = path_plots(report) if report else []
-    text = [] if plots else ["**Not measured yet over fragment sizes.**", ""]
-    if report and plots:
-        text += _taken("transfer", report)
-    for plot in plots:
+    """docs/transports.md's measured part."""
+    text = _taken("transfer", held["transfer"])
+    for plot in path_plots(held["transfer"]):
         text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
-    if report:
-        text += [
-            f"* {row['name']}: {row['value']:.0f} % ({row['detail']})" for row in report["rows"] if not row["point"]
-        ]
-        text += [""]
-    if bursts := held.get("kv-transfer"):
-        text += ["Whole requests, as CollectiveX measures them:", ""]
-        text += _taken("kv-transfer", bursts)
-        for plot in burst_plots(bursts):
-            text += [f"![{plot.title}](plots/{plot.file})", ""]
+    rows = [row for row in held["transfer"]["rows"] if not row["point"]]
+    text += [f"* {row['name']}: {row['value']:.0f} % ({row['detail']})" for row in rows]
+    text += ["", "Whole requests, as CollectiveX measures them:", "", *_taken("kv-transfer", held["kv-transfer"])]
+    for plot in burst_plots(held["kv-transfer"]):
+        text += [f"![{plot.title}](plots/{plot.file})", ""]
     return "\n".join([BEGIN, "", *text, END])
 
 
 def burst_plots(report: dict[str, Any]) -> list[Plot]:
     """Requests at once beside one contiguous write: one plot a transport and page size, one curve a way."""
     points: dict[tuple[str, int], list[tuple[str, int, float]]] = defaultdict(list)
-    rows = [row for row in report["rows"] if row["point"]["table"] == "kv-transfer"]
+    rows = _of_table(report, "kv-transfer")
     ladder = max((row["point"] for row in rows), key=lambda point: point["requests"])
     for row in rows:
         point = row["point"]
@@ -195,17 +178,13 @@ def sizing_section(held: dict[str, dict[str, Any]]) -> str:
 
 def section(held: dict[str, dict[str, Any]]) -> str:
     """The page's measured part: what was measured, on what, and each plot with its numbers."""
-    plots = plots_of(held)
-    gpus = {name: report for name, report in held.items() if report["name"] == "gpu"}
-    text = [] if gpus else [NO_GPU, ""]
-    for name, report in (gpus or {"host-kernels": held["host-kernels"]}).items():
-        where = report["machine"].get("gpu", {}).get("name") or report["machine"]["cpu"]
+    text = []
+    for name, report in _gpus(held).items():
+        where = report["machine"]["gpu"]["name"]
         text += [f"`{name}.json`: {where}, commit `{report['commit']}`, `{report['command']}`.", ""]
-        for plot in plots:
-            if plot.file.startswith(f"{name}-"):
-                text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
-        if gpus:
-            text += [*_missed(name, report), ""]
+        for plot in gpu_plots(report, name):
+            text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
+        text += [*_missed(name, report), ""]
     return "\n".join([BEGIN, "", *text, END])
 
 
@@ -276,9 +255,7 @@ def main(root: Path = ROOT) -> int:
         raise UsageError("plots need matplotlib", remedy="pip install 'pdstage[dev]'", field="matplotlib")
     held = reports(root)
     (root / PLOTS).mkdir(parents=True, exist_ok=True)
-    paths = path_plots(held["transfer"]) if "transfer" in held else []
-    bursts = burst_plots(held["kv-transfer"]) if "kv-transfer" in held else []
-    for plot in [*plots_of(held), *paths, *bursts, sizing_plot(held["cluster"])]:
+    for plot in plots_of(held):
         draw(plot, root / PLOTS / plot.file)
         print(root / PLOTS / plot.file)
     for path, part in (

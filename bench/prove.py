@@ -29,10 +29,8 @@ from typing import TYPE_CHECKING, Any
 from pdstage import environment
 from pdstage.errors import UsageError
 
-from . import children, curves, gpu, harness, kit
-from .children import ROOT, Command
-from .record import Record
-from .runner import Runner, Section
+from . import curves, gpu, harness, kit
+from .runner import ROOT, Command, Record, Runner, Section, call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,11 +47,10 @@ _ALONE = "tests/gpu/test_streams.py"  # it sees what any process allocates on th
 REQUIREMENTS = {
     "cuda": ("cuda plain", "cuda bulk", "cuda-plain", "cuda-bulk"),
     "triton": ("triton",),
-    "ipc": ("test_local_", "test_processes", "ipc:", "rooms:", "rooms, local"),
+    "ipc": ("test_local_", "test_processes", "rooms:", "rooms, local"),
     "nixl": ("test_nixl", "rooms, nixl"),
-    "sglang": ("sglang",),
-    "demo": ("demo:",),
 }
+_MULTI_GPU = "CUDA devices, this machine has 1"
 _SLOWER = 20
 _SANITIZED_S = 280.0
 _PROBE_S = 120.0
@@ -67,17 +64,16 @@ _SANITIZED = {**_FEW, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 def sections(device: str = "cuda:0") -> list[Section]:
     """In the order of their worth. The tests have time of their own."""
     rest, vllm = (tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / at).glob("test_*.py"))) for at in TESTS)
-    benches = {section.name: section for section in gpu.ORDER}
-    first = ("runs", "launch", "rooms", "sms", "sglang", "models")
+    measured = list(gpu.ORDER)
+    n_first = [one.name for one in measured].index("fused")
     return [
-        benches.pop("compile"),
-        Section("smoke", 45.0, (_SMOKE,), env=_FEW),
-        *(benches.pop(name) for name in first),
-        Section("tests", 150.0, tuple(path for path in rest if path != _ALONE), keeps_s=110.0),
-        Section("streams", 60.0, (_ALONE,), keeps_s=60.0),
-        Section("vllm", 100.0, vllm, keeps_s=60.0, env={"ENGINES_DEVICE": device}),
-        Section("demo", 90.0, keeps_s=40.0, by_kernel=False),
-        *benches.values(),
+        measured[0],
+        Section("smoke", 45.0, tests=(_SMOKE,), env=_FEW),
+        *measured[1:n_first],
+        Section("tests", 150.0, tests=tuple(path for path in rest if path != _ALONE), keeps_s=110.0),
+        Section("streams", 60.0, tests=(_ALONE,), keeps_s=60.0),
+        Section("vllm", 100.0, tests=vllm, keeps_s=60.0, env={"ENGINES_DEVICE": device}),
+        *measured[n_first:],
     ]
 
 
@@ -103,14 +99,18 @@ def prove(
 
 
 def missed(require: Sequence[str], record: Record) -> list[str]:
-    """What was skipped, left out or dropped of what is required; tests of one file for one reason together."""
+    """What was skipped, left out or dropped of what is required; tests of one file for one reason together. What one
+    GPU is too few for is no skip.
+    """
+    said = [tuple(one.split(": ", 1)) for one in record.left_out()]
+    said += [(test, why) for test, why in record.skipped if _MULTI_GPU not in why]
     n_of = Counter(
-        f"{name}: {skip._replace(what=skip.what.partition('::')[0])}"
+        f"{name}: {what.partition('::')[0]}: {why}"
         for name in require
-        for skip in record.skips()
-        if any(word in str(skip).lower() for word in REQUIREMENTS[name])
+        for what, why in said
+        if any(word in f"{what}: {why}".lower() for word in REQUIREMENTS[name])
     )
-    return [f"{said} ({n} times)" if n > 1 else said for said, n in n_of.items()]
+    return [f"{one} ({n} times)" if n > 1 else one for one, n in n_of.items()]
 
 
 @contextlib.contextmanager
@@ -158,9 +158,7 @@ def _sanitized(tool: str, check: str, chosen: str, left_s: float, log: IO[str]) 
     """What went wrong, empty if nothing."""
     watched = [tool, "--tool", check, "--target-processes", "all", "--error-exitcode", "97"]
     tests = [sys.executable, "-m", "pytest", _SMOKE, "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    (ended,) = children.call(
-        [Command(check, [*watched, *tests, *(["-k", chosen] if chosen else [])], _SANITIZED)], left_s, log
-    )
+    (ended,) = call([Command(check, [*watched, *tests, *(["-k", chosen] if chosen else [])], _SANITIZED)], left_s, log)
     if ended.code is None:
         return f"not done after {left_s:.0f} s"
     return "" if ended.code in (0, 5) else f"exit code {ended.code}"
@@ -170,7 +168,7 @@ def _refused(tool: str, log: IO[str]) -> str:
     """Why the tool does not run a plain CUDA program here; empty if it does."""
     program = "import torch; print(int(torch.arange(4, device='cuda').sum()))"
     command = Command("probe", [tool, "--error-exitcode", "97", sys.executable, "-c", program])
-    (ended,) = children.call([command], _PROBE_S, log)
+    (ended,) = call([command], _PROBE_S, log)
     if ended.code == 0 and "6" in ended.printed.split():
         return ""
     return ended.printed.strip()[-300:] or f"exit code {ended.code}"

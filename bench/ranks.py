@@ -1,4 +1,4 @@
-"""Ranks for the benches: one spawned process each, driven over a pipe, with a node over its own host pool.
+"""Ranks for the benches: one spawned process each, driven over a pipe.
 
 A bench gives the class that a process runs, and calls its methods.
 """
@@ -12,12 +12,8 @@ import os
 import signal
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
-from pdstage.kernels import Pool
-from pdstage.tensors import build, paged_nhd
 from pdstage.tools.trace import tracing
 from pdstage.tools.watch.option import Watching, asked_by_environment
 
@@ -36,26 +32,6 @@ _PR_SET_PDEATHSIG = 1
 _folder: Path | None = None
 _observers: tuple[Observer, ...] = ()
 _watching = Watching(None)
-
-
-class Shape(NamedTuple):
-    """An NHD pool of one rank in host memory, bf16: K and V of `layers` layers in pages of `page` tokens."""
-
-    kv_heads: int
-    head_dim: int
-    layers: int
-    page: int
-    n_pages: int
-    tp: int = 1
-    rank: int = 0
-
-    def pool(self, fill: int = 1) -> Pool:
-        """A pool over one array of `fill`, held as `pool.keep`, and touched: no first write pays for its pages."""
-        heads = max(1, self.kv_heads // self.tp)
-        shape = (2, self.layers, self.n_pages, self.page, heads, self.head_dim)
-        memory = np.full(shape, fill, np.uint16)
-        part = paged_nhd(memory[0], memory[1], total_heads=self.kv_heads, tp=(self.tp, self.rank), format="bf16")
-        return Pool.of(build(part), keep=memory)
 
 
 class Actor:

@@ -1,4 +1,4 @@
-"""Rooms: how many a second, the cost of one beside thousands of others, and the latency of a single one.
+"""Rooms: how many a second, and the latency of a single one.
 
 One prefill and one decode rank, one process each, through the public API; a room is one page of 1 KiB. The baseline is
 an echo between two of the same control sockets in the same two processes, in turn with the rooms.
@@ -13,26 +13,29 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.zmq import ControlSocket
+from pdstage.kernels import Pool
 from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.state import State
+from pdstage.tensors import build, paged_nhd
 
-from .harness import Measured, Row, interleaved
-from .ranks import Actor, Rank, Shape, expose, observers
+from .harness import Measured, Row
+from .ranks import Actor, Rank, expose, observers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from pdstage.manager import Receiver, Sender
 
 PAGE = 16
-TINY = Shape(kv_heads=1, head_dim=16, layers=1, page=PAGE, n_pages=16_384)
+N_PAGES = 16_384
 WINDOW = 64
 """Rooms in flight where rooms a second are measured."""
 WAIT_S = 60.0
@@ -42,33 +45,31 @@ RATES = {"inline": 9000, "thread": 2000}
 
 
 def run(quick: bool, device: str | None = None) -> list[Row] | Measured:
-    """`quick` leaves out nixl's rows, and opens 1,000 rooms where else it opens 10,000. `device`: `gpu_rooms` in place
-    of all that.
-    """
+    """`quick` leaves out nixl's rows. `device`: `gpu_rooms` in place of all that."""
     if device is not None:
         from .gpu_rooms import run as run_on  # noqa: PLC0415  (needs torch)
 
         return run_on(quick, device)
     rows: list[Row] = []
-    for progress in PROGRESS:
-        with Pair("local", progress) as pair:
+    for transport, progress in product(("local",) if quick else ("local", "nixl"), PROGRESS):
+        with Pair(transport, progress) as pair:
             rows += [_rate(pair, quick), *_latency(pair, quick)]
-            if progress == "inline":
-                rows += _crowd(pair, quick)
-    if not quick:
-        for progress in PROGRESS:
-            with Pair("nixl", progress) as pair:
-                rows += [_rate(pair, quick), *_latency(pair, quick)]
     return rows
 
 
-class Pair:
-    """A prefill and a decode process, and the room numbers they have used; with `keys`, a key file, encrypted."""
+def tiny_pool() -> Pool:
+    """K and V of one layer and one head of 16."""
+    memory = np.ones((2, 1, N_PAGES, PAGE, 1, 16), np.uint16)
+    return Pool.of(build(paged_nhd(memory[0], memory[1], total_heads=1, tp=(1, 0), format="bf16")), keep=memory)
 
-    def __init__(self, transport: str, progress: str, keys: str | None = None) -> None:
+
+class Pair:
+    """A prefill and a decode process, and the room numbers they have used."""
+
+    def __init__(self, transport: str, progress: str) -> None:
         self.transport, self.progress = transport, progress
-        self._bootstrap = BootstrapServer(keys=keys).start()
-        options = {"transport": transport, "progress": progress, "staging_nbytes": 4 << 20, "keys": keys}
+        self._bootstrap = BootstrapServer().start()
+        options = {"transport": transport, "progress": progress, "staging_nbytes": 4 << 20}
         self.prefill = Rank(PrefillRank, self._bootstrap.address, options)
         self.decode = Rank(DecodeRank, self._bootstrap.address, options)
         self._next = 0
@@ -115,7 +116,7 @@ class _RoomRank(Actor):
         self.node.close()
         self.echo.close()
 
-    def begin(self, room: int) -> None:
+    def begin(self, room: int) -> Sender | Receiver:
         """Has the node start one room."""
         raise NotImplementedError
 
@@ -155,35 +156,20 @@ class PrefillRank(_RoomRank):
     def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
         self.node: PrefillNode = PrefillNode(
-            TINY.pool(), Topology(), bootstrap=bootstrap, observers=observers(), **options
+            tiny_pool(), Topology(), bootstrap=bootstrap, observers=observers(), **options
         )
         expose(self.node)
         self.page = np.array([7])
-        self.held: list[Sender] = []
 
-    def begin(self, room: int) -> None:
-        self.submit(room)
-
-    def submit(self, room: int) -> Sender:
+    def begin(self, room: int) -> Sender:
         sender = self.node.send(room)
         sender.chunk(self.page, PAGE)
         sender.finish()
         return sender
 
-    def hold(self, rooms: Sequence[int]) -> None:
-        """Submits rooms of which no chunk comes."""
-        self.held += [self.node.send(room) for room in rooms]
-
-    def drop(self, n_left: int) -> None:
-        """Waits for the end of all held rooms but the first `n_left`."""
-        for sender in self.held[n_left:]:
-            sender.wait_released(WAIT_S)
-        del self.held[n_left:]
-        self.node.completions()
-
     def serve(self, rooms: range, busy: bool) -> None:
         """Gives all of `rooms` at once; then waits, or computes, until decode has taken them."""
-        senders = [self.submit(room) for room in rooms]
+        senders = [self.begin(room) for room in rooms]
         while busy and not all(sender.status & 0x7F == State.SUCCESS for sender in senders):
             _compute()
             if self.inline:
@@ -205,38 +191,13 @@ class DecodeRank(_RoomRank):
     def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
         self.bootstrap = bootstrap
-        self.node: DecodeNode = DecodeNode(TINY.pool(), Topology(), observers=observers(), **options)
+        self.node: DecodeNode = DecodeNode(tiny_pool(), Topology(), observers=observers(), **options)
         expose(self.node)
-        self.held: list[Receiver] = []
 
-    def begin(self, room: int) -> None:
-        self.take(room)
-
-    def take(self, room: int) -> Receiver:
+    def begin(self, room: int) -> Receiver:
         receiver = self.node.receive(room, self.bootstrap)
-        receiver.bind(np.array([room % TINY.n_pages]), PAGE)
+        receiver.bind(np.array([room % N_PAGES]), PAGE)
         return receiver
-
-    def hold(self, rooms: Sequence[int]) -> None:
-        """Opens rooms to which nothing comes."""
-        self.held += [self.take(room) for room in rooms]
-        while any(receiver.status & 0x7F == State.BOOTSTRAPPING for receiver in self.held):
-            self._wait_a_little()
-
-    def drop(self, n_left: int) -> None:
-        for receiver in self.held[n_left:]:
-            receiver.abort()
-        for receiver in self.held[n_left:]:
-            receiver.wait_released(WAIT_S)
-        del self.held[n_left:]
-        self.node.completions()
-
-    def poll_many(self, n: int, repeats: int) -> list[float]:
-        """Seconds of one `poll_many` of `n` held rooms, and of asking each handle."""
-        handles = self.held[:n]
-        return interleaved(
-            [lambda: self.node.poll_many(handles), lambda: [handle.state for handle in handles]], repeats=repeats
-        )
 
     def latencies(self, rooms: range, busy: bool) -> list[float]:
         """Seconds from `bind` to Success, a room at a time."""
@@ -351,39 +312,3 @@ def _latency(pair: Pair, quick: bool) -> list[Row]:
             )
         )
     return rows
-
-
-def _crowd(pair: Pair, quick: bool) -> list[Row]:
-    """What a room costs while many others are open, and `poll_many` of 1,000 of them."""
-    n, few, many, repeats = (256, 100, 1000, 1) if quick else (2000, 100, 10_000, 3)
-    pair.both("hold", list(pair.rooms(few)))
-    alone, crowded, polls = [], [], []
-    for _ in range(repeats):
-        alone.append(pair.both("run", pair.rooms(n)) / n)
-        pair.both("hold", list(pair.rooms(many - few)))
-        crowded.append(pair.both("run", pair.rooms(n)) / n)
-        polls.append(pair.decode.call("poll_many", 1000, 21 if quick else 201))
-        pair.both("drop", few)
-    pair.both("drop", 0)
-    poll, ask = (statistics.median(column) for column in zip(*polls, strict=True))
-    return [
-        Row(
-            name=f"a room's cost, {many} open beside {few} open, {pair.transport}",
-            value=statistics.median(crowded) * 1e6,
-            baseline=statistics.median(alone) * 1e6,
-            unit="us",
-            target=1.5,
-            better="lower",
-            detail=f"inline, {WINDOW} under way; the others wait for their first chunk",
-        ),
-        Row(
-            name=f"poll_many of 1000 rooms, {many} open",
-            value=poll * 1e6,
-            baseline=ask * 1e6,
-            unit="us",
-            target=10,
-            on="value",
-            better="lower",
-            detail="inline: with one turn of the node; baseline: each handle's state",
-        ),
-    ]

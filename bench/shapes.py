@@ -54,12 +54,12 @@ class Model:
         return sorted({block.component for block in self.blocks})
 
 
-def _kv(layers: range, heads: int, width: int) -> tuple[Block, ...]:
+def kv(layers: range, heads: int, width: int) -> tuple[Block, ...]:
     return tuple(Block("kv", layers, (Array(role, "kv_head", heads, width),)) for role in ("k", "v"))
 
 
-LLAMA_70B = Model("Llama-70B", _kv(range(80), 8, 128 * 2), page=16)
-QWEN3_235B = Model("Qwen3-235B", _kv(range(94), 4, 128 * 2), page=16)
+LLAMA_70B = Model("Llama-70B", kv(range(80), 8, 128 * 2), page=16)
+QWEN3_235B = Model("Qwen3-235B", kv(range(94), 4, 128 * 2), page=16)
 # 512 latent and 64 rope elements a token, the same on every rank.
 DEEPSEEK_V3 = Model("DeepSeek-V3", (Block("kv", range(61), (Array("latent", "none", 1, 576 * 2),)),), page=64)
 # A token's fp8 latent and rope as FlashMLA stores them, and its indexer key with a scale; one page table for both.
@@ -77,7 +77,7 @@ _LINEAR = tuple(layer for layer in range(48) if layer % 4 != 3)
 QWEN3_NEXT = Model(
     "Qwen3-Next",
     (
-        *_kv(range(3, 48, 4), 2, 256 * 2),
+        *kv(range(3, 48, 4), 2, 256 * 2),
         *(
             Block(SLOTS, range(layer, layer + 1), arrays)
             for layer in _LINEAR
@@ -211,23 +211,17 @@ def row_run(layout: Layout, select: tuple[Select, ...]) -> int:
     return min(count * views[key].shard_nbytes for key, _, count in select)
 
 
-def runs_layout(run_nbytes: int, n_items: int, n_views: int, *, base: int = 0, kind: str = "cpu") -> Layout:
-    """`n_views` views whose items are one run of `run_nbytes` each."""
+def runs_layout(
+    run_nbytes: int, n_items: int, n_views: int, *, base: int = 0, kind: str = "cpu", page: int = 1
+) -> Layout:
+    """`n_views` views whose items are `page` rows of one run of `run_nbytes` each."""
+    item = page * run_nbytes
     views = [
         View(
-            key=Key("kv", "k", layer),
-            region=0,
-            offset=layer * n_items * run_nbytes,
-            n_items=n_items,
-            item_stride=run_nbytes,
-            tokens_per_item=1,
-            rows=(RowLevel(1, run_nbytes),),
-            shards=1,
-            shard_stride=run_nbytes,
-            width=run_nbytes,
-            axis=shard_axis("kv_head", 1, 1, 0),
-            format="bytes",
+            key=Key("kv", "k", layer), region=0, offset=layer * n_items * item, n_items=n_items, item_stride=item,
+            tokens_per_item=page, rows=(RowLevel(1, run_nbytes),), shards=1, shard_stride=run_nbytes, width=run_nbytes,
+            axis=shard_axis("kv_head", 1, 1, 0), format="bytes",
         )
         for layer in range(n_views)
-    ]
-    return Layout.of([Region(base, n_views * n_items * run_nbytes, kind)], views)
+    ]  # fmt: skip
+    return Layout.of([Region(base, n_views * n_items * item, kind)], views)

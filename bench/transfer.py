@@ -1,9 +1,9 @@
 """Rooms between two TP sizes, for every length of the runs that two ranks share: staged and direct beside one bulk
 write, and "auto", with a fresh calibration, beside the better of the two.
 
-A cell is one transport, one pair of TP sizes and one run length; its ways take turns, and every ratio is the median of
-those of times taken in turn. A cell whose "auto" misses is timed again, and its new times are added: on a busy machine
-two medians of the same path differ by more than the margin.
+A cell is one transport, one pair of TP sizes and one run length, in processes of its own; its ways take turns, and
+every ratio is the median of those of times taken in turn. A cell whose "auto" misses is timed again, and its new times
+are added: on a busy machine two medians of the same path differ by more than the margin.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdstage import environment
 from pdstage.errors import TransportError
 
+from . import shapes
 from .harness import Measured, Row
-from .sides import PAIRS, RUNS, Shape, Sides, fabrics, median_ratio
+from .kv_transfer import BULK, Bed, Case, Kept
+from .sides import fabrics, median_ratio, rounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +32,10 @@ if TYPE_CHECKING:
     from .sides import Fabric
 
 PATHS = ("direct", "staged")
-WAYS = (*PATHS, "auto", "raw")
+WAYS = (*PATHS, "auto", BULK)
+RUNS = tuple(256 << n for n in range(9))  # 256 B to 64 KiB
+PAIRS = ((4, 2), (2, 4), (4, 4), (3, 2), (8, 4))
+LAYERS, PAGE, ROOM_NBYTES = 8, 16, 32 << 20
 WITHIN, NEVER_WORSE = 1.10, 1.25
 _REPEATS, _MAX_ROUNDS = 5, 4
 _PATIENCE_S = 270.0  # after this long nothing is timed again
@@ -37,7 +44,7 @@ QUICK_PAIRS, QUICK_RUNS, QUICK_NBYTES = ((2, 1),), (256, 4096, 65536), 8 << 20
 
 def run(quick: bool) -> Measured:
     until = time.monotonic() + _PATIENCE_S
-    shapes = [Shape(*pair, QUICK_NBYTES) for pair in QUICK_PAIRS] if quick else [Shape(*pair) for pair in PAIRS]
+    pairs, runs, nbytes = (QUICK_PAIRS, QUICK_RUNS, QUICK_NBYTES) if quick else (PAIRS, RUNS, ROOM_NBYTES)
     rows: list[Row] = []
     left_out = []
     for fabric in fabrics():
@@ -45,8 +52,9 @@ def run(quick: bool) -> Measured:
             calibration = str(Path(folder) / "calibration.json")
             try:
                 calibrate(fabric, calibration, quick)
-                for shape in shapes:
-                    rows += cells(fabric, shape, calibration, QUICK_RUNS if quick else RUNS, until)
+                calibrated = fabric._replace(env=fabric.env | {environment.CALIBRATION.name: calibration})
+                for pair, run_nbytes in product(pairs, runs):
+                    rows += measured(calibrated, case_of(*pair, run_nbytes, nbytes), run_nbytes, until)
             except (TransportError, RuntimeError) as error:
                 left_out.append(f"{fabric.name}: {error}")
     return Measured([*summary(rows), *rows], {}, left_out, [])
@@ -64,29 +72,43 @@ def calibrate(fabric: Fabric, path: str, quick: bool) -> None:
     print(f"{fabric.name}\n{done.stdout}")
 
 
-def cells(fabric: Fabric, shape: Shape, calibration: str, runs: tuple[int, ...], until: float) -> Iterator[Row]:
-    with Sides(shape, fabric, calibration) as sides:
-        for run_nbytes in runs:
-            chosen = sides.chosen(run_nbytes)
-            took: dict[str, list[float]] = {way: [] for way in WAYS}
-            for _ in range(_MAX_ROUNDS):
-                for way, times in sides.times(WAYS, run_nbytes, _REPEATS).items():
-                    took[way] += times
-                rows = cell(fabric.name, shape, run_nbytes, chosen, took)
-                if rows[-1].ratio >= 1 / WITHIN or time.monotonic() > until:
-                    break
-            yield from rows
+def case_of(src_tp: int, dst_tp: int, run_nbytes: int, nbytes: int) -> Case:
+    """Rooms of about `nbytes`, of which the two sides share runs of that length.
+
+    Heads are one a rank of the larger side; where that does not deal them out evenly to the smaller, enough that do.
+    Pages have 16 tokens; between equal sizes, which share whole pages, one, so that no two runs join.
+    """
+    larger, smaller = max(src_tp, dst_tp), min(src_tp, dst_tp)
+    heads, page = larger if larger % smaller == 0 else larger * smaller, 1 if src_tp == dst_tp else PAGE
+    model = shapes.Model(f"runs of {run_nbytes}", shapes.kv(range(LAYERS), heads, run_nbytes), page)
+    tokens = max(1, nbytes // (2 * LAYERS * heads * run_nbytes))
+    return Case(model, tokens, Kept(src_tp, page), Kept(dst_tp, page))
 
 
-def cell(fabric: str, shape: Shape, run_nbytes: int, chosen: str, took: dict[str, list[float]]) -> tuple[Row, Row]:
+def measured(fabric: Fabric, case: Case, run_nbytes: int, until: float) -> tuple[Row, ...]:
+    with Bed(case, fabric) as bed:
+        chosen = bed.chosen()
+        took: dict[str, list[float]] = {way: [] for way in WAYS}
+        for way in WAYS:
+            bed.seconds(way, 1)
+        for _ in range(_MAX_ROUNDS):
+            for way in chain.from_iterable(rounds(WAYS, _REPEATS)):
+                took[way].append(bed.seconds(way, 1))
+            rows = cell(fabric.name, case, run_nbytes, chosen, took)
+            if rows[-1].ratio >= 1 / WITHIN or time.monotonic() > until:
+                break
+        return rows
+
+
+def cell(fabric: str, case: Case, run_nbytes: int, chosen: str, took: dict[str, list[float]]) -> tuple[Row, Row]:
     """Of seconds by way: staged beside direct, and "auto", which took the path `chosen`, beside the better of them."""
     seconds = {way: statistics.median(times) for way, times in took.items()}
     better = min(PATHS, key=lambda way: seconds[way])
-    speeds = {way: shape.nbytes / 1e9 / one for way, one in seconds.items()}
+    speeds = {way.replace(BULK, "raw"): case.nbytes / 1e9 / one for way, one in seconds.items()}
     size = f"{run_nbytes} B" if run_nbytes < 1024 else f"{run_nbytes // 1024} KiB"
-    what = f"{fabric}, TP{shape.src_tp} -> TP{shape.dst_tp}, {size} runs"
+    what = f"{fabric}, TP{case.src.tp} -> TP{case.dst.tp}, {size} runs"
     point = {
-        "transport": fabric, "src_tp": shape.src_tp, "dst_tp": shape.dst_tp, "run_nbytes": run_nbytes, **speeds,
+        "transport": fabric, "src_tp": case.src.tp, "dst_tp": case.dst.tp, "run_nbytes": run_nbytes, **speeds,
     }  # fmt: skip
     return (
         Row(
@@ -94,7 +116,7 @@ def cell(fabric: str, shape: Shape, run_nbytes: int, chosen: str, took: dict[str
             value=speeds["direct"] / median_ratio(took["staged"], took["direct"]),
             baseline=speeds["direct"],
             unit="GB/s",
-            detail=f"raw write {speeds['raw']:.2f} GB/s, staged {median_ratio(took['raw'], took['staged']):.2f} of it",
+            detail=f"raw write {speeds['raw']:.2f} GB/s, staged {median_ratio(took[BULK], took['staged']):.2f} of it",
             point={"table": "paths", **point},
         ),
         Row(

@@ -1,11 +1,10 @@
-"""What pdstage's connector adds to a step of vLLM's workers and scheduler, with rooms that are loaded meanwhile.
+"""What pdstage's connector adds to a step of vLLM's workers, with rooms that are loaded meanwhile.
 
 Two processes, a prefill and a decode rank, each with vLLM's real connector on caches in host memory, and real nodes. A
 step has the parts of vLLM's model runner: metadata bound, `start_load_kv`, a forward pass, transfer results and
 statistics. The forward pass is matrix products for about a millisecond; like vLLM's, the call lets other threads run.
 Steps with news alternate with steps without, which are the baseline. In some rows 64 more requests wait all the while:
-decode has announced their rooms, and prefill sends them at the end. At the schedulers 64 requests are sent early, and a
-step computes chunks of two of them, or of all.
+decode has announced their rooms, and prefill sends them at the end.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,16 +38,9 @@ N_BLOCKS, BLOCKS_A_ROOM = 1024, 8
 N_STEPS, QUICK_STEPS = 2000, 200
 FORWARD_S = 1e-3
 WAIT_S = 60.0
-MEAN_US, MAX_US = 50.0, 5000.0
+MAX_US = 5000.0
 IN_FLIGHT = 64
-SCHEDULER_US, WORKER_US = 20.0, 60.0
-
-
-class Times(NamedTuple):
-    """Seconds of each step's calls."""
-
-    load: list[float]
-    results: list[float]
+WORKER_US = 60.0
 
 
 def run(quick: bool) -> list[Row]:
@@ -63,7 +54,7 @@ def run(quick: bool) -> list[Row]:
     rows, n_steps = [], QUICK_STEPS if quick else N_STEPS
     for rooms_a_step, n_waiting in ((1, 0), (4, 0), (1, IN_FLIGHT)):
         rows += _steps(n_steps, rooms_a_step, n_waiting)
-    return [*rows, *_schedulers(n_steps)]
+    return rows
 
 
 def _steps(n_steps: int, rooms_a_step: int, n_waiting: int) -> list[Row]:
@@ -83,33 +74,20 @@ def _steps(n_steps: int, rooms_a_step: int, n_waiting: int) -> list[Row]:
             decode.close()
             prefill.close()
     with_news = f"{rooms_a_step} room{'s' * (rooms_a_step > 1)} a step"
-    if n_waiting:
-        with_news += f" and {n_waiting} waiting"
-        return [_both("decode's", with_news, busy, empty), _both("prefill's", with_news, sent, idle)]
+    with_news += f" and {n_waiting} waiting" if n_waiting else ""
     return [
-        *_rows(f"decode's start_load_kv, {with_news}", busy.load, empty.load, judged=True),
-        *_rows(f"decode's results, {with_news}", busy.results, empty.results),
-        *_rows(f"prefill's start_load_kv, {with_news}", sent.load, idle.load),
-        *_rows(f"prefill's results, {with_news}", sent.results, idle.results),
+        row
+        for whose, news, none in (("decode's", busy, empty), ("prefill's", sent, idle))
+        for row in _rows(f"{whose} worker, {with_news}", news, none)
     ]
 
 
-def _both(whose: str, with_news: str, busy: Times, empty: Times) -> Row:
-    """All that a step calls."""
-    seconds, without = (np.add(times.load, times.results) for times in (busy, empty))
-    return Row(
-        name=f"{whose} worker, {with_news}, mean", value=float(seconds.mean()) * 1e6,
-        baseline=float(without.mean()) * 1e6, unit="us", target=WORKER_US, on="value", better="lower",
-        detail=f"{len(seconds)} steps; start_load_kv and results; baseline: a step without news between two of them",
-    )  # fmt: skip
-
-
-def _rows(name: str, busy: list[float], empty: list[float], *, judged: bool = False) -> list[Row]:
-    detail = f"{len(busy)} steps; baseline: a step without news between two of them"
+def _rows(name: str, busy: list[float], empty: list[float]) -> list[Row]:
+    detail = f"{len(busy)} steps; start_load_kv and results; baseline: a step without news between two of them"
     of: dict[str, Callable[[list[float]], Any]] = {
         "mean": np.mean, "p50": np.median, "p99": lambda times: np.quantile(times, 0.99), "max": np.max,
     }  # fmt: skip
-    targets = {"mean": MEAN_US, "max": MAX_US} if judged else {}
+    targets = {"mean": WORKER_US, "max": MAX_US}
     return [
         Row(
             name=f"{name}, {what}", value=float(take(busy)) * 1e6, baseline=float(take(empty)) * 1e6, unit="us",
@@ -180,28 +158,32 @@ class VllmRank(Actor):
                 metadata.receives[name] = Receive(Remote(name, address, "kv_producer"), held)
         return metadata
 
-    def steps(self, what: str, n_steps: int, rooms_a_step: int, n_waiting: int, address: str) -> tuple[Times, Times]:
-        """Of steps with news, and of those without between them; then goes on until every room is over."""
+    def steps(
+        self, what: str, n_steps: int, rooms_a_step: int, n_waiting: int, address: str
+    ) -> tuple[list[float], list[float]]:
+        """Seconds of the calls of steps with news, and of those without between them; then goes on until every room is
+        over.
+        """
         from pdstage.integrations.vllm.metadata import PdStageMetadata  # noqa: PLC0415
 
-        busy, empty = Times([], []), Times([], [])
+        busy, empty, not_timed = list[float](), list[float](), list[float]()
         left = n_steps * rooms_a_step + n_waiting
         waiting = self.news(what, n_steps * rooms_a_step, n_waiting, address) if n_waiting else PdStageMetadata()
         if what == "receives":
-            left -= self._step(waiting, Times([], []))
+            left -= self._step(waiting, not_timed)
         for number in range(n_steps):
             left -= self._step(self.news(what, number, rooms_a_step, address), busy)
             left -= self._step(PdStageMetadata(), empty)
         if what == "sends":
-            left -= self._step(waiting, Times([], []))
+            left -= self._step(waiting, not_timed)
         end = time.monotonic() + WAIT_S
         while left:
-            left -= self._step(PdStageMetadata(), Times([], []))
+            left -= self._step(PdStageMetadata(), not_timed)
             if time.monotonic() > end:
                 raise TimeoutError(f"{left} rooms did not end in {WAIT_S} s")
         return busy, empty
 
-    def _step(self, metadata: Any, times: Times) -> int:  # noqa: ANN401  (vLLM's)
+    def _step(self, metadata: Any, times: list[float]) -> int:  # noqa: ANN401  (vLLM's)
         """How many rooms were over with it."""
         self.worker.bind_connector_metadata(metadata)
         began = time.perf_counter()
@@ -212,8 +194,7 @@ class VllmRank(Actor):
         computed = time.perf_counter()
         results = self.worker.get_transfer_results(set())
         self.worker.get_kv_connector_stats()
-        times.results.append(time.perf_counter() - computed)
-        times.load.append(loaded - began)
+        times.append(time.perf_counter() - computed + loaded - began)
         self.worker.clear_connector_metadata()
         if results.failed_recving:
             raise RuntimeError(f"rooms failed: {sorted(results.failed_recving)}")
@@ -223,93 +204,3 @@ class VllmRank(Actor):
         if hasattr(self, "worker"):
             self.worker.shutdown()
             self.scheduler.shutdown()
-
-    def early(self, n_steps: int, n_scheduled: int) -> tuple[list[float], list[float]]:
-        """Seconds a step at prefill's scheduler that computes a block of each of `n_scheduled` requests, while
-        `IN_FLIGHT` are sent early; and of a step that computes none of them.
-        """
-        requests = [
-            SimpleNamespace(
-                request_id=f"early-{n_scheduled}-{number}", num_prompt_tokens=N_BLOCKS * BLOCK, num_computed_tokens=0,
-                kv_transfer_params={"do_remote_decode": True, "transfer_id": f"early-{n_scheduled}-{number}"},
-                lora_request=None, trace_headers=None,
-            )
-            for number in range(IN_FLIGHT)
-        ]  # fmt: skip
-        for request in requests:
-            self.scheduler.on_new_request(request)
-        numbers = list(range(N_BLOCKS))
-        blocks = SimpleNamespace(get_block_ids=lambda _: (numbers,))
-        none = SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={}, kv_connector_block_state=blocks)
-        self.scheduler.build_connector_meta(none)
-        busy, empty = [], []
-        for number in range(n_steps):
-            some = [requests[(number * n_scheduled + i) % IN_FLIGHT] for i in range(n_scheduled)]
-            step = SimpleNamespace(**vars(none) | {"num_scheduled_tokens": {one.request_id: BLOCK for one in some}})
-            began = time.perf_counter()
-            metadata = self.scheduler.build_connector_meta(step)
-            ended = time.perf_counter()
-            self.scheduler.build_connector_meta(none)
-            empty.append(time.perf_counter() - ended)
-            busy.append(ended - began)
-            if len(metadata.chunks) != n_scheduled:
-                raise RuntimeError(f"{len(metadata.chunks)} chunks of {n_scheduled} requests")
-            for one in some:
-                one.num_computed_tokens += BLOCK
-        return busy, empty
-
-    def scheduled(self, n_steps: int) -> tuple[list[float], list[float]]:
-        """Seconds a request at decode's scheduler: matched, allocated, the step's metadata; and of no request."""
-        from vllm.v1.core.kv_cache_manager import KVCacheBlocks  # noqa: PLC0415
-        from vllm.v1.core.kv_cache_utils import KVCacheBlock  # noqa: PLC0415
-
-        busy, empty = [], []
-        for number in range(n_steps):
-            params = {
-                "do_remote_prefill": True, "remote_room": f"room-{number}", "remote_engine_id": "kv_producer",
-                "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": BLOCKS_A_ROOM * BLOCK,
-            }  # fmt: skip
-            request = SimpleNamespace(
-                request_id=f"request-{number}", kv_transfer_params=params, num_prompt_tokens=BLOCKS_A_ROOM * BLOCK + 1,
-                lora_request=None, trace_headers=None,
-            )  # fmt: skip
-            blocks = KVCacheBlocks(([KVCacheBlock(number) for number in range(BLOCKS_A_ROOM)],))
-            began = time.perf_counter()
-            n_external, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
-            self.scheduler.update_state_after_alloc(request, blocks, n_external or 0)
-            self.scheduler.build_connector_meta(None)
-            ended = time.perf_counter()
-            self.scheduler.build_connector_meta(None)
-            empty.append(time.perf_counter() - ended)
-            busy.append(ended - began)
-        return busy, empty
-
-
-def _schedulers(n_steps: int) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="pdstage-vllm-step-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        decode, prefill = (Rank(VllmRank, role, folder) for role in ("kv_consumer", "kv_producer"))
-        try:
-            for rank in (decode, prefill):
-                rank.ready().call("start")
-            prefill.call("serve")
-            n_chunks = min(n_steps, N_BLOCKS - 1)
-            found = {
-                "decode's scheduler, 1 room a step": (decode.call("scheduled", n_steps), SCHEDULER_US),
-                f"prefill's scheduler, {IN_FLIGHT} sent early, chunks of 2": (
-                    prefill.call("early", n_chunks, 2), SCHEDULER_US,
-                ),
-                f"prefill's scheduler, {IN_FLIGHT} sent early, chunks of all": (
-                    prefill.call("early", n_chunks, IN_FLIGHT), None,
-                ),
-            }  # fmt: skip
-        finally:
-            decode.close()
-            prefill.close()
-    return [
-        Row(
-            name=f"{name}, mean", value=float(np.mean(busy)) * 1e6, baseline=float(np.mean(empty)) * 1e6, unit="us",
-            target=target, on="value", better="lower", detail=f"{len(busy)} steps; baseline: a step without news",
-        )
-        for name, ((busy, empty), target) in found.items()
-    ]  # fmt: skip

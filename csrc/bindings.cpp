@@ -92,14 +92,12 @@ struct Columns {
     std::int64_t* data;
 };
 
-pdstage::CopyPlan make_copy_plan(const Int64s& views, const Int64s& components, bool head_major, std::size_t n_threads,
-                                 bool checksum) {
-    if (n_threads < 1) throw std::invalid_argument("n_threads must be at least 1");
+pdstage::CopyPlan make_copy_plan(const Int64s& views, const Int64s& components, bool head_major, bool checksum) {
     auto view_rows = rows<pdstage::View>(views, "views");
     auto component_rows = rows<pdstage::Component>(components, "components");
     check_components(view_rows, component_rows.size());
     return {std::move(view_rows), std::move(component_rows), head_major ? pdstage::Wire::kHead : pdstage::Wire::kToken,
-            pdstage::How{n_threads, checksum}};
+            checksum};
 }
 
 // The kind of a copy, or of scales: beside the data, in a separate view, or the view itself.
@@ -131,9 +129,7 @@ bool has_scales(const std::vector<pdstage::View>& views, const std::vector<pdsta
            scales.tokens_per_row == view.tokens_per_row;
 }
 
-pdstage::ConvertPlan make_convert_plan(const Int64s& views, const Int64s& components, const Int64s& codings,
-                                       std::size_t n_threads) {
-    if (n_threads < 1) throw std::invalid_argument("n_threads must be at least 1");
+pdstage::ConvertPlan make_convert_plan(const Int64s& views, const Int64s& components, const Int64s& codings) {
     auto view_rows = rows<pdstage::View>(views, "views");
     auto component_rows = rows<pdstage::Component>(components, "components");
     auto coding_rows = rows<pdstage::Coding>(codings, "codings");
@@ -142,7 +138,7 @@ pdstage::ConvertPlan make_convert_plan(const Int64s& views, const Int64s& compon
     for (std::size_t i = 0; i < view_rows.size(); ++i)
         if (!is_coding(view_rows[i], coding_rows[i], view_rows.size()) || !has_scales(view_rows, coding_rows, i))
             throw std::invalid_argument("coding " + std::to_string(i) + " is not one of its view");
-    return {std::move(view_rows), std::move(component_rows), std::move(coding_rows), n_threads};
+    return {std::move(view_rows), std::move(component_rows), std::move(coding_rows)};
 }
 
 std::uint64_t* sum_at(std::uintptr_t address) {
@@ -166,12 +162,12 @@ VerdictTuple scatter(const Plan& plan, std::uintptr_t src, std::int64_t nbytes, 
 }
 
 VerdictTuple copy_to(const pdstage::CopyPlan& plan, const pdstage::CopyPlan& peer, const py::sequence& given,
-                     const py::sequence& peer_given, std::uintptr_t sum) {
+                     const py::sequence& peer_given) {
     if (!plan.fits(peer)) throw std::invalid_argument("the two plans are of different cells");
     const auto parts = parts_of(given, plan.n_components());
     const auto peer_parts = parts_of(peer_given, plan.n_components());
     const pdstage::Unlocked unlocked;
-    return to_tuple(plan.copy_to(peer, parts, peer_parts, sum_at(sum)));
+    return to_tuple(plan.copy_to(peer, parts, peer_parts));
 }
 
 pdstage::DirectPlan make_direct_plan(const Int64s& src, const Int64s& dst, const Int64s& pairs,
@@ -215,41 +211,6 @@ py::tuple direct_spans(const pdstage::DirectPlan& plan, const py::sequence& src,
     return py::make_tuple(to_tuple(verdict), found.list(0), found.list(1), found.list(2));
 }
 
-template <class Src, class Dst>
-py::tuple coalesce(const py::array& src, const py::array& dst) {
-    thread_local std::vector<std::size_t> starts;
-    const auto n = static_cast<std::size_t>(src.size());
-    if (starts.size() < n + 1) starts.resize(n + 1);
-    const auto* src_items = static_cast<const Src*>(src.data());
-    const auto* dst_items = static_cast<const Dst*>(dst.data());
-    const std::size_t groups = pdstage::group_starts(src_items, dst_items, n, starts.data());
-    starts[groups] = n;
-    Columns found(groups);
-    std::int64_t* const src_start = found.column(0);
-    std::int64_t* const dst_start = found.column(1);
-    std::int64_t* const count = found.column(2);
-    for (std::size_t i = 0; i < groups; ++i) {
-        src_start[i] = src_items[starts[i]];
-        dst_start[i] = dst_items[starts[i]];
-        count[i] = static_cast<std::int64_t>(starts[i + 1] - starts[i]);
-    }
-    return py::make_tuple(found.list(0), found.list(1), found.list(2));
-}
-
-py::tuple coalesce_any(const py::array& src, const py::array& dst) {
-    for (const py::array* list : {&src, &dst}) {
-        const bool plain =
-            list->ndim() == 1 && (list->flags() & py::array::c_style) != 0 && list->dtype().kind() == 'i';
-        if (!plain || (list->itemsize() != 4 && list->itemsize() != 8))
-            throw std::invalid_argument("items must be one contiguous list of int32 or int64");
-    }
-    if (src.size() != dst.size()) throw std::invalid_argument("both lists must be of one length");
-    using I32 = std::int32_t;
-    using I64 = std::int64_t;
-    if (src.itemsize() == 4) return dst.itemsize() == 4 ? coalesce<I32, I32>(src, dst) : coalesce<I32, I64>(src, dst);
-    return dst.itemsize() == 4 ? coalesce<I64, I32>(src, dst) : coalesce<I64, I64>(src, dst);
-}
-
 std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
     if (src.size() != dst.size() || src.size() != nbytes.size())
         throw std::invalid_argument("src, dst and nbytes must be of one length");
@@ -283,18 +244,17 @@ PYBIND11_MODULE(_native, module) {
 
     py::class_<pdstage::CopyPlan>(module, "CopyPlan", "Gather and scatter between affine views and staging.")
         .def(py::init(&make_copy_plan), py::arg("views"), py::arg("components"), py::arg("head_major"),
-             py::arg("n_threads"), py::arg("checksum"))
+             py::arg("checksum"))
         .def("gather", &gather<pdstage::CopyPlan>, py::arg("dst"), py::arg("nbytes"), py::arg("parts"), py::arg("sum"),
              "Returns (fault, component, position, value); fault 0 means done, any other that nothing was written. "
              "`sum`: address of a uint64 to add the checksum to, or 0.")
         .def("scatter", &scatter<pdstage::CopyPlan>, py::arg("src"), py::arg("nbytes"), py::arg("parts"),
              py::arg("sum"), "As gather, the other way.")
-        .def("copy_to", &copy_to, py::arg("peer"), py::arg("parts"), py::arg("peer_parts"), py::arg("sum"),
+        .def("copy_to", &copy_to, py::arg("peer"), py::arg("parts"), py::arg("peer_parts"),
              "As gather, into the peer's cells; faults on the peer's side count components from this plan's on.");
 
     py::class_<pdstage::ConvertPlan>(module, "ConvertPlan", "Gather that encodes bf16 as fp8, scatter that decodes.")
-        .def(py::init(&make_convert_plan), py::arg("views"), py::arg("components"), py::arg("codings"),
-             py::arg("n_threads"))
+        .def(py::init(&make_convert_plan), py::arg("views"), py::arg("components"), py::arg("codings"))
         .def("gather", &gather<pdstage::ConvertPlan>, py::arg("dst"), py::arg("nbytes"), py::arg("parts"),
              py::arg("sum"), "As CopyPlan's.")
         .def("scatter", &scatter<pdstage::ConvertPlan>, py::arg("src"), py::arg("nbytes"), py::arg("parts"),
@@ -306,8 +266,6 @@ PYBIND11_MODULE(_native, module) {
         .def("spans", &direct_spans, py::arg("src"), py::arg("dst"),
              "Returns ((fault, component, position, value), src, dst, nbytes).");
 
-    module.def("coalesce", &coalesce_any, py::arg("src_items"), py::arg("dst_items"),
-               "Returns (src_start, dst_start, count) of the runs where both lists step by one.");
     module.def("write_peer", &write_peer, py::arg("pid"), py::arg("src"), py::arg("dst"), py::arg("nbytes"),
                "Writes spans of this process into process `pid`; returns (bytes written, errno).");
     module.def("copy_spans", &copy_spans, py::arg("src"), py::arg("dst"), py::arg("nbytes"),

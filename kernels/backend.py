@@ -44,7 +44,7 @@ class Cells(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The input from which a backend makes a plan. `select` is in key order; `threads` are the host's, for host copies.
+    """The input from which a backend makes a plan. `select` is in key order.
 
     `codings`, one for each selected view of layout `staged`, are given only if one of them converts. `only`, "gather",
     "scatter" or "copy_to", is what the plan is made for: the kernels of other calls are compiled when first needed.
@@ -55,7 +55,6 @@ class Recipe(NamedTuple):
     order: str
     device: str
     checksum: bool
-    threads: int = 1
     staged: Layout | None = None
     codings: tuple[Coding, ...] = ()
     only: str = ""

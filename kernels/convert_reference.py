@@ -6,18 +6,22 @@ to 0x7FC0: torch alone would keep its sign.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..plan import Staging
 from ..plan.convert import BLOCK, DATA, SCALE, TENSOR, TOKEN_HEAD, feeding
+from ..plan.tables import memory
 from . import reference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from ..plan import Tokens
     from ..plan.convert import Encoding
@@ -122,19 +126,23 @@ class ConvertPlan(reference.ReferencePlan):
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
+        import torch  # noqa: PLC0415
+
         moving = self._moving(indexes, tokens, unique=False)
         self._check_size(dst_nbytes, tokens)
         for view in moving:
-            cells, coding = view.region[view.canonical], self._codings[view.place]
+            cells, coding = view.cells(), self._codings[view.place]
             if coding.encoding is not None:
-                values = cells.reshape(-1, cells.shape[-1]).view(torch_dtype("bfloat16"))
-                cells = encode(coding.encoding, values).reshape(*cells.shape[:-1], coding.width)
-            reference.bytes_at(dst_ptr + view.at, cells.numel())[:] = cells.reshape(-1)
+                values = torch.from_numpy(cells.reshape(-1, cells.shape[-1])).view(torch.bfloat16)
+                cells = encode(coding.encoding, values).numpy()
+            memory(dst_ptr + view.at, cells.size)[:] = cells.reshape(-1)
         reference.add(launch.sum_ptr, moving, partial(self._staged, dst_ptr))
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
+        import torch  # noqa: PLC0415
+
         moving = self._moving(indexes, tokens, unique=True)
         self._check_size(src_nbytes, tokens)
         for view in moving:
@@ -143,25 +151,21 @@ class ConvertPlan(reference.ReferencePlan):
             if coding.encoding is not None and coding.encoding.part == SCALE:
                 continue
             if coding.encoding is not None:
-                scales = next((self._staged(src_ptr, other) for other in moving if other.place == coding.scales), None)
-                cells = decode(coding.encoding, *(c.reshape(-1, c.shape[-1]) for c in (cells, scales) if c is not None))
-            view.region[offsets] = cells.contiguous().view(torch_dtype("uint8")).reshape(offsets.shape)
+                both = [cells, *(self._staged(src_ptr, other) for other in moving if other.place == coding.scales)]
+                values = decode(coding.encoding, *(torch.from_numpy(c.reshape(-1, c.shape[-1])) for c in both))
+                cells = values.contiguous().view(torch.uint8).numpy()
+            view.region[offsets] = cells.reshape(offsets.shape)
         reference.add(launch.sum_ptr, moving, partial(self._staged, src_ptr))
 
-    def _staged(self, ptr: int, view: reference.Moving) -> torch.Tensor:
+    def _staged(self, ptr: int, view: reference.Moving) -> NDArray[np.uint8]:
         """A view's staged cells, `[row, shard, segment, byte]`."""
         shape = (*view.canonical.shape[:-1], self._codings[view.place].width)
-        return reference.bytes_at(ptr + view.at, math.prod(shape)).reshape(shape)
+        return memory(ptr + view.at, math.prod(shape)).reshape(shape)
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    import torch  # noqa: PLC0415
-
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-missing = reference.missing
+def missing() -> str:
+    """Why the reference cannot convert here; empty if it can."""
+    return "" if importlib.util.find_spec("torch") else "install pdstage[torch]"
 
 
 def compile_plan(recipe: Recipe) -> ConvertPlan:

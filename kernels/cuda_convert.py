@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..plan.convert import Coding
     from ..plan.tables import Index
     from .backend import Compiled, Launch, Recipe
-    from .cuda_copy import Machine, Sizes
+    from .cuda_runtime import CudaRuntime
     from .device import Group
     from .index_ring import IndexRing
 
@@ -111,7 +111,7 @@ class ConvertPlan(CudaPlan):
     merges = False
     fans_out = False
 
-    def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing) -> None:
+    def __init__(self, recipe: Recipe, machine: CudaRuntime, ring: IndexRing) -> None:
         assert recipe.staged is not None
         self._codings = recipe.codings
         self._staging = Staging(recipe.staged, recipe.select)
@@ -140,7 +140,7 @@ class ConvertPlan(CudaPlan):
     def _convert(  # noqa: PLR0917  (a call's own arguments)
         self, way: int, ptr: int, nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        side = self._checked(indexes, tokens, (self._recipe.device,), unique=way == FROM_STAGING)
+        side = self.table.checked(indexes, tokens, self._recipe.device, unique=way == FROM_STAGING)
         needed = self._staging.nbytes(tokens)
         if needed > nbytes:
             self.table.table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
@@ -164,7 +164,7 @@ class ConvertPlan(CudaPlan):
         self,
         coded: Sequence[_Coded],
         units: Sequence[int],
-        macros_of: Callable[[Machine, Sequence[int]], dict[str, int]],
+        macros_of: Callable[[CudaRuntime, Sequence[int]], dict[str, int]],
         *behind: NDArray[np.uint8],
     ) -> Tables:
         """Groups of cells of `units` units each; `behind` are further tables that the kernel reads per group.
@@ -219,7 +219,7 @@ class ConvertPlan(CudaPlan):
         return self._resized(SUM_SOURCE if call.summed else SOURCE, macros, tables, few=call.few)
 
 
-def convert_macros(machine: Sizes | type[Sizes], kinds: Sequence[int]) -> dict[str, int]:
+def convert_macros(machine: CudaRuntime | type[CudaRuntime], kinds: Sequence[int]) -> dict[str, int]:
     """For groups of these kinds: with several kinds, half the threads may have twice the registers."""
     bits = sum(1 << kind for kind in set(kinds))
     return {
@@ -227,7 +227,7 @@ def convert_macros(machine: Sizes | type[Sizes], kinds: Sequence[int]) -> dict[s
     }  # fmt: skip
 
 
-def sum_macros(machine: Sizes | type[Sizes], _kinds: Sequence[int] = ()) -> dict[str, int]:
+def sum_macros(machine: CudaRuntime | type[CudaRuntime], _kinds: Sequence[int] = ()) -> dict[str, int]:
     return {"PDSTAGE_THREADS": machine.threads * CTAS_PER_SM}
 
 

@@ -18,7 +18,7 @@ import math
 import threading
 from importlib.util import find_spec
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -41,19 +41,18 @@ from .cuda_tables import (
     run_nbytes,
 )
 from .device import DeviceTable
-from .index_ring import IndexRing, Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ..plan import Tokens
     from ..plan.tables import Index, Int64s
-    from .arena import Arena, Table
+    from .arena import Table
     from .backend import Compiled, Launch, Recipe
-    from .cuda_runtime import Bulk
+    from .cuda_runtime import CudaRuntime
     from .device import Checked, Group
     from .driver import Kernel
-    from .index_ring import Slot
+    from .index_ring import IndexRing, Runtime, Slot
 
 TO_STAGING, FROM_STAGING, TO_PEER = range(3)
 SOURCE = "copy.cu"
@@ -67,28 +66,6 @@ is never. From 120 on a CTA has 99 KiB of shared memory, and the rings take 192.
 
 An assumption, until the row "bulk copies are ahead from" in bench/results of such a device replaces it.
 """
-
-
-class Machine(Runtime, Protocol):
-    """A device as plans use it; `CudaRuntime` is one."""
-
-    n_sms: int
-    threads: int
-    """Threads of a CTA with CTAS_PER_SM per multiprocessor, and the maximal number of groups of a plan."""
-    capability: int
-    widest: int
-    """Bytes of a thread's widest access: 16 or 32."""
-    listed: tuple[int, ...]
-    """The numbers of items that a kernel's parameters may hold, ascending."""
-    bulk: Bulk
-
-    @property
-    def tables(self) -> Arena:
-        """Where plans' tables are stored."""
-
-    def kernel(self, name: str, macros: Mapping[str, int], threads: int, shared_nbytes: int = 0) -> Kernel: ...
-
-    def launch(self, kernel: Kernel, grid: int, stream: int, params: int, table: Table) -> None: ...
 
 
 def missing() -> str:
@@ -105,13 +82,6 @@ def runtime_of(device: str) -> Runtime:
     return held_runtime(device)[0]
 
 
-class Sizes(Protocol):
-    """The sizes that the kernels are compiled for."""
-
-    threads: int
-    bulk: Bulk
-
-
 def units(way: int, *, summed: bool, access: int = UNIT) -> int:
     """Units of 16 bytes that a thread has in flight. With a checksum or a second pool, one unit less fits 64 registers.
 
@@ -120,14 +90,16 @@ def units(way: int, *, summed: bool, access: int = UNIT) -> int:
     return 4 if access > UNIT else 4 - summed - (way == TO_PEER)
 
 
-def plain_macros(machine: Sizes | type[Sizes], way: int, *, summed: bool, access: int = UNIT) -> dict[str, int]:
+def plain_macros(
+    machine: CudaRuntime | type[CudaRuntime], way: int, *, summed: bool, access: int = UNIT
+) -> dict[str, int]:
     return {
         "PDSTAGE_THREADS": CTAS_PER_SM * machine.threads, "PDSTAGE_UNITS": units(way, summed=summed, access=access),
         "PDSTAGE_ACCESS": access,
     }  # fmt: skip
 
 
-def bulk_macros(machine: Sizes | type[Sizes]) -> dict[str, int]:
+def bulk_macros(machine: CudaRuntime | type[CudaRuntime]) -> dict[str, int]:
     ring = machine.bulk
     return {
         "PDSTAGE_THREADS": BULK_THREADS, "PDSTAGE_STAGES": ring.stages, "PDSTAGE_STAGE_NBYTES": ring.stage_nbytes,
@@ -186,7 +158,7 @@ class Tables(NamedTuple):
     @classmethod
     def of(
         cls,
-        machine: Machine,
+        machine: CudaRuntime,
         pool: Sequence[Group],
         peer: Sequence[Group],
         views: tuple[Int64s, Int64s],
@@ -239,7 +211,7 @@ class CudaPlan:
     """Whether cells that are adjacent in memory may form one run, if nothing is summed."""
     fans_out = True
 
-    def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing, bulk_from: int | None = None) -> None:
+    def __init__(self, recipe: Recipe, machine: CudaRuntime, ring: IndexRing, bulk_from: int | None = None) -> None:
         """`bulk_from`: the shortest runs for bulk copies, in bytes; None as in `BULK_FROM_NBYTES`, 0 for never."""
         self._recipe = recipe
         self._machine = machine
@@ -270,22 +242,17 @@ class CudaPlan:
         for (way, many), summed, few, room, access in product(ways, sums, (False, True), rooms, accesses):
             yield self._tables, Call(way, summed, few, room, many, access)
 
-    @property
-    def uses_bulk(self) -> bool:
-        """Whether calls without a checksum use bulk copies, wherever accesses are wide."""
-        return any(part.bulk for part in self._tables.parts)
-
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        side = self._checked(indexes, tokens, (self._recipe.device,), unique=False)
+        side = self.table.checked(indexes, tokens, self._recipe.device, unique=False)
         self.table.check_staging(dst_ptr, dst_nbytes, [one.span for one in side])
         self._run(self._tables, TO_STAGING, dst_ptr, (side,), launch)
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        side = self._checked(indexes, tokens, (self._recipe.device,), unique=True)
+        side = self.table.checked(indexes, tokens, self._recipe.device, unique=True)
         self.table.check_staging(src_ptr, src_nbytes, [one.span for one in side])
         self._run(self._tables, FROM_STAGING, src_ptr, (side,), launch)
 
@@ -298,28 +265,16 @@ class CudaPlan:
         launch: Launch,
     ) -> None:
         assert isinstance(peer, CudaPlan)
-        devices = (self._recipe.device, peer._recipe.device)
-        mine = self._checked(indexes, tokens, devices, unique=False)
-        theirs = peer._checked(peer_indexes, tokens, devices, unique=True)
+        devices = self._recipe.device, peer._recipe.device
+        mine = self.table.checked(indexes, tokens, *devices, unique=False)
+        theirs = peer.table.checked(peer_indexes, tokens, *devices, unique=True)
         self._run(self._paired(peer), TO_PEER, 0, (mine, theirs), launch)
-
-    def _checked(
-        self, indexes: Mapping[str, Index], tokens: Tokens, devices: tuple[str, ...], *, unique: bool
-    ) -> list[Checked]:
-        for name in self.table.table.names:
-            if name in indexes and indexes[name].device not in ("cpu", *devices):
-                raise UsageError(
-                    f"items of component {name!r} are on {indexes[name].device!r}",
-                    remedy=f"give them in host memory or on {' or '.join(devices)}",
-                    component=name,
-                )
-        return self.table.checked(indexes, tokens, unique=unique)
 
     def _paired(self, peer: CudaPlan) -> Tables:
         """Tables of both pools. Slow for the first copy to a plan, so engines make one in advance."""
         tables = self._peers.get(peer)
         if tables is None:
-            pool, other = self.table.paired(peer.table, merged=not self._recipe.checksum)
+            pool, other = self.table.paired(peer.table)
             views = (self.table.views, peer.table.views)
             with self._machine.current():
                 tables = Tables.of(

@@ -120,7 +120,7 @@ class DeviceTable:
             )
         ]
 
-    def paired(self, peer: DeviceTable, *, merged: bool) -> tuple[list[Group], list[Group]]:
+    def paired(self, peer: DeviceTable) -> tuple[list[Group], list[Group]]:
         """The groups of both tables, with views of equal shape on both sides, for copies from one pool to the other.
 
         `peer` selects equally many shards of the same views. The second list's `first_view` and `n_views` are the
@@ -128,7 +128,7 @@ class DeviceTable:
         """
         shaped = []
         for mine, other in zip(self.table.rows, peer.table.rows, strict=True):
-            collapse = min(self._collapsible(mine), peer._collapsible(other)) if merged else 0
+            collapse = min(self._collapsible(mine), peer._collapsible(other))
             shaped.append((self._shape(mine, collapse), peer._shape(other, collapse)))
         pairs = _grouped(shaped)
         return [mine for mine, _ in pairs], [other for _, other in pairs]
@@ -157,15 +157,12 @@ class DeviceTable:
             access, row.tokens_per_row, row.first_shard,
         )  # fmt: skip
 
-    def spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[ComponentArgs]:
-        """The spans of `checked`."""
-        return [one.span for one in self.checked(indexes, tokens, unique=unique)]
-
-    def checked(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Checked]:
+    def checked(self, indexes: Mapping[str, Index], tokens: Tokens, *devices: str, unique: bool) -> list[Checked]:
         """One for each component, in the order of `Group.component`, everything checked that the host can see.
 
-        Each item of a list in host memory is checked (and repeated items, if `unique`); of a list on the device only
-        the number of items. Raises `UsageError` naming component, position and value.
+        A list is in host memory or on one of `devices`. Each item of one in host memory is checked (and repeated items,
+        if `unique`); of one on a device only the number of items. Raises `UsageError` naming component, position and
+        value.
         """
         parts, checked = self.table.parts(indexes, tokens), []
         for number, (name, part) in enumerate(zip(self.table.names, parts, strict=True)):
@@ -174,6 +171,12 @@ class DeviceTable:
                 continue
             self._check_counts(number, part)
             index, (per_item, n_items) = indexes[name], self.table.sizes[number]
+            if index.device not in ("cpu", *devices):
+                raise UsageError(
+                    f"items of component {name!r} are on {index.device!r}",
+                    remedy=f"give them in host memory or on {' or '.join(devices)}",
+                    component=name,
+                )
             ptr, bits, n, origin, start, stop = part
             span = ComponentArgs(ptr, bits, n, origin, start - origin, stop - origin)
             if index.device != "cpu":

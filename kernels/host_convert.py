@@ -1,7 +1,4 @@
-"""Host half of csrc/host/convert.hpp: conversions of pools in host memory.
-
-It needs the extension; `reference` converts too, but is far slower.
-"""
+"""Host half of csrc/host/convert.hpp: conversions of pools in host memory."""
 
 from __future__ import annotations
 
@@ -12,21 +9,18 @@ import numpy as np
 from .. import native
 from ..plan.convert import DATA, INLINE, MX, SCALE, TENSOR, TOKEN_HEAD, feeding
 from ..plan.tables import Table
-from .host_copy import NativePlan
+from .host_copy import NativePlan, missing
 
 if TYPE_CHECKING:
     from ..plan.convert import Coding
     from .backend import Recipe
 
+__all__ = ["compile_plan", "missing"]
+
 # Numbered as Kind and Holds in csrc/host/convert.hpp.
 COPY = 0
 KINDS = {(TENSOR, "divide"): 1, (TENSOR, "bf16"): 2, (TOKEN_HEAD, ""): 3, (MX, "floor"): 4, (MX, "ceil"): 5}
 HOLDS = {INLINE: 0, DATA: 1, SCALE: 2}
-
-
-def missing() -> str:
-    """Why host code cannot convert here; empty if it can."""
-    return "" if native.ext is not None else "needs the extension: build it with a C++ compiler"
 
 
 def compile_plan(recipe: Recipe) -> NativePlan:
@@ -35,7 +29,7 @@ def compile_plan(recipe: Recipe) -> NativePlan:
     assert recipe.staged is not None
     table = Table.of(feeding(recipe.layout, recipe.staged), recipe.select)
     codings = np.array([_row(coding) for coding in recipe.codings], dtype=np.int64)
-    return NativePlan(table, native.ext.ConvertPlan(*table.arrays(), codings, recipe.threads))
+    return NativePlan(table, native.ext.ConvertPlan(*table.arrays(), codings))
 
 
 def _row(coding: Coding) -> tuple[int, int, int, int, int]:

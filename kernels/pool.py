@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
+from functools import cache
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from ..plan.tables import Index
     from .backend import Backend, Compiled, Converting
     from .index_ring import Runtime
+
+log = logging.getLogger(__name__)
 
 # Backends are modules; by the annotation mypy checks each of them against the protocol.
 _BACKENDS: dict[str, Backend] = {
@@ -71,10 +75,17 @@ def choose(backend: str, device: str) -> str:
     for name in fitting if backend == "auto" else (backend,):
         problems[name] = _BACKENDS[name].missing()
         if not problems[name]:
+            if backend == "auto" and name == "reference":
+                _warn_slow(problems["host"])
             return name
     raise UsageError(
         f"backend {' or '.join(problems)} cannot be used here", remedy="; ".join(problems.values()), backend=backend
     )
+
+
+@cache
+def _warn_slow(why: str) -> None:
+    log.warning("host memory is copied by the reference, correctly and very slowly: the host code %s", why)
 
 
 def choose_converting(backend: str, device: str) -> str:
@@ -155,7 +166,6 @@ class Pool:
         backend: str = "auto",
         *,
         checksum: bool = False,
-        threads: int = 1,
         staged: Layout | None = None,
         only: str = "",
     ) -> Plan:
@@ -164,13 +174,10 @@ class Pool:
         `staged` is this pool's side of a `convert.pair`, and `select` then selects from it. bf16 views of the pool are
         encoded when gathered and decoded when scattered, in token-major order.
 
-        With `checksum`, calls may pass a `sum_ptr`. `threads` is the most that a call in host memory may use, the
-        caller's included; only the extension uses more than one, for copies of several MiB. Raises `UsageError` for
-        shards that the pool does not have, an unknown order or call, or a backend that cannot be used here. `only`,
-        "gather", "scatter" or "copy_to", is the one call that will be made: no kernel of another is loaded.
+        With `checksum`, calls may pass a `sum_ptr`. `only`, "gather", "scatter" or "copy_to", is the one call that
+        will be made: no kernel of another is loaded. Raises `UsageError` for shards that the pool does not have, an
+        unknown order or call, or a backend that cannot be used here.
         """
-        if threads < 1:
-            raise UsageError(f"threads is {threads}", remedy="give at least 1", threads=threads)
         if order not in (TOKEN_MAJOR, HEAD_MAJOR):
             raise UsageError(f"no staged order {order!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", order=order)
         if only not in ("", "gather", "scatter", "copy_to"):
@@ -178,7 +185,7 @@ class Pool:
         name = choose(backend, self.device)
         staging = Staging(staged or self.layout, select)
         made = codings(self.layout, staged, staging.select) if staged is not None else []
-        recipe = Recipe(self.layout, staging.select, order, self.device, checksum, threads, staged, tuple(made), only)
+        recipe = Recipe(self.layout, staging.select, order, self.device, checksum, staged, tuple(made), only)
         if all(coding.encoding is None for coding in made):
             return Plan(self, staging, name, recipe._replace(codings=()), _BACKENDS[name].compile_plan(recipe))
         if order != TOKEN_MAJOR:
@@ -199,7 +206,7 @@ class Plan:
     On a device, copies are done in the order of `stream` (a cupy or torch stream, a `cudaStream_t` as integer, None for
     the current one); `max_sms` limits the multiprocessors they use. A graph that recorded a call may be launched after
     the plan is gone. Host backends ignore both. `sum_ptr`, for a plan made with `checksum`, is the address of a uint64
-    to which the checksum of the copied cells is added.
+    to which the checksum of the gathered or scattered cells is added.
     """
 
     def __init__(self, pool: Pool, staging: Staging, backend: str, recipe: Recipe, compiled: Compiled) -> None:
@@ -274,7 +281,6 @@ class Plan:
         *,
         stream: object = None,
         max_sms: int | None = None,
-        sum_ptr: int = 0,
     ) -> None:
         """Pool to pool in one pass, without staging: the same as `gather` here and `scatter` at `peer`.
 
@@ -283,7 +289,7 @@ class Plan:
         differ. Raises `UsageError` if the two do not match.
         """
         self.check_peer(peer)
-        launch = self._launch(stream, max_sms, sum_ptr)
+        launch = self._launch(stream, max_sms, 0)
         self._compiled.copy_to(peer._compiled, indexes, peer_indexes, tokens, launch)
 
     def _launch(self, stream: object, max_sms: int | None, sum_ptr: int) -> Launch:

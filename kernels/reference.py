@@ -1,85 +1,36 @@
 """The definition of correct: gather and scatter as plain indexing that a reader can check by eye.
 
-Every other backend must give the same bytes. Slow; imports torch only when used. It shares no addressing code with the
-backends that are tested against it.
+Every other backend must give the same bytes. Slow; it also copies host memory where the C++ extension was not built. It
+shares no addressing code with the backends that are tested against it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
-import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..plan import TOKEN_MAJOR, VIEW_ALIGNMENT, Staging
+from ..plan import TOKEN_MAJOR, Staging
 from ..plan.tables import FAULT_TOO_SMALL, Table, integers, memory
 from .checksum import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    import torch
     from numpy.typing import NDArray
 
     from ..layout import Layout, View
     from ..plan import Select, Tokens
-    from ..plan.tables import Index, Row
+    from ..plan.tables import Index, Int64s, Row
     from .backend import Compiled, Launch, Recipe
+
+    Bytes = NDArray[np.uint8]
 
 
 def missing() -> str:
-    """Why the reference cannot be used here; empty if it can."""
-    return "" if importlib.util.find_spec("torch") else "install pdstage[torch]"
-
-
-def gather(
-    buffers: Sequence[torch.Tensor],
-    items: NDArray[Any],
-    shards: slice,
-    out: torch.Tensor,
-    tokens: tuple[int, int] | None,
-) -> None:
-    """`pdstage.kernels.gather`, for checked arguments."""
-    at = 0
-    for cells, item, row in _cells_of(buffers, items, shards, tokens):
-        dense = cells[item, row].reshape(-1)
-        out[at : at + dense.numel()] = dense
-        at += _padded(dense.numel())
-
-
-def scatter(
-    src: torch.Tensor,
-    buffers: Sequence[torch.Tensor],
-    items: NDArray[Any],
-    shards: slice,
-    tokens: tuple[int, int] | None,
-) -> None:
-    """`pdstage.kernels.scatter`, for checked arguments."""
-    at = 0
-    for cells, item, row in _cells_of(buffers, items, shards, tokens):
-        shape = (len(item), *cells.shape[2:])
-        dense = src[at : at + math.prod(shape)]
-        cells[item, row] = dense.reshape(shape)
-        at += _padded(dense.numel())
-
-
-def _cells_of(
-    buffers: Sequence[torch.Tensor], items: NDArray[Any], shards: slice, tokens: tuple[int, int] | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Each buffer's chosen shards as bytes `[item, row, shard, byte]`, and item and row of each token."""
-    import torch  # noqa: PLC0415
-
-    for buffer in buffers:
-        rows = buffer.shape[1]
-        t = torch.arange(*(tokens or (0, len(items) * rows)))
-        yield buffer.view(torch.uint8)[:, :, shards], torch.from_numpy(items)[t // rows].long(), t % rows
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+    """Host memory can always be copied."""
+    return ""
 
 
 def compile_plan(recipe: Recipe) -> ReferencePlan:
@@ -99,14 +50,14 @@ class Moving(NamedTuple):
     """
 
     row: Row
-    region: torch.Tensor
+    region: Bytes
     at: int
     place: int
-    staged: torch.Tensor
-    canonical: torch.Tensor
+    staged: Int64s
+    canonical: Int64s
     tokens: list[int]
 
-    def cells(self) -> torch.Tensor:
+    def cells(self) -> Bytes:
         """The pool's present content."""
         return self.region[self.canonical]
 
@@ -130,7 +81,7 @@ class ReferencePlan:
         moving = self._moving(indexes, tokens, unique=False)
         self._check_size(dst_nbytes, tokens)
         for view in moving:
-            bytes_at(dst_ptr + view.at, len(view.staged))[:] = view.region[view.staged]
+            memory(dst_ptr + view.at, len(view.staged))[:] = view.region[view.staged]
         add(launch.sum_ptr, moving, Moving.cells)
 
     def scatter(
@@ -139,7 +90,7 @@ class ReferencePlan:
         moving = self._moving(indexes, tokens, unique=True)
         self._check_size(src_nbytes, tokens)
         for view in moving:
-            view.region[view.staged] = bytes_at(src_ptr + view.at, len(view.staged))
+            view.region[view.staged] = memory(src_ptr + view.at, len(view.staged))
         add(launch.sum_ptr, moving, Moving.cells)
 
     def copy_to(
@@ -155,7 +106,6 @@ class ReferencePlan:
         dst = peer._moving(peer_indexes, tokens, unique=True, side=" of the destination")
         for from_, to in zip(src, dst, strict=True):
             to.region[to.canonical] = from_.region[from_.canonical]
-        add(launch.sum_ptr, dst, Moving.cells)
 
     def _check_size(self, nbytes: int, tokens: Tokens) -> None:
         needed = self._staging.nbytes(tokens)
@@ -177,42 +127,32 @@ class ReferencePlan:
             cells = _byte_offsets(view, chosen, index, firsts)
             pages = [(token - index.first_token) // view.tokens_per_item for token in firsts]
             staged = cells.reshape(-1) if self._order == TOKEN_MAJOR else _page_by_page(cells, pages)
-            found.append(Moving(row, bytes_at(region.base, region.nbytes), at, place, staged, cells, firsts))
+            found.append(Moving(row, memory(region.base, region.nbytes), at, place, staged, cells, firsts))
         return found
 
 
-def _byte_offsets(view: View, chosen: Select, index: Index, firsts: list[int]) -> torch.Tensor:
+def _byte_offsets(view: View, chosen: Select, index: Index, firsts: list[int]) -> Int64s:
     """Each byte's offset from the region's start, `[row, shard, segment, byte]`, for rows with these first tokens."""
-    import torch  # noqa: PLC0415
-
     items, rows = integers(index), []
     for token in firsts:
         page, t = divmod(token - index.first_token, view.tokens_per_item)
         rows.append(view.offset + int(items[page]) * view.item_stride + view.row_offset(t))
-    shard = torch.arange(chosen.start, chosen.start + chosen.count).reshape(-1, 1, 1)
-    seg, byte = torch.arange(view.segs).reshape(-1, 1), torch.arange(view.width)
-    row = torch.tensor(rows).reshape(-1, 1, 1, 1)
-    return row + shard * view.shard_stride + seg * view.seg_stride + byte
+    shard = np.arange(chosen.start, chosen.start + chosen.count).reshape(-1, 1, 1)
+    seg, byte = np.arange(view.segs).reshape(-1, 1), np.arange(view.width)
+    row = np.array(rows, np.int64).reshape(-1, 1, 1, 1)
+    offsets: Int64s = row + shard * view.shard_stride + seg * view.seg_stride + byte
+    return offsets
 
 
-def _page_by_page(cells: torch.Tensor, pages: list[int]) -> torch.Tensor:
+def _page_by_page(cells: Int64s, pages: list[int]) -> Int64s:
     """Cells in head-major order: page by page, and in each page shard by shard."""
-    import torch  # noqa: PLC0415
-
-    of = torch.tensor(pages)
-    return torch.cat([cells[of == page].transpose(0, 1).reshape(-1) for page in range(pages[0], pages[-1] + 1)])
+    of = np.array(pages)
+    return np.concatenate([cells[of == page].swapaxes(0, 1).reshape(-1) for page in range(pages[0], pages[-1] + 1)])
 
 
-def add(sum_ptr: int, moved: list[Moving], cells: Callable[[Moving], torch.Tensor]) -> None:
+def add(sum_ptr: int, moved: list[Moving], cells: Callable[[Moving], Bytes]) -> None:
     """Adds the checksum of the moved `cells`, if one was requested."""
     if sum_ptr:
         total = memory(sum_ptr, 8).view(np.uint64)
-        sums = (checksum(v.row.seed, np.array(v.tokens), v.row.first_shard, cells(v).numpy()) for v in moved)
+        sums = (checksum(v.row.seed, np.array(v.tokens), v.row.first_shard, cells(v)) for v in moved)
         total += np.uint64(sum(sums) % 2**64)
-
-
-def bytes_at(ptr: int, nbytes: int) -> torch.Tensor:
-    """Host memory as bytes, without a copy."""
-    import torch  # noqa: PLC0415
-
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)

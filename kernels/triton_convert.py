@@ -130,7 +130,8 @@ class ConvertPlan:
     def _launch(  # noqa: PLR0917  (a call's own arguments)
         self, way: int, ptr: int, nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        spans = self._spans(indexes, tokens, unique=way == 1)
+        checked = self._table.checked(indexes, tokens, self._device.name, unique=way == 1)
+        spans = [one.span for one in checked]
         if self._staging.nbytes(tokens) > nbytes:
             self._table.table.refuse(FAULT_TOO_SMALL, 0, self._staging.nbytes(tokens), nbytes)
         check_aligned(ptr, 16, "staging")
@@ -182,17 +183,6 @@ class ConvertPlan:
             )  # fmt: skip
             if n_units:
                 yield variant, run.n * -(-n_units // variant.UNITS), arguments
-
-    def _spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[ComponentArgs]:
-        spans = self._table.spans(indexes, tokens, unique=unique)
-        for name, span in zip(self._table.table.names, spans, strict=True):
-            if span.start < span.stop and indexes[name].device not in ("cpu", self._device.name):
-                raise UsageError(
-                    f"items of component {name!r} are on {indexes[name].device!r}",
-                    remedy=f"give them in host memory or on {self._device.name}",
-                    component=name,
-                )
-        return spans
 
 
 def _shape(place: int, row: Row, coding: Coding) -> tuple[object, ...]:

@@ -40,7 +40,7 @@ GATHER, SCATTER, COPY = range(3)  # as in triton_kernels.py
 # Units that a thread loads before it stores the first, by way and checksum: as many as 64 registers hold without
 # spilling on every target, which is 64 KiB per program for a gather.
 DEPTH = {
-    (GATHER, False): 4, (SCATTER, False): 4, (COPY, False): 1, (GATHER, True): 2, (SCATTER, True): 2, (COPY, True): 1,
+    (GATHER, False): 4, (SCATTER, False): 4, (COPY, False): 1, (GATHER, True): 2, (SCATTER, True): 2,
 }  # fmt: skip
 _CLASSES = ((16,), (8, 4), (2, 1))
 # Units and tokens of a call are counted in 32 bits, including one more tile.
@@ -124,14 +124,14 @@ class TritonPlan:
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        side = _Side(self, self._spans(indexes, tokens, (self._device.name,), unique=False), indexes)
+        side = _Side(self, self._spans(indexes, tokens, self._device.name, unique=False), indexes)
         self._table.check_staging(dst_ptr, dst_nbytes, side.spans)
         self._launch(self._sections[GATHER], dst_ptr, [side], launch)
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        side = _Side(self, self._spans(indexes, tokens, (self._device.name,), unique=True), indexes)
+        side = _Side(self, self._spans(indexes, tokens, self._device.name, unique=True), indexes)
         self._table.check_staging(src_ptr, src_nbytes, side.spans)
         self._launch(self._sections[SCATTER], src_ptr, [side], launch)
 
@@ -144,31 +144,23 @@ class TritonPlan:
         launch: Launch,
     ) -> None:
         assert isinstance(peer, TritonPlan)
-        devices = (self._device.name, peer._device.name)
-        src = _Side(self, self._spans(indexes, tokens, devices, unique=False), indexes)
-        dst = _Side(peer, peer._spans(peer_indexes, tokens, devices, unique=True), peer_indexes)
+        devices = self._device.name, peer._device.name
+        src = _Side(self, self._spans(indexes, tokens, *devices, unique=False), indexes)
+        dst = _Side(peer, peer._spans(peer_indexes, tokens, *devices, unique=True), peer_indexes)
         self._launch(self._paired(peer), 0, [src, dst], launch)
 
     def _paired(self, peer: TritonPlan) -> list[_Section]:
         """Tables of both pools, on this one's device. Slow for the first copy to a plan."""
         sections = self._peers.get(peer)
         if sections is None:
-            pairs = zip(*self._table.paired(peer._table, merged=not self._recipe.checksum), strict=True)
+            pairs = zip(*self._table.paired(peer._table), strict=True)
             views = self._device.put(peer._table.views)
             sections = self._peers[peer] = list(self._compile(COPY, [_Run(*pair) for pair in pairs], views))
         return sections
 
-    def _spans(
-        self, indexes: Mapping[str, Index], tokens: Tokens, devices: tuple[str, ...], *, unique: bool
-    ) -> list[ComponentArgs]:
-        spans = self._table.spans(indexes, tokens, unique=unique)
+    def _spans(self, indexes: Mapping[str, Index], tokens: Tokens, *devices: str, unique: bool) -> list[ComponentArgs]:
+        spans = [one.span for one in self._table.checked(indexes, tokens, *devices, unique=unique)]
         for name, span in zip(self._table.table.names, spans, strict=True):
-            if span.start < span.stop and indexes[name].device not in ("cpu", *devices):
-                raise UsageError(
-                    f"items of component {name!r} are on {indexes[name].device!r}",
-                    remedy=f"give them in host memory or on {' or '.join(devices)}",
-                    component=name,
-                )
             if span.stop > _MAX_UNITS:
                 raise UsageError(f"a list of {span.stop} tokens", remedy=f"list at most {_MAX_UNITS}", component=name)
         return spans
@@ -217,7 +209,7 @@ class TritonPlan:
             yield _Section(number, held, groups, peer_views, tuple(classes))
 
     def _variant(self, way: int, runs: Sequence[_Run]) -> Variant:
-        sums, access = self._recipe.checksum, min(run.access for run in runs)
+        sums, access = self._recipe.checksum and way != COPY, min(run.access for run in runs)
         unit = max(access, 8) if sums else access
         return Variant(
             WAY=way,

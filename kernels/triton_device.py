@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,12 +19,11 @@ from .torch_runtime import TorchRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
     from ..plan.tables import Int64s
-    from .index_ring import Runtime, Slot
+    from .index_ring import Slot
 
 # The largest block; with that many threads ptxas limits itself to 64 registers.
 THREADS = 1024
@@ -102,43 +101,11 @@ def build(variant: AnyVariant, target: Any) -> Any:  # noqa: ANN401  (triton's, 
     return triton.compile(source, target=target, options=options)
 
 
-class Held(Protocol):
-    """A table on a device, at the address `ptr`."""
-
-    @property
-    def ptr(self) -> int: ...
-
-
-class Device(Protocol):
-    """`n_programs` of `threads` threads fill it; `name` is the device name of a list on it."""
-
-    name: str
-    n_programs: int
-    threads: int
-
-    @property
-    def runtime(self) -> Runtime | None:
-        """Its streams and events, if copies are not done when a launch returns."""
-
-    def put(self, table: Int64s) -> Held:
-        """A copy of `table` on the device, which lives as long as the returned object."""
-
-    def prepare(self, variant: AnyVariant) -> None:
-        """Compiles a kernel, so that no launch waits for a compiler."""
-
-    def stream(self, stream: object) -> int:
-        """The handle of a caller's stream."""
-
-    def call(
-        self, tables: Iterable[Held], lists: Sequence[NDArray[Any]], stream: int
-    ) -> AbstractContextManager[list[int]]:
-        """Around a call's launches, which read `tables`. Yields the addresses of copies of `lists`, valid inside."""
-
-    def launch(self, variant: AnyVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None: ...
-
-
 class Gpu:
-    """One GPU of this process; its kernels and its ring of lists are shared by all plans on it."""
+    """One GPU of this process; its kernels and its ring of lists are shared by all plans on it.
+
+    `n_programs` of `threads` threads fill it; `name` is the device name of a list on it.
+    """
 
     threads = THREADS
 
@@ -156,9 +123,11 @@ class Gpu:
         self.n_programs = torch.cuda.get_device_properties(self.runtime.device).multi_processor_count
 
     def put(self, table: Int64s) -> Table:
+        """A copy of `table` on the device, which lives as long as the returned object."""
         return self.runtime.tables.put(np.ascontiguousarray(table).reshape(-1).view(np.uint8))
 
     def prepare(self, variant: AnyVariant) -> None:
+        """Compiles a kernel, so that no launch waits for a compiler."""
         if variant not in self._kernels:
             kernel = build(variant, self._target)
             with self.runtime.current():
@@ -166,10 +135,12 @@ class Gpu:
             self._kernels[variant] = kernel
 
     def stream(self, stream: object) -> int:
+        """The handle of a caller's stream."""
         return self.runtime.stream(stream)
 
     @contextmanager
     def call(self, tables: Iterable[Held], lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
+        """Around a call's launches, which read `tables`. Yields the addresses of copies of `lists`, valid inside."""
         held = [table for table in dict.fromkeys(tables) if isinstance(table, Table)]
         with self.runtime.current():
             for table in held:
@@ -226,6 +197,10 @@ class Interpreter:
 
     def launch(self, variant: AnyVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
         _kernel_of(variant)[programs, 1, 1](*arguments, *variant)
+
+
+Held: TypeAlias = Table | HostTable
+Device: TypeAlias = Gpu | Interpreter
 
 
 def interpreted() -> bool:

@@ -18,19 +18,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from pdstage.bench import BENCHES
 from pdstage.errors import PdstageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.bench.two_hosts import Place, Server
     from pdstage.control.keys import Keys
     from pdstage.tools.calibrate.peer import Peer
 
-BENCHES = (
-    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "keys", "transfer", "kv-transfer",
-    "directory", "vllm-step", "gpu",
-)  # fmt: skip
 DEFAULT_BIND = "127.0.0.1:8998"
 _ANSWER_S = 20.0
 """How long a person waits for a directory: on a busy host it may need seconds."""
@@ -57,7 +53,6 @@ def parser() -> Parser:
     bench.add_argument(
         "--device", metavar="DEVICE", help="where pools are; kv-transfer: cpu or cuda:N; rooms: also double"
     )
-    _add_hosts(bench)
     _add_metrics_port(bench)
     _add_trace(bench)
     bench.set_defaults(run=_bench)
@@ -101,21 +96,6 @@ def parser() -> Parser:
 def _add_keys_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--keys", type=Path, metavar="FILE", help="encrypt, and trust who holds this key file's key")
     command.add_argument("--allow", type=Path, metavar="FILE", help="with --keys: public keys of others to trust")
-
-
-def _add_hosts(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument(
-        "--serve", metavar="HOST:PORT", help="kv-transfer: be the decode side of --peer, until interrupted"
-    )
-    bench.add_argument(
-        "--peer",
-        metavar="HOST:PORT",
-        help="kv-transfer: decode on the host where --serve waits; each side obeys typed messages only, and with "
-        "--keys only from who holds them",
-    )
-    bench.add_argument("--bind", metavar="HOST:0", help="with --peer: of this side's nodes; default: towards the peer")
-    bench.add_argument("--insecure", action="store_true", help="allow addresses that other machines can reach")
-    _add_keys_options(bench)
 
 
 def _add_metrics_port(command: argparse.ArgumentParser) -> None:
@@ -186,19 +166,11 @@ def _pass_port(given: argparse.Namespace) -> None:
 
 
 def _bench(given: argparse.Namespace) -> int:
-    if given.name not in BENCHES:
-        raise UsageError(f"no bench {given.name!r}", remedy=f"choose one of {', '.join(BENCHES)}", field="name")
     from pdstage.bench.harness import run_named, run_traced  # noqa: PLC0415
 
     _pass_port(given)
     names = ("scale", "transport", "device")
     options = {name: value for name in names if (value := getattr(given, name)) is not None}
-    if given.serve is not None:
-        return _bench_serve(given)
-    if given.peer is not None:
-        options["peer"] = given.peer, _place(given)
-    elif given.bind or given.insecure or given.keys or given.allow:
-        raise UsageError("--bind, --insecure, --keys or --allow without --peer", remedy="say who the other host is")
     if given.trace is None:
         result = run_named(given.name, given.quick, **options)
     else:
@@ -206,30 +178,6 @@ def _bench(given: argparse.Namespace) -> int:
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
-
-
-def _bench_serve(given: argparse.Namespace) -> int:
-    if given.name != "kv-transfer":
-        raise UsageError(f"bench {given.name} has no --serve", remedy="leave it out", field="serve")
-    if given.peer is not None:
-        raise UsageError("--serve with --peer", remedy="run --serve on one host and --peer on the other", field="peer")
-    from pdstage.bench.kv_transfer import serve  # noqa: PLC0415
-
-    return _serve(serve(given.serve, _place(given)))
-
-
-def _place(given: argparse.Namespace) -> Place:
-    """Where this side's nodes listen: each at a port of its own."""
-    from pdstage.bench.two_hosts import Place  # noqa: PLC0415
-    from pdstage.control.address import Address  # noqa: PLC0415
-
-    host = ""
-    if given.bind is not None:
-        host, port, _ = Address.parse(_scheme(given.bind), "tcp", listening=True)
-        if port:
-            raise UsageError(f"--bind {given.bind} names one port", remedy="give port 0: each node has its own")
-    _keys_given(given)  # raises for files that are none
-    return Place(host, str(given.keys or ""), str(given.allow or ""), given.insecure, given.device or "cpu")
 
 
 def _add_top(top: argparse.ArgumentParser) -> None:
@@ -333,7 +281,7 @@ def _calibrate(given: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(peer: Peer | Server) -> int:
+def _serve(peer: Peer) -> int:
     with peer:
         print(f"serving at {peer.endpoint}", flush=True)
         peer.serve()

@@ -115,12 +115,6 @@ ETCD_PASSWORD = Variable(
     "The password of the user in an address `etcd://USER@...`.",
     "a node with such an address, `pdstage instances`, `pdstage fence`",
 )  # fmt: skip
-SGLANG = Variable(
-    "PDSTAGE_SGLANG", _path(Path.exists, "there is no such file or folder"),
-    "SGLang's `staging_buffer.py`, or a folder that holds it", "the installed package's",
-    "Where the GPU benchmark finds SGLang's kernels, to measure them in the same run.",
-    "`pdstage bench gpu`, `make gpu`",
-)  # fmt: skip
 SGLANG_STAGING = Variable(
     "PDSTAGE_SGLANG_STAGING", _one_of("0", "1"), "`1` or `0`", "SGLang's own",
     "Whether SGLang's staging functions are replaced by those on pdstage's kernels.",
@@ -163,7 +157,7 @@ METRICS_PORT = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, SGLANG, SGLANG_STAGING, NODE, METRICS_PORT, DEVICE_MEMORY,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, SGLANG_STAGING, NODE, METRICS_PORT, DEVICE_MEMORY,
     NVTX, TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """The only access to the C++ extension `pdstage._native`, and whether it is active.
 
-Each caller has the same function in numpy too.
+Each caller does without it too, in numpy; memory is then copied by the reference.
 
 The extension is optional. PDSTAGE_NATIVE=no at run time disables it, so that the numpy functions can be tried on a
 machine that has both. PDSTAGE_NATIVE=yes makes a missing extension an error at import instead of a slow run.

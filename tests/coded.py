@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from pools import Logical, Stored, hold, indexes, ranges, storages
 
+from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout
 from pdstage.plan import Select
 from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
@@ -18,6 +19,9 @@ from pdstage.plan.tables import Index
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 INLINE = [fp8_tensor(0.1), fp8_tensor(0.1, "bf16"), fp8_token_head(), mxfp8("floor"), mxfp8("ceil")]
 
+APART = [(fp8_token_head("data"), fp8_token_head("scale", "r0"))]
+APART += [(mxfp8(rule, "data"), mxfp8(rule, "scale", "r0")) for rule in ("floor", "ceil")]
+"""Data and scales in views of their own."""
 _N_SPECIAL = 36
 
 
@@ -116,4 +120,43 @@ def converted(draw):
     shards = (first, draw(st.integers(1, of.shards - first)))
     tokens = draw(ranges(stored))
     index = draw(indexes(stored, tokens, repeat=False))
-    return held, own, staged, shards, index, tokens, draw(st.sampled_from([0, 1, 3, 16])), draw(st.integers(1, 2))
+    return held, own, staged, shards, index, tokens
+
+
+def outcome(plan, held, indexes, tokens, max_sms=None):
+    """What a gather leaves in staging and around it, and a scatter of anything in the pool; and both checksums."""
+    before, sums, n = held.bytes(), np.full(2, 41, np.uint64), plan.nbytes(tokens)
+    out = np.full(n + 160, 0xA5, np.uint8)
+    at = 16 + -out.ctypes.data % 16
+    plan.gather(out.ctypes.data + at, n, indexes, tokens, max_sms=max_sms, sum_ptr=sums.ctypes.data)
+    found = [out[at : at + n].copy(), np.unique(np.r_[out[:at], out[at + n :]])]
+    if plan._decodable:
+        out[at : at + n] = np.random.default_rng(9).integers(0, 256, n, np.uint8)
+        plan.scatter(out.ctypes.data + at, n, indexes, tokens, max_sms=max_sms, sum_ptr=sums[1:].ctypes.data)
+    found += [sums, *held.bytes()]
+    for memory, old in zip(held.memory, before, strict=True):
+        memory[:] = old
+    return found
+
+
+def check_converts(plan, held, own, staged, select, indexes, tokens, *, max_sms=None, lists=dict):
+    """Holds a plan that converts to the reference's; `lists` puts the indexes where the plan reads them."""
+    reference = Pool.of(own).plan(select, backend="reference", staged=staged, checksum=True)
+    found, want = outcome(plan, held, lists(indexes), tokens, max_sms), outcome(reference, held, indexes, tokens)
+    for one, other in zip(found, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def of_cells(format, cells, companion=""):
+    """All of a pool that holds `cells`, for `check_converts`."""
+    held, own, peer, n = pools_of(format, cells, companion=companion)
+    staged = pair(own, peer).offered
+    select = [Select(view.key, 0, view.shards) for view in staged.views()]
+    return held, own, staged, select, {"kv": Index.of(np.arange(n, dtype=np.int32))}, {"kv": (0, n)}
+
+
+def formats_of(of, format):
+    """Each view of `of` in `format`, with scales beside it where these are apart."""
+    data, keys = Encoding.parse(format), of.view_keys()
+    scales = {key._replace(role=f"{key.role}_scale"): str(replace(data, part="scale", of=key.role)) for key in keys}
+    return dict.fromkeys(keys, format) | (scales if data.part == "data" else {})

@@ -135,6 +135,19 @@ def hold(stored, seed=0):
     return Held(memory, Layout.of(regions, views, slots=slots))
 
 
+def staging(nbytes, skew=0):
+    """`nbytes` of 0xA5, `skew` bytes past a multiple of 64."""
+    whole = np.full(nbytes + 64 + skew, 0xA5, np.uint8)
+    return whole[-whole.ctypes.data % 64 + skew :][:nbytes]
+
+
+def gathered(plan, index, tokens, **how):
+    """The staged bytes."""
+    out = staging(plan.nbytes(tokens))
+    plan.gather(out.ctypes.data, out.size, index, tokens, **how)
+    return out
+
+
 def cells(held, select, index, items, tokens):
     """(memory, offset) of each run of `width` bytes that `select` names, token-major, by the formula of the layout."""
     view = held.layout.by_key()[select.key]
@@ -304,3 +317,46 @@ def transfers(draw):
         draw(st.sampled_from([0, 0, 1, 16])),
         draw(st.booleans()),
     )
+
+
+def on_device(indexes, device):
+    """The same lists where the host does not look at them."""
+    return {name: index._replace(device=device) for name, index in indexes.items()}
+
+
+@st.composite
+def placed(draw, transfers, device):
+    """A transfer, the lists of neither, either or both sides on the device."""
+    transfer = draw(transfers)
+    sides = {side: getattr(transfer, side) for side in ("src_index", "dst_index") if draw(st.booleans())}
+    return replace(transfer, **{side: on_device(indexes, device) for side, indexes in sides.items()})
+
+
+@st.composite
+def wide_storages(draw, of, access):
+    """Layouts whose every address is a multiple of `access`; HND keeps an item's rows of a shard together."""
+    pads = draw(st.dictionaries(st.sampled_from(["item", "shard", "role"]), st.sampled_from([access, 64]), max_size=1))
+    rows, order = draw(st.sampled_from([1, 3, 4, 8])), draw(st.sampled_from([NHD, HND, HND]))
+    base = draw(st.sampled_from([0, 3 * access]))
+    return Stored(of, draw(st.integers(2, 8)), rows, draw(st.sampled_from([0, 0, 2])), order, pads, base)
+
+
+@st.composite
+def wide_transfers(draw, access=16):
+    """Two pools that store the same thing with runs for bulk copies, and tokens to move."""
+    of = Logical(
+        "kv",
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([1, 1, 3])),
+        1,
+        draw(st.sampled_from([access, 3 * access, 512, 1024 + access])),
+    )
+    stored = [draw(wide_storages(of, access)) for _ in range(2)]
+    tokens = {"kv": draw(ranges(*stored))}
+    count = draw(st.integers(1, of.shards))
+    select = [Select(key, of.shards - count, count) for key in of.view_keys()]
+    index = [{"kv": draw(indexes(one, tokens["kv"], side == 0))} for side, one in enumerate(stored)]
+    held = [hold([one], seed) for seed, one in enumerate(stored)]
+    wire = draw(st.sampled_from([TOKEN_MAJOR, HEAD_MAJOR]))
+    return Transfer(*held, select, select, *index, tokens, wire, draw(st.booleans()))

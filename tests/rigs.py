@@ -35,8 +35,8 @@ class Rig:
     skews = True  # staging may begin anywhere, not at multiples of 16 alone
     max_sms: int | None = None
 
-    def __init__(self, backend="host", code="c++"):
-        self.backend, self.code = backend, code
+    def __init__(self, backend="host"):
+        self.backend = backend
 
     def put(self, array):
         """A copy of `array`'s bytes."""
@@ -48,8 +48,7 @@ class Rig:
         return block.owner
 
     def plan(self, layout, select, wire, checksum):
-        with host_code(self.code):
-            return Pool.of(layout).plan(select, wire, self.backend, checksum=checksum)
+        return Pool.of(layout).plan(select, wire, self.backend, checksum=checksum)
 
     def place(self, held):
         """A pool's memory where this rig's kernels reach it, and the layout over it."""
@@ -62,6 +61,8 @@ class Rig:
 
 
 REFERENCE = Rig("reference")
+HOST_RIGS = [REFERENCE] if native.ext is None else [Rig(), REFERENCE]
+by_rig = pytest.mark.parametrize("rig", HOST_RIGS, ids=lambda rig: rig.backend)
 SUM_BEFORE = 41
 
 
@@ -93,12 +94,12 @@ def outcome(rig, t):
     found["gather to several: staged"] = rig.get(several)[first - several.ptr :][: apart * n_destinations]
     for way in ("scatter", "copy"):
         blocks, layout = rig.place(t.dst)
-        plan = rig.plan(layout, t.dst_select, t.wire, t.spare or (t.checksum and way == "scatter"))
+        plan = rig.plan(layout, t.dst_select, t.wire, t.spare or t.checksum)
         assert plan.nbytes(t.tokens) == n
         if way == "scatter":
             run(way, plan.scatter, staging.ptr + start, n, t.dst_index)
         else:
-            run(way, gather.copy_to, plan, t.src_index, t.dst_index)
+            gather.copy_to(plan, t.src_index, t.dst_index, t.tokens, max_sms=rig.max_sms)
         for number, block in enumerate(blocks):
             found[f"{way}: region {number}"] = rig.get(block)
     for number, block in enumerate(src_blocks):
@@ -106,9 +107,13 @@ def outcome(rig, t):
     return found
 
 
-def check(rig, t):
-    """Holds a backend to the reference, and both to the layout's formula, on one transfer; every byte and checksum."""
-    found, expected = outcome(rig, t), outcome(REFERENCE, t)
+def check(rig, t, here=None):
+    """Holds a backend to the reference, and both to the layout's formula, on one transfer; every byte and checksum.
+
+    `here` is the same transfer where the host can read its lists.
+    """
+    found, t = outcome(rig, t), here or t
+    expected = outcome(REFERENCE, t)
     after = moved(t.src, t.src_select, t.src_index, t.dst, t.dst_select, t.dst_index, t.tokens)
     for number, memory in enumerate(after):
         expected[f"copy: region {number}"] = memory
@@ -141,6 +146,17 @@ MISUSE = {
 }
 
 
+def by_misuse(**own):
+    """Every way with every misuse of it, and with `own` ones."""
+    cases = [
+        (way, *case)
+        for way in ("gather", "scatter")
+        for name, case in (MISUSE | own).items()
+        if way == "scatter" or "repeated" not in name
+    ]
+    return pytest.mark.parametrize(("way", "case", "words"), cases, ids=lambda one: one if isinstance(one, str) else "")
+
+
 def check_refused(rig, way, case, words):
     """Holds a backend to its refusal: the culprit is named, and neither pool nor staging is written."""
     of = Logical(width=16, tokens_per_row=case.get("per", 1))
@@ -163,7 +179,7 @@ def check_refused(rig, way, case, words):
 
 @contextlib.contextmanager
 def without_native():
-    """Inside, the numpy halves run."""
+    """Inside, numpy does what the extension does."""
     held, native.ext = native.ext, None
     try:
         yield

@@ -38,7 +38,6 @@ def test_unset_and_empty_are_the_same(variable, monkeypatch):
         (environment.CALIBRATION, __file__, Path(__file__)),
         (environment.CACHE_DIR, "/not/there/yet", Path("/not/there/yet")),
         (environment.COMMIT, "abc", "abc"),
-        (environment.SGLANG, str(ROOT), ROOT),
         (environment.TEST_TRANSPORTS, "mori  postbox", ["mori", "postbox"]),
         (environment.GPU_TESTS, "few", "few"),
         (
@@ -64,7 +63,6 @@ def test_values(variable, text, value, monkeypatch):
         (environment.CALIBRATION, "/nowhere.json", "there is no such file; .*calibrate --out"),
         (environment.CALIBRATION, str(ROOT), "there is no such file"),
         (environment.CACHE_DIR, __file__, "it is not a folder"),
-        (environment.SGLANG, "/nowhere", "there is no such file or folder"),
         (environment.GPU_TESTS, "many", "it is not few"),
     ],
 )

@@ -27,49 +27,9 @@ from rigs import HOST_CODES, host_code
 from pdstage.errors import UsageError
 from pdstage.layout import Layout
 from pdstage.plan import Select
-from pdstage.plan.spans import DirectPlan, Spans, coalesce, split
+from pdstage.plan.spans import DirectPlan, Spans, split
 from pdstage.plan.tables import Index
 from tests.rows import drawn
-
-ITEM_LISTS = st.lists(
-    st.tuples(st.sampled_from([1, 1, 1, 0, -1, 2, 7]), st.sampled_from([1, 1, 1, 0, -1, 2])), max_size=60
-)
-
-
-@pytest.mark.parametrize("code", HOST_CODES)
-@pytest.mark.parametrize(
-    "kinds", [(np.int32, np.int32), (np.int32, np.int64), (np.int64, np.int32), (np.int64, np.int64)]
-)
-@settings(max_examples=drawn(40, full=100), deadline=None)
-@given(steps=ITEM_LISTS)
-def test_coalesce_gives_the_fewest_groups_that_expand_to_the_lists(code, kinds, steps):
-    src, dst = (
-        np.cumsum([5, *(step[side] for step in steps)], dtype=np.int64).astype(kind)[: len(steps)]
-        for side, kind in enumerate(kinds)
-    )
-    with host_code(code):
-        src_start, dst_start, count = coalesce(src, dst)
-    expanded = [(s + k, d + k) for s, d, n in zip(src_start, dst_start, count, strict=True) for k in range(n)]
-    assert expanded == list(zip(src.tolist(), dst.tolist(), strict=True))
-    ends = zip(src_start[:-1] + count[:-1], dst_start[:-1] + count[:-1], strict=True)
-    assert all(end != start for end, start in zip(ends, zip(src_start[1:], dst_start[1:], strict=True), strict=True))
-    assert src_start.dtype == dst_start.dtype == count.dtype == np.int64
-
-
-def test_coalesce_does_not_wrap_at_the_end_of_int32():
-    items = np.array([2**31 - 1, -(2**31)], np.int32)
-    for code in HOST_CODES:
-        with host_code(code):
-            assert coalesce(items, np.array([0, 1], np.int32))[2].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("code", HOST_CODES)
-def test_coalesce_refuses_what_is_not_two_lists(code):
-    items = np.arange(4, dtype=np.int32)
-    with host_code(code):
-        for other in (np.arange(3), np.arange(8)[::2], np.arange(4, dtype=np.int16), np.zeros((4, 1), np.int32)):
-            with pytest.raises(UsageError, match="items"):
-                coalesce(items, other)
 
 
 def carry_out(spans):

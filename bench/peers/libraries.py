@@ -1,9 +1,8 @@
 """The calls that engines make of NIXL and Mooncake themselves, for pages that are alike on both sides.
 
 Each request is a list of pages. NIXL gets a transfer for each request: all are posted, then all awaited, as CollectiveX
-does (SemiAnalysisAI/InferenceX#2510). Mooncake gets batches, as from SGLang. vLLM's own worker is in `vllm.py`. NIXL is
-measured twice where it can put whole lists (ai-dynamo/nixl#1835): a put for each descriptor, its default, and one for
-the list.
+does (SemiAnalysisAI/InferenceX#2510). Mooncake gets batches, as from SGLang. NIXL is measured twice where it can put
+whole lists (ai-dynamo/nixl#1835): a put for each descriptor, its default, and one for the list.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
     from pdstage.layout import Layout
 
+_HOST = "127.0.0.1"
 _BATCH = 512
 """Entries of one call: a peer's queue of Mooncake 0.3.13 takes about 2,000 and fails the rest."""
 
@@ -67,43 +66,15 @@ def scatter_gather(value: str) -> Iterator[None]:
 
 
 class Pages(NamedTuple):
-    """One request's pages: where they are at the source and at the destination, and their bytes; and the numbers that
-    the tokens' pages have at either, which are the same in every layer.
-    """
+    """One request's pages: where they are at the source and at the destination, and their bytes."""
 
     src: NDArray[np.int64]
     dst: NDArray[np.int64]
     nbytes: NDArray[np.int64]
-    src_ids: NDArray[np.int64]
-    dst_ids: NDArray[np.int64]
 
 
-class Library(Protocol):
-    """One end of a library, with a pool's region registered."""
-
-    pulls: ClassVar[bool] = False
-    """Whether the destination makes the calls of a burst, which reads; else the source does, and writes."""
-
-    def describe(self) -> object:
-        """What the other end's `connect` wants."""
-
-    def connect(self, described: Any) -> None: ...  # noqa: ANN401
-
-    def burst(self, requests: Sequence[Pages]) -> float:
-        """Seconds until all of `requests` are at the destination."""
-
-    def offer(self, n: int) -> None:
-        """At the source, before the destination reads a burst of `n` requests."""
-        del n
-
-    def idle(self) -> None:
-        """Serves the peer's burst, where the library has no thread for it."""
-
-    def close(self) -> None: ...
-
-
-class Nixl(Library):
-    """NIXL's agent with its UCX backend, which puts each descriptor. Without NIXL's own thread, which spins."""
+class Nixl:
+    """One end of NIXL with its UCX backend, which puts each descriptor. Without NIXL's own thread, which spins."""
 
     puts_lists: ClassVar[str] = "n"
 
@@ -119,6 +90,7 @@ class Nixl(Library):
         self._peer = ""
 
     def describe(self) -> tuple[bytes, tuple[str, int]]:
+        """What the other end's `connect` wants."""
         return self._agent.get_agent_metadata(), self._own
 
     def connect(self, described: Sequence[Any]) -> None:
@@ -127,6 +99,7 @@ class Nixl(Library):
         self._peer, self._theirs = peer.decode() if isinstance(peer, bytes) else peer, (kind, device)
 
     def burst(self, requests: Sequence[Pages]) -> float:
+        """Seconds until all of `requests` are at the destination."""
         start = time.perf_counter()
         handles = []
         for one in requests:
@@ -150,6 +123,7 @@ class Nixl(Library):
         return self._agent.get_xfer_descs(rows, kind)
 
     def idle(self) -> None:
+        """Serves the peer's burst."""
         self._agent.get_new_notifs()  # without a thread, UCX works inside of calls
 
     def close(self) -> None:
@@ -163,22 +137,22 @@ class NixlLists(Nixl):
     puts_lists = "y"
 
 
-class Mooncake(Library):
-    """Mooncake's Transfer Engine over tcp. `host`: this host's address for the peer."""
+class Mooncake:
+    """One end of Mooncake's Transfer Engine over tcp, with a pool's region registered."""
 
-    def __init__(self, layout: Layout, host: str = "127.0.0.1") -> None:
+    def __init__(self, layout: Layout) -> None:
         from mooncake.engine import TransferEngine  # noqa: PLC0415  (not everywhere)
 
         (region,) = layout.regions
         self._engine: Any = TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
+        if self._engine.initialize(_HOST, "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError("Mooncake does not start")
         if self._engine.register_memory(region.base, region.nbytes):
             raise RuntimeError("Mooncake does not register the pool")
-        self._base, self._host, self._peer = region.base, host, ""
+        self._base, self._peer = region.base, ""
 
     def describe(self) -> str:
-        return f"{self._host}:{self._engine.get_rpc_port()}"
+        return f"{_HOST}:{self._engine.get_rpc_port()}"
 
     def connect(self, described: str) -> None:
         self._peer = described
@@ -187,7 +161,7 @@ class Mooncake(Library):
         start = time.perf_counter()
         for one in requests:
             for at in range(0, len(one.nbytes), _BATCH):
-                batch = [column[at : at + _BATCH].tolist() for column in one[:3]]
+                batch = [column[at : at + _BATCH].tolist() for column in one]
                 if self._engine.batch_transfer_sync_write(self._peer, *batch):
                     raise RuntimeError("a batch of Mooncake failed")
         return time.perf_counter() - start
@@ -200,13 +174,14 @@ class Mooncake(Library):
         self._engine = None
 
 
-def installed(transport: str, host: str, device: str) -> dict[str, Callable[[Layout], Library]]:
-    """The libraries to measure beside rooms over `transport`, by name, with pools on `device`. `host`: this host's
-    address for the peer.
-    """
+Library = Nixl | Mooncake
+
+
+def installed(transport: str, device: str) -> dict[str, Callable[[Layout], Library]]:
+    """The libraries to measure beside rooms over `transport`, by name, with pools on `device`."""
     if available().get(transport):
         return {}
     if transport == "mooncake" and device == "cpu":
-        return {"Mooncake's batches": partial(Mooncake, host=host)}
+        return {"Mooncake's batches": Mooncake}
     lists = {"NIXL's own lists by scatter-gather": NixlLists} if has_scatter_gather() else {}
     return {"NIXL's own lists": Nixl, **lists} if transport == "nixl" else {}

@@ -13,7 +13,6 @@
 #include "convert.hpp"
 #include "sums.hpp"
 #include "views.hpp"
-#include "workers.hpp"
 
 namespace pdstage {
 
@@ -30,9 +29,8 @@ struct Coding {
 class ConvertPlan {
   public:
     // `codings`: one per view.
-    ConvertPlan(std::vector<View> views, std::vector<Component> components, std::vector<Coding> codings,
-                std::size_t n_threads)
-        : components_(std::move(components)), n_threads_(n_threads) {
+    ConvertPlan(std::vector<View> views, std::vector<Component> components, std::vector<Coding> codings)
+        : components_(std::move(components)) {
         for (std::size_t i = 0; i < views.size(); ++i) coded_.push_back({views[i], codings[i]});
     }
 
@@ -91,7 +89,7 @@ class ConvertPlan {
                 ((rows.stop - rows.start) * coded.row_nbytes() + kViewAlignment - 1) / kViewAlignment * kViewAlignment;
         }
         if (needed > nbytes) return {Fault::kTooSmall, 0, needed, nbytes};
-        std::vector<Piece> pieces;
+        std::uint64_t total = 0;
         for (std::size_t i = 0; i < coded_.size(); ++i) {
             const Coded& coded = coded_[i];
             const auto c = static_cast<std::size_t>(coded.view.component);
@@ -100,21 +98,14 @@ class ConvertPlan {
                 coded.how.scales < 0 ? nullptr : starts[static_cast<std::size_t>(coded.how.scales)];
             const std::int64_t token = parts[c].start / coded.view.tokens_per_row * coded.view.tokens_per_row;
             const std::int64_t step = std::max<std::int64_t>(1, kPieceNbytes / coded.row_nbytes());
-            for (std::int64_t at = rows.start; at < rows.stop; at += step)
-                pieces.push_back(
-                    {&coded, &resolved[c], {at, std::min(rows.stop, at + step)}, rows.start, token, starts[i], scales});
+            for (std::int64_t at = rows.start; at < rows.stop; at += step) {
+                const Piece piece{&coded,    &resolved[c], {at, std::min(rows.stop, at + step)}, rows.start, token,
+                                  starts[i], scales};
+                carry_out<kGather>(piece);
+                if (sum != nullptr) total += sum_of(piece);
+            }
         }
-        std::atomic<std::uint64_t> total{0};
-        const auto work = [&](std::size_t i) {
-            carry_out<kGather>(pieces[i]);
-            if (sum != nullptr) total.fetch_add(sum_of(pieces[i]), std::memory_order_relaxed);
-        };
-        if (n_threads_ > 1 && pieces.size() > 1) {
-            Workers::run(n_threads_, pieces.size(), work);
-        } else {
-            for (std::size_t i = 0; i < pieces.size(); ++i) work(i);
-        }
-        if (sum != nullptr) std::atomic_ref(*sum).fetch_add(total.load(), std::memory_order_relaxed);
+        if (sum != nullptr) std::atomic_ref(*sum).fetch_add(total, std::memory_order_relaxed);
         return {};
     }
 
@@ -178,7 +169,6 @@ class ConvertPlan {
     }
 
     std::vector<Component> components_;
-    std::size_t n_threads_;
     std::vector<Coded> coded_;
 };
 

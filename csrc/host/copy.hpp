@@ -16,7 +16,6 @@
 #include "pool_copy.hpp"
 #include "views.hpp"
 #include "walk.hpp"
-#include "workers.hpp"
 
 namespace pdstage {
 
@@ -118,17 +117,12 @@ inline void list_cells(const View& view, Wire wire, std::int64_t start, std::int
 
 }  // namespace detail
 
-// How a plan is executed: on how many threads, and whether its calls may request checksums.
-struct How {
-    std::size_t n_threads = 1;
-    bool checksum = false;
-};
-
 // Some shards of some views of one pool, ready for repeated copies. Several threads may use it at once.
 class CopyPlan {
   public:
-    CopyPlan(std::vector<View> views, std::vector<Component> components, Wire wire, How how)
-        : components_(std::move(components)), wire_(wire), how_(how) {
+    // `checksum`: whether calls may request checksums.
+    CopyPlan(std::vector<View> views, std::vector<Component> components, Wire wire, bool checksum)
+        : components_(std::move(components)), wire_(wire) {
         std::map<std::vector<std::int64_t>, std::pair<Shared, Shared>> shapes;
         for (const View& view : views) {
             const std::vector<std::int64_t> shape = {
@@ -139,7 +133,7 @@ class CopyPlan {
                 detail::Runs listed;
                 detail::list_runs(view, wire, 0, view.rows_per_item, listed);
                 runs = std::make_shared<const detail::Runs>(listed);
-                if (how.checksum) {
+                if (checksum) {
                     detail::list_cells(view, wire, 0, view.rows_per_item, listed);
                     cells = std::make_shared<const detail::Runs>(std::move(listed));
                 }
@@ -171,36 +165,29 @@ class CopyPlan {
     }
 
     // `peer` fits. A verdict on the peer's side numbers its component from n_components() on.
-    Verdict copy_to(const CopyPlan& peer, const std::vector<Part>& parts, const std::vector<Part>& peer_parts,
-                    std::uint64_t* sum) const {
-        thread_local std::vector<Items> src_items;
-        thread_local std::vector<Items> dst_items;
-        const std::vector<Items>& from = src_items;
-        const std::vector<Items>& to = dst_items;
-        Verdict verdict = detail::resolve_both(parts, components_, peer_parts, peer.components_, src_items, dst_items);
+    Verdict copy_to(const CopyPlan& peer, const std::vector<Part>& parts, const std::vector<Part>& peer_parts) const {
+        thread_local std::vector<Items> from;
+        thread_local std::vector<Items> to;
+        Verdict verdict = detail::resolve_both(parts, components_, peer_parts, peer.components_, from, to);
         for (const Selected& selected : views_)
             if (verdict.fault == Fault::kNone) verdict = detail::check_rows(selected.view, parts, peer_parts);
         if (verdict.fault != Fault::kNone) return verdict;
-        std::vector<Piece> pieces;
         std::int64_t nbytes = 0;
-        for (std::size_t i = 0; i < views_.size(); ++i) {
-            const View& view = views_[i].view;
+        for (const Selected& selected : views_) {
+            const View& view = selected.view;
             const RowRange rows = rows_of(parts[view.component], view, from[view.component].first);
-            cut(i, rows, 1, nullptr, pieces);
             nbytes += (rows.stop - rows.start) * view.row_nbytes();
         }
         const bool stream = nbytes >= detail::kStreamNbytes;
-        carry_out(pieces, nbytes, stream, sum, [&](const Piece& piece) {
-            const View& src = views_[piece.view].view;
-            const View& dst = peer.views_[piece.view].view;
+        for (std::size_t i = 0; i < views_.size(); ++i) {
+            const View& src = views_[i].view;
+            const View& dst = peer.views_[i].view;
             const auto c = static_cast<std::size_t>(src.component);
-            const RowRange src_rows = rows_of(parts[c], src, from[c].first);
-            const RowRange dst_rows = rows_of(peer_parts[c], dst, to[c].first);
-            const std::int64_t skipped = piece.rows.start - src_rows.start;
-            const std::int64_t token = (parts[c].start / src.tokens_per_row + skipped) * src.tokens_per_row;
-            return detail::copy_rows(src, from[c], piece.rows, dst, to[c], dst_rows.start + skipped, token,
-                                     sum != nullptr, stream);
-        });
+            const RowRange rows = rows_of(parts[c], src, from[c].first);
+            const std::int64_t dst_row = rows_of(peer_parts[c], dst, to[c].first).start;
+            if (rows.start < rows.stop) detail::copy_rows(src, from[c], rows, dst, to[c], dst_row, stream);
+        }
+        if (stream) detail::stream_fence();
         return {};
     }
 
@@ -212,84 +199,46 @@ class CopyPlan {
         Shared cells;  // of a whole item, if calls may request checksums
         bool dense;    // consecutive items are consecutive memory, in staged order
     };
-    // Rows of one view, counted from its first item's, and where they are staged.
-    struct Piece {
-        std::size_t view;
-        RowRange rows;
-        Byte* wire;
-    };
     struct Call {
         bool stream;
         bool summed;
     };
     static constexpr std::int64_t kViewAlignment = 128;
-    // Large enough to be worth waking a thread, small enough that none waits long for the last.
-    static constexpr std::int64_t kPieceNbytes = 1 << 20;
-    static constexpr std::int64_t kShareNbytes = 4 << 20;
-
     template <bool kGather>
     Verdict run(Byte* wire, std::int64_t nbytes, const std::vector<Part>& parts, std::uint64_t* sum) const {
-        thread_local std::vector<Items> scratch;
-        std::vector<Items>& resolved = scratch;  // the caller's, although a worker reads it too
+        thread_local std::vector<Items> resolved;
         if (resolved.size() < components_.size()) resolved.resize(components_.size());
         for (std::size_t i = 0; i < components_.size(); ++i) {
             const Verdict verdict =
                 resolve(parts[i], static_cast<std::int64_t>(i), components_[i], !kGather, resolved[i]);
             if (verdict.fault != Fault::kNone) return verdict;
         }
-        std::vector<Piece> pieces;
+        std::vector<Byte*> starts;
         std::int64_t needed = 0;
-        for (std::size_t i = 0; i < views_.size(); ++i) {
-            const View& view = views_[i].view;
+        for (const Selected& selected : views_) {
+            const View& view = selected.view;
             const Part& part = parts[view.component];
             if (part.start != part.stop && part.first_token % view.tokens_per_row != 0)
                 return {Fault::kFirstToken, view.component, view.tokens_per_row, part.first_token};
             const RowRange rows = rows_of(part, view, resolved[view.component].first);
-            cut(i, rows, view.rows_per_item, wire + needed, pieces);
+            starts.push_back(wire + needed);
             const std::int64_t exact = (rows.stop - rows.start) * view.row_nbytes();
             needed += (exact + kViewAlignment - 1) / kViewAlignment * kViewAlignment;
         }
         if (needed > nbytes) return {Fault::kTooSmall, 0, needed, nbytes};
         const Call call{needed >= detail::kStreamNbytes, sum != nullptr};
-        carry_out(pieces, needed, call.stream, sum, [&](const Piece& piece) {
-            const Selected& selected = views_[piece.view];
-            const auto c = static_cast<std::size_t>(selected.view.component);
+        std::uint64_t total = 0;
+        for (std::size_t i = 0; i < views_.size(); ++i) {
+            const View& view = views_[i].view;
+            const auto c = static_cast<std::size_t>(view.component);
             const std::int64_t first_token = parts[c].first_token + resolved[c].first * components_[c].tokens_per_item;
-            return copy_view<kGather>(selected, piece.rows, resolved[c], first_token, call, piece.wire);
-        });
-        return {};
-    }
-
-    // Rows as one piece, or as several for several threads, cut at multiples of `every` rows.
-    void cut(std::size_t number, RowRange rows, std::int64_t every, Byte* wire, std::vector<Piece>& pieces) const {
-        const std::int64_t row_nbytes = views_[number].view.row_nbytes();
-        const std::int64_t step = how_.n_threads == 1
-                                      ? rows.stop + every
-                                      : std::max<std::int64_t>(1, kPieceNbytes / (row_nbytes * every)) * every;
-        while (rows.start < rows.stop) {
-            const std::int64_t stop = std::min(rows.stop, (rows.start / step + 1) * step);
-            pieces.push_back({number, {rows.start, stop}, wire});
-            if (wire != nullptr) wire += (stop - rows.start) * row_nbytes;
-            rows.start = stop;
+            const RowRange rows = rows_of(parts[c], view, resolved[c].first);
+            total += copy_view<kGather>(views_[i], rows, resolved[c], first_token, call, starts[i]);
         }
-    }
-
-    // `copy` does one piece and returns its checksum.
-    template <class Copy>
-    void carry_out(const std::vector<Piece>& pieces, std::int64_t nbytes, bool stream, std::uint64_t* sum,
-                   const Copy& copy) const {
-        std::atomic<std::uint64_t> total{0};
-        const auto work = [&](std::size_t i) {
-            total.fetch_add(copy(pieces[i]), std::memory_order_relaxed);
-            if (stream) detail::stream_fence();
-        };
-        if (how_.n_threads > 1 && pieces.size() > 1 && nbytes >= kShareNbytes) {
-            Workers::run(how_.n_threads, pieces.size(), work);
-        } else {
-            for (std::size_t i = 0; i < pieces.size(); ++i) work(i);
-        }
+        if (call.stream) detail::stream_fence();
         // Concurrent calls may share a sum.
-        if (sum != nullptr) std::atomic_ref(*sum).fetch_add(total.load(), std::memory_order_relaxed);
+        if (sum != nullptr) std::atomic_ref(*sum).fetch_add(total, std::memory_order_relaxed);
+        return {};
     }
 
     // A first or last item that is only partly in the range has separate runs; those between share the plan's.
@@ -384,7 +333,6 @@ class CopyPlan {
 
     std::vector<Component> components_;
     Wire wire_;
-    How how_;
     std::vector<Selected> views_;
 };
 

@@ -15,7 +15,7 @@ namespace pdstage::detail {
 // later ones are prefetched.
 class RunCopier {
   public:
-    RunCopier(bool stream, bool fetch) : stream_(stream), fetch_(fetch) {}
+    explicit RunCopier(bool stream) : stream_(stream) {}
     RunCopier(const RunCopier&) = delete;
     RunCopier& operator=(const RunCopier&) = delete;
 
@@ -108,7 +108,7 @@ class RunCopier {
     void copy_each(std::size_t stop, std::int64_t nbytes) {
         const std::size_t ahead = static_cast<std::size_t>(std::max<std::int64_t>(1, kAheadNbytes / nbytes));
         for (; first_ < stop; ++first_) {
-            for (; fetch_ && n_fetched_ < n_ && n_fetched_ <= first_ + ahead; ++n_fetched_)
+            for (; n_fetched_ < n_ && n_fetched_ <= first_ + ahead; ++n_fetched_)
                 prefetch<true>(bytes(runs_[n_fetched_].src), fetched(runs_[n_fetched_].nbytes));
             pending_ -= nbytes;
             Copy::copy(bytes(runs_[first_].dst), bytes(runs_[first_].src), nbytes);
@@ -116,7 +116,6 @@ class RunCopier {
     }
 
     bool stream_;
-    bool fetch_;
     Run runs_[kMost];
     std::size_t first_ = 0;
     std::size_t n_fetched_ = 0;
@@ -166,71 +165,21 @@ inline Pair collapsed(View src, View dst) {
     return {src, dst, shards_first, 0};
 }
 
-// Sums the rows of a view in order, prefetching later ones into the caches.
-class RowSummer {
-  public:
-    RowSummer(const View& view, const Items& items, RowRange rows)
-        : view_(view), at_(view, items, rows.start), ahead_(at_), n_unfetched_(rows.stop - rows.start) {}
-
-    // The terms of the next `n_rows` rows; the first begins at `token`.
-    std::uint64_t sum(std::int64_t n_rows, std::int64_t token) {
-        std::uint64_t total = 0;
-        const auto seed = static_cast<std::uint64_t>(view_.seed);
-        for (; n_rows > 0; --n_rows, token += view_.tokens_per_row, at_.advance(1)) {
-            --n_fetched_;
-            for (; n_unfetched_ > 0 && n_fetched_ * view_.row_nbytes() <= kAheadNbytes; --n_unfetched_, ++n_fetched_) {
-                each(ahead_,
-                     [&](const Byte* cell, std::int64_t, std::int64_t) { prefetch<true>(cell, fetched(view_.width)); });
-                ahead_.advance(1);
-            }
-            each(at_, [&](const Byte* cell, std::int64_t shard, std::int64_t seg) {
-                total += kSumWords(cell, view_.width, mix(seed + place_of(token, view_.first_shard + shard, seg)));
-            });
-        }
-        return total;
-    }
-
-  private:
-    template <class Visit>
-    void each(const Side& row, const Visit& visit) const {
-        for (std::int64_t shard = 0; shard < view_.shards; ++shard)
-            for (std::int64_t seg = 0; seg < view_.segs; ++seg) {
-                const std::int64_t at = row.address() + shard * view_.shard_stride + seg * view_.seg_stride;
-                visit(reinterpret_cast<const Byte*>(static_cast<std::uintptr_t>(at)), shard, seg);
-            }
-    }
-
-    const View& view_;
-    Side at_;
-    Side ahead_;
-    std::int64_t n_fetched_ = 0;  // rows between the two
-    std::int64_t n_unfetched_;
-};
-
-// Rows [start, stop) of a part, counted as in rows_of. Returns the sum of their terms if `summed`.
-inline std::uint64_t copy_rows(const View& src, const Items& from, RowRange rows, const View& dst, const Items& to,
-                               std::int64_t dst_row, std::int64_t token, bool summed, bool stream) {
-    constexpr std::int64_t kBlockNbytes = 16384;
+// Rows [start, stop) of a part, counted as in rows_of.
+inline void copy_rows(const View& src, const Items& from, RowRange rows, const View& dst, const Items& to,
+                      std::int64_t dst_row, bool stream) {
     const Pair pair = collapsed(src, dst);
     const std::int64_t n = rows.stop - rows.start;
-    const std::int64_t block = summed ? std::max<std::int64_t>(1, kBlockNbytes / src.row_nbytes()) : n;
     const bool joins = src.rows_per_item > 1 && dst.rows_per_item > 1 && pair.src.inner_stride == pair.src.width &&
                        pair.dst.inner_stride == pair.src.width;
     const bool single = pair.src.segs == 1 && pair.src.shards == 1 && !joins && pair.src.width >= kLine;
-    RunCopier copier(stream, !summed);
-    RowSummer summer(src, from, rows);
-    std::uint64_t sum = 0;
-    for (std::int64_t at = 0; at < n; at += block) {
-        const std::int64_t n_rows = std::min(block, n - at);
-        if (summed) sum += summer.sum(n_rows, token + at * src.tokens_per_row);
-        if (single) {
-            add_single_runs(pair, from, rows.start + at, to, dst_row + at, n_rows, copier);
-        } else {
-            add_pair(pair, {pair.src, from, rows.start + at}, {pair.dst, to, dst_row + at}, n_rows, copier);
-        }
+    RunCopier copier(stream);
+    if (single) {
+        add_single_runs(pair, from, rows.start, to, dst_row, n, copier);
+    } else {
+        add_pair(pair, {pair.src, from, rows.start}, {pair.dst, to, dst_row}, n, copier);
     }
     copier.flush();
-    return sum;
 }
 
 }  // namespace pdstage::detail

@@ -1,4 +1,4 @@
-// Runs of consecutive items, and the direct path's descriptors: which source bytes go to which destination address.
+// The direct path's descriptors: which source bytes go to which destination address.
 //
 // Must not use Python, or know transports or what a descriptor costs.
 #pragma once
@@ -9,21 +9,6 @@
 #include "views.hpp"
 
 namespace pdstage {
-
-// Writes to `starts`, which has room for n, the positions in [0, n) where a group of items begins that step by one
-// in both lists. Returns how many. It has no branch on the data: fragmented lists would mispredict at every item.
-template <class Src, class Dst>
-std::size_t group_starts(const Src* src, const Dst* dst, std::size_t n, std::size_t* starts) {
-    if (n == 0) return 0;
-    starts[0] = 0;
-    std::size_t groups = 1;
-    for (std::size_t i = 1; i < n; ++i) {
-        starts[groups] = i;
-        groups += (src[i] != static_cast<std::int64_t>(src[i - 1]) + 1) |
-                  (dst[i] != static_cast<std::int64_t>(dst[i - 1]) + 1);
-    }
-    return groups;
-}
 
 struct Spans {
     std::vector<std::int64_t> src;

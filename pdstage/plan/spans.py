@@ -1,4 +1,4 @@
-"""Contiguous runs of item lists, and of the bytes that the direct path writes from pool to pool.
+"""The contiguous runs of bytes that the direct path writes from pool to pool.
 
 In numpy, or in the C++ of csrc/host/spans.hpp if it was built; both give the same results.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdstage.plan.staging import Select, Tokens
     from pdstage.plan.tables import Int64s
 
-__all__ = ["DirectPlan", "Index", "Spans", "coalesce", "split"]
+__all__ = ["DirectPlan", "Index", "Spans", "split"]
 
 
 class Spans(NamedTuple):
@@ -35,31 +35,6 @@ class Spans(NamedTuple):
     src: Int64s
     dst: Int64s
     nbytes: Int64s
-
-
-def coalesce(src_items: NDArray[Any], dst_items: NDArray[Any]) -> tuple[Int64s, Int64s, Int64s]:
-    """Groups positions where both lists step by one: `(src_start, dst_start, count)` of each group, in order.
-
-    The lists are int32 or int64, contiguous, of one length; anything else raises `UsageError`.
-    """
-    for items in (src_items, dst_items):
-        if items.ndim != 1 or items.dtype not in (np.int32, np.int64) or not items.flags.c_contiguous:
-            raise UsageError(
-                f"items are a {items.ndim}-dimensional array of {items.dtype}",
-                remedy="give one contiguous list of int32 or int64",
-            )
-    if src_items.size != dst_items.size:
-        raise UsageError(
-            f"{src_items.size} source items and {dst_items.size} destination items", remedy="give as many of each"
-        )
-    if native.ext is not None:
-        found: tuple[Int64s, Int64s, Int64s] = native.ext.coalesce(src_items, dst_items)
-        return found
-    src, dst = src_items.astype(np.int64), dst_items.astype(np.int64)
-    if not src.size:
-        return src, dst, np.empty(0, np.int64)
-    starts = np.flatnonzero(np.r_[True, (np.diff(src) != 1) | (np.diff(dst) != 1)])
-    return src[starts], dst[starts], np.diff(np.r_[starts, src.size])
 
 
 def split(spans: Spans, *, max_descriptors: int | None = None, max_nbytes: int | None = None) -> Iterator[Spans]:

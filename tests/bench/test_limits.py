@@ -39,14 +39,6 @@ def test_loops_and_kernels_move_the_same_bytes(access, run):
         assert np.array_equal(one, other), way
 
 
-@pytest.mark.parametrize("pages", limits.PAGES)
-def test_a_streaming_copy_copies_all(pages):
-    src, dst = limits.aligned(100 * 4096 + 128), limits.aligned(100 * 4096 + 128)
-    src[:] = np.random.default_rng(3).integers(0, 256, len(src), np.uint8)
-    limits.Call("streaming_copy", dst, src, len(src), pages)()
-    assert np.array_equal(src, dst)
-
-
 def test_without_a_compiler_it_is_said(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(UsageError, match=r"limits.c cannot be compiled: .*no-such-compiler") as info:

@@ -133,6 +133,6 @@ def convert_plan_of(pool, staged, select, checksum=False, machine=None):
     """A plan of the cuda backend that converts, over host memory."""
     machine = machine or CpuMachine()
     select = Staging(staged, select).select
-    recipe = Recipe(pool.layout, select, TOKEN_MAJOR, "cuda:0", checksum, 1, staged)
+    recipe = Recipe(pool.layout, select, TOKEN_MAJOR, "cuda:0", checksum, staged)
     recipe = recipe._replace(codings=tuple(codings(pool.layout, staged, select)))
     return ConvertPlan(recipe, machine, IndexRing(machine, 1, 64))

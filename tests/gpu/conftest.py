@@ -16,9 +16,6 @@ def pytest_generate_tests(metafunc):
     if "variant" in metafunc.fixturenames:
         on_host = metafunc.definition.get_closest_marker("also_on_host")
         metafunc.parametrize("variant", [HOST, *ON_GPU] if on_host else ON_GPU, indirect=True)
-    if "seed" in metafunc.fixturenames:
-        n = metafunc.definition.get_closest_marker("seeds").args[0]
-        metafunc.parametrize("seed", range(min(n, 4) if FEW else n))
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 
 from gpu.plain import Plain  # noqa: E402  (needs torch)
 
-from pdstage.bench import variants  # noqa: E402
 from pdstage.kernels import driver  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -93,47 +92,6 @@ def test_an_engines_event_is_asked_in_a_turn_while_another_thread_records(runtim
     recorded(turn)
 
 
-class Asked:
-    """An engine's event that says when a node's thread has asked for it many times."""
-
-    def __init__(self):
-        self._event, self._n_left, self.asked_often = torch.cuda.Event(), 20, threading.Event()
-        self._event.record()
-
-    def query(self):
-        self._event.query()
-        self._n_left -= 1
-        if not self._n_left:
-            self.asked_often.set()
-        return False
-
-
-@pytest.mark.parametrize("staging_on", ["host", "pool"])
-def test_a_nodes_thread_turns_while_another_thread_records(staging_on):
-    pytest.importorskip("zmq")
-    pytest.importorskip("msgspec")
-    if staging_on == "pool":
-        pytest.importorskip("cupy")  # without it transport `local` moves no device memory
-    from pdstage import PrefillNode, State, Topology  # noqa: PLC0415
-
-    variant = next((one for one in variants.ON_GPU if not variants.missing(one)), None)
-    if variant is None:
-        pytest.skip("no kernels for this GPU")
-    pool, event = Plain(variant).pool, Asked()
-    how = {"transport": "local", "path": "staged", "progress": "thread", "staging_on": staging_on}
-    with PrefillNode(pool, Topology(), staging_nbytes=1 << 20, **how) as node:
-        sender = node.send(1)
-        sender.chunk([0], 1, ready=event)
-
-        def wait():
-            event.asked_often.clear()
-            event._n_left = 20
-            assert event.asked_often.wait(30)
-
-        recorded(wait)
-        assert sender.state is not State.FAILED, sender.error
-
-
 @pytest.mark.parametrize("on_device", [True, False], ids=["list-on-device", "list-on-host"])
 def test_plans_are_made_run_and_dropped_while_another_thread_records(variant, on_device):
     """With nothing around them: an engine's own calls."""
@@ -161,15 +119,4 @@ def test_a_new_thread_has_the_devices_context_inside_and_none_after(runtime):
 
     if torch.version.hip:
         pytest.skip("HIP binds no contexts")
-    in_a_thread(turn)
-
-
-def test_the_mode_is_as_before_after_a_turn_that_raised(runtime):
-    library = driver.Hip() if torch.version.hip else driver.cuda()
-
-    def turn():
-        with pytest.raises(ValueError, match="a turn"), runtime.current():
-            raise ValueError("a turn")
-        assert library.capture_mode(0) == 0
-
     in_a_thread(turn)

@@ -40,43 +40,23 @@ def mixed():
     return items, [at for at, item in enumerate(items) if 0 <= item < N_ITEMS]
 
 
-def test_a_gather_leaves_out_what_a_device_list_names_outside(guarded):
-    items, good = mixed()
-    out = guarded.staging(len(items))
-    before = guarded.whole.clone()
-    guarded.gather(out, items)
+@pytest.mark.parametrize("bits", [32, 64])
+def test_what_a_device_list_names_outside_is_left_out(guarded, bits):
+    items, good = mixed() if bits == 64 else ([4, -1, 2**31 - 1, N_ITEMS, -(2**31), 9], [0, 5])
+    held = torch.tensor(items, dtype=torch.int32 if bits == 32 else torch.int64, device="cuda:0")
+    index, tokens = {"kv": Index(held.data_ptr(), bits, len(items), 0, held, "cuda:0")}, guarded.tokens(len(items))
+    out, expected = guarded.staging(len(items)), guarded.whole.clone()
+    staged, inside = out.view(N_VIEWS, len(items), WIDTH), [items[at] for at in good]
+    guarded.plan.gather(out.data_ptr(), out.numel(), index, tokens)
     torch.cuda.synchronize()
-    staged = out.view(N_VIEWS, len(items), WIDTH)
-    for at, item in enumerate(items):
-        if at in good:
-            assert torch.equal(staged[:, at], guarded.cells[:, item]), f"item {item}"
-        else:
-            assert bool((staged[:, at] == 0xA5).all()), f"something was staged for item {item}"
-    assert torch.equal(guarded.whole, before)
-
-
-def test_a_scatter_leaves_out_what_a_device_list_names_outside(guarded):
-    items, good = mixed()
-    src = torch.randint(0, 256, (N_VIEWS * len(items) * WIDTH,), dtype=torch.uint8, device="cuda:0")
-    staged = src.view(N_VIEWS, len(items), WIDTH)
-    expected = guarded.whole.clone()
-    inner = expected[GUARD:-GUARD].view(N_VIEWS, N_ITEMS, WIDTH)
-    for at in good:
-        inner[:, items[at]] = staged[:, at]
-    guarded.scatter(src, items)
+    want = torch.full_like(staged, 0xA5)
+    want[:, good] = guarded.cells[:, inside]
+    assert torch.equal(staged, want)
+    out.random_(0, 256)
+    expected[GUARD:-GUARD].view(N_VIEWS, N_ITEMS, WIDTH)[:, inside] = staged[:, good]
+    guarded.plan.scatter(out.data_ptr(), out.numel(), index, tokens)
     torch.cuda.synchronize()
     assert torch.equal(guarded.whole, expected)
-
-
-def test_items_of_32_bits_outside_are_left_out(guarded):
-    held = torch.tensor([4, -1, 2**31 - 1, N_ITEMS, -(2**31), 9], dtype=torch.int32, device="cuda:0")
-    index = {"kv": Index(held.data_ptr(), 32, 6, 0, held, "cuda:0")}
-    out = guarded.staging(6)
-    guarded.plan.gather(out.data_ptr(), out.numel(), index, guarded.tokens(6))
-    torch.cuda.synchronize()
-    staged = out.view(N_VIEWS, 6, WIDTH)
-    assert torch.equal(staged[:, [0, 5]], guarded.cells[:, [4, 9]])
-    assert bool((staged[:, 1:5] == 0xA5).all())
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
@@ -121,75 +101,9 @@ def test_a_checksum_is_of_the_items_inside(variant):
     assert sums[0] != 0
 
 
-@pytest.mark.parametrize("item", [-1, N_ITEMS, 2**40])
-@pytest.mark.parametrize("way", ["gather", "scatter"])
-def test_an_item_outside_on_the_host_is_refused(guarded, way, item):
-    out, before = guarded.staging(3), guarded.whole.clone()
-    with pytest.raises(UsageError, match=rf"item {item} at position 1 of component 'kv' is outside"):
-        getattr(guarded, way)(out, [2, item, 3], on_device=False)
-    untouched(guarded, out, before)
-
-
-def test_a_destination_named_twice_is_refused(guarded):
-    out, before = guarded.staging(3), guarded.whole.clone()
-    with pytest.raises(UsageError, match="item 2 at position 2 of component 'kv' is a destination twice"):
-        guarded.scatter(out, [2, 1, 2], on_device=False)
-    untouched(guarded, out, before)
-
-
-@pytest.mark.parametrize("on_device", [True, False], ids=["list-on-device", "list-on-host"])
-@pytest.mark.parametrize("way", ["gather", "scatter"])
-def test_staging_too_small_or_askew_is_refused(guarded, way, on_device):
-    out, before = guarded.staging(3), guarded.whole.clone()
-    index, tokens = guarded.list([1, 2, 3], on_device=on_device), guarded.tokens(3)
-    call = getattr(guarded.plan, way)
-    with pytest.raises(UsageError, match="too small"):
-        call(out.data_ptr(), out.numel() - 1, index, tokens)
-    with pytest.raises(UsageError, match="aligned"):
-        call(out.data_ptr() + 8, out.numel(), index, tokens)
-    untouched(guarded, out, before)
-
-
-@pytest.mark.parametrize("on_device", [True, False], ids=["list-on-device", "list-on-host"])
-def test_too_few_items_are_refused(guarded, on_device):
-    out, before = guarded.staging(4), guarded.whole.clone()
-    with pytest.raises(UsageError, match="3 items where its tokens need 4"):
-        guarded.plan.gather(
-            out.data_ptr(), out.numel(), guarded.list([1, 2, 3], on_device=on_device), guarded.tokens(4)
-        )
-    untouched(guarded, out, before)
-
-
-def test_a_list_on_another_device_is_refused(guarded):
-    out, before = guarded.staging(3), guarded.whole.clone()
-    index = {"kv": guarded.list([1, 2, 3], on_device=True)["kv"]._replace(device="cuda:1")}
-    with pytest.raises(UsageError, match="cuda:1"):
-        guarded.plan.gather(out.data_ptr(), out.numel(), index, guarded.tokens(3))
-    untouched(guarded, out, before)
-
-
 def test_a_device_that_is_not_there_is_refused(guarded):
     n = torch.cuda.device_count()
     region = guarded.pool.layout.regions[0]
     layout = Layout((Region(region.base, region.nbytes, "cuda", n),), guarded.pool.layout.components)
     with pytest.raises(UsageError, match=f"cuda:{n}"):
         Pool.of(layout, f"cuda:{n}").plan(guarded.select, backend=guarded.plan.backend)
-
-
-def test_a_checksum_needs_a_plan_for_it(guarded):
-    out, total = guarded.staging(1), torch.zeros(1, dtype=torch.int64, device="cuda:0")
-    with pytest.raises(UsageError, match="no checksums"):
-        guarded.gather(out, [1], sum_ptr=total.data_ptr())
-
-
-@pytest.mark.parametrize("max_sms", [0, -3])
-def test_no_multiprocessors_are_refused(guarded, max_sms):
-    with pytest.raises(UsageError, match=f"max_sms is {max_sms}"):
-        guarded.gather(guarded.staging(1), [1], max_sms=max_sms)
-
-
-def untouched(guarded, out, before):
-    """Nothing was launched: no byte moved, and the context is sound."""
-    torch.cuda.synchronize()
-    assert torch.equal(guarded.whole, before)
-    assert bool((out == 0xA5).all())

@@ -1,45 +1,91 @@
-"""Every kernel against the reference, bit for bit, over layouts drawn from seeds, and over real models' shapes."""
+"""Every kernel against the reference, bit for bit: layouts that are drawn, what is refused, and real models' shapes.
+
+The same suite as on the CPU (tests/rigs.py), over a GPU's memory.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("hypothesis")
 
-from gpu import space  # noqa: E402  (needs torch)
-from gpu.space import Case  # noqa: E402
+from gpu.conftest import FEW  # noqa: E402
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from pools import GUARD, transfers, wide_transfers  # noqa: E402
+from rigs import REFERENCE, Block, Rig, by_misuse, check, check_refused  # noqa: E402
 
-from pdstage.bench import shapes  # noqa: E402
+from pdstage.bench import shapes  # noqa: E402  (needs torch)
 from pdstage.bench.bed import Bed  # noqa: E402
 from pdstage.bench.gpu_kernels import model_case  # noqa: E402
+from pdstage.bench.variants import plan_of  # noqa: E402
 from pdstage.kernels import Index, Pool  # noqa: E402
 from pdstage.layout import Layout, Region  # noqa: E402
 from pdstage.plan import TOKEN_MAJOR  # noqa: E402
 
 
-@pytest.mark.also_on_host
-@pytest.mark.seeds(24)
-def test_gather_is_the_reference(variant, device, seed):
-    space.check_gather(Case(seed, repeat=True), variant, device)
+class DeviceRig(Rig):
+    """One kernel of a GPU, and the GPU's memory."""
+
+    skews = False
+
+    def __init__(self, variant, device, max_sms=None):
+        super().__init__(variant)
+        self.device, self.max_sms = device, max_sms
+
+    def put(self, array):
+        held = torch.from_numpy(np.array(array)).to(self.device)
+        return Block(held.data_ptr(), held)
+
+    def get(self, block):
+        return block.owner.cpu().numpy()
+
+    def plan(self, layout, select, wire, checksum):
+        return plan_of(Pool.of(layout, self.device), select, wire, self.backend, checksum=checksum)
+
+    def place(self, held):
+        blocks = [self.put(memory) for memory in held.memory]
+        regions = tuple(
+            Region(block.ptr + GUARD, region.nbytes, "cuda")
+            for region, block in zip(held.layout.regions, blocks, strict=True)
+        )
+        return blocks, Layout(regions, held.layout.components)
 
 
-@pytest.mark.also_on_host
-@pytest.mark.seeds(24)
-def test_scatter_is_the_reference(variant, device, seed):
-    space.check_scatter(Case(seed, repeat=False), variant, device)
+def on_device(indexes):
+    """The same lists on the device, where the host does not look at them."""
+    found = {}
+    for name, index in indexes.items():
+        held = torch.from_numpy(index.keep).to("cuda:0")
+        found[name] = index._replace(ptr=held.data_ptr(), keep=held, device="cuda:0")
+    return found
 
 
-@pytest.mark.also_on_host
-@pytest.mark.seeds(12)
-def test_copy_to_is_a_gather_and_a_scatter(variant, device, seed):
-    space.check_copy_to(seed, variant, device)
+@pytest.mark.gpu
+@settings(
+    max_examples=4 if FEW else 40, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(
+    transfer=transfers() | wide_transfers() | wide_transfers(32), lists_there=st.booleans(),
+    max_sms=st.sampled_from([None, 1, 3]),
+)  # fmt: skip
+def test_every_transfer_is_the_references(variant, device, transfer, lists_there, max_sms):
+    rig, expected = DeviceRig(variant, device, max_sms), None
+    if lists_there:
+        expected = transfer
+        transfer = replace(transfer, src_index=on_device(transfer.src_index), dst_index=on_device(transfer.dst_index))
+    check(rig, transfer, expected)
 
 
-@pytest.mark.also_on_host
-@pytest.mark.seeds(12)
-def test_checksum_is_the_defined_one(variant, device, seed):
-    space.check_checksum(Case(seed, repeat=False), variant, device)
+@pytest.mark.gpu
+@by_misuse(askew=({"skew": 8}, "not aligned"), elsewhere=({"device": "cuda:1"}, "are on 'cuda:1'"))
+def test_misuse_names_the_culprit_and_writes_nothing(variant, device, way, case, words):
+    check_refused(DeviceRig(variant, device), way, case, words)
 
 
 @pytest.mark.also_on_host
@@ -51,34 +97,16 @@ def test_models_are_the_reference(variant, device, pair, way):
     case = model_case(bed, pair, 2 * pair.model.page + 5, way)
     before = case.memory.cpu().clone()
     on_cpu = Layout((Region(before.data_ptr(), before.numel()),), case.layout.components)
-    plan = Pool.of(on_cpu, keep=before).plan(case.select, TOKEN_MAJOR, "reference")
+    plan = REFERENCE.plan(on_cpu, case.select, TOKEN_MAJOR, False)
     indexes = {name: Index.of(items) for name, items in case.items.items()}
     if way == "gather":
         expected = np.full(case.nbytes, 0xA5, np.uint8)
         plan.gather(expected.ctypes.data, expected.size, indexes, case.tokens)
-        space.equal(case.gathered(variant), expected, "staging")
+        np.testing.assert_array_equal(case.gathered(variant).cpu().numpy(), expected)
     else:
         case.staging.random_(0, 256)
         staged = case.staging.cpu().clone()
         plan.scatter(staged.data_ptr(), staged.numel(), indexes, case.tokens)
         case.works(variant)["scatter"]()
         bed.wait()
-        space.equal(case.memory, before.numpy(), "the pool")
-
-
-def test_a_wrong_byte_is_found():
-    with pytest.raises(AssertionError, match="byte 3 of 8 is 9, not 0; 1 differ"):
-        space.equal(torch.tensor([0, 0, 0, 9, 0, 0, 0, 0], dtype=torch.uint8), np.zeros(8, np.uint8), "it")
-
-
-def test_the_space_holds_what_it_promises():
-    """Seeds are few: that they still hit every kind of layout is checked, not hoped."""
-    cases = [Case(seed, repeat=True) for seed in range(24)]
-    hows = [how for case in cases for how in case.held.hows]
-    assert any(how.block for how in hows) and any(how.pads for how in hows) and any(how.skew % 16 for how in hows)
-    assert {how.order for how in hows} > {space.NHD, space.HND}
-    assert any(how.of.width % 16 for how in hows) and any(how.of.width >= 1024 for how in hows)
-    assert any(how.of.segs > 1 for how in hows) and any(how.of.tokens_per_row > 1 for how in hows)
-    assert {case.wire for case in cases} == {"token", "head"}
-    assert any(len(case.lists) > 1 for case in cases)
-    assert any(start == stop for case in cases for start, stop in case.tokens.values())
+        np.testing.assert_array_equal(case.memory.cpu().numpy(), before.numpy())

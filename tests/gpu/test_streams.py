@@ -35,31 +35,20 @@ def plain(variant):
 
 
 @PLACES
-def test_a_gather_comes_after_what_its_stream_holds(plain, on_device):
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+def test_a_call_comes_after_what_its_stream_holds(plain, on_device, way):
     side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
-    fresh = torch.randint_like(plain.memory, 256)
+    into = plain.memory if way == "gather" else out
+    fresh = torch.randint_like(into, 256)
     torch.cuda.synchronize()
     block(side)
     with torch.cuda.stream(side):
-        plain.memory.copy_(fresh)
-    plain.gather(out, ITEMS, on_device=on_device, stream=side)
-    side.synchronize()
-    assert torch.equal(out, fresh.view_as(plain.cells)[:, torch.as_tensor(ITEMS, device="cuda:0")].reshape(-1))
-
-
-@PLACES
-def test_a_scatter_comes_after_what_its_stream_holds(plain, on_device):
-    side, src = torch.cuda.Stream(), plain.staging(len(ITEMS))
-    fresh = torch.randint_like(src, 256)
-    torch.cuda.synchronize()
-    block(side)
+        into.copy_(fresh)
+    getattr(plain, way)(out, ITEMS, on_device=on_device, stream=side)
     with torch.cuda.stream(side):
-        src.copy_(fresh)
-    plain.scatter(src, ITEMS, on_device=on_device, stream=side)
-    with torch.cuda.stream(side):
-        got = plain.expected(ITEMS)
+        cells = plain.expected(ITEMS)
     side.synchronize()
-    assert torch.equal(got, fresh)
+    assert torch.equal(cells, out) and torch.equal(into, fresh)
 
 
 @PLACES
@@ -114,31 +103,6 @@ def test_lists_on_the_host_may_change_once_the_call_returned(plain):
         assert torch.equal(out, wanted)
 
 
-def streams_of(side):
-    """One stream in every form that a caller may hold it in."""
-    found = {"torch": side, "integer": side.cuda_stream}
-    if importlib.util.find_spec("cupy"):
-        import cupy  # noqa: PLC0415
-
-        found["cupy"] = cupy.cuda.ExternalStream(side.cuda_stream)
-    return found
-
-
-@pytest.mark.parametrize("form", ["torch", "integer", "cupy"])
-def test_every_form_of_a_stream_is_that_stream(plain, form):
-    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
-    forms = streams_of(side)
-    if form not in forms:
-        pytest.skip("cupy is not installed")
-    torch.cuda.synchronize()
-    busy = block(side)
-    plain.gather(out, ITEMS, on_device=False, stream=forms[form])
-    after = side.record_event()
-    assert not busy.query()
-    after.synchronize()
-    assert torch.equal(out, plain.expected(ITEMS))
-
-
 def allocated():
     """What grows with an allocation by torch, by cupy or by the driver."""
     counts = [torch.cuda.memory_stats().get(f"allocation.{kind}.allocated", 0) for kind in ("all",)]
@@ -187,18 +151,6 @@ def test_a_graph_replays_with_new_pages_and_new_bytes(plain):
         assert torch.equal(out, plain.expected(items.tolist()))
 
 
-def test_a_captured_scatter_replays(plain):
-    index = plain.list(ITEMS, on_device=True)
-    src, tokens = plain.staging(len(ITEMS)), plain.tokens(len(ITEMS))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plain.plan.scatter(src.data_ptr(), src.numel(), index, tokens, stream=torch.cuda.current_stream())
-    src.random_(0, 256)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(plain.expected(ITEMS), src)
-
-
 @pytest.mark.parametrize("n_items", [len(ITEMS), 9000], ids=["short", "long"])
 def test_a_list_on_the_host_is_captured_in_a_kernels_parameters_or_refused(variant, n_items):
     """A graph keeps parameters. A list that was uploaded lies in a slot, which is used again while the graph lives."""
@@ -215,23 +167,6 @@ def test_a_list_on_the_host_is_captured_in_a_kernels_parameters_or_refused(varia
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, plain.expected(items) if is_kept else torch.ones_like(out))
-
-
-@PLACES
-def test_streams_run_side_by_side(plain, on_device):
-    """Four streams, each with staging and lists of its own, through one plan."""
-    sides = [torch.cuda.Stream() for _ in range(4)]
-    rounds = [[torch.randperm(64)[: len(ITEMS)].tolist() for _ in sides] for _ in range(20)]
-    outs = [[plain.staging(len(ITEMS)) for _ in sides] for _ in rounds]
-    torch.cuda.synchronize()
-    for lists, stagings in zip(rounds, outs, strict=True):
-        for side, items, out in zip(sides, lists, stagings, strict=True):
-            with torch.cuda.stream(side):
-                plain.gather(out, items, on_device=on_device, stream=side)
-    torch.cuda.synchronize()
-    for lists, stagings in zip(rounds, outs, strict=True):
-        for items, out in zip(lists, stagings, strict=True):
-            assert torch.equal(out, plain.expected(items))
 
 
 def test_threads_share_a_plan(plain):
@@ -255,28 +190,6 @@ def test_threads_share_a_plan(plain):
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
-
-
-@PLACES
-def test_a_thread_that_never_used_the_device_can_call(plain, on_device):
-    """Its first call to CUDA at all: launches need a context that is current in the thread."""
-    out, index = plain.staging(len(ITEMS)), plain.list(ITEMS, on_device=on_device)
-    torch.cuda.synchronize()
-    stream, raised = torch.cuda.Stream(), []
-
-    def work():
-        try:
-            plain.plan.gather(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=stream.cuda_stream)
-        except Exception as error:  # noqa: BLE001  (for the main thread to show)
-            raised.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not raised
-    stream.synchronize()
-    assert torch.equal(out, plain.expected(ITEMS))
 
 
 def test_a_plan_may_go_while_its_copies_wait(plain):
@@ -328,15 +241,6 @@ def test_a_plan_that_is_new_may_be_captured_at_once(plain):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, plain.expected(ITEMS))
-
-
-def test_no_tokens_launch_nothing(plain):
-    """Nothing is written, though the list and the staging address are nothing."""
-    before = plain.memory.clone()
-    plain.plan.gather(0, 0, {}, {})
-    plain.plan.scatter(0, 0, {}, {"kv": (7, 7)})
-    torch.cuda.synchronize()
-    assert torch.equal(plain.memory, before)
 
 
 @pytest.mark.parametrize("max_sms", [1, 2, 10_000])

@@ -16,16 +16,16 @@ WIDTH = 1024
 STAGED_NBYTES = 9 << 28  # 2.25 GiB
 
 
-@pytest.fixture
-def wide(variant):
-    """Three views of 2 GiB each in one region: views, items and bytes all lie beyond 2^32."""
+@pytest.fixture(params=[1, N_VIEWS])
+def wide(variant, request):
+    """Three views of 2 GiB each in one region, or one of 6: views, items and bytes all lie beyond 2^32."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     if free < POOL_NBYTES + 4 * STAGED_NBYTES:
         pytest.skip(f"needs {(POOL_NBYTES + 4 * STAGED_NBYTES) >> 30} GiB of free device memory, {free >> 30} are free")
     memory = torch.randint(-(2**63), 2**63 - 1, (POOL_NBYTES // 8,), dtype=torch.int64, device="cuda:0")
-    n_items = POOL_NBYTES // N_VIEWS // WIDTH
-    return Plain(variant, n_views=N_VIEWS, n_items=n_items, width=WIDTH, memory=memory.view(torch.uint8))
+    n_items = POOL_NBYTES // request.param // WIDTH
+    return Plain(variant, n_views=request.param, n_items=n_items, width=WIDTH, memory=memory.view(torch.uint8))
 
 
 def edges(n_items):
@@ -46,7 +46,7 @@ def test_a_gather_reaches_every_byte(wide):
 
 def test_a_scatter_reaches_every_byte_and_no_other(wide):
     items = edges(wide.cells.shape[1])
-    src = torch.randint(0, 256, (len(items) * N_VIEWS * WIDTH,), dtype=torch.uint8, device="cuda:0")
+    src = torch.randint(0, 256, (len(items) * len(wide.cells) * WIDTH,), dtype=torch.uint8, device="cuda:0")
     wrapped = [(item * WIDTH % 2**31) // WIDTH for item in items]
     others = sorted(set(wrapped) - set(items))
     before = wide.expected(others).clone() if others else None
@@ -55,31 +55,16 @@ def test_a_scatter_reaches_every_byte_and_no_other(wide):
     assert before is None or torch.equal(wide.expected(others), before)
 
 
-def test_one_view_longer_than_32_bits(variant):
-    """One view of 6 GiB: the item's own offset leaves 32 bits, as bytes and as 16-byte units nearly so."""
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < POOL_NBYTES + (1 << 30):
-        pytest.skip("needs 7 GiB of free device memory")
-    memory = torch.randint(-(2**63), 2**63 - 1, (POOL_NBYTES // 8,), dtype=torch.int64, device="cuda:0")
-    pool = Plain(variant, n_views=1, n_items=POOL_NBYTES // WIDTH, width=WIDTH, memory=memory.view(torch.uint8))
-    items = edges(POOL_NBYTES // WIDTH)
-    out = pool.staging(len(items))
-    pool.gather(out, items)
-    assert torch.equal(out, pool.expected(items))
-    pool.scatter(out.flip(0), items)
-    assert torch.equal(pool.expected(items), out.flip(0))
-
-
 def test_staging_longer_than_32_bits(wide):
-    n = STAGED_NBYTES // N_VIEWS // WIDTH
+    n = STAGED_NBYTES // len(wide.cells) // WIDTH
     items = torch.randperm(wide.cells.shape[1])[:n].tolist()
     out = wide.staging(n)
     wide.gather(out, items)
-    staged = out.view(N_VIEWS, n, WIDTH)
+    staged = out.view(len(wide.cells), n, WIDTH)
     where = torch.as_tensor(items, device="cuda:0")
-    for view in range(N_VIEWS):
+    for view in range(len(wide.cells)):
         assert torch.equal(staged[view], wide.cells[view][where]), f"view {view}"
     wide.cells.zero_()
     wide.scatter(out, items)
-    for view in range(N_VIEWS):
+    for view in range(len(wide.cells)):
         assert torch.equal(staged[view], wide.cells[view][where]), f"view {view}"

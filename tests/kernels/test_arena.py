@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import threading
 from unittest import mock
 
 import numpy as np
@@ -137,6 +136,7 @@ def test_a_plan_is_made_launched_and_dropped_without_allocating_or_waiting(devic
         device.run()
         assert found == [bytes([number] * 4)]
         del held
+        arena.reserve()
     assert not device.of("allocate") + device.of("pinned")
     assert {call[0] for call in device.calls} <= {"upload", "record", "done", "wait", "launch"}
 
@@ -150,8 +150,7 @@ def test_a_launch_waits_for_the_upload_on_the_device_until_that_is_known_to_be_d
     device.calls.clear()
     device.launch(held, mine)
     device.launch(held, mine)
-    assert not device.of("wait")
-    assert len(device.of("done")) == 1, "once it was done it is not asked again"
+    assert [call[0] for call in device.calls] == ["done", "launch", "launch"], "once it was done it is not asked again"
 
 
 @pytest.mark.parametrize("whose", ["the runtime's", "a caller's"])
@@ -185,15 +184,6 @@ def test_somebody_elses_stream_is_not_touched_after_its_launch(device, arena):
     del held
     arena.put(table(2))
     assert {call[1] for call in device.of("record")} == {arena._stream}
-
-
-def test_an_own_stream_costs_a_launch_no_call(device, arena):
-    held, mine = arena.put(table(1)), device.new_stream()
-    device.run()
-    device.launch(held, mine)
-    device.calls.clear()
-    device.launch(held, mine)
-    assert device.calls == [("launch", mine)]
 
 
 def test_what_a_graph_was_recorded_with_is_kept(device, arena):
@@ -250,30 +240,3 @@ def test_streams_without_end_leave_few_events(device, arena):
         device.launch(held, stream)
         device.run()
     assert len(held._place.events) <= 64
-
-
-def test_plans_that_are_gone_leave_room_enough(device, arena):
-    for number in range(200):
-        held = [arena.put(table(number + n)) for n in range(3)]
-        device.run()
-        arena.reserve()
-        del held
-    assert len(device.of("allocate")) <= 1
-
-
-def test_threads_never_share_a_place(device, arena):
-    wrong = []
-
-    def work(number):
-        for _ in range(100):
-            held = arena.put(table(number))
-            if not (held._place.host[:64] == number).all():
-                wrong.append(number)
-            del held
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []

@@ -10,27 +10,36 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from coded import ALL_BF16, INLINE, blocks_of_all, converted, edge_cells, mixed, offered_by, pools_of
+from coded import (
+    ALL_BF16,
+    APART,
+    INLINE,
+    blocks_of_all,
+    check_converts,
+    converted,
+    edge_cells,
+    mixed,
+    of_cells,
+    offered_by,
+    pools_of,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rigs import MISUSE, Rig, check_refused
+from rigs import Rig, by_misuse, check_refused
 
 from pdstage import native
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
-from pdstage.kernels.convert_reference import decode, encode
+from pdstage.kernels.convert_reference import encode
 from pdstage.layout import Key, Layout, Region, RowLevel, View, mismatch
 from pdstage.layout.topology import Axis
 from pdstage.plan import HEAD_MAJOR, Select, Staging
 from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
-from pdstage.plan.tables import Index
 from tests.rows import drawn
 
 SCALES = [1.0, 0.1, 0.5, 3.0, 448.0, 1 / 448, 2.0**-20, 1e20, 2.0**-126, 2.0**126]
-BACKENDS = ["reference"] if native.ext is None else ["reference", "host"]
 native_only = pytest.mark.skipif(native.ext is None, reason="host code converts with the extension only")
 
 
@@ -38,23 +47,16 @@ native_only = pytest.mark.skipif(native.ext is None, reason="host code converts 
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_tensors_scale_is_torchs_division_and_torchs_cast(scale):
-    encoding = Encoding.parse(fp8_tensor(scale))
-    want = (ALL_BF16.float() / torch.tensor(scale)).to(torch.float8_e4m3fn).view(torch.uint8)
+@pytest.mark.parametrize("rule", ["divide", "bf16"])
+def test_a_tensors_scale_is_torchs_arithmetic_and_torchs_cast(scale, rule):
+    """The rule "bf16" rounds twice, as a product of a bf16 tensor does."""
+    scaled = ALL_BF16.float() / torch.tensor(scale)
+    if rule == "bf16":
+        scaled = ALL_BF16 * float(torch.tensor(1.0) / torch.tensor(scale))
+        assert scaled.dtype == torch.bfloat16
+    found = encode(Encoding.parse(fp8_tensor(scale, rule)), ALL_BF16.reshape(-1, 64)).reshape(-1)
     nan = ALL_BF16.isnan()
-    found = encode(encoding, ALL_BF16.reshape(-1, 64)).reshape(-1)
-    assert torch.equal(found[~nan], want[~nan])
-    assert (found[nan] == 0x7F).all()
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_the_rule_bf16_rounds_twice_as_arithmetic_on_a_bf16_tensor_does(scale):
-    product = ALL_BF16 * float(torch.tensor(1.0) / torch.tensor(scale))
-    assert product.dtype == torch.bfloat16
-    want = product.to(torch.float8_e4m3fn).view(torch.uint8)
-    found = encode(Encoding.parse(fp8_tensor(scale, "bf16")), ALL_BF16.reshape(-1, 64)).reshape(-1)
-    nan = ALL_BF16.isnan()
-    assert torch.equal(found[~nan], want[~nan])
+    assert torch.equal(found[~nan], scaled.to(torch.float8_e4m3fn).view(torch.uint8)[~nan])
     assert (found[nan] == 0x7F).all()
 
 
@@ -98,156 +100,53 @@ def test_a_blocks_scale_is_the_exponent_its_rule_says(rule):
             assert [d & 0x7F for d in data] == [e & 0x7F for e in exact]
 
 
-def test_a_token_heads_scale_is_that_of_its_greatest_value():
-    cells = torch.cat([blocks_of_all(64), edge_cells(64)])
-    coded = encode(Encoding.parse(fp8_token_head()), cells)
-    scales = coded[:, 64:].contiguous().view(torch.float32)[:, 0]
-    most = cells.float().abs().amax(1)
-    want = torch.maximum(most / 448, torch.tensor(1e-6))
-    assert torch.equal(scales[~most.isnan()], want[~most.isnan()])
-    assert scales[most.isnan()].isnan().all()
-    assert (coded[most.isnan(), :64] == 0x7F).all()
-    zero = coded[most == 0]
-    assert len(zero)
-    assert ((zero[:, :64] & 0x7F) == 0).all()
-
-
-@pytest.mark.parametrize("format", INLINE)
-def test_what_was_encoded_decodes_to_its_nearest_neighbours(format):
-    encoding, cells = Encoding.parse(format), torch.randn(500, 64, generator=torch.manual_seed(1)).bfloat16()
-    back = decode(encoding, encode(encoding, cells)).float()
-    error = ((back - cells.float()).abs() / cells.float().abs().amax(1, keepdim=True)).max()
-    assert error < (0.15 if "floor" in format else 0.07)  # half a step of 3 bits; "floor" saturates above 1.75
-
-
 # Host code.
 
 
-def staged_by(backend, own, staged, rows):
-    select = [Select(view.key, 0, view.shards) for view in staged.views()]
-    plan = Pool.of(own).plan(select, backend=backend, staged=staged, checksum=True)
-    tokens, total = {"kv": (0, rows)}, np.zeros(1, np.uint64)
-    out = np.full(plan.nbytes(tokens) + 128, 0xA5, np.uint8)
-    items = Index.of(np.arange(rows, dtype=np.int32))
-    plan.gather(out.ctypes.data, out.size - 128, {"kv": items}, tokens, sum_ptr=total.ctypes.data)
-    return out, total, plan, items, tokens
+def check(held, own, staged, select, indexes, tokens):
+    plan = Pool.of(own).plan(select, backend="host", staged=staged, checksum=True)
+    check_converts(plan, held, own, staged, select, indexes, tokens)
 
 
 def formats():
-    for format in INLINE:
-        yield format, ""
-    for scale in SCALES[2:]:
-        yield fp8_tensor(scale), ""
+    yield from ((format, "") for format in INLINE)
+    yield from ((fp8_tensor(scale), "") for scale in SCALES[2:])
     yield fp8_tensor(2.0**-20, "bf16"), ""
-    yield fp8_token_head("data"), fp8_token_head("scale", "r0")
-    for rule in ("floor", "ceil"):
-        yield mxfp8(rule, "data"), mxfp8(rule, "scale", "r0")
+    yield from APART
 
 
 @native_only
 @pytest.mark.parametrize("format,companion", list(formats()))
 def test_host_code_gives_the_references_bits(format, companion):
+    """And back, from every byte there is: what no encoder writes too."""
     for cells in (blocks_of_all(), edge_cells(32), edge_cells(96)):
-        bf16, own, peer, rows = pools_of(format, cells, companion=companion)
-        offered = pair(own, peer).offered
+        check(*of_cells(format, cells, companion))
+        _, own, peer, _ = pools_of(format, cells, companion=companion)
+        offered, taken = pair(own, peer).offered, pair(peer, own).taken
         assert [view.format for view in offered.views()] == [f for f in (format, companion) if f]
-        want, want_sum, reference, items, tokens = staged_by("reference", own, offered, rows)
-        found, found_sum, plan, *_ = staged_by("host", own, offered, rows)
-        np.testing.assert_array_equal(found, want)
-        assert found_sum == want_sum
-        # And back, from every byte there is: what no encoder writes too.
-        taken = pair(peer, own).taken
-        assert [(v.key, v.format, v.width) for v in taken.views()] == [
-            (v.key, v.format, v.width) for v in offered.views()
-        ]
-        anything = np.random.default_rng(3).integers(0, 256, want.size, dtype=np.uint8)
-        for staged in (want, anything):
-            after = []
-            for one in (plan, reference):
-                total = np.zeros(1, np.uint64)
-                bf16.memory[0][64:-64] = 0
-                one.scatter(staged.ctypes.data, staged.size, {"kv": items}, tokens, sum_ptr=total.ctypes.data)
-                after.append((bf16.memory[0].copy(), total))
-            np.testing.assert_array_equal(after[0][0], after[1][0])
-            assert after[0][1] == after[1][1]
-
-
-# Any layout: converting is transferring plainly and encoding, or decoding, on the other side.
+        same = [[(v.key, v.format, v.width) for v in side.views()] for side in (offered, taken)]
+        assert same[0] == same[1]
 
 
 @native_only
 @settings(max_examples=drawn(30, full=100), deadline=None)
 @given(converted())
-def test_a_converted_gather_is_a_plain_one_encoded_and_the_way_back(drawn):
-    held, own, formats, (first, count), index, (start, stop), skew, threads = drawn
-    staged, tokens, indexes = offered_by(own, formats), {"kv": (start, stop)}, {"kv": index}
+def test_every_layout_is_the_references(drawn):
+    held, own, formats, (first, count), index, range_ = drawn
     select = [Select(key, first, count) for key in formats]
-    plan = Pool.of(own).plan(select, staged=staged, threads=threads, checksum=True)
-    out = np.full(plan.nbytes(tokens) + 256, 0xA5, np.uint8)
-    plan.gather(out.ctypes.data + skew, plan.nbytes(tokens), indexes, tokens)
-    want, at, after = np.full_like(out, 0xA5), skew, held.bytes()
-    anything = np.random.default_rng(1).integers(0, 256, out.size, dtype=np.uint8)
-    places = {}
-    for key in sorted(formats):
-        encoding = Encoding.parse(formats[key])
-        plain = own.by_key()[key._replace(role=encoding.of or key.role)]
-        whole = Pool.of(own).plan([Select(plain.key, first, count)])
-        dense = np.empty(whole.nbytes(tokens), np.uint8)
-        whole.gather(dense.ctypes.data, dense.size, indexes, tokens)
-        per = plain.tokens_per_row
-        cells = (-(-stop // per) - start // per) * count if stop > start else 0
-        values = torch.from_numpy(dense[: cells * plain.width].reshape(cells, plain.width)).view(torch.bfloat16)
-        nbytes = cells * encoding.nbytes(plain.width // 2)
-        if cells:
-            want[at : at + nbytes] = encode(encoding, values).reshape(-1).numpy()
-        places[key] = (at, nbytes, cells, whole, dense)
-        at += -(-nbytes // 128) * 128
-    np.testing.assert_array_equal(out, want)
-    for key, (at, nbytes, cells, whole, dense) in places.items():
-        encoding = Encoding.parse(formats[key])
-        if encoding.part == "scale" or not cells:
-            continue
-        found = torch.from_numpy(anything[at : at + nbytes].reshape(cells, -1).copy())
-        scales = None
-        if encoding.part == "data":
-            begin, length, *_ = places[key._replace(role=f"{key.role}_scale")]
-            scales = torch.from_numpy(anything[begin : begin + length].reshape(cells, -1).copy())
-        values = decode(encoding, found, scales).contiguous().view(torch.uint8).reshape(-1).numpy()
-        dense[: values.size] = values
-        whole.scatter(dense.ctypes.data, dense.size, indexes, tokens)
-    expected = held.bytes()
-    for memory, before in zip(held.memory, after, strict=True):
-        memory[:] = before
-    plan.scatter(anything.ctypes.data + skew, plan.nbytes(tokens), indexes, tokens)
-    for memory, wanted in zip(held.memory, expected, strict=True):
-        np.testing.assert_array_equal(memory, wanted)
+    check(held, own, offered_by(own, formats), select, {"kv": index}, {"kv": range_})
 
 
 @native_only
 @pytest.mark.parametrize("format", INLINE)
 def test_what_is_copied_goes_with_what_is_converted(format):
-    held, own, staged, select, indexes, tokens = mixed(format)
-    found, before = [], held.bytes()
-    for backend in ("reference", "host"):
-        plan, total = Pool.of(own).plan(select, backend=backend, staged=staged, checksum=True), np.zeros(2, np.uint64)
-        out = np.zeros(plan.nbytes(tokens), np.uint8)
-        plan.gather(out.ctypes.data, out.size, indexes, tokens, sum_ptr=total.ctypes.data)
-        shuffled = np.random.default_rng(4).permutation(out)
-        plan.scatter(shuffled.ctypes.data, out.size, indexes, tokens, sum_ptr=total.ctypes.data + 8)
-        found.append([out, total, *held.bytes()])
-        for memory, old in zip(held.memory, before, strict=True):
-            memory[:] = old
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
+    check(*mixed(format))
 
 
 @native_only
-@pytest.mark.parametrize("case", MISUSE)
-@pytest.mark.parametrize("way", ["gather", "scatter"])
-def test_indexes_are_checked_before_a_byte_moves(way, case):
-    if way == "gather" and "repeated" in case:
-        return
-    check_refused(ConvertingRig(), way, *MISUSE[case])
+@by_misuse()
+def test_indexes_are_checked_before_a_byte_moves(way, case, words):
+    check_refused(ConvertingRig(), way, case, words)
 
 
 class ConvertingRig(Rig):

@@ -19,6 +19,7 @@ from tests import disassembly
 from tests.rows import rows
 
 WAYS = {"gather": cuda_copy.TO_STAGING, "scatter": cuda_copy.FROM_STAGING, "copy": cuda_copy.TO_PEER}
+SUMS = {"gather": (0, 1), "scatter": (0, 1), "copy": (0,)}
 SHAPES = {"flat": (1, 0), "token-major": (0, 0), "head-major": (0, 1)}
 TABLES = {"LDG.E", "LDG.E.64", "LD.E", "LD.E.64"}  # Params, Group, View
 INDEX_LISTS = {"LDG.E.CONSTANT", "LDG.E.64.CONSTANT"}  # table()
@@ -87,18 +88,28 @@ def payload_of(accesses):
     return [access for access in accesses if access not in TABLES | INDEX_LISTS]
 
 
-def wide_payload(way, summed):
-    """Every load is issued before the first store."""
-    units = cuda_copy.units(WAYS[way], summed=bool(summed))
-    return [PAYLOAD_LOAD] * units + [PAYLOAD_STORE] * units
-
-
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
 @pytest.mark.parametrize("way", WAYS)
-def test_16_byte_kernels_access_payload_in_16_bytes_only(accesses_of, architecture, way):
-    kernels = {(shape, summed): plain(way, shape, 0, summed) for shape, summed in product(SHAPES, (0, 1))}
-    for (shape, summed), accesses in accesses_of(kernels, architecture).items():
-        assert payload_of(accesses) == wide_payload(way, summed), (shape, summed)
+def test_every_kernel_reads_its_payload_once_in_the_widest_accesses(accesses_of, architecture, way):
+    """Every load is issued before the first store; to several destinations the stores are a loop. Bulk copies pass the
+    registers by. A list in the parameters is no load.
+    """
+    lists, many = (0,) if way == "copy" else (0, LISTED, LISTED_LARGE), (0, 1) if way == "gather" else (0,)
+    kernels = {
+        key: plain(way, *key[:3], key[3], many=key[4]) for key in product(SHAPES, (0, 1), SUMS[way], lists, many)
+    }
+    if architecture != "sm_80":
+        kernels |= {key: bulk(way, key[0], *key[3:]) for key in product(SHAPES, (0,), ("bulk",), lists, many)}
+    for key, accesses in accesses_of(kernels, architecture).items():
+        _, narrow, summed, listed, _ = key
+        units = cuda_copy.units(WAYS[way], summed=bool(summed))
+        if narrow:
+            assert not {PAYLOAD_LOAD, PAYLOAD_STORE} & set(accesses), (key, "16-byte access has a launch of its own")
+        elif summed == "bulk":
+            assert set(payload_of(accesses)) == BULK, key
+        else:
+            assert payload_of(accesses) == [PAYLOAD_LOAD] * units + [PAYLOAD_STORE] * units, key
+        assert narrow or not listed or not INDEX_LISTS & set(accesses), key
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES_32, full={"sm_103", "sm_120"}))
@@ -107,62 +118,12 @@ def test_32_byte_kernels_access_payload_in_32_bytes_only(accesses_of, architectu
     lists, many = (0,) if way == "copy" else (0, LISTED_LARGE), (0, 1) if way == "gather" else (0,)
     kernels = {
         key: plain(way, shape, 0, summed, listed, access=32, many=several)
-        for key in product(SHAPES, (0, 1), lists, many)
+        for key in product(SHAPES, SUMS[way], lists, many)
         for shape, summed, listed, several in [key]
     }
     for key, accesses in accesses_of(kernels, architecture).items():
         n = cuda_copy.units(WAYS[way], summed=bool(key[1]), access=32) // 2
         assert payload_of(accesses) == [PAYLOAD_LOAD_32] * n + [PAYLOAD_STORE_32] * n, key
-
-
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
-@pytest.mark.parametrize("way", WAYS)
-def test_narrow_kernels_fit_their_registers(accesses_of, architecture, way):
-    kernels = {(shape, summed): plain(way, shape, 1, summed) for shape, summed in product(SHAPES, (0, 1))}
-    for key, accesses in accesses_of(kernels, architecture).items():
-        assert not {PAYLOAD_LOAD, PAYLOAD_STORE} & set(accesses), (key, "16-byte access has a launch of its own")
-
-
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES[1:], full={"sm_100"}))
-@pytest.mark.parametrize("way", WAYS)
-def test_bulk_kernels_move_payload_past_the_registers(accesses_of, architecture, way):
-    """Their registers are few although a CTA is alone on its multiprocessor, for its rings."""
-    for shape, accesses in accesses_of({shape: bulk(way, shape) for shape in SHAPES}, architecture).items():
-        assert set(payload_of(accesses)) == BULK, shape
-
-
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
-@pytest.mark.parametrize("way", ["gather", "scatter"])
-@pytest.mark.parametrize("room", rows([LISTED, LISTED_LARGE], full={LISTED}))
-def test_kernels_with_lists_in_their_parameters_read_no_list_and_fit_their_registers(
-    accesses_of, architecture, way, room
-):
-    kernels = {
-        (shape, narrow, summed): plain(way, shape, narrow, summed, room)
-        for shape, narrow, summed in product(SHAPES, (0, 1), (0, 1))
-    }
-    if architecture != "sm_80":
-        kernels |= {(shape, 0, "bulk"): bulk(way, shape, room) for shape in SHAPES}
-    for key, accesses in accesses_of(kernels, architecture).items():
-        if not key[1]:
-            assert not INDEX_LISTS & set(accesses), key
-
-
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
-@pytest.mark.parametrize("listed", rows([0, LISTED_LARGE], full={0}))
-def test_gathers_to_several_destinations_read_once_and_fit_their_registers(accesses_of, architecture, listed):
-    kernels = {
-        (shape, narrow, summed): plain("gather", shape, narrow, summed, listed, many=1)
-        for shape, narrow, summed in product(SHAPES, (0, 1), (0, 1))
-    }
-    if architecture != "sm_80":
-        kernels |= {(shape, 0, "bulk"): bulk("gather", shape, listed, many=1) for shape in SHAPES}
-    for key, accesses in accesses_of(kernels, architecture).items():
-        _, narrow, summed = key
-        if summed == "bulk":
-            assert set(payload_of(accesses)) == BULK, key
-        elif not narrow:
-            assert payload_of(accesses) == wide_payload("gather", summed), (key, "the stores are a loop")
 
 
 KINDS = {"tensor divide": 1, "tensor bf16": 2, "token head": 3, "mx floor": 4, "mx ceil": 5}

@@ -26,11 +26,11 @@ def table():
 def test_a_list_on_the_device_lies_at_a_multiple_of_its_items(bits):
     nbytes = bits // 8
     at = Index(0x7000_0000, bits, 3, 0, None, "cuda:0")
-    table().spans({"kv": at}, {"kv": (0, 12)}, unique=False)
+    table().checked({"kv": at}, {"kv": (0, 12)}, "cuda:0", unique=False)
     askew = at._replace(ptr=at.ptr + nbytes // 2)
     with pytest.raises(UsageError, match=f"the list of component 'kv' at {askew.ptr:#x} is not aligned"):
-        table().spans({"kv": askew}, {"kv": (0, 12)}, unique=False)
-    table().spans({"kv": askew}, {"kv": (4, 4)}, unique=False)  # is not read
+        table().checked({"kv": askew}, {"kv": (0, 12)}, "cuda:0", unique=False)
+    table().checked({"kv": askew}, {"kv": (4, 4)}, "cuda:0", unique=False)  # is not read
 
 
 def test_a_checksums_word_lies_at_a_multiple_of_8():

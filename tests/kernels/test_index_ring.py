@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import numpy as np
 import pytest
@@ -90,26 +89,6 @@ def test_an_upload_that_fails_gives_its_slot_back(monkeypatch):
             ring.put([piece(THREE)], 0)
     ring.give(ring.put([piece(THREE)], 0)[0], 0)
     assert len(machine.held) == 1
-
-
-def test_threads_never_share_a_slot():
-    ring = IndexRing(CpuMachine(), n_slots=1, slot_nbytes=64)
-    wrong = []
-
-    def work(number):
-        for _ in range(200):
-            items = np.full(8, number)
-            slot, (address,) = ring.put([piece(items)], 0)
-            if not (there(address, items) == number).all():
-                wrong.append(number)
-            ring.give(slot, 0)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 @given(by=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1), near=st.integers(-2, 2))

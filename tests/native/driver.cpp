@@ -4,7 +4,6 @@
 //     driver             everything; ends 0 unless a byte is wrong
 //     driver BUG         one deliberate bug, made by wrong use and met inside csrc/host: overflow, undefined,
 //                        race; the sanitizer that sees its kind must end the program
-#include <sys/wait.h>
 
 #include <atomic>
 #include <cstdio>
@@ -18,12 +17,6 @@
 #include "host/copy.hpp"
 #include "host/spans.hpp"
 
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;  // does not follow a fork of a process with threads
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
-
 namespace {
 
 using pdstage::Byte;
@@ -31,8 +24,7 @@ using Ints = std::vector<std::int64_t>;
 
 constexpr std::int64_t kItems = 320, kUsed = 160, kTokens = 16, kShards = 8, kWidth = 256;
 constexpr std::int64_t kRow = kShards * kWidth, kItem = kTokens * kRow;
-constexpr std::int64_t kStaged = kUsed * kItem;  // 5 MiB: enough to be shared among threads
-constexpr std::size_t kHelpers = 3;
+constexpr std::int64_t kStaged = kUsed * kItem;  // 5 MiB
 
 void expect(bool holds, const char* what) {
     if (holds) return;
@@ -73,8 +65,8 @@ struct Paged {
         for (std::int64_t i = 0; i < kUsed; ++i) items.push_back(i * 7 % kItems);
         for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<Byte>(i * 31 + i / 251);
     }
-    pdstage::CopyPlan plan(std::size_t n_threads, bool checksum) const {
-        return {{view}, {{kTokens, kItems}}, pdstage::Wire::kToken, {n_threads, checksum}};
+    pdstage::CopyPlan plan(bool checksum) const {
+        return {{view}, {{kTokens, kItems}}, pdstage::Wire::kToken, checksum};
     }
     std::vector<pdstage::Part> parts() const { return {{address(items.data()), 64, kUsed, 0, 0, kUsed * kTokens}}; }
 
@@ -83,56 +75,31 @@ struct Paged {
     pdstage::View view;
 };
 
-// Plans that helpers share out, used by several threads at the same time, against one thread alone.
+// Plans used by several threads at the same time, against one thread alone.
 void copies() {
     const Paged src(false);
-    const auto alone = src.plan(1, true);
+    const auto alone = src.plan(true);
     std::vector<Byte> expected(kStaged);
     std::uint64_t expected_sum = 0;
     expect(alone.gather(expected.data(), kStaged, src.parts(), &expected_sum).fault == pdstage::Fault::kNone, "gather");
-    const auto shared = src.plan(kHelpers + 1, true);
+    const auto shared = src.plan(true);
     at_once(3, [&](std::size_t) {
         std::vector<Byte> staged(kStaged);
         std::uint64_t sum = 0;
         shared.gather(staged.data(), kStaged, src.parts(), &sum);
         expect(staged == expected && sum == expected_sum, "a shared gather");
         Paged dst(true);
-        const auto back = dst.plan(kHelpers + 1, true);
+        const auto back = dst.plan(true);
         std::memset(dst.memory.data(), 0, dst.memory.size());
         sum = 0;
         back.scatter(staged.data(), kStaged, dst.parts(), &sum);
         expect(sum == expected_sum, "a shared scatter");
         std::memset(dst.memory.data(), 0, dst.memory.size());
-        sum = 0;
-        shared.copy_to(back, src.parts(), dst.parts(), &sum);
-        expect(sum == expected_sum, "a shared copy from pool to pool");
+        shared.copy_to(back, src.parts(), dst.parts());
         std::fill(staged.begin(), staged.end(), Byte{0});
         back.gather(staged.data(), kStaged, dst.parts(), nullptr);
         expect(staged == expected, "what came back");
     });
-}
-
-// Many small jobs from several threads: helpers wake, help, and find nothing left.
-void workers() {
-    at_once(4, [](std::size_t caller) {
-        for (std::size_t round = 0; round < 200; ++round) {
-            std::vector<int> done(1 + (caller * 7 + round) % 33);
-            pdstage::Workers::run(1 + round % 5, done.size(), [&](std::size_t piece) { ++done[piece]; });
-            expect(std::all_of(done.begin(), done.end(), [](int n) { return n == 1; }), "each piece done once");
-        }
-    });
-}
-
-// A child has none of its parent's threads, and makes its own.
-void fork_and_copy() {
-    const pid_t child = ::fork();
-    if (child == 0) {
-        workers();
-        copies();
-        std::exit(0);  // joins the child's helpers
-    }
-    int status = 0;
-    expect(::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child");
 }
 
 void spans() {
@@ -142,9 +109,6 @@ void spans() {
         pdstage::Spans found;
         expect(plan.spans(src.parts(), dst.parts(), found).fault == pdstage::Fault::kNone, "spans");
         expect(std::accumulate(found.nbytes.begin(), found.nbytes.end(), std::int64_t{0}) == kStaged, "spans' bytes");
-        std::vector<std::size_t> starts(kUsed);
-        const std::size_t n = pdstage::group_starts(src.items.data(), dst.items.data(), kUsed, starts.data());
-        expect(n > 1 && n <= kUsed, "runs of items");
     });
 }
 
@@ -153,18 +117,18 @@ int plant(const std::string& bug) {
     const Paged src(false);
     if (bug == "overflow") {  // staging memory shorter than it is said to be
         std::vector<Byte> staged(kStaged - 64);
-        src.plan(1, false).gather(staged.data(), kStaged, src.parts(), nullptr);
+        src.plan(false).gather(staged.data(), kStaged, src.parts(), nullptr);
     } else if (bug == "undefined") {  // an item's offset past 64 bits
         pdstage::View view = src.view;
         view.item_stride = std::int64_t{1} << 61;
         std::vector<Byte> staged(kStaged);
-        pdstage::CopyPlan({view}, {{kTokens, kItems}}, pdstage::Wire::kToken, {})
+        pdstage::CopyPlan({view}, {{kTokens, kItems}}, pdstage::Wire::kToken, false)
             .gather(staged.data(), kStaged, src.parts(), nullptr);
     } else if (bug == "race") {  // work that is not made for several threads
         int n = 0;
         for (int round = 0; round < 50; ++round) {
             std::atomic<int> begun{0};
-            pdstage::Workers::run(2, 2, [&](std::size_t) {  // a piece waits for the other, so two threads there are
+            at_once(2, [&](std::size_t) {  // each waits for the other, so two threads there are
                 begun.fetch_add(1, std::memory_order_relaxed);
                 while (begun.load(std::memory_order_relaxed) < 2) std::this_thread::yield();
                 ++n;
@@ -182,9 +146,7 @@ int plant(const std::string& bug) {
 
 int main(int argc, char** argv) {
     if (argc > 1) return plant(argv[1]);
-    workers();
     copies();
-    if (!kThreadSanitizer) fork_and_copy();
     spans();
     return 0;
 }

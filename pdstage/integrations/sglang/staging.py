@@ -22,8 +22,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from pdstage import environment
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Plan, Pool
-from pdstage.kernels.buffers import Geometry, layout_of
-from pdstage.plan import VIEW_ALIGNMENT
+from pdstage.layout import Key, Layout, Region, RowLevel, View
+from pdstage.layout.topology import Axis
+from pdstage.plan import VIEW_ALIGNMENT, Select
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+COMPONENT = "kv"
 ACCESS = 16  # bytes: the alignment of staging memory that a kernel on a device needs
 # Not module variables: SGLang's hooks replace a hooked function wherever they find it.
 _OWN = {name: getattr(theirs, name) for name in ("gather_all_layers_to_staging", "scatter_staging_to_kv")}
@@ -76,19 +78,26 @@ class Layers(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _plan(layers: Layers, page_size: int, head_start: int, n_heads: int) -> tuple[Plan, str]:
-    """The plan and its one component. Computed once for each range of heads that some peer's rank wants."""
+def _plan(layers: Layers, page_size: int, head_start: int, n_heads: int) -> Plan:
+    """Computed once for each range of heads that some peer's rank wants."""
     if not 0 <= head_start < head_start + n_heads <= layers.n_heads:
         raise UsageError(
             f"heads [{head_start}, {head_start + n_heads}) of a pool with {layers.n_heads}",
             remedy="start prefill and decode with one model and TP sizes that divide each other",
         )
-    shape = (layers.n_slots // page_size, page_size, layers.n_heads, layers.width)  # nobody names a part of a page
-    row = layers.n_heads * layers.width
-    strides = (page_size * row, row, layers.width, 1)
-    geometry = tuple(Geometry(pointer, layers.device, shape, strides) for pointer in layers.pointers)
-    layout, select = layout_of(geometry, slice(head_start, head_start + n_heads))
-    return Pool.of(layout, layers.device).plan(select), layout.components[0].name
+    row, n_pages = layers.n_heads * layers.width, layers.n_slots // page_size  # nobody names a part of a page
+    kind, _, ordinal = layers.device.partition(":")
+    regions = [Region(pointer, n_pages * page_size * row, kind, int(ordinal or 0)) for pointer in layers.pointers]
+    views = [
+        View(
+            key=Key(COMPONENT, "", number), region=number, offset=0, n_items=n_pages, item_stride=page_size * row,
+            tokens_per_item=page_size, rows=(RowLevel(1, row),), shards=layers.n_heads, shard_stride=layers.width,
+            width=layers.width, axis=Axis("kv_head", layers.n_heads, 0, layers.n_heads), format="bytes",
+        )
+        for number in range(len(regions))
+    ]  # fmt: skip
+    select = [Select(view.key, head_start, n_heads) for view in views]
+    return Pool.of(Layout.of(regions, views), layers.device).plan(select)
 
 
 def gather_all_layers_to_staging(  # noqa: PLR0917  (SGLang's signature)
@@ -113,9 +122,9 @@ def gather_all_layers_to_staging(  # noqa: PLR0917  (SGLang's signature)
     if refusal := layers.refusal(n_tokens, num_heads, staging):
         own = _own("gather_all_layers_to_staging", refusal)
         return int(own(k_buffers, v_buffers, page_indices_np, staging_buffer, src_head_start, num_heads, page_size))
-    plan, component = _plan(layers, page_size, src_head_start, num_heads)
+    plan = _plan(layers, page_size, src_head_start, num_heads)
     index = Index.of(np.ascontiguousarray(page_indices_np))
-    where = staging.data_ptr(), staging.numel(), {component: index}, {component: (0, n_tokens)}
+    where = staging.data_ptr(), staging.numel(), {COMPONENT: index}, {COMPONENT: (0, n_tokens)}
     if not staging.is_cuda:
         plan.gather(*where)
     else:
@@ -158,9 +167,9 @@ def scatter_staging_to_kv(  # noqa: PLR0917  (SGLang's signature)
     index = Index(pages.data_ptr(), pages.element_size() * 8, len(pages), 0, pages, str(pages.device))
     stream = torch.cuda.current_stream(pages.device) if pages.is_cuda else None
     for writer, (_, _, head_start, _) in enumerate(slices):
-        plan, component = _plan(layers, page_size, head_start, n_heads)
+        plan = _plan(layers, page_size, head_start, n_heads)
         ptr = staging_buffer_view.data_ptr() + writer * nbytes
-        plan.scatter(ptr, nbytes, {component: index}, {component: (0, n_tokens)}, stream=stream)
+        plan.scatter(ptr, nbytes, {COMPONENT: index}, {COMPONENT: (0, n_tokens)}, stream=stream)
 
 
 def _check(layers: Layers, staging: torch.Tensor, nbytes: int) -> None:

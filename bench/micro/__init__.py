@@ -1,1 +1,0 @@
-"""Microbenchmarks that pytest-benchmark drives."""
