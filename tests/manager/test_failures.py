@@ -16,7 +16,7 @@ from pdstage import DecodeNode, State, stager
 from pdstage.control.zmq import route_of
 from tests import processes
 from tests.chaos.network import Namespaces, permitted
-from tests.control.test_zmq import raw_dealer
+from tests.control.sockets import raw_dealer
 from tests.manager.engine import IMPATIENT, Rank, drive, prefill_node
 from tests.manager.test_processes import Remote, spawn
 from tests.manager.workers import (
