@@ -201,7 +201,7 @@ build/wheels-venv/.pdstage-setup: tests/wheels/requirements.txt | $(BIN)/python
 	$(PIP) --python $(@D)/bin/python install -qq -r $<
 	@touch $@
 
-wheels: build/wheels-venv/.pdstage-setup  ## Build dist/*manylinux*.whl for Python 3.11 to 3.13 and try them in empty venvs (ARGS=--whole).
+wheels: build/wheels-venv/.pdstage-setup  ## Build dist/*manylinux*.whl for Python 3.11 to 3.13 and try them in empty venvs.
 	build/wheels-venv/bin/python -m tests.wheels $(ARGS)
 
 clean:  ## Remove what builds and tools left behind; keep .venv.
