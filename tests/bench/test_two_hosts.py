@@ -236,14 +236,14 @@ def test_two_processes_with_keys(monkeypatch, tmp_path):
 def test_two_hosts(tmp_path):
     """Namespaces stand for hosts: requests cross by every fabric that both have, each byte compared.
 
-    TCP crosses the bridge. UCX sees one machine, so that "nixl" goes through its shared memory here.
+    TCP crosses the switch. UCX sees one machine, so that "nixl" goes through its shared memory here.
     """
     key, out = tmp_path / "key", tmp_path / "out.json"
     Keys.make(key)
-    site = network.Namespaces("kv", ["a", "b"])
+    site = network.Network("ab")
     try:
-        here, there = (("ip", "netns", "exec", site.where(rank)) for rank in "ab")
-        with serving("--keys", str(key), bind=f"{site.host('b')}:0", within=there) as endpoint:
+        here, there = (site.command(host) for host in "ab")
+        with serving("--keys", str(key), bind=f"{site.address('b')}:0", within=there) as endpoint:
             command = [*here, sys.executable, "-c", SMALL, "bench", "kv-transfer", "--quick", "--peer", endpoint]
             command += ["--keys", str(key), "--json", str(out)]
             done = subprocess.run(
