@@ -319,11 +319,8 @@ class EtcdClient:
         for _ in range(_TRIES):
             copy = self._read(f"{rank.partition('/')[0]}/")
             there = copy.held(rank)
-            predecessor = there.predecessor if there else None
-            place = there.advert if there else None
-            check_place(advert, copy.adverts(advert.instance).values(), place, predecessor)
-            if place is not None and place.incarnation != advert.incarnation:
-                predecessor = place.incarnation
+            place, before = (there.advert, there.predecessor) if there else (None, None)
+            predecessor = check_place(advert, copy.adverts(advert.instance).values(), place, before)
             if self._put(Held(advert, predecessor), copy.revision, ttl_s):
                 return
             if self._cluster.ask("kv/range", {"key": _encoded(self._key(_ENDED, advert.incarnation))}).get("kvs"):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdstage.control import directory as table
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
@@ -95,61 +92,3 @@ def test_it_is_bounded(clock, monkeypatch):
     clock.now += 10
     directory.publish(advert(instance="c"), 10)
     assert list(directory.instances()) == ["b", "c"]
-
-
-class AgainstAList(RuleBasedStateMachine):
-    """The directory against the plainest model: a list of (place, incarnation, end)."""
-
-    def __init__(self):
-        super().__init__()
-        self.clock = Clock()
-        self.directory = Directory(self.clock)
-        self.model: dict[tuple[str, int], tuple[int, float]] = {}
-        self.incarnation = 0
-
-    @rule(name=st.sampled_from("ab"), rank=st.integers(0, 3), ttl_s=st.floats(0.5, 20))
-    def publish_new(self, name, rank, ttl_s):
-        self.incarnation += 1
-        self.directory.publish(advert(rank, dp=2, instance=name, incarnation=self.incarnation), ttl_s)
-        self.model[name, rank] = self.incarnation, self.clock.now + ttl_s
-
-    @rule(name=st.sampled_from("ab"), rank=st.integers(0, 3), ttl_s=st.floats(0.5, 20))
-    def renew(self, name, rank, ttl_s):
-        if held := self.live().get((name, rank)):
-            self.directory.publish(advert(rank, dp=2, instance=name, incarnation=held[0]), ttl_s)
-            self.model[name, rank] = held[0], self.clock.now + ttl_s
-
-    @rule(name=st.sampled_from("ab"), rank=st.integers(0, 3), back=st.integers(0, 2))
-    def withdraw(self, name, rank, back):
-        incarnation = self.live().get((name, rank), (0, 0.0))[0] - back
-        removed = self.directory.withdraw(name, rank, incarnation)
-        assert not (removed and back)
-        if removed:
-            del self.model[name, rank]
-
-    @rule(pass_s=st.floats(0, 15))
-    def time_passes(self, pass_s):
-        self.clock.now += pass_s
-
-    def live(self) -> dict[tuple[str, int], tuple[int, float]]:
-        return {place: held for place, held in self.model.items() if held[1] > self.clock.now}
-
-    @invariant()
-    def lookups_agree(self):
-        live = self.live()
-        for name in "ab":
-            for dp_rank in (0, 1):
-                wanted = [(name, rank) for rank in (2 * dp_rank, 2 * dp_rank + 1)]
-                try:
-                    found = [a.incarnation for a in self.directory.lookup(name, dp_rank)]
-                except Incomplete as error:
-                    known = any(place[0] == name for place in live)
-                    assert error.missing == tuple(p[1] for p in wanted if p not in live and known)
-                    assert any(p not in live for p in wanted)
-                else:
-                    assert found == [live[p][0] for p in wanted]
-        assert sum(map(len, self.directory.instances().values())) == len(live)
-
-
-TestAgainstAList = AgainstAList.TestCase
-TestAgainstAList.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from pdstage import State, cli, environment
+from pdstage import cli, environment
 from pdstage.bench.etcd_servers import ETCD, Servers
 from pdstage.control import etcd
 from pdstage.control.bootstrap import client_of
@@ -28,7 +28,6 @@ from tests.control.test_directory import advert
 from tests.manager.conftest import Site
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_lifecycle import lost_peer
-from tests.manager.test_processes import Remote
 from tests.processes import stop
 
 pytestmark = pytest.mark.skipif(ETCD is None, reason="there is no etcd (apt-get install etcd-server)")
@@ -147,29 +146,6 @@ def test_a_compacted_watch_reads_the_table_anew(make, server, monkeypatch):
     until(lambda: found(reader) == [advert(0, tp=1, incarnation=9)], "and watched")
 
 
-def test_rooms_between_nodes_that_share_etcd_alone(server):
-    """Two instances of prefill, one of which is replaced; decode names the directory and the instance."""
-    address, tokens = server.address("nodes"), 48
-    source, target = Rank(), Rank()
-    with decode_node(target) as decode:
-        for number, name in enumerate(("p0", "p1", "p0")):
-            with prefill_node(source, address, instance=name) as prefill:
-                pages, places = source.allocate(tokens), target.allocate(tokens)
-                source.write(number, tokens, pages)
-                receiver = decode.receive(number, address, instance=name)
-                sender = prefill.send(number)
-                sender.chunk(pages, tokens)
-                sender.finish()
-                drive([prefill, decode], lambda r=receiver: r.state is not State.BOOTSTRAPPING)
-                receiver.bind(places, tokens)
-                drive([prefill, decode], lambda r=receiver, s=sender: r.released and s.released)
-                assert receiver.state is State.SUCCESS
-                assert target.holds(number, tokens, places)
-                source.free(pages)
-                target.free(places)
-    assert not [thread.name for thread in threading.enumerate() if thread.name == "pdstage-lease"]
-
-
 def at(endpoint, rank=0, **fields):
     return msgspec.structs.replace(advert(rank, **fields), endpoint=endpoint)
 
@@ -282,25 +258,6 @@ def test_fencing_asks_again_while_etcd_is_away(tmp_path, monkeypatch):
             client.fence("10.0.0.8")
         monkeypatch.setattr(etcd.time, "sleep", lambda _: member.start() if member.process is None else None)
         assert list(client.fence("10.0.0.8", wait_s=WAIT_S)) == [12]
-
-
-def test_a_process_that_nobody_greeted_is_fenced(server):
-    """A prefill process that was killed before any decode node knew it: no session, and nothing to give back."""
-    address, dst = server.address("ungreeted"), Rank()
-    with EtcdClient(address) as client, decode_node(dst) as decode:
-        with Remote(address, 1, "local", "staged", rooms=0) as remote:
-            remote.processes[0].kill()
-            remote.processes[0].join()
-        lose(server, client)
-        ((incarnation, process),) = client.fence("127.0.0.1", wait_s=WAIT_S).items()
-        assert process.endpoint.startswith("tcp://127.0.0.1:")
-        receiver = decode.receive(1, address)
-        client_of_decode = decode.directory._watching[address]
-        until(lambda: client_of_decode.has_ended(incarnation), "decode hears it")
-        assert not decode.unfenced()
-        receiver.abort()
-        drive([decode], lambda: receiver.released)
-        assert decode.stats()["sessions_fenced"] == 0
 
 
 def test_what_fencing_in_etcd_gives_back(server, monkeypatch, tmp_path):

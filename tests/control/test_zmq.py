@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -70,14 +69,6 @@ def test_messages_keep_their_order_and_frames_and_one_recv_is_bounded(make):
     assert a.counters.sent == b.counters.received == len(sent)
 
 
-def test_messages_to_a_peer_not_there_yet_wait_for_it(make):
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        endpoint = f"tcp://127.0.0.1:{held.getsockname()[1]}"
-    a = make(b"early")
-    assert a.send(a.connect(endpoint), [b"before you came"])
-    assert receive(make(b"late", bind=endpoint)) == [(route_of(b"early"), [b"before you came"])]
-
-
 def test_unroutable_is_loss_not_an_error(make):
     node = make()
     assert not node.send(b"nobody", [b"hello"])
@@ -139,18 +130,6 @@ def test_disconnect_then_connect_again_at_once(make):
     assert not a.send(route, [b"gone"])
     # Both sockets live on. Not asked through `a`: see `disconnect` on what its next connection may meet.
     still_works(b, make(b"c"))
-
-
-def test_a_node_restarted_on_its_port_is_reached_by_the_same_route(make):
-    asker, first = make(b"asker"), make(b"first")
-    route = asker.connect(first.endpoint)
-    assert answered(asker, first, route)
-    first.close()
-    for i in range(100):
-        asker.send(route, [b"into the void", b"%d" % i])
-    second = make(b"second", bind=first.endpoint)
-    assert asker.connect(second.endpoint) == route
-    assert answered(asker, second, route)
 
 
 def test_a_reconnect_takes_over_its_name(make):
@@ -359,26 +338,6 @@ def test_a_call_that_takes_an_arrival_in_tells_the_waiter(monkeypatch, call):
         monkeypatch.setattr(node._port, "_n_waiting", 1)
         getattr(node, call)(*{"send": (route, [b"y"]), "connect": (other.endpoint,), "disconnect": (b"nobody",)}[call])
         assert node.wait(0).woken
-
-
-def test_a_wait_without_end_hears_signals(make):
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(*_):
-        raise Interrupted
-
-    node, before = make(), signal.signal(signal.SIGUSR1, interrupt)
-    timer = threading.Timer(0.05, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
-    try:
-        timer.start()
-        with pytest.raises(Interrupted):
-            node.wait(None)
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, before)
-    node.wake()
-    assert node.wait(DEADLINE_S).woken, "the interrupted wait left the socket as it was"
 
 
 def test_close_is_idempotent_and_leaves_nothing(no_leaks):
