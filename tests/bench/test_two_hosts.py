@@ -24,7 +24,7 @@ from pdstage.control.keys import Keys
 from pdstage.errors import TransportError, UsageError
 from pdstage.transport import available
 from tests.bench.test_runs import check
-from tests.chaos import network
+from tests.cables import hosts
 from tests.doctor.conftest import ROOT
 
 if TYPE_CHECKING:
@@ -232,18 +232,16 @@ def test_two_processes_with_keys(monkeypatch, tmp_path):
 
 @pytest.mark.full
 @needs_nixl
-@pytest.mark.skipif(not network.permitted(), reason="namespaces cannot be made here")
 def test_two_hosts(tmp_path):
     """Namespaces stand for hosts: requests cross by every fabric that both have, each byte compared.
 
-    TCP crosses the switch. UCX sees one machine, so that "nixl" goes through its shared memory here.
+    TCP crosses the cable. UCX sees one machine, so that "nixl" goes through its shared memory here.
     """
     key, out = tmp_path / "key", tmp_path / "out.json"
     Keys.make(key)
-    site = network.Network("ab")
-    try:
-        here, there = (site.command(host) for host in "ab")
-        with serving("--keys", str(key), bind=f"{site.address('b')}:0", within=there) as endpoint:
+    with hosts(1) as spaces:
+        here, there = (("ip", "netns", "exec", space) for space in spaces)
+        with serving("--keys", str(key), bind="10.77.0.2:0", within=there) as endpoint:
             command = [*here, sys.executable, "-c", SMALL, "bench", "kv-transfer", "--quick", "--peer", endpoint]
             command += ["--keys", str(key), "--json", str(out)]
             done = subprocess.run(
@@ -254,5 +252,3 @@ def test_two_hosts(tmp_path):
             report = json.loads(out.read_text())
             check(report, "staged, nixl: ", "direct, nixl: ", "staged, nixl, TCP: ", "direct, nixl, TCP: ")
             assert not [row for row in report["rows"] if "shared memory" in row["name"]]
-    finally:
-        site.close()

@@ -383,9 +383,9 @@ class Round:
         for command in [one for one in self._commands if one[0].poll() is not None]:
             self._commands.remove(command)
             process, then = command
+            said, _ = process.communicate()
             if process.returncode:
-                self.wrong.append(f"{process.args} failed: {process.communicate()[0]}")
-            process.communicate()
+                self.wrong.append(f"{process.args} failed: {said}")
             then()
         self._route()
 
