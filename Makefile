@@ -95,7 +95,7 @@ HAVE_ETCD = command -v etcd >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v a
 
 fleet: $(STAMP)  ## A cluster of 60 ranks and etcd in network namespaces for 10 minutes of faults (ARGS="--minutes 2"); as root.
 	@$(HAVE_ETCD)
-	$(BIN)/python -m tests.fleet $(ARGS)
+	$(BIN)/python -m tests.chaos --ranks 60 --minutes 10 $(ARGS)
 
 etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
 	@$(HAVE_ETCD)
@@ -132,8 +132,8 @@ scale: $(STAMP)  ## Count what one rank with 200 peers costs.
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-soak: $(STAMP)  ## 10,000 short-lived peers of one node, for minutes (ARGS="at-once", "long", "nodes --transport nixl").
-	$(BIN)/python -m tests.soak $(ARGS)
+soak: $(STAMP)  ## 10,000 short-lived peers of one node, for minutes (ARGS="--peers 1200 --rooms 600", "--crowd 500 --transport nixl").
+	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 lint: $(STAMP)  ## Check style and weight: ruff, clang-format and weight.toml.
 	$(BIN)/ruff check .
@@ -195,7 +195,7 @@ build/wheels-venv/.pdstage-setup: tests/wheels/requirements.txt | $(BIN)/python
 	$(PIP) --python $(@D)/bin/python install -qq -r $<
 	@touch $@
 
-wheels: build/wheels-venv/.pdstage-setup  ## Build dist/*manylinux*.whl for Python 3.11 to 3.13 and try them in empty venvs (ARGS=--whole).
+wheels: build/wheels-venv/.pdstage-setup  ## Build dist/*manylinux*.whl for Python 3.11 to 3.13 and try them in empty venvs.
 	build/wheels-venv/bin/python -m tests.wheels $(ARGS)
 
 clean:  ## Remove what builds and tools left behind; keep .venv.

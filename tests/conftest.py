@@ -25,7 +25,7 @@ _ENDS_S = 240.0
 LONG = (
     "any_layout/test_any_layout.py", "sim/test_mutants.py", "transport/test_contract.py", "kernels/test_cuda_on_cpu.py",
     "kernels/test_cuda_code.py", "demo/test_demo.py", "docs/test_commands.py", "kernels/test_triton.py",
-    "kernels/test_cuda_convert.py", "manager/test_failures.py", "manager/test_lifecycle.py", "soak/test_soak.py",
+    "kernels/test_cuda_convert.py", "manager/test_failures.py", "manager/test_lifecycle.py", "chaos/test_soak.py",
     "manager/test_ctrl_c_prefill.py", "manager/test_ctrl_c_decode.py", "transport/test_local_cuda_nodes.py",
 )  # fmt: skip
 """Files that take long, with FULL=1 at least: in their order among the others they would come last."""

@@ -60,10 +60,9 @@ class BootstrapServer:
         self._server: directory_curve.Server | directory_http.Server
         if held is not None:
             self._server = directory_curve.Server(address, self.directory, held, advertise)
-            self.address = self._server.address
         else:
-            self._server = _http_server(address, self.directory)
-            self.address = str(Address(address.host, self._server.server_port).reachable(advertise))
+            self._server = directory_http.Server(address, self.directory, advertise)
+        self.address = self._server.address
         self._thread: threading.Thread | None = None
         self._serving = False
         self._closed = False
@@ -77,22 +76,20 @@ class BootstrapServer:
 
     def start(self) -> Self:
         """Starts to answer in a thread."""
-        if self._serving or self._closed:
-            raise UsageError("this bootstrap server was started or closed before", remedy="make a new one")
-        self._serving = True
-        self._thread = threading.Thread(target=self._run, name="pdstage-bootstrap", daemon=True)
+        self._begin()
+        self._thread = threading.Thread(target=self._server.serve_forever, name="pdstage-bootstrap", daemon=True)
         self._thread.start()
         return self
 
     def serve_forever(self) -> None:
         """Answers in this thread until `close` is called from another, or an exception (Ctrl-C) ends it."""
+        self._begin()
+        self._server.serve_forever()
+
+    def _begin(self) -> None:
         if self._serving or self._closed:
             raise UsageError("this bootstrap server was started or closed before", remedy="make a new one")
         self._serving = True
-        self._run()
-
-    def _run(self) -> None:
-        self._server.serve_forever()
 
     def close(self) -> None:
         """Stops answering and drops every connection. Idempotent. In a forked child it does nothing."""
@@ -240,17 +237,6 @@ def client_of(
     if address.startswith(etcd.SCHEME):
         return etcd.EtcdClient(address, timeout_s)
     return BootstrapClient(address, timeout_s, keys=keys)
-
-
-def _http_server(address: Address, directory: Directory) -> directory_http.Server:
-    try:
-        return directory_http.Server(address, directory)
-    except OSError as error:
-        raise TransportError(
-            f"the bootstrap server cannot listen on {address} ({error.strerror})",
-            remedy="name an address of this machine and a free port, or port 0",
-            address=str(address),
-        ) from error
 
 
 def _encrypted(error: http.client.HTTPException) -> str:

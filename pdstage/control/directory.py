@@ -106,18 +106,11 @@ class Directory:
             self._expire()
             held = self._instances.get(advert.instance, {})
             entry = held.get(advert.topology.unique_rank)
-            check_place(
-                advert,
-                (one.advert for one in held.values()),
-                entry.advert if entry else None,
-                entry.predecessor if entry else None,
-            )
+            adverts = (one.advert for one in held.values())
+            there, before = (entry.advert, entry.predecessor) if entry else (None, None)
+            predecessor = check_place(advert, adverts, there, before)
             if entry is None and sum(map(len, self._instances.values())) >= MAX_ADVERTS:
                 raise PeerError(f"the directory is full: {MAX_ADVERTS} ranks are registered", remedy=_LARGER)
-            if entry is None or entry.advert.incarnation == advert.incarnation:
-                predecessor = entry.predecessor if entry else None
-            else:
-                predecessor = entry.advert.incarnation
             expires_at = math.inf if ttl_s is None else self._clock() + ttl_s
             held[advert.topology.unique_rank] = _Entry(advert, expires_at, predecessor)
             self._instances[advert.instance] = held
@@ -178,9 +171,10 @@ def check_advert(advert: Advert, ttl_s: float | None) -> None:
         )
 
 
-def check_place(advert: Advert, held: Iterable[Advert], there: Advert | None, predecessor: int | None) -> None:
-    """Raises `Conflict` if `advert` may not take its place. `held` are its instance's ranks, `there` is the one at that
-    place, and `predecessor` the process that this one replaced.
+def check_place(advert: Advert, held: Iterable[Advert], there: Advert | None, predecessor: int | None) -> int | None:
+    """Raises `Conflict` if `advert` may not take its place; returns the process that it replaces there, if any.
+
+    `held` are its instance's ranks, `there` is the one at that place, and `predecessor` what this one replaced.
     """
     if there is not None and predecessor == advert.incarnation:
         raise Conflict(
@@ -195,6 +189,7 @@ def check_place(advert: Advert, held: Iterable[Advert], there: Advert | None, pr
             remedy="withdraw the old ranks or wait for their leases to end, or use another instance name",
             endpoint=other.endpoint,
         )
+    return predecessor if there is None or there.incarnation == advert.incarnation else there.incarnation
 
 
 def choose(instances: Collection[str], instance: str | None) -> str:

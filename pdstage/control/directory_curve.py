@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from pdstage.control import directory_api as api
 from pdstage.control.zmq import ControlSocket
@@ -55,12 +55,6 @@ class Server:
 
     def close(self) -> None:
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _answer(self, frames: list[bytes]) -> tuple[int, bytes]:
         try:

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from pdstage.control import directory_api as api
-from pdstage.errors import PdstageError
+from pdstage.errors import PdstageError, TransportError
 
 if TYPE_CHECKING:
     from pdstage.control.address import Address
@@ -71,11 +71,20 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 1024
     """All ranks of a rack may come at once."""
 
-    def __init__(self, address: Address, directory: Directory) -> None:
+    def __init__(self, address: Address, directory: Directory, advertise: str | None) -> None:
         self.directory = directory
         self._open: set[socket.socket] = set()
         self.address_family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
-        super().__init__(("" if address.is_wildcard and not address.is_ipv6 else address.host, address.port), Handler)
+        host = "" if address.is_wildcard and not address.is_ipv6 else address.host
+        try:
+            super().__init__((host, address.port), Handler)
+        except OSError as error:
+            raise TransportError(
+                f"the bootstrap server cannot listen on {address} ({error.strerror})",
+                remedy="name an address of this machine and a free port, or port 0",
+                address=str(address),
+            ) from error
+        self.address = str(address._replace(port=self.server_port).reachable(advertise))
 
     def serve_forever(self, poll_interval: float = 0.1) -> None:
         """As the base class, with a shorter poll interval, so that it ends sooner."""

@@ -78,62 +78,43 @@ def drain(
     if not endpoints:
         raise UsageError("no endpoint to drain", remedy="name control endpoints, as tcp://host:port")
     held = keys_of(keys)
+    said: dict[str, Draining] = {}
+    heard_at = dict.fromkeys(endpoints, time.monotonic())
     with ControlSocket(None, identity=secrets.token_bytes(8), keys=held) as socket:
-        asked = _Asked(socket, endpoints, is_keyed=held is not None)
+        routes = {socket.connect(endpoint): endpoint for endpoint in endpoints}
         until = time.monotonic() + wait_s
-        while not asked.done and (time.monotonic() < until or not asked.answered):
-            asked.ask()
-            asked.listen()
-            asked.check()
-        return {endpoint: asked.said[endpoint] for endpoint in endpoints}
+        while (left := _left(endpoints, said)) and (time.monotonic() < until or len(said) < len(heard_at)):
+            for route, endpoint in routes.items():
+                if endpoint in left:
+                    socket.send(route, [REQUEST])
+            again_at = time.monotonic() + _AGAIN_S
+            while _left(endpoints, said) and (left_s := again_at - time.monotonic()) > 0:
+                socket.wait(left_s)
+                for route, frames in socket.recv():
+                    said[routes[route]] = _read(routes[route], frames)
+                    heard_at[routes[route]] = time.monotonic()
+                for _, error in socket.take_refusals():
+                    raise error
+            for endpoint in _left(endpoints, said):
+                _check(endpoint, time.monotonic() - heard_at[endpoint], said.get(endpoint), is_keyed=held is not None)
+    return {endpoint: said[endpoint] for endpoint in endpoints}
 
 
-class _Asked:
-    """The nodes that are asked, and what each said last."""
+def _left(endpoints: Sequence[str], said: dict[str, Draining]) -> list[str]:
+    """The nodes that have not said that they are drained."""
+    return [endpoint for endpoint in endpoints if endpoint not in said or not said[endpoint].drained]
 
-    def __init__(self, socket: ControlSocket, endpoints: Sequence[str], *, is_keyed: bool) -> None:
-        self._socket, self._is_keyed = socket, is_keyed
-        self._endpoints = {socket.connect(endpoint): endpoint for endpoint in endpoints}
-        self.said: dict[str, Draining] = {}
-        self._heard_at = dict.fromkeys(endpoints, time.monotonic())
 
-    @property
-    def done(self) -> bool:
-        return all(endpoint in self.said and self.said[endpoint].drained for endpoint in self._heard_at)
-
-    @property
-    def answered(self) -> bool:
-        return len(self.said) == len(self._heard_at)
-
-    def ask(self) -> None:
-        for route, endpoint in self._endpoints.items():
-            if endpoint not in self.said or not self.said[endpoint].drained:
-                self._socket.send(route, [REQUEST])
-
-    def listen(self) -> None:
-        """Takes answers until it is time to ask again, or all are drained."""
-        until = time.monotonic() + _AGAIN_S
-        while not self.done and (left_s := until - time.monotonic()) > 0:
-            self._socket.wait(left_s)
-            for route, frames in self._socket.recv():
-                endpoint = self._endpoints[route]
-                self.said[endpoint] = _read(endpoint, frames)
-                self._heard_at[endpoint] = time.monotonic()
-            for _, error in self._socket.take_refusals():
-                raise error
-
-    def check(self) -> None:
-        """Raises `TransportError` for a node that does not answer."""
-        for endpoint, heard_at in self._heard_at.items():
-            silent_s, last = time.monotonic() - heard_at, self.said.get(endpoint)
-            if silent_s > _SILENT_S and not (last is not None and last.drained):
-                said = f"; when it last did, {last}" if last is not None else ""
-                raise TransportError(
-                    f"the node at {endpoint} has not answered for {silent_s:.0f} s{said}",
-                    remedy="check the endpoint, and that the process runs"
-                    + ("" if self._is_keyed else "; if the node has keys, pass keys= (--keys)"),
-                    endpoint=endpoint,
-                )
+def _check(endpoint: str, silent_s: float, last: Draining | None, *, is_keyed: bool) -> None:
+    """Raises `TransportError` for a node that does not answer."""
+    if silent_s > _SILENT_S:
+        said = f"; when it last did, {last}" if last is not None else ""
+        raise TransportError(
+            f"the node at {endpoint} has not answered for {silent_s:.0f} s{said}",
+            remedy="check the endpoint, and that the process runs"
+            + ("" if is_keyed else "; if the node has keys, pass keys= (--keys)"),
+            endpoint=endpoint,
+        )
 
 
 def _read(endpoint: str, frames: list[bytes]) -> Draining:

@@ -26,7 +26,6 @@ import ssl
 import threading
 import time
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -48,6 +47,7 @@ _QUIET_S = 5.0
 _AGAIN_S = 0.5
 _TRIES = 8
 _FENCE_AGAIN_S = 1.0
+_INCARNATION = re.compile("[0-9a-f]{16}")
 _ENDED_S = 24 * 3600
 """How long it is known that a process was fenced. A node that is away from etcd for longer does not hear of it."""
 _UNAUTHENTICATED, _DENIED, _FULL, _UNAVAILABLE = 16, 7, 8, 14
@@ -135,12 +135,6 @@ class Cluster:
 
     def close(self) -> None:
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """One request's answer. Raises `TransportError` if no member answers, `Refused` for etcd's own errors."""
@@ -248,33 +242,10 @@ def _result(answer: Any, status: int = http.HTTPStatus.OK) -> dict[str, Any]:  #
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A key's value: the rank's advert, and the incarnation of the process that it replaced, if any."""
+    """A rank's value: its advert, and the incarnation of the process that it replaced, if any."""
 
     advert: Advert
     predecessor: int | None = None
-
-
-_held = msgspec.json.Decoder(Held)  # made before any thread decodes, as directory_api's
-_PROCESSES, _ENDED = "!processes/", "!ended/"
-"""Keys below the prefix that are no instance's: `quote` leaves no "!"."""
-
-
-class _Key(NamedTuple):
-    instance: str
-    shape: str
-    rank: int
-
-    @classmethod
-    def of(cls, advert: Advert) -> Self:
-        return cls(advert.instance, ".".join(map(str, advert.shape)), advert.topology.unique_rank)
-
-    @classmethod
-    def read(cls, text: str) -> Self | None:
-        found = re.fullmatch(r"([^/]+)/([0-9.]+)/([0-9]+)", text)
-        return cls(unquote(found[1]), found[2], int(found[3])) if found else None
-
-    def __str__(self) -> str:
-        return f"{quote(self.instance, safe='')}/{self.shape}/{self.rank}"
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -293,11 +264,14 @@ class Process(msgspec.Struct, frozen=True):
             return False
 
     def __str__(self) -> str:
-        key = _Key.read(self.rank)
-        return f"{key.instance} rank {key.rank} {self.endpoint}" if key else self.endpoint
+        instance, _, place = self.rank.partition("/")
+        return f"{unquote(instance)} rank {place.rpartition('/')[2]} {self.endpoint}"
 
 
-_process = msgspec.json.Decoder(Process)
+_held, _process = msgspec.json.Decoder(Held), msgspec.json.Decoder(Process)
+"""Made before any thread decodes, as directory_api's."""
+_PROCESSES, _ENDED = "!processes", "!ended"
+"""In place of an instance: `quote` leaves no "!"."""
 
 
 class EtcdClient:
@@ -338,21 +312,18 @@ class EtcdClient:
         answers, and `PeerError` for what etcd refuses.
         """
         check_advert(advert, ttl_s)
-        key = f"{self._prefix}{_Key.of(advert)}"
-        published, lease = self._leases.get(key, (None, ""))
-        if published == advert and self._renewed(key, lease):
+        rank = _rank_key(advert)
+        published, lease = self._leases.get(rank, (None, ""))
+        if published == advert and self._renewed(rank, lease):
             return
         for _ in range(_TRIES):
-            held, revision = self._held_of(advert.instance)
-            there = held.get(key)
-            adverts = [one.advert for one in held.values()]
-            predecessor = there.predecessor if there else None
-            check_place(advert, adverts, there.advert if there else None, predecessor)
-            if there is not None and there.advert.incarnation != advert.incarnation:
-                predecessor = there.advert.incarnation
-            if self._put(key, Held(advert, predecessor), revision, ttl_s):
+            copy = self._read(f"{rank.partition('/')[0]}/")
+            there = copy.held(rank)
+            place, before = (there.advert, there.predecessor) if there else (None, None)
+            predecessor = check_place(advert, copy.adverts(advert.instance).values(), place, before)
+            if self._put(Held(advert, predecessor), copy.revision, ttl_s):
                 return
-            if self._cluster.ask("kv/range", {"key": _encoded(self._ended_key(advert.incarnation))}).get("kvs"):
+            if self._cluster.ask("kv/range", {"key": _encoded(self._key(_ENDED, advert.incarnation))}).get("kvs"):
                 raise Conflict(
                     f"{advert.where} at {advert.endpoint} was fenced: peers have taken back what it may still write",
                     remedy="end this process; a new one may take the place",
@@ -360,52 +331,41 @@ class EtcdClient:
                 )
         raise PeerError(f"{advert.where}: its place in etcd changed {_TRIES} times", remedy="find who else takes it")
 
-    def _renewed(self, key: str, lease: str) -> bool:
+    def _renewed(self, rank: str, lease: str) -> bool:
         """Whether the lease lives, and the key is still ours: a newer process puts it under a lease of its own."""
         if int(self._cluster.ask("lease/keepalive", {"ID": lease}).get("TTL", 0)) <= 0:
             return False
-        ours = {"key": _encoded(key), "target": "LEASE", "result": "EQUAL", "lease": lease}
-        return bool(self._cluster.ask("kv/txn", {"compare": [ours]}).get("succeeded"))
+        ours = {"key": _encoded(self._prefix + rank), "target": "LEASE", "result": "EQUAL", "lease": lease}
+        return self._change([ours])
 
-    def _put(self, key: str, held: Held, revision: str, ttl_s: float) -> bool:
+    def _put(self, held: Held, revision: int, ttl_s: float) -> bool:
         """False if the instance has another shape, or the place another process, since `revision`; or it was fenced."""
+        rank, incarnation = _rank_key(held.advert), held.advert.incarnation
+        key = self._prefix + rank
         same = key.rpartition("/")[0]
         whole = same.rpartition("/")[0]
-        others = [
+        no_others = [
             {"key": _encoded(low), "range_end": _encoded(high), "target": "CREATE", "result": "EQUAL"}
             | {"create_revision": "0"}
             for low, high in ((f"{whole}/", f"{same}/"), (f"{same}0", f"{whole}0"))  # "0" follows "/"
         ]
         lease: str = self._cluster.ask("lease/grant", {"TTL": str(max(1, round(ttl_s)))})["ID"]
-        incarnation, process = held.advert.incarnation, Process(held.advert.endpoint, key.removeprefix(self._prefix))
-        puts = [
-            {"key": _encoded(key), "value": _encoded(msgspec.json.encode(held)), "lease": lease},
-            {"key": _encoded(self._process_key(incarnation)), "value": _encoded(msgspec.json.encode(process))},
-        ]
-        not_ended = _as_read(self._ended_key(incarnation), "0")
+        process = self._key(_PROCESSES, incarnation)
         try:
-            asked = {
-                "compare": [*others, _as_read(key, revision), not_ended],
-                "success": [{"request_put": put} for put in puts],
-            }
-            done = bool(self._cluster.ask("kv/txn", asked).get("succeeded"))
+            done = self._change(
+                [*no_others, _as_read(key, revision), _as_read(self._key(_ENDED, incarnation), 0)],
+                _put(key, held, lease), _put(process, Process(held.advert.endpoint, rank)),
+            )  # fmt: skip
         except PdstageError:
             self._revoke(lease)
             raise
         if done:
-            _, before = self._leases.get(key, (None, ""))
-            self._leases[key] = held.advert, lease
+            _, before = self._leases.get(rank, (None, ""))
+            self._leases[rank] = held.advert, lease
             lease = before
         if lease:
             self._revoke(lease)
         return done
-
-    def _held_of(self, instance: str) -> tuple[dict[str, Held], str]:
-        """An instance's keys, and etcd's revision as they were read."""
-        whole = f"{self._prefix}{quote(instance, safe='')}/"
-        answer = self._cluster.ask("kv/range", _range(whole))
-        found = {_decoded(one["key"]): _read_value(one, _held) for one in answer.get("kvs", ())}
-        return {key: held for key, held in found.items() if held is not None}, answer["header"]["revision"]
 
     def _revoke(self, lease: str) -> None:
         try:
@@ -415,17 +375,29 @@ class EtcdClient:
 
     def withdraw(self, advert: Advert) -> None:
         """Removes the rank, if this incarnation still holds its place."""
-        key = f"{self._prefix}{_Key.of(advert)}"
-        held, revision = self._held_of(advert.instance)
-        is_there = key in held and held[key].advert.incarnation == advert.incarnation
-        gone = [_delete(self._process_key(advert.incarnation))]
-        all_gone = [*gone, _delete(key)] if is_there else gone
-        asked = {"compare": [_as_read(key, revision)], "success": all_gone, "failure": gone}
-        self._cluster.ask("kv/txn", asked)
-        published, lease = self._leases.get(key, (None, ""))
+        rank = _rank_key(advert)
+        copy = self._read(f"{rank.partition('/')[0]}/")
+        there, process = copy.held(rank), _delete(self._key(_PROCESSES, advert.incarnation))
+        is_there = there is not None and there.advert.incarnation == advert.incarnation
+        as_read = [_as_read(self._prefix + rank, copy.revision)]
+        if not (is_there and self._change(as_read, process, _delete(self._prefix + rank))):
+            self._change([], process)
+        published, lease = self._leases.get(rank, (None, ""))
         if published is not None and published.incarnation == advert.incarnation:
-            del self._leases[key]
+            del self._leases[rank]
             self._revoke(lease)
+
+    def _change(self, conditions: list[dict[str, str]], *changes: dict[str, Any]) -> bool:
+        """One transaction; False if a condition does not hold."""
+        asked = {"compare": conditions, "success": changes}
+        return bool(self._cluster.ask("kv/txn", asked).get("succeeded"))
+
+    def _read(self, below: str = "") -> _Copy:
+        """What etcd holds below the prefix and `below`."""
+        return _Copy(self._cluster.ask("kv/range", _range(self._prefix + below)), self._prefix)
+
+    def _key(self, kind: str, incarnation: int) -> str:
+        return f"{self._prefix}{kind}/{incarnation:016x}"
 
     # Fencing.
 
@@ -444,8 +416,7 @@ class EtcdClient:
         while True:
             try:
                 if meant is None:
-                    _, read = self._processes()
-                    meant = {incarnation for incarnation, one in read.processes.items() if one.is_at(where)}
+                    meant = {incarnation for incarnation, one in self._read().processes().items() if one.is_at(where)}
                 self._fence(where, meant, fenced)
             except (Conflict, TransportError):
                 left_s = end - time.monotonic()
@@ -457,9 +428,10 @@ class EtcdClient:
 
     def _fence(self, where: str, meant: set[int], fenced: dict[int, Process]) -> None:
         """Adds to `fenced`; some may be there before a `Conflict` over the others."""
-        revision, copy = self._processes()
-        found = {incarnation: one for incarnation, one in copy.processes.items() if incarnation in meant}
-        alive = [one for incarnation, one in found.items() if incarnation in copy.registered()]
+        copy = self._read()
+        found = {incarnation: one for incarnation, one in copy.processes().items() if incarnation in meant}
+        registered = copy.registered()
+        alive = [one for incarnation, one in found.items() if incarnation in registered]
         if alive:
             raise Conflict(
                 f"{len(alive)} of {len(found)} processes at {where} are registered, first {alive[0]}",
@@ -468,18 +440,11 @@ class EtcdClient:
             )
         lease = self._cluster.ask("lease/grant", {"TTL": str(_ENDED_S)})["ID"] if found else ""
         for incarnation, one in found.items():
-            ended, process = self._ended_key(incarnation), self._process_key(incarnation)
-            put = {"key": _encoded(ended), "value": _encoded(msgspec.json.encode(one)), "lease": lease}
-            as_read = [_as_read(key, revision) for key in (self._prefix + one.rank, process)]
-            asked = {"compare": as_read, "success": [{"request_put": put}, _delete(process)]}
-            if not self._cluster.ask("kv/txn", asked).get("succeeded"):
+            process = self._key(_PROCESSES, incarnation)
+            as_read = [_as_read(key, copy.revision) for key in (self._prefix + one.rank, process)]
+            if not self._change(as_read, _put(self._key(_ENDED, incarnation), one, lease), _delete(process)):
                 raise Conflict(f"{one} has changed meanwhile", remedy="ask again", endpoint=one.endpoint)
             fenced[incarnation] = one
-
-    def _processes(self) -> tuple[str, _Copy]:
-        """All that the directory holds, and etcd's revision as it was read."""
-        answer = self._cluster.ask("kv/range", _range(self._prefix))
-        return answer["header"]["revision"], _Copy.of(answer, self._prefix)
 
     def has_ended(self, incarnation: int) -> bool:
         """Whether this process was fenced, as far as the watch has told; False before the first look-up."""
@@ -493,12 +458,6 @@ class EtcdClient:
         """
         mirror = self._mirror
         return (mirror.heard_at, mirror.n_restarts) if mirror is not None else None
-
-    def _process_key(self, incarnation: int) -> str:
-        return f"{self._prefix}{_PROCESSES}{incarnation:016x}"
-
-    def _ended_key(self, incarnation: int) -> str:
-        return f"{self._prefix}{_ENDED}{incarnation:016x}"
 
     # Looking up.
 
@@ -515,20 +474,14 @@ class EtcdClient:
 
     def instances(self) -> bytes:
         """All live adverts as JSON, for people: by instance, each advert and the seconds left of its lease."""
-        answer = self._cluster.ask("kv/range", _range(self._prefix))
-        left_s: dict[str, int] = {}
-        shown: dict[str, list[tuple[int, dict[str, object]]]] = {}
-        for one in answer.get("kvs", ()):
-            lease, is_rank = one.get("lease", "0"), not _decoded(one["key"]).startswith(f"{self._prefix}!")
-            if not is_rank or (held := _read_value(one, _held)) is None:
-                continue
-            if lease not in left_s:
-                left_s[lease] = int(self._cluster.ask("lease/timetolive", {"ID": lease}).get("TTL", 0))
-            line = {"expires_in_s": left_s[lease], "advert": held.advert}
-            shown.setdefault(held.advert.instance, []).append((held.advert.topology.unique_rank, line))
-        return msgspec.json.encode(
-            {name: [line for _, line in sorted(lines, key=itemgetter(0))] for name, lines in sorted(shown.items())}
-        )
+        copy = self._read()
+        shown: dict[str, list[dict[str, object]]] = {}
+        for name in sorted(copy.names()):
+            for _, advert in sorted(copy.adverts(name).items()):
+                left = self._cluster.ask("lease/timetolive", {"ID": copy.leases.get(_rank_key(advert), "0")})
+                line = {"expires_in_s": int(left.get("TTL", 0)), "advert": advert}
+                shown.setdefault(name, []).append(line)
+        return msgspec.json.encode(shown)
 
 
 class Mirror:
@@ -536,11 +489,10 @@ class Mirror:
 
     def __init__(self, cluster: Cluster, prefix: str) -> None:
         self._cluster, self._prefix = cluster, prefix
-        self._copy = _Copy(prefix)
-        self._revision = 0
-        """Of the last change in the copy; 0: it must be read."""
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._stale = False
+        """Whether the copy must be read anew."""
         self.n_restarts = 0
         """How often the watch ended otherwise than by silence."""
         self._read()
@@ -551,34 +503,27 @@ class Mirror:
         """The thread ends within `_QUIET_S`; nobody waits for it."""
         self._over.set()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def find(self, instance: str | None) -> tuple[str, dict[int, Advert]]:
         """The instance that is meant, and its ranks. Raises as `choose`."""
         with self._lock:
-            name = choose(self._copy.adverts, instance)
-            return name, dict(self._copy.adverts.get(name, {}))
+            name = choose(self._copy.names(), None) if instance is None else instance
+            return name, self._copy.adverts(name)
 
     def has_ended(self, incarnation: int) -> bool:
         with self._lock:
-            return incarnation in self._copy.ended
+            return f"{incarnation:016x}" in self._copy.keys.get(_ENDED, ())
 
     def _read(self) -> None:
-        answer = self._cluster.ask("kv/range", _range(self._prefix))
-        copy = _Copy.of(answer, self._prefix)
+        copy = _Copy(self._cluster.ask("kv/range", _range(self._prefix)), self._prefix)
         with self._lock:
-            self._copy, self._revision = copy, int(answer["header"]["revision"])
-        self.heard_at = time.monotonic()
+            self._copy = copy
+        self._stale, self.heard_at = False, time.monotonic()
 
     def _run(self) -> None:
         failed_at = 0.0
         while not self._over.is_set():
             try:
-                if not self._revision:
+                if self._stale:
                     self._read()
                 self._watch()
                 self.n_restarts += 1  # the member ended it in order
@@ -595,81 +540,77 @@ class Mirror:
                 self._over.wait(_AGAIN_S)
 
     def _watch(self) -> None:
-        create = {**_range(self._prefix), "start_revision": str(self._revision + 1)}
+        create = {**_range(self._prefix), "start_revision": str(self._copy.revision + 1)}
         with self._cluster.watch({"create_request": create}) as told:
             for answer in told:
                 if self._over.is_set():
                     return
                 if answer.get("canceled"):
-                    self._revision = 0  # compacted, or without a leader: read anew
+                    self._stale = True  # compacted, or without a leader
                     raise TransportError(f"etcd ended it ({answer.get('cancel_reason', 'no reason given')})")
-                self._take(answer)
+                with self._lock:
+                    for event in answer.get("events", ()):
+                        self._copy.take(event["kv"], is_deleted=event.get("type") == "DELETE")
                 self.heard_at = time.monotonic()  # its first answer says only that the watch has begun
-
-    def _take(self, answer: dict[str, Any]) -> None:
-        with self._lock:
-            for event in answer.get("events", ()):
-                one = event["kv"]
-                if event.get("type") == "DELETE":
-                    self._copy.delete(_decoded(one["key"]))
-                else:
-                    self._copy.put(one)
-                self._revision = max(self._revision, int(one["mod_revision"]))
 
 
 class _Copy:
-    """What the keys under a prefix hold."""
+    """What the keys under a prefix held at `revision`, and since."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, read: dict[str, Any], prefix: str) -> None:
         self._prefix = prefix
-        self.adverts: dict[str, dict[int, Advert]] = {}
-        """By instance and unique rank."""
-        self.processes: dict[int, Process] = {}
-        """By incarnation; neither withdrawn nor fenced."""
-        self.ended: set[int] = set()
+        self.keys: dict[str, dict[str, Held | Process]] = {}
+        """By instance, quoted, `_PROCESSES` or `_ENDED`; and by the rest of the key."""
+        self.leases: dict[str, str] = {}
+        """By key below the prefix."""
+        self.revision = 0
+        for one in read.get("kvs", ()):
+            self.take(one)
+        self.revision = int(read["header"]["revision"])
 
-    @classmethod
-    def of(cls, answer: dict[str, Any], prefix: str) -> Self:
-        """All that a range read."""
-        copy = cls(prefix)
-        for one in answer.get("kvs", ()):
-            copy.put(one)
-        return copy
-
-    def put(self, one: dict[str, Any]) -> None:
+    def take(self, one: dict[str, Any], *, is_deleted: bool = False) -> None:
         key = _decoded(one["key"]).removeprefix(self._prefix)
-        if key.startswith(_ENDED):
-            self.ended.add(_incarnation(key))
-        elif key.startswith(_PROCESSES):
-            if (process := _read_value(one, _process)) is not None:
-                self.processes[_incarnation(key)] = process
-        elif (place := _Key.read(key)) is not None:
-            if (held := _read_value(one, _held)) is not None:
-                self.adverts.setdefault(place.instance, {})[place.rank] = held.advert
-            else:
-                self.delete(key)
+        group, _, rest = key.partition("/")
+        decoder: msgspec.json.Decoder[Any] = _process if group in (_PROCESSES, _ENDED) else _held
+        value: Held | Process | None = None if is_deleted else _read_value(one, decoder)
+        if value is not None:
+            self.keys.setdefault(group, {})[rest] = value
+            self.leases[key] = one.get("lease", "0")
+        elif rest in self.keys.get(group, ()):
+            del self.keys[group][rest], self.leases[key]
+            if not self.keys[group]:
+                del self.keys[group]
+        self.revision = max(self.revision, int(one["mod_revision"]))
 
-    def delete(self, key: str) -> None:
-        key = key.removeprefix(self._prefix)
-        if key.startswith(_ENDED):
-            self.ended.discard(_incarnation(key))
-        elif key.startswith(_PROCESSES):
-            self.processes.pop(_incarnation(key), None)
-        elif (place := _Key.read(key)) is not None:
-            ranks = self.adverts.get(place.instance, {})
-            ranks.pop(place.rank, None)
-            if not ranks:
-                self.adverts.pop(place.instance, None)
+    def names(self) -> list[str]:
+        """All instances'."""
+        return [unquote(group) for group in self.keys if not group.startswith("!")]
+
+    def held(self, rank: str) -> Held | None:
+        """At a rank's key."""
+        group, _, rest = rank.partition("/")
+        one = self.keys.get(group, {}).get(rest)
+        return one if isinstance(one, Held) else None
+
+    def adverts(self, instance: str) -> dict[int, Advert]:
+        """By unique rank."""
+        held = self.keys.get(quote(instance, safe=""), {}).values()
+        return {one.advert.topology.unique_rank: one.advert for one in held if isinstance(one, Held)}
+
+    def processes(self) -> dict[int, Process]:
+        """By incarnation: those that were neither withdrawn nor fenced."""
+        found = self.keys.get(_PROCESSES, {}).items()
+        return {int(key, 16): one for key, one in found if isinstance(one, Process) and _INCARNATION.fullmatch(key)}
 
     def registered(self) -> set[int]:
         """Incarnations under a lease."""
-        return {advert.incarnation for ranks in self.adverts.values() for advert in ranks.values()}
+        return {advert.incarnation for name in self.names() for advert in self.adverts(name).values()}
 
 
-def _incarnation(key: str) -> int:
-    """-1, which is nobody's, for a stranger's key."""
-    text = key.rpartition("/")[2]
-    return int(text, 16) if re.fullmatch("[0-9a-f]{16}", text) else -1
+def _rank_key(advert: Advert) -> str:
+    """Below the prefix."""
+    shape = ".".join(map(str, advert.shape))
+    return f"{quote(advert.instance, safe='')}/{shape}/{advert.topology.unique_rank}"
 
 
 def _range(prefix: str) -> dict[str, str]:
@@ -677,17 +618,22 @@ def _range(prefix: str) -> dict[str, str]:
     return {"key": _encoded(prefix), "range_end": _encoded(prefix[:-1] + "0")}
 
 
+def _put(key: str, value: msgspec.Struct, lease: str = "0") -> dict[str, Any]:
+    put = {"key": _encoded(key), "value": base64.b64encode(msgspec.json.encode(value)).decode(), "lease": lease}
+    return {"request_put": put}
+
+
 def _delete(key: str) -> dict[str, Any]:
     return {"request_delete_range": {"key": _encoded(key)}}
 
 
-def _as_read(key: str, revision: str) -> dict[str, str]:
+def _as_read(key: str, revision: int) -> dict[str, str]:
     """A transaction's condition: nobody has put or deleted and put `key` since `revision`."""
-    return {"key": _encoded(key), "target": "MOD", "result": "LESS", "mod_revision": str(int(revision) + 1)}
+    return {"key": _encoded(key), "target": "MOD", "result": "LESS", "mod_revision": str(revision + 1)}
 
 
-def _encoded(what: str | bytes) -> str:
-    return base64.b64encode(what.encode() if isinstance(what, str) else what).decode()
+def _encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 def _decoded(text: str) -> str:

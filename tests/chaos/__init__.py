@@ -1,7 +1,9 @@
-"""Chaos: real processes over the real nodes, killed, stopped, cut off and restarted while rooms flow.
+"""Chaos: real processes over the real nodes, killed, stopped, drained, cut off and restarted while rooms flow.
 
-`python -m tests.chaos` (or `make chaos`) runs rounds; each draws a site (sizes, path, transport, progress) and its
-faults from a seed and a number alone. Read `plan` (what is drawn), `truth` and `pages` (what every byte must be),
-`engine` and `worker` (what a rank does), `network` (how ranks are cut off), `member` and `round` (one site's life),
-`__main__` (all of them, and the report), `control` (the proof that the checks can fail).
+`python -m tests.chaos` (`make chaos`) runs rounds; each draws a small site and its faults from a seed and a number.
+With `--ranks 60` (`make fleet`) it is one cluster with etcd. Read `plan` (what is drawn), `memory` (what every byte
+must be), `engine` and `rank` (what a rank does), `account` (what its node holds), `network` (how ranks are cut off),
+`member` and `round` (one site's life), `control` (the proof that the checks can fail).
+
+`python -m tests.chaos.soak` (`make soak`) looks for leaks: one node for long, and its peers in the same process.
 """

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from pathlib import Path
 
 from pdstage import DecodeNode, PrefillNode
 
@@ -75,14 +73,5 @@ def carved(node: DecodeNode | PrefillNode) -> float:
 
 
 def threads() -> list[str]:
-    """Python's threads by name, and how many the process has in all."""
+    """Python's threads by name."""
     return sorted(thread.name for thread in threading.enumerate())
-
-
-def shared_memory(pid: int | str = "self") -> set[str]:
-    """Files of /dev/shm that a process maps or holds open."""
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return set()
-    return {m for m in re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE) if "deleted" not in m}

@@ -7,24 +7,24 @@ live.
 
 from __future__ import annotations
 
+import os
 import random
-import tempfile
+import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pdstage import DecodeNode, State, Topology
-from pdstage.transport import open_transport
+from pdstage.control.bootstrap import BootstrapServer
 from tests.chaos.engine import DecodeEngine, Order
-from tests.chaos.member import Directory, Member
-from tests.chaos.network import SameNetwork
-from tests.chaos.pages import Pages
-from tests.chaos.plan import CONFIG, HUNG_AFTER_S, Site
-from tests.chaos.worker import Job
+from tests.chaos.member import Member
+from tests.chaos.memory import Pages
+from tests.chaos.plan import CONFIG, Engine, Site
+from tests.chaos.rank import Job
 
-_TOKENS = 12_288
-_PAGE = 16
+_TOKENS, _PAGE, _STAGING_NBYTES = 12_288, 16, 1 << 20
 _TRIES = 8
 
 
@@ -40,80 +40,65 @@ class Seen:
     released_at_death: bool = False
 
 
-def stopped_writer(transport: str, *, sabotage: bool) -> Seen:
+def stopped_writer(folder: Path, transport: str, *, sabotage: bool) -> Seen:
     """Tries until a writer was stopped between a room's first and last byte; lets it go on, and at last kills it."""
-    site = Site(1, 1, transport, "direct", "inline", "inline", False, True, 8, _PAGE, 1, False, "", False)
-    folder, net, seen = Path(tempfile.mkdtemp(prefix="pdstage-chaos-")), SameNetwork(), Seen()
-    directory = Directory(net)
-    job = Job(
-        site, "prefill", 0, 0, "control", directory.address, "127.0.0.1", 0, "", folder / "prefill.log",
-        n_tokens=2 * _TOKENS, staging_nbytes=1 << 20,
-    )  # fmt: skip
-    writer = Member(job)
+    seen, shape = Seen(), Engine("control", "prefill", 1, 8, False, "inline")
+    site = Site(engines=(shape,), transport=transport, path="direct")
     pages = Pages(1, 0, page=_PAGE, n_pages=2 * _TOKENS // _PAGE, hnd=True)
-    config = replace(CONFIG, max_silence_s=1.0)
     node = DecodeNode(
-        pages.pool, Topology(), transport=open_transport(transport), path="direct", config=config, n_lanes=1,
-        staging_nbytes=1 << 20,
+        pages.pool, Topology(), transport=transport, path="direct", config=replace(CONFIG, max_silence_s=1.0),
+        n_lanes=1, staging_nbytes=_STAGING_NBYTES,
     )  # fmt: skip
-    engine = DecodeEngine(
-        node, pages, random.Random(0), lambda kind, what: seen.wrong.append(what) if kind == "wrong" else None,
-        sabotage=sabotage, directory=directory.address,
-    )  # fmt: skip
-    try:
+    with BootstrapServer() as directory, closing(node):
+        engine = DecodeEngine(
+            node, pages, random.Random(0), lambda kind, what: seen.wrong.append(what) if kind == "wrong" else None,
+            site, directory=directory.address, sabotage=sabotage,
+        )  # fmt: skip
+        job = Job(
+            site=site, engine=shape, rank=0, directory=directory.address, log=folder / "prefill.log",
+            n_tokens=2 * _TOKENS, staging_nbytes=_STAGING_NBYTES,
+        )  # fmt: skip
+        writer = Member(job)
         writer.start()
-        _await(lambda: writer.hear() and writer.state == "up")
-        _provoke(engine, writer, seen)
-    finally:
-        node.close(0.1)
-        writer.end()
-        directory.close()
+        try:
+            _await(lambda: writer.hear() and writer.state == "up")
+            _provoke(engine, writer, seen)
+        finally:
+            writer.kill()
     return seen
 
 
 def _provoke(engine: DecodeEngine, writer: Member, seen: Seen) -> None:
     while seen.tries < _TRIES and not (seen.wrong and engine.sabotage):
         seen.tries += 1
-        order = Order(f"control-{seen.tries}", seen.tries, _TOKENS, 0, True)
-        engine.order(order)
+        order = Order(f"control-{seen.tries}", seen.tries, _TOKENS, 0, "control", calm=True)
+        engine.waiting.append(order)
         writer.send("order", order)
-        room, caught = _stop_amid(engine, writer)
-        if caught:
-            _await(lambda room=room: room.ended, engine.step)
-            assert room.handle.state is State.FAILED
-            seen.released_early = room.handle.released
-            writer.resume()
-            _go_on(engine, seen)
-            if not engine.sabotage:
-                writer.kill()
-                _await(lambda room=room: room not in engine.rooms, engine.step)
-                seen.released_at_death = True
-                return
-        else:
+        engine.step()
+        (room,) = engine.rooms
+        _await(lambda room=room: not engine.pages.untouched(room.pages[0]) or room.ended, engine.step)
+        writer.stop()
+        if room.ended or not engine.pages.untouched(room.pages[-1]):
             writer.resume()
             _await(lambda: not engine.rooms, engine.step)
-
-
-def _stop_amid(engine: DecodeEngine, writer: Member) -> tuple:
-    """Stops the writer once the first token came; whether the last one had not come yet."""
-    engine.step()
-    (room,) = engine.rooms
-    pages = engine.pages
-    _await(lambda: not pages.untouched(room.pages[0]) or room.ended, engine.step)
-    writer.stop()
-    return room, not room.ended and pages.untouched(room.pages[-1])
-
-
-def _go_on(engine: DecodeEngine, seen: Seen) -> None:
-    """Gives the resumed writer time to do harm; there is no more to wait for than a few turns where it does none."""
-    until = time.monotonic() + 2.0
-    while time.monotonic() < until and not seen.wrong:
-        engine.step()
-        engine.node.turn(0.002)
+            continue
+        _await(lambda room=room: room.ended, engine.step)
+        assert room.handle.state is State.FAILED
+        seen.released_early = room.handle.released
+        writer.resume()
+        until = time.monotonic() + 2.0  # time to do harm; there is no more to wait for where it does none
+        while time.monotonic() < until and not seen.wrong:
+            engine.step()
+            engine.node.turn(0.002)
+        if not engine.sabotage:
+            os.kill(writer.pids[-1], signal.SIGKILL)
+            _await(lambda room=room: room not in engine.rooms, engine.step)
+            seen.released_at_death = True
+            return
 
 
 def _await(done: Callable[[], object], turn: Callable[[], object] = lambda: None) -> None:
-    until = time.monotonic() + HUNG_AFTER_S
+    until = time.monotonic() + 60.0
     while not done():
         if time.monotonic() > until:
             raise TimeoutError("the negative control does not get on")

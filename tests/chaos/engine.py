@@ -9,20 +9,20 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from pdstage import AuxRow, DecodeNode, PrefillNode, State
+from pdstage import AuxRow, DecodeNode, PrefillNode, State, UsageError
 from pdstage.manager.handle import Handle
-from tests.chaos import truth
-from tests.chaos.pages import Pages
-from tests.chaos.plan import HUNG_AFTER_S, ROOM_S
-from tests.chaos.rows import Rows, make_rows, read
+from tests.chaos.memory import LAYERS, Pages, Rows, aux_of, make_rows
+from tests.chaos.plan import Site
 
 ABORTS = 0.04
 _SWEEP_S = 0.25
 _LONGEST_STEP_S = 0.5
+"""A longer one was spent stopped."""
 
 
 class Order(NamedTuple):
@@ -32,21 +32,9 @@ class Order(NamedTuple):
     serial: int
     tokens: int
     prefix: int
+    instance: str
     calm: bool = False
     """No rank shall give it up by itself."""
-
-
-class Awake:
-    """A clock that counts no step longer than half a second: longer ones were spent stopped."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._at = time.monotonic()
-
-    def step(self) -> None:
-        at = time.monotonic()
-        self.now += min(at - self._at, _LONGEST_STEP_S)
-        self._at = at
 
 
 class Room:
@@ -55,83 +43,87 @@ class Room:
     def __init__(self, order: Order, handle: Handle, pages: list[int], now: float) -> None:
         self.order, self.handle, self.pages, self.since = order, handle, pages, now
         self.ended = self.hung = False
-        self.ended_at = now
-        self.hold_until = now
+        self.ended_at = self.hold_until = now
         self.row: AuxRow | None = None
-        self.steps: deque = deque()
-        """(time, what to do), in order."""
+        self.steps: list[tuple[float, Callable[[], object]]] = []
+        """When to do what, in order."""
 
 
 class Engine:
-    """What both roles do alike. `say(kind, value)` reports to the supervisor."""
+    """What both roles do alike. `say(kind, value)` reports to the supervisor. `sabotage`: it reuses pages at Failed."""
 
-    def __init__(self, node, pages: Pages, rng: random.Random, say, *, sabotage: bool = False) -> None:
-        self.node, self.pages, self.rng, self.say = node, pages, rng, say
-        self.clock = Awake()
+    def __init__(self, node, pages: Pages, rng: random.Random, say, site: Site, *, sabotage: bool = False) -> None:
+        self.node, self.pages, self.rng, self.say, self.site = node, pages, rng, say, site
         self.sabotage = sabotage
+        self.now, self._at = 0.0, time.monotonic()
         self.waiting: deque[Order] = deque()
         self.rooms: list[Room] = []
-        self.counts: Counter[str] = Counter()
         self._sweep_at = 0.0
         self.rows = Rows(node.metadata or make_rows(), rng)
 
-    def order(self, order: Order) -> None:
-        self.waiting.append(order)
-
     def step(self) -> None:
         """Once around the engine's loop; in inline mode this is where the node gets its turn."""
-        self.clock.step()
+        before, self._at = self._at, time.monotonic()
+        self.now += min(self._at - before, _LONGEST_STEP_S)
         states, released = self.node.poll_many([room.handle for room in self.rooms])
         rooms, self.rooms = self.rooms, []
         for room, state, free in zip(rooms, states.tolist(), released.tolist(), strict=True):
             if self._look(room, state, bool(free)):
                 self.rooms.append(room)
-        while self.waiting and self.pages.n_for(self.waiting[0].tokens) <= self.pages.n_free:
-            self.rooms.append(self._begin(self.waiting.popleft()))
-        if self.clock.now >= self._sweep_at:
-            self._sweep_at = self.clock.now + _SWEEP_S
+        while self.waiting and self.pages.n_for(self.waiting[0].tokens) <= len(self.pages.free):
+            order = self.waiting.popleft()
+            try:
+                handle = self.open(order)
+            except UsageError as error:  # it drains since
+                self.say("ended", (order.key, _reason(error)))
+                continue
+            room = Room(order, handle, self.pages.allocate(order.tokens), self.now)
+            self.begin(room)
+            if not order.calm and self.rng.random() < ABORTS:
+                at = self.now + self.rng.choice((0.0, self.rng.uniform(0, 0.05), self.rng.uniform(0, 1.0)))
+                room.steps.append((at, room.handle.abort))
+                room.steps.sort(key=lambda step: step[0])
+            self.rooms.append(room)
+        if self.now >= self._sweep_at:
+            self._sweep_at = self.now + _SWEEP_S
             self.wrong(self.pages.sweep() + self.rows.sweep())
 
     def kept_back(self, longer_than_s: float) -> float:
         """The part of the pool in pages of rooms that ended so long ago and were not released."""
-        late = self.clock.now - longer_than_s
+        late = self.now - longer_than_s
         return sum(len(room.pages) for room in self.rooms if room.ended and room.ended_at < late) / self.pages.n_pages
 
     def wrong(self, found: list[str]) -> None:
         for what in found:
-            self.counts["wrong"] += 1
             self.say("wrong", what)
 
     def _look(self, room: Room, state: int, free: bool) -> bool:
         """False once the room's pages are given back."""
-        while room.steps and room.steps[0][0] <= self.clock.now and not room.ended:
-            room.steps.popleft()[1]()
+        while room.steps and room.steps[0][0] <= self.now and not room.ended:
+            room.steps.pop(0)[1]()
         if not room.ended and state in (State.SUCCESS, State.FAILED):
-            room.ended, room.ended_at = True, self.clock.now
+            room.ended, room.ended_at = True, self.now
             if state == State.SUCCESS:
-                self._succeeded(room)
-            self.say("ended", (room.order.key, "" if state == State.SUCCESS else reason(room.handle.error)))
-        if not room.ended and not room.hung and self.clock.now - room.since > HUNG_AFTER_S:
+                self.succeeded(room)
+            self.say("ended", (room.order.key, "" if state == State.SUCCESS else _reason(room.handle.error)))
+        if not room.ended and not room.hung and self.now - room.since > self.site.hung_after_s:
             room.hung = True
-            self.wrong([f"room {room.order} hangs in {State(state).name} after {self.clock.now - room.since:.1f} s"])
-        if room.ended and (free or (self.sabotage and state == State.FAILED)) and self.clock.now >= room.hold_until:
+            self.wrong([f"room {room.order} hangs in {State(state).name} after {self.now - room.since:.1f} s"])
+        if room.ended and (free or (self.sabotage and state == State.FAILED)) and self.now >= room.hold_until:
             self.wrong(self.pages.give_back(room.pages))
             if room.row is not None and free:
                 self.wrong(self.rows.give_back(room.row))
             return False
         return True
 
-    def _begin(self, order: Order) -> Room:
+    def open(self, order: Order) -> Handle:
         raise NotImplementedError
 
-    def _succeeded(self, room: Room) -> None:
+    def begin(self, room: Room) -> None:
         raise NotImplementedError
 
-    def _maybe_abort(self, room: Room) -> None:
-        if not room.order.calm and self.rng.random() < ABORTS:
-            at = self.clock.now + self.rng.choice((0.0, self.rng.uniform(0, 0.05), self.rng.uniform(0, 1.0)))
-            room.steps.append((at, room.handle.abort))
-            room.steps = deque(sorted(room.steps, key=lambda step: step[0]))
+    def succeeded(self, room: Room) -> None:
+        """Prefill has nothing to compare."""
 
 
 class DecodeEngine(Engine):
@@ -141,79 +133,62 @@ class DecodeEngine(Engine):
         super().__init__(*args, **options)
         self._directory = directory
 
-    def _begin(self, order: Order) -> Room:
-        pages = self.pages.allocate(order.tokens)
-        handle = self.node.receive(order.key, self._directory, deadline_s=ROOM_S)
-        room = Room(order, handle, pages, self.clock.now)
-        late_s = self.rng.choice((0.0, 0.0, 0.0, self.rng.uniform(0, 0.2)))
-        if late_s:
-            room.steps.append((self.clock.now + late_s, lambda: self._bind(room)))
+    def open(self, order: Order) -> Handle:
+        return self.node.receive(order.key, self._directory, instance=order.instance, deadline_s=self.site.room_s)
+
+    def begin(self, room: Room) -> None:
+        if self.rng.random() < 0.25:
+            room.steps.append((self.now + self.rng.uniform(0, 0.2), lambda: self._bind(room)))
         else:
             self._bind(room)
-        self._maybe_abort(room)
-        return room
 
     def _bind(self, room: Room) -> None:
         self.wrong(self.pages.lend(room.pages))
         room.row = self.rows.take() if self.node.metadata is not None else None
         room.handle.bind(room.pages, room.order.tokens, prefix_tokens=room.order.prefix, aux=room.row)
 
-    def _succeeded(self, room: Room) -> None:
-        order = room.order
+    def succeeded(self, room: Room) -> None:
+        order, aux = room.order, room.handle.aux
         self.wrong(self.pages.delivered(order.serial, room.pages, order.prefix, order.tokens))
-        if (aux := read(room.handle.aux)) != truth.aux(order.serial):
+        if (aux["aux"].tobytes() if isinstance(aux, AuxRow) else aux) != aux_of(order.serial):
             self.wrong([f"room {order} has aux {aux!r}"])
         if order.tokens % self.pages.page:
             self.pages.append(room.pages[-1])  # the request is decoded on, whether its writers are quiet or not
-        room.hold_until = self.clock.now + self.rng.choice((0.0, self.rng.uniform(0, 0.1)))
+        room.hold_until = self.now + self.rng.choice((0.0, self.rng.uniform(0, 0.1)))
 
 
 class PrefillEngine(Engine):
     node: PrefillNode
 
-    def _begin(self, order: Order) -> Room:
-        pages = self.pages.allocate(order.tokens)
-        room = Room(order, self.node.send(order.key), pages, self.clock.now)
-        at, layerwise = self.clock.now, self.rng.random() < 0.2
+    def open(self, order: Order) -> Handle:
+        return self.node.send(order.key)
+
+    def begin(self, room: Room) -> None:
+        at, layerwise, tokens = self.now, self.rng.random() < 0.2, room.order.tokens
         slow = self.rng.random() < 0.3
-        for start, stop in self._cuts(order):
+        cuts = {self.rng.randrange(tokens) for _ in range(self.rng.randrange(4))}
+        for start, stop in pairwise(sorted(cuts | {0, tokens})):
             at += self.rng.uniform(0, 0.1) if slow else 0.0
-            room.steps.append((at, self._chunk(room, start, stop, layerwise)))
+            room.steps.append((at, lambda start=start, stop=stop: self._chunk(room, start, stop, layerwise)))
         room.steps.append((at, lambda: self._finish(room)))
-        self._maybe_abort(room)
-        while room.steps and room.steps[0][0] <= self.clock.now:
-            room.steps.popleft()[1]()
-        return room
+        while room.steps and room.steps[0][0] <= self.now:
+            room.steps.pop(0)[1]()
+
+    def _chunk(self, room: Room, start: int, stop: int, layerwise: bool) -> None:
+        self.pages.fill(room.order.serial, room.pages, range(start, stop))
+        for layers in [(0, 1), (1, LAYERS)] if layerwise else [None]:
+            room.handle.chunk(room.pages, (start, stop), layers=layers)
 
     def _finish(self, room: Room) -> None:
-        aux = truth.aux(room.order.serial)
+        aux = aux_of(room.order.serial)
         room.row = self.rows.take()
         if room.row is not None:
             room.row["aux"] = list(aux)
         room.handle.finish(aux=room.row if room.row is not None else aux)
 
-    def _cuts(self, order: Order) -> list[tuple[int, int]]:
-        inner = (
-            {self.rng.randrange(1, order.tokens) for _ in range(self.rng.randrange(4))} if order.tokens > 1 else set()
-        )
-        marks = [0, *sorted(inner), order.tokens]
-        return list(pairwise(marks))
 
-    def _chunk(self, room: Room, start: int, stop: int, layerwise: bool):
-        def hand_over() -> None:
-            self.pages.fill(room.order.serial, room.pages, range(start, stop))
-            for layers in [(0, 1), (1, truth.LAYERS)] if layerwise else [None]:
-                room.handle.chunk(room.pages, (start, stop), layers=layers)
-
-        return hand_over
-
-    def _succeeded(self, room: Room) -> None:
-        pass
-
-
-def reason(error: BaseException | None) -> str:
+def _reason(error: BaseException | None) -> str:
     """An error's kind, without the names and numbers of one room."""
-    text = str(error).split("; ")[0]
-    text = re.sub(r"b?'[^']*'", "X", text)
+    text = re.sub(r"b?'[^']*'", "X", str(error).split("; ")[0])
     text = re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "N", text)
     return f"{type(error).__name__}: {text}"[:160]

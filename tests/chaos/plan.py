@@ -1,9 +1,13 @@
-"""What a round draws from its seed and number alone: the site, and the faults that befall it."""
+"""What a round draws from its seed and number alone: a site, and the faults that befall it. Two sites are known.
+
+`small`: a few ranks and a bootstrap server, a fault a second. `large`: a cluster on three etcd servers, every rank in a
+network of its own, ranks drained, lost and slow, and etcd's servers too.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstage import Config
@@ -12,105 +16,145 @@ CONFIG = Config(
     retry_s=0.05, hello_s=6.0, open_s=4.0, wait_s=5.0, transfer_s=4.0, recall_after_s=0.3,
     stuck_after_s=0.2, drain_s=2.0, open_wait_s=6.0, send_wait_s=6.0, write_s=3.0, max_silence_s=1.5,
 )  # fmt: skip
-ROOM_S = 8.0
-"""`deadline_s` of every room."""
-HUNG_AFTER_S = 2.5 * (CONFIG.hello_s + CONFIG.open_wait_s + ROOM_S)
-"""The longest path through the deadlines (a lookup, a greeting, a room), 2.5 times over. Counted in time awake."""
-SIZES = ((2, 1), (1, 2), (2, 2))
+_PATIENT = Config(
+    max_silence_s=8.0, hello_s=30.0, open_s=15.0, open_wait_s=25.0, send_wait_s=25.0, transfer_s=20.0, drain_s=10.0,
+    write_s=20.0,
+)  # fmt: skip
+N_ETCD = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Who is there. `fabric`: UCX_TLS of every rank, or empty. `namespaces`: each rank in a network of its own."""
+class Kind(NamedTuple):
+    """How often it befalls a small and a large site, of all faults, and for how long, in units of `max_silence_s`."""
 
-    src_tp: int
-    dst_tp: int
-    transport: str
-    path: str
-    src_progress: str
-    dst_progress: str
-    src_hnd: bool
-    dst_hnd: bool
-    src_page: int
-    dst_page: int
-    n_lanes: int
-    checksums: bool
-    fabric: str
-    namespaces: bool
-    faults: tuple[tuple[str, float], ...] = ()
-    """Of a rank's transport in its first life (docs/transports.md, Deliberate faults). They end before the round."""
+    small: int
+    large: int
+    shortest: float
+    longest: float
+
+
+KINDS = {
+    "kill": Kind(30, 8, 0.0, 0.8),
+    "stop": Kind(44, 8, 0.01, 2.2),
+    "stop, then kill": Kind(8, 2, 0.0, 1.6),
+    "cut": Kind(10, 8, 0.1, 2.5),
+    "cut, one way": Kind(5, 5, 0.1, 1.7),
+    "cut from one": Kind(4, 8, 0.1, 2.5),
+    "slow": Kind(3, 10, 0.5, 5.0),
+    "restart": Kind(4, 5, 0.0, 0.2),
+    "drain": Kind(2, 10, 0.0, 2.0),
+    "kill of etcd": Kind(0, 4, 0.2, 2.5),
+    "stop of etcd": Kind(0, 4, 0.2, 2.5),
+    "cut of etcd": Kind(0, 3, 0.2, 2.5),
+    "etcd without majority": Kind(0, 1, 0.7, 0.8),
+}
+"""All but the last are of one rank or of one of etcd's servers."""
+
+
+class Engine(NamedTuple):
+    """One instance: `tp` ranks."""
+
+    name: str
+    role: str
+    tp: int
+    page: int
+    hnd: bool
+    progress: str
 
     @property
-    def ranks(self) -> list[tuple[str, int]]:
-        return [("prefill", rank) for rank in range(self.src_tp)] + [("decode", rank) for rank in range(self.dst_tp)]
+    def ranks(self) -> list[str]:
+        return [f"{self.name} {rank}" for rank in range(self.tp)]
 
-    def __str__(self) -> str:
-        cut = "namespaces" if self.namespaces else "proxy"
-        fabric = f"({self.fabric})" if self.fabric else ""
-        return (
-            f"tp {self.src_tp}->{self.dst_tp} {self.transport}{fabric} {self.path} "
-            f"{self.src_progress}->{self.dst_progress} {cut}{' faulty' if self.faults else ''}"
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Who is there. `fabric`: UCX_TLS of every rank, or empty."""
+
+    engines: tuple[Engine, ...]
+    transport: str = "local"
+    path: str = "auto"
+    n_lanes: int = 1
+    checksums: bool = False
+    network: str = ""
+    """"apart": each rank in a namespace of its own; "shared": all in one; "": where the supervisor is, uncut."""
+    fabric: str = ""
+    faults: dict[str, float] = field(default_factory=dict)
+    """Of a rank's transport in its first life (docs/transports.md, Deliberate faults). They end before the round."""
+    large: bool = False
+    config: Config = field(default=CONFIG, repr=False)
+    room_s: float = 8.0
+    """`deadline_s` of every room."""
+    window: int = 12
+    """Rooms at a time."""
+
+    @property
+    def hung_after_s(self) -> float:
+        """The longest path through the deadlines (a lookup, a greeting, a room), 2.5 times over, in time awake."""
+        return 2.5 * (self.config.hello_s + self.config.open_wait_s + self.room_s)
 
 
 class Fault(NamedTuple):
-    """`kind` befalls a rank `at_s` after the rooms began, for `for_s` (killed ranks: until it is started again)."""
+    """`kind` befalls `whom` `at_s` after the rooms began, for `for_s` (killed ranks: until they are started again)."""
 
     at_s: float
-    rank: tuple[str, int]
     kind: str
+    whom: str
+    peer: str
     for_s: float
     same_port: bool
 
 
-KINDS = {"kill": 30, "stop": 22, "long stop": 22, "stop, then kill": 8, "cut": 8, "long cut": 6, "restart": 4}
-
-
-def draw_site(seed: int, number: int, transport: str, seconds: float, *, namespaces: bool) -> Site:
+def small(seed: int, number: int, transport: str, seconds: float, *, namespaces: bool) -> Site:
     rng = random.Random(f"site {seed} {number}")
-    kind = rng.choice(("local", "nixl")) if transport == "both" else transport
-    src_tp, dst_tp = SIZES[number % len(SIZES)]
-    page = rng.choice((8, 16))
-    apart = namespaces and kind == "nixl"
+    transport = rng.choice(("local", "nixl")) if transport == "both" else transport
+    network = "" if not namespaces else "apart" if transport == "nixl" else "shared"
     path = rng.choice(("staged", "direct", "auto", "direct"))
+    engines = [
+        Engine(f"{role} {n}", role, rng.choice((1, 2)), rng.choice((8, 16)), rng.random() < 0.5,
+               rng.choice(("inline", "thread")))
+        for role in ("prefill", "decode")
+        for n in range(2)
+    ]  # fmt: skip
+    faults = {}
+    if rng.random() < 0.4:  # a transport with faults maps no memory, so the others are without
+        faults = {name: rng.choice((0.0, 0.002, 0.02)) for name in ("refuse", "fail", "fail_written", "lose_tag")}
+        faults |= {"delay": rng.choice((0.0, 0.1)), "delay_s": rng.choice((0.01, 0.5))}
+        faults |= {"seed": number, "for_s": 0.8 * seconds}
     return Site(
-        src_tp, dst_tp, kind, path=path,
-        src_progress=rng.choice(("inline", "thread")), dst_progress=rng.choice(("inline", "thread")),
-        src_hnd=rng.random() < 0.5, dst_hnd=rng.random() < 0.5,
-        src_page=page, dst_page=rng.choice((page, 16)),
-        n_lanes=rng.choice((1, 2, 3)), checksums=rng.random() < 0.3 and path != "direct",
+        engines=tuple(engines), transport=transport, path=path, n_lanes=rng.choice((1, 2, 3)), network=network,
+        checksums=rng.random() < 0.3 and path != "direct", faults=faults,
         # Within one network shared memory would go around every cut.
-        fabric="tcp,self" if apart or (kind == "nixl" and rng.random() < 0.5) else "",
-        namespaces=apart, faults=_draw_transport_faults(seed, number, seconds),
+        fabric="tcp,self" if network == "apart" or (transport == "nixl" and rng.random() < 0.5) else "",
     )  # fmt: skip
 
 
-def _draw_transport_faults(seed: int, number: int, seconds: float) -> tuple[tuple[str, float], ...]:
-    """Those of two rounds in five. A transport with faults maps no memory, so the others are without."""
-    rng = random.Random(f"transport faults {seed} {number}")
-    if rng.random() > 0.4:
-        return ()
-    chances = {name: rng.choice((0.0, 0.002, 0.02)) for name in ("refuse", "fail", "fail_written", "lose_tag")}
-    late = {"delay": rng.choice((0.0, 0.1)), "delay_s": rng.choice((0.01, 0.5))}
-    return tuple((chances | late | {"seed": number, "for_s": 0.8 * seconds}).items())
+def large(seed: int, n_ranks: int) -> Site:
+    rng = random.Random(f"site {seed}")
+    engines = []
+    for role in ("prefill", "decode"):
+        left = n_ranks // 2
+        while left:
+            tp = min(rng.choice((1, 2, 4)), 1 << left.bit_length() - 1)
+            left -= tp
+            name = f"{role} {len(engines)}"
+            engines.append(Engine(name, role, tp, rng.choice((8, 16)), rng.random() < 0.5, "thread"))
+    return Site(
+        engines=tuple(engines), transport="nixl", network="apart", fabric="tcp,self", large=True, config=_PATIENT,
+        room_s=60.0, window=20,
+    )  # fmt: skip
 
 
 def draw_faults(seed: int, number: int, site: Site, seconds: float) -> list[Fault]:
-    """One after the other at each rank; those of different ranks meet as they may."""
+    """Those that find their rank busy with another are missed."""
     rng = random.Random(f"faults {seed} {number}")
-    kinds, weights = list(KINDS), list(KINDS.values())
-    silence_s = CONFIG.max_silence_s
-    spans = {
-        "kill": (0.0, 1.2), "stop": (0.02, 0.7 * silence_s), "long stop": (1.1 * silence_s, 2.2 * silence_s),
-        "stop, then kill": (0.0, 1.6 * silence_s), "cut": (0.1, 0.7 * silence_s),
-        "long cut": (1.1 * silence_s, 2.5 * silence_s), "restart": (0.0, 0.3),
-    }  # fmt: skip
+    kinds = list(KINDS)
+    weights = [kind.large if site.large else kind.small for kind in KINDS.values()]
+    ranks = [rank for engine in site.engines for rank in engine.ranks]
+    every_s = 3.0 if site.large else 0.5
     faults = []
-    for rank in site.ranks:
-        at_s = rng.uniform(0.3, 2.0)
-        while at_s < seconds:
-            kind = rng.choices(kinds, weights)[0]
-            for_s = rng.uniform(*spans[kind])
-            faults.append(Fault(at_s, rank, kind, for_s, rng.random() < 0.75))
-            at_s += for_s + 0.4 + rng.expovariate(1 / 1.5)
-    return sorted(faults)
+    at_s = 0.3
+    while (at_s := at_s + rng.expovariate(1 / every_s)) < seconds:
+        kind = rng.choices(kinds, weights)[0]
+        whom, peer = rng.sample([f"etcd {n}" for n in range(N_ETCD)] if "etcd" in kind else ranks, 2)
+        for_s = site.config.max_silence_s * rng.uniform(KINDS[kind].shortest, KINDS[kind].longest)
+        faults.append(Fault(at_s, kind, whom, peer, for_s, rng.random() < 0.75))
+    return faults

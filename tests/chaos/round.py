@@ -1,121 +1,165 @@
-"""One site's life: ranks start, rooms flow, faults befall them, all is healed, and everything must come back.
-
-`run()` is a generator that yields wherever it waits, so one thread drives several sites; `pump` feeds it meanwhile.
-"""
+"""One site's life: ranks start, rooms flow, faults befall them, all is healed, and everything must come back."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 
+from pdstage.bench.etcd_servers import Host, Servers
+from pdstage.control.bootstrap import BootstrapServer, client_of
 from pdstage.tools.judge import judge
-from tests.chaos import account, network
+from tests.chaos import account
 from tests.chaos.engine import Order
-from tests.chaos.member import Directory, Member, left_behind
-from tests.chaos.plan import HUNG_AFTER_S, Fault, Site, draw_faults
-from tests.chaos.worker import Job
+from tests.chaos.member import Member
+from tests.chaos.network import Network, SharedNetwork
+from tests.chaos.plan import N_ETCD, Engine, Fault, Site, draw_faults
+from tests.chaos.rank import Job
 
-_START_S = 60.0
-_WINDOW = 12
+_START_S = 240.0
+_STEP_S = 0.02
+_ASK_S = 0.3
 _FDS = {"mooncake": (130, 70)}  # docs/transports.md, mooncake: Resources
 _FDS_ELSE = (0, 10)
 """What a node may have more than at first: at all, and for each session."""
 _REORDERED = 0.25
+_STALE = 0.01
+"""How often a room is sent to an engine with a rank down, as routers do not know at once."""
 _RECYCLE_AT = 0.5
-_ASK_S = 0.3
-_ENDS_S = 10.0
-"""From the order to close to the process's end."""
+_TRIES = 6
+_WAIT_S = 120.0
+Act = Callable[[], object]
+
+
+@dataclass(eq=False, slots=True)
+class Room:
+    order: Order
+    pair: tuple[Engine, Engine]
+    awaited: set[tuple[Member, int]]
+    """Ranks that have not said how it ended, and their lives."""
+    reasons: list[str] = field(default_factory=list)
 
 
 class Round:
-    """`wrong` holds what must not be; `counts` and `reasons` what happened; `longest_end_s` how long a process took to
-    end that was told to close.
-    """
+    """`wrong` holds what must not be; `counts` and `reasons` what happened."""
 
-    def __init__(self, seed: int, number: int, site: Site, seconds: float, *, sabotage: bool = False) -> None:
-        self.number, self.site, self.seconds = number, site, seconds
+    def __init__(self, seed: int, number: int, site: Site, seconds: float) -> None:
+        self.seed, self.number, self.site, self.seconds = seed, number, site, seconds
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self.longest_end_s = 0.0
+        self.members: dict[str, Member] = {}
         self._rng = random.Random(f"router {seed} {number}")
-        self._faults = draw_faults(seed, number, site, seconds)
+        self._pairs = [
+            (src, dst) for src in site.engines for dst in site.engines if (src.role, dst.role) == ("prefill", "decode")
+        ]
+        self._moved: set[tuple[Engine, Engine]] = set()
         self._folder = Path(tempfile.mkdtemp(prefix="pdstage-chaos-"))
-        self._journals = self._folder / "journals"
-        self._journals.mkdir()
-        names = [f"{role} {rank}" for role, rank in site.ranks]
-        self._net = network.Namespaces(str(number), names) if site.namespaces else network.SameNetwork()
-        self._directory = Directory(self._net)
-        self.members = {}
-        for role, rank in site.ranks:
-            name = f"{role} {rank}"
-            job = Job(
-                site, role, rank, 0, f"{seed} {number}", self._directory.address, self._net.host(name), 0,
-                self._net.where(name), self._folder / f"{role}{rank}.log", sabotage, self._journals,
-            )  # fmt: skip
-            self.members[name] = Member(job)
-        self._serials = itertools.count(1)
-        self._ended: dict[str, list[str]] = {}
-        self._awaited: dict[str, set[tuple[str, int]]] = {}
-        self._orders: dict[str, Order] = {}
+        self._rooms: dict[str, Room] = {}
         self._again: list[Order] = []
-        self._calm = False
+        self._window = 0
+        self._calm = self._etcd_is_down = False
+        self._hung_after_s = site.hung_after_s
         self._began_at = time.monotonic()
         self._ask_at = 0.0
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._n = itertools.count()
+        self._agenda: list[tuple[float, int, Act]] = []
+        self._commands: list[tuple[subprocess.Popen[str], Act]] = []
+        self._numbers = itertools.count(1)
 
     # What happens, in order.
 
-    def run(self) -> Iterator[None]:
+    def run(self) -> Round:
+        with ExitStack() as stack:
+            self._build(stack)
+            stack.callback(self._leave_nothing)
+            self._live()
+        self._judge()
+        if self.wrong:
+            self.wrong.append(f"the ranks' last words are in {self._folder}")
+        else:
+            shutil.rmtree(self._folder)
+        return self
+
+    def _build(self, stack: ExitStack) -> None:
+        site = self.site
+        etcd = [f"etcd {n}" for n in range(N_ETCD)] if site.large else []
+        ranks = [rank for engine in site.engines for rank in engine.ranks]
+        hosts = ["operator", *etcd, *ranks] if site.network else []
+        self._net = stack.enter_context(Network(hosts) if site.network == "apart" else SharedNetwork(hosts))
+        with self._net.inside("operator"):
+            if etcd:
+                at = [Host(self._net.address(host), 2379, 2380, self._net.command(host)) for host in etcd]
+                self._servers = stack.enter_context(Servers(self._folder, N_ETCD, hosts=at)).ready()
+                self._directory = self._servers.address()
+            else:
+                bind = f"{self._net.address('operator')}:0"
+                self._directory = stack.enter_context(BootstrapServer(bind, insecure=bool(hosts))).address
+        journals = self._folder / "journals"
+        journals.mkdir()
+        for engine in site.engines:
+            for rank, name in enumerate(engine.ranks):
+                job = Job(
+                    site=site, engine=engine, rank=rank, directory=self._directory, log=self._folder / f"{name}.log",
+                    seed=f"{self.seed} {self.number}", host=self._net.address(name), where=self._net.where(name),
+                    journals=journals,
+                )  # fmt: skip
+                self.members[name] = Member(job)
+
+    def _live(self) -> None:
         for member in self.members.values():
             member.start()
-        yield from self._until(lambda: self._all("up"), _START_S, "the ranks start")
+        self._until(self._all_up, _START_S, "the ranks start")
         self._began_at = time.monotonic()
-        for fault in self._faults:
-            self._at(self._began_at + fault.at_s, lambda fault=fault: self._befall(fault))
-        while (time.monotonic() < self._began_at + self.seconds or self._agenda) and not self._broken:
-            self._route()
-            yield
-        yield from self._until(lambda: self._all("up"), _START_S, "every rank is up again")
-        yield from self._until(lambda: not self._awaited, HUNG_AFTER_S, "every room ends")
-        yield from self._healthy()
-        yield from self._drain()
-        yield from self._shut()
+        self._window = self.site.window
+        for fault in draw_faults(self.seed, self.number, self.site, self.seconds):
+            self._at(self._began_at + fault.at_s, partial(self._befall, fault))
+        ends_at = self._began_at + self.seconds
+        idle = lambda: time.monotonic() > ends_at and not self._agenda and not self._commands  # noqa: E731
+        self._until(idle, self.seconds + 2 * _WAIT_S, "the faults are over")
+        self._until(self._all_up, _START_S, "every rank is up again")
+        self._window = 0
+        self._until(lambda: not self._rooms, self._hung_after_s, "every room ends")
+        self._healthy()
+        self._at_rest()
+        self._shut()
 
-    def _healthy(self) -> Iterator[None]:
-        """After all that the site serves as ever. A loaded machine may still be late, so it has several tries."""
-        self._calm, tries = True, 6
-        for n in range(tries):
-            before = self.counts["rooms succeeded"]
-            for _ in range(_WINDOW // 2):
-                self._order(self._new_order())
-            yield from self._until(lambda: not self._awaited, HUNG_AFTER_S, "the last rooms end")
-            if self.counts["rooms succeeded"] - before == _WINDOW // 2:
+    def _healthy(self) -> None:
+        """Each pair of engines moves a room again. A loaded machine may still be late, so it has several tries."""
+        self._calm, self._moved = True, set()
+        for n in range(_TRIES):
+            for pair in [pair for pair in self._pairs if pair not in self._moved]:
+                self._order(self._new_order(), pair)
+                self._until(lambda: len(self._rooms) < self.site.window, self._hung_after_s, "calm rooms end")
+            self._until(lambda: not self._rooms, self._hung_after_s, "the last rooms end")
+            if len(self._moved) == len(self._pairs):
                 return
             self.counts["tries before all was well"] = n + 1
-        if self._keeps_stranded():
+        held = [member.last_report.get("held", {}) for member in self.members.values()]
+        if any(one.get(kind) for one in held for kind in account.STRANDED):
             self.counts["sites that stranded memory kept from serving"] += 1
         else:
             self.wrong.append("the site does not recover: calm rooms still fail")
 
-    def _keeps_stranded(self) -> bool:
-        held = [member.last_report.get("held", {}) for member in self.members.values()]
-        return any(one.get(kind) for one in held for kind in account.STRANDED)
-
-    def _drain(self) -> Iterator[None]:
-        """Everything is given back, but for what lost sessions of living peers keep."""
+    def _at_rest(self) -> None:
+        """Everything is given back, but for what lost sessions of living peers keep; and the directory is right."""
         more, a_session = _FDS.get(self.site.transport, _FDS_ELSE)
         for member in self.members.values():
             member.last_report = {}
-        yield from self._until(self._at_rest, HUNG_AFTER_S, "every node is at rest")
+        # An operator has said in etcd who was killed: so nothing is stranded there.
+        self._until(lambda: self._holds_nothing(stranded=not self.site.large), self._hung_after_s, "all nodes rest")
         for name, member in self.members.items():
             report = member.last_report
             if not report:  # it died, or never answered: that was said already
@@ -124,49 +168,55 @@ class Round:
                 self.counts[kind] += report["held"].get(kind, 0)
             fds, most = report["fds"], member.fds_at_start + more + a_session * report["sessions"]
             if fds > most:
-                self.wrong.append(
-                    f"{name} has {fds} descriptors for {report['sessions']} sessions, {member.fds_at_start} at first"
-                )
+                self.wrong.append(f"{name} has {fds} descriptors and {report['sessions']} sessions, at most {most}")
+        living = {(m.name, m.endpoint) for m in self.members.values() if m.job.engine.role == "prefill"}
+        self._until(lambda: self._listed() == living, _WAIT_S, "the directory lists the living prefill ranks")
 
-    def _shut(self) -> Iterator[None]:
+    def _shut(self) -> None:
         """Prefill first: then decode must have back what was stranded.
 
         Across namespaces no death can be proved: there this is the operator, who ended those processes and waited for
         them, and says so.
         """
         for role in ("prefill", "decode"):
-            group = [member for member in self.members.values() if member.job.role == role and member.alive]
+            group = [one for one in self.members.values() if one.job.engine.role == role and one.alive]
             if role == "decode":
-                for member in group if self.site.namespaces else ():
+                for member in group if self.site.network == "apart" else ():
                     member.send("fence")
-                yield from self._until(
-                    lambda: self._at_rest(allow_stranded=False), HUNG_AFTER_S, "what was stranded comes back"
+                self._until(
+                    lambda: self._holds_nothing(stranded=False), self._hung_after_s, "what was stranded is back"
                 )
             for member in group:
                 member.close()
-            yield from self._until(lambda group=group: not any(m.alive for m in group), _ENDS_S, f"{role} closes")
+            ends_s = 10.0 + 3 * self.site.config.drain_s
+            self._until(lambda group=group: not any(one.alive for one in group), ends_s, f"{role} closes")
+        self._until(lambda: not self._listed(), _WAIT_S, "the directory is empty")
+        if self.site.large:
+            self._fence_the_rest()
 
-    def end(self) -> None:
-        """Leaves nothing behind, however the round went."""
-        pids = [pid for member in self.members.values() for pid in member.pids]
+    def _fence_the_rest(self) -> None:
+        """What processes left in etcd that ended while it was out of their reach: all of it can be fenced."""
+        with self._net.inside("operator"), client_of(self._directory) as client:
+            for name in self.members:
+                fenced = client.fence(self._net.address(name), wait_s=60.0)
+                self.counts["processes fenced at the end"] += len(fenced)
+
+    def _leave_nothing(self) -> None:
         for member in self.members.values():
-            member.end()
-        self._directory.close()
-        self._net.close()
-        self.wrong += left_behind([*pids, self._directory.pid])
-        self._judge()
-        for name in sorted(set().union(*(member.shm for member in self.members.values()))):
-            if Path(name).exists():
-                self.counts["shared memory files left"] += 1
-                Path(name).unlink(missing_ok=True)
-        if self.wrong:
-            self.wrong.append(f"the ranks' last words are in {self._folder}")
-        else:
-            shutil.rmtree(self._folder)
+            if member.alive:
+                member.kill()
+        for process, _ in self._commands:
+            process.kill()
+            process.communicate()
+        paths = {Path(f"/proc/{pid}") for member in self.members.values() for pid in member.pids}
+        until = time.monotonic() + 5.0
+        while (left := [path.name for path in paths if path.exists()]) and time.monotonic() < until:
+            time.sleep(0.01)  # the forkserver reaps them
+        self.wrong += [f"process {pid} is left behind" for pid in left]
 
     def _judge(self) -> None:
         """By the model: what the ranks wrote down in all their lives, killed ones included."""
-        verdict = judge([self._journals])
+        verdict = judge([self._folder / "journals"])
         self.wrong += [f"judged: {what}" for what in verdict.wrong]
         if not verdict.judged:
             self.wrong.append("the ranks wrote nothing down that could be judged")
@@ -176,52 +226,48 @@ class Round:
     # Rooms.
 
     def _route(self) -> None:
-        """Orders rooms while few are under way; with a rank down only a trickle, as routers do not know at once."""
-        here = [member for member in self.members.values() if member.serves]
-        down = len(here) < len(self.members)
-        while here and len(self._awaited) < (2 if down else _WINDOW):
-            again = self._again.pop() if self._again and self._rng.random() < 0.5 else None
-            self._order(again or self._new_order())
+        """Of each pair of engines as many as of the others, but for those with a rank down."""
+        for _ in range(self._window - len(self._rooms)):
+            pair = self._rng.choice(self._pairs)
+            if all(self.members[rank].serves for one in pair for rank in one.ranks) or self._rng.random() < _STALE:
+                again = self._again.pop() if self._again and self._rng.random() < 0.5 else None
+                self._order(again or self._new_order(), pair)
 
     def _new_order(self) -> Order:
-        rng, serial = self._rng, next(self._serials)
+        rng, serial = self._rng, next(self._numbers)
         tokens = rng.choice(
             (rng.randrange(1, 40), rng.randrange(40, 300), rng.randrange(40, 300), rng.randrange(1000, 2000))
         )
         prefix = rng.randrange(tokens) if rng.random() < 0.2 else 0
-        return Order(f"room-{serial}", serial, tokens, prefix, self._calm)
+        return Order(f"room-{serial}", serial, tokens, prefix, "", self._calm)
 
-    def _order(self, order: Order) -> None:
-        members = [member for member in self.members.values() if member.serves]
+    def _order(self, order: Order, pair: tuple[Engine, Engine]) -> None:
+        order = order._replace(instance=pair[0].name)
+        members = [self.members[rank] for one in pair for rank in one.ranks if self.members[rank].serves]
         if members:
-            self._orders[order.key] = order
-            self._awaited[order.key] = {(member.name, member.life) for member in members}
+            self._rooms[order.key] = Room(order, pair, {(member, member.life) for member in members})
         for member in members:
             member.send("order", order)
 
-    def _answered(self, member: Member, key: str, reason: str) -> None:
-        self._ended.setdefault(key, []).append(reason)
-        self._no_longer(key, member)
-
-    def _no_longer(self, key: str, member: Member) -> None:
-        awaited = self._awaited.get(key)
-        if awaited is None:
+    def _ended(self, member: Member, room: Room, reason: str) -> None:
+        room.awaited.discard((member, member.life))
+        room.reasons.append(reason)
+        if room.awaited:
             return
-        awaited.discard((member.name, member.life))
-        if not awaited:
-            del self._awaited[key]
-            self._settle(self._orders.pop(key), self._ended.pop(key, []))
-
-    def _settle(self, order: Order, reasons: list[str]) -> None:
-        failed = [reason for reason in reasons if reason]
-        if reasons and not failed:
+        del self._rooms[room.order.key]
+        failed = set(filter(None, room.reasons))
+        if not failed:
             self.counts["rooms succeeded"] += 1
+            self._moved.add(room.pair)
             return
         self.counts["rooms failed"] += 1
-        self.reasons.update(set(failed) or {"all of its ranks were killed"})
+        self.reasons.update(failed)
         if not self._calm and self._rng.random() < _REORDERED:
-            self._again.append(order)
-            self.counts["rooms sent again"] += 1
+            self._again.append(room.order)
+
+    def _gone(self, member: Member) -> None:
+        for room in [room for room in self._rooms.values() if (member, member.life) in room.awaited]:
+            self._ended(member, room, "its process ended")
 
     # Faults.
 
@@ -230,64 +276,86 @@ class Round:
         with (self._folder / "timeline.log").open("a") as file:
             file.write(f"{time.monotonic() - self._began_at:8.3f} {what}\n")
 
-    def _at(self, at: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._agenda, (at, next(self._n), what))
+    def _at(self, at: float, what: Act) -> None:
+        heapq.heappush(self._agenda, (at, next(self._numbers), what))
+
+    def _run(self, *command: str, then: Act) -> None:
+        """A command of pdstage, which must succeed, as the operator gives it."""
+        self.counts[f"pdstage {command[0]}"] += 1
+        line = [*self._net.command("operator"), sys.executable, "-m", "pdstage", *command, "--wait", str(_WAIT_S)]
+        pipe = subprocess.PIPE
+        self._commands.append((subprocess.Popen(line, stdout=pipe, stderr=subprocess.STDOUT, text=True), then))
 
     def _befall(self, fault: Fault) -> None:
-        member = self.members[f"{fault.rank[0]} {fault.rank[1]}"]
-        if member.state != "up" or member.busy:
-            self.counts["faults missed: the rank was not up"] += 1
+        member = self.members.get(fault.whom)
+        needs = {"slow": ("apart",)}.get(fault.kind, ("apart", "shared") if "cut" in fault.kind else None)
+        free = not self._etcd_is_down if member is None else member.state == "up" and not member.busy
+        if not free or (needs and self.site.network not in needs):
+            self.counts["faults missed"] += 1
             return
-        member.busy = True
-        until = time.monotonic() + fault.for_s
-        self._note(f"{fault.kind} of {member.name} for {fault.for_s:.2f} s")
-        match fault.kind:
-            case "kill":
-                self._kill(member, until, fault)
-            case "stop" | "long stop":
-                self.counts["stops" if fault.kind == "stop" else "stops beyond max_silence_s"] += 1
-                member.stop()
-                self._at(until, lambda: self._resume(member))
-            case "stop, then kill":
-                self.counts["stops"] += 1
-                member.stop()
-                self._at(until, lambda: self._kill(member, until, fault) if member.state == "stopped" else None)
-            case "cut" | "long cut":
-                kind = self._rng.choice(network.KINDS)
-                self.counts[f"cuts, {kind}" + (" beyond max_silence_s" if fault.kind == "long cut" else "")] += 1
-                self._note(f"cut, {kind}")
-                self._net.cut(member.name, kind)
-                self._at(until, lambda: self._heal(member))
-            case "restart":
-                self._restart(member, until, fault.same_port)
+        self.counts[fault.kind] += 1
+        self._note(f"{fault.kind} of {fault.whom} for {fault.for_s:.2f} s")
+        if member is None:
+            self._etcd_is_down = True
+            acts = self._acts_on_etcd(fault)
+        else:
+            member.busy = True
+            acts = [self._act(fault, member)]
+        for begin, end in acts:
+            begin()
+            self._at(time.monotonic() + fault.for_s, end)
 
-    def _kill(self, member: Member, until: float, fault: Fault) -> None:
-        self.counts["kills"] += 1
-        for kind, value in member.kill():
-            self._hear(member, kind, value)
-        self._gone(member)
-        member.busy = True
-        self._at(until, lambda: self._start(member, fault.same_port))
+    def _act(self, fault: Fault, member: Member) -> tuple[Act, Act]:
+        """What begins it, and what ends it."""
+        whom, net = fault.whom, self._net
+        start, heal = partial(self._start, member, fault.same_port), partial(self._heal, member)
+        slow = {"delay_s": self._rng.uniform(0.0, 0.01), "loss": self._rng.choice((0.0, 0.002, 0.01))}
+        return {
+            "kill": (partial(self._kill, member), start),
+            "stop": (member.stop, partial(self._resume, member)),
+            "stop, then kill": (member.stop, lambda: (self._kill(member), start())),
+            "cut": (partial(net.cut, whom), heal),
+            "cut, one way": (partial(net.cut, whom, one_way=True), heal),
+            "cut from one": (partial(net.cut, whom, fault.peer), heal),
+            "slow": (lambda: net.link(whom, **slow), heal),
+            "restart": (member.close, start),
+            "drain": (partial(self._drain, member), start),
+        }[fault.kind]
 
-    def _restart(self, member: Member, until: float, same_port: bool) -> None:
-        """Closed in order, by the operator, and started again."""
-        self.counts["closed and started again"] += 1
-        member.close()
-        self._at(until, lambda: self._start(member, same_port))
+    def _acts_on_etcd(self, fault: Fault) -> list[tuple[Act, Act]]:
+        one, other = (self._servers.members[int(name[-1])] for name in (fault.whom, fault.peer))
+        over = partial(setattr, self, "_etcd_is_down", False)
+        acts: dict[str, list[tuple[Act, Act]]] = {
+            "kill of etcd": [(one.kill, one.start)],
+            "stop of etcd": [(one.stop, one.resume)],
+            "cut of etcd": [(partial(self._net.cut, fault.whom), partial(self._net.heal, fault.whom))],
+            "etcd without majority": [(one.kill, one.start), (other.stop, other.resume)],
+        }
+        return [*acts[fault.kind], (lambda: None, over)]
+
+    def _kill(self, member: Member) -> None:
+        if member.alive:
+            for kind, value in member.kill():
+                self._hear(member, kind, value)
+            self._gone(member)
+            member.busy = member.is_killed = True
+
+    def _drain(self, member: Member) -> None:
+        member.rests = True
+        self._run("drain", member.endpoint, then=lambda: member.close() if member.alive else None)
 
     def _start(self, member: Member, same_port: bool) -> None:
-        if member.alive and member.state != "closing":  # it died by itself, and was started for that
-            return
-        if member.alive:
-            if time.monotonic() < member.closing_since + _ENDS_S:
-                self._at(time.monotonic() + 0.05, lambda: self._start(member, same_port))
-                return
-            self.wrong.append(f"{member.name}, life {member.life}, does not close")
-            member.end()
-        self.counts["starts under the same address" if same_port else "starts under another port"] += 1
-        self._note(f"{member.name} is started, life {member.life + 1}")
-        member.start(same_port=same_port)
-        member.busy = False
+        """Again, once it has ended. Who was killed is fenced first, where there is etcd to say so in."""
+        if member.state == "closing" or member.rests:
+            self._at(time.monotonic() + 0.05, partial(self._start, member, same_port))
+        elif member.alive:
+            pass  # it died by itself, and was started for that
+        elif member.is_killed and self.site.large:
+            member.is_killed = False
+            self._run("fence", self._directory, member.job.host, then=partial(self._start, member, same_port))
+        else:
+            self._note(f"{member.name} is started, life {member.life + 1}")
+            member.start(same_port=same_port)
 
     def _resume(self, member: Member) -> None:
         if member.state == "stopped":
@@ -295,42 +363,47 @@ class Round:
             member.busy = False
 
     def _heal(self, member: Member) -> None:
-        self._note(f"{member.name} is healed")
         self._net.heal(member.name)
         member.busy = False
 
-    def _recycle(self, member: Member) -> None:
-        """What an operator does with a rank most of whose memory is kept from use."""
-        if member.state == "up" and not member.busy:
-            member.busy = True
-            self.counts["ranks recycled for their stranded memory"] += 1
-            self._restart(member, time.monotonic(), same_port=True)
-
     # What the ranks say.
 
-    def pump(self) -> None:
-        """Hears every rank, and does what is due."""
+    def _pump(self) -> None:
+        """Hears every rank, does what is due, and orders rooms."""
+        wait([member.pipe for member in self.members.values() if member.pipe is not None], _STEP_S)
         for member in self.members.values():
             for kind, value in member.hear():
                 self._hear(member, kind, value)
         if time.monotonic() >= self._ask_at:
-            self._ask_at = time.monotonic() + _ASK_S
+            self._ask_at = time.monotonic() + _ASK_S * max(1, len(self.members) / 6)
             for member in self.members.values():
                 member.ask()
         while self._agenda and self._agenda[0][0] <= time.monotonic():
             heapq.heappop(self._agenda)[2]()
+        for command in [one for one in self._commands if one[0].poll() is not None]:
+            self._commands.remove(command)
+            process, then = command
+            said, _ = process.communicate()
+            if process.returncode:
+                self.wrong.append(f"{process.args} failed: {said}")
+            then()
+        self._route()
 
     def _hear(self, member: Member, kind: str, value: object) -> None:
         if kind not in ("ended", "report"):
             self._note(f"{member.name}: {kind} {value}")
         match kind:
             case "ended":
-                self._answered(member, *value)
+                if (room := self._rooms.get(value[0])) and (member, member.life) in room.awaited:
+                    self._ended(member, room, value[1])
             case "wrong":
                 self.wrong.append(f"{member.name}, life {member.life}: {value}")
             case "report":
-                if value["carved"] > _RECYCLE_AT:
-                    self._recycle(member)
+                if value["carved"] > _RECYCLE_AT and member.state == "up" and not member.busy:
+                    member.busy = True
+                    self.counts["ranks recycled for their stranded memory"] += 1
+                    member.close()
+                    self._start(member, same_port=True)
             case "closed":
                 free, kinds = value
                 self.counts["nodes closed that could not free their memory"] += not free
@@ -338,52 +411,45 @@ class Round:
                     if left:
                         self.wrong.append(f"{member.name}, life {member.life}, closed and left {what}: {left}")
             case "gone":
-                if member.closed is not None:
-                    self.longest_end_s = max(self.longest_end_s, time.monotonic() - member.closing_since)
                 self._gone(member)
                 if member.closed is None or value != 0:
                     if member.was_aborted_by_ucx():
                         self.counts["processes that UCX aborted"] += 1
                     else:
                         self.wrong.append(f"{member.name}, life {member.life}, died by itself: exit code {value}")
-                    self._at(time.monotonic(), lambda: self._start(member, same_port=True))
-
-    def _gone(self, member: Member) -> None:
-        for key in [key for key, awaited in self._awaited.items() if (member.name, member.life) in awaited]:
-            self._no_longer(key, member)
+                    self._start(member, same_port=True)
 
     # Waiting.
 
-    @property
-    def _broken(self) -> bool:
-        return len(self.wrong) > 20
+    def _all_up(self) -> bool:
+        return all(member.state == "up" and not member.busy for member in self.members.values())
 
-    def _all(self, state: str) -> bool:
-        return all(member.state == state and not member.busy for member in self.members.values())
-
-    def _until(self, done: Callable[[], bool], limit_s: float, what: str) -> Iterator[None]:
+    def _until(self, done: Act, limit_s: float, what: str) -> None:
         until = time.monotonic() + limit_s
         self._note(f"until {what}")
-        while not done():
-            if self._broken:
-                return
+        while not done() and len(self.wrong) < 20:
             if time.monotonic() > until:
-                held = {
-                    m.name: {k: n for k, n in m.last_report.get("held", {}).items() if n} for m in self.members.values()
-                }
-                self.wrong.append(f"not in {limit_s:.0f} s: {what}; held: {held}; awaited: {self._awaited}")
-                for member in self.members.values():
-                    member.show_stacks()
+                reports = {name: member.last_report.get("held", {}) for name, member in self.members.items()}
+                held = {name: {kind: n for kind, n in report.items() if n} for name, report in reports.items()}
+                awaited = {key: [one.name for one, _ in room.awaited] for key, room in self._rooms.items()}
+                self.wrong.append(f"not in {limit_s:.0f} s: {what}; held: {held}; awaited: {awaited}")
                 return
-            yield
+            self._pump()
 
-    def _at_rest(self, *, allow_stranded: bool = True) -> bool:
-        """Whether every living rank last told that it holds nothing; stranded memory aside where nothing fences."""
+    def _holds_nothing(self, *, stranded: bool) -> bool:
+        """Whether every living rank last told that it holds nothing; `stranded` memory aside where nothing fences."""
         for member in self.members.values():
             if member.alive:
                 if member.last_report.get("life") != member.life:
                     return False
-                allowed = account.STRANDED if allow_stranded and not member.last_report["fences"] else ()
+                allowed = account.STRANDED if stranded and not member.last_report["fences"] else ()
                 if any(n for kind, n in member.last_report["held"].items() if kind not in allowed):
                     return False
         return True
+
+    def _listed(self) -> set[tuple[str, str]]:
+        """The prefill ranks that the directory lists, by their names here, and their endpoints."""
+        with self._net.inside("operator"), client_of(self._directory) as client:
+            instances = json.loads(client.instances())
+        adverts = [one["advert"] for held in instances.values() for one in held]
+        return {(f"{one['instance']} {one['topology'].get('tp_rank', 0)}", one["endpoint"]) for one in adverts}

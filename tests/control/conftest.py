@@ -1,17 +1,28 @@
-"""Both ports of a control socket."""
+"""Control sockets over both ports."""
 
 from __future__ import annotations
+
+import contextlib
+import secrets
 
 import pytest
 
 from pdstage import native
+from pdstage.control.zmq import ControlSocket
 
 
 @pytest.fixture(params=["c++", "pyzmq"])
-def either_port(request, monkeypatch) -> str:
-    """The port that new sockets get; both must do the same."""
+def make(request, monkeypatch):
+    """Makes sockets whose messages go through either port; both must do the same."""
     if request.param == "pyzmq":
         monkeypatch.setattr(native, "ext", None)
     elif native.ext is None:
         pytest.skip("the C++ extension is off")
-    return request.param
+    with contextlib.ExitStack() as stack:
+
+        def node(identity=None, **options):
+            made = stack.enter_context(ControlSocket(identity=identity or b"n" + secrets.token_bytes(8), **options))
+            assert made.is_native == (request.param == "c++"), "the port in use is another than the one asked for"
+            return made
+
+        yield node

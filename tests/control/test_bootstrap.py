@@ -5,63 +5,32 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import subprocess
-import sys
 import threading
-import time
-from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import msgspec
 import pytest
 
 from pdstage.control import directory_http
-from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Conflict, Incomplete
+from pdstage.control.bootstrap import BootstrapClient, BootstrapServer, Incomplete
 from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.layout.topology import Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.control.test_directory import advert
 
 DEADLINE_S = 240.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def advert(rank: int = 0, *, tp: int = 2, dp: int = 1, incarnation: int = 2**64 - 1, instance: str = "p0") -> Advert:
-    return Advert(
-        instance=instance,
-        topology=Topology(tp_size=tp, tp_rank=rank % tp, dp_size=dp, dp_rank=rank // tp),
-        endpoint=f"tcp://127.0.0.1:{9000 + rank}",
-        incarnation=incarnation,
-        layout="0123456789abcdef",
-        transports=("nixl", "local"),
-    )
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def server(clock: Clock) -> Iterator[BootstrapServer]:
-    with BootstrapServer(clock=clock) as running:
+def server():
+    with BootstrapServer() as running:
         yield running
 
 
 @pytest.fixture
-def client(server: BootstrapServer) -> BootstrapClient:
+def client(server):
     return BootstrapClient(server.address, DEADLINE_S)
 
 
-def raw(server: BootstrapServer, request: bytes, *, shut: bool = False) -> bytes:
+def raw(server, request, *, shut=False):
     """What the server says to `request`, until it closes; `shut` ends the sending side first."""
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
@@ -77,84 +46,38 @@ def raw(server: BootstrapServer, request: bytes, *, shut: bool = False) -> bytes
         return answer
 
 
-def test_what_is_published_is_found_unchanged(client: BootstrapClient) -> None:
-    ranks = [advert(rank) for rank in (0, 1)]
-    for rank in reversed(ranks):
-        client.publish(rank)
-    assert client.lookup() == ranks
-    assert client.lookup(0, instance="p0") == ranks
+def read(server, path):
+    with urlopen(f"http://{server.address}{path}", timeout=DEADLINE_S) as answer:
+        return json.load(answer)
 
 
-def test_refusals_arrive_typed(client: BootstrapClient, clock: Clock) -> None:
-    with pytest.raises(Incomplete) as incomplete:
+def test_people_can_read_it(server, client):
+    with pytest.raises(Incomplete) as refused:
         client.lookup()
-    assert incomplete.value.missing == ()
-    client.publish(advert(0, dp=2), 10)
-    with pytest.raises(Incomplete, match="ranks 1") as incomplete:
-        client.lookup(0)
-    assert incomplete.value.missing == (1,)
-    assert incomplete.value.fields["address"] == str(client.address)
-    with pytest.raises(UsageError, match="2 dp replicas"):
-        client.lookup()
-    with pytest.raises(UsageError, match="no dp replica 7"):
-        client.lookup(7)
-    with pytest.raises(UsageError, match="a lease of -1"):
-        client.publish(advert(), -1)
-    with pytest.raises(Conflict, match="is live with"):
-        client.publish(advert(tp=4), 10)
-    clock.now += 10
-    client.publish(advert(tp=4), 10)
-
-
-def test_names_survive_the_url(client: BootstrapClient) -> None:
-    for name in ("a/b?c=d&e#f %", "präfill", "..", "x" * 256):
-        rank = advert(tp=1, instance=name)
-        client.publish(rank)
-        assert client.lookup(instance=name) == [rank]
-        client.withdraw(rank)
-        with pytest.raises(Incomplete):
-            client.lookup(instance=name)
-
-
-def test_withdrawing_for_a_successor_changes_nothing(client: BootstrapClient) -> None:
-    client.publish(advert(tp=1, incarnation=1))
-    client.publish(advert(tp=1, incarnation=2))
-    client.withdraw(advert(tp=1, incarnation=1))
-    assert client.lookup()[0].incarnation == 2
-
-
-def test_people_can_read_it(server: BootstrapServer, client: BootstrapClient) -> None:
+    assert refused.value.fields["address"] == server.address
     client.publish(advert(tp=1), 10)
-    with urlopen(f"http://{server.address}/v1/instances", timeout=DEADLINE_S) as answer:
-        held = json.load(answer)
-    assert held["p0"][0]["expires_in_s"] == 10
-    assert held["p0"][0]["advert"]["endpoint"] == "tcp://127.0.0.1:9000"
-    with urlopen(f"http://{server.address}/health", timeout=DEADLINE_S) as answer:
-        assert json.load(answer) == {"status": "ok"}
+    (held,) = read(server, "/v1/instances")["p0"]
+    assert held["advert"]["endpoint"] == "tcp://127.0.0.1:9000"
+    assert read(server, "/health") == {"status": "ok"}
 
 
-def test_routers_of_vllm_learn_the_engines_names(server: BootstrapServer, client: BootstrapClient) -> None:
+def test_routers_of_vllm_learn_the_engines_names_and_the_numbers_of_replicas(server, client):
+    """Whichever replicas are there, and in whatever order."""
     for rank in (0, 1):
         client.publish(advert(rank))
     client.publish(advert(tp=1, instance="p1"))
-    with urlopen(f"http://{server.address}/query", timeout=DEADLINE_S) as answer:
-        held = json.load(answer)
+    held = read(server, "/query")
     assert [(number, one["engine_id"]) for number, one in held.items()] == [("0", "p0"), ("1", "p1")]
     assert held["0"]["worker_addr"] == {"0": {"0": "tcp://127.0.0.1:9000"}, "1": {"0": "tcp://127.0.0.1:9001"}}
-
-
-def test_routers_of_vllm_learn_the_numbers_of_data_parallel_replicas(
-    server: BootstrapServer, client: BootstrapClient
-) -> None:
-    """Whichever of them are there, and in whatever order."""
+    for one in (advert(0), advert(1), advert(tp=1, instance="p1")):
+        client.withdraw(one)
     for number in (10, 2, 0):
         client.publish(msgspec.structs.replace(advert(tp=1, instance=f"p_dp{number}"), replica=number))
-    with urlopen(f"http://{server.address}/query", timeout=DEADLINE_S) as answer:
-        held = json.load(answer)
+    held = read(server, "/query")
     assert {number: one["engine_id"] for number, one in held.items()} == {f"{n}": f"p_dp{n}" for n in (0, 2, 10)}
 
 
-def test_nobody_there_is_named_with_a_remedy() -> None:
+def test_nobody_there_is_named_with_a_remedy():
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"
     client = BootstrapClient(address)
@@ -163,7 +86,7 @@ def test_nobody_there_is_named_with_a_remedy() -> None:
             call()
 
 
-def test_a_server_that_says_nothing_is_given_up() -> None:
+def test_a_server_that_says_nothing_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(TransportError, match=address):
@@ -182,10 +105,10 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
         b"HTTP/1.1 404 Not Found\r\nContent-Length: 20\r\n\r\n<html>nothing</html>",
     ],
 )
-def test_something_else_there_is_said(answer: bytes) -> None:
+def test_something_else_there_is_said(answer):
     with socket.create_server(("127.0.0.1", 0)) as other:
 
-        def serve() -> None:
+        def serve():
             connection, _ = other.accept()
             with connection:
                 connection.recv(65536)
@@ -219,15 +142,13 @@ HEAD = b"PUT /v1/adverts HTTP/1.1\r\nHost: x\r\n"
         (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400"),
     ],
 )
-def test_garbage_is_refused_in_words(
-    server: BootstrapServer, client: BootstrapClient, request_: bytes, said: bytes
-) -> None:
+def test_garbage_is_refused_in_words(server, client, request_, said):
     assert said in raw(server, request_)
     client.publish(advert(tp=1))
     assert client.lookup()
 
 
-def test_a_topology_that_cannot_be_is_refused(server: BootstrapServer) -> None:
+def test_a_topology_that_cannot_be_is_refused(server):
     good = json.dumps({"ttl_s": 1, "advert": json.loads(msgspec.json.encode(advert()))})
     body = good.replace('"tp_rank": 0', '"tp_rank": 9').encode()
     answer = raw(server, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -235,13 +156,13 @@ def test_a_topology_that_cannot_be_is_refused(server: BootstrapServer) -> None:
     assert b"tp_rank=9" in answer
 
 
-def test_half_a_request_harms_nobody(server: BootstrapServer, client: BootstrapClient) -> None:
+def test_half_a_request_harms_nobody(server, client):
     assert raw(server, HEAD + b"Content-Length: 1000\r\n\r\n{", shut=True).startswith(b"HTTP/1.1 400")
     assert raw(server, b"", shut=True) == b""
     client.publish(advert(tp=1))
 
 
-def test_strangers_that_say_nothing_keep_nobody_out(server: BootstrapServer, client: BootstrapClient) -> None:
+def test_strangers_that_say_nothing_keep_nobody_out(server, client):
     host, port = server.address.split(":")
     with contextlib.ExitStack() as held:
         for _ in range(200):
@@ -250,7 +171,7 @@ def test_strangers_that_say_nothing_keep_nobody_out(server: BootstrapServer, cli
         assert client.lookup()
 
 
-def test_a_connection_that_says_nothing_has_an_end(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_says_nothing_has_an_end(server, monkeypatch):
     monkeypatch.setattr(directory_http.Handler, "timeout", 0.01)
     host, port = server.address.split(":")
     with (
@@ -261,7 +182,7 @@ def test_a_connection_that_says_nothing_has_an_end(server: BootstrapServer, monk
         assert stranger.recv(1) == b"", "dropped"
 
 
-def test_close_leaves_nothing_and_waits_for_no_stranger(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_leaves_nothing_and_waits_for_no_stranger(no_leaks, monkeypatch):
     monkeypatch.setattr(directory_http.Handler, "timeout", None)  # only close itself can end the stranger's connection
     server = BootstrapServer().start()
     host, port = server.address.split(":")
@@ -280,7 +201,7 @@ def test_close_leaves_nothing_and_waits_for_no_stranger(no_leaks: None, monkeypa
         server.start()
 
 
-def test_an_unused_server_closes(no_leaks: None) -> None:
+def test_an_unused_server_closes(no_leaks):
     BootstrapServer().close()
 
 
@@ -291,14 +212,14 @@ def test_an_unused_server_closes(no_leaks: None) -> None:
         "127.0.0.1:" + "9" * 450, "127.0.0.1:" + "9" * 5000,
     ],
 )  # fmt: skip
-def test_bad_addresses_are_named(address: str) -> None:
+def test_bad_addresses_are_named(address):
     with pytest.raises(UsageError, match="address"):
         BootstrapClient(address)
     with pytest.raises(UsageError, match="address"):
         BootstrapServer(address)
 
 
-def test_a_taken_port_and_an_open_host_are_named(server: BootstrapServer) -> None:
+def test_a_taken_port_and_an_open_host_are_named(server):
     with pytest.raises(TransportError, match=f"cannot listen on {server.address}"):
         BootstrapServer(server.address)
     with pytest.raises(UsageError, match="insecure=True"):
@@ -306,27 +227,7 @@ def test_a_taken_port_and_an_open_host_are_named(server: BootstrapServer) -> Non
     BootstrapServer("0.0.0.0:0", insecure=True, advertise="10.1.2.3").close()
 
 
-def test_ranks_of_other_processes_meet_here(server: BootstrapServer, client: BootstrapClient) -> None:
-    """Four processes publish; a look-up that repeats, as the manager's does, ends complete."""
-    code = (
-        "import sys; from pdstage.control.bootstrap import *; from pdstage.layout.topology import Topology\n"
-        "rank = int(sys.argv[2])\n"
-        "BootstrapClient(sys.argv[1]).publish(Advert(instance='p', topology=Topology(tp_size=4, tp_rank=rank),"
-        " endpoint=f'tcp://127.0.0.1:{9000 + rank}', incarnation=rank, layout=''), 15)"
-    )
-    ranks = [subprocess.Popen([sys.executable, "-c", code, server.address, str(rank)]) for rank in range(4)]
-    until = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            found = client.lookup()
-            break
-        except Incomplete:
-            assert time.monotonic() < until
-    assert [a.incarnation for a in found] == [0, 1, 2, 3]
-    assert [process.wait(DEADLINE_S) for process in ranks] == [0, 0, 0, 0]
-
-
-def test_serving_in_the_foreground_ends_on_close(no_leaks: None) -> None:
+def test_serving_in_the_foreground_ends_on_close(no_leaks):
     server = BootstrapServer()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -334,23 +235,3 @@ def test_serving_in_the_foreground_ends_on_close(no_leaks: None) -> None:
     server.close()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
-
-
-def test_many_clients_at_once(client: BootstrapClient) -> None:
-    for rank in range(16):
-        client.publish(advert(rank, tp=16))
-    failures: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            for _ in range(20):
-                assert len(client.lookup()) == 16
-        except (AssertionError, PeerError, TransportError) as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures

@@ -6,58 +6,42 @@ import json
 import random
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
 from pdstage.bench.etcd_servers import ETCD, Servers
 from pdstage.control import etcd
-from pdstage.control.bootstrap import BootstrapServer, DirectoryClient, client_of
+from pdstage.control.bootstrap import BootstrapServer, client_of
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
+from pdstage.control.directory_api import answer
 from pdstage.control.keys import Keys
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout.topology import Topology
 from tests.control.test_directory import advert
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 WAIT_S = 240.0
-
-
-class Client(Protocol):
-    """What a node asks of a directory."""
-
-    def publish(self, advert: Advert, ttl_s: float = ...) -> None: ...
-
-    def withdraw(self, advert: Advert) -> None: ...
-
-    def lookup(self, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]: ...
-
-    def instances(self) -> bytes: ...
+TTL_S = 30.0
 
 
 class Embedded:
     """The table itself, as its own process uses it."""
 
-    def __init__(self, table: Directory) -> None:
+    def __init__(self, table):
         self._table = table
         self.publish = table.publish
 
-    def withdraw(self, advert: Advert) -> None:
-        self._table.withdraw(advert.instance, advert.topology.unique_rank, advert.incarnation)
+    def withdraw(self, one):
+        self._table.withdraw(one.instance, one.topology.unique_rank, one.incarnation)
 
-    def lookup(self, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]:
+    def lookup(self, dp_rank=None, *, instance=None):
         return self._table.lookup(instance, dp_rank)
 
-    def instances(self) -> bytes:
-        from pdstage.control.directory_api import answer  # noqa: PLC0415
-
+    def instances(self):
         return answer(self._table, "GET", "/v1/instances", b"")[1]
 
 
 @pytest.fixture(scope="module")
-def etcd_server(tmp_path_factory) -> Iterator[Servers | None]:
+def etcd_server(tmp_path_factory):
     if ETCD is None:
         yield None
         return
@@ -66,7 +50,7 @@ def etcd_server(tmp_path_factory) -> Iterator[Servers | None]:
 
 
 @pytest.fixture(params=["embedded", "http", "curve", "etcd"])
-def make(request, etcd_server, monkeypatch, tmp_path) -> Iterator[Callable[[], Client]]:
+def make(request, etcd_server, monkeypatch, tmp_path):
     """Clients of one directory, each as of a node of its own."""
     with ExitStack() as held:
         if request.param == "embedded":
@@ -83,7 +67,7 @@ def make(request, etcd_server, monkeypatch, tmp_path) -> Iterator[Callable[[], C
             keys = Keys.make(tmp_path / "key") if request.param == "curve" else None
             address = held.enter_context(BootstrapServer(keys=keys)).address
 
-        def one() -> DirectoryClient:
+        def one():
             client = client_of(address, WAIT_S, keys=keys)
             held.callback(client.close)
             return client
@@ -91,7 +75,7 @@ def make(request, etcd_server, monkeypatch, tmp_path) -> Iterator[Callable[[], C
         yield one
 
 
-def settled(client: Client, wanted: Callable[[], bool]) -> None:
+def settled(client, wanted):
     """A watch tells a moment later."""
     end = time.monotonic() + WAIT_S
     while not wanted():
@@ -99,92 +83,105 @@ def settled(client: Client, wanted: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def found(client: Client, **asked: object) -> list[Advert] | type[PdstageError]:
+def found(client, **asked):
+    """The ranks, or why there are none."""
     try:
-        return client.lookup(**asked)  # type: ignore[arg-type]
+        return client.lookup(**asked)
     except PdstageError as error:
-        return type(error)
+        return error.what
 
 
 def test_ranks_come_in_any_order_and_are_found_by_group_rank(make):
     node, reader = make(), make()
-    assert found(reader) is Incomplete
+    assert found(reader) == "no rank is registered"
+    assert found(reader, instance="p0") == "no rank of instance 'p0' is registered"
     for rank in (3, 0, 2, 1):
-        node.publish(advert(rank, tp=4), 30.0)
+        node.publish(advert(rank, tp=4), TTL_S)
     expected = [advert(rank, tp=4) for rank in range(4)]
     settled(reader, lambda: found(reader) == expected)
     assert found(reader, dp_rank=0, instance="p0") == expected
+    node.withdraw(advert(2, tp=4))
+    settled(reader, lambda: "1 of 4 ranks of dp replica 0 are not registered, ranks 2" in found(reader))
 
 
 def test_every_kind_of_rank_is_wanted(make):
     node, reader = make(), make()
-    shape = {"tp_size": 2, "pp_size": 2, "cp_size": 1, "dp_size": 2}
-    places = [Topology(**shape, tp_rank=t, pp_rank=p, dp_rank=d) for t in range(2) for p in range(2) for d in range(2)]
+    shape = {"tp_size": 2, "pp_size": 2, "cp_size": 2, "dp_size": 2}
+    places = [
+        Topology(**shape, tp_rank=n & 1, pp_rank=n >> 1 & 1, cp_rank=n >> 2 & 1, dp_rank=n >> 3) for n in range(16)
+    ]
     for place in places:
-        assert found(reader, instance="p", dp_rank=1) in (Incomplete, UsageError)
-        node.publish(Advert(instance="p", topology=place, endpoint="e", incarnation=2**64 - 1, layout="x"), 30.0)
+        assert "registered" in found(reader, instance="p", dp_rank=1)
+        node.publish(Advert(instance="p", topology=place, endpoint="e", incarnation=2**64 - 1, layout="x"), TTL_S)
     for dp_rank in (0, 1):
         settled(reader, lambda dp_rank=dp_rank: isinstance(found(reader, dp_rank=dp_rank), list))
-        assert [one.topology.group_rank for one in reader.lookup(dp_rank)] == [0, 1, 2, 3]
-    assert found(reader) is UsageError, "which replica?"
+        assert [one.topology.group_rank for one in reader.lookup(dp_rank)] == list(range(8))
+        assert {one.topology.dp_rank for one in reader.lookup(dp_rank)} == {dp_rank}
 
 
-def test_missing_ranks_are_named(make):
+def test_what_is_missing_and_what_must_be_chosen_is_named(make):
     node, reader = make(), make()
-    for rank in (0, 3):
-        node.publish(advert(rank, tp=4), 30.0)
-    settled(reader, lambda: b'"tp_rank":3' in reader.instances())
-
-    def missing() -> tuple[int, ...]:
-        with pytest.raises(Incomplete) as caught:
-            reader.lookup()
-        return caught.value.missing
-
-    settled(reader, lambda: missing() == (1, 2))
+    with pytest.raises(Incomplete) as caught:
+        reader.lookup()
+    assert caught.value.missing == ()
+    for rank in (0, 3, 5):
+        node.publish(advert(rank, tp=4, dp=2), TTL_S)
+    settled(reader, lambda: "ranks 4, 6, 7" in found(reader, dp_rank=1))
+    with pytest.raises(Incomplete, match="2 of 4 ranks of dp replica 0 are not registered, ranks 1, 2") as caught:
+        reader.lookup(0)
+    assert caught.value.missing == (1, 2)
+    assert "2 dp replicas" in found(reader)
+    for dp_rank, said in ((2, "no dp replica 2"), (-1, "-1")):
+        assert said in found(reader, dp_rank=dp_rank)
+    names = ["a/b?c=d&e#f %", "präfill", "..", "x" * 256]
+    for name in names:
+        node.publish(advert(tp=1, instance=name), TTL_S)
+    settled(reader, lambda: found(reader, instance=names[-1]) == [advert(tp=1, instance=names[-1])])
+    assert [found(reader, instance=name) for name in names] == [[advert(tp=1, instance=name)] for name in names]
+    with pytest.raises(UsageError, match="5 instances are registered"):
+        reader.lookup()
 
 
 def test_a_successor_takes_over_at_once_and_the_predecessor_cannot_come_back(make):
     older, newer, reader = make(), make(), make()
     one, two = (advert(0, tp=1, incarnation=n) for n in (1, 2))
-    older.publish(one, 30.0)
-    newer.publish(two, 30.0)
+    older.publish(one, TTL_S)
+    newer.publish(two, TTL_S)
     settled(reader, lambda: found(reader) == [two])
     for _ in range(2):
-        with pytest.raises(Conflict, match="taken over by a newer process"):
-            older.publish(one, 30.0)
-    older.withdraw(one)
-    newer.publish(two, 30.0)
-    assert found(reader) == [two]
+        with pytest.raises(Conflict, match=r"taken over by a newer process at tcp://127\.0\.0\.1:9000"):
+            older.publish(one, TTL_S)
+        older.withdraw(one)  # the place is not its own any more
+        newer.publish(two, TTL_S)
+    assert found(reader) == found(make()) == [two]
+    newer.withdraw(two)
+    settled(reader, lambda: found(reader) == "no rank is registered")
 
 
 def test_one_shape_an_instance(make):
     node, reader = make(), make()
-    node.publish(advert(0, tp=2), 30.0)
-    with pytest.raises(Conflict, match="is live with"):
-        make().publish(advert(0, tp=4), 30.0)
-    node.withdraw(advert(0, tp=2))
-    node.publish(advert(0, tp=1), 30.0)
+    node.publish(advert(1, tp=4), TTL_S)
+    with pytest.raises(Conflict, match=r"live with .* = \(1, 1, 1, 4\), not \(1, 1, 1, 2\)"):
+        make().publish(advert(0, tp=2), TTL_S)
+    node.withdraw(advert(1, tp=4))
+    node.publish(advert(0, tp=1), TTL_S)
     settled(reader, lambda: found(reader) == [advert(0, tp=1)])
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257, "line\nbreak"])
-def test_names_that_nobody_can_read_are_refused(make, name):
-    with pytest.raises(UsageError, match="cannot be published|does not decode"):
-        make().publish(advert(0, tp=1, instance=name), 30.0)
-
-
-def test_durations_that_are_none_are_refused(make):
-    for ttl_s in (0.0, -1.0, 1e9):
+def test_names_and_durations_that_are_none_are_refused(make):
+    for name in ("", "x" * 257, "line\nbreak"):
+        with pytest.raises(UsageError, match="cannot be published|does not decode"):
+            make().publish(advert(instance=name), TTL_S)
+    for ttl_s in (0, -1, 3601, 1e9):
         with pytest.raises(UsageError, match="a lease of"):
-            make().publish(advert(0, tp=1), ttl_s)
+            make().publish(advert(), ttl_s)
 
 
 def test_people_can_read_it(make):
-    node = make()
-    node.publish(advert(0, tp=1), 30.0)
-    shown = json.loads(make().instances())
-    assert 0 < shown["p0"][0]["expires_in_s"] <= 30
-    assert shown["p0"][0]["advert"]["endpoint"] == advert(0).endpoint
+    make().publish(advert(0, tp=1), TTL_S)
+    (shown,) = json.loads(make().instances())["p0"]
+    assert 0 < shown["expires_in_s"] <= TTL_S
+    assert shown["advert"]["endpoint"] == advert(0).endpoint
 
 
 def test_any_history_ends_as_the_table_ends(make):

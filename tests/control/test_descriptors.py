@@ -11,9 +11,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ from tests.rows import rows
 
 
 @contextlib.contextmanager
-def only(n_left: int) -> Iterator[None]:
+def only(n_left):
     """All descriptors but `n_left` are taken meanwhile."""
     held = []
     with contextlib.suppress(OSError):
@@ -42,54 +40,41 @@ def only(n_left: int) -> Iterator[None]:
             os.close(fd)
 
 
-def run(work: Callable[..., None], *given: object) -> None:
+def run(work, *given):
     process = multiprocessing.get_context("spawn").Process(target=_limited, args=(work, *given))
     process.start()
     process.join()
     assert process.exitcode == 0, "see its traceback"
 
 
-def _limited(work: Callable[..., None], *given: object) -> None:
+def _limited(work, *given):
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     work(*given)
 
 
-def ask_with_few_left(key: str) -> None:
-    keys = Keys.load(key)
-    for n_left in (0, 1, 2, 5, 10):
+def ask_with_few_left(key):
+    for n_left, keys in ((0, None), *product((0, 1, 2, 5, 10), (Keys.load(key),))):
         with BootstrapServer(keys=keys) as server:
             client = BootstrapClient(server.address, keys=keys)
             assert client.instances()
-            with only(n_left), pytest.raises(TransportError, match="descriptors are left"):
+            with only(n_left), pytest.raises(TransportError, match="descriptors? (are|is) left"):
                 client.instances()
             assert client.instances()
 
 
-def ask_plainly_with_none_left() -> None:
-    with BootstrapServer() as server:
-        client = BootstrapClient(server.address)
-        with only(0), pytest.raises(TransportError, match="no file descriptor is left"):
-            client.instances()
-        assert client.instances()
-
-
-def test_a_plain_look_up_without_descriptors_is_told_as_what_it_is() -> None:
-    run(ask_plainly_with_none_left)
-
-
-def test_a_look_up_with_few_descriptors_left(tmp_path) -> None:
+def test_a_look_up_with_few_descriptors_left(tmp_path):
     """With two left libzmq aborted the process."""
     Keys.make(tmp_path / "key")
     run(ask_with_few_left, str(tmp_path / "key"))
 
 
-def test_a_directory_goes_on_after_an_error(tmp_path, monkeypatch, caplog) -> None:
+def test_a_directory_goes_on_after_an_error(tmp_path, monkeypatch, caplog):
     """Its thread ended, and with it every look-up of the cluster."""
     keys, failures = Keys.make(tmp_path / "key"), iter([OSError("too many open files")])
     with BootstrapServer(keys=keys) as server:
         plain = server._server._serve
 
-        def serve() -> None:
+        def serve():
             if (error := next(failures, None)) is not None:
                 raise error
             plain()
@@ -101,13 +86,13 @@ def test_a_directory_goes_on_after_an_error(tmp_path, monkeypatch, caplog) -> No
     assert "too many open files" in caplog.text
 
 
-def _is_listed(client: BootstrapClient) -> bool:
+def _is_listed(client):
     with contextlib.suppress(Incomplete):
         return len(client.lookup()) == 1
     return False
 
 
-def lease_at_the_limit(key: str) -> None:
+def lease_at_the_limit(key):
     lookup._TTL_S = 1.5
     src, dst, keys = Rank(), Rank(), Keys.load(key)
     p = prefill_node(src, None, keys=keys, progress="thread")
@@ -124,52 +109,52 @@ def lease_at_the_limit(key: str) -> None:
     p.close()
 
 
-def test_a_lease_outlives_a_lack_of_descriptors(tmp_path) -> None:
+def test_a_lease_outlives_a_lack_of_descriptors(tmp_path):
     """A keyed prefill node lost the thread that renews, and its advert for ever."""
     Keys.make(tmp_path / "key")
     run(lease_at_the_limit, str(tmp_path / "key"))
 
 
-def _turned(nodes: list[Any], done: Callable[[], object]) -> None:
+def _turned(nodes, done):
     until = time.monotonic() + 0.5
     while not done() and time.monotonic() < until:
         for node in nodes:
             node.turn(0.005)
 
 
-def _meets_a_peer(p: Any, d: Any, keys: Keys | None) -> None:
+def _meets_a_peer(p, d, keys):
     receiver = d.receive("early", p.bootstrap_address, deadline_s=0.4)
     _turned([p, d], lambda: receiver.state is State.FAILED)
 
 
-def _is_connected_to(p: Any, d: Any, keys: Keys | None) -> None:
+def _is_connected_to(p, d, keys):
     port = Address.parse(p.socket.endpoint, "tcp").port
     for stranger in p.strangers:
         stranger.connect_ex(("127.0.0.1", port))
     _turned([p, d], lambda: False)
 
 
-def _renews(p: Any, d: Any, keys: Keys | None) -> None:
+def _renews(p, d, keys):
     d.socket.renew(d.socket.connect(p.socket.endpoint))
     _turned([p, d], lambda: False)
 
 
-def _connects_to_nobody(p: Any, d: Any, keys: Keys | None) -> None:
+def _connects_to_nobody(p, d, keys):
     d.socket.connect("tcp://127.0.0.1:1")
     _turned([p, d], lambda: False)
 
 
-def _makes_a_node(p: Any, d: Any, keys: Keys | None) -> None:
+def _makes_a_node(p, d, keys):
     with pytest.raises(TransportError, match="descriptors are left"):
         decode_node(Rank(), keys=keys)
 
 
-def _closes(p: Any, d: Any, keys: Keys | None) -> None:
+def _closes(p, d, keys):
     d.close()
     p.close()
 
 
-def go_on_after(doing: Callable[..., None], key: str) -> None:
+def go_on_after(doing, key):
     """Whatever is done with so few left, with keys or without: it ends in a typed error at most, and a node that is
     open serves on.
     """
@@ -195,7 +180,7 @@ _DOINGS = [_meets_a_peer, _is_connected_to, _renews, _connects_to_nobody, _makes
 
 
 @pytest.mark.parametrize("doing", rows(_DOINGS, full={_meets_a_peer, _connects_to_nobody, _makes_a_node, _closes}))
-def test_a_node_with_few_descriptors_left(doing: Callable[..., None], tmp_path) -> None:
+def test_a_node_with_few_descriptors_left(doing, tmp_path):
     """Where the transport could not open a socket for its peer, the node ended."""
     Keys.make(tmp_path / "key")
     run(go_on_after, doing, str(tmp_path / "key"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 
 import pytest
 import zmq
@@ -15,13 +14,13 @@ from pdstage.control.keys import Keys, keys_of
 from pdstage.errors import UsageError
 
 
-def listed(path: Path, *keys: Keys, mode: int = 0o644) -> Path:
+def listed(path, *keys, mode=0o644):
     path.write_text("# who may come in\n\n" + "".join(f"{one.public.hex()}  node {i}\n" for i, one in enumerate(keys)))
     path.chmod(mode)
     return path
 
 
-def test_a_made_key_is_private_and_read_back(tmp_path: Path) -> None:
+def test_a_made_key_is_private_and_read_back(tmp_path):
     made = Keys.make(tmp_path / "k")
     assert stat.S_IMODE((tmp_path / "k").stat().st_mode) == 0o600
     read = Keys.load(tmp_path / "k")
@@ -30,14 +29,14 @@ def test_a_made_key_is_private_and_read_back(tmp_path: Path) -> None:
     assert Keys.make(tmp_path / "other").public != made.public
 
 
-def test_a_secret_is_never_shown(tmp_path: Path) -> None:
+def test_a_secret_is_never_shown(tmp_path):
     made = Keys.make(tmp_path / "k")
     for text in (repr(made), f"{made}", f"{[made]}"):
         assert made.secret.hex() not in text
         assert made.public.hex() in text
 
 
-def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_key_is_never_overwritten(tmp_path):
     Keys.make(tmp_path / "k")
     before = (tmp_path / "k").read_bytes()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
@@ -51,32 +50,29 @@ def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o602, 0o610, 0o666])
-def test_loose_permissions_are_refused_with_the_remedy(tmp_path: Path, mode: int, monkeypatch) -> None:
+def test_loose_permissions_are_refused_with_the_remedy(tmp_path, mode, monkeypatch):
     path = tmp_path / "k"
     Keys.make(path)
     path.chmod(mode)
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(UsageError, match=f"{path}.*mode {mode:04o}.*chmod 600 {path}"):
+    with pytest.raises(UsageError, match=f"other users may.*{path}.*mode {mode:04o}.*chmod 600 {path}"):
         Keys.load(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_mounted_secret_of_roots_may_be_read_by_its_group(tmp_path: Path, monkeypatch) -> None:
+def test_a_mounted_secret_of_roots_may_be_read_by_its_group(tmp_path, monkeypatch):
     path = tmp_path / "k"
     Keys.make(path)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     path.chmod(0o440)
     assert Keys.load(path)
-    for mode in (0o444, 0o460):
+    for mode, owner, said in ((0o444, 0, "mode 0444"), (0o460, 0, "mode 0460"), (0o400, 54321, "owner 54321")):
         path.chmod(mode)
-        with pytest.raises(UsageError, match="other users may read or change"):
+        os.chown(path, owner, -1)
+        with pytest.raises(UsageError, match=said):
             Keys.load(path)
-    path.chmod(0o400)
-    os.chown(path, 54321, -1)
-    with pytest.raises(UsageError, match="owner 54321"):
-        Keys.load(path)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +90,7 @@ def test_a_mounted_secret_of_roots_may_be_read_by_its_group(tmp_path: Path, monk
         b"\xc3\xa9" * 40,
     ],
 )
-def test_garbage_is_no_key_file_and_is_not_quoted(tmp_path: Path, content: bytes) -> None:
+def test_garbage_is_no_key_file_and_is_not_quoted(tmp_path, content):
     path = tmp_path / "k"
     path.write_bytes(content)
     path.chmod(0o600)
@@ -103,7 +99,7 @@ def test_garbage_is_no_key_file_and_is_not_quoted(tmp_path: Path, content: bytes
     assert "abab" not in str(refused.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(UsageError, match=f"cannot read {path}"):
             Keys.load(path)
@@ -113,16 +109,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Keys.load(tmp_path / "huge")
 
 
-def test_without_a_list_only_the_same_key_is_let_in(tmp_path: Path) -> None:
-    one, other = Keys.make(tmp_path / "one"), Keys.make(tmp_path / "other")
-    assert one.allows(one.public)
-    assert not one.allows(other.public)
-    assert not one.allows(b"")
-
-
-def test_a_list_is_read_again_when_it_changed(tmp_path: Path, caplog) -> None:
+def test_a_list_is_read_again_when_it_changed(tmp_path, caplog):
     a, b, c = (Keys.make(tmp_path / name) for name in "abc")
     path = listed(tmp_path / "allow", b)
+    assert [a.allows(key) for key in (a.public, b.public, b"")] == [True, False, False], "without a list"
     held = Keys.load(tmp_path / "a", path)
     assert [held.allows(one.public) for one in (a, b, c)] == [True, True, False]
     replacement = listed(tmp_path / "next", c)
@@ -146,7 +136,7 @@ def test_a_list_is_read_again_when_it_changed(tmp_path: Path, caplog) -> None:
     assert [held.allows(one.public) for one in (a, b, c)] == [True, True, True]
 
 
-def test_bad_lists_are_refused(tmp_path: Path) -> None:
+def test_bad_lists_are_refused(tmp_path):
     one = Keys.make(tmp_path / "k")
     path = listed(tmp_path / "allow", one)
     path.chmod(0o664)
@@ -158,7 +148,7 @@ def test_bad_lists_are_refused(tmp_path: Path) -> None:
         Keys.load(tmp_path / "k", tmp_path / "absent")
 
 
-def test_what_the_option_takes(tmp_path: Path) -> None:
+def test_what_the_option_takes(tmp_path):
     made = Keys.make(tmp_path / "k")
     assert keys_of(None) is None
     assert keys_of(made) is made
@@ -168,7 +158,7 @@ def test_what_the_option_takes(tmp_path: Path) -> None:
         Keys(b"abc")
 
 
-def test_a_libzmq_without_curve_is_told(tmp_path: Path, monkeypatch) -> None:
+def test_a_libzmq_without_curve_is_told(tmp_path, monkeypatch):
     Keys.make(tmp_path / "k")
     monkeypatch.setattr(module.zmq, "has", lambda feature: feature != "curve")
     for call in (Keys.make, Keys.load):
@@ -176,21 +166,15 @@ def test_a_libzmq_without_curve_is_told(tmp_path: Path, monkeypatch) -> None:
             call(tmp_path / "k")
 
 
-def test_an_address_carries_the_key_of_who_listens() -> None:
+def test_an_address_carries_the_key_of_who_listens():
     key = bytes(range(32))
     for text in (f"tcp://{key.hex()}@127.0.0.1:80", f"{key.hex()}@127.0.0.1:80"):
         address = Address.parse(text, "tcp")
         assert address == Address("127.0.0.1", 80, key)
         assert (str(address), address.keyed) == ("127.0.0.1:80", f"{key.hex()}@127.0.0.1:80")
     assert Address.parse(f"{key.hex()}@[::1]:80", "tcp").key == key
-    for wrong in (
-        "@127.0.0.1:80",
-        "abc@127.0.0.1:80",
-        f"{'g' * 64}@h:80",
-        f"{key.hex()}a@h:80",
-        f" {key.hex()[1:]}@h:1",
-    ):
+    for wrong in ("", "abc", "g" * 64, f"{key.hex()}a", f" {key.hex()[1:]}"):
         with pytest.raises(UsageError, match="no public key before its @"):
-            Address.parse(wrong, "tcp")
+            Address.parse(f"{wrong}@127.0.0.1:80", "tcp")
     with pytest.raises(UsageError, match="no public key before its @"):
         Address.parse(f"{key.hex()}@127.0.0.1:80", "tcp", listening=True)

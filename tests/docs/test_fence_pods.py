@@ -167,6 +167,6 @@ def test_pods_that_died_are_fenced_and_others_are_named(tmp_path):
             heard("fenced listed rank 0")
             heard("ERROR", "default/missed is gone")
             api.events.put(None)
-        ended = {number for number in names.values() if number not in client._processes()[1].processes}
+        ended = {number for number in names.values() if number not in client._read().processes()}
         assert ended == {names["stopped"], names["listed"]}
         assert sum("fenced " in line and "INFO" in line for line in said) == len(ended)

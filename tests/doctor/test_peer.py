@@ -132,11 +132,11 @@ def test_a_transport_that_breaks_at_the_peer():
 @pytest.mark.skipif(not network.permitted(), reason="namespaces cannot be made here")
 def test_two_hosts(tmp_path):
     """Namespaces stand for hosts: bytes cross by nixl; `local` says why not; a cut is named as what it is."""
-    site = network.Namespaces("dr", ["a", "b"])
+    site = network.Network("ab")
     try:
-        here, there = (("ip", "netns", "exec", site.where(rank)) for rank in "ab")
+        here, there = (site.command(host) for host in "ab")
         enter = f"from tests import processes\nprocesses.enter({here[3]!r})"
-        with serving("--insecure", bind=f"{site.host('b')}:0", within=there) as endpoint:
+        with serving("--insecure", bind=f"{site.address('b')}:0", within=there) as endpoint:
             if not available()["nixl"]:
                 run = ask(endpoint, "--transport", "nixl", "--insecure", before=enter)
                 assert run.code == 0 and run.report.peer.over == "nixl", run.raw
@@ -144,7 +144,7 @@ def test_two_hosts(tmp_path):
             assert "keys" in exposed.remedy
             far = ask(endpoint, "--transport", "local", "--insecure", "--deadline", "16", before=enter)
             failed(far, "hello", "another container")
-            site.cut("b", "silent")
+            site.cut("b")
             cut = failed(ask(endpoint, "--insecure", before=enter), "connect", "cannot be reached")
             assert re.search("route|firewall", cut.remedy)
     finally:

@@ -14,8 +14,8 @@ import pytest
 from pdstage import DecodeNode, State, stager
 from pdstage.control.zmq import route_of
 from tests import processes
-from tests.chaos.network import Namespaces, permitted
-from tests.control.test_zmq import raw_dealer
+from tests.chaos.network import Network, permitted
+from tests.control.sockets import raw_dealer
 from tests.manager.engine import IMPATIENT, TOKENS, Rank, drive
 from tests.manager.test_processes import Remote, spawn
 from tests.manager.workers import (
@@ -119,8 +119,8 @@ def test_a_killed_decode_process_fails_its_rooms_at_prefill(site, transport):
 
 
 @pytest.fixture
-def two_hosts(monkeypatch) -> Iterator[Namespaces]:
-    """Network namespaces on a bridge. Of fabrics, what would find another way is off; and the test is not to take long.
+def two_hosts(monkeypatch) -> Iterator[Network]:
+    """Network namespaces on a switch. Of fabrics, what would find another way is off; and the test is not to take long.
 
     The bound that NIXL gets here by default is tested in tests/transport/test_nixl.py.
     """
@@ -129,9 +129,8 @@ def two_hosts(monkeypatch) -> Iterator[Namespaces]:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setenv("UCX_TCP_USER_TIMEOUT", "5s")
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "5")
-    hosts = Namespaces("vanish", ["prefill", "decode"])
-    yield hosts
-    hosts.close()
+    with Network(["prefill", "decode"]) as hosts:
+        yield hosts
 
 
 VANISHED = {"nixl": ("decode was silent", "nixlRemoteDisconnectError"), "mooncake": ("decode was silent",)}
@@ -150,7 +149,7 @@ def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport
 
     def start(rank: str, serve: object, *args: str) -> None:
         pipes[rank], theirs = spawn.Pipe()
-        args = (theirs, two_hosts.where(rank), two_hosts.host(rank), transport, *args)
+        args = (theirs, two_hosts.where(rank), two_hosts.address(rank), transport, *args)
         processes.append(spawn.Process(target=serve, args=args, daemon=True))
         processes[-1].start()
         theirs.close()
@@ -163,7 +162,7 @@ def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport
         start("prefill", send_to_a_host_that_vanishes)
         start("decode", receive_from_a_host_that_vanishes, say("prefill"))
         assert say("decode") == "half"
-        two_hosts.cut("decode", "silent")
+        two_hosts.cut("decode")
         pipes["prefill"].send("cut")
         assert "silent" in say("decode")
         assert say("decode") is False, "the other host may still write"

@@ -2,7 +2,6 @@
 
     python -m tests.wheels                    # for every Python of 3.11, 3.12 and 3.13 that is here
     python -m tests.wheels --python 3.12 --python /opt/other/bin/python3.13
-    python -m tests.wheels --whole            # also installs pdstage[nixl,vllm] whole: 10 GB, with torch and CUDA
 
 `make wheels` runs it in a venv with what requirements.txt names. Wheels are built from the sdist, with clang and libc++
 of the package `ziglang`, against the symbols of an old glibc. What ran is in build/wheels/log.
@@ -38,15 +37,6 @@ EXPORTS = "{ global: PyInit_*; local: *; };\n"
 
 PLACES = ("~/.pyenv/versions/{}.*/bin", "~/.local/share/uv/python/cpython-{}.*/bin")
 NEEDED = {"numpy", "torch", "nixl", "vllm", "pyzmq", "msgspec"}
-CONNECTOR = """
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-config = KVTransferConfig(
-    kv_connector="PdStageConnector", kv_connector_module_path="pdstage.integrations.vllm", kv_role="kv_both"
-)
-print("vLLM takes", KVConnectorFactory.get_connector_class(config))
-"""
-"""What vLLM does with the flag of docs/engines-vllm.md."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,9 @@ class FailedError(Exception):
 
 
 def main() -> None:
-    arguments = parsed()
+    parser = argparse.ArgumentParser(prog="python -m tests.wheels", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--python", action="append", metavar="VERSION|PATH", help="this one only; may be repeated")
+    arguments = parser.parse_args()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     DIST.mkdir(exist_ok=True)
@@ -83,19 +75,10 @@ def main() -> None:
             tried(python, wheel)
             resolved(python, wheel)
         from_source(pythons[0], archive)
-        if arguments.whole:
-            whole(pythons[-1], wheel)
     except FailedError as error:
         raise SystemExit(str(error)) from error
     if missing:
         raise SystemExit(f"no wheel for Python {', '.join(missing)}")
-
-
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.wheels", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--python", action="append", metavar="VERSION|PATH", help="this one only; may be repeated")
-    parser.add_argument("--whole", action="store_true", help="install pdstage[nixl,vllm] with all it needs: 10 GB")
-    return parser.parse_args()
 
 
 def found(wanted: Sequence[str]) -> tuple[list[Python], list[str]]:
@@ -215,13 +198,13 @@ def empty_venv(python: Python, name: str) -> Path:
     return venv / "bin/python"
 
 
-def checked(interpreter: Path, *transports: str) -> str:
+def checked(interpreter: Path) -> str:
     """A copy of installed.py, so that its folder has nothing of the checkout."""
     program = Path(shutil.copy(Path(__file__).with_name("installed.py"), WORK / "elsewhere"))
     said = ran(interpreter.parent / "pdstage", "--version")
     if said != f"pdstage {version_here()}":
         raise FailedError(f"pdstage --version says {said}")
-    said = ran(interpreter, program, *transports)
+    said = ran(interpreter, program)
     if not said.startswith(str(interpreter.parents[1])):
         raise FailedError(f"not the installed one: {said}")
     return said.partition(": ")[2]
@@ -231,14 +214,14 @@ def tried(python: Python, wheel: Path) -> None:
     with timed("  in an empty venv") as said:
         interpreter = empty_venv(python, f"venv-{python.tag}")
         pip(interpreter, "install", "-q", "--only-binary", ":all:", wheel)
-        said.append(checked(interpreter, "local"))
+        said.append(checked(interpreter))
 
 
 def from_source(python: Python, archive: Path) -> None:
     with timed(f"sdist in an empty venv of Python {python.version}, with this machine's compiler") as said:
         interpreter = empty_venv(python, "venv-sdist")
         pip(interpreter, "install", "-q", archive, PDSTAGE_NATIVE="yes")
-        said.append(checked(interpreter, "local"))
+        said.append(checked(interpreter))
 
 
 def resolved(python: Python, wheel: Path) -> None:
@@ -257,20 +240,6 @@ def resolved(python: Python, wheel: Path) -> None:
             f"{len(versions)} packages",
             *(f"{name} {versions[name]}" for name in ("vllm", "torch", "nixl", "numpy")),
         ]
-
-
-def whole(python: Python, wheel: Path) -> None:
-    """pdstage[nixl,vllm] as a user installs it, transport nixl, and vLLM's own factory."""
-    interpreter = empty_venv(python, "venv-whole")
-    try:
-        with timed(f'pip install "pdstage[nixl,vllm]" in an empty venv of Python {python.version}') as said:
-            pip(interpreter, "install", "-q", f"{wheel}[nixl,vllm]")
-            pip(interpreter, "check")
-            said.append(size(interpreter.parents[1]))
-        with timed("  there") as said:
-            said += [checked(interpreter, "local", "nixl"), ran(interpreter, "-c", CONNECTOR).splitlines()[-1]]
-    finally:
-        shutil.rmtree(interpreter.parents[1])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Whether an installed pdstage works: its C++ extension, and a request's KV cache between two processes, byte by byte.
 
-    python installed.py [local] [nixl]
-
 It runs where pdstage is installed and no checkout is, and imports nothing else. It exits 1 at the first thing that is
 wrong.
 """
@@ -62,10 +60,10 @@ def pages(n: int) -> list[int]:
     return [int(page) for page in np.random.default_rng(n).permutation(2 * n)[:n]]
 
 
-def prefill(transport: str, pipe: Connection) -> None:
+def prefill(pipe: Connection) -> None:
     k, v = drawn()
     pool = Pool.of(build(paged_nhd(k, v, total_heads=HEADS, tp=(1, 0))))
-    with PrefillNode(pool, Topology(), transport=transport, progress="thread") as node:
+    with PrefillNode(pool, Topology(), transport="local", progress="thread") as node:
         pipe.send(node.bootstrap_address)
         sender = node.send(ROOM)
         for start in range(0, TOKENS, 256):
@@ -75,15 +73,15 @@ def prefill(transport: str, pipe: Connection) -> None:
         pipe.recv()  # until decode has compared
 
 
-def transfer(transport: str) -> int:
+def transfer() -> int:
     """Moves one request from another process; returns how many bytes were compared."""
     k = np.zeros((LAYERS, 2 * DST_PAGES, HEADS, DST_PAGE, DIM), np.float32)
     v = np.zeros_like(k)
     pool = Pool.of(build(paged_hnd(k, v, total_heads=HEADS, tp=(1, 0))))
     here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=prefill, args=(transport, there))
+    child = multiprocessing.get_context("spawn").Process(target=prefill, args=(there,))
     child.start()
-    with DecodeNode(pool, Topology(), transport=transport, progress="thread") as node:
+    with DecodeNode(pool, Topology(), transport="local", progress="thread") as node:
         receiver = node.receive(ROOM, prefill=here.recv())
         receiver.bind(items=pages(DST_PAGES), tokens=TOKENS)
         receiver.wait(timeout_s=PATIENCE_S)
@@ -96,7 +94,7 @@ def transfer(transport: str) -> int:
         wanted = np.zeros_like(received)
         tokens = sent[:, pages(SRC_PAGES)].reshape(LAYERS, -1, HEADS, DIM)[:, :TOKENS]
         wanted[:, pages(DST_PAGES)] = tokens.reshape(LAYERS, DST_PAGES, DST_PAGE, HEADS, DIM).swapaxes(2, 3)
-        assert np.array_equal(received.view(np.uint32), wanted.view(np.uint32)), f"{transport}: other bytes arrived"
+        assert np.array_equal(received.view(np.uint32), wanted.view(np.uint32)), "other bytes arrived"
     return k.nbytes + v.nbytes
 
 
@@ -115,17 +113,15 @@ def check_end() -> None:
         assert ended.returncode == 0, f"a program with threads in C++ ended with {ended.returncode}: {ended.stderr}"
 
 
-def main(transports: list[str]) -> None:
+def main() -> None:
     assert native.active() == "c++", "the C++ extension is not active"
     check_processor()
     check_end()
-    said = []
-    for transport in transports:
-        began = time.perf_counter()
-        nbytes = transfer(transport)
-        said.append(f"{transport} {nbytes / 2**20:.0f} MiB in {time.perf_counter() - began:.1f} s")
-    print(f"{Path(pdstage.__file__).parent}: {native.active()}; two processes, every byte compared: {', '.join(said)}")
+    began = time.perf_counter()
+    nbytes = transfer()
+    said = f"local {nbytes / 2**20:.0f} MiB in {time.perf_counter() - began:.1f} s"
+    print(f"{Path(pdstage.__file__).parent}: {native.active()}; two processes, every byte compared: {said}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["local"])
+    main()

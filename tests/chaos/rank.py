@@ -1,0 +1,181 @@
+"""One rank's process: a node and its engine, ordered about through a pipe, until told to close or killed."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np  # noqa: F401  (loaded before the processes are forked)
+
+from pdstage import DecodeNode, PrefillNode, Topology
+from pdstage.errors import TransportError
+from pdstage.protocol import state
+from pdstage.transport import open_from_config
+from tests import descriptors, processes
+from tests.chaos import account, plan
+from tests.chaos.engine import DecodeEngine, Engine, PrefillEngine
+from tests.chaos.memory import Pages, make_rows
+
+state.strict = True
+importlib.import_module("pdstage.manager")
+importlib.import_module("pdstage.transport.local")
+
+_PAUSE_S = 0.003
+_START_S = 15.0
+_WATCH_S = 0.5
+_ENDS_S = 6.0
+"""A watch of etcd ends within 5 s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One life of one rank. `where`: its network namespace, or empty. `journals`: a folder for its journal, if it is to
+    write one. `sabotage`: pages are reused at Failed.
+    """
+
+    site: plan.Site
+    engine: plan.Engine
+    rank: int
+    directory: str
+    log: Path
+    seed: str = ""
+    host: str = "127.0.0.1"
+    where: str = ""
+    life: int = 0
+    port: int = 0
+    sabotage: bool = False
+    journals: Path | None = None
+    n_tokens: int = 12_288
+    staging_nbytes: int = 768 << 10
+
+
+def run(job: Job, pipe: Connection) -> None:
+    """Says ("ready", ...), then obeys; a surprise ends the process with its traceback in `job.log`."""
+    processes.die_with_parent()
+    with job.log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    processes.enter(job.where)
+    if job.site.fabric:
+        os.environ["UCX_TLS"] = job.site.fabric
+    os.environ["UCX_LOG_LEVEL"] = "fatal"  # what it says of killed peers fills the log
+    open_from_config(job.site.transport, "cpu", job.host).close()  # what a library keeps for ever is there already
+    before = (descriptors.kinds(), Counter(account.threads()))
+    engine = _engine(job, lambda *what: pipe.send(what))
+    pipe.send(("ready", (engine.node.socket.endpoint, descriptors.count())))
+    inline = job.engine.progress == "inline"
+    while _obey(engine, pipe, 0 if inline else _PAUSE_S):
+        engine.step()
+        if inline:
+            engine.node.turn(_PAUSE_S)
+    _close(engine, pipe, before)
+
+
+def _engine(job: Job, say) -> Engine:
+    shape = job.engine
+    rng = random.Random(f"{job.seed} {shape.name} {job.rank} {job.life}")
+    pages = Pages(shape.tp, job.rank, page=shape.page, n_pages=job.n_tokens // shape.page, hnd=shape.hnd)
+    until = time.monotonic() + _START_S
+    while True:
+        try:
+            node = _node(job, pages)
+        except TransportError as error:  # patient with a directory out of reach
+            if time.monotonic() > until:
+                raise
+            if "listen" in str(error):  # a stranger has the port of its life before
+                job = replace(job, port=0)
+            time.sleep(0.1)
+        else:
+            break
+    if isinstance(node, PrefillNode):
+        return PrefillEngine(node, pages, rng, say, job.site, sabotage=job.sabotage)
+    return DecodeEngine(node, pages, rng, say, job.site, directory=job.directory, sabotage=job.sabotage)
+
+
+def _node(job: Job, pages: Pages) -> PrefillNode | DecodeNode:
+    site, place = job.site, Topology(tp_size=job.engine.tp, tp_rank=job.rank)
+    faulty = site.faults and not job.life
+    common = {
+        "transport": {"name": site.transport, "faults": site.faults} if faulty else site.transport,
+        "path": site.path, "config": replace(site.config, checksums=site.checksums), "aux": "rdma",
+        "bind": f"tcp://{job.host}:{job.port}", "insecure": bool(job.where), "staging_nbytes": job.staging_nbytes,
+        "metadata": make_rows(), "journal": job.journals, "progress": job.engine.progress,
+    }  # fmt: skip
+    if job.engine.role == "decode":
+        return DecodeNode(pages.pool, place, n_lanes=site.n_lanes, **common)
+    return PrefillNode(pages.pool, place, bootstrap=job.directory, instance=job.engine.name, n_buffers=3, **common)
+
+
+def _obey(engine: Engine, pipe: Connection, pause_s: float) -> bool:
+    """False once it is to close."""
+    if pipe.poll(pause_s):
+        try:
+            kind, value = pipe.recv()
+        except EOFError:  # the supervisor is gone
+            os._exit(1)
+        match kind:
+            case "order":
+                engine.waiting.append(value)
+            case "report":
+                pipe.send(("report", _report(engine)))
+            case "fence":
+                for endpoint in engine.node.unfenced():
+                    engine.node.fence(endpoint)
+            case "close":
+                return False
+    return True
+
+
+def _report(engine: Engine) -> dict[str, object]:
+    held = account.of(engine.node)
+    out = engine.pages.n_pages - len(engine.pages.free)
+    held |= {
+        "orders": len(engine.waiting),
+        "rooms open": sum(not room.ended for room in engine.rooms),
+        "rooms kept": max(0, len(engine.rooms) - held.get("stranded rooms", 0)),
+        "pages astray": out - sum(len(room.pages) for room in engine.rooms),
+    }
+    return {
+        "held": held,
+        "carved": max(account.carved(engine.node), engine.kept_back(engine.site.config.drain_s)),
+        "fds": descriptors.count(),
+        "sessions": len(engine.node.core.sessions),
+        "fences": engine.node.transport.traits.fences,
+    }
+
+
+def _left(before: tuple[Counter[str], Counter[str]], *, free: bool) -> list[Counter[str]]:
+    """Descriptors and threads that were not there before; but for memory that a peer may still write."""
+    kinds = Counter(descriptors.left(before[0]))
+    if not free:
+        del kinds["/memfd:pdstage (deleted)"]
+    return [kinds, Counter(account.threads()) - before[1]]
+
+
+def _close(engine: Engine, pipe: Connection, before: tuple[Counter[str], Counter[str]]) -> None:
+    """Closes the node in order, and tells what it left behind. Memory it gave back is used at once, and watched."""
+    free = engine.node.close(2 * engine.site.config.drain_s)
+    until = time.monotonic() + _ENDS_S
+    while any(left := _left(before, free=free)) and time.monotonic() < until:
+        time.sleep(_WATCH_S / 10)  # a library may end its own a moment later
+    if free:
+        for room in engine.rooms:
+            engine.pages.give_back(room.pages)
+        until = time.monotonic() + _WATCH_S
+        while time.monotonic() < until:
+            engine.wrong(engine.pages.sweep())
+            time.sleep(_WATCH_S / 10)
+    pipe.send(("closed", (free, [dict(kinds) for kinds in left])))
+    pipe.close()
