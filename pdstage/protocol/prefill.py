@@ -1,7 +1,8 @@
 """The prefill core: what engine, driver and peers may say to a prefill rank, and what follows.
 
-No socket, thread or clock: inputs are its public methods, output is `take_effects()`. It has an `Endpoint` (who talks),
-a `HandshakeServer` (with whom), `PrefillRooms` (the room table) and a `ChunkSender` (chunks and their leases).
+No socket, thread or clock: inputs are its public methods, some of which the driver calls at the part that has them, and
+output is `take_effects()`. It has an `Endpoint` (who talks), a `HandshakeServer` (with whom), `PrefillRooms` (the room
+table) and a `ChunkSender` (chunks and their leases).
 """
 
 from __future__ import annotations
