@@ -51,7 +51,7 @@ def elsewhere(b: Endpoint, *names: str) -> dict[str, bytes]:
     for name in names:
         way = b.transport._ways[name]
         identity = msgspec.structs.replace(described(way, _Description).identity, boot_id="moon")
-        moved[name] = altered(way, _Description, inbox="pdstage.moon", identity=identity)
+        moved[name] = altered(way, _Description, life="pdstage.moon", identity=identity)
     return b.offers() | moved
 
 
