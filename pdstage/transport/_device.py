@@ -173,7 +173,7 @@ class Devices(Generic[Word]):
             return _View(offered.base, offered.nbytes, 0, None)
         exported = offered.segments or offered.block
         if exported is None:
-            raise self._refused(peer, offered.why_not)
+            raise self._refused(peer, offered.why_not or "it exports no device memory")
         inside = exported.base <= offered.base <= offered.base + offered.nbytes <= exported.base + exported.nbytes
         if not inside or (isinstance(exported, Segments) and not exported.is_whole):
             raise PeerError(f"peer {peer!r} describes memory outside its allocation", remedy="stop using that peer")
