@@ -860,6 +860,18 @@ CUresult cuCtxGetDevice(CUdevice* device) {
     return CUDA_SUCCESS;
 }
 
+CUresult cuCtxGetFlags(unsigned* flags) {
+    ENTER(NEEDS_CONTEXT);
+    *flags = 0;
+    return CUDA_SUCCESS;
+}
+
+// UCX asks cuGetProcAddress for it.
+CUresult cuCtxSetFlags(unsigned) {
+    ENTER(NEEDS_CONTEXT);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuCtxGetId(CUcontext context, unsigned long long* id) {
     ENTER(FREE);
     *id = 1 + static_cast<unsigned long long>((context ? context : bound)->ordinal);
@@ -981,6 +993,11 @@ CUresult cuPointerGetAttributes(unsigned n, CUpointer_attribute* which, void** d
 CUresult cuPointerSetAttribute(const void*, CUpointer_attribute, CUdeviceptr) {
     ENTER(FREE);
     return CUDA_SUCCESS;
+}
+
+CUresult cuMemRangeGetAttribute(void*, size_t, CUmem_range_attribute, CUdeviceptr, size_t) {
+    ENTER(FREE);
+    return CUDA_ERROR_NOT_SUPPORTED;
 }
 
 // Memory of other processes.
