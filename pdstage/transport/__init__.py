@@ -16,7 +16,7 @@ A module `x` of this package that defines a class `TRANSPORT` is the transport "
     mori                        AMD's MORI-IO
     _auto                       several transports as one
     _faults                     a transport with deliberate faults
-    _batches, _fabric           posts as batches of offsets; network devices and NUMA nodes
+    _fabric                     network devices and NUMA nodes
     _rails                      which NICs are near which memory, by sysfs
 """
 

@@ -96,13 +96,9 @@ class AutoTransport(Transport):
 
     def connect(self, peer: str, description: bytes) -> None:
         offers = self._read(peer, description)
-        over, ways = self._over.get(peer), self._common(offers)
-        if over is not None and over in ways:  # a refreshed description of the same life keeps its transport
-            ways = [over, *(way for way in ways if way is not over)]
-        self._connect_first(peer, offers, ways)
-
-    def _connect_first(self, peer: str, offers: Mapping[str, bytes], ways: Iterable[Transport]) -> None:
-        """Connects over the first of `ways` that can, and disconnects the transport that reached the peer before."""
+        before, ways = self._over.get(peer), self._common(offers)
+        if before is not None and before in ways:  # a refreshed description of the same life keeps its transport
+            ways = [before, *(way for way in ways if way is not before)]
         refused: list[PeerError] = []
         for way in ways:
             name = way.traits.name
@@ -113,31 +109,33 @@ class AutoTransport(Transport):
                 log.info("peer %s not over %s: %s", peer, name, error)
                 continue
             except TransportError:
-                self._met.setdefault(peer, {})[name] = way  # ended; this one's `proved_dead` may know
+                self._note(peer, way)  # ended; this one's `proved_dead` may know
                 raise
-            before = self._over.get(peer)
             if before is not None and before is not way:
                 before.disconnect(peer)
-            self._over[peer], self._offers[peer] = way, dict(offers)
-            self._met.setdefault(peer, {})[name] = way
+            self._over[peer], self._offers[peer] = way, offers
+            self._note(peer, way)
             return
         raise _unreachable(peer, refused)
+
+    def _note(self, peer: str, way: Transport) -> None:
+        """This transport may know the peer's process from now on."""
+        self._met.setdefault(peer, {})[way.traits.name] = way
 
     def identify(self, peer: str, description: bytes) -> None:
         offers = self._read(peer, description)
         refused: list[PeerError] = []
         ways = self._common(offers)
         for way in ways:
-            name = way.traits.name
             try:
-                way.identify(peer, offers[name])
+                way.identify(peer, offers[way.traits.name])
             except PeerError as error:
                 refused.append(error)
                 continue
             except TransportError:
-                self._met.setdefault(peer, {})[name] = way
+                self._note(peer, way)
                 raise
-            self._met.setdefault(peer, {})[name] = way
+            self._note(peer, way)
         if len(refused) == len(ways):
             raise _unreachable(peer, refused)
 
@@ -163,7 +161,7 @@ class AutoTransport(Transport):
             try:
                 if way is not over:
                     way.connect(peer, offers[name])
-                    self._met[peer][name] = way  # also if it is not chosen, so that `forget` reaches it
+                    self._note(peer, way)  # also if it is not chosen, so that `forget` reaches it
                 way.prepare(peer, regions)
             except PeerError as error:
                 refused.append(error)

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport._peer import Elsewhere, Ended, Met
+from pdstage.transport._peer import Met, Unheld
 from pdstage.transport.base import (
     Event,
     Ranges,
@@ -151,7 +151,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
 
     def _target(self, peer: str, description: AnyDescription) -> Target:
         """The process that wrote a description, held to tell when it ends. Raises `TransportError` if it has ended."""
-        return Elsewhere()
+        return Unheld(ended=False)
 
     def _attach(self, peer: str, description: AnyDescription, target: Target) -> AnyLink:
         """Connects to one life of a peer. May raise `PeerError` or `TransportError`; the old connection then stays."""
@@ -294,7 +294,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         try:
             return self._target(peer, description)
         except TransportError:
-            self.met.add(peer, Ended())
+            self.met.add(peer, Unheld(ended=True))
             raise
 
     def _read(self, peer: str, description: bytes) -> AnyDescription:

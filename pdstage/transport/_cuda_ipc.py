@@ -59,7 +59,7 @@ class Cuda:
     """CUDA as this transport uses it. Devices are this process's numbers; streams, events and addresses integers."""
 
     def __init__(self, library: Library, calls: Calls) -> None:
-        self._driver = library
+        self.driver = library
         self._calls = calls
         self._lock = threading.RLock()  # the garbage collector may release a mapping while another is being opened
         self._open: dict[tuple[int, bytes], _Opened] = {}
@@ -70,15 +70,15 @@ class Cuda:
         """Makes the device current. Only this makes its context, which takes hundreds of MiB."""
         context = self._contexts.get(device)
         if context is None:
-            context = self._contexts[device] = self._driver.primary(device)
-        return driver.Current(self._driver, context)
+            context = self._contexts[device] = self.driver.primary(device)
+        return driver.Current(self.driver, context)
 
     def export(self, base: int, nbytes: int) -> Block | Segments:
         """Exports memory of this process so that another can open it. The caller closes the descriptors of `Segments`.
 
         Raises `UsageError` with the reason if the memory cannot be exported.
         """
-        attribute = self._driver.attribute
+        attribute = self.driver.attribute
         start, whole, why = attribute(driver.RANGE_START, base), attribute(driver.RANGE_NBYTES, base), ""
         capable = bool(attribute(driver.IPC_CAPABLE, base))
         if under_mps():
@@ -92,12 +92,12 @@ class Cuda:
         if why:
             raise UsageError(f"device memory at {base:#x} {why}", remedy=_REMEDY, base=base)
         device = attribute(driver.ORDINAL, base)
-        uuid = self._driver.uuid(device)
+        uuid = self.driver.uuid(device)
         with self.on(device):
             if not capable:
-                return _segments.export(self._driver, self._calls, uuid, base, nbytes)
+                return _segments.export(self.driver, self._calls, uuid, base, nbytes)
             try:
-                handle = self._driver.ipc_handle(start)
+                handle = self.driver.ipc_handle(start)
             except driver.DriverError as error:
                 what = f"device memory at {base:#x} cannot be exported: {error}"
                 raise UsageError(what, remedy=_REMEDY) from error
@@ -105,18 +105,18 @@ class Cuda:
 
     def ordinal(self, uuid: bytes) -> int | None:
         """This process's number of a GPU; None if it is not visible, as with CUDA_VISIBLE_DEVICES of one GPU."""
-        every = range(self._driver.n_devices())
-        return next((device for device in every if self._driver.uuid(device) == uuid), None)
+        every = range(self.driver.n_devices())
+        return next((device for device in every if self.driver.uuid(device) == uuid), None)
 
     def can_access(self, device: int, peer: int) -> bool:
-        return device == peer or self._driver.can_access(device, peer)
+        return device == peer or self.driver.can_access(device, peer)
 
     def allow(self, device: int, peer: int, base: int, nbytes: int) -> None:
         """Lets kernels on `device` write memory of this process on `peer`."""
         with self.on(device):
-            self._driver.enable_peer(peer)
-            if not self._driver.attribute(driver.IPC_CAPABLE, base):  # virtual mappings are given access range by range
-                for start, whole in _segments.ranges(self._driver, base, nbytes):
+            self.driver.enable_peer(peer)
+            if not self.driver.attribute(driver.IPC_CAPABLE, base):  # virtual mappings are given access range by range
+                for start, whole in _segments.ranges(self.driver, base, nbytes):
                     self._calls.allow(start, whole, device)
 
     def open(self, exported: Block | Segments, device: int, fetch: Callable[[int], int]) -> Mapping:
@@ -149,11 +149,11 @@ class Cuda:
     def _map(self, block: Block, device: int) -> _Opened:
         try:
             with self.on(device):
-                address = self._driver.ipc_open(block.handle)
+                address = self.driver.ipc_open(block.handle)
         except driver.DriverError as error:
             raise TransportError(f"the driver does not map it: {error.what}", remedy="see cuda.h") from error
-        opened = _Opened(address, lambda: self._driver.ipc_close(address))
-        whole = self._driver.attribute(driver.RANGE_NBYTES, address)  # 0 if the driver does not report it
+        opened = _Opened(address, lambda: self.driver.ipc_close(address))
+        whole = self.driver.attribute(driver.RANGE_NBYTES, address)  # 0 if the driver does not report it
         if (address - block.base) % 256 or 0 < whole < block.nbytes:
             self._unmap(device, opened)
             what = f"{whole} bytes at {address:#x} for a block of {block.nbytes} at {block.base:#x}"
@@ -175,23 +175,6 @@ class Cuda:
         except driver.DriverError as error:  # the device failed: the process's end closes it
             log.warning("mapped device memory is not closed: %s", error)
 
-    def new_stream(self, device: int) -> int:
-        with self.on(device):
-            return self._driver.new_stream()
-
-    def new_event(self, device: int) -> int:
-        with self.on(device):
-            return self._driver.new_event()
-
-    def free(self, stream: int, events: list[int]) -> None:
-        """Releases a stream and events whose work is done."""
-        for event in events:
-            self._driver.free_event(event)
-        self._driver.free_stream(stream)
-
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self._driver.copy(dst, src, nbytes, stream)
-
     @property
     def has_batches(self) -> bool:
         """Whether one call can enqueue many copies: the driver supports it and has not refused it yet."""
@@ -199,18 +182,11 @@ class Cuda:
 
     def copy_batch(self, spans: Spans, stream: int) -> bool:
         """Enqueues many copies by one call. False if the driver refuses; some copies may have begun then."""
-        status = self._driver.copy_batch(spans, stream)
+        status = self.driver.copy_batch(spans, stream)
         self._batches = status == 0
         if status:
             log.info("the driver refuses batches of copies (CUresult %d): copies are enqueued one by one", status)
         return self._batches
-
-    def record(self, event: int, stream: int) -> None:
-        self._driver.record(event, stream)
-
-    def done(self, event: int) -> bool:
-        """Whether everything enqueued before the event's record has run. Never waits."""
-        return self._driver.done(event)
 
 
 class _Opened:

@@ -12,7 +12,6 @@ import secrets
 import socket
 import struct
 from collections import deque
-from typing import Self
 
 from pdstage import native
 
@@ -144,12 +143,6 @@ class Bell:
 
     def close(self) -> None:
         os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _socket() -> socket.socket:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -40,8 +40,6 @@ ON_DEVICE: dict[str, Any] = {
 """
 _OTHER_WAY = "use another transport between the two (auto does), or fix the reason above"
 
-_NEWER = "it is memory of cuMemCreate, which this release of pdstage does not map; use the same release on both sides"
-
 Word = TypeVar("Word")
 
 
@@ -56,7 +54,6 @@ class ExportedRegion(msgspec.Struct, frozen=True, array_like=True):
     block: Block | None = None
     why_not: str = ""
     segments: Segments | None = None
-    """Peers of an older release, which do not know `segments`, show `why_not`."""
 
     def region(self) -> Region:
         return Region(self.base, self.nbytes, KIND, self.device)
@@ -121,7 +118,7 @@ class Devices(Generic[Word]):
             try:
                 exported = self._load().export(region.base, region.nbytes)
                 if isinstance(exported, Segments):
-                    segments, why_not = exported, _NEWER
+                    segments = exported
                     self._segments.append(segments)
                 else:
                     block = exported
@@ -228,12 +225,6 @@ class Devices(Generic[Word]):
         self._regions.clear()
         self._segments.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _inside(region: Region, offered: ExportedRegion) -> bool:
     return offered.base <= region.base and region.base + region.nbytes <= offered.base + offered.nbytes
@@ -266,7 +257,8 @@ class Copies(Generic[Word]):
         self._cuda, self._device = cuda, device
         self.running: deque[_Running[Word]] = deque()
         self._spare: list[int] = []
-        self._stream = cuda.new_stream(device)
+        with cuda.on(device):
+            self._stream = cuda.driver.new_stream()
         reap()
 
     def start(self, word: Word, spans: Spans, held: object) -> None:
@@ -277,20 +269,20 @@ class Copies(Generic[Word]):
         cuda, failed, begun = self._cuda, None, False
         try:
             with cuda.on(self._device):
-                event = self._spare.pop() if self._spare else cuda.new_event(self._device)
+                event = self._spare.pop() if self._spare else cuda.driver.new_event()
                 # Spans that a refused batch has begun are copied again, after it.
                 begun = len(spans.nbytes) > 1 and cuda.has_batches
                 if not begun or not cuda.copy_batch(spans, self._stream):
                     columns = zip(spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True)
                     try:
                         for dst, src, nbytes in columns:
-                            cuda.copy(dst, src, nbytes, self._stream)
+                            cuda.driver.copy(dst, src, nbytes, self._stream)
                             begun = True
                     except DriverError as error:
                         failed = _failed(error)
                         if not begun:
                             raise
-                cuda.record(event, self._stream)
+                cuda.driver.record(event, self._stream)
         except DriverError as error:
             if not begun:
                 raise _failed(error) from error
@@ -303,7 +295,7 @@ class Copies(Generic[Word]):
         ended = []
         try:
             with self._cuda.on(self._device):
-                while self.running and self.running[0].event and self._cuda.done(self.running[0].event):
+                while self.running and self.running[0].event and self._cuda.driver.done(self.running[0].event):
                     one = self.running.popleft()
                     self._spare.append(one.event)
                     ended.append(Ended(one.word, one.error))
@@ -324,15 +316,11 @@ class Copies(Generic[Word]):
             return
         try:
             with self._cuda.on(self._device):
-                self._cuda.free(self._stream, self._spare)
+                for event in self._spare:
+                    self._cuda.driver.free_event(event)
+                self._cuda.driver.free_stream(self._stream)
         except DriverError as error:
             log.warning("a stream is not released: %s", error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def reap() -> None:

@@ -89,6 +89,16 @@ def interface_of(host: str) -> str:
     return ""
 
 
+def own_address() -> str:
+    """This host's address on its default route, found without sending; 127.0.0.1 without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
 def _usable_ports() -> list[str]:
     """The active ports of RDMA devices that this process may open. UCX complains about others if they are named."""
     openable = _rails.openable_devices()

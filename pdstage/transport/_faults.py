@@ -15,16 +15,15 @@ import random
 import time
 from dataclasses import dataclass, fields, replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdstage import arguments
 from pdstage.errors import TransportError, UsageError
 from pdstage.transport.base import Done, Event, Inbound, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from pdstage.layout import Region
     from pdstage.plan.spans import Spans
 
 _REMEDY = "this fault is deliberate: see docs/transports.md, Deliberate faults"
@@ -73,8 +72,20 @@ class Faults:
 _NONE = Faults()
 
 
+def _of_inner(verb: str) -> Any:  # noqa: ANN401
+    def call(self: FaultyTransport, *given: object) -> object:
+        return getattr(self._inner, verb)(*given)
+
+    return call
+
+
 class FaultyTransport(Transport):
     """`inner` with faults. It owns `inner`. It maps no memory of peers, so that every write is a post."""
+
+    register, unregister, describe = map(_of_inner, ("register", "unregister", "describe"))
+    offers, described = map(_of_inner, ("offers", "described"))
+    connect, prepare, identify = map(_of_inner, ("connect", "prepare", "identify"))
+    disconnect, proved_dead, forget = map(_of_inner, ("disconnect", "proved_dead", "forget"))
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
@@ -130,41 +141,8 @@ class FaultyTransport(Transport):
         """None while a delayed event waits, since no descriptor announces it."""
         return () if self._late else self._inner.filenos()
 
-    def register(self, regions: Sequence[Region]) -> None:
-        self._inner.register(regions)
-
-    def unregister(self, regions: Sequence[Region]) -> None:
-        self._inner.unregister(regions)
-
-    def describe(self) -> bytes:
-        return self._inner.describe()
-
-    def offers(self) -> dict[str, bytes]:
-        return self._inner.offers()
-
-    def described(self, offers: Mapping[str, bytes]) -> bytes:
-        return self._inner.described(offers)
-
     def traits_of(self, peer: str) -> Traits:
         return replace(self._inner.traits_of(peer), maps=False)
-
-    def connect(self, peer: str, description: bytes) -> None:
-        self._inner.connect(peer, description)
-
-    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
-        self._inner.prepare(peer, regions)
-
-    def identify(self, peer: str, description: bytes) -> None:
-        self._inner.identify(peer, description)
-
-    def disconnect(self, peer: str) -> None:
-        self._inner.disconnect(peer)
-
-    def proved_dead(self, peer: str) -> bool:
-        return self._inner.proved_dead(peer)
-
-    def forget(self, peer: str) -> None:
-        self._inner.forget(peer)
 
     def close(self) -> None:
         self._late.clear()

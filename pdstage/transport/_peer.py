@@ -195,21 +195,14 @@ class Target(Protocol):
     def close(self) -> None: ...
 
 
-class Elsewhere:
-    """A process that cannot be observed from here: its end is never known."""
+class Unheld:
+    """A process that cannot be held: it runs elsewhere, where its end is never known, or `ended` before."""
+
+    def __init__(self, *, ended: bool) -> None:
+        self._ended = ended
 
     def gone(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-
-class Ended:
-    """A process that had ended before it could be held."""
-
-    def gone(self) -> bool:
-        return True
+        return self._ended
 
     def close(self) -> None:
         pass
@@ -234,7 +227,7 @@ def target_of(identity: Identity, life: str, here: Identity, peer: str) -> Targe
     """The writer of a description with `identity` and `life`. Raises `TransportError` for a process that has ended."""
     if identity == here:
         return Here(life)
-    return Process(identity, peer) if identity.is_visible_from(here) else Elsewhere()
+    return Process(identity, peer) if identity.is_visible_from(here) else Unheld(ended=False)
 
 
 class Met:

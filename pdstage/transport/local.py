@@ -41,16 +41,13 @@ _SHARE = 'let the peer expose only staging memory that it allocates itself (path
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_like=True):
     identity: Identity
-    inbox: Annotated[str, Meta(max_length=100)]
+    life: Annotated[str, Meta(max_length=100)]
+    """The inbox's name."""
     regions: list[tuple[int, int]]
     shared: list[tuple[int, Backing]] = []
     """The regions that peers can map: base, and backing file."""
     devices: list[ExportedRegion] = []
     """Registered device memory; `regions` contains none of it."""
-
-    @property
-    def life(self) -> str:
-        return self.inbox
 
     def offered(self, peer: str) -> Ranges:
         """Its host memory."""
@@ -67,7 +64,7 @@ class _Link(Link[_Description]):
         super().__init__(peer, description)
         self.target = target
         self.views = Views()
-        self.outbox = Outbox(description.inbox)
+        self.outbox = Outbox(description.life)
 
     def learn(self, description: _Description) -> None:
         """Keeps what is prepared, mapped or probed; the next `prepare` changes that."""
@@ -171,10 +168,10 @@ class LocalTransport(Backend[_Link, _Description]):
     def _target(self, peer: str, description: _Description) -> There | Here:
         description.identity.check_reachable_from(self._identity, peer)
         if description.identity == self._identity:
-            return Here(description.inbox)
+            return Here(description.life)
         target = Process(description.identity, peer)
         try:
-            target.check_holds(description.inbox)
+            target.check_holds(description.life)
         except BaseException:
             target.close()
             raise

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -29,7 +28,7 @@ from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport import _rails
 from pdstage.transport._backend import Backend, Link, Post, offered
-from pdstage.transport._fabric import device_ports
+from pdstage.transport._fabric import device_ports, own_address
 from pdstage.transport._peer import Here, Identity, own_identity, target_of
 from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport._transfer_engine import Engine, Transfer, Way, check_protocol, failed, library, said
@@ -96,7 +95,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
             raise UsageError(f"host {host!r}", remedy="give an address or a name, without a port", field="host")
         ports = _rails.auto(near) if devices == "auto" else device_ports(list(filter(None, devices.split(","))))
         chosen = ",".join(dict.fromkeys(port.partition(":")[0] for port in ports))  # it takes devices, no ports
-        self._engine = Engine.take(protocol, host or _own_host(), chosen)
+        self._engine = Engine.take(protocol, host or own_address(), chosen)
         self._sending = self._engine
         self._engines = {self._engine}  # and older engines that still reach a peer
         self.life = secrets.token_hex(16)
@@ -208,16 +207,6 @@ class MooncakeTransport(Backend[_Link, _Description]):
             each.leave()
         Here.lives.discard(self.life)
         self._ways.clear()
-
-
-def _own_host() -> str:
-    """This host's address on its default route, found without sending; 127.0.0.1 without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 if getattr(library, "SUPPORT_CUDA", False):  # false in the wheel named non-cuda

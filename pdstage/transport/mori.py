@@ -26,26 +26,60 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections import deque
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
+import numpy as np
 from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport._backend import Backend, Description, Link, Post
-from pdstage.transport._batches import Batch, batches
+from pdstage.transport._fabric import own_address
 from pdstage.transport.base import Done, PostFailed, Traits, write_description
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from pdstage.plan.spans import Spans
     from pdstage.transport._peer import Target
+    from pdstage.transport.base import Ranges
 
 _io: Any = import_module("mori.io")
 _LOCATIONS = {"cpu": _io.MemoryLocationType.CPU, "cuda": _io.MemoryLocationType.GPU}
+
+
+class Batch(NamedTuple):
+    """Runs from one region into another, at offsets in them, as lists that C++ bindings take."""
+
+    local: Region
+    remote: Region
+    local_offsets: list[int]
+    remote_offsets: list[int]
+    sizes: list[int]
+
+
+def batches(spans: Spans, local: Ranges, remote: Ranges) -> Iterator[Batch]:
+    """`spans` grouped by pair of regions, in order within each pair. Spans that are adjacent on both sides become one
+    run.
+
+    Every span must lie in one region of each side: see `Ranges.find`.
+    """
+    pairs = local.index(spans.src), remote.index(spans.dst)
+    order = np.lexsort(pairs[::-1])  # stable: spans keep their order within a pair
+    i, j, src, dst, nbytes = (column[order] for column in (*pairs, *spans))
+    pair_starts = np.r_[True, (np.diff(i) != 0) | (np.diff(j) != 0)]
+    gaps = (src[1:] != src[:-1] + nbytes[:-1]) | (dst[1:] != dst[:-1] + nbytes[:-1])
+    runs = np.flatnonzero(pair_starts | np.r_[True, gaps])
+    sizes = np.add.reduceat(nbytes, runs)
+    bounds = [*np.flatnonzero(pair_starts[runs]).tolist(), runs.size]
+    for first, last in pairwise(bounds):
+        starts = runs[first:last]
+        ours, theirs = local.regions[i[starts[0]]], remote.regions[j[starts[0]]]
+        src_offsets, dst_offsets = src[starts] - ours.base, dst[starts] - theirs.base
+        yield Batch(ours, theirs, src_offsets.tolist(), dst_offsets.tolist(), sizes[first:last].tolist())
 
 
 class _Description(Description, frozen=True, tag="pdstage.mori.1", array_like=True):
@@ -138,7 +172,7 @@ class MoriTransport(Backend[_Way, _Description]):
         self.life = f"pdstage.{secrets.token_hex(16)}"
         config = _io.RdmaBackendConfig(qp_per_transfer=qp_per_transfer, enable_notification=False)
         try:
-            self._engine: Any = _io.IOEngine(self.life, _io.IOEngineConfig(host=host or _own_address(), port=0))
+            self._engine: Any = _io.IOEngine(self.life, _io.IOEngineConfig(host=host or own_address(), port=0))
             self._engine.create_backend(_io.BackendType.RDMA, config)
         except RuntimeError as error:
             raise _failed("MORI-IO does not start", error, "it needs an RDMA device: see ibv_devices") from error
@@ -279,16 +313,6 @@ def _understood(peer: str, kind: Any, packed: bytes) -> Any:  # noqa: ANN401
         raise PeerError(
             f"MORI-IO does not understand peer {peer!r} ({error})", remedy="install one version of it on both sides"
         ) from error
-
-
-def _own_address() -> str:
-    """This host's address on its default route, found without sending."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 def _failed(what: str, error: Exception, remedy: str = "mori.io.set_log_level('info') logs more") -> TransportError:

@@ -73,13 +73,10 @@ _WITH_NVLINK = "where NVLink joins GPUs, set PYTORCH_CUDA_ALLOC_CONF=expandable_
 
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.nixl.1", array_like=True):
-    agent: Annotated[str, Meta(max_length=64)]
+    life: Annotated[str, Meta(max_length=64)]
+    """The agent's name."""
     metadata: bytes
     identity: Identity
-
-    @property
-    def life(self) -> str:
-        return self.agent
 
     def offered(self, peer: str) -> Ranges:
         """Empty: only NIXL can read the metadata; `_offers` asks it."""
@@ -184,11 +181,11 @@ class NixlTransport(Backend[_Link, _Description]):
         self._memory.unregister(regions)
 
     def _target(self, peer: str, description: _Description) -> Target:
-        return target_of(description.identity, description.agent, self._identity, peer)
+        return target_of(description.identity, description.life, self._identity, peer)
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         self._add_agent(peer, description)
-        self._users[description.agent] += 1
+        self._users[description.life] += 1
         return _Link(peer, description)
 
     def _refresh(self, link: _Link, description: _Description) -> None:
@@ -199,12 +196,12 @@ class NixlTransport(Backend[_Link, _Description]):
     def _offers(self, link: _Link, region: Region) -> bool:
         rows = self._agent.get_xfer_descs([(region.base, region.nbytes, region.device)], MEMORY[region.kind])
         try:
-            return bool(self._agent.check_remote_metadata(link.description.agent, rows))
+            return bool(self._agent.check_remote_metadata(link.description.life, rows))
         except Errors:
             return False
 
     def _write(self, link: _Link, post: Post) -> None:
-        spans, name = post.spans, link.description.agent
+        spans, name = post.spans, link.description.life
         local = descriptors(spans.src, spans.nbytes, post.src)
         remote = descriptors(spans.dst, spans.nbytes, post.dst)
         try:
@@ -235,7 +232,7 @@ class NixlTransport(Backend[_Link, _Description]):
             raise failed("NIXL cannot read its notifications", error) from error
 
     def _detach(self, link: _Link) -> None:
-        self._let_go(link.description.agent)
+        self._let_go(link.description.life)
 
     def proved_dead(self, peer: str) -> bool:
         if not super().proved_dead(peer):
@@ -259,23 +256,23 @@ class NixlTransport(Backend[_Link, _Description]):
         """Loads a peer's metadata, newer over older. Raises `PeerError` if NIXL refuses it or `check_metadata` does."""
         try:
             if self._knows_metadata:
-                check_metadata(description.metadata, description.agent)
+                check_metadata(description.metadata, description.life)
             named = self._agent.add_remote_agent(description.metadata)
             name = named.decode() if isinstance(named, bytes) else named
         except _Unreadable as error:
-            if description.agent not in self._users:
+            if description.life not in self._users:
                 with contextlib.suppress(*Errors):  # a partly loaded agent would block its owner's metadata
-                    self._agent.remove_remote_agent(description.agent)
+                    self._agent.remove_remote_agent(description.life)
             raise PeerError(
                 f"NIXL refuses the metadata of peer {peer!r} ({error})",
                 remedy="bind both nodes to addresses of one network, and install one version of NIXL on both sides",
                 peer=peer,
             ) from error
-        if name != description.agent:
+        if name != description.life:
             if name not in self._users:
                 attempt(self._agent.remove_remote_agent, name)
             raise PeerError(
-                f"peer {peer!r} is {description.agent} but describes {name}", remedy="stop using it", peer=peer
+                f"peer {peer!r} is {description.life} but describes {name}", remedy="stop using it", peer=peer
             )
 
     def _advance(self, ticket: int, state: str) -> None:

@@ -30,7 +30,6 @@
 #include <set>
 #include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
 extern char** environ;
@@ -96,6 +95,10 @@ State& state() {
     return *made;
 }
 
+struct Locked {
+    std::lock_guard<std::recursive_mutex> guard{state().mutex};
+};
+
 long& setting(const string& name) { return state().settings[name]; }
 
 void broke(const string& what) {
@@ -147,7 +150,7 @@ CUresult entered(const char* call, int care) {
 }
 
 #define ENTER(care)                                                   \
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);       \
+    const Locked locked;                                              \
     if (const CUresult refused = entered(__func__, care)) return refused
 
 // Devices and contexts.
@@ -190,6 +193,9 @@ CUctx_st* contexts() {
 }
 
 bool is_device(int ordinal) { return ordinal >= 0 && ordinal < int(visible().size()); }
+
+#define DEVICE(ordinal) \
+    if (!is_device(ordinal)) return CUDA_ERROR_INVALID_DEVICE
 
 int ordinal_of(int physical) {
     for (size_t at = 0; at < visible().size(); at++)
@@ -306,21 +312,19 @@ struct CUevent_st {
 namespace {
 
 struct Work {
-    enum What { COPY, FILL, CALL, RECORD, WAIT } what;
+    enum What { COPY, CALL, RECORD, WAIT } what;
     uintptr_t dst = 0, src = 0;
     size_t nbytes = 0;
     bool is_known[2] = {false, false};
     std::function<void()> call{};
     std::shared_ptr<CUevent_st> event{};
     unsigned long version = 0;
-    bool is_host_call = false;
     double due = 0;
 };
 
 struct Recording {
     CUstreamCaptureMode mode;
     bool is_spoilt = false;
-    std::vector<Work> work{};
 };
 
 }  // namespace
@@ -330,10 +334,6 @@ struct CUstream_st {
     std::deque<Work> work{};
     double end = 0;
     std::unique_ptr<Recording> recording{};
-};
-
-struct CUgraph_st {
-    std::vector<Work> work;
 };
 
 namespace {
@@ -346,6 +346,10 @@ bool is_recorded_globally() {
         if (one->recording && one->recording->mode == CU_STREAM_CAPTURE_MODE_GLOBAL) return true;
     return false;
 }
+
+#define STREAM(handle)                        \
+    CUstream_st* stream = stream_of(handle);  \
+    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE
 
 void spoil_recordings() {
     for (const auto& [_, one] : streams)
@@ -379,9 +383,6 @@ void run(Work& work) {
             }
             if (work.nbytes <= size_t(setting("moves"))) memmove(reinterpret_cast<void*>(work.dst), reinterpret_cast<void*>(work.src), work.nbytes);
             if (Memory* read = of(work.src); read && read->kind <= POOL) setting("n_copies")++, state().copies_of[read->base]++;
-            return;
-        case Work::FILL:
-            memset(reinterpret_cast<void*>(work.dst), int(work.src), work.nbytes);
             return;
         case Work::CALL:
             work.call();
@@ -425,10 +426,7 @@ void drain(CUstream_st& stream) {
 }
 
 void put(CUstream_st& stream, Work work, double us = 0) {
-    if (stream.recording) {
-        stream.recording->work.push_back(std::move(work));
-        return;
-    }
+    if (stream.recording) return;
     if (setting("timed")) {
         if (work.what == Work::WAIT && work.event->due > stream.end) stream.end = work.event->due;
         if (us > 0) stream.end = std::max(now(), stream.end) + us * 1e-6;
@@ -444,8 +442,7 @@ double us_of(size_t nbytes, bool is_kernel = false) {
 }
 
 CUresult copy(uintptr_t dst, uintptr_t src, size_t nbytes, CUstream handle) {
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    STREAM(handle);
     if (nbytes == 0) return CUDA_SUCCESS;
     Work work{Work::COPY, dst, src, nbytes};
     for (const int side : {0, 1}) {
@@ -461,28 +458,6 @@ CUresult copy(uintptr_t dst, uintptr_t src, size_t nbytes, CUstream handle) {
     }
     put(*stream, std::move(work), us_of(nbytes));
     return CUDA_SUCCESS;
-}
-
-// Stream callbacks come from the driver's own thread.
-void call_hosts() {
-    for (;; usleep(500)) {
-        std::lock_guard<std::recursive_mutex> guard(state().mutex);
-        for (CUstream_st* stream : all_streams()) {
-            bool has_calls = false;
-            for (const Work& work : stream->work) has_calls |= work.is_host_call;
-            while (has_calls && step(*stream)) {
-            }
-        }
-    }
-}
-
-void put_host_call(CUstream_st& stream, std::function<void()> call) {
-    static bool started = (std::thread(call_hosts).detach(), true);
-    (void)started;
-    Work work{Work::CALL};
-    work.call = std::move(call);
-    work.is_host_call = true;
-    put(stream, std::move(work));
 }
 
 bool touches(const Work& work, const Memory& memory, bool writes) {
@@ -628,26 +603,13 @@ CUmemGenericAllocationHandle handle_of(Allocation one) {
     return last_handle;
 }
 
-struct Environment {
-    Environment() {
-        const char* said = getenv("CUDA_DOUBLE");
-        for (string rest = said ? said : ""; !rest.empty();) {
-            const auto comma = rest.find(',');
-            const string one = rest.substr(0, comma);
-            const auto equals = one.find('=');
-            if (equals != string::npos) setting(one.substr(0, equals)) = atol(one.c_str() + equals + 1);
-            rest = comma == string::npos ? "" : rest.substr(comma + 1);
-        }
-    }
-} const environment;
-
 }  // namespace
 
 // What tests set and read, and what the double of torch's CUDA puts into streams.
 extern "C" {
 
 long cuda_double_get(const char* name) {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     const string what(name);
     if (what == "n_open") {
         long n = 0;
@@ -678,19 +640,19 @@ long cuda_double_get(const char* name) {
 }
 
 void cuda_double_set(const char* name, long value) {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     setting(name) = value;
 }
 
 // Devices that this process sees from now on, by the machine's numbers: as CUDA_VISIBLE_DEVICES.
 void cuda_double_see(const int* numbers, int n) {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     state().visible.assign(numbers, numbers + n);
 }
 
 // All but memory, streams and events is as at the start.
 void cuda_double_reset() {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     State& all = state();
     all.settings = DEFAULTS;
     all.calls.clear(), all.fails.clear(), all.copies_of.clear(), all.broken.clear(), all.visible.clear();
@@ -712,26 +674,26 @@ long cuda_double_copies_of(uintptr_t base) { return state().copies_of[base]; }
 // The rules that were broken, a line each, until the next call.
 const char* cuda_double_broken() {
     static string said;
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     said = state().broken;
     state().broken.clear();
     return said.c_str();
 }
 
 uintptr_t cuda_double_allocate(size_t nbytes, int ordinal, int kind) {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     return is_device(ordinal) ? allocate(nbytes, visible()[size_t(ordinal)], Kind(kind)) : 0;
 }
 
 int cuda_double_is_allowed(uintptr_t address, int ordinal) {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     Memory* one = of(address);
     return one && one->allowed.count(visible()[size_t(ordinal)]);
 }
 
 // Whether another process has the memory open, or work that waits in a stream touches it.
 int cuda_double_is_used(uintptr_t address) {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     Memory* one = of(address);
     return one && ((one->fd >= 0 && is_open_elsewhere(one->fd)) || is_touched(*one));
 }
@@ -739,20 +701,20 @@ int cuda_double_is_used(uintptr_t address) {
 int cuda_double_has_peer(int ordinal, int peer) { return int(contexts()[ordinal].peers.count(peer)); }
 
 void cuda_double_put(CUstream handle, void (*call)(void*), void* argument) {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     Work work{Work::CALL};
     work.call = [call, argument] { call(argument); };
     put(*stream_of(handle), std::move(work), us_of(0));
 }
 
 void cuda_double_drain(CUstream handle) {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     if (CUstream_st* stream = stream_of(handle)) drain(*stream);
 }
 
 // All work goes, as of a device that has failed.
 void cuda_double_drop_work() {
-    std::lock_guard<std::recursive_mutex> guard(state().mutex);
+    const Locked locked;
     for (CUstream_st* stream : all_streams()) stream->work.clear();
 }
 
@@ -777,8 +739,6 @@ CUresult cuGetErrorString(CUresult error, const char** said) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuGetErrorName(CUresult error, const char** said) { return cuGetErrorString(error, said); }
-
 CUresult cuGetProcAddress(const char* symbol, void** found, int, cuuint64_t, CUdriverProcAddressQueryResult* status) {
     ENTER(FREE);
     for (const char* suffix : {"_v3", "_v2", ""})
@@ -795,21 +755,21 @@ CUresult cuDeviceGetCount(int* n) {
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
     ENTER(FREE);
-    if (!is_device(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
+    DEVICE(ordinal);
     *device = ordinal;
     return CUDA_SUCCESS;
 }
 
 CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
     ENTER(FREE);
-    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    DEVICE(device);
     snprintf(name, size_t(length), "double of a GPU");
     return CUDA_SUCCESS;
 }
 
 CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
     ENTER(FREE);
-    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    DEVICE(device);
     memcpy(uuid->bytes, "double-of-GPU\0\0", 15);
     uuid->bytes[15] = char(visible()[size_t(device)]);
     return CUDA_SUCCESS;
@@ -817,21 +777,21 @@ CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
 
 CUresult cuDeviceGetPCIBusId(char* name, int length, CUdevice device) {
     ENTER(FREE);
-    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    DEVICE(device);
     snprintf(name, size_t(length), "0000:%02x:00.0", 0x10 + visible()[size_t(device)]);
     return CUDA_SUCCESS;
 }
 
 CUresult cuDeviceTotalMem(size_t* nbytes, CUdevice device) {
     ENTER(FREE);
-    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    DEVICE(device);
     *nbytes = size_t(setting("memory"));
     return CUDA_SUCCESS;
 }
 
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute which, CUdevice device) {
     ENTER(FREE);
-    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    DEVICE(device);
     *value = attribute(which, device);
     return CUDA_SUCCESS;
 }
@@ -847,7 +807,7 @@ CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
     ENTER(NEEDS_DEVICE);
-    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    DEVICE(device);
     *context = &contexts()[device];
     (*context)->is_active = true;
     return CUDA_SUCCESS;
@@ -860,7 +820,7 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice) {
 
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
     ENTER(FREE);
-    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    DEVICE(device);
     *flags = 0, *active = contexts()[device].is_active;
     return CUDA_SUCCESS;
 }
@@ -906,6 +866,7 @@ CUresult cuCtxGetFlags(unsigned* flags) {
     return CUDA_SUCCESS;
 }
 
+// UCX asks cuGetProcAddress for it.
 CUresult cuCtxSetFlags(unsigned) {
     ENTER(NEEDS_CONTEXT);
     return CUDA_SUCCESS;
@@ -946,23 +907,10 @@ CUresult cuFlushGPUDirectRDMAWrites(CUflushGPUDirectRDMAWritesTarget target, CUf
 
 // Memory.
 
-CUresult cuMemGetInfo(size_t* left, size_t* all) {
-    ENTER(NEEDS_CONTEXT);
-    *all = size_t(setting("memory"));
-    *left = *all - std::min(*all, n_used());
-    return CUDA_SUCCESS;
-}
-
 CUresult cuMemAlloc(CUdeviceptr* address, size_t nbytes) {
     ENTER(UNSAFE | NEEDS_CONTEXT | NEEDS_DEVICE);
     *address = allocate(nbytes, visible()[size_t(bound->ordinal)], MALLOC);
     return *address ? CUDA_SUCCESS : nbytes ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
-}
-
-CUresult cuMemAllocManaged(CUdeviceptr* address, size_t nbytes, unsigned) {
-    ENTER(UNSAFE | NEEDS_CONTEXT | NEEDS_DEVICE);
-    *address = allocate(nbytes, visible()[size_t(bound->ordinal)], MANAGED);
-    return *address ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult cuMemFree(CUdeviceptr address) {
@@ -982,17 +930,6 @@ CUresult cuMemHostAlloc(void** address, size_t nbytes, unsigned) {
     ENTER(UNSAFE | NEEDS_CONTEXT | NEEDS_DEVICE);
     *address = reinterpret_cast<void*>(allocate(nbytes, visible()[size_t(bound->ordinal)], PINNED));
     return *address ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
-
-CUresult cuMemAllocHost(void** address, size_t nbytes) { return cuMemHostAlloc(address, nbytes, 0); }
-
-CUresult cuMemFreeHost(void* address) {
-    ENTER(UNSAFE);
-    const auto found = memories.find(uintptr_t(address));
-    if (found == memories.end() || found->second.kind != PINNED) return CUDA_ERROR_INVALID_VALUE;
-    unmap_file(found->second);
-    memories.erase(found);
-    return CUDA_SUCCESS;
 }
 
 CUresult cuMemHostRegister(void* address, size_t nbytes, unsigned) {
@@ -1277,13 +1214,6 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDes
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemPoolDestroy(CUmemoryPool) { return CUDA_ERROR_NOT_SUPPORTED; }
-CUresult cuMemPoolExportPointer(CUmemPoolPtrExportData*, CUdeviceptr) { return CUDA_ERROR_NOT_SUPPORTED; }
-CUresult cuMemPoolExportToShareableHandle(void*, CUmemoryPool, CUmemAllocationHandleType, unsigned long long) { return CUDA_ERROR_NOT_SUPPORTED; }
-CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool*, void*, CUmemAllocationHandleType, unsigned long long) { return CUDA_ERROR_NOT_SUPPORTED; }
-CUresult cuMemPoolImportPointer(CUdeviceptr*, CUmemoryPool, CUmemPoolPtrExportData*) { return CUDA_ERROR_NOT_SUPPORTED; }
-CUresult cuMemPoolSetAccess(CUmemoryPool, const CUmemAccessDesc*, size_t) { return CUDA_ERROR_NOT_SUPPORTED; }
-
 // Streams.
 
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int) {
@@ -1315,28 +1245,9 @@ CUresult cuStreamDestroy(CUstream handle) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
-    ENTER(FREE);
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    *context = stream->context;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuStreamQuery(CUstream handle) {
-    ENTER(UNSAFE | NEEDS_DEVICE);
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    const bool was = stream->work.empty();
-    while (step(*stream)) {
-    }
-    return was || (setting("timed") && stream->work.empty()) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
-}
-
 CUresult cuStreamSynchronize(CUstream handle) {
     ENTER(UNSAFE | NEEDS_DEVICE);
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    STREAM(handle);
     drain(*stream);
     return CUDA_SUCCESS;
 }
@@ -1349,22 +1260,6 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned) {
     Work work{Work::WAIT};
     work.event = found->second, work.version = found->second->recorded;
     put(*stream, std::move(work));
-    return CUDA_SUCCESS;
-}
-
-CUresult cuStreamAddCallback(CUstream handle, CUstreamCallback callback, void* argument, unsigned) {
-    ENTER(NEEDS_DEVICE);
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    put_host_call(*stream, [=] { callback(handle, CUDA_SUCCESS, argument); });
-    return CUDA_SUCCESS;
-}
-
-CUresult cuLaunchHostFunc(CUstream handle, CUhostFn call, void* argument) {
-    ENTER(NEEDS_DEVICE);
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    put_host_call(*stream, [=] { call(argument); });
     return CUDA_SUCCESS;
 }
 
@@ -1423,12 +1318,6 @@ CUresult cuEventSynchronize(CUevent event) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuEventElapsedTime(float* ms, CUevent first, CUevent second) {
-    ENTER(FREE);
-    *ms = float(1e3 * (second->due - first->due));
-    return CUDA_SUCCESS;
-}
-
 // Copies.
 
 CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUstream stream) {
@@ -1439,11 +1328,6 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUstream
 CUresult cuMemcpyHtoDAsync(CUdeviceptr dst, const void* src, size_t nbytes, CUstream stream) {
     ENTER(NEEDS_DEVICE | NEEDS_CONTEXT);
     return copy(dst, uintptr_t(src), nbytes, stream);
-}
-
-CUresult cuMemcpyDtoHAsync(void* dst, CUdeviceptr src, size_t nbytes, CUstream stream) {
-    ENTER(NEEDS_DEVICE | NEEDS_CONTEXT);
-    return copy(uintptr_t(dst), src, nbytes, stream);
 }
 
 CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUstream stream) {
@@ -1465,19 +1349,6 @@ CUresult cuMemcpyHtoD(CUdeviceptr dst, const void* src, size_t nbytes) {
 CUresult cuMemcpyDtoH(void* dst, CUdeviceptr src, size_t nbytes) {
     ENTER(UNSAFE | NEEDS_DEVICE | NEEDS_CONTEXT);
     return copy_now(uintptr_t(dst), src, nbytes);
-}
-
-CUresult cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t nbytes) {
-    ENTER(UNSAFE | NEEDS_DEVICE | NEEDS_CONTEXT);
-    return copy_now(dst, src, nbytes);
-}
-
-CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t nbytes, CUstream handle) {
-    ENTER(NEEDS_DEVICE | NEEDS_CONTEXT);
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr || !of(dst, nbytes)) return CUDA_ERROR_INVALID_VALUE;
-    put(*stream, Work{Work::FILL, dst, value, nbytes}, us_of(nbytes));
-    return CUDA_SUCCESS;
 }
 
 // In no order, and with a NULL stream not at all. CUDA 12.8 had it under this name with one argument more.
@@ -1518,12 +1389,6 @@ CUresult cuModuleLoadData(CUmodule* module, const void* image) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuModuleUnload(CUmodule module) {
-    ENTER(UNSAFE);
-    delete module;
-    return CUDA_SUCCESS;
-}
-
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
     ENTER(NEEDS_DEVICE | NEEDS_CONTEXT);
     if (strcmp(name, "pdstage_copy")) return CUDA_ERROR_NOT_FOUND;
@@ -1538,8 +1403,7 @@ CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) {
 
 CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned, CUstream handle, void** params, void**) {
     ENTER(NEEDS_DEVICE | NEEDS_CONTEXT);
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    STREAM(handle);
     CUmod_st* module = function->module;
     if (module->context != stream->context || bound != stream->context) {
         broke("a kernel is launched in a stream of another device");
@@ -1557,7 +1421,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned, unsigned, 
     return CUDA_SUCCESS;
 }
 
-// Graphs.
+// Recordings, of which nothing is kept.
 
 CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode asked) {
     ENTER(NEEDS_DEVICE);
@@ -1569,8 +1433,7 @@ CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode asked) {
 
 CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
     ENTER(FREE);
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    STREAM(handle);
     *status = stream->recording ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
     return CUDA_SUCCESS;
 }
@@ -1581,29 +1444,8 @@ CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
     if (stream == nullptr || !stream->recording) return CUDA_ERROR_ILLEGAL_STATE;
     const auto recording = std::move(stream->recording);
     if (recording->is_spoilt) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-    *graph = new CUgraph_st{recording->work};
+    *graph = nullptr;
     return CUDA_SUCCESS;
 }
-
-CUresult cuGraphInstantiate(CUgraphExec* made, CUgraph graph, unsigned long long) {
-    ENTER(NEEDS_DEVICE);
-    *made = reinterpret_cast<CUgraphExec>(new CUgraph_st(*graph));
-    return CUDA_SUCCESS;
-}
-
-CUresult cuGraphLaunch(CUgraphExec graph, CUstream handle) {
-    ENTER(NEEDS_DEVICE);
-    CUstream_st* stream = stream_of(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    for (const Work& work : reinterpret_cast<CUgraph>(graph)->work) put(*stream, work, us_of(work.nbytes));
-    return CUDA_SUCCESS;
-}
-
-CUresult cuGraphDestroy(CUgraph graph) {
-    delete graph;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuGraphExecDestroy(CUgraphExec graph) { return cuGraphDestroy(reinterpret_cast<CUgraph>(graph)); }
 
 }  // extern "C"

@@ -204,7 +204,7 @@ def run_description(data: bytes) -> None:
         assert len(str(error)) < 1 << 20
     else:
         target = ends.victim.links["peer"].description
-        assert target.inbox == ends.honest._inbox.name, "connected to a transport that it was not told of"
+        assert target.life == ends.honest._inbox.name, "connected to a transport that it was not told of"
     finally:
         ends.victim.disconnect("peer")
     assert ends.memory.tobytes() == before

@@ -84,6 +84,6 @@ MUTANTS = [
         "NixlTransport._end",
         "settled=False",
         "settled=True",
-        "tests/transport/test_nixl.py::test_no_failed_write_is_settled",
+        "tests/transport/test_nixl.py::test_the_agent_of_a_dead_peer_goes_with_its_last_post",
     ),
 ]

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from transport.endpoint import Endpoint, Log, Remote, Saying
+from transport.endpoint import Endpoint, Log, Remote, Saying, meet
 
 from pdstage import environment
 from pdstage.transport import available
@@ -78,8 +78,7 @@ class Pair:
         self.log = Log(a, b)
 
     def connect(self) -> Pair:
-        self.a.connect("b", self.b.describe())
-        self.a.prepare("b", [self.b.region()])
+        meet(self.a, self.b)
         return self
 
     def post(self, spans: object, tag: bytes) -> int:

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from unittest import mock
 
+import msgspec
 import numpy as np
 
 from pdstage import shared
 from pdstage.errors import PdstageError
 from pdstage.layout import Region
 from pdstage.transport import Done, Inbound, PostFailed, Spans, open_transport
+from pdstage.transport.base import read_description, write_description
 from tests import descriptors, processes, wiretap
 
 if TYPE_CHECKING:
@@ -79,20 +81,11 @@ class Endpoint:
         self.transport.register([region])
         return region
 
-    def register(self, regions: list[Region]) -> None:
-        self.transport.register(regions)
-
-    def unregister(self, regions: list[Region]) -> None:
-        self.transport.unregister(regions)
-
-    def describe(self) -> bytes:
-        return self.transport.describe()
-
-    def connect(self, peer: str, description: bytes) -> None:
-        self.transport.connect(peer, description)
-
-    def prepare(self, peer: str, regions: list[Region]) -> None:
-        self.transport.prepare(peer, regions)
+    def __getattr__(self, verb: str) -> object:
+        """The transport's other verbs."""
+        if verb.startswith("__") or verb == "transport":
+            raise AttributeError(verb)
+        return getattr(self.transport, verb)
 
     def post(self, peer: str, spans: object, tag: bytes) -> int:
         """`spans`: rows of (offset here, address there, nbytes)."""
@@ -121,9 +114,6 @@ class Endpoint:
                 return i
         return n_posts
 
-    def poll(self) -> list[object]:
-        return self.transport.poll()
-
     def poll_and_read(self, offset: int, nbytes: int) -> tuple[list[object], bytes]:
         """Events, and the memory as it is at the very moment that the first tag is seen."""
         events = self.transport.poll()
@@ -139,9 +129,6 @@ class Endpoint:
             waiter.register(fd, select.POLLIN)
         return bool(waiter.poll(timeout_s * 1e3))
 
-    def n_filenos(self) -> int:
-        return len(self.transport.filenos())
-
     def fill(self, offset: int, data: bytes) -> None:
         self.memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
@@ -150,18 +137,6 @@ class Endpoint:
 
     def read_more(self, nbytes: int) -> bytes:
         return self.more[-1][:nbytes].tobytes()
-
-    def disconnect(self, peer: str) -> None:
-        self.transport.disconnect(peer)
-
-    def identify(self, peer: str, description: bytes) -> None:
-        self.transport.identify(peer, description)
-
-    def forget(self, peer: str) -> None:
-        self.transport.forget(peer)
-
-    def proved_dead(self, peer: str) -> bool:
-        return self.transport.proved_dead(peer)
 
     def close(self) -> None:
         self.transport.close()
@@ -172,9 +147,6 @@ class Endpoint:
     def give_up(self) -> None:
         for memory in (self.memory, *self.more):
             self.gpu.give_up(memory.ctypes.data)
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def n_agents(self) -> int:
         """Remote agents that a NIXL transport has not let go of."""
@@ -216,9 +188,6 @@ class Endpoint:
             return None
         ctypes.memmove(mapped.address, data, len(data))
         return self.transport.notify(peer, tag)
-
-    def traits(self, peer: str) -> object:
-        return self.transport.traits_of(peer)
 
     def notifies(self) -> bool:
         return self.transport.traits.notifies
@@ -298,7 +267,7 @@ class Remote:
         with mock.patch.dict(os.environ, environment or {}):
             self._process.start()
         theirs.close()
-        self._region: Region = self._answer()
+        self._region: Region = self.finish()
 
     def region(self) -> Region:
         return self._region
@@ -323,9 +292,6 @@ class Remote:
     def has_answered(self, timeout_s: float = 0.0) -> bool:
         return self._pipe.poll(timeout_s)
 
-    def finish(self) -> object:
-        return self._answer()
-
     def peek(self, offset: int, nbytes: int) -> bytes:
         """Its memory as it is, even while it is stopped."""
         with Path(f"/proc/{self._process.pid}/mem").open("rb", buffering=0) as memory:
@@ -333,9 +299,9 @@ class Remote:
 
     def _ask(self, verb: str, *args: object) -> object:
         self._pipe.send((verb, args))
-        return self._answer()
+        return self.finish()
 
-    def _answer(self) -> object:
+    def finish(self) -> object:
         assert self._pipe.poll(DEADLINE_S), "the other process does not answer"
         ok, result = self._pipe.recv()
         if not ok:
@@ -357,6 +323,31 @@ class Remote:
         self._process.join(DEADLINE_S)
         if self._process.is_alive():
             self.kill()
+
+
+def meet(a: object, b: object, peer: str = "b") -> None:
+    """`a` may write all of the memory of `b`."""
+    a.connect(peer, b.describe())
+    a.prepare(peer, [b.region()])
+
+
+def described(end: object, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """What an endpoint says of itself, read as a description of that class."""
+    return read_description("it", end.describe(), kind, None)
+
+
+def altered(end: object, kind: type[msgspec.Struct], **changes: object) -> bytes:
+    return write_description(msgspec.structs.replace(described(end, kind), **changes))
+
+
+def delivers(a: object, b: object, data: bytes = b"data", tag: bytes = b"tag") -> Done:
+    """Writes `data` to "b", and waits until both know it."""
+    log = Log(a, b)
+    a.fill(0, data)
+    ticket = a.post("b", [(0, b.base, len(data))], tag)
+    log.until(lambda: ticket in log.done(a) and (not tag or tag in log.tags(b)))
+    assert b.read(0, len(data)) == data
+    return next(event for event in log.ended(a) if event.ticket == ticket)
 
 
 class Saying:

@@ -15,14 +15,14 @@ import importlib.util
 import sys
 import types
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from unittest import mock
 
 import msgspec
 
-import pdstage.transport._batches
+import pdstage.transport
 
 SEND_QUEUE_DEPTH = 4096
 
@@ -41,14 +41,7 @@ def exact(kind: type, **values: object) -> None:
         rule(type(value) is kind, f"{name} is {value!r}, not of type {kind.__name__}")
 
 
-class StatusCode(enum.Enum):
-    SUCCESS = 0
-    INIT = 1
-    IN_PROGRESS = 2
-    ERR_INVALID_ARGS = 11
-    ERR_RDMA_OP = 13
-
-
+StatusCode = enum.Enum("StatusCode", {"SUCCESS": 0, "IN_PROGRESS": 2, "ERR_RDMA_OP": 13})
 BackendType = enum.Enum("BackendType", ["Unknown", "XGMI", "RDMA", "TCP"])
 MemoryLocationType = enum.Enum("MemoryLocationType", ["Unknown", "CPU", "GPU"])
 
@@ -81,26 +74,17 @@ class MemoryDesc(_Packed, frozen=True):
     loc: MemoryLocationType
 
 
-@dataclass
 class IOEngineConfig:
-    host: str = ""
-    port: int = 0
-
-    def __post_init__(self) -> None:
-        exact(str, host=self.host)
-        exact(int, port=self.port)
+    def __init__(self, host: str = "", port: int = 0) -> None:
+        exact(str, host=host)
+        exact(int, port=port)
+        self.host, self.port = host, port
 
 
-@dataclass
 class RdmaBackendConfig:
-    qp_per_transfer: int = 1
-    post_batch_size: int = -1
-    num_worker_threads: int = -1
-    enable_notification: bool = True
-
-    def __post_init__(self) -> None:
-        exact(int, qp=self.qp_per_transfer, batch=self.post_batch_size, workers=self.num_worker_threads)
-        exact(bool, enable_notification=self.enable_notification)
+    def __init__(self, qp_per_transfer: int = 1, *, enable_notification: bool = True) -> None:
+        exact(int, qp=qp_per_transfer)
+        exact(bool, enable_notification=enable_notification)
 
 
 class TransferStatus:
@@ -114,10 +98,7 @@ class TransferStatus:
         self._fabric.step()
         return self.code
 
-    def InProgress(self) -> bool:  # noqa: N802  (MORI's names)
-        return self._now() is StatusCode.IN_PROGRESS
-
-    def Succeeded(self) -> bool:  # noqa: N802
+    def Succeeded(self) -> bool:  # noqa: N802  (MORI's names)
         return self._now() is StatusCode.SUCCESS
 
     def Failed(self) -> bool:  # noqa: N802
@@ -135,12 +116,8 @@ class _Transfer:
     initiator: IOEngine
     target: IOEngine
     runs: list[tuple[int, int, int]]
-    memories: tuple[MemoryDesc, MemoryDesc]
     status: weakref.ref[TransferStatus]
-    n_descriptors: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.n_descriptors = len(self.runs)
+    n_descriptors: int
 
 
 class Fabric:
@@ -212,9 +189,7 @@ class IOEngineSession:
         if in_flight > SEND_QUEUE_DEPTH:
             status.code, status.message = StatusCode.ERR_RDMA_OP, "SQ full"
         else:
-            fabric.transfers.append(
-                _Transfer(engine, self._target, runs, (self._local, self._remote), weakref.ref(status))
-            )
+            fabric.transfers.append(_Transfer(engine, self._target, runs, weakref.ref(status), len(runs)))
         return status
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote
+from transport.endpoint import Endpoint, Log, Remote, altered, delivers, described, meet
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport import open_transport
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._device import Views
-from pdstage.transport.base import Done, Figures, read_description, write_description
+from pdstage.transport.base import Done, Figures
 from pdstage.transport.local import LocalTransport, _Description
 from tests import descriptors
 
@@ -32,79 +30,70 @@ class Far(LocalTransport):
         return Views()  # no device is looked for
 
 
-def auto() -> AutoTransport:
-    return AutoTransport([Near(), Far()])
+class End(Endpoint):
+    """Over an auto of those two."""
 
-
-def end(transport: object) -> Endpoint:
-    endpoint = Endpoint.__new__(Endpoint)
-    endpoint.own(transport, np.zeros(NBYTES, np.uint8))
-    return endpoint
+    def __init__(self) -> None:
+        self.own(AutoTransport([Near(), Far()]), self.allocate())
 
 
 @pytest.fixture
 def ends() -> object:
-    a, b = end(auto()), end(auto())
+    a, b = End(), End()
     yield a, b
     a.close()
     b.close()
 
 
-def elsewhere(offers: dict[str, bytes], name: str) -> dict[str, bytes]:
-    """The same offers, but transport `name` lives on another host."""
-    told = read_description("b", offers[name], _Description, LocalTransport.traits)
-    moved = msgspec.structs.replace(
-        told, inbox="pdstage.moon", identity=msgspec.structs.replace(told.identity, boot_id="moon")
-    )
-    return offers | {name: write_description(moved)}
+def elsewhere(b: Endpoint, *names: str) -> dict[str, bytes]:
+    """What `b` offers, but its transports of these names live on another host."""
+    moved = {}
+    for name in names:
+        way = b.transport._ways[name]
+        identity = msgspec.structs.replace(described(way, _Description).identity, boot_id="moon")
+        moved[name] = altered(way, _Description, life="pdstage.moon", identity=identity)
+    return b.offers() | moved
 
 
 def connect(a: Endpoint, b: Endpoint, offers: dict[str, bytes]) -> None:
-    a.connect("b", a.transport.described(offers))
+    a.connect("b", a.described(offers))
     a.prepare("b", [b.region()])
-
-
-def delivers(a: Endpoint, b: Endpoint, tag: bytes) -> None:
-    log = Log(a, b)
-    ticket = a.post("b", [(0, b.base, 8)], tag)
-    log.until(lambda: log.done(a) == [ticket] and log.tags(b) == [tag])
 
 
 def test_the_most_preferred_that_both_have_and_that_gets_there(ends):
     a, b = ends
-    offers = b.transport.offers()
+    offers = b.offers()
     for told, over in (
         (offers, "near"),
         (dict(reversed(offers.items())), "near"),
         ({"far": offers["far"]}, "far"),
-        (elsewhere(offers, "near"), "far"),
+        (elsewhere(b, "near"), "far"),
         (offers, "near"),
     ):
         a.disconnect("b")
         connect(a, b, told)
-        assert a.traits("b").name == over
-        delivers(a, b, over.encode())
+        assert a.traits_of("b").name == over
+        delivers(a, b)
 
 
 def test_a_peer_in_reach_of_none_is_refused_with_what_each_says(ends):
     a, b = ends
-    offers = elsewhere(elsewhere(b.transport.offers(), "near"), "far")
-    for verb in (a.transport.connect, a.transport.identify):
+    for verb in (a.connect, a.identify):
         with pytest.raises(PeerError, match=r"another host.*another host"):
-            verb("b", a.transport.described(offers))
+            verb("b", a.described(elsewhere(b, "near", "far")))
         with pytest.raises(PeerError, match="no transport in common"):
-            verb("b", a.transport.described({"pigeon": b"coo"}))
+            verb("b", a.described({"pigeon": b"coo"}))
 
 
 def test_a_peer_that_moved_out_of_reach_is_reached_by_the_other(ends):
     a, b = ends
-    connect(a, b, b.transport.offers())
-    connect(a, b, elsewhere(b.transport.offers(), "near"))
-    assert a.traits("b").name == "far"
-    delivers(a, b, b"moved")
-    connect(a, b, b.transport.offers())
-    assert a.traits("b").name == "far"  # a life stays where it is
-    delivers(a, b, b"stays")
+    connect(a, b, b.offers())
+    connect(a, b, elsewhere(b, "near"))
+    assert a.traits_of("b").name == "far"
+    delivers(a, b)
+    connect(a, b, b.offers())
+    assert a.traits_of("b").name == "far"  # a life stays where it is
+    delivers(a, b)
 
 
 @pytest.mark.parametrize("whose", ["own", "the peer's"])
@@ -114,8 +103,8 @@ def test_memory_of_a_kind_that_it_does_not_move_goes_to_the_other(ends, whose):
     (a if whose == "own" else b).register([device])
     a.connect("b", b.describe())
     a.prepare("b", [b.region(), *([device] if whose != "own" else [])])
-    assert a.traits("b").name == "far"
-    delivers(a, b, b"far")
+    assert a.traits_of("b").name == "far"
+    delivers(a, b)
     a.unregister([device]) if whose == "own" else b.unregister([device])
 
 
@@ -126,9 +115,9 @@ def test_what_no_transport_moves_is_refused(ends):
     a.connect("b", b.describe())
     with pytest.raises(PeerError, match="not registered"):
         a.prepare("b", [Region(b.base + 64, 1 << 40)])
-    assert a.traits("b").name == "near"
+    assert a.traits_of("b").name == "near"
     a.prepare("b", [b.region()])
-    delivers(a, b, b"unharmed")
+    delivers(a, b)
 
 
 def test_nothing_is_registered_if_one_of_them_cannot(ends):
@@ -151,21 +140,20 @@ def test_traits_are_of_the_peer_and_the_weakest_where_its_way_is_not_known(ends)
     weakest = a.transport.traits
     assert (weakest.fences, weakest.max_descriptors, weakest.post_blocks) == (False, 7, True)
     assert weakest.kinds == {"cpu", "cuda"}
-    assert a.traits("nobody") == weakest
-    connect(a, b, b.transport.offers())
-    assert a.traits("b") == Near.traits
+    assert a.traits_of("nobody") == weakest
+    meet(a, b)
+    assert a.traits_of("b") == Near.traits
     a.disconnect("b")
-    assert a.traits("b") == Near.traits  # the driver asks whether the disconnect was a fence
+    assert a.traits_of("b") == Near.traits  # the driver asks whether the disconnect was a fence
     a.forget("b")
-    a.transport.identify("b", b.describe())
-    assert a.traits("b") == replace(weakest, name="near+far")  # it may write by either
-    assert not a.traits("b").fences
+    a.identify("b", b.describe())
+    assert a.traits_of("b") == replace(weakest, name="near+far")  # it may write by either
 
 
 def test_tickets_of_different_ways_are_different(ends):
     a, b = ends
-    a.connect("n", a.transport.described({"near": b.transport.offers()["near"]}))
-    a.connect("f", a.transport.described({"far": b.transport.offers()["far"]}))
+    for name, offer in b.offers().items():
+        a.connect(name[0], a.described({name: offer}))
     log, tickets = Log(a, b), []
     for i in range(6):
         a.prepare(peer := "nf"[i % 2], [b.region()])
@@ -177,9 +165,8 @@ def test_tickets_of_different_ways_are_different(ends):
 
 def test_ranks_of_one_host_use_local_and_death_is_proved_by_each_that_may_have_written():
     a, b = Endpoint("auto"), Remote("auto")
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
-    assert a.traits("b").name == "local"
+    meet(a, b)
+    assert a.traits_of("b").name == "local"
     a.identify("b", b.describe())
     assert not a.proved_dead("b")
     b.kill()
@@ -230,18 +217,8 @@ def test_a_peer_that_none_may_write_leaves_nothing_once_it_is_forgotten(second):
     b.kill()
 
 
-def test_closed_twice_and_open_ones_of_the_same_name_apart():
-    first, second = open_transport("auto"), open_transport("auto")
-    first.close()
-    first.close()
-    assert second.describe()
-    second.close()
-
-
 def test_what_a_way_measured_of_a_post_comes_through(monkeypatch):
-    way = LocalTransport()
-    monkeypatch.setattr(way, "poll", lambda: [Done(7, Figures(1, 4096, 1e-6, 2e-6))])
-    auto = AutoTransport([way])
-    (done,) = auto.poll()
-    assert done.figures == Figures(1, 4096, 1e-6, 2e-6)
-    auto.close()
+    way, figures = LocalTransport(), Figures(1, 4096, 1e-6, 2e-6)
+    monkeypatch.setattr(way, "poll", lambda: [Done(7, figures)])
+    with AutoTransport([way]) as auto:
+        assert [event.figures for event in auto.poll()] == [figures]

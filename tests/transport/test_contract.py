@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from transport.conftest import VARIANTS
-from transport.endpoint import DEADLINE_S, NBYTES, Endpoint, Log, Remote, Saying
+from transport.endpoint import DEADLINE_S, NBYTES, Endpoint, Log, Remote, Saying, meet
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport import Done, Inbound, PostFailed, Spans, available
+from pdstage.transport import Done, PostFailed, Spans, available
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
@@ -44,7 +44,7 @@ def test_tag_comes_after_all_of_its_bytes(linked):
 
 @pytest.mark.parametrize("n", [2, 1025, 5000])
 def test_many_spans_unsorted_and_adjacent(linked, n):
-    n = min(n, linked.a.traits("b").max_descriptors)
+    n = min(n, linked.a.traits_of("b").max_descriptors)
     rng = np.random.default_rng(n)
     nbytes = rng.integers(1, 900, n)
     nbytes[rng.random(n) < 0.3] = 256
@@ -82,17 +82,14 @@ def test_empty_tag_says_nothing_at_the_peer(linked):
 
 def test_posts_to_a_peer_that_does_not_poll_neither_block_nor_lose_a_tag(linked):
     tags = [b"%d" % i + bytes(i % 7 * 1000) for i in range(400)]
-    tickets = [linked.post([(0, 0, 64)], tag) for tag in tags]
-    linked.log.until(
-        lambda: len(linked.log.tags(linked.b)) == len(tags) and len(linked.log.ended(linked.a)) == len(tags)
-    )
+    tickets, log = [linked.post([(0, 0, 64)], tag) for tag in tags], linked.log
+    log.until(lambda: len(log.tags(linked.b)) == len(tags) == len(log.ended(linked.a)))
     assert sorted(linked.log.tags(linked.b)) == sorted(tags)
     assert sorted(linked.log.done(linked.a)) == sorted(tickets)
 
 
 def test_both_ways_at_once(linked):
-    linked.b.connect("a", linked.a.describe())
-    linked.b.prepare("a", [linked.a.region()])
+    meet(linked.b, linked.a, "a")
     half = NBYTES // 2
     linked.a.fill(0, one := noise(half, 1))
     linked.b.fill(half, other := noise(half, 2))
@@ -147,7 +144,7 @@ def test_malformed_spans_are_refused(linked):
 
 
 def test_more_spans_than_the_trait_says_are_refused(linked):
-    n = linked.a.traits("b").max_descriptors + 1
+    n = linked.a.traits_of("b").max_descriptors + 1
     full = [np.full(n, value, np.int64) for value in (linked.a.region().base, linked.b.base, 1)]
     with pytest.raises(UsageError, match="split"):
         linked.a.post_raw("b", Spans(*full), b"tag")
@@ -177,8 +174,7 @@ def test_connecting_twice_changes_nothing(linked):
 
 
 def test_two_labels_for_one_peer(linked):
-    linked.a.connect("other", linked.b.describe())
-    linked.a.prepare("other", [linked.b.region()])
+    meet(linked.a, linked.b, "other")
     linked.a.disconnect("b")
     linked.a.post("other", [(0, linked.b.base, 64)], b"by another name")
     linked.log.until(lambda: linked.log.tags(linked.b) == [b"by another name"])
@@ -238,14 +234,9 @@ def test_unregistered_memory_is_not_read(linked):
 def test_registration_again_overlap_and_kind(pair):
     region = pair.a.region()
     pair.a.register([region])
-    for bad in (
-        Region(region.base + 64, 64),
-        Region(region.base - 1, 2),
-        Region(0, 64),
-        Region(region.base + NBYTES, 0),
-    ):
+    for base, nbytes in ((region.base + 64, 64), (region.base - 1, 2), (0, 64), (region.base + NBYTES, 0)):
         with pytest.raises(UsageError):
-            pair.a.register([bad])
+            pair.a.register([Region(base, nbytes)])
     with pytest.raises(UsageError, match="kind"):
         pair.a.register([Region(1 << 40, 64, "floppy")])
     pair.connect().deliver(b"unharmed")
@@ -273,7 +264,7 @@ def test_close_is_final_and_may_be_repeated(linked):
     linked.a.close()
     linked.a.close()
     assert linked.a.poll() == []
-    assert linked.a.n_filenos() == 0
+    assert not linked.a.filenos()
     for verb in (
         lambda: linked.post([(0, 0, 8)], b""),
         linked.a.describe,
@@ -287,13 +278,13 @@ def test_close_is_final_and_may_be_repeated(linked):
 
 
 def test_filenos_tell_when_to_poll(linked):
-    if not linked.b.n_filenos():
+    if not linked.b.filenos():
         pytest.skip("this transport must be asked")
     linked.log.poll()
     assert not linked.b.readable(0)
     assert not linked.a.readable(0)
     linked.post([(0, 0, 8)], b"tag")
-    if not linked.a.n_filenos():
+    if not linked.a.filenos():
         pytest.skip("this transport must be asked while a post is under way")
     assert linked.b.readable(DEADLINE_S)
     assert linked.a.readable(DEADLINE_S)
@@ -365,8 +356,7 @@ def test_nothing_of_a_writer_that_is_proved_dead_lands_any_more(mortal):
     """I2: what a killed process wrote waits in sockets and lands while we poll: until then nothing is proved."""
     a, b = mortal.a, mortal.b
     a.identify("b", b.describe())
-    b.connect("a", a.describe())
-    b.prepare("a", [a.region()])
+    meet(b, a, "a")
     b.fill(0, noise(NBYTES))
     b.post("a", [(0, a.base, 8)], b"connected")
     log = Log(a, b)
@@ -496,15 +486,9 @@ def test_the_same_process_may_hold_many_transports(name):
     for i, end in enumerate(ends):
         for j, other in enumerate(ends):
             if i != j:
-                end.connect(str(j), other.describe())
-                end.prepare(str(j), [other.region()])
+                meet(end, other, str(j))
                 end.post(str(j), [(0, other.base + i * 64, 64)], b"%d>%d" % (i, j))
     log.until(lambda: all(len(log.tags(end)) == 2 == len(log.done(end)) for end in ends))
     for j, end in enumerate(ends):
         assert sorted(log.tags(end)) == sorted(b"%d>%d" % (i, j) for i in range(3) if i != j)
         end.close()
-
-
-def test_events_are_values():
-    assert Inbound(b"x") == Inbound(b"x") != Inbound(b"y")
-    assert Done(1) != Done(2)

@@ -6,59 +6,16 @@ about rooms in tests/manager/test_failures.py.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transport.conftest import VARIANTS
 
 from pdstage.errors import PeerError, TransportError
-from pdstage.transport import Done, PostFailed, available
+from pdstage.transport import Done, PostFailed
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY = {"nixl": "nixl", "mooncake": "mooncake"}
-"""The package whose absence a transport must explain; the others need none."""
-BROKEN = {  # what makes a transport's library fail at its start, and what its error names
-    "nixl": (
-        {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "nowhere"},
-        r"NIXL does not start: nixlBackendError\(NIXL_ERR_",
-    ),
-}
-
-
-def run(code: str, **environment: str) -> str:
-    """What a fresh Python prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
-    )
-    return done.stdout
-
-
-REFUSED = """
-from pdstage.errors import {error}
-from pdstage.transport import open_transport
-try:
-    open_transport({name!r})
-except {error} as error:
-    print("SAID", error)
-"""
-
-
-@pytest.mark.parametrize("name", [name for name in LIBRARY if name in available()])
-def test_a_missing_library(name):
-    """Row: library missing."""
-    said = run(f"import sys; sys.modules[{LIBRARY[name]!r}] = None\n" + REFUSED.format(name=name, error="UsageError"))
-    assert re.search(rf'SAID transport {name!r} does not import here: .*; pip install "pdstage\[{name}\]"', said), said
-
-
-@pytest.mark.parametrize("name", [name for name in BROKEN if not available().get(name, "unknown")])
-def test_a_library_that_fails(name):
-    """Row: library error."""
-    environment, names = BROKEN[name]
-    assert re.search(f"SAID {names}", run(REFUSED.format(name=name, error="TransportError"), **environment))
 
 
 def test_a_region_that_the_peer_deregistered(linked):

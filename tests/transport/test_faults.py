@@ -6,36 +6,25 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from transport.endpoint import NBYTES, Endpoint, meet
 
 from pdstage import Config, State, TransportError, UsageError
-from pdstage.layout import Region
-from pdstage.plan.spans import Spans
 from pdstage.transport import Done, Inbound, PostFailed, _faults, open_from_config
 from tests.manager.conftest import site  # noqa: F401
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
-
-NBYTES = 4096
 
 
 class Two:
     """A faulty transport connected to a sound one, of one process."""
 
     def __init__(self, **faults) -> None:
-        self.src, self.dst = np.arange(NBYTES, dtype=np.uint8), np.zeros(NBYTES, np.uint8)
-        self.a = open_from_config({"name": "local", "faults": faults}, "cpu")
-        self.b = open_from_config("local", "cpu")
-        self.a.register([self.region(self.src)])
-        self.b.register([self.region(self.dst)])
-        self.a.connect("b", self.b.describe())
-        self.a.prepare("b", [self.region(self.dst)])
-
-    @staticmethod
-    def region(memory: np.ndarray) -> Region:
-        return Region(memory.ctypes.data, memory.nbytes)
+        self.src, self.b = Endpoint.__new__(Endpoint), Endpoint("local")
+        self.src.own(open_from_config({"name": "local", "faults": faults}, "cpu"), np.full(NBYTES, 7, np.uint8))
+        self.a = self.src.transport
+        meet(self.a, self.b)
 
     def post(self, tag: bytes = b"tag") -> int:
-        ints = [np.array([n], np.int64) for n in (self.src.ctypes.data, self.dst.ctypes.data, NBYTES)]
-        return self.a.post("b", Spans(*ints), tag)
+        return self.src.post("b", [(0, self.b.base, 4096)], tag)
 
     def events(self, n: int) -> list:
         told = []
@@ -45,7 +34,7 @@ class Two:
 
     @property
     def arrived(self) -> bool:
-        return bool((self.src == self.dst).all())
+        return self.b.read(0, 4096) == bytes([7]) * 4096
 
     def close(self) -> None:
         self.a.close()

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transport.endpoint import Endpoint, Log, Remote
+from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, described, meet
 
 from pdstage import native
 from pdstage.errors import PeerError, TransportError
+from pdstage.layout import Region
 from pdstage.transport import _peer
-from pdstage.transport.base import read_description, write_description
-from pdstage.transport.local import LocalTransport, _Description
+from pdstage.transport.local import _Description
 from tests import descriptors
 
 WRITERS = [pytest.param(_peer._write_peer, id="numpy")]
@@ -31,35 +31,40 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become ano
 
 @pytest.fixture
 def ends() -> object:
+    """Connected, and as much of `b` prepared as it has."""
     a, b = Endpoint("local"), Remote("local")
+    meet(a, b)
     yield a, b
     b.shut()
     a.close()
 
 
-def altered(description: bytes, **changes: object) -> bytes:
-    told = read_description("b", description, _Description, LocalTransport.traits)
-    identity = {name: value for name, value in changes.items() if name in _peer.Identity.__struct_fields__}
-    told = msgspec.structs.replace(told, identity=msgspec.structs.replace(told.identity, **identity))
-    return write_description(told)
+def forged(b: object, **changes: object) -> bytes:
+    """What `b` says of itself, but of another process."""
+    identity = msgspec.structs.replace(described(b, _Description).identity, **changes)
+    return altered(b, _Description, identity=identity)
 
 
-def test_a_process_that_took_over_the_pid_is_not_written(ends):
-    """Row of local: peer restarted."""
+def fills_the_queue(a: object, b: object) -> list[int]:
+    return [a.post("b", [(0, b.base, 8)], b"%04d" % i + bytes(i % 5 * 9000)) for i in range(1500)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"boot_id": "00000000"}, PeerError, "another host"),
+        ({"namespaces": {"pid": "pid:[1]"}}, PeerError, "another pid namespace"),
+        *(({"pid": pid}, PeerError, "not one") for pid in (0, -1, 1 << 31, (1 << 64) - 1)),
+        ({"started": 1}, TransportError, "has ended"),
+    ],
+)
+def test_a_process_that_is_not_in_reach_is_refused_in_words(ends, changes, error, said):
+    """Row of local: another container or host. Row of local: peer restarted."""
     a, b = ends
-    told = read_description("b", b.describe(), _Description, LocalTransport.traits)
-    with pytest.raises(TransportError, match="has ended"):
-        a.connect("b", altered(b.describe(), started=told.identity.started - 1))
-
-
-def test_another_host_and_another_container_are_refused_in_words(ends):
-    """Row of local: another container or host."""
-    a, b = ends
-    with pytest.raises(PeerError, match="another host"):
-        a.connect("b", altered(b.describe(), boot_id="00000000"))
-    spaces = a.transport._identity.namespaces
-    with pytest.raises(PeerError, match="another pid namespace"):
-        a.connect("b", altered(b.describe(), namespaces=spaces | {"pid": "pid:[1]"}))
+    if "namespaces" in changes:
+        changes = {"namespaces": a.transport._identity.namespaces | changes["namespaces"]}
+    with pytest.raises(error, match=said):
+        a.connect("it", forged(b, **changes))
 
 
 def test_a_process_that_never_offered_its_memory_is_not_written(ends):
@@ -67,42 +72,30 @@ def test_a_process_that_never_offered_its_memory_is_not_written(ends):
     a, b = ends
     c = Remote("local")
     try:
-        told = read_description("c", c.describe(), _Description, LocalTransport.traits)
-        forged = altered(b.describe(), pid=told.identity.pid, started=told.identity.started)
-        with pytest.raises(PeerError, match="does not hold the socket"):
-            a.connect("b", forged)
-        a.connect("c", c.describe())
-        with pytest.raises(PeerError, match="does not hold the socket"):
-            a.connect("c", forged)
+        told = described(c, _Description).identity
+        meet(a, c, "c")
+        for label in ("it", "c"):
+            with pytest.raises(PeerError, match="does not hold the socket"):
+                a.connect(label, forged(b, pid=told.pid, started=told.started))
         a.prepare("c", [c.region()])  # the old connection stands
     finally:
         c.shut()
 
 
-@pytest.mark.parametrize("pid", [0, -1, 1 << 31, (1 << 64) - 1])
-def test_a_process_number_that_is_none_is_refused(ends, pid):
-    a, b = ends
-    with pytest.raises(PeerError, match="not one"):
-        a.connect("b", altered(b.describe(), pid=pid))
-
-
 def test_a_description_that_is_no_text_is_refused(ends):
     a, b = ends
     body = b.describe()[4:].replace(b"pdstage.", b"pdstage\xff", 2)
-    told = zlib.crc32(body).to_bytes(4, "little") + body
     with pytest.raises(PeerError, match="not one"):
-        a.connect("b", told)
+        a.connect("b", zlib.crc32(body).to_bytes(4, "little") + body)
 
 
 def test_death_is_proved_after_disconnect_and_not_before_it_happens(ends):
     a, b = ends
-    a.connect("b", b.describe())
     a.disconnect("b")
     assert not a.proved_dead("b")
     b.kill()
     assert a.proved_dead("b")
     assert a.proved_dead("b")
-    assert not a.proved_dead("never met")
 
 
 def test_peers_forgotten_hold_no_descriptors(ends):
@@ -123,92 +116,48 @@ def test_peers_forgotten_hold_no_descriptors(ends):
 
 def test_tags_to_one_peer_keep_their_order_though_its_queue_was_full(ends):
     a, b = ends
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
-    tags = [b"%04d" % i + bytes(i % 5 * 9000) for i in range(1500)]
-    tickets = [a.post("b", [(0, b.base, 8)], tag) for tag in tags]
-    log = Log(a)
-    log.poll()
-    assert len(log.done(a)) < len(tags), "the queue was not full: the test shows nothing"
-    log = Log(a, b)
-    log.until(lambda: len(log.tags(b)) == len(tags))
-    assert log.tags(b) == tags
-    assert tickets == sorted(tickets)
-
-
-def test_room_in_a_full_queue_wakes_the_sender(ends):
-    a, b = ends
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
-    for i in range(1500):
-        a.post("b", [(0, b.base, 8)], b"%04d" % i)
+    tickets = fills_the_queue(a, b)
     log = Log(a, b)
     while a.readable(0):
         a.poll()
-    b.poll()
-    assert a.readable(30)
-    log.until(lambda: log.tags(b)[-1:] == [b"1499"])
+    tags = [event.tag for event in b.poll()]
+    assert a.readable(30), "room in the queue wakes the sender"
+    log.until(lambda: len(tags) + len(log.tags(b)) == len(tickets))
+    assert [int(tag[:4]) for tag in tags + log.tags(b)] == list(range(1500))
+    assert tickets == sorted(tickets)
 
 
-def test_tags_of_a_peer_that_died_with_a_full_queue_fail(ends):
-    """Row of local: peer killed."""
+def test_tags_for_a_stopped_peer_wait_for_it_and_fail_if_it_dies(ends):
+    """Row of local: peer stopped. Row of local: peer killed."""
     a, b = ends
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
-    tickets = [a.post("b", [(0, b.base, 8)], b"%04d" % i) for i in range(1500)]
+    b.stop()
+    tickets = fills_the_queue(a, b)
     log = Log(a)
-    log.poll()
+    for _ in range(100):
+        log.poll()
+    assert 0 < len(log.done(a)) == len(log.ended(a)) < len(tickets)
+    assert not a.proved_dead("b")
     b.kill()
     log.until(lambda: len(log.ended(a)) == len(tickets))
     assert sorted(event.ticket for event in log.ended(a)) == tickets
-    assert 0 < len(log.done(a)) < len(tickets)
+    assert len(log.done(a)) < len(tickets)
 
 
 @as_root
-def test_without_permission_the_error_names_the_remedy():
-    """Row of local: writing forbidden later."""
+def test_of_another_user_it_is_said_what_allows_it():
+    """Row of local: writing forbidden later. Row of local: another user."""
     a, b = Remote("local"), Endpoint("local")
     try:
-        a.connect("b", b.describe())
-        a.prepare("b", [b.region()])
+        meet(a, b)
         a.become_user(65534)
         with pytest.raises(TransportError, match=r"EPERM.*ptrace_scope"):
             a.post("b", [(0, b.base, 8)], b"tag")
+        with pytest.raises(PeerError, match="does not hold the socket.*as one user"):
+            a.connect("again", b.describe())
         assert b.poll() == []
     finally:
         a.shut()
         b.close()
-
-
-@as_root
-def test_a_peer_of_another_user_is_refused_when_it_connects():
-    """Row of local: another user."""
-    a, b = Remote("local"), Endpoint("local")
-    try:
-        a.become_user(65534)
-        with pytest.raises(PeerError, match="does not hold the socket") as refused:
-            a.connect("b", b.describe())
-        assert "as one user" in refused.value.remedy
-    finally:
-        a.shut()
-        b.close()
-
-
-def test_tags_for_a_stopped_peer_wait_for_it(ends):
-    """Row of local: peer stopped."""
-    a, b = ends
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
-    b.stop()
-    tickets = [a.post("b", [(0, b.base, 8)], b"%04d" % i) for i in range(1500)]
-    log = Log(a)
-    for _ in range(100):
-        log.poll()
-    assert len(log.done(a)) < len(tickets)
-    assert not a.proved_dead("b")
-    b.resume()
-    log = Log(a, b)
-    log.until(lambda: b"1499" in log.tags(b))
 
 
 @as_root
@@ -233,10 +182,9 @@ def test_memory_that_the_peer_unmapped_fails_the_post_and_nothing_else(ends):
     The peer lies about its region: the kernel stops the write at the first page that is not there.
     """
     a, b = ends
-    told = read_description("b", b.describe(), _Description, LocalTransport.traits)
     far = b.base + (1 << 42)
-    a.connect("b", write_description(msgspec.structs.replace(told, regions=[*told.regions, (far, 4096)])))
-    a.prepare("b", [b.region(), type(b.region())(far, 4096)])
+    a.connect("b", altered(b, _Description, regions=[(b.base, NBYTES), (far, 4096)]))
+    a.prepare("b", [b.region(), Region(far, 4096)])
     with pytest.raises(TransportError, match="EFAULT"):
         a.post("b", [(0, far, 8)], b"nothing landed")
     ticket = a.post("b", [(0, b.base, 8), (0, far, 8)], b"a part landed")
@@ -249,9 +197,10 @@ def test_memory_that_the_peer_unmapped_fails_the_post_and_nothing_else(ends):
 def test_memory_that_a_transport_of_this_process_unregistered_is_not_written():
     """Row of local: region unregistered and mapped; of another process it is in test_failures.py."""
     a, b = Endpoint("local"), Endpoint("local")
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
+    meet(a, b)
+    assert a.mapped("b", b.base + 8, 8).address == b.base + 8
     b.unregister([b.region()])
+    assert a.mapped("b", b.base + 8, 8) is None
     a.fill(0, b"stray")
     with pytest.raises(TransportError, match="unregistered"):
         a.post("b", [(0, b.base, 5)], b"")

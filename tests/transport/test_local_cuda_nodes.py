@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -37,6 +38,22 @@ def gpu():
         gpu.reset()
         yield gpu
         assert not gpu.broken()
+
+
+@contextmanager
+def decoding(address, *rest, **given):
+    """A decode rank in a process of its own; it ends with the block."""
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_decode, args=(theirs, address, *rest), kwargs=given, daemon=True)
+    process.start()
+    try:
+        yield ours, process
+        if process.is_alive():
+            ours.send("end")
+            process.join(60)
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.fixture
@@ -99,74 +116,42 @@ def test_rooms_between_two_processes(gpu, address, path, transport, tmp_path):
     """A tag that left before its kernel or its copy were over would be seen: the pages are looked at then."""
     rank = DeviceRank(n_pages=128)
     send_buffers, ran = staging(), gpu["n_kernels"]
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_decode, args=(theirs, address, tmp_path, path), daemon=True)
     options = {"transport": transport(), "path": path, "staging": send_buffers, "journal": tmp_path}
-    with prefill_node(rank, address, **options) as node:
-        process.start()
-        try:
-            send_all(node, rank, ours, cuts=(0, 20, TOKENS))
-            assert node.stats()["sessions_over_local"] == 1
-            one_pass = transport is LocalTransport
-            assert gpu["n_kernels"] - ran >= N_ROOMS if path == "staged" or one_pass else gpu["n_kernels"] == ran
-            read = send_buffers.data_ptr() if path == "staged" else rank.pool.keep.address
-            n_copies = gpu.copies_of(read)
-            assert n_copies == 0 if one_pass else n_copies >= N_ROOMS
-            stats = node.stats()
-            assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (path == "direct", path == "staged")
-            ours.send("end")
-            process.join(60)
-        finally:
-            process.kill()
-            process.join()
+    with prefill_node(rank, address, **options) as node, decoding(address, tmp_path, path) as (decode, _):
+        send_all(node, rank, decode, cuts=(0, 20, TOKENS))
+        stats, one_pass = node.stats(), transport is LocalTransport
+        assert stats["sessions_over_local"] == 1
+        assert gpu["n_kernels"] - ran >= N_ROOMS if path == "staged" or one_pass else gpu["n_kernels"] == ran
+        n_copies = gpu.copies_of(send_buffers.data_ptr() if path == "staged" else rank.pool.keep.address)
+        assert n_copies == 0 if one_pass else n_copies >= N_ROOMS
+        assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (path == "direct", path == "staged")
     verdict = judge([tmp_path])
     assert not verdict.wrong, "\n".join(verdict.wrong)
     assert verdict.counts["writes seen at both ends"] >= 2 * N_ROOMS
 
 
-@pytest.mark.parametrize("where", [{"staging_on": "host", "staging_nbytes": 1 << 16}, {"staging_nbytes": 1 << 16}])
-def test_rooms_with_staging_memory_of_the_nodes_own(gpu, address, where):
-    """On the device, as its driver allocates it; or in page-locked host memory, of which no byte passes CUDA IPC."""
-    rank = DeviceRank(n_pages=128)
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=where, daemon=True)
-    on_host, before = "staging_on" in where, gpu["n_copies"]
-    with prefill_node(rank, address, transport="local", path="staged", **where) as node:
-        process.start()
-        try:
-            assert node.memory.region.kind == ("cpu" if on_host else "cuda")
-            assert bool(gpu["n_locked"]) is on_host
-            send_all(node, rank, ours)
-            (session,) = node.core.sessions.values()
-            assert {lane.kind for lane in session.lanes} == {"cpu" if on_host else "cuda"}
-            assert gpu["n_open"] == (0 if on_host else 1)
-            assert gpu["n_copies"] == before
-            ours.send("end")
-            process.join(60)
-        finally:
-            process.kill()
-            process.join()
-    assert not gpu["n_locked"]
-
-
-def test_rooms_whose_destination_is_in_host_memory_land_on_the_device(gpu, address):
-    """And a kernel scatters them from there, K to the host, V to the device. Prefill's pool has both as well."""
-    rank = DeviceRank(n_pages=128, k_on_host=True)
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs={"k_on_host": True}, daemon=True)
-    with prefill_node(rank, address, transport="local", path="staged", staging_nbytes=1 << 16) as node:
-        process.start()
-        try:
-            assert gpu["n_locked"] == len(rank.pool.on_host)
-            assert node.memory.region.kind == "cuda"
-            send_all(node, rank, ours)
-            (session,) = node.core.sessions.values()
-            assert {lane.kind for lane in session.lanes} == {"cuda"}
-            ours.send("end")
-            process.join(60)
-        finally:
-            process.kill()
-            process.join()
+@pytest.mark.parametrize(
+    ("where", "kind"), [({"staging_on": "host"}, "cpu"), ({}, "cuda"), ({"k_on_host": True}, "cuda")]
+)
+def test_rooms_with_staging_memory_of_the_nodes_own(gpu, address, where, kind):
+    """On the device, as its driver allocates it; or in page-locked host memory, of which no byte passes CUDA IPC. Where
+    both sides' K lies in host memory, rooms land on the device, and a kernel scatters K to the host.
+    """
+    k_on_host = where.get("k_on_host", False)
+    rank, before = DeviceRank(n_pages=128, k_on_host=k_on_host), gpu["n_copies"]
+    own = {"staging_nbytes": 1 << 16} | {name: value for name, value in where.items() if name == "staging_on"}
+    given = own | where if not k_on_host else where
+    with (
+        prefill_node(rank, address, transport="local", path="staged", **own) as node,
+        decoding(address, **given) as (decode, _),
+    ):
+        assert node.memory.region.kind == kind
+        assert gpu["n_locked"] == (len(rank.pool.on_host) if k_on_host else kind == "cpu")
+        send_all(node, rank, decode)
+        (session,) = node.core.sessions.values()
+        assert {lane.kind for lane in session.lanes} == {kind}
+        assert gpu["n_open"] == (kind == "cuda")
+        assert k_on_host or gpu["n_copies"] == before
     assert not gpu["n_locked"]
 
 
@@ -176,80 +161,41 @@ def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is
 ):
     """Without a kind of handle that others open: in staging memory's way, and with a warning that says what to do."""
     rank = DeviceRank(n_pages=128)
-    ours, theirs = spawn.Pipe()
-    decode = {"path": "auto", "types": types}
-    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=decode, daemon=True)
     with (
         caplog.at_level(logging.INFO),
         prefill_node(rank, address, transport="local", path=path, staging=staging()) as node,
+        decoding(address, path="auto", types=types) as (decode, _),
     ):
-        process.start()
-        try:
-            send_all(node, rank, ours)
-            stats = node.stats()
-            assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (bool(types), not types)
-            (session,) = node.core.sessions.values()
-            assert session.in_place is bool(types)
-            said = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-            assert len([one for one in said if "all of its chunks are staged" in one]) == (0 if types else 1)
-            assert types or all("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in one for one in said)
-            ours.send("end")
-            process.join(60)
-        finally:
-            process.kill()
-            process.join()
+        send_all(node, rank, decode)
+        stats = node.stats()
+        assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (bool(types), not types)
+        (session,) = node.core.sessions.values()
+        assert session.in_place is bool(types)
+        said = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+        assert len([one for one in said if "all of its chunks are staged" in one]) == (0 if types else 1)
+        assert types or all("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in one for one in said)
 
 
-def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(gpu, address):
-    """I8: a gather reads its pages until its event, whatever became of the peer."""
+@pytest.mark.parametrize(
+    ("path", "fenced"),
+    [("staged", False), pytest.param("direct", False, marks=pytest.mark.full), ("direct", True)],
+)
+def test_a_killed_decode_gives_the_source_back_once_what_writes_there_is_over(gpu, address, path, fenced):
+    """I8: neither the peer's death nor an operator's word of it ends a gather or copy that reads this node's pages."""
     rank = DeviceRank(n_pages=128)
-    ours, theirs = spawn.Pipe()
-    soon = {"config": IMPATIENT}
-    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=soon, daemon=True)
-    options = {"transport": "local", "path": "staged", "staging": staging(), **soon}
-    with prefill_node(rank, address, **options) as node:
-        process.start()
+    options = {"transport": "local", "path": path, "config": IMPATIENT}
+    with (
+        prefill_node(rank, address, staging=staging(), **options) as node,
+        decoding(address, config=IMPATIENT, path=path) as (_, process),
+    ):
         try:
             pages = rank.allocate(TOKENS)
             rank.write(0, TOKENS, pages)
             sender = node.send(0)
             gpu["held"] = 1
             sender.chunk(pages, (0, TOKENS))
-            drive([node], lambda: node.data_path._placed)
-            process.kill()
-            process.join()
-            drive([node], lambda: sender.state is State.FAILED)
-            for _ in range(50):
-                node.turn()
-            assert not sender.released
-            assert gpu["n_open"] == 1, "the gather writes there"
-            gpu["held"] = 0
-            drive([node], lambda: sender.released)
-            assert not node.data_path._placed
-        finally:
-            gpu["held"] = 0
-            process.kill()
-            process.join()
-    del ours
-
-
-@pytest.mark.parametrize("fenced", [pytest.param(False, marks=pytest.mark.full), True])
-def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_over(gpu, address, fenced):
-    """I8: neither the peer's death nor an operator's word of it ends a kernel that reads this node's pages."""
-    rank = DeviceRank(n_pages=128)
-    ours, theirs = spawn.Pipe()
-    soon = {"path": "direct", "config": IMPATIENT}
-    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=soon, daemon=True)
-    options = {"transport": "local", "staging": staging(), **soon}
-    with prefill_node(rank, address, **options) as node:
-        process.start()
-        try:
-            pages = rank.allocate(TOKENS)
-            rank.write(0, TOKENS, pages)
-            sender = node.send(0)
-            gpu["held"] = 1
-            sender.chunk(pages, (0, TOKENS))
-            drive([node], lambda: node.data_path.copies)
+            under_way = "_placed" if path == "staged" else "copies"
+            drive([node], lambda: getattr(node.data_path, under_way))
             process.kill()
             process.join()
             drive([node], lambda: sender.state is State.FAILED)
@@ -259,18 +205,15 @@ def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_ove
                 node.sessions._dead_check_at = 0.0
                 node.turn()
             assert not sender.released
-            assert node.unfenced()
-            assert gpu["n_open"] == 1, "the kernel writes there"
+            assert path == "staged" or node.unfenced()
+            assert gpu["n_open"] == 1, "a kernel writes there"
             gpu["held"] = 0
             drive([node], lambda: sender.released)
             node.sessions._dead_check_at = 0.0
             drive([node], lambda: not node.unfenced())
-            assert not node.data_path.copies
+            assert not getattr(node.data_path, under_way)
         finally:
             gpu["held"] = 0
-            process.kill()
-            process.join()
-    del ours
 
 
 def test_a_node_does_not_sleep_over_the_end_of_a_copy_on_its_gpu(gpu, address, monkeypatch):

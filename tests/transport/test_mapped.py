@@ -7,16 +7,14 @@ import errno
 import os
 import resource
 
-import msgspec
 import numpy as np
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote
+from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, meet
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.transport import _mapped
-from pdstage.transport.base import read_description, write_description
-from pdstage.transport.local import LocalTransport, _Description
+from pdstage.transport.local import _Description
 from tests import descriptors
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -33,18 +31,9 @@ def stock() -> object:
 def ends(stock: Remote) -> object:
     stock.renew()
     a = Endpoint("local")
-    a.connect("b", stock.describe())
-    a.prepare("b", [stock.region()])
+    meet(a, stock)
     yield a, stock
     a.close()
-
-
-def delivers(a: object, b: object) -> None:
-    log = Log(a, b)
-    ticket = a.post("b", [(0, b.base + 4096, 64)], b"post")
-    log.until(lambda: ticket in log.done(a) and b"post" in log.tags(b))
-    if not isinstance(a, Remote):
-        assert b.read(4096, 64) == a.read(0, 64)
 
 
 def test_bytes_written_there_are_the_peers_when_their_tag_comes(ends):
@@ -54,7 +43,7 @@ def test_bytes_written_there_are_the_peers_when_their_tag_comes(ends):
     log = Log(a, b)
     log.until(lambda: log.done(a) == [ticket] and log.tags(b) == [b"tag"])
     assert b.read(99, 10) == b"\0straight\0"
-    delivers(a, b)
+    delivers(a, b, b"post")
     # Several spans go as before.
     a.post("b", [(0, b.base, 8), (8, b.base + 200, 8)], b"many")
     log.until(lambda: b"many" in log.tags(b))
@@ -67,9 +56,8 @@ def test_its_pages_are_mapped_at_once_up_to_a_limit(stock, monkeypatch, limit, n
     monkeypatch.setattr(_mapped, "_AT_ONCE_NBYTES", limit)
     stock.renew()
     a = Endpoint("local")
-    a.connect("b", stock.describe())
-    a.prepare("b", [stock.region()])
-    address = a.transport.mapped("b", stock.base, NBYTES).address
+    meet(a, stock)
+    address = a.mapped("b", stock.base, NBYTES).address
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     ctypes.memset(address, 1, NBYTES)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before in n_faults
@@ -79,7 +67,7 @@ def test_its_pages_are_mapped_at_once_up_to_a_limit(stock, monkeypatch, limit, n
 def test_only_what_was_prepared_is_mapped_and_only_while_connected(ends):
     a, b = ends
     a.prepare("b", [Region(b.base, 4096), Region(b.base + 8192, 64)])
-    mapped = a.transport.mapped
+    mapped = a.mapped
     assert mapped("b", b.base, 4096)
     assert mapped("b", b.base + 8192, 64)
     for address, nbytes in ((b.base, 4097), (b.base + 4096, 1), (b.base - 1, 2), (b.base + 8192, 65)):
@@ -88,7 +76,7 @@ def test_only_what_was_prepared_is_mapped_and_only_while_connected(ends):
     a.disconnect("b")
     assert mapped("b", b.base, 1) is None
     with pytest.raises(UsageError, match="not connected"):
-        a.transport.notify("b", b"tag")
+        a.notify("b", b"tag")
 
 
 def test_memory_that_is_not_shared_is_not_mapped(ends):
@@ -105,7 +93,7 @@ def test_memory_that_is_not_shared_is_not_mapped(ends):
 def test_a_copy_under_way_when_the_peer_is_let_go_harms_nobody(ends):
     """It is the caller's write, and in flight: the mapping stays until its value goes."""
     a, b = ends
-    mapped = a.transport.mapped("b", b.base, NBYTES)
+    mapped = a.mapped("b", b.base, NBYTES)
     n_mapped = descriptors.count("memfd")
     a.disconnect("b")
     ctypes.memset(mapped.address, 1, NBYTES)
@@ -119,10 +107,9 @@ def test_a_copy_under_way_when_the_peer_is_let_go_harms_nobody(ends):
 def test_a_peer_that_lies_about_its_memory_is_written_as_if_it_shared_none(ends, caplog):
     """Row of local: told of memory not there."""
     a, b = ends
-    told = read_description("b", b.describe(), _Description, LocalTransport.traits)
-    ((base, backing),) = told.shared
+    ((base, backing),) = described(b, _Description).shared
     for lie in (backing._replace(fd=0), backing._replace(inode=7), backing._replace(nbytes=1 << 40)):
-        a.connect("b", write_description(msgspec.structs.replace(told, shared=[(base, lie)])))
+        a.connect("b", altered(b, _Description, shared=[(base, lie)]))
         a.prepare("b", [b.region()])
         assert a.write_mapped("b", b.base, b"x", b"") is None
     delivers(a, b)
@@ -135,8 +122,7 @@ def test_shared_memory_is_written_where_no_process_may_write_another(stock, nati
     b.renew()
     try:
         a.forbid_writing_to_processes(code)
-        a.connect("b", b.describe())
-        a.prepare("b", [b.region()])
+        meet(a, b)
         delivers(a, b)
         assert a.write_mapped("b", b.base, b"x", b"") is not None
         region = b.register_more()
@@ -153,9 +139,8 @@ def test_auto_takes_another_transport_where_no_process_may_write_another():
     a, b = Remote("auto"), Remote("auto")
     try:
         a.forbid_writing_to_processes()
-        a.connect("b", b.describe())
-        a.prepare("b", [b.region()])
-        assert a.traits("b").name == "nixl"
+        meet(a, b)
+        assert a.traits_of("b").name == "nixl"
     finally:
         a.kill()
         b.kill()
@@ -167,21 +152,9 @@ def test_two_processes_of_a_user_without_capabilities():
     try:
         for end in (b, a):
             end.become_user(65534)
-        a.connect("b", b.describe())
-        a.prepare("b", [b.region()])
+        meet(a, b)
         assert a.write_mapped("b", b.base, b"x", b"") is not None
         delivers(a, b)
     finally:
         a.shut()
         b.shut()
-
-
-def test_within_one_process_memory_is_where_it_is():
-    a, b = Endpoint("local"), Endpoint("local")
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
-    assert a.transport.mapped("b", b.base + 8, 8).address == b.base + 8
-    b.unregister([b.region()])
-    assert a.transport.mapped("b", b.base + 8, 8) is None
-    a.close()
-    b.close()

@@ -10,14 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote
+from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, meet
 
 from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.layout import Region
 from pdstage.transport import Done, PostFailed, available, open_transport
-from pdstage.transport.base import read_description, write_description
+from pdstage.transport._peer import Identity
 
 if available()["mooncake"]:
     pytest.skip(available()["mooncake"], allow_module_level=True)
@@ -46,11 +44,6 @@ def a():
     endpoint.close()
 
 
-def connect(a: Endpoint, peer: str, b: Remote) -> None:
-    a.connect(peer, b.describe())
-    a.prepare(peer, [b.region()])
-
-
 def ended(a: Endpoint, *tickets: int) -> list[Done | PostFailed]:
     log = Log(a)
     log.until(lambda: {event.ticket for event in log.ended(a)} >= set(tickets))
@@ -60,35 +53,25 @@ def ended(a: Endpoint, *tickets: int) -> list[Done | PostFailed]:
 # Options, and what must be installed.
 
 
-def test_a_protocol_nobody_knows():
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"protocol": "carrier"}, "'carrier'.*tcp, rdma, nvlink, nvlink_intra"),
+        *(({"protocol": name}, f"built without protocol '{name}'") for name in ("nvlink", "nvlink_intra")),
+        ({"protocol": "rdma"}, "no device"),
+        ({"host": "a b"}, "host 'a b'"),
+        ({}, "MC_TCP_PROTO"),
+    ],
+)
+def test_what_is_not_to_be_had_is_refused(monkeypatch, tmp_path, options, said):
     """Row of mooncake: protocol not to be had."""
-    with pytest.raises(UsageError, match="'carrier'.*tcp, rdma, nvlink, nvlink_intra"):
-        open_transport("mooncake", protocol="carrier")
-
-
-@pytest.mark.parametrize("protocol", ["nvlink", "nvlink_intra"])
-def test_a_protocol_that_this_build_lacks(protocol):
-    if getattr(_transfer_engine.library, _transfer_engine._BUILT_WITH[protocol]):
-        pytest.skip("this build has it")
-    with pytest.raises(UsageError, match=f"built without protocol '{protocol}'"):
-        open_transport("mooncake", protocol=protocol)
-
-
-def test_rdma_without_a_device(monkeypatch, tmp_path):
     monkeypatch.setattr(_transfer_engine, "_NICS", tmp_path)
-    with pytest.raises(UsageError, match="no device"):
-        open_transport("mooncake", protocol="rdma")
-
-
-def test_writes_that_are_done_before_they_landed_are_refused(monkeypatch):
-    monkeypatch.setenv("MC_TCP_PROTO", "1")
-    with pytest.raises(UsageError, match="MC_TCP_PROTO"):
-        open_transport("mooncake")
-
-
-def test_a_host_that_is_none():
-    with pytest.raises(UsageError, match="host 'a b'"):
-        open_transport("mooncake", host="a b")
+    if getattr(_transfer_engine.library, _transfer_engine._BUILT_WITH.get(options.get("protocol"), ""), False):
+        pytest.skip("this build has it")
+    if not options:
+        monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(UsageError, match=said):
+        open_transport("mooncake", **options)
 
 
 def test_a_start_that_fails_names_the_code(monkeypatch, tmp_path):
@@ -124,11 +107,9 @@ def test_a_missing_library_names_its_package(monkeypatch):
 
 def test_both_sides_must_speak_one_protocol(a):
     """Row of mooncake: two protocols."""
-    told = read_description("b", a.describe(), mooncake._Description, a.transport.traits)
     for wrong in ({"protocol": "rdma"}, {"host": "no host"}):
-        fields = {name: getattr(told, name) for name in told.__struct_fields__} | wrong | {"life": "another"}
         with pytest.raises(PeerError, match="one protocol and an address"):
-            a.connect("b", write_description(mooncake._Description(**fields)))
+            a.connect("b", altered(a, mooncake._Description, life="another", **wrong))
 
 
 # Peers.
@@ -137,17 +118,13 @@ def test_both_sides_must_speak_one_protocol(a):
 class Door:
     """A fixed port before a peer's own, which changes with its life: so each life has the same name."""
 
-    def __init__(self, a: Endpoint) -> None:
-        self._traits, self._inside = a.transport.traits, 0
+    def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._serve, daemon=True).start()
 
     def describe(self, b: Remote) -> bytes:
-        told = read_description("b", b.describe(), mooncake._Description, self._traits)
-        self._inside = told.port
-        fields = {name: getattr(told, name) for name in told.__struct_fields__}
-        fields |= {"host": "127.0.0.1", "port": self._listener.getsockname()[1]}
-        return write_description(mooncake._Description(**fields))
+        self._inside = described(b, mooncake._Description).port
+        return altered(b, mooncake._Description, host="127.0.0.1", port=self._listener.getsockname()[1])
 
     def _serve(self) -> None:
         while True:
@@ -170,17 +147,15 @@ def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, p
 
     What the library knows of a name it never forgets; each life gets another.
     """
-    door = Door(a)
-    a.fill(0, b"bytes")
+    door = Door()
     for _ in range(3):
         b = peers()
         a.connect("b", door.describe(b))
         a.prepare("b", [b.region()])
-        ticket = a.post("b", [(0, b.base, 5)], b"")
-        assert ended(a, ticket) == [Done(ticket)]
-        assert b.read(0, 5) == b"bytes"
+        delivers(a, b, tag=b"")
         b.kill()
-        assert_fails(a, b)
+        with pytest.raises(TransportError, match="'b' has ended"):
+            a.post("b", [(0, b.base, 5)], b"")
 
 
 @pytest.mark.full
@@ -207,10 +182,10 @@ def test_50_short_lived_peers_leave_a_bounded_number_of_connections(a, monkeypat
     try:
         told = a.describe()
         lasting = life()
-        connect(a, "lasting", lasting)
+        meet(a, lasting, "lasting")
         for i in range(50):
             b = life()
-            connect(a, f"b{i}", b)
+            meet(a, b, f"b{i}")
             write(f"b{i}", b)
             a.disconnect(f"b{i}")
             b.kill()
@@ -223,8 +198,7 @@ def test_50_short_lived_peers_leave_a_bounded_number_of_connections(a, monkeypat
         assert len(a.transport._engines) <= 3
         assert max(n_fds[20:]) <= max(n_fds[:20]) + 8, n_fds
         assert a.describe() == told
-        lasting.connect("a", told)
-        lasting.prepare("a", [a.region()])
+        meet(lasting, a, "a")
         lasting.fill(0, b"back")
         ticket = lasting.post("a", [(0, a.base, 4)], b"")
         log = Log(lasting)
@@ -247,19 +221,14 @@ def test_an_engine_that_the_next_transport_takes_reaches_nobody():
             assert engine.n_ways == 0
 
 
-def assert_fails(a: Endpoint, b: Remote) -> None:
-    with pytest.raises(TransportError, match="'b' has ended"):
-        a.post("b", [(0, b.base, 5)], b"")
-
-
 def test_a_stopped_peer_keeps_no_other_waiting(a, peers):
     """Row of mooncake: post to a stopped peer.
 
     It is asked whether it is there by a thread of its own: posts to it wait, and nothing else does.
     """
     stopped, b = peers(), peers()
-    connect(a, "stopped", stopped)
-    connect(a, "b", b)
+    meet(a, stopped, "stopped")
+    meet(a, b)
     stopped.stop()
     first = a.post("stopped", [(0, stopped.base, 8)], b"")
     second = a.post("b", [(0, b.base, 8)], b"")
@@ -275,19 +244,15 @@ def test_a_failed_peer_that_goes_on_is_written_again(a, peers, monkeypatch):
     """
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
     b = peers()
-    connect(a, "b", b)
-    ticket = a.post("b", [(0, b.base, 8)], b"")
-    assert ended(a, ticket) == [Done(ticket)]
+    meet(a, b)
+    delivers(a, b, tag=b"")
     b.stop()
     ticket = a.post("b", [(0, b.base, NBYTES)], b"")
     (failed,) = ended(a, ticket)
     assert isinstance(failed, PostFailed)
     assert not failed.settled
     b.resume()
-    a.fill(0, b"again")
-    ticket = a.post("b", [(0, b.base, 5)], b"")
-    assert ended(a, ticket) == [Done(ticket)]
-    assert b.read(0, 5) == b"again"
+    delivers(a, b, b"again", b"")
 
 
 def test_what_the_peer_has_unregistered_is_refused_there(a, peers):
@@ -296,7 +261,6 @@ def test_what_the_peer_has_unregistered_is_refused_there(a, peers):
     more = b.register_more()
     a.connect("b", b.describe())
     a.prepare("b", [b.region(), more])
-    a.fill(0, b"bytes")
     b.unregister([more])
     before = b.read_more(5)
     ticket = a.post("b", [(0, b.base, 5), (0, more.base, 5)], b"")
@@ -304,15 +268,13 @@ def test_what_the_peer_has_unregistered_is_refused_there(a, peers):
     assert isinstance(failed, PostFailed)
     assert "Mooncake says -1" in str(failed.error)
     assert b.read_more(5) == before
-    ticket = a.post("b", [(0, b.base + 64, 5)], b"")
-    assert ended(a, ticket) == [Done(ticket)]
-    assert b.read(64, 5) == b"bytes"
+    delivers(a, b, b"bytes", b"")
 
 
 def test_what_was_not_begun_when_its_peer_was_disconnected_is_never_sent(a, peers):
     """Row of mooncake: disconnected in flight."""
     b = peers()
-    connect(a, "b", b)
+    meet(a, b)
     b.stop()
     n = 4 * _transfer_engine.WINDOW
     ticket = a.post("b", [(0, b.base + i, 1) for i in range(n)], b"")
@@ -329,23 +291,14 @@ def test_a_host_where_nobody_answers_is_named_with_the_code(a):
 
     As of a peer on another host, whose process cannot be seen to have ended.
     """
-    told = read_description("b", a.describe(), mooncake._Description, a.transport.traits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    fields = {name: getattr(told, name) for name in told.__struct_fields__}
-    elsewhere = {"boot_id": "another", "namespaces": {}, "pid": 1, "started": 0}
-    fields |= {"host": "127.0.0.1", "port": port, "life": "gone", "identity": type(told.identity)(**elsewhere)}
-    a.connect("b", write_description(mooncake._Description(**fields)))
-    a.prepare("b", [Region(a.base, NBYTES)])
-    ticket = a.transport.post("b", spans_of(a), b"")
+    where = {"host": "127.0.0.1", "port": port, "life": "gone", "identity": Identity("another", {}, 1, 0)}
+    a.connect("b", altered(a, mooncake._Description, **where))
+    a.prepare("b", [a.region()])
+    ticket = a.post("b", [(0, a.base, 8)], b"")
     (failed,) = ended(a, ticket)
     assert isinstance(failed, PostFailed)
     assert failed.settled
     assert "does not answer a probe: Mooncake says -102" in str(failed.error)
     assert not a.proved_dead("b")
-
-
-def spans_of(a: Endpoint) -> object:
-    from pdstage.transport import Spans  # noqa: PLC0415
-
-    return Spans(np.array([a.base]), np.array([a.base]), np.array([8]))

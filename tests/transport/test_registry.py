@@ -16,37 +16,29 @@ from transport import postbox
 
 from pdstage.errors import TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport import (
-    Transport,
-    available,
-    names,
-    open_from_config,
-    open_transport,
-    supporting,
-)
-
-
-def test_the_names_are_the_modules():
-    assert {"local", "mooncake", "nixl"} <= set(names())
-    assert not {name for name in names() if name.startswith("_") or name == "base"}
-    assert available().keys() == set(names())
+from pdstage.transport import available, names, open_from_config, open_transport, supporting
 
 
 def test_installed_transports_import_so_that_no_contract_test_is_skipped_in_silence():
+    assert available().keys() == set(names())
+    assert not {name for name in names() if name.startswith("_") or name == "base"}
     assert available()["local"] == ""
     assert (available()["nixl"] == "") == (importlib.util.find_spec("nixl") is not None)
     if importlib.util.find_spec("mooncake") is not None:  # the wheel: it needs libraries of the system too
         assert available()["mooncake"] == "" or "apt-get install" in available()["mooncake"]
 
 
-def test_unknown_name_lists_the_known():
-    with pytest.raises(UsageError, match=r"'carrier-pigeon'.*local"):
-        open_transport("carrier-pigeon")
-
-
-def test_unknown_option_is_named():
-    with pytest.raises(UsageError, match="wings"):
-        open_transport("local", wings=2)
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("carrier-pigeon", {}, r"'carrier-pigeon'.*local"),
+        ("local", {"wings": 2}, "wings"),
+        ("auto", {"progress_thread": True}, "'auto'"),
+    ],
+)
+def test_what_is_unknown_is_named(name, options, said):
+    with pytest.raises(UsageError, match=said):
+        open_transport(name, **options)
 
 
 class Carded(postbox.Postbox):
@@ -94,6 +86,7 @@ def test_a_setting_that_tells_of_no_transport(carded, told, words):
 
 
 def test_missing_dependency_names_what_to_install(monkeypatch):
+    """Row: library missing."""
     for module in ("nixl", "_nixl_agent"):
         monkeypatch.delitem(sys.modules, f"pdstage.transport.{module}", raising=False)
     for module in [name for name in sys.modules if name.partition(".")[0] == "nixl"]:
@@ -121,11 +114,6 @@ def test_auto_offers_all_that_it_may_choose_of_and_local_first():
     transport.close()
 
 
-def test_auto_has_no_options():
-    with pytest.raises(UsageError, match="'auto'"):
-        open_transport("auto", progress_thread=True)
-
-
 def test_auto_goes_without_what_does_not_start(monkeypatch, caplog):
     def broken(self):
         raise TransportError("no device", remedy="plug it in")
@@ -137,26 +125,6 @@ def test_auto_goes_without_what_does_not_start(monkeypatch, caplog):
     assert list(transport.offers()) == ["local"]
     assert "no device" in caplog.text
     transport.close()
-
-
-def test_a_transport_of_another_distribution_is_found_by_its_entry_point(tmp_path, monkeypatch):
-    (tmp_path / "pigeon.py").write_text(
-        "from pdstage.transport.local import LocalTransport\nclass Pigeon(LocalTransport):\n    preference = 0\n"
-    )
-    info = tmp_path / "pigeon-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pigeon\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[pdstage.transports]\npigeon = pigeon:Pigeon\nlost = nowhere:Lost\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    transport = open_transport("pigeon")
-    assert type(transport).__name__ == "Pigeon"
-    assert isinstance(transport, Transport)
-    transport.close()
-    assert available()["pigeon"] == ""
-    assert "nowhere" in available()["lost"]
-    auto = open_transport("auto")
-    assert "pigeon" not in auto.offers()  # an unknown transport is never chosen unasked
-    auto.close()
 
 
 BROKEN = {  # entry points of a broken distribution, and what is said of each

@@ -1,7 +1,7 @@
 """Traits are measured, not only declared: what moves after `disconnect`, how long a post holds, who carries the tag.
 
 A transport that promises a thing breaks its promise in no variant. One that does not promise it is seen not to keep it
-in some variant here, or `NEVER_SEEN` says why that cannot be. docs/transports.md has what was seen.
+in some variant here. docs/transports.md has what was seen.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from transport.conftest import VARIANTS, Pair
-from transport.endpoint import NBYTES, Endpoint, Log, Saying
+from transport.endpoint import NBYTES, Endpoint, Log, Saying, meet
 
 from pdstage.transport import Done, available
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-NEVER_SEEN: dict[tuple[str, str], str] = {}
-"""By transport and trait: why a promise that it does not make is kept wherever this suite looks."""
 
 N_POSTS = 40
 HANGS_S = 2.0
@@ -48,16 +45,14 @@ def pairs(request: pytest.FixtureRequest, stock: object) -> Iterator[list[Pair]]
 
 
 def judge(pairs: list[Pair], trait: str, broken: list[bool], *, promise: bool = True) -> None:
-    """A promise (the trait being `promise`) is kept everywhere; where there is none, that shows, or is known not to."""
+    """A promise (the trait being `promise`) is kept everywhere; where there is none, that shows."""
     transport = pairs[0].variant.transport
     names = BY_TRANSPORT[transport]
     seen = dict(zip(names, broken, strict=True))
-    if getattr(pairs[0].a.traits("b"), trait) is promise:
+    if getattr(pairs[0].a.traits_of("b"), trait) is promise:
         assert not any(broken), f"{transport} declares {trait}={promise}, which is not so: {seen}"
-    elif (transport, trait) in NEVER_SEEN:
-        assert not any(broken), f"{transport}: {trait} is seen broken after all ({seen}): take it out of NEVER_SEEN"
     else:
-        assert any(broken), f"{transport} keeps {trait} wherever it was looked at: promise it, or say why not"
+        assert any(broken), f"{transport} keeps {trait} wherever it was looked at: promise it"
 
 
 def test_fences(pairs):
@@ -74,31 +69,24 @@ def test_post_blocks(pairs):
     judge(pairs, "post_blocks", [post_is_the_write(pair) for pair in pairs], promise=False)
 
 
-def tags_that_nobody_said(pair: Pair) -> list[bytes]:
-    a, b = (end._endpoint if isinstance(end, Saying) else end for end in (pair.a, pair.b))
-    log = Log(a, b)
-    ticket = a.post("b", [(0, pair.b.base, NBYTES)], b"tag")
-    log.until(lambda: log.ended(a) == [Done(ticket)] and (log.tags(b) or not pair.a.notifies()))
-    for _ in range(100):
-        log.poll()
-    return log.tags(b)
-
-
 def test_notifies(pairs):
     """Who carries the tag: the post itself, or the caller once it is done."""
     for pair in pairs:
-        pair.connect()
-        ticket = pair.post([(0, 0, NBYTES)], b"tag")
-        done_and_told(pair, ticket)
-        assert tags_that_nobody_said(pair) == [b"tag"] * pair.a.notifies()
+        a, b = (end._endpoint if isinstance(end, Saying) else end for end in (pair.connect().a, pair.b))
+        log = Log(a, b)
+        ticket = a.post("b", [(0, b.base, NBYTES)], b"tag")
+        log.until(lambda log=log, a=a, b=b: log.ended(a) and (log.tags(b) or not a.notifies()))
+        for _ in range(100):
+            log.poll()
+        assert log.ended(a) == [Done(ticket)]
+        assert log.tags(b) == [b"tag"] * a.notifies()
 
 
 def lands_after_disconnect(pair: Pair) -> bool:
     """A peer writes without end; once some of it is there it is disconnected, and watched until it gives up."""
     a, b = pair.a, pair.b
     a.connect("b", b.describe())
-    b.connect("a", a.describe())
-    b.prepare("a", [a.region()])
+    meet(b, a, "a")
     b.begin("stream", "a", a.region().base, N_POSTS)
     log = Log(a)
     log.until(lambda: a.read(NBYTES - 1, 1) != b"\0")
@@ -137,9 +125,3 @@ def post_is_the_write(pair: Pair) -> bool:
         post.join()
     pair.log.until(lambda: len(pair.log.ended(pair.a)) > before)
     return late
-
-
-def done_and_told(pair: Pair, ticket: int) -> None:
-    """Waits for what the transport promises to say of a post with a tag."""
-    told = pair.a.notifies()
-    pair.log.until(lambda: pair.log.done(pair.a) == [ticket] and (pair.log.tags(pair.b) or not told))
