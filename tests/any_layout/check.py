@@ -20,9 +20,9 @@ from pdstage.plan.ownership import Common
 from pdstage.plan.token_slices import DirectPlans, Pair
 from pdstage.protocol import destinations
 from pdstage.stager import Copied, Stager
-from tests.any_layout.describe import Case
+from tests.any_layout.describe import DIMS, Case
 from tests.any_layout.draw import Draws, draw
-from tests.any_layout.held import Held, Part, Rank, cells_in, chunk_nbytes, write
+from tests.any_layout.held import Held, Rank, cells_in, chunk_nbytes, write
 
 
 class Wrong(AssertionError):
@@ -235,27 +235,14 @@ def carry_out(found: spans.Spans, src: np.ndarray, dst: np.ndarray) -> None:
 
 def differences(held: Held, expected: np.ndarray) -> Iterator[str]:
     """Names the first wrong cell of each array."""
-    named = False
     for rank in held.ranks:
         for one in rank.parts:
-            for role, is_, must in zip(one.of.roles, one.cells, cells_in(expected, one), strict=True):
-                wrong = np.argwhere(is_ != must)
-                if len(wrong):
-                    named = True
-                    what = f"{place_of(rank)}: {one.of.name!r} {role.name!r}: {len(wrong)} bytes differ"
-                    yield f"{what}, the first: {where(one, role, wrong[0])}"
-    if not named:
-        at = int(np.flatnonzero(held.memory != expected)[0])
-        yield f"byte {at} of the arena, in padding or a guard"
-
-
-def where(one: Part, role, at: np.ndarray) -> str:
-    layer, item, block, row, shard, seg, byte = at.tolist()
-    within = block * (one.how.block or one.how.page) + row * role.tokens_per_row
-    token = one.how.first_token + one.items.index(item) * one.how.page + within if item in one.items else None
-    first = one.owned[one.of.roles.index(role)][0]
-    number = one.of.layers[one.low + layer]
-    return f"layer {number}, token {token} (item {item}), shard {first + shard}, segment {seg}, byte {byte}"
+            for number, (is_, must) in enumerate(zip(one.cells, cells_in(expected, one), strict=True)):
+                if len(wrong := np.argwhere(is_ != must)):
+                    cell = dict(zip((*DIMS[:4], "shard", "seg", "byte"), wrong[0].tolist(), strict=True))
+                    role = one.of.roles[number].name
+                    yield f"{place_of(rank)}: {one.of.name!r} {role!r}: {len(wrong)} bytes differ, the first at {cell}"
+    yield f"byte {int(np.flatnonzero(held.memory != expected)[0])} of the arena"
 
 
 def check(case: Case) -> None:

@@ -104,7 +104,6 @@ KINDS: dict[str, Callable[[Draws], list[Role]]] = {
     "kv_scales": kv_scales,
     "compressed": compressed,
     "segments": segments,
-    "draft": kv,
 }
 
 
@@ -176,8 +175,6 @@ def _interleave(draws: Draws, of: Logical) -> int:
 def _logical(draws: Draws, kind: str, n_layers: int) -> Logical:
     every = draws.pick(1, 1, 2, 3)
     layers = [layer for layer in range(n_layers) if (layer % every == every - 1)] or [n_layers - 1]
-    if kind == "draft":
-        layers = [n_layers - 1]
     return Logical(kind, kind, tuple(layers), tuple(KINDS[kind](draws)), kind != "mamba")
 
 
