@@ -472,19 +472,6 @@ class Rank:
         torch.cuda.synchronize()
         return all(bool((held.take(at) == number).all()) for held, at in self._all(room, n_tokens))
 
-    def fill_all(self, number: int) -> None:
-        """All of the pool is `number`."""
-        with torch.cuda.stream(self.scheduler.forward_stream):
-            for held in self.memory.held.values():
-                for one in held:
-                    one.numbers[:] = number
-
-    def others_hold(self, room: int, n_tokens: int, number: int) -> bool:
-        """Whether all that is not the room's is `number`."""
-        torch.cuda.synchronize()
-        others = (np.delete(held.numbers.cpu().numpy(), at.numpy(), axis=0) for held, at in self._all(room, n_tokens))
-        return all(bool((one == number).all()) for one in others)
-
     def _all(self, room: int, n_tokens: int):
         for component, (items, first) in self.items[room].items():
             for held in self.memory.held[component]:
