@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from pdstage.integrations.vllm.groups import groups_of
@@ -50,12 +50,6 @@ def attention(tp: int, block_size: int, kind: Any = FullAttentionSpec, **more: A
     heads = more.pop("num_kv_heads", max(1, N_HEADS // tp))
     given = {"head_size": HEAD_SIZE, "dtype": torch.float16, **more}
     return kind(block_size=block_size, num_kv_heads=heads, **given)
-
-
-def windowed(tp: int, block_size: int, window: int = 32) -> dict[str, KVCacheSpec]:
-    """Two more, with a window."""
-    swa = attention(tp, block_size, SlidingWindowSpec, sliding_window=window)
-    return full(tp, block_size) | {f"model.layers.{i}.self_attn.attn": swa for i in (2, 3)}
 
 
 def until(done: Callable[[], object], says: str = "") -> None:

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
 )
 
 from pdstage import Topology
@@ -27,7 +28,7 @@ from pdstage.errors import UsageError
 from pdstage.integrations.vllm.caches import Caches, _device_of
 from pdstage.integrations.vllm.states import state_parts
 from tests.engines.stubs import DEVICE
-from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, attention, full, transfer, windowed
+from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, attention, full, transfer
 from tests.engines.vllm.models import LLAMA
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ def nvfp4(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
 def drafted(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
     """A drafter's layer, of the same number as one of the model's."""
     return full(tp, block_size) | {"draft.layers.0.self_attn.attn": attention(tp, block_size)}
+
+
+def windowed(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+    swa = attention(tp, block_size, SlidingWindowSpec, sliding_window=40)
+    return full(tp, block_size) | {f"model.layers.{i}.self_attn.attn": swa for i in (2, 3)}
 
 
 def chunked(tp: int, block_size: int) -> dict[str, KVCacheSpec]:

@@ -31,7 +31,7 @@ from pdstage.integrations.vllm import PdStageConnector
 from pdstage.integrations.vllm.groups import Group, recomputed_tokens
 from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send
 from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
-from tests.engines.vllm.caches import PATIENCE_S, Side, attention, transfer, until, windowed
+from tests.engines.vllm.caches import PATIENCE_S, Side, attention, transfer, until
 from tests.engines.vllm.models import PRODUCER, config
 
 if TYPE_CHECKING:
@@ -112,14 +112,6 @@ def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side) 
     assert told.sends["req-1"].held["kv"] == ((3, 5, 2), 0, (0, N_TOKENS), (2,))
     assert not src.scheduler.has_pending_push_work()
     assert params["remote_room"] != answered(src)["remote_room"], "an id that comes again is another room"
-
-
-@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
-def test_what_prefill_did_not_finish_is_not_sent(src: Side, status: RequestStatus) -> None:
-    done = request({"do_remote_decode": True})
-    done.num_computed_tokens, done.status = 20, status
-    assert src.scheduler.request_finished_all_groups(done, ([3, 5],)) == (False, None)
-    assert not src.scheduler.build_connector_meta(None)
 
 
 def test_decode_loads_what_it_has_not(src: Side, dst: Side) -> None:
@@ -341,17 +333,6 @@ def test_each_group_loads_what_it_lacks() -> None:
     gone = KVCacheBlock(0, is_null=True)
     assert group.n_cached([gone, *lacking[1:]], 32) == 16
     assert group.held([0, 8, 9], 40, 16).tokens == (16, 40)
-
-
-def test_prefill_leaves_the_last_token_of_a_window_to_decode(sides) -> None:
-    """Prefill of all 48 tokens would have freed the block of token 16, which decode's token 47 still reads."""
-    src, dst = sides("kv_producer", windowed), sides("kv_consumer", windowed)
-    swa = next(group for group in src.groups if group.component == "swa")
-    assert (swa.needed_from(48), swa.needed_from(47)) == (17, 16)
-    params = answered(src, n=48)
-    assert params["remote_num_tokens"] == 47
-    assert dst.scheduler.get_num_new_matched_tokens(request(params, n=48), 0) == (47, True)
-    assert dst.scheduler.get_num_new_matched_tokens(request(params, n=30), 0) == (29, True)
 
 
 def test_a_state_is_of_just_so_many_tokens() -> None:
