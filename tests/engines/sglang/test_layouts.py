@@ -221,7 +221,7 @@ def test_without_the_hook_nothing_starts(installed):
     """The plugin's hook shows the pools; a loader that applies none of it gives addresses only."""
     child = Child("rank", setups.Setup("decode", 1, 0, 1))
     child.answer()
-    assert "which pools it hands over" in child.call("refusal_without_pools")
+    assert "which pools it hands over" in child.call("refusal", "{}", "", False)[1]
     child.close()
 
 
