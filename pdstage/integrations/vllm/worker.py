@@ -416,9 +416,9 @@ class WorkerSide:
         """Counts since the last call, and gauges; None if there is nothing to report."""
         if self.prefill is not None:
             before, self._written = self._written, self.prefill.written
-            for name, value, was in zip(("bytes_transferred", "num_descriptors"), self._written, before, strict=True):
-                if value > was:
-                    self._stats.add(name, value - was)
+            for name, total, was in zip(("bytes_transferred", "num_descriptors"), self._written, before, strict=True):
+                if total > was:
+                    self._stats.add(name, total - was)
         lasting = (len(self._held), len(self._receiving), self._n_held_blocks)
         if self._stats.is_empty() and not any(lasting) and lasting == self._lasting:
             return None
