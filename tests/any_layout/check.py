@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from pprint import pformat
 from types import SimpleNamespace
 
 import numpy as np
 from rigs import without_native
 
 from pdstage import plan
-from pdstage.errors import PdstageError
 from pdstage.kernels import Index, Pool
 from pdstage.layout import Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.layout.topology import REPLICATED, Axis, Topology
@@ -20,21 +20,13 @@ from pdstage.plan.ownership import Common
 from pdstage.plan.token_slices import DirectPlans, Pair
 from pdstage.protocol import destinations
 from pdstage.stager import Copied, Stager
-from tests.any_layout.describe import Case, show
-from tests.any_layout.draw import draw
-from tests.any_layout.held import Held, Part, Rank, cells_in, chunk_nbytes, write
-from tests.any_layout.tape import Tape, shrink
+from tests.any_layout.describe import DIMS, Case
+from tests.any_layout.draw import Draws, draw
+from tests.any_layout.held import Held, Rank, cells_in, chunk_nbytes, write
 
 
 class Wrong(AssertionError):
     """Something is not as the description says."""
-
-
-class ReferencePool(Pool):
-    """A pool whose plans are the reference's."""
-
-    def plan(self, select, order=plan.TOKEN_MAJOR, backend="reference", **options):
-        return super().plan(select, order, backend, **options)
 
 
 def layout_of(held: Held, rank: Rank) -> Layout:
@@ -82,11 +74,11 @@ def layout_of(held: Held, rank: Rank) -> Layout:
 class Node:
     """One rank as the manager has it: pool, stager, plans of sizes, and its items as indices."""
 
-    def __init__(self, held: Held, rank: Rank, backend: str, rng: random.Random) -> None:
+    def __init__(self, held: Held, rank: Rank, rng: random.Random) -> None:
         side = held.side
         self.rank = rank
         self.layout = layout_of(held, rank)
-        self.pool = (ReferencePool if backend == "reference" else Pool).of(self.layout, keep=held.memory)
+        self.pool = Pool.of(self.layout, keep=held.memory)
         self.stager = Stager(self.pool)
         self.stagings = Stagings(self.layout)
         self.topology = Topology(
@@ -141,7 +133,7 @@ class Transfer:
             for one in rank.parts:
                 write(one, cells_in(self.expected, one), *case.asked[one.of.name])
         self.writers, self.destinations = (
-            [Node(held, rank, case.code, rng) for rank in held.ranks] for held in (self.src, self.dst)
+            [Node(held, rank, rng) for rank in held.ranks] for held in (self.src, self.dst)
         )
         self.rng = rng
         self.staging = np.empty(0, np.uint8)
@@ -243,62 +235,28 @@ def carry_out(found: spans.Spans, src: np.ndarray, dst: np.ndarray) -> None:
 
 def differences(held: Held, expected: np.ndarray) -> Iterator[str]:
     """Names the first wrong cell of each array."""
-    named = False
     for rank in held.ranks:
         for one in rank.parts:
-            for role, is_, must in zip(one.of.roles, one.cells, cells_in(expected, one), strict=True):
-                wrong = np.argwhere(is_ != must)
-                if len(wrong):
-                    named = True
-                    what = f"{place_of(rank)}: {one.of.name!r} {role.name!r}: {len(wrong)} bytes differ"
-                    yield f"{what}, the first: {where(one, role, wrong[0])}"
-    if not named:
-        at = int(np.flatnonzero(held.memory != expected)[0])
-        yield f"byte {at} of the arena, in padding or a guard"
-
-
-def where(one: Part, role, at: np.ndarray) -> str:
-    layer, item, block, row, shard, seg, byte = at.tolist()
-    within = block * (one.how.block or one.how.page) + row * role.tokens_per_row
-    token = one.how.first_token + one.items.index(item) * one.how.page + within if item in one.items else None
-    first = one.owned[one.of.roles.index(role)][0]
-    number = one.of.layers[one.low + layer]
-    return f"layer {number}, token {token} (item {item}), shard {first + shard}, segment {seg}, byte {byte}"
-
-
-def host_code(case: Case) -> AbstractContextManager[None]:
-    return without_native() if case.code == "numpy" else nullcontext()
+            for number, (is_, must) in enumerate(zip(one.cells, cells_in(expected, one), strict=True)):
+                if len(wrong := np.argwhere(is_ != must)):
+                    cell = dict(zip((*DIMS[:4], "shard", "seg", "byte"), wrong[0].tolist(), strict=True))
+                    role = one.of.roles[number].name
+                    yield f"{place_of(rank)}: {one.of.name!r} {role!r}: {len(wrong)} bytes differ, the first at {cell}"
+    yield f"byte {int(np.flatnonzero(held.memory != expected)[0])} of the arena"
 
 
 def check(case: Case) -> None:
     """Raises `Wrong`, or what the library raised, where the case does not come out as described."""
-    with host_code(case):
+    with without_native() if case.code == "numpy" else nullcontext():
         Transfer(case).run()
 
 
-FAILURES = (Wrong, PdstageError, ArithmeticError, LookupError, TypeError, ValueError, AssertionError)
-
-
-def run(seed: int, drawing=draw) -> Case:
-    """The case of a seed, checked; what fails is shrunk and told."""
-    tape = Tape(seed)
-    case = drawing(tape)
+def run(seed: int, **given) -> Case:
+    """The case of a seed, checked; `given` is of what there is a choice."""
+    case = draw(Draws(seed), **given)
     try:
         check(case)
-    except FAILURES as error:
-        raise Wrong(f"seed {seed}: {error!r}\n{told(tape.choices, drawing)}") from error
+    except Exception as error:
+        error.add_note(f"seed {seed}, {given}:\n{pformat(case, width=120)}")
+        raise
     return case
-
-
-def told(choices: list[int], drawing=draw) -> str:
-    """The smallest case found of a failing one, and what is wrong with it."""
-
-    def problem(candidate: tuple[int, ...]) -> str:
-        try:
-            check(drawing(Tape(None, candidate)))
-        except FAILURES as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    least = shrink(choices, lambda candidate: bool(problem(candidate)))
-    return f"shrunk:\n{show(drawing(Tape(None, least)))}\n{problem(least)}\nchoices {least}"

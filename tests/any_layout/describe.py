@@ -102,18 +102,3 @@ class Case:
     checksum: bool = False
     order: int = 0
     """Seeds what no description needs to say: which items, and in which order writers' chunks land."""
-
-
-def show(case: Case) -> str:
-    """A case for a reader."""
-    lines = [f"path {case.path}, host code {case.code}, pieces of at most {case.limit} bytes"]
-    for name, side in (("prefill", case.src), ("decode", case.dst)):
-        lines.append(
-            f"{name}: tp {side.tp}, pp stages {side.stages}, one region: {side.one_region}, uneven {side.uneven}"
-        )
-        lines += [f"    {component}: {stored}" for component, stored in side.stored.items()]
-    for of in case.logical:
-        lines.append(f"{of.kind} {of.name!r} in layers {of.layers}, asked {case.asked[of.name]}")
-        lines += [f"    {role}" for role in of.roles]
-    lines += [f"chunk {number}: {', '.join(map(str, map(tuple, chunk)))}" for number, chunk in enumerate(case.chunks)]
-    return "\n".join(lines)

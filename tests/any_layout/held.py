@@ -17,7 +17,6 @@ import numpy as np
 from tests.any_layout.describe import Case, Logical, Role, Side, Stored
 
 GUARD = 64
-MARGIN = 0  # before and behind an arena: deliberate bugs write there, and not into what is not theirs
 
 # A cell's bytes are a window of random ones; steps that no two cells of a role share make all windows different.
 _SHARD, _ROW, _LAYER = 257, 257 * 17, 257 * 17 * 200
@@ -123,7 +122,7 @@ class Held:
         self.side = side
         self.ranks = []
         geometry: dict[tuple[object, ...], tuple[list[Place], int]] = {}
-        at = MARGIN + GUARD
+        at = GUARD
         for stage, cp_rank, tp_rank in itertools.product(range(side.pp), range(side.cp), range(side.tp)):
             rank = Rank(tp_rank, cp_rank, stage, [])
             for of in case.logical:
@@ -133,7 +132,6 @@ class Held:
                     at += one.nbytes + GUARD
                     rank.parts.append(one)
             self.ranks.append(rank)
-        at += MARGIN
         fill = rng.randrange(len(_TABLE) - at)
         self.memory = _TABLE[fill : fill + at].copy()
         for rank in self.ranks:

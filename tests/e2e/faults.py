@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tests.e2e.servers import wait_until
@@ -19,23 +18,10 @@ FREE_S = 15.0
 """All blocks of both sides are free by then, after whatever happened."""
 
 
-@dataclass(frozen=True)
-class Leaving:
-    """When a client goes away: in which part of its request, and after how many seconds of it."""
-
-    part: str
-    seconds: float
-
-
-PARTS = ("prefill", "between", "decode")
-
-
-def leaving(n: int, seed: int, decode_s: float) -> dict[int, Leaving]:
-    """A third of `n` clients, by index; a decode is known to take about `decode_s`."""
+def leaving(n: int, seed: int, longest: float) -> dict[int, float]:
+    """A third of `n` clients, by index, and after how many seconds each leaves: at any moment up to `longest`."""
     drawn = random.Random(seed)
-    longest = {"prefill": 0.2, "between": 0.0, "decode": decode_s}
-    chosen = drawn.sample(range(n), n // 3)
-    return {index: Leaving(part := drawn.choice(PARTS), drawn.uniform(0, longest[part])) for index in chosen}
+    return {index: drawn.uniform(0.0, longest) for index in drawn.sample(range(n), n // 3)}
 
 
 def median_seconds(answers: Sequence[Answer]) -> float:

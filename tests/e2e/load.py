@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
 VOCABULARY = 512
 SHORTEST, LONGEST = 20, 600
@@ -106,25 +106,17 @@ def to(url: str, **more: Any) -> Ask:
 
 
 def ask_all(
-    ask: Ask, asked: Sequence[Prompt], at_a_time: int, *, while_: Awaitable[None] | None = None
-) -> list[Answer]:
-    """All answers, in the order of `asked`, `at_a_time` under way; `while_` runs beside them."""
-    return asyncio.run(_ask_all(ask, asked, at_a_time, while_, lambda _: None))
-
-
-def ask_and_leave(
-    ask: Ask, asked: Sequence[Prompt], at_a_time: int, leaves: Callable[[int], float | None]
-) -> list[Answer]:
-    """As `ask_all`, but the client of prompt i goes away after `leaves(i)` seconds, if that is not None."""
-    return asyncio.run(_ask_all(ask, asked, at_a_time, None, leaves))
+    ask: Ask, asked: Sequence[Prompt], at_a_time: int, *, while_: Awaitable[None] | None = None,
+    leaves: Mapping[int, float] | None = None,
+) -> list[Answer]:  # fmt: skip
+    """All answers, in the order of `asked`, `at_a_time` under way; `while_` runs beside them. `leaves`: after how many
+    seconds the client of a prompt goes away, by its index.
+    """
+    return asyncio.run(_ask_all(ask, asked, at_a_time, while_, leaves or {}))
 
 
 async def _ask_all(
-    ask: Ask,
-    asked: Sequence[Prompt],
-    at_a_time: int,
-    while_: Awaitable[None] | None,
-    leaves: Callable[[int], float | None],
+    ask: Ask, asked: Sequence[Prompt], at_a_time: int, while_: Awaitable[None] | None, leaves: Mapping[int, float]
 ) -> list[Answer]:
     free = asyncio.Semaphore(at_a_time)
     limit = aiohttp.ClientTimeout(total=DEADLINE_S)
@@ -133,7 +125,7 @@ async def _ask_all(
 
         async def one(index: int, prompt: Prompt) -> Answer:
             async with free:
-                after = leaves(index)
+                after = leaves.get(index)
                 if after is None:
                     return await ask(session, prompt)
                 try:

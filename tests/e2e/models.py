@@ -57,10 +57,6 @@ def _llama() -> transformers.PreTrainedModel:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DENSE))
 
 
-def _long_llama() -> transformers.PreTrainedModel:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DENSE | {"max_position_embeddings": 20 * LONGEST}))
-
-
 def _gemma3() -> transformers.PreTrainedModel:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = transformers.Gemma3TextConfig(**_DENSE, sliding_window=96, layer_types=kinds, query_pre_attn_scalar=32)
@@ -134,14 +130,13 @@ def _falcon_h1() -> transformers.PreTrainedModel:
 MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama": _llama,
     "llama-twin": _llama,
-    "llama-long": _long_llama,
     "gemma3": _gemma3,
     "deepseek-v2": _deepseek_v2,
     "qwen3-next": _qwen3_next,
     "granite": _granite,
     "falcon-h1": _falcon_h1,
 }
-"""What makes each, of transformers' own classes: full attention, with other weights, for 20,480 tokens; two of three
+"""What makes each, of transformers' own classes: full attention; two of three
 layers with a sliding window; MLA; gated delta nets; and two hybrids with Mamba-2, in layers of its own and beside
 attention in each layer.
 """

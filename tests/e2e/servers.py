@@ -9,21 +9,22 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdstage import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
 UP_S = 900.0
@@ -37,6 +38,12 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
+
+
+def name_of(engine: Any) -> str:
+    """A dataclass by its fields that are not as usual: fit for a file's name."""
+    own = [f"{one.name} {value}" for one in fields(engine) if (value := getattr(engine, one.name)) != one.default]
+    return re.sub(r"[^\w.]+", "-", " ".join(own or ["usual"])).strip("-")
 
 
 def with_journal(env: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -127,16 +134,6 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, how)
         process.wait()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """All of its processes stand still meanwhile, and take no time from others."""
-        assert self.process is not None, f"{self.name} does not run"
-        os.killpg(self.process.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.killpg(self.process.pid, signal.SIGCONT)
 
     def tail(self, n_lines: int = 60) -> str:
         """The end of its log, with lines of errors first: an engine's own reason is above its traceback's end."""

@@ -46,14 +46,25 @@ class Engine:
         self.memory.append(raw)
         return raw.view(dtype).reshape(shape)
 
-    def pages(self, n_pages, n_wanted):
-        """Pages of one request, anywhere in the pool."""
-        return np.random.default_rng((self.seed, 77)).permutation(np.arange(1, n_pages))[:n_wanted]
+
+def strided(raw, offset, shape, strides, dtype=np.uint8):
+    """A view of raw bytes, as torch.as_strided makes them."""
+    return np.ndarray(shape, dtype, raw, offset, strides)
+
+
+def sections(raw, page_nbytes, rows, *widths):
+    """Views `[page, row, width]` of pages that hold all rows of the first width, then all of the next."""
+    starts = np.cumsum([0, *widths]) * rows
+    for offset, width in zip(starts, widths, strict=False):
+        yield strided(raw.reshape(-1), offset, (raw.size // page_nbytes, rows, width), (page_nbytes, width, 1))
 
 
 @dataclass
 class Paged(Engine):
-    """A token pool: token p of the request is in slot `token_slots[p]`, of page `slot // page_size`."""
+    """A token pool: token p of the request is in slot `token_slots[p]`, of page `slot // page_size`.
+
+    `allocate` keeps arrays by `array`. Their last axis is a token's value, or that of `per_row` tokens, and head's.
+    """
 
     page_size: int = 4
     n_tokens: int = 40
@@ -63,14 +74,25 @@ class Paged(Engine):
         wanted = -(-self.n_tokens // self.page_size)
         self.n_pages = wanted + 3
         self.n_slots = self.n_pages * self.page_size
-        pages = self.pages(self.n_pages, wanted)
+        pages = np.random.default_rng((self.seed, 77)).permutation(np.arange(1, self.n_pages))[:wanted]
         positions = np.arange(self.n_tokens)
         self.token_slots = pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        self.arrays = []
         self.allocate()
 
     def allocate(self):
         raise NotImplementedError
 
+    def array(self, array, name, layer, cell=lambda row, head: row, *, heads=1, per_row=1):
+        """Keeps `array`: the value called `name` of a row of the pool and a head of this rank is at `cell`."""
+        self.arrays.append((array, name, layer, cell, heads, per_row))
+        return array
+
     def store(self, start, stop):
         """Writes the truth of tokens `[start, stop)`."""
-        raise NotImplementedError
+        for array, name, layer, cell, heads, per_row in self.arrays:
+            whole = truth(name, layer, -(-self.n_tokens // per_row), heads, array.shape[-1], dtype=array.dtype.type)
+            for row in range(start // per_row, -(-stop // per_row)):
+                at = self.token_slots[row * per_row] // per_row
+                for local, head in enumerate(heads_of(heads, self.tp, self.rank)):
+                    array[cell(at, local)] = whole[row, head]

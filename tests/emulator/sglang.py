@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from emulator import Engine, Paged, heads_of, truth
+from emulator import Engine, Paged, heads_of, sections, truth
 
 
 @dataclass
@@ -71,18 +71,14 @@ class Mha(Paged):
     def allocate(self):
         n = len(heads_of(self.heads, self.tp, self.rank))
         shape = (self.n_pages, n, self.page_size, self.dim) if self.hnd else (self.n_slots, n, self.dim)
-        self.k = [self.garbage(*shape) for _ in range(self.n_layers)]
-        self.v = [self.garbage(*shape) for _ in range(self.n_layers)]
 
-    def store(self, start, stop):
-        for layer in range(self.n_layers):
-            for name, pool in (("k", self.k[layer]), ("v", self.v[layer])):
-                whole = truth(name, layer, self.n_tokens, self.heads, self.dim)
-                for p in range(start, stop):
-                    for local, head in enumerate(heads_of(self.heads, self.tp, self.rank)):
-                        page, within = divmod(self.token_slots[p], self.page_size)
-                        cell = (page, local, within) if self.hnd else (self.token_slots[p], local)
-                        pool[cell] = whole[p, head]
+        def cell(slot, head):
+            return (slot // self.page_size, head, slot % self.page_size) if self.hnd else (slot, head)
+
+        self.k, self.v = (
+            [self.array(self.garbage(*shape), name, layer, cell, heads=self.heads) for layer in range(self.n_layers)]
+            for name in "kv"
+        )
 
 
 @dataclass
@@ -109,26 +105,24 @@ class Mxfp8(Paged):
         n = len(heads_of(self.heads, self.tp, self.rank))
         self.interleaved = self.page_size == 128
         scale = (self.n_pages, n, 32, 4) if self.interleaved else (self.n_slots, n)
-        self.data = {
-            name: [self.garbage(self.n_slots, n, self.dim, dtype=np.uint8) for _ in range(self.n_layers)]
-            for name in "kv"
-        }
-        self.scales = {
-            name: [self.garbage(*scale, self.dim // 32, dtype=np.uint8) for _ in range(self.n_layers)] for name in "kv"
-        }
 
-    def store(self, start, stop):
-        for layer in range(self.n_layers):
-            for name in "kv":
-                data = truth(f"fp8 {name}", layer, self.n_tokens, self.heads, self.dim, dtype=np.uint8)
-                scales = truth(f"scale {name}", layer, self.n_tokens, self.heads, self.dim // 32, dtype=np.uint8)
-                for p in range(start, stop):
-                    slot = self.token_slots[p]
-                    page, t = divmod(slot, self.page_size)
-                    for local, head in enumerate(heads_of(self.heads, self.tp, self.rank)):
-                        self.data[name][layer][slot, local] = data[p, head]
-                        cell = (page, local, t % 32, t // 32) if self.interleaved else (slot, local)
-                        self.scales[name][layer][cell] = scales[p, head]
+        def cell(slot, head):
+            page, t = divmod(slot, self.page_size)
+            return (page, head, t % 32, t // 32) if self.interleaved else (slot, head)
+
+        self.data, self.scales = (
+            {
+                name: [
+                    self.array(self.garbage(*shape, dtype=np.uint8), f"{what} {name}", layer, at, heads=self.heads)
+                    for layer in range(self.n_layers)
+                ]
+                for name in "kv"
+            }
+            for what, shape, at in (
+                ("fp8", (self.n_slots, n, self.dim), lambda slot, head: (slot, head)),
+                ("scale", (*scale, self.dim // 32), cell),
+            )
+        )
 
 
 @dataclass
@@ -137,23 +131,16 @@ class Nvfp4(Paged):
 
     heads: int = 4
     dim: int = 32
+    n_layers: int = 1
 
     def allocate(self):
         n = len(heads_of(self.heads, self.tp, self.rank))
-        self.data = {name: [self.garbage(self.n_slots, n, self.dim // 2, dtype=np.uint8)] for name in "kv"}
-        self.scales = {name: [self.garbage(self.n_slots, n * self.dim // 16, dtype=np.uint8)] for name in "kv"}
-        self.n_layers = 1
-
-    def store(self, start, stop):
-        n = self.dim // 16
+        self.data, self.scales = {}, {}
         for name in "kv":
-            data = truth(f"fp4 {name}", 0, self.n_tokens, self.heads, self.dim // 2, dtype=np.uint8)
-            scales = truth(f"fp4 scale {name}", 0, self.n_tokens, self.heads, n, dtype=np.uint8)
-            for p in range(start, stop):
-                slot = self.token_slots[p]
-                for local, head in enumerate(heads_of(self.heads, self.tp, self.rank)):
-                    self.data[name][0][slot, local] = data[p, head]
-                    self.scales[name][0][slot, local * n : (local + 1) * n] = scales[p, head]
+            for held, what, width in ((self.data, "data", self.dim // 2), (self.scales, "scale", self.dim // 16)):
+                array = self.garbage(self.n_slots, n, width, dtype=np.uint8)
+                self.array(array, f"fp4 {what} {name}", 0, lambda slot, head: (slot, head), heads=self.heads)
+                held[name] = [array if held is self.data else array.reshape(self.n_slots, -1)]
 
 
 @dataclass
@@ -171,22 +158,13 @@ class Dsa(Paged):
 
     def allocate(self):
         per_page = self.page_size // self.pool * 132
-        self.index = [
-            self.garbage(0 if layer in self.shared else self.n_pages, per_page, dtype=np.uint8)
-            for layer in range(self.n_layers)
-        ]
-
-    def store(self, start, stop):
-        for layer in set(range(self.n_layers)) - set(self.shared):
-            keys = truth("index k", layer, -(-self.n_tokens // self.pool), 128, dtype=np.uint8)
-            scales = truth("index scale", layer, -(-self.n_tokens // self.pool), 4, dtype=np.uint8)
-            kernel = self.index[layer].reshape(-1, self.kernel_page * 132)
-            for group in range(start // self.pool, -(-stop // self.pool)):
-                row = self.token_slots[group * self.pool] // self.pool
-                page, t = divmod(row, self.kernel_page)
-                kernel[page, t * 128 : (t + 1) * 128] = keys[group]
-                at = self.kernel_page * 128 + t * 4
-                kernel[page, at : at + 4] = scales[group]
+        self.index = []
+        for layer in range(self.n_layers):
+            n_pages = 0 if layer in self.shared else self.n_pages
+            self.index.append(self.garbage(n_pages, per_page, dtype=np.uint8))
+            views = sections(self.index[-1], self.kernel_page * 132, self.kernel_page, 128, 4) if n_pages else ()
+            for name, view in zip(("key", "scale"), views, strict=False):
+                self.array(view, name, layer, lambda row, _: divmod(row, self.kernel_page), per_row=self.pool)
 
 
 @dataclass
@@ -212,7 +190,7 @@ class Ring(Engine):
     def store(self, start, stop):
         for name in self.names:
             for layer, buffer in enumerate(self.buffers[name]):
-                whole = truth(f"ring {name}", layer, self.n_tokens, self.dim)
+                whole = truth(f"ring {name}", layer, self.n_tokens, self.dim, dtype=buffer.dtype.type)
                 for p in range(start, stop):
                     row = self.slot * self.rows + p % self.rows
                     buffer[row if self.flat else (self.slot, p % self.rows)] = whole[p]
@@ -250,12 +228,8 @@ class QsaCompressed(Paged):
 
     def allocate(self):
         self.keys = [self.garbage(self.n_slots // self.ratio, 2, 8) for _ in range(self.n_layers)]
-
-    def store(self, start, stop):
-        n_groups = -(-self.n_tokens // self.ratio)
         for layer, keys in enumerate(self.keys):
-            for group in range(start // self.ratio, -(-stop // self.ratio)):
-                keys[self.token_slots[group * self.ratio] // self.ratio] = truth("groups", layer, n_groups, 2, 8)[group]
+            self.array(keys.reshape(len(keys), 16), "groups", layer, per_row=self.ratio)
 
 
 @dataclass
@@ -263,12 +237,10 @@ class IndexK(Paged):
     """MiniMax's keys-only pool of sparse layers, `[slots, 1, dim]` by the main pool's slots."""
 
     def allocate(self):
-        self.keys = [self.garbage(self.n_slots, 1, 16) for _ in range(self.n_layers)]
-
-    def store(self, start, stop):
-        for layer, keys in enumerate(self.keys):
-            for p in range(start, stop):
-                keys[self.token_slots[p], 0] = truth("minimax index", layer, self.n_tokens, 16)[p]
+        self.keys = [
+            self.array(self.garbage(self.n_slots, 1, 16), "minimax index", layer, lambda slot, _: (slot, 0))
+            for layer in range(self.n_layers)
+        ]
 
 
 @dataclass
@@ -316,16 +288,8 @@ class DeepseekV4(Paged):
 
     def allocate(self):
         rows = self.page_size // self.ratio
-        self.page_nbytes = -(-rows * 584 // 576) * 576
-        self.pools = [self.garbage(self.n_pages, self.page_nbytes, dtype=np.uint8) for _ in range(self.n_layers)]
-
-    def store(self, start, stop):
-        rows = self.page_size // self.ratio
+        nbytes = -(-rows * 584 // 576) * 576
+        self.pools = [self.garbage(self.n_pages, nbytes, dtype=np.uint8) for _ in range(self.n_layers)]
         for layer, pool in enumerate(self.pools):
-            latents = truth("latent", layer, self.n_tokens, 576, dtype=np.uint8)
-            scales = truth("latent scale", layer, self.n_tokens, 8, dtype=np.uint8)
-            for group in range(start // self.ratio, -(-stop // self.ratio)):
-                page, row = divmod(self.token_slots[group * self.ratio] // self.ratio, rows)
-                pool[page, row * 576 : (row + 1) * 576] = latents[group]
-                at = rows * 576 + row * 8
-                pool[page, at : at + 8] = scales[group]
+            for name, view in zip(("latent", "scale"), sections(pool, nbytes, rows, 576, 8), strict=True):
+                self.array(view, name, layer, lambda row, _: divmod(row, rows), per_row=self.ratio)

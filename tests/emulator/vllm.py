@@ -9,13 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from emulator import Engine, Paged, heads_of, truth
-from emulator.sglang import Mamba
-
-
-def strided(raw, offset, shape, strides, dtype):
-    """A view of raw bytes, as torch.as_strided makes them."""
-    return np.ndarray(shape, dtype, raw, offset, strides)
+from emulator import Paged, heads_of, sections, strided
+from emulator.sglang import Mamba, Ring
 
 
 @dataclass
@@ -53,34 +48,29 @@ def dense(shape, size):
 
 
 @dataclass
-class CircularBuffer(Engine):
+class CircularBuffer(Ring):
     """CircularBufferSpec: `[blocks, 1, block_size, content]`, one block a request, in padded pages; `block_size` is the
     ring's capacity and position p is in row `p % block_size`.
     """
 
     rows: int = 6
-    content: int = 32
+    names: tuple[str, ...] = ("raw keys",)
+    dim: int = 32
     padding: int = 16
-    n_layers: int = 2
     n_tokens: int = 20
     slot: int = 3
     n_slots: int = 5
 
     def __post_init__(self):
-        page = self.rows * self.content + self.padding
+        page = self.rows * self.dim + self.padding
         self.blocks = [
             strided(
                 self.garbage(self.n_slots, page, dtype=np.uint8).reshape(-1), 0,
-                (self.n_slots, 1, self.rows, self.content), (page, page, self.content, 1), np.uint8,
+                (self.n_slots, 1, self.rows, self.dim), (page, page, self.dim, 1),
             )
             for _ in range(self.n_layers)
         ]  # fmt: skip
-
-    def store(self, start, stop):
-        for layer, blocks in enumerate(self.blocks):
-            for p in range(start, stop):
-                value = truth("raw keys", layer, self.n_tokens, self.content, dtype=np.uint8)[p]
-                blocks[self.slot, 0, p % self.rows] = value
+        self.buffers = {"raw keys": [block[:, 0] for block in self.blocks]}
 
 
 @dataclass
@@ -94,25 +84,14 @@ class WindowMla(Paged):
     packed: bool = False
 
     def allocate(self):
-        row = 584 if self.packed else self.content
-        self.page_nbytes = -(-self.page_size * row // self.alignment) * self.alignment
-        self.raw = [self.garbage(self.n_pages, self.page_nbytes, dtype=np.uint8) for _ in range(self.n_layers)]
-
-    def blocks(self, layer):
-        shape, page = (self.n_pages, 1, self.page_size, self.content), self.page_nbytes
-        return strided(self.raw[layer].reshape(-1), 0, shape, (page, page, self.content, 1), np.uint8)
-
-    def store(self, start, stop):
-        for layer in range(self.n_layers):
-            for p in range(start, stop):
-                block, row = divmod(self.token_slots[p], self.page_size)
-                if not self.packed:
-                    value = truth("window", layer, self.n_tokens, self.content, dtype=np.uint8)[p]
-                    self.blocks(layer)[block, 0, row] = value
-                    continue
-                page, tail = self.raw[layer][block], self.page_size * 576 + row * 8
-                page[row * 576 : (row + 1) * 576] = truth("packed", layer, self.n_tokens, 576, dtype=np.uint8)[p]
-                page[tail : tail + 8] = truth("packed scale", layer, self.n_tokens, 8, dtype=np.uint8)[p]
+        widths = (576, 8) if self.packed else (self.content,)
+        nbytes = -(-self.page_size * sum(widths) // self.alignment) * self.alignment
+        self.raw = [self.garbage(self.n_pages, nbytes, dtype=np.uint8) for _ in range(self.n_layers)]
+        self.blocks = []
+        for layer, raw in enumerate(self.raw):
+            for width, view in zip(widths, sections(raw, nbytes, self.page_size, *widths), strict=True):
+                self.array(view, f"window of {width}", layer, lambda slot, _: divmod(slot, self.page_size))
+                self.blocks.append(view)
 
 
 @dataclass
@@ -124,28 +103,25 @@ class Nvfp4Blocks(Paged):
     heads: int = 4
     dim: int = 32
     hnd: bool = True
+    n_layers: int = 1
 
     def allocate(self):
-        self.n = len(heads_of(self.heads, self.tp, self.rank))
-        self.n_layers = 1
-        side = self.n * self.page_size * (self.dim // 2 + self.dim // 16)
-        self.raw = self.garbage(self.n_pages, 2 * side, dtype=np.uint8)
-        cells = self.n * self.page_size
+        n = len(heads_of(self.heads, self.tp, self.rank))
+        side = n * self.page_size * (self.dim // 2 + self.dim // 16)
+        raw = self.garbage(self.n_pages, 2 * side, dtype=np.uint8).reshape(-1)
+        inner = (n, self.page_size) if self.hnd else (self.page_size, n)
         self.parts = {}
         for number, name in enumerate("kv"):
-            for what, at, width in (("data", 0, self.dim // 2), ("scale", cells * self.dim // 2, self.dim // 16)):
-                inner = (self.n, self.page_size) if self.hnd else (self.page_size, self.n)
+            offset = number * side
+            for what, width in (("data", self.dim // 2), ("scale", self.dim // 16)):
                 shape, strides = (self.n_pages, *inner, width), (2 * side, inner[1] * width, width, 1)
-                self.parts[name, what] = strided(self.raw.reshape(-1), number * side + at, shape, strides, np.uint8)
+                part = self.parts[name, what] = strided(raw, offset, shape, strides)
+                offset += n * self.page_size * width
+                self.array(part, f"fp4 {what} {name}", 0, self.cell, heads=self.heads)
 
-    def store(self, start, stop):
-        for (name, what), part in self.parts.items():
-            label = f"fp4 {name}" if what == "data" else f"fp4 scale {name}"
-            whole = truth(label, 0, self.n_tokens, self.heads, part.shape[-1], dtype=np.uint8)
-            for p in range(start, stop):
-                block, row = divmod(self.token_slots[p], self.page_size)
-                for local, head in enumerate(heads_of(self.heads, self.tp, self.rank)):
-                    part[(block, local, row) if self.hnd else (block, row, local)] = whole[p, head]
+    def cell(self, slot, head):
+        block, row = divmod(slot, self.page_size)
+        return (block, head, row) if self.hnd else (block, row, head)
 
 
 @dataclass
@@ -160,14 +136,10 @@ class PerTokenHead(Paged):
         n, content = len(heads_of(self.heads, self.tp, self.rank)), 2 * (self.dim + 4)
         inner = (n, self.page_size) if self.hnd else (self.page_size, n)
         self.caches = []
-        for _ in range(self.n_layers):
+        for layer in range(self.n_layers):
             cache = self.garbage(self.n_pages, *inner, content, dtype=np.uint8)
             self.caches.append(cache if self.hnd else cache.transpose(0, 2, 1, 3))
+            self.array(self.caches[-1], "token head", layer, self.cell, heads=self.heads)
 
-    def store(self, start, stop):
-        for layer, cache in enumerate(self.caches):
-            whole = truth("token head", layer, self.n_tokens, self.heads, cache.shape[-1], dtype=np.uint8)
-            for p in range(start, stop):
-                block, row = divmod(self.token_slots[p], self.page_size)
-                for local, head in enumerate(heads_of(self.heads, self.tp, self.rank)):
-                    cache[block, local, row] = whole[p, head]
+    def cell(self, slot, head):
+        return slot // self.page_size, head, slot % self.page_size

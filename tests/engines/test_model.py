@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -62,27 +63,29 @@ def test_a_folder_without_weights_says_nothing(tmp_path: Path) -> None:
     assert digest(tmp_path) is not None, "an empty file has a name"
 
 
+def config(rope: object = None, **given: object) -> SimpleNamespace:
+    """An engine's ModelConfig, as far as it is read."""
+    usual = {"revision": None, "dtype": "x", "quantization": None, "hf_config": None}
+    return SimpleNamespace(**usual | given, hf_text_config=SimpleNamespace(rope_parameters=rope))
+
+
 def test_what_an_engine_does_not_know_is_left_out(weights: Path) -> None:
-    told = facts(name=str(weights), revision=None, dtype="torch.bfloat16", quantization=None, rope={"b": 1, "a": [2]})
+    told = facts(config(rope={"b": 1, "a": [2]}, dtype="torch.bfloat16"), str(weights))
     assert told == {
         "name": str(weights), "dtype": "bfloat16", "quantization": "none", "rope": '{"a": [2], "b": 1}',
         "weights": digest(weights),
     }  # fmt: skip
-    made_up = facts(name=str(weights), revision="1", dtype="x", quantization="fp8", rope=None, dummy=True)
+    made_up = facts(config(revision="1", quantization="fp8"), str(weights), dummy=True)
     assert made_up == {"name": str(weights), "revision": "1", "dtype": "x", "quantization": "fp8"}
 
 
 def test_scales_are_told_where_an_engine_has_them() -> None:
-    asked = {"name": "no such model", "revision": None, "dtype": "x", "quantization": None, "rope": None}
-    told = [facts(**asked, kv_scales=scales).get("kv_scales") for scales in (None, {}, {0: 0.5})]
+    told = [facts(config(), "no such model", kv_scales=scales).get("kv_scales") for scales in (None, {}, {0: 0.5})]
     assert told == [None, "none", '{"0": 0.5}']
 
 
 def test_a_long_text_is_told_by_its_digest() -> None:
-    one, other = (
-        facts(name="no such model", revision=None, dtype="x", quantization=None, rope={"factors": [n] * 100})["rope"]
-        for n in (1, 2)
-    )
+    one, other = (facts(config(rope={"factors": [n] * 100}), "no such model")["rope"] for n in (1, 2))
     assert len(one) == len(other) == 32 and one != other
 
 

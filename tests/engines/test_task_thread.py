@@ -52,14 +52,6 @@ def test_what_a_call_raises_is_raised_by_check_and_no_later_call_is_made(tasks: 
     assert "a mistake" in caplog.text
 
 
-def test_closing_makes_the_calls_that_were_put_before(tasks: TaskThread) -> None:
-    made = threading.Event()
-    tasks.put(made.set)
-    tasks.close()
-    tasks.close()
-    assert made.is_set()
-
-
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
 def test_its_waking_takes_no_processor_from_the_worker(tasks: TaskThread) -> None:
     """Where the system lets a thread say so."""

@@ -132,15 +132,16 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's settings
         if cards := getattr(self.kv_args, "ib_device", None):
             options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
-        options["model"] = overridden(
-            _model_facts(self.server_args, self.kv_cache_dtype_str), options.get("model"), where=environment.NODE.name
-        )
+        model = process_model_config()
+        scales = _kv_scales(model.hf_text_config) if self.kv_cache_dtype_str == "fp8_e4m3" else None
+        known = facts(model, model.model_path, kv_scales=scales, dummy=self.server_args.load_format == "dummy")
+        options["model"] = overridden(known, options.get("model"), where=environment.NODE.name)
         if self.is_prefill:
             options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
             options |= {"observers": [self] if self.pp_rank else []}
         total_heads = getattr(self.kv_args, "total_kv_head_num", None)
         if total_heads is None and not self.is_mla_backend:
-            total_heads = process_model_config().get_total_num_kv_heads()
+            total_heads = model.get_total_num_kv_heads()
         place = self._place()
         pool = pool_of(
             self.kv_args, place, is_mla=bool(self.is_mla_backend), total_heads=total_heads or 1,
@@ -376,20 +377,6 @@ def over_devices(transport: str | Mapping[str, object], ib_device: str, gpu: int
         return transport
     devices = get_ib_devices_for_gpu(ib_device, gpu)
     return {"name": transport, "devices": [name.strip() for name in devices.split(",")]} if devices else transport
-
-
-def _model_facts(args: ServerArgs, kv_dtype: str) -> dict[str, str]:
-    """Facts about the model that this engine serves."""
-    config = process_model_config()
-    return facts(
-        name=config.model_path,
-        revision=config.revision or getattr(config.hf_config, "_commit_hash", None),
-        dtype=config.dtype,
-        quantization=config.quantization,
-        rope=getattr(config.hf_text_config, "rope_parameters", None),
-        kv_scales=_kv_scales(config.hf_text_config) if kv_dtype == "fp8_e4m3" else None,
-        dummy=args.load_format == "dummy",
-    )
 
 
 def _kv_scales(config: Any) -> dict[int, float]:  # noqa: ANN401  (Transformers')

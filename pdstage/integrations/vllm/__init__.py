@@ -16,7 +16,6 @@ Read in this order:
     backends         attention backends with other pages than rows of tokens
     writers          the proof of that layout by vLLM's own cache writes
     worker           the workers' side: nodes, rooms and their results
-    model            facts about the model and a request's adapter, to compare
     stats            counters for vLLM's log and its Prometheus endpoint
     request_spans    spans in a request's trace
     connector        the class that vLLM loads, which only forwards calls

@@ -101,8 +101,8 @@ class Caches:
                         remedy="use one attention backend, and one cache dtype, for all layers of a kind",
                         layer=name,
                     )
+                naming: Naming = {"component": group.component, "layers": (_number(name),)}
                 if isinstance(spec, MambaSpec):
-                    naming: Naming = {"component": group.component, "layers": (_number(name),)}
                     made = state_parts(name, cache, spec, layers.get(name), tp=tp, n_groups=n_groups, naming=naming)
                 else:
                     encoding = _format(cache, spec, config.cache_config.cache_dtype)
@@ -110,7 +110,8 @@ class Caches:
                     _check_known(name, cache, spec, layers.get(name))
                     paged.setdefault(group.component, []).append(cache)
                     numbers[name] = _number(name)
-                    made = [_attention(cache, spec, layers.get(name), heads, tp, naming=_naming(group, name, encoding))]
+                    naming["format"] = encoding
+                    made = [_attention(cache, spec, layers.get(name), heads, tp, naming=naming)]
                 made = [_named(part, name) for part in made]
                 keys[name] = tuple(view.key for part in made for view in part.views)
                 parts += made
@@ -217,10 +218,6 @@ def _attention(
 
 def _is_latent(spec: AttentionSpec) -> bool:
     return isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-
-
-def _naming(group: Group, name: str, encoding: str) -> Naming:
-    return {"component": group.component, "layers": (_number(name),), "format": encoding}
 
 
 def _total_heads(spec: AttentionSpec, n_heads: int, tp: tuple[int, int]) -> int:

@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.errors import UsageError
+from pdstage.integrations.model import digest
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
 from pdstage.integrations.vllm.loads import Loads, Phase
 from pdstage.integrations.vllm.metadata import (
@@ -26,7 +27,6 @@ from pdstage.integrations.vllm.metadata import (
     Send,
     Want,
 )
-from pdstage.integrations.vllm.model import adapter_of
 from pdstage.integrations.vllm.request_spans import RequestSpans
 from pdstage.integrations.vllm.streams import Streams
 from pdstage.integrations.vllm.turns import kept_tokens, n_common
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -195,7 +196,7 @@ class SchedulerSide:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
             return False, None
         held = {group.component: group.held(blocks[group.index], n_tokens) for group in self._groups}
-        adapter = adapter_of(request.lora_request)
+        adapter = _adapter_of(request.lora_request)
         if stream is not None:
             room, says = stream.room, self._says(n_tokens, adapter)
         else:
@@ -315,7 +316,7 @@ class SchedulerSide:
                 one.component: one.held(ids[one.index], n_tokens, one.n_cached(blocks.blocks[one.index], n_local))
                 for one in self._groups
             }
-            says = self._says(n_tokens, adapter_of(request.lora_request)) if remote.is_early else None
+            says = self._says(n_tokens, _adapter_of(request.lora_request)) if remote.is_early else None
             self._news.receives[request.request_id] = Receive(remote, held, says)
             self._loads.begin(request.request_id)
             self._spans.begin("kv_transfer.receive", request, remote.room, n_external)
@@ -359,6 +360,11 @@ class SchedulerSide:
         return bool(self._news)
 
 
+def _adapter_of(lora: LoRARequest | None) -> str:
+    """Identifies the adapter (LoRA) that a request's KV is computed with: a digest of its weights, else its name."""
+    return "" if lora is None else digest(lora.lora_path) or lora.lora_name
+
+
 def _mark_read(params: dict[str, Any]) -> None:
     """Only once: a request that is preempted later is computed here."""
     params["do_remote_prefill"] = False
@@ -369,7 +375,7 @@ def _same_adapter(request: Request, params: Mapping[str, Any]) -> bool:
     """Whether prefill computed the request's KV with the adapter (LoRA) that decode uses. If not, logs it and returns
     false.
     """
-    here = adapter_of(request.lora_request)
+    here = _adapter_of(request.lora_request)
     there = params.get("remote_adapter", here)
     if there != here:
         log.warning(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,32 +87,17 @@ class PdStagePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+        def made(kind: Any, name: str, text: str, **more: Any) -> dict[int, Any]:  # noqa: ANN401
+            metric = kind(name=f"vllm:pdstage_{name}", documentation=text, labelnames=labelnames, **more)
+            return create_metric_per_engine(metric, per_engine_labelvalues)  # type: ignore[no-any-return]
+
         self._seconds = {
-            name: create_metric_per_engine(
-                self._histogram_cls(
-                    name=f"vllm:pdstage_{name}econds", documentation=text, buckets=_BUCKETS, labelnames=labelnames
-                ),
-                per_engine_labelvalues,
-            )
-            for name, text in SECONDS.items()
+            name: made(self._histogram_cls, f"{name}econds", text, buckets=_BUCKETS) for name, text in SECONDS.items()
         }
-        self._counts = {
-            name: create_metric_per_engine(
-                self._counter_cls(name=f"vllm:pdstage_{name}", documentation=text, labelnames=labelnames),
-                per_engine_labelvalues,
-            )
-            for name, text in COUNTS.items()
-        }
+        self._counts = {name: made(self._counter_cls, name, text) for name, text in COUNTS.items()}
         self._now = {
-            name: create_metric_per_engine(
-                self._gauge_cls(
-                    name=f"vllm:pdstage_{name.removesuffix('_s')}{'_seconds' if name.endswith('_s') else ''}",
-                    documentation=text,
-                    labelnames=labelnames,
-                    multiprocess_mode="mostrecent",
-                ),
-                per_engine_labelvalues,
-            )
+            name: made(self._gauge_cls, re.sub("_s$", "_seconds", name), text, multiprocess_mode="mostrecent")
             for name, text in NOW.items()
         }
 

@@ -25,10 +25,10 @@ from vllm.distributed.parallel_state import (
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
 from pdstage.arguments import quotient
 from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
+from pdstage.integrations.model import facts
 from pdstage.integrations.task_thread import TaskThread
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, PdStageWorkerMeta
-from pdstage.integrations.vllm.model import model_facts
 from pdstage.integrations.vllm.stats import NOW, PdStageStats
 from pdstage.integrations.vllm.streams import EarlySender, LayerGroups, Layers
 from pdstage.integrations.vllm.writers import probes_of
@@ -118,7 +118,8 @@ class WorkerSide:
         log.info("KV cache layout of rank %d: %s", self.topology.tp_rank, proof)
         self._groups = LayerGroups(self._caches.numbers)
         pool = Pool.of(self._caches.layout, str(self._caches.device), keep=tuple(kv_caches.values()))
-        said, name = model_facts(self._config), self._transfer.engine_id
+        model, load = self._config.model_config, self._config.load_config
+        said, name = facts(model, model.model, dummy=load.load_format == "dummy"), self._transfer.engine_id
         path = {"path": "staged"} if pool.on_host else {}  # bytes land on the device, and a kernel scatters them
         if self._transfer.is_kv_producer:
             options = path | self._settings.node(PrefillNode, said)
@@ -185,17 +186,14 @@ class WorkerSide:
         """Queues this step's news. Raises errors that are bugs here, of an earlier step's too."""
         self._tasks.check()
         if metadata:
-            self._hold(metadata.sends)
+            for request_id, send in metadata.sends.items():
+                n_blocks = sum(len(one.blocks) for one in send.held.values())
+                self._held[request_id] = n_blocks, time.monotonic()
+                self._n_held_blocks += n_blocks
             self._clear(metadata)
             # Launched kernels may still zero or read the blocks to be loaded.
             after = self._event() if metadata.receives else None
             self._tasks.put(partial(self._carry_out, metadata, self._computed, after))
-
-    def _hold(self, sends: Mapping[str, Send]) -> None:
-        for request_id, send in sends.items():
-            n_blocks = sum(len(one.blocks) for one in send.held.values())
-            self._held[request_id] = n_blocks, time.monotonic()
-            self._n_held_blocks += n_blocks
 
     def _clear(self, metadata: PdStageMetadata) -> None:
         """Zeroes blocks that a request's tokens fill only in part, if vLLM zeroes new blocks. vLLM leaves out blocks
@@ -218,7 +216,8 @@ class WorkerSide:
         for request_id, receive in metadata.receives.items():
             self._receive(request_id, receive, after)
         for request_id in metadata.aborted:
-            self._abort(request_id)
+            if (receiver := self._receiving.get(request_id)) is not None:
+                receiver.abort("the request ended at decode")
         for request_id in metadata.withdrawn:
             if (early := self._early.pop(request_id, None)) is not None:
                 early.sender.abort("the request ended at prefill")
@@ -291,11 +290,6 @@ class WorkerSide:
             self._expected[request_id] = receive.says
         self._receiving[request_id] = receiver
         self._begun.append((receiver, "received", request_id))
-
-    def _abort(self, request_id: str) -> None:
-        receiver = self._receiving.get(request_id)
-        if receiver is not None:
-            receiver.abort("the request ended at decode")
 
     def _want(self, remote: Remote) -> None:
         """Announces a room whose request waits here for blocks: its sender holds it on. Where that is refused, its
@@ -420,7 +414,11 @@ class WorkerSide:
 
     def stats(self) -> PdStageStats | None:
         """Counts since the last call, and gauges; None if there is nothing to report."""
-        self._written = self._add_written()
+        if self.prefill is not None:
+            before, self._written = self._written, self.prefill.written
+            for name, total, was in zip(("bytes_transferred", "num_descriptors"), self._written, before, strict=True):
+                if total > was:
+                    self._stats.add(name, total - was)
         lasting = (len(self._held), len(self._receiving), self._n_held_blocks)
         if self._stats.is_empty() and not any(lasting) and lasting == self._lasting:
             return None
@@ -431,15 +429,6 @@ class WorkerSide:
         for name, value in zip(NOW, (*lasting, oldest_s), strict=True):
             ended.add(name, value)
         return ended
-
-    def _add_written(self) -> tuple[int, int]:
-        if self.prefill is None:
-            return self._written
-        now = self.prefill.written
-        for name, value, before in zip(("bytes_transferred", "num_descriptors"), now, self._written, strict=True):
-            if value > before:
-                self._stats.add(name, value - before)
-        return now
 
     def close(self) -> None:
         """Fails the open rooms and releases the memory."""

@@ -27,12 +27,10 @@ ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(Path(__file__).parents[3]),
 }
-SAVING = (sys.executable, "-m", "tests.e2e.sglang.save")
+RUN = (sys.executable, "-m", "tests.e2e.sglang.run")
+SAVING = (*RUN, "tests.e2e.models")
 MAX_TOKENS = 16384
 """Of a pool."""
-NOWHERE = "2.2.2.2"
-"""The host for which SGLang's decode takes any memory for transferred: it warms itself up so."""
-
 CHUNKED = ("--chunked-prefill-size", "128")
 WINDOWS_WHOLE = ("--disable-hybrid-swa-memory",)
 """Layers with a window keep all tokens. Else SGLang's torch_native backend reads them by the other layers' numbers."""
@@ -58,14 +56,11 @@ class Engine:
 
     @property
     def name(self) -> str:
-        parts = [self.model, self.dtype, f"tp{self.tp}", *([f"pp{self.pp}"] if self.pp > 1 else []), f"p{self.page}"]
-        parts += [self.role] * bool(self.role) + ["radix"] * self.radix
-        if self.role and (told := json.loads(self.node)) != {"transport": "nixl"}:
-            parts += [str(value) for value in told.values() if isinstance(value, str)]
-        return "-".join([*parts, *(option.removeprefix("--") for option in self.options)])
+        """All in which it is not as usual."""
+        return servers.name_of(self)
 
     def command(self, folder: Path, port: int, bootstrap: int) -> list[str]:
-        made = [sys.executable, "-m", "tests.e2e.sglang.server", "--model-path", str(folder)]
+        made = [*RUN, "sglang.launch_server", "--model-path", str(folder)]
         made += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
         made += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--skip-server-warmup"]
         made += ["--sleep-on-idle"]  # else each rank that idles takes a core
@@ -122,7 +117,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        return f"{self.prefill.name}-to-{self.decode.name.removeprefix(self.prefill.model + '-')}"
+        return f"{self.prefill.name}-to-{self.decode.name}"
 
 
 def pair(prefill: dict[str, Any], decode: dict[str, Any], *, full: bool = True, **common: Any) -> Pair:
@@ -161,7 +156,7 @@ def router(prefill: SglangServer, decode: SglangServer, logs: Path) -> Server:
     """SGLang's own router, from the package sglang-router."""
 
     def command(port: int) -> list[str]:
-        made = [sys.executable, "-m", "tests.e2e.sglang.front", "--host", "127.0.0.1", "--port", str(port)]
+        made = [*RUN, "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
         made += ["--pd-disaggregation", "--prefill", prefill.url, str(prefill.bootstrap), "--decode", decode.url]
         return [*made, "--prometheus-port", str(servers.free_port()), "--disable-retries", "--policy", "round_robin"]
 

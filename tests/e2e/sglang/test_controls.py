@@ -7,9 +7,9 @@ import random
 
 import aiohttp
 
-from tests.e2e import compare, load
+from tests.e2e import load
 from tests.e2e.sglang import right
-from tests.e2e.sglang.engines import CHUNKED, NOWHERE, SglangServer, check_free, handed_over, legs, pair, room
+from tests.e2e.sglang.engines import CHUNKED, SglangServer, check_free, handed_over, legs, pair, room
 
 PAIR = pair({"tp": 2, "options": CHUNKED}, {})
 N_COUPLES = 8
@@ -52,15 +52,3 @@ def test_decode_goes_by_the_cache_that_was_moved(fleet):
     answered = right.tokens(fleet, PAIR.reference, drawn)
     right.check(load.ask_all(_other_for_decode(prefill, decode, others), drawn, 4), answered)
     check_free(prefill, decode)
-
-
-def test_without_a_cache_no_answer_is_right(fleet):
-    """SGLang's own stand-in for a transfer moves nothing: what decode then answers is of no prompt."""
-    asked = load.prompts(N_COUPLES, seed=104, shortest=100)
-    (decode, _) = fleet.up(PAIR.decode, PAIR.reference)
-    answered = right.tokens(fleet, PAIR.reference, asked)
-    told = {"bootstrap_host": NOWHERE, "bootstrap_port": 1, "bootstrap_room": room()}
-    answers = load.ask_all(load.to(decode.url, **told), asked, 1)
-    assert all(one.is_ok for one in answers), answers[0].body
-    assert len(compare.wrong(right.cut(answers, answered), answered)) == N_COUPLES
-    check_free(decode)

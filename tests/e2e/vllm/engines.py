@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e import load
+from tests.e2e import load, servers
 from tests.e2e.servers import Server, free_port
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 LONGEST = 1024
-"""Tokens of a sequence: the models' own, but for the long one."""
+"""Tokens of a sequence: the models' own."""
 
 BATCHED = 256
 """Tokens of a step at most, so that longer prompts are computed in chunks."""
@@ -53,7 +53,6 @@ NAMED = "prefill"
 """The name of an engine that proxies find by its directory."""
 
 USAGE = "vllm:kv_cache_usage_perc"
-SENT = "vllm:pdstage_sent_seconds_count"
 RECEIVED = "vllm:pdstage_received_seconds_count"
 
 ENV = {
@@ -62,8 +61,6 @@ ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
     "OMP_NUM_THREADS": "1",
-    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-    "OTEL_BSP_SCHEDULE_DELAY": "200",  # ms; read only where spans are exported
 }
 
 
@@ -86,62 +83,24 @@ class Engine:
     """How long it may go on with what it has, once it is asked to end."""
     directory: int = 0
     """The port of its directory, 0 for any."""
-    turns: bool = False
-    """Whether what it decodes is kept for the next turn of its conversation."""
-    longest: int = LONGEST
-    """Tokens of a sequence, at most."""
-    batched: int = BATCHED
-    connector: str = "PdStageConnector"
-    """Or another of vLLM's own, with its defaults."""
-    traces: str = ""
-    """Where it exports spans to, as OTLP over HTTP."""
-    replicas: int = 1
-    """Data-parallel ones, behind its one address."""
-    """An earlier one of pdstage, from its wheel."""
     offloads: bool = False
     """Whether vLLM's MultiConnector has pdstage's beside its own ExampleConnector, which keeps prompts' KV in files."""
 
     @property
     def name(self) -> str:
-        parts = [self.model, self.dtype, f"tp{self.tp}", f"b{self.block}"]
-        if self.role:
-            parts += [self.role.removeprefix("kv_"), self.transport]
-        if self.role == "kv_consumer" and self.policy != "fail":
-            parts.append(self.policy)
-        if self.config != PATIENT:
-            parts += [f"{name}{value:.0f}" for name, value in self.config] or ["hasty"]
-        if self.shutdown_s:
-            parts.append(f"drains{self.shutdown_s}")
-        if self.directory:
-            parts.append("found")
-        if self.turns:
-            parts.append("turns")
-        if self.traces:
-            parts.append("traces")
-        if self.replicas > 1:
-            parts.append(f"dp{self.replicas}")
-        if self.offloads:
-            parts.append("offloads")
-        if self.connector != "PdStageConnector":
-            parts.append(self.connector)
-        if (self.longest, self.batched) != (LONGEST, BATCHED):
-            parts.append(f"{self.longest}by{self.batched}")
-        return "-".join(parts)
+        """All in which it is not as usual."""
+        return servers.name_of(self)
 
     def command(self, folder: Path, port: int) -> list[str]:
         made = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         made += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
-        made += ["--dtype", self.dtype, "--max-model-len", str(self.longest), "--enforce-eager", "-tp", str(self.tp)]
+        made += ["--dtype", self.dtype, "--max-model-len", str(LONGEST), "--enforce-eager", "-tp", str(self.tp)]
         made += ["--block-size", str(self.block), "--max-num-seqs", "32"]
         made += ["--no-enable-prefix-caching" if self.model in UNCACHED else "--enable-prefix-caching"]
         made += ["--kv-cache-memory-bytes", str(CACHE_NBYTES)]
         made += ["--gpu-memory-utilization", "0.1"]  # must be free at start, though so much is not taken
-        made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(self.batched), "--seed", "0"]
+        made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(BATCHED), "--seed", "0"]
         made += ["--shutdown-timeout", str(self.shutdown_s)]
-        if self.replicas > 1:
-            made += ["--data-parallel-size", str(self.replicas)]
-        if self.traces:
-            made += ["--otlp-traces-endpoint", self.traces]
         if self.role:
             made += ["--kv-transfer-config", json.dumps(self._transfer_config(folder))]
         return made
@@ -157,11 +116,8 @@ class Engine:
                 "transport": self.transport,
                 "config": dict(self.config),
                 "port": self.directory,
-                "bidirectional_kv_xfer": self.turns,
             },
         }
-        if self.connector != ours["kv_connector"]:
-            return role | {"kv_connector": self.connector, "kv_buffer_device": "cpu"}
         if not self.offloads:
             return role | ours
         path = {"shared_storage_path": str(folder.with_name(f"{self.name}-offloaded"))}
@@ -170,8 +126,7 @@ class Engine:
         return role | {"kv_connector": "MultiConnector", "kv_connector_extra_config": both}
 
     def server(self, folder: Path, logs: Path) -> Server:
-        env = ENV | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}  # NixlConnector's own, one a host
-        return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", env)
+        return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", ENV)
 
 
 @dataclass(frozen=True)
@@ -276,20 +231,15 @@ def handed_over(
     return ask
 
 
-def named(directory: int, room: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a proxy for MooncakeConnector tells prefill, known by its directory, and decode at the same time."""
-    name = {"transfer_id": room}
-    where = {"remote_bootstrap_addr": f"http://127.0.0.1:{directory}", "remote_engine_id": NAMED}
-    return TO_PREFILL | name, {"do_remote_prefill": True, "do_remote_decode": False} | where | name
-
-
 def at_once(prefill: Server, decode: Server, directory: int) -> load.Ask:
     """Asks both at once, as a proxy for MooncakeConnector does that knows prefill by its directory. Decode answers
     whatever becomes of prefill's half.
     """
 
     async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
-        to_prefill, to_decode = named(directory, uuid.uuid4().hex)
+        name = {"transfer_id": uuid.uuid4().hex}
+        where = {"remote_bootstrap_addr": f"http://127.0.0.1:{directory}", "remote_engine_id": NAMED}
+        to_prefill, to_decode = TO_PREFILL | name, {"do_remote_prefill": True} | where | name
         _, answer = await asyncio.gather(
             load.post(session, prefill.url, prompt, load.body(prompt, n_tokens=1, kv_transfer_params=to_prefill)),
             load.post(session, decode.url, prompt, load.body(prompt, kv_transfer_params=to_decode)),

@@ -22,26 +22,12 @@ def toy(prefill: Server, decode: Server, logs: Path) -> Server:
     return Server("toy", lambda port: [*command, "--port", str(port)], logs / "toy.log", ready="/healthcheck")
 
 
-def turns(prefill: Server, decode: Server, logs: Path) -> Server:
-    """vLLM's example for conversations."""
-    ports = ["--prefiller-port", str(prefill.port), "--decoder-port", str(decode.port)]
-    hosts = ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1", "--host", "127.0.0.1"]
-    command = [sys.executable, "-P", str(fetch.PLACE / fetch.TURNS), *hosts, *ports]
-    return Server("turns", lambda port: [*command, "--port", str(port)], logs / "turns.log")
-
-
-def streamed(server: Server, logs: Path) -> Server:
-    """In front of a server of 0.32, what streams its answers as 0.33 does."""
-    command = [sys.executable, "-P", str(Path(__file__).with_name("streamed.py")), server.url]
-    return Server("streamed", lambda port: [*command, "--port", str(port)], logs / "streamed.log")
-
-
-def early(prefill: Server, decode: Server, logs: Path, directory: int = DIRECTORY_PORT) -> Server:
+def early(prefill: Server, decode: Server, logs: Path) -> Server:
     """vLLM's example for MooncakeConnector, which asks both engines at once. It answers 503 until it knows prefill's
     name, which only its log tells (`KNOWS`).
     """
     command = [sys.executable, "-P", str(fetch.PLACE / fetch.EARLY)]
-    command += ["--prefill", prefill.url, str(directory), "--decode", decode.url]
+    command += ["--prefill", prefill.url, str(DIRECTORY_PORT), "--decode", decode.url]
     return Server(
         "early", lambda port: [*command, "--port", str(port)], logs / "early.log", UNBUFFERED, ready="/openapi.json"
     )

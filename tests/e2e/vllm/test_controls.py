@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e import compare, load
 from tests.e2e.servers import wait_until
-from tests.e2e.vllm.engines import BATCHED, RECEIVED, Engine, handed_over, pair, swapped
+from tests.e2e.vllm.engines import BATCHED, RECEIVED, handed_over, pair, swapped
 
 PAIR = pair((1, 128), (1, 128))
 N_COUPLES = 8
@@ -27,20 +27,6 @@ def test_one_prompt_token_changes_the_answer(fleet):
     right = fleet.right(PAIR.reference, plain + changed)
     same = [len(a) for a, b in zip(plain, changed, strict=True) if right[a] == right[b]]
     assert not same, f"prompts of {same} tokens have the same answer with one token changed"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sizes_of_an_engine_do_not_change_the_answer(fleet, dtype: str):
-    """One engine of two ranks and other blocks answers as that of one rank, in bf16 too: so a pair of unequal sizes has
-    right answers at all.
-    """
-    asked = load.prompts(60, seed=107)
-    one, other = (Engine("llama", dtype, tp=tp, block=block) for tp, block in ((1, 128), (2, 32)))
-    fleet.up(one, other)
-    right, same = fleet.right(one, asked), fleet.right(other, asked)
-    different = [len(prompt) for prompt in asked if right[prompt] != same[prompt]]
-    assert not different, f"{len(different)} of {len(asked)} answers differ, to prompts of {different} tokens"
 
 
 def test_another_rooms_cache_gives_other_tokens(fleet):
@@ -70,42 +56,6 @@ def test_decode_computes_one_token_of_a_prompt(fleet):
     assert decode.metrics()[COMPUTED] - before == n
 
 
-def test_prefixes_that_decode_has_cached(fleet):
-    """Prompts that share their first 256 tokens, and then the same prompts again: decode asks for the rest only."""
-    prefill, decode, _ = fleet.fresh(*PAIR.engines)
-    asked = load.prompts(16, seed=106, shortest=300, shared=256)
-    right = fleet.right(PAIR.reference, asked)
-    before = decode.metrics()
-    for again in range(2):
-        answers = load.ask_all(handed_over(prefill, decode), asked, 8 if again else 1)
-        compare.check(answers, right)
-    after = decode.metrics()
-    hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
-    moved = after[EXTERNAL] - before[EXTERNAL]
-    total = 2 * sum(map(len, asked))
-    whole = sum(len(prompt) // 128 * 128 for prompt in asked)
-    assert hits >= (len(asked) - 1) * 256 + whole - 128 * len(asked), f"{hits} of {total} prompt tokens were cached"
-    assert hits + moved <= total, f"{hits} cached and {moved} moved are more than {total}"
-
-
-def test_samples_of_one_prompt_share_its_blocks(fleet):
-    """Prefill is asked for one, decode for three: the first loads the prompt, the others find it in decode's cache."""
-    prefill, decode, _ = fleet.fresh(*PAIR.engines)
-    asked = load.prompts(8, seed=107, shortest=300)
-    right = fleet.right(PAIR.reference, asked)
-    before = decode.metrics()
-    # Of one candidate: vLLM refuses greedy samples, and the CPU has no seeds.
-    answers = load.ask_all(handed_over(prefill, decode, n=3, temperature=1.0, top_k=1), asked, 2)
-    compare.check(answers, right)
-    for answer in answers:
-        assert [tuple(one["token_ids"]) for one in answer.body["choices"]] == [right[answer.prompt]] * 3
-    after = decode.metrics()
-    hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
-    whole = sum(len(prompt) // 128 * 128 for prompt in asked)
-    assert hits >= 2 * whole, f"{hits} tokens were found in the cache, of {whole} in each sample's whole blocks"
-    assert after[RECEIVED] - before[RECEIVED] == len(asked)
-
-
 @pytest.mark.full
 def test_beside_a_connector_that_offloads(fleet):
     """Prefill's MultiConnector has another one, which keeps the KV of prompts: what that loads is handed over too. It
@@ -125,19 +75,3 @@ def test_beside_a_connector_that_offloads(fleet):
     )
     assert received == len(asked)
     assert loaded >= sum((len(prompt) - 1) // 128 * 128 for prompt in asked), f"prefill loaded {loaded} tokens"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_model_of_the_same_shape_with_other_weights_is_refused(fleet, policy: str):
-    """Its KV would fit, and answers be wrong: decode fails the request and its log says why, or computes it."""
-    other = replace(PAIR, decode=replace(PAIR.decode, model="llama-twin", policy=policy))
-    prefill, decode, _ = fleet.fresh(*other.engines)
-    asked = load.prompts(4, seed=105, shortest=100)
-    right = fleet.right(other.reference, asked)
-    answers = load.ask_all(handed_over(prefill, decode), asked, 4)
-    if policy == "recompute":
-        compare.check(answers, right)
-    else:
-        assert [answer.status for answer in answers] == [500] * len(asked), compare.summary(answers, right)
-    assert decode.says("prefill refused this node: the model's name is '")

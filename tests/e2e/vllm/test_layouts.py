@@ -23,7 +23,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm import caches as believed
 from pdstage.integrations.vllm.backends import KNOWN
-from pdstage.tensors import paged_hnd, vllm_blocks, vllm_cpu_blocks
+from pdstage.tensors import vllm_blocks, vllm_cpu_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,25 +137,7 @@ def transposed(cache: torch.Tensor, **naming: Any) -> Part:
     return replace(made, views=(replace(k, **rows), v))
 
 
-def swapped(cache: torch.Tensor, **naming: Any) -> Part:
-    blocks, heads, tokens, _ = cache.shape
-    halves = cache.view(blocks, heads, 2, tokens, DIM)
-    return paged_hnd([halves[:, :, 1]], [halves[:, :, 0]], **naming)
-
-
-def heads_turned(cache: torch.Tensor, **naming: Any) -> Part:
-    """The second head before the first."""
-    made = vllm_cpu_blocks([cache], **naming)
-    turned = (replace(view, offset=view.offset + view.shard_stride, n_items=view.n_items - 1) for view in made.views)
-    return replace(made, views=tuple(turned))
-
-
-WRONG = {
-    "as the shape says": as_the_shape_says,
-    "transposed": transposed,
-    "K and V swapped": swapped,
-    "heads in another order": heads_turned,
-}
+WRONG = {"as the shape says": as_the_shape_says, "transposed": transposed}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -169,21 +151,10 @@ def test_a_wrong_belief_ends_the_start(tmp_path: Path, name: str, monkeypatch: p
     with pytest.raises(UsageError, match="attention backend CPU_ATTN was given") as refused:
         worker.register()
     assert "'model.layers.0.self_attn.attn' is not laid out as pdstage believes" in str(refused.value)
-    if name != "heads in another order":  # its view begins behind the first head, which is not known to be of the page
-        for layer, was in zip(worker.layers, before, strict=True):
-            assert torch.equal(layer.kv_cache.view(torch.uint8), was)
+    for layer, was in zip(worker.layers, before, strict=True):
+        assert torch.equal(layer.kv_cache.view(torch.uint8), was)
     with pytest.raises(UsageError, match="is not laid out"):  # the operator's word does not outweigh the writer
         worker.register(trust_layout=True)
-
-
-def test_a_wrong_page_size_ends_the_start(tmp_path: Path) -> None:
-    """The layer's kernel has larger pages than the tensors that vLLM registers."""
-    worker = Worker(tmp_path)
-    for name, cache in worker.caches.items():
-        blocks, heads, tokens, content = cache.shape
-        worker.caches[name] = cache.view(blocks * 2, heads, tokens // 2, content)
-    with pytest.raises(UsageError, match="CPU_ATTN"):
-        worker.register()
 
 
 def test_a_backend_without_a_writer_is_refused_unless_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

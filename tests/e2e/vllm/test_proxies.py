@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e import compare, faults, load
-from tests.e2e.servers import free_port, wait_until
-from tests.e2e.vllm.engines import DIRECTORY_PORT, RECEIVED, SENT, USAGE, pair
-from tests.e2e.vllm.proxies import KNOWS, PROXIES, early
+from tests.e2e.servers import wait_until
+from tests.e2e.vllm.engines import DIRECTORY_PORT, RECEIVED, USAGE, pair
+from tests.e2e.vllm.proxies import KNOWS, PROXIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,24 +48,3 @@ def test_answers_through_a_proxy(fleet, request: pytest.FixtureRequest, proxy: S
     compare.check(answers, right)
     faults.check_free([prefill, decode], USAGE)
     assert decode.metrics()[RECEIVED] - before[RECEIVED] == n
-
-
-@pytest.mark.full
-def test_data_parallel_replicas_behind_one_address(fleet):
-    """The proxy learns them from one directory, and sends each request to one of them by its header."""
-    port = free_port()
-    row = replace(PAIR, prefill=replace(PAIR.prefill, replicas=2, directory=port))
-    asked = load.prompts(48, seed=302)
-    right = fleet.right(row.reference, asked)
-    prefill, decode, _ = fleet.up(*row.engines)
-    proxy = early(prefill, decode, fleet.place, port)
-    proxy.start().wait(60)
-    try:
-        assert wait_until(lambda: proxy.says(KNOWS), 60)
-        answers = load.ask_all(load.to(proxy.url), asked, 8)
-    finally:
-        proxy.stop()
-    compare.check(answers, right)
-    faults.check_free([prefill, decode], USAGE)
-    assert decode.metrics()[RECEIVED] == len(asked)
-    assert [prefill.metrics(engine=name)[SENT] for name in "01"] == [len(asked) / 2] * 2

@@ -124,20 +124,9 @@ class Fleet:
             for mode, size, stages in (("prefill", prefill_tp, prefill_pp), ("decode", decode_tp, 1)):
                 port = self.other_port if switches and mode == "decode" else self.port
                 usual = setups.Setup(
-                    mode,
-                    size,
-                    0,
-                    port,
-                    pool,
-                    pages[mode],
-                    64,
-                    node,
-                    said,
-                    stages,
-                    0,
-                    options + decode_options * (mode == "decode"),
-                    meeting,
-                )
+                    mode, size, 0, port, pool, pages[mode], node=node, environ=said, pp_size=stages,
+                    options=options + decode_options * (mode == "decode"), meeting=meeting,
+                )  # fmt: skip
                 given = [usual._replace(tp_rank=n % size, pp_rank=n // size) for n in range(size * stages)]
                 sides[mode] = [self._child(opened, "rank", one) for one in given]
             for ranks in sides.values():
@@ -224,16 +213,16 @@ class Fleet:
         if self.decode.until(room, SUCCESS, FAILED) == SUCCESS:
             assert not any(wrong := self.decode.each("wrong", room, n_tokens)), wrong
             self.decode.each("clear", room)
-            return
-        self.decode.each("failure", room)
-        self.decode.each("defer", room)
-        eventually(lambda: all(self.decode.each("safe", room)))
-        self.decode.each("release", room)
+        else:
+            self.fails_at_decode(room)
 
     def fails_at_decode(self, room: int) -> None:
         """Its scheduler after a failure: it gets the memory back once no peer may write to it."""
         assert self.decode.until(room, FAILED, SUCCESS) == FAILED
         self.decode.each("failure", room)
+        self.gives_back(room)
+
+    def gives_back(self, room: int) -> None:
         self.decode.each("defer", room)
         eventually(lambda: all(self.decode.each("safe", room)))
         self.decode.each("release", room)

@@ -472,19 +472,6 @@ class Rank:
         torch.cuda.synchronize()
         return all(bool((held.take(at) == number).all()) for held, at in self._all(room, n_tokens))
 
-    def fill_all(self, number: int) -> None:
-        """All of the pool is `number`."""
-        with torch.cuda.stream(self.scheduler.forward_stream):
-            for held in self.memory.held.values():
-                for one in held:
-                    one.numbers[:] = number
-
-    def others_hold(self, room: int, n_tokens: int, number: int) -> bool:
-        """Whether all that is not the room's is `number`."""
-        torch.cuda.synchronize()
-        others = (np.delete(held.numbers.cpu().numpy(), at.numpy(), axis=0) for held, at in self._all(room, n_tokens))
-        return all(bool((one == number).all()) for one in others)
-
     def _all(self, room: int, n_tokens: int):
         for component, (items, first) in self.items[room].items():
             for held in self.memory.held[component]:
@@ -561,29 +548,21 @@ class Rank:
     def wake(self) -> None:
         self.manager.register_buffer_to_engine()
 
-    def refusal(self, node: str, host: str = "") -> tuple[str, str, str] | None:
+    def refusal(self, node: str, host: str = "", pools: bool = True) -> tuple[str, str, str] | None:
         """What a node with those settings is refused with: the error's kind, the culprit and the remedy; on a host of
-        that address, if given.
+        that address, if given; without `pools` SGLang gave addresses only.
         """
         self.sleep()
         if host:
             self.manager.bootstrap_host = self.manager.local_ip = host
+        if not pools:
+            del self.manager.kv_args.pdstage_pools
         os.environ[environment.NODE.name] = node
         try:
             self.wake()
         except UsageError as error:
             return type(error).__name__, error.what, error.remedy
         return None
-
-    def refusal_without_pools(self) -> str:
-        """What a rank is refused with that SGLang gave addresses only."""
-        self.sleep()
-        del self.manager.kv_args.pdstage_pools
-        try:
-            self.wake()
-        except UsageError as error:
-            return str(error)
-        return ""
 
 
 class Transfers(decode.DecodeTransferQueue):

@@ -81,18 +81,3 @@ def test_each_method_takes_what_sglangs_takes(ours):
             continue
         mine, other = (inspect.signature(getattr(one, name)).parameters for one in (ours, theirs))
         assert [*mine] == [*other], name
-
-
-@pytest.mark.parametrize(
-    ("ours", "names"),
-    [
-        (PdStageKVSender, ["_poll_with_status"]),
-        (PdStageKVReceiver, ["_poll", "_send_abort_notification", "_setup_bootstrap_infos"]),
-        (PdStageKVBootstrapServer, ["_setup_routes"]),
-    ],
-    ids=["sender", "receiver", "server"],
-)
-def test_sglang_still_calls_the_private_methods_that_are_replaced(ours, names):
-    """One that it calls no more would be called by nobody."""
-    source = inspect.getsource(CLASSES[ours])
-    assert [name for name in names if name not in vars(ours) or f"self.{name}(" not in source] == []

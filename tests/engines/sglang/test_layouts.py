@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.utils import build_kv_layer_ids, setup_state_kv_args
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
@@ -126,17 +126,20 @@ def test_a_wrong_belief_is_refused_by_name(wrong):
     assert "kv of layer" in str(refused.value)
 
 
-class Transposed(MHATokenToKVPool):
-    """As a later release might store: the class is another, and nothing is known of it."""
+class Later(MHATokenToKVPool):
+    """A later release's: the class is another, and nothing is known of it."""
+
+
+def pool_of(kind: type = MHATokenToKVPool, dtype: torch.dtype = torch.bfloat16) -> MHATokenToKVPool:
+    return kind(
+        7 * 16, 16, dtype=dtype, head_num=HEADS, head_dim=32, layer_num=2, device=stubs.DEVICE,
+        enable_memory_saver=False, enable_alt_stream=False,
+    )  # fmt: skip
 
 
 def test_a_class_that_nobody_knows_is_refused_unless_trusted(monkeypatch):
-    pool = Transposed(
-        7 * 16, 16, dtype=torch.bfloat16, head_num=HEADS, head_dim=32, layer_num=2, device=stubs.DEVICE,
-        enable_memory_saver=False, enable_alt_stream=False,
-    )  # fmt: skip
-    layout, pools = layout_of(pool)
-    with pytest.raises(UsageError, match="nothing proves how attention backend Transposed") as refused:
+    layout, pools = layout_of(pool_of(Later))
+    with pytest.raises(UsageError, match="nothing proves how attention backend Later") as refused:
         prove_layout(layout, probes_of(layout, pools))
     assert "trust_layout" in refused.value.remedy
     assert len(prove_layout(layout, probes_of(layout, pools), trust_layout=True).trusted) == 2
@@ -147,33 +150,6 @@ def test_a_class_that_nobody_knows_is_refused_unless_trusted(monkeypatch):
     monkeypatch.setenv("PDSTAGE_NODE", '{"trust_layout": "yes"}')
     with pytest.raises(UsageError, match="trust_layout of PDSTAGE_NODE is 'yes'"):
         trusts_layout()
-
-
-def outside(pool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for buffers, values in ((pool.k_buffer, k), (pool.v_buffer, v)):
-        buffers[layer].view(-1, HEADS, 16, 32)[slots // 16, :, slots % 16] = values
-
-
-def backwards(pool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    pool.k_buffer[layer][slots], pool.v_buffer[layer][slots] = k.flip(1), v
-
-
-def transposed(pool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    pool.k_buffer[layer][slots] = k.view(-1, 32, HEADS).transpose(1, 2)
-    pool.v_buffer[layer][slots] = v
-
-
-@pytest.mark.parametrize("stores", [outside, backwards, transposed])
-def test_a_pool_that_stores_otherwise_is_refused(monkeypatch, stores):
-    """The class is the one that pdstage knows; a page is `[head, token, dim]`, or heads are in another order."""
-    made = held("mha")
-
-    def store(self, layer, loc_info, cache_k, cache_v, **_: object) -> None:
-        stores(self, layer.layer_id, loc_info.loc, cache_k, cache_v)
-
-    monkeypatch.setattr(MHATokenToKVPool, "set_kv_buffer", store)
-    with pytest.raises(UsageError, match="is not laid out as pdstage believes"):
-        prove(made.pool)
 
 
 def test_hisparses_pages_in_another_order_are_refused():
@@ -245,18 +221,38 @@ def test_without_the_hook_nothing_starts(installed):
     """The plugin's hook shows the pools; a loader that applies none of it gives addresses only."""
     child = Child("rank", setups.Setup("decode", 1, 0, 1))
     child.answer()
-    assert "which pools it hands over" in child.call("refusal_without_pools")
+    assert "which pools it hands over" in child.call("refusal", "{}", "", False)[1]
     child.close()
+
+
+def states(*kinds: StateType) -> dict[str, object]:
+    n = len(kinds)
+    return {
+        "state_types": list(kinds), "state_data_ptrs": [[5 << 20]] * n, "state_data_lens": [[4096]] * n,
+        "state_item_lens": [[1024]] * n, "state_layer_ids": [[0]] * n, "state_dim_per_tensor": [[]] * n,
+        "state_conv_shard_groups": [[]] * n, "state_slice_outer_counts": [[]] * n,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("other", "culprit"),
+    [
+        (states(StateType.DSA_TAIL), "state 'dsa_tail'"),
+        (states(StateType.DSA, StateType.DSA), "a second component"),
+        ({"kv_data_ptrs": [1 << 20], "kv_layer_ids": [0]}, "KV buffers, K and V of each layer, is 1"),
+        (states(StateType.SWA) | {"swa_kv_cache_layout": "nhd"}, "buffers with a window, K and V of each layer, is 1"),
+        ({"num_draft_entries": 1}, "KV buffers, K and V of each layer, is 3"),
+    ],
+)
+def test_memory_that_is_not_understood(other, culprit):
+    args = arguments(pool_of(), page_size=16)
+    vars(args).update(other)
+    with pytest.raises(UsageError, match=culprit) as refused:
+        memory.pool_of(args, Topology(), is_mla=False, total_heads=HEADS, device=setups.KIND)
+    assert refused.value.remedy
 
 
 def test_two_models_dtypes_are_told_apart():
     """SGLang says "auto" of both: float16 and bfloat16 have the same length."""
-    formats = []
-    for dtype in (torch.bfloat16, torch.float16):
-        pool = MHATokenToKVPool(
-            7 * 16, 16, dtype=dtype, head_num=HEADS, head_dim=32, layer_num=1, device=stubs.DEVICE,
-            enable_memory_saver=False, enable_alt_stream=False,
-        )  # fmt: skip
-        layout, _ = layout_of(pool)
-        formats.append({view.format for view in layout.views()})
-    assert formats == [{"bfloat16"}, {"float16"}]
+    layouts = [layout_of(pool_of(dtype=dtype))[0] for dtype in (torch.bfloat16, torch.float16)]
+    assert [{view.format for view in layout.views()} for layout in layouts] == [{"bfloat16"}, {"float16"}]

@@ -47,16 +47,10 @@ def test_success_waits_until_the_memory_is_released(fleet):
     for engine in (fleet.prefill, fleet.decode):
         assert {engine.poll(1) for _ in range(LOOKS)} <= {WAITING, TRANSFERRING}
         engine.each("release_withheld", 1)
+    assert fleet.prefill.until(1, SUCCESS, FAILED) == SUCCESS
+    assert fleet.prefill.each("latency", 1) != [None], "its duration is told"
     fleet.finish(1, TOKENS)
     fleet.forgets_all()
-
-
-def test_the_latency_of_a_transfer_is_told(fleet):
-    fleet.open(2, TOKENS)
-    fleet.compute(2, 0, TOKENS, True)
-    assert fleet.prefill.until(2, SUCCESS, FAILED) == SUCCESS
-    assert fleet.prefill.each("latency", 2) != [None]
-    fleet.finish(2, TOKENS)
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])

@@ -50,13 +50,3 @@ def test_a_prefix_that_hicache_cannot_load_fails_the_request_and_its_pages_come_
     assert fleet.prefill.until(3, SUCCESS, FAILED) == SUCCESS
     fleet.prefill.each("clear", 3)
     fleet.forgets_all()
-
-
-def test_nothing_but_the_rooms_own_pages_is_written(fleet):
-    """What HiCache loads meanwhile, the prefix of the same request, and pages of others, which it may offload: at
-    decode they hold what they held.
-    """
-    fleet.decode.each("fill_all", 9)
-    fleet.run(4, 7 * 16, chunks=2, prefix=3 * 16)
-    assert fleet.decode.each("others_hold", 4, 7 * 16, 9) == [True]
-    fleet.forgets_all()

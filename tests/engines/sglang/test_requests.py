@@ -25,10 +25,14 @@ STAGED, DIRECT = '{"path": "staged", "transport": "nixl"}', '{"path": "direct", 
         pytest.param((2, 1, "mla"), id="latents, TP 2 to 1"),
         pytest.param((1, 2, "dsa", "", 64), id="latents and index keys, TP 1 to 2"),
         pytest.param((1, 2, "hisparse", STAGED, 64), id="latents to HiSparse's pages in host memory, TP 1 to 2"),
+        pytest.param((1, 1, "mha", DIRECT, 16, 0, 2), id="two stages"),
+        pytest.param((2, 1, "mha", STAGED, 16, 0, 2), id="two stages of TP 2"),
     ],
 )
 def test_every_byte_of_whole_requests(engines):
-    """Prompts that end in a page and at its end, in chunks, behind prefixes that decode has; at once and in turn."""
+    """Prompts that end in a page and at its end, in chunks, behind prefixes that decode has; at once and in turn; and
+    under a number that was used before.
+    """
     with Fleet(*engines) as fleet:
         page = fleet.page_size
         fleet.run(1, 6 * page + 4)
@@ -41,6 +45,7 @@ def test_every_byte_of_whole_requests(engines):
             fleet.compute(room, 0, 7 * page - room, True)
         for room in (6, 7, 5):
             fleet.finish(room, 7 * page - room)
+        fleet.run(1, 6 * page + 4)
         fleet.forgets_all()
 
 

@@ -20,28 +20,6 @@ def fleet(installed):
         yield made
 
 
-def test_every_byte_of_whole_requests(fleet):
-    """In chunks, behind a prefix that decode has, several at once, and under a number that was used before."""
-    fleet.run(1, TOKENS)
-    fleet.run(2, 8 * 16, chunks=3)
-    fleet.run(3, 9 * 16 + 1, prefix=4 * 16, chunks=2)
-    for room in (5, 6, 7):
-        fleet.open(room, 7 * 16 - room)
-    for room in (7, 5, 6):
-        fleet.compute(room, 0, 7 * 16 - room, True)
-    for room in (6, 7, 5):
-        fleet.finish(room, 7 * 16 - room)
-    fleet.run(1, TOKENS)
-    fleet.forgets_all()
-
-
-def test_ranks_of_two_stages_of_two(installed):
-    with Fleet(2, 1, "mha", '{"path": "staged", "transport": "nixl"}', prefill_pp=2) as fleet:
-        fleet.run(1, TOKENS, chunks=2)
-        fleet.run(2, 16)
-        fleet.forgets_all()
-
-
 def test_a_room_that_decode_gives_up_fails_before_it_begins(fleet):
     """The first stage learns of it though the second is never polled."""
     fleet.announce(8)
@@ -51,10 +29,7 @@ def test_a_room_that_decode_gives_up_fails_before_it_begins(fleet):
     eventually(lambda: all(fleet.prefill.each("failed", 8)))
     assert fleet.prefill.bootstrapped(8, FAILED) == FAILED
     fleet.prefill.each("failure", 8)
-    fleet.decode.each("failure", 8)
-    fleet.decode.each("defer", 8)
-    eventually(lambda: all(fleet.decode.each("safe", 8)))
-    fleet.decode.each("release", 8)
+    fleet.fails_at_decode(8)
     fleet.run(8, TOKENS)
     fleet.forgets_all()
 
@@ -67,11 +42,7 @@ def test_a_stage_that_fails_alone_fails_the_room(fleet):
     fleet.prefill.ranks[1].call("sleep")
     assert fleet.prefill.bootstrapped(9, FAILED) == FAILED
     fleet.prefill.each("failure", 9)
-    fleet.decode.until(9, FAILED)
-    fleet.decode.each("failure", 9)
-    fleet.decode.each("defer", 9)
-    eventually(lambda: all(fleet.decode.each("safe", 9)))
-    fleet.decode.each("release", 9)
+    fleet.fails_at_decode(9)
     fleet.prefill.ranks[1].call("wake")
     fleet.run(10, TOKENS)
     fleet.forgets_all()
@@ -98,8 +69,8 @@ def test_what_a_stage_hears_after_the_end_is_told_to_nobody(fleet):
     """A status under the number of a room that is over would be another request's."""
     fleet.open(11, TOKENS)
     fleet.compute(11, 0, TOKENS, True)
-    assert fleet.decode.until(11, FAILED, 4) == 4
-    assert fleet.prefill.until(11, FAILED, 4) == 4
+    assert fleet.decode.until(11, FAILED, SUCCESS) == SUCCESS
+    assert fleet.prefill.until(11, FAILED, SUCCESS) == SUCCESS
     assert all(fleet.prefill.each("clear_and_hear_late", 11))
     fleet.decode.each("clear", 11)
     fleet.forgets_all()

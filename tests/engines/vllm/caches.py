@@ -15,85 +15,55 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from pdstage.integrations.vllm.groups import groups_of
 from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send
 from tests.engines import stubs
-from tests.engines.vllm.models import look_at
+from tests.engines.vllm import models
+from tests.engines.vllm.models import LLAMA, config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from pdstage.integrations.vllm import PdStageConnector
 
-N_HEADS, HEAD_SIZE, N_LAYERS = 8, 16, 2
+N_HEADS, HEAD_SIZE = LLAMA["num_key_value_heads"], LLAMA["head_dim"]
 PATIENCE_S = 240.0
-MODEL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
-    "num_hidden_layers": N_LAYERS, "num_attention_heads": N_HEADS, "num_key_value_heads": N_HEADS,
-    "head_dim": HEAD_SIZE, "vocab_size": 512, "max_position_embeddings": 4096, "dtype": "float16",
-}  # fmt: skip
 
 
-def config(
-    folder: Path, role: str, *, tp: int = 1, rank: int = 0, block_size: int = 16, layout: str = "LBHNC",
-    replica: int | None = None, external_lb: bool = False, **extra: Any,
-) -> VllmConfig:  # fmt: skip
-    """As vLLM's command line would make it; a `replica` as its process for that data-parallel rank has it."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    look_at(MODEL["architectures"])
-    made = VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=0, max_model_len=512
-        ),
-        cache_config=CacheConfig(block_size=block_size),
-        parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16, max_num_batched_tokens=64, max_model_len=512, is_encoder_decoder=False
-        ),
-        device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="PdStageConnector", kv_connector_module_path="pdstage.integrations.vllm", kv_role=role,
-            kv_buffer_device=stubs.DEVICE.partition(":")[0],
-            engine_id=f"{role}-engine" if replica is None else f"{role}-engine_dp{replica}",
-            kv_connector_extra_config={
-                "transport": "local", "staging_nbytes": 1 << 20, "trust_layout": True, **extra,
-            },
-        ),
-    )  # fmt: skip
-    made.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU: vLLM has no hybrid caches on the CPU
-    made.parallel_config.rank = rank
-    made.parallel_config.data_parallel_index = replica or 0
-    made.parallel_config.data_parallel_external_lb = external_lb
-    made.cache_config.kv_cache_layout = layout
-    return made
+def full(tp: int, block_size: int, **more: Any) -> dict[str, KVCacheSpec]:
+    """A rank's two layers of attention."""
+    return {f"model.layers.{i}.self_attn.attn": attention(tp, block_size, **more) for i in range(2)}
 
 
-Specs = "Callable[[int, int], dict[str, KVCacheSpec]]"  # (tp size, block size) -> a rank's specs, by layer
+def attention(tp: int, block_size: int, kind: Any = FullAttentionSpec, **more: Any) -> KVCacheSpec:
+    heads = more.pop("num_kv_heads", max(1, N_HEADS // tp))
+    given = {"head_size": HEAD_SIZE, "dtype": torch.float16, **more}
+    return kind(block_size=block_size, num_kv_heads=heads, **given)
+
+
+def until(done: Callable[[], object], says: str = "") -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < end, says
+        time.sleep(0.001)
 
 
 @dataclass
 class Side:
-    """One engine: `specs` says what a rank's layers hold."""
+    """One engine: `specs` says what a rank's layers hold, by TP size and block size. A `replica` has what vLLM's
+    process for that data-parallel rank has.
+    """
 
     path: Path
     role: str
@@ -105,19 +75,12 @@ class Side:
     replica: int | None = None
     external_lb: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=lambda: LLAMA)
     bind: Callable[[VllmConfig, dict[str, torch.Tensor]], None] | None = None
     """Puts layers with these caches where vLLM's model runner has them."""
 
     def __post_init__(self) -> None:
-        given = {
-            "tp": self.tp,
-            "block_size": self.block_size,
-            "layout": self.layout,
-            "replica": self.replica,
-            "external_lb": self.external_lb,
-            **self.extra,
-        }
-        self.configs = [config(self.path, self.role, rank=rank, **given) for rank in range(self.tp)]
+        self.configs = [self.config(rank) for rank in range(self.tp)]
         specs = [self.specs(self.tp, self.block_size)] * self.tp
         groups = get_global_kv_cache_groups(self.configs[0], specs)
         plans = get_kv_cache_configs(self.configs[0], specs, [4 << 20] * self.tp, groups)
@@ -143,6 +106,19 @@ class Side:
         except BaseException:
             self.close()
             raise
+
+    def config(self, rank: int) -> VllmConfig:
+        self.path.mkdir(exist_ok=True)
+        (self.path / "config.json").write_text(json.dumps(self.model))
+        told = {"transport": "local", "staging_nbytes": 1 << 20, **self.extra}
+        made = config(models.Side(self.role, self.tp, self.block_size, options=told), self.path)
+        number = "" if self.replica is None else f"_dp{self.replica}"
+        made.kv_transfer_config.engine_id = f"{self.role}-engine{number}"
+        made.parallel_config.rank = rank
+        made.parallel_config.data_parallel_index = self.replica or 0
+        made.parallel_config.data_parallel_external_lb = self.external_lb
+        made.cache_config.kv_cache_layout = self.layout
+        return made
 
     def _register(self) -> None:
         for made, worker, caches in zip(self.configs, self.workers, self.caches, strict=True):
@@ -198,16 +174,18 @@ def transfer(src: Side, dst: Side, name: str, sent: dict[str, Any], wanted: dict
     first = dst.step(PdStageMetadata(receives={name: Receive(remote, wanted)}))
     waiting = {"sending": set(range(src.tp)), "recving": set(range(dst.tp))}
     failed: set[str] = set()
-    until = time.monotonic() + PATIENCE_S
-    while any(waiting.values()):
-        assert time.monotonic() < until, f"still {waiting}"
+
+    def step() -> bool:
+        nonlocal first
         for rank, result in enumerate(first or dst.step()):
-            failed |= result.failed_recving
+            failed.update(result.failed_recving)
             if result.finished_recving:
                 waiting["recving"].remove(rank)
         first = None
         for rank, result in enumerate(src.step()):
             if result.finished_sending:
                 waiting["sending"].remove(rank)
-        time.sleep(0.001)
+        return not any(waiting.values())
+
+    until(step, f"still {waiting}")
     return failed

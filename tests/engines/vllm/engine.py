@@ -89,29 +89,25 @@ class Engine:
         self.scheduler = self.core.scheduler
         self.manager = self.scheduler.kv_cache_manager
         self.freed: Counter[str] = Counter()
-        free = self.scheduler._free_blocks
+        self.cached: dict[str, int] = {}
+        self.preempted = 0
+        free, preempt = self.scheduler._free_blocks, self.scheduler._preempt_request
+        matched = self.scheduler.connector.get_num_new_matched_tokens
 
         def counted(request: Any) -> None:
             self.freed[request.request_id] += 1
             free(request)
 
-        self.scheduler._free_blocks = counted
-        self.cached: dict[str, int] = {}
-        matched = self.scheduler.connector.get_num_new_matched_tokens
-
         def asked(request: Any, n_local: int) -> Any:
             self.cached.setdefault(request.request_id, n_local)
             return matched(request, n_local)
-
-        self.scheduler.connector.get_num_new_matched_tokens = asked
-        self.preempted = 0
-        preempt = self.scheduler._preempt_request
 
         def seen(*args: Any, **kwargs: Any) -> Any:
             self.preempted += 1
             return preempt(*args, **kwargs)
 
-        self.scheduler._preempt_request = seen
+        self.scheduler._free_blocks, self.scheduler._preempt_request = counted, seen
+        self.scheduler.connector.get_num_new_matched_tokens = asked
         self.free = self.free_blocks()
         self.seed = 0
 
@@ -137,10 +133,11 @@ class Engine:
         """This host's clock is that far from the others'; its ranks' too."""
         real = time.time
         time.time = lambda: real() + offset_s
-        self.core.model_executor.collective_rpc("set_clock", args=(offset_s,))
+        self.ranks("set_clock", offset_s)
 
-    def forget_events(self) -> None:
-        self.core.model_executor.collective_rpc("forget_events")
+    def ranks(self, method: str, *args: object) -> list[Any]:
+        """Each rank's answer."""
+        return self.core.model_executor.collective_rpc(method, args=args)
 
     def abort(self, name: str) -> None:
         self.core.abort_requests([name])
@@ -154,7 +151,7 @@ class Engine:
         self.free = free
         self.seed += 1
         if given:
-            self.core.model_executor.collective_rpc("spoil", args=(given, self.seed))
+            self.ranks("spoil", given, self.seed)
 
     def busy(self) -> bool:
         return bool(self.scheduler.has_requests())
@@ -167,11 +164,11 @@ class Engine:
         """Those that this engine knows, with their blocks."""
         return list(self.scheduler.requests)
 
-    def blocks(self, name: str) -> tuple[list[int], ...]:
-        return self.manager.get_block_ids(name)
-
-    def compare(self) -> int:
-        return sum(self.core.model_executor.collective_rpc("compare"))
+    def watched(self) -> tuple[dict[str, int], int]:
+        """The tokens of each request that were cached here when the connector was asked for more, and how many
+        requests were preempted.
+        """
+        return self.cached, self.preempted
 
     def empty(self) -> dict[str, int]:
         """Nothing is left, every block is free; how often each request's blocks were freed."""
@@ -203,26 +200,8 @@ class Engine:
             (entry,) = TypeAdapter(dict[int, EngineEntry]).validate_json(answer.read()).values()
         return address, entry.engine_id
 
-    def written(self) -> int:
-        """Bytes that the ranks have written to others."""
-        return sum(self.core.model_executor.collective_rpc("written"))
-
-    def sending(self) -> list[int]:
-        """How many rooms each rank sends, or will send."""
-        return self.core.model_executor.collective_rpc("sending")
-
     def groups(self) -> list[str]:
         return sorted(type(group.kv_cache_spec).__name__ for group in self.manager.kv_cache_config.kv_cache_groups)
-
-    def preemptions(self) -> int:
-        return self.preempted
-
-    def hits(self) -> dict[str, int]:
-        """The tokens that were cached here when the connector was asked for more."""
-        return self.cached
-
-    def admissions(self) -> dict[str, int]:
-        return dict(self.core.model_executor.collective_rpc("admissions")[0])
 
     def shutdown(self) -> None:
         self.scheduler.shutdown()

@@ -110,18 +110,17 @@ class Pair:
         """The proxy's second half, with what the producer answered."""
         self.d.add(name, prompt, max_tokens, json.loads(json.dumps(self.p.params[name])))
 
-    def both(self, name: str, prompt: list[int], max_tokens: int = 4, *, decode: bool = True) -> None:
-        """The two halves at once, as a proxy of Mooncake's connector asks for them."""
-        self.p.add(
-            name, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{name}"}
-        )
+    def both(self, name: str, prompt: list[int], max_tokens: int = 4, *, decode: bool = True, room: str = "") -> None:
+        """The two halves at once, as a proxy of Mooncake's connector asks for them; `room` if it is another's again."""
+        told = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{room or name}"}
+        self.p.add(name, prompt, 1, told)
         if decode:
-            self.decode_early(name, prompt, max_tokens)
+            self.decode_early(name, prompt, max_tokens, room)
 
-    def decode_early(self, name: str, prompt: list[int], max_tokens: int = 4) -> None:
+    def decode_early(self, name: str, prompt: list[int], max_tokens: int = 4, room: str = "") -> None:
         """The second half, which knows the prefill engine only."""
         address, engine = self.p.call("directory")
-        where = {"remote_bootstrap_addr": address, "remote_engine_id": engine, "transfer_id": f"xfer-{name}"}
+        where = {"remote_bootstrap_addr": address, "remote_engine_id": engine, "transfer_id": f"xfer-{room or name}"}
         self.d.add(name, prompt, max_tokens, {"do_remote_decode": False, "do_remote_prefill": True, **where})
 
     def until(self, done: Callable[[], bool], *sides: Remote, what: str = "") -> None:
@@ -134,11 +133,11 @@ class Pair:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: {[(one.side.role, one.ended, one.tokens) for one in (self.p, self.d)]}")
 
-    def whole(self, prompts: dict[str, list[int]], max_tokens: int = 4) -> None:
-        """Requests from the proxy's first call to their last token."""
+    def whole(self, prompts: dict[str, list[int]], max_tokens: int = 4, *, early: bool = False) -> None:
+        """Requests from the proxy's first call to their last token; `early`: it asks both engines at once."""
         for name, prompt in prompts.items():
-            self.prefill(name, prompt)
-        handed: set[str] = set()
+            self.both(name, prompt, max_tokens) if early else self.prefill(name, prompt)
+        handed = set(prompts) if early else set()
 
         def done() -> bool:
             for name in [name for name in prompts if name in self.p.ended and name not in handed]:
@@ -150,6 +149,51 @@ class Pair:
         for name, prompt in prompts.items():
             self.went_well(name, prompt, max_tokens)
 
+    def lengths(self, *lengths: int, seed: int, max_tokens: int = 12, early: bool = False) -> None:
+        """`whole` for prompts of so many tokens."""
+        asked = {f"{seed}-{len(one)}": one for one in prompts(*lengths, seed=seed)}
+        self.whole(asked, max_tokens, early=early)
+
+    def prefilled(self, name: str, n: int, seed: int) -> list[int]:
+        """Prefill has answered; the prompt."""
+        (prompt,) = prompts(n, seed=seed)
+        self.prefill(name, prompt)
+        self.until(lambda: name in self.p.ended, self.p, what="prefill")
+        return prompt
+
+    def loading(self, name: str, n: int, seed: int) -> list[int]:
+        """Decode has allocated blocks, and told its workers to load."""
+        prompt = self.prefilled(name, n, seed)
+        self.load(name, prompt)
+        return prompt
+
+    def load(self, name: str, prompt: list[int]) -> None:
+        self.decode(name, prompt)
+        self.d.step()
+        assert self.d.call("status", name) == "WAITING_FOR_REMOTE_KVS"
+
+    def half_way(self, name: str, n: int, seed: int) -> list[int]:
+        """Prefill has computed two steps of a prompt, and handed over a part of it; decode waits for the rest."""
+        (prompt,) = prompts(n, seed=seed)
+        before = self.written()
+        self.both(name, prompt)
+        self.d.step()
+        assert self.d.call("status", name) == "WAITING_FOR_REMOTE_KVS"
+        self.p.step()
+        self.until(lambda: self.written() > before or self.p.step(), self.d, what="the first chunk")
+        assert self.p.call("status", name) == "RUNNING"
+        return prompt
+
+    def served(self, name: str, prompt: list[int]) -> None:
+        """Steps both until the request has ended well."""
+        self.until(lambda: name in self.d.ended, what=name)
+        self.went_well(name, prompt)
+
+    def fails(self, name: str) -> None:
+        """Steps both until the request has failed at decode, and no token of it came."""
+        self.until(lambda: name in self.d.ended, what=name)
+        assert (self.d.ended[name], self.d.tokens[name]) == ("error", [])
+
     def went_well(self, name: str, prompt: list[int], max_tokens: int = 4) -> None:
         """The request has ended at decode, which loaded all it could and went on from there."""
         assert self.d.ended[name] == "length", self.d.ended
@@ -158,7 +202,11 @@ class Pair:
 
     def loaded(self, name: str) -> int:
         """The tokens that decode did not compute."""
-        return int(self.d.call("admissions")[name])
+        return int(self.d.call("ranks", "admissions")[0][name])
+
+    def written(self) -> int:
+        """Bytes that prefill's ranks have written to others."""
+        return sum(self.p.call("ranks", "written"))
 
     def settle(self) -> None:
         """Both engines come to rest, hold nothing, and every byte of their pools is right."""
@@ -167,7 +215,7 @@ class Pair:
         for side in sides:
             freed = side.call("empty")
             assert all(times == 1 for times in freed.values()), freed
-            assert side.call("compare") > 0
+            assert sum(side.call("ranks", "compare")) > 0
 
 
 def continuation(prompt: list[int], n: int) -> list[int]:

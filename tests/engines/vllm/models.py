@@ -23,75 +23,27 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-GEMMA: dict[str, Any] = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "sliding_window": 70,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "dtype": "bfloat16",
-}
-QWEN: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "dtype": "bfloat16",
-}
-DEEPSEEK: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 16,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "dtype": "bfloat16",
-}
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "dtype": "float16",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16, "vocab_size": 512,
+    "max_position_embeddings": 4096, "dtype": "float16",
+}  # fmt: skip
+GEMMA = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 4,
+    "num_key_value_heads": 4, "sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "dtype": "bfloat16",
+}  # fmt: skip
+QWEN = LLAMA | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4,
+    "num_key_value_heads": 4, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "moe_intermediate_size": 64,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 @dataclass
@@ -106,7 +58,6 @@ class Side:
     pcp: int = 1
     layout: str = "LBNHC"
     n_blocks: int = 64  # of the smallest kind there would be: see `config`
-    max_num_batched_tokens: int = 64
     max_model_len: int = 512
     prefix_caching: bool = False
     mamba_cache_mode: str = "none"
@@ -115,6 +66,10 @@ class Side:
     interleave: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     """More of `kv_connector_extra_config`."""
+
+
+PRODUCER = Side("kv_producer", 4, 16)
+CONSUMER = Side("kv_consumer", 2, 64, layout="LBHNC", n_blocks=24)
 
 
 def look_at(architectures: Iterable[str]) -> None:
@@ -146,7 +101,7 @@ def config(side: Side, model: Path) -> VllmConfig:
         ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
-            max_num_batched_tokens=side.max_num_batched_tokens,
+            max_num_batched_tokens=64,
             max_model_len=side.max_model_len,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import socket
-import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
@@ -14,14 +14,13 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import TypeAdapter
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import EngineEntry
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -32,40 +31,14 @@ from pdstage.integrations.vllm import PdStageConnector
 from pdstage.integrations.vllm.groups import Group, recomputed_tokens
 from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send
 from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
-from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, PATIENCE_S, Side, config, transfer
+from tests.engines.vllm.caches import PATIENCE_S, Side, attention, transfer, until
+from tests.engines.vllm.models import PRODUCER, config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 N_TOKENS = 40
 BLOCKS = [[3, 5, 2]]
-
-
-def full(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
-    given = {"block_size": block_size, "head_size": HEAD_SIZE, "dtype": torch.float16, "num_kv_heads": N_HEADS // tp}
-    return {f"model.layers.{i}.self_attn.attn": FullAttentionSpec(**given) for i in range(2)}
-
-
-def windowed(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
-    given = {"block_size": block_size, "head_size": HEAD_SIZE, "dtype": torch.float16, "num_kv_heads": N_HEADS // tp}
-    return full(tp, block_size) | {
-        f"model.layers.{i}.self_attn.attn": SlidingWindowSpec(**given, sliding_window=32) for i in (2, 3)
-    }
-
-
-@pytest.fixture
-def src(tmp_path: Path) -> Iterator[Side]:
-    side = Side(tmp_path, "kv_producer", full)
-    yield side
-    side.close()
-
-
-@pytest.fixture
-def dst(tmp_path: Path) -> Iterator[Side]:
-    side = Side(tmp_path, "kv_consumer", full)
-    yield side
-    side.close()
 
 
 def blocks_of(*ids: list[int], n_cached: int = 0) -> KVCacheBlocks:
@@ -96,12 +69,30 @@ def answered(src: Side, *, name: str = "req-1", n: int = N_TOKENS, lora: str | N
     return json.loads(json.dumps(params))
 
 
-def until(src: Side, name: str) -> None:
-    """Until prefill gives that request's blocks back."""
-    end = time.monotonic() + PATIENCE_S
-    while not any(name in result.finished_sending for result in src.step()):
-        assert time.monotonic() < end
-        time.sleep(0.001)
+def given_back(src: Side, name: str) -> None:
+    """Waits until prefill gives that request's blocks back."""
+    until(lambda: any(name in result.finished_sending for result in src.step()))
+
+
+def failed(dst: Side, told: PdStageMetadata) -> set[str]:
+    """The requests whose loads end in failure, once one has ended."""
+    (result,) = dst.step(told)
+    results = [result]
+
+    def ended() -> bool:
+        results.extend(dst.step())
+        return any(one.finished_recving for one in results)
+
+    until(ended)
+    (ended_with,) = [one for one in results if one.finished_recving]
+    assert ended_with.finished_recving == ended_with.failed_recving
+    return ended_with.failed_recving
+
+
+def allocate(dst: Side, wanted: Request, n: int, *, n_cached: int = 0) -> PdStageMetadata:
+    """vLLM has given the request blocks, and `n` tokens are to come; what the workers are told."""
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9], n_cached=n_cached), n)
+    return dst.scheduler.build_connector_meta(None)
 
 
 def test_what_vllm_asks_of_the_class() -> None:
@@ -112,12 +103,6 @@ def test_what_vllm_asks_of_the_class() -> None:
     assert PdStageConnector.get_finished is KVConnectorBase_V1.get_finished
 
 
-def test_the_factory_builds_both_roles(src: Side) -> None:
-    assert src.scheduler.scheduler_side
-    assert src.workers[0].worker_side
-    assert KVConnectorFactory.supports_hma_config(src.configs[0].kv_transfer_config)
-
-
 def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side) -> None:
     params = answered(src)
     assert params["do_remote_prefill"]
@@ -126,26 +111,14 @@ def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side) 
     assert pickle.loads(pickle.dumps(told)) == told
     assert told.sends["req-1"].held["kv"] == ((3, 5, 2), 0, (0, N_TOKENS), (2,))
     assert not src.scheduler.has_pending_push_work()
-
-
-def test_an_id_that_comes_again_is_another_room(src: Side) -> None:
-    assert answered(src)["remote_room"] != answered(src)["remote_room"]
-
-
-@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
-def test_what_prefill_did_not_finish_is_not_sent(src: Side, status: RequestStatus) -> None:
-    done = request({"do_remote_decode": True})
-    done.num_computed_tokens, done.status = 20, status
-    assert src.scheduler.request_finished_all_groups(done, ([3, 5],)) == (False, None)
-    assert not src.scheduler.build_connector_meta(None)
+    assert params["remote_room"] != answered(src)["remote_room"], "an id that comes again is another room"
 
 
 def test_decode_loads_what_it_has_not(src: Side, dst: Side) -> None:
     wanted = request(answered(src))
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 16) == (24, True)
-    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9], n_cached=1), 24)
     assert dst.scheduler.has_pending_push_work()
-    (receive,) = dst.scheduler.build_connector_meta(None).receives.values()
+    (receive,) = allocate(dst, wanted, 24, n_cached=1).receives.values()
     assert receive.held["kv"] == ((8, 9), 16, (16, N_TOKENS), (9,))
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False), "a preempted request is computed here"
 
@@ -154,8 +127,7 @@ def test_decode_loads_what_it_has_not(src: Side, dst: Side) -> None:
 def test_an_answer_that_names_no_room_is_computed_here(src: Side, dst: Side, missing: str) -> None:
     wanted = request(answered(src) | {missing: None})
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False)
-    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), 0)
-    assert not dst.scheduler.build_connector_meta(None)
+    assert not allocate(dst, wanted, 0)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +144,7 @@ def test_a_router_writes_an_ipv6_host_with_or_without_brackets(dst: Side, host: 
     params = {"remote_room": "r", "remote_engine_id": "p", "remote_host": host, "remote_port": 8998}
     wanted = request({"do_remote_prefill": True, "remote_num_tokens": N_TOKENS, **params})
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (N_TOKENS, True)
-    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), N_TOKENS)
-    (receive,) = dst.scheduler.build_connector_meta(None).receives.values()
+    (receive,) = allocate(dst, wanted, N_TOKENS).receives.values()
     assert receive.remote.address == address
     assert str(Address.parse(address, "tcp")) == address.rpartition("@")[2]
 
@@ -188,24 +159,20 @@ def test_kv_of_another_adapter_is_computed_here(src: Side, dst: Side, there: str
         assert matched == (N_TOKENS, True)
         return
     assert matched == (0, False)
-    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), 0)
-    told = dst.scheduler.build_connector_meta(None)
-    wants = [(remote.room, is_wanted) for remote, is_wanted in told.wants]
+    wants = [(remote.room, is_wanted) for remote, is_wanted in allocate(dst, wanted, 0).wants]
     assert wants == [(params["remote_room"], False)], "prefill need not hold it"
 
 
-def test_another_model_of_the_same_shape_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_model_of_the_same_shape_is_refused(sides, caplog: pytest.LogCaptureFixture) -> None:
     """Its KV would fit, and every answer be wrong; unless the operator says that the two go together."""
-    other = Side(tmp_path, "kv_consumer", full, extra={"model": {"weights": "0123", "name": "llama"}})
-    same = Side(tmp_path, "kv_consumer", full, extra={"model": {"name": None}})
+    other = sides("kv_consumer", extra={"model": {"weights": "0123", "name": "llama"}})
+    same = sides("kv_consumer", extra={"model": {"name": None}})
     said = {"model": {"weights": "4567", "name": "llama"}, "config": {"open_wait_s": 2.0}}
-    source = Side(tmp_path, "kv_producer", full, extra=said)
+    source = sides("kv_producer", extra=said)
     sent = source.held(BLOCKS, N_TOKENS)
     assert transfer(source, same, "a", sent, same.held(BLOCKS, N_TOKENS)) == set()
     assert transfer(source, other, "b", sent, other.held(BLOCKS, N_TOKENS)) == {"b"}
     assert "the model's weights is '4567' at prefill and '0123' at decode" in caplog.text
-    for side in (source, same, other):
-        side.close()
 
 
 @pytest.mark.parametrize("how", ["aborted before it was scheduled", "all of it was cached"])
@@ -214,12 +181,12 @@ def test_a_room_that_decode_does_not_want_frees_prefill_at_once(src: Side, dst: 
     src.step(src.scheduler.build_connector_meta(None))
     if how == "all of it was cached":
         assert dst.scheduler.get_num_new_matched_tokens(wanted, N_TOKENS) == (0, False)
-        dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), 0)
+        dst.step(allocate(dst, wanted, 0))
     else:
         wanted.status = RequestStatus.FINISHED_ABORTED
         dst.scheduler.request_finished_all_groups(wanted, ([],))
-    dst.step(dst.scheduler.build_connector_meta(None))
-    until(src, "req-1")
+        dst.step(dst.scheduler.build_connector_meta(None))
+    given_back(src, "req-1")
     assert src.workers[0].get_kv_connector_stats().data["not_sent"] == []
 
 
@@ -233,83 +200,65 @@ def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side, caching: bool)
     first, second = (request(dict(params), name=name) for name in ("s0", "s1"))
     assert dst.scheduler.get_num_new_matched_tokens(first, 0) == (N_TOKENS, True)
     dst.scheduler.update_state_after_alloc(first, blocks_of([7, 8, 9]), N_TOKENS)
-    if caching:
-        assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (None, False), "while the first one loads"
-        (step,) = [dst.scheduler.build_connector_meta(None)]
-        assert set(step.receives) == {"s0"}
-        assert len(step.wants) == 1
-        dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"s0"}))
-        assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (None, False), "vLLM has not cached it yet"
-        assert not dst.scheduler.build_connector_meta(None)
-        assert dst.scheduler.get_num_new_matched_tokens(second, 32) == (0, False)
-        dst.scheduler.update_state_after_alloc(second, blocks_of([4, 5, 6]), 0)
-        assert not dst.scheduler.build_connector_meta(None)
-        return
-    assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
-    dst.scheduler.update_state_after_alloc(second, blocks_of([4, 5, 6]), 0)
-    told = dst.scheduler.build_connector_meta(None)
-    assert set(told.receives) == {"s0"}
-    assert [is_wanted for _, is_wanted in told.wants] == [True], "announced once, and not given up"
+    n_waits = (None, False) if caching else (0, False)
+    assert dst.scheduler.get_num_new_matched_tokens(second, 0) == n_waits, "while the first one loads"
+    step = dst.scheduler.build_connector_meta(None)
+    assert set(step.receives) == {"s0"}
+    assert [is_wanted for _, is_wanted in step.wants] == [True], "announced once, and not given up"
+    dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"s0"}))
+    assert dst.scheduler.get_num_new_matched_tokens(second, 0) == n_waits, "vLLM has not cached it yet"
+    assert not dst.scheduler.build_connector_meta(None)
+    assert dst.scheduler.get_num_new_matched_tokens(second, 32 * caching) == (0, False)
+    assert not allocate(dst, second, 0)
 
 
-def test_a_room_that_is_over_fails_another_engine_s_request(src: Side, tmp_path: Path) -> None:
+def test_a_room_that_is_over_fails_another_engine_s_request(src: Side, sides) -> None:
     """A proxy that tries a second decode engine with the answer that a first has taken."""
-    extra = {"config": {"wait_s": 3.0}}
-    takers = [Side(tmp_path, "kv_consumer", full, extra=extra) for _ in range(2)]
+    takers = [sides("kv_consumer", extra={"config": {"wait_s": 3.0}}) for _ in range(2)]
     held = src.held(BLOCKS, N_TOKENS)
     assert transfer(src, takers[0], "r", held, takers[0].held(BLOCKS, N_TOKENS)) == set()
     remote = Remote("kv_producer-engine:r", src.scheduler.scheduler_side._address, "kv_producer-engine")
-    (result,) = takers[1].step(PdStageMetadata(receives={"r": Receive(remote, held)}))
-    end = time.monotonic() + PATIENCE_S
-    while not result.finished_recving:
-        assert time.monotonic() < end
-        (result,) = takers[1].step()
-    assert result.failed_recving == {"r"}
-    for side in takers:
-        side.close()
+    assert failed(takers[1], PdStageMetadata(receives={"r": Receive(remote, held)})) == {"r"}
 
 
-def test_data_parallel_replicas_share_the_first_one_s_directory(tmp_path: Path, dst: Side) -> None:
-    """It is all that a router is told of, which sends a request to one by its number; the first may start last."""
+@pytest.fixture
+def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    replicas = [Side(tmp_path, "kv_producer", full, extra={"port": port}, replica=number) for number in (1, 0)]
+        return free.getsockname()[1]
+
+
+def test_data_parallel_replicas_share_the_first_one_s_directory(sides, dst: Side, port: int) -> None:
+    """It is all that a router is told of, which sends a request to one by its number; the first may start last."""
+    replicas = [sides("kv_producer", extra={"port": port}, replica=number) for number in (1, 0)]
     told: dict[int, str] = {}
-    end = time.monotonic() + PATIENCE_S
-    while len(told) < 2:
-        assert time.monotonic() < end
+
+    def asked() -> bool:
         with urlopen(f"http://127.0.0.1:{port}/query", timeout=PATIENCE_S) as answer:
             entries = TypeAdapter(dict[int, EngineEntry]).validate_json(answer.read())
-        told = {number: entry.engine_id for number, entry in entries.items()}
-        time.sleep(0.01)
+        told.update({number: entry.engine_id for number, entry in entries.items()})
+        return len(told) == 2
+
+    until(asked)
     assert told == {number: f"kv_producer-engine_dp{number}" for number in range(2)}
     for side in replicas:
         assert transfer(side, dst, f"r{side.replica}", side.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
         assert side.scheduler.scheduler_side._address == f"127.0.0.1:{port}"
-        side.close()
 
 
-def test_replicas_behind_api_servers_of_their_own_have_directories_of_their_own(tmp_path: Path, dst: Side) -> None:
-    """With external load balancing each of a host's processes has local data-parallel rank 0."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    extra = {"extra": {"port": port}, "external_lb": True}
-    replicas = [Side(tmp_path, "kv_producer", full, replica=number, **extra) for number in (1, 0)]
-    for side in replicas:
-        assert side.scheduler.scheduler_side._address == f"127.0.0.1:{port + side.replica}"
-        assert transfer(side, dst, f"r{side.replica}", side.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
-        side.close()
-
-
-def test_replicas_with_keys_have_directories_of_their_own(tmp_path: Path) -> None:
-    """No router can ask such a directory, and each answer names its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+@pytest.mark.parametrize("why", ["external load balancing", "keys"])
+def test_replicas_behind_api_servers_of_their_own_have_directories_of_their_own(
+    sides, tmp_path: Path, port: int, why: str
+) -> None:
+    """With external load balancing each of a host's processes has local data-parallel rank 0. With keys no router can
+    ask a directory, and each answer names its own.
+    """
     Keys.make(tmp_path / "cluster.key")
-    extra = {"port": port, "keys": str(tmp_path / "cluster.key")}
-    side = Side(tmp_path, "kv_producer", full, extra=extra, replica=1)
-    assert side.scheduler.scheduler_side._address.endswith(f"@127.0.0.1:{port + 1}")
-    side.close()
+    keys = {"keys": str(tmp_path / "cluster.key")} if why == "keys" else {}
+    for number in (1, 0):
+        side = sides("kv_producer", extra={"port": port, **keys}, replica=number, external_lb=not keys)
+        address = side.scheduler.scheduler_side._address
+        assert address.rpartition("@")[2] == f"127.0.0.1:{port + number}"
+        assert ("@" in address) == (why == "keys")
 
 
 def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
@@ -321,27 +270,17 @@ def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
     dst.scheduler.request_finished_all_groups(wanted, ([7, 8, 9],))
     told = dst.scheduler.build_connector_meta(None)
     assert told.aborted == {"req-1"} == set(told.receives)
-    (result,) = dst.step(told)
-    end = time.monotonic() + PATIENCE_S
-    while not result.finished_recving:
-        assert time.monotonic() < end
-        (result,) = dst.step()
-    assert result.failed_recving == {"req-1"}
+    assert failed(dst, told) == {"req-1"}
     dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"req-1"}))
     dst.scheduler.request_finished_all_groups(wanted, ([],))
     assert not dst.scheduler.build_connector_meta(None)
     src.step(src.scheduler.build_connector_meta(None))
-    until(src, "req-1")
+    given_back(src, "req-1")
 
 
 def test_a_room_that_cannot_be_announced_fails_its_request_only(dst: Side, caplog: pytest.LogCaptureFixture) -> None:
     remote = Remote("room", "no port in this", "engine")
-    (result,) = dst.step(PdStageMetadata(receives={"r": Receive(remote, dst.held(BLOCKS, N_TOKENS))}))
-    end = time.monotonic() + PATIENCE_S
-    while not result.finished_recving:
-        assert time.monotonic() < end
-        (result,) = dst.step()
-    assert result.failed_recving == result.finished_recving == {"r"}
+    assert failed(dst, PdStageMetadata(receives={"r": Receive(remote, dst.held(BLOCKS, N_TOKENS))})) == {"r"}
     assert dst.workers[0].get_kv_connector_stats().data["not_received"] == [1]
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith("request r is not received: ") and "no port in this" in said
@@ -357,27 +296,23 @@ def test_a_router_may_try_another_engine_under_its_transfer_id(dst: Side) -> Non
         assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (N_TOKENS, True)
     news = dst.scheduler.build_connector_meta(None)
     assert [(want.remote.address, want.is_wanted) for want in news.wants] == [("dead:8998", True), ("alive:8998", True)]
-    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), N_TOKENS)
-    (receive,) = dst.scheduler.build_connector_meta(None).receives.values()
+    (receive,) = allocate(dst, wanted, N_TOKENS).receives.values()
     assert receive.remote.address == "alive:8998"
 
 
-def test_a_room_that_cannot_be_sent_gives_its_blocks_back(tmp_path: Path) -> None:
-    src = Side(tmp_path, "kv_producer", full, extra={"config": {"open_wait_s": 1.0}})
+def test_a_room_that_cannot_be_sent_gives_its_blocks_back(sides) -> None:
+    src = sides("kv_producer", extra={"config": {"open_wait_s": 1.0}})
     held = src.held([[1, 2, src.plan.num_blocks]], N_TOKENS)
     (result,) = src.step(PdStageMetadata(sends={"r": Send("room", held)}))
     if "r" not in result.finished_sending:
-        until(src, "r")
-    src.close()
+        given_back(src, "r")
 
 
-def test_a_node_that_failed_ends_the_worker_and_leaves_no_request_waiting(tmp_path: Path) -> None:
-    src = Side(tmp_path, "kv_producer", full)
+def test_a_node_that_failed_ends_the_worker_and_leaves_no_request_waiting(src: Side) -> None:
     src.step(PdStageMetadata(sends={"r": Send("room", src.held(BLOCKS, N_TOKENS))}))
     src.workers[0].worker_side.prefill.driver.fail(RuntimeError("a bug"))
     with pytest.raises(UsageError, match="this node failed before"):
         src.step()
-    src.close()
 
 
 def test_decode_never_goes_on_from_less_than_it_asked_for(src: Side, dst: Side) -> None:
@@ -386,66 +321,48 @@ def test_decode_never_goes_on_from_less_than_it_asked_for(src: Side, dst: Side) 
     assert dst.workers[0].get_kv_connector_stats().data["not_received"] == [1]
 
 
-def test_each_group_loads_what_it_lacks(src: Side) -> None:
+FULL, SWA = attention(1, 16), attention(1, 16, SlidingWindowSpec, sliding_window=32)
+
+
+def test_each_group_loads_what_it_lacks() -> None:
     """A window's blocks may be gone where full attention's are cached: vLLM says so beside recurrent states."""
-    spec = {"block_size": 16, "head_size": HEAD_SIZE, "dtype": torch.float16, "num_kv_heads": N_HEADS}
-    full, window = FullAttentionSpec(**spec), SlidingWindowSpec(**spec, sliding_window=32)
     cached, lacking = (blocks_of([7, 8, 9], n_cached=n).blocks[0] for n in (2, 0))
-    assert Group(0, "kv", full).n_cached(cached, 32) == 32
-    group = Group(1, "swa", window)
+    assert Group(0, "kv", FULL).n_cached(cached, 32) == 32
+    group = Group(1, "swa", SWA)
     assert (group.n_cached(cached, 32), group.n_cached(lacking, 32)) == (32, 0)
     gone = KVCacheBlock(0, is_null=True)
     assert group.n_cached([gone, *lacking[1:]], 32) == 16
     assert group.held([0, 8, 9], 40, 16).tokens == (16, 40)
 
 
-def test_prefill_leaves_the_last_token_of_a_window_to_decode(tmp_path: Path) -> None:
-    """Prefill of all 48 tokens would have freed the block of token 16, which decode's token 47 still reads."""
-    src, dst = Side(tmp_path, "kv_producer", windowed), Side(tmp_path, "kv_consumer", windowed)
-    try:
-        swa = next(group for group in src.groups if group.component == "swa")
-        assert swa.needed_from(48) == 17
-        assert swa.needed_from(47) == 16
-        params = answered(src, n=48)
-        assert params["remote_num_tokens"] == 47
-        assert dst.scheduler.get_num_new_matched_tokens(request(params, n=48), 0) == (47, True)
-        assert dst.scheduler.get_num_new_matched_tokens(request(params, n=30), 0) == (29, True)
-    finally:
-        src.close()
-        dst.close()
-
-
 def test_a_state_is_of_just_so_many_tokens() -> None:
     state = Group(1, "mamba", MambaSpec(block_size=16, shapes=((3, 8),), dtypes=(torch.float16,)))
     assert state.held([0, 0, 4], 40) == ((4,), 0, None, ())
-    whole = Group(0, "kv", full(1, 16)["model.layers.0.self_attn.attn"])
+    whole = Group(0, "kv", FULL)
     assert [recomputed_tokens([whole], n) for n in (0, 1, 3)] == [0, 0, 2]
     assert [recomputed_tokens([whole, state], n) for n in (0, 1, 3)] == [1, 1, 2]
 
 
 def test_blocks_that_a_window_has_no_more_are_not_named() -> None:
-    swa = Group(0, "swa", windowed(1, 16)["model.layers.2.self_attn.attn"])
+    swa = Group(0, "swa", SWA)
     assert swa.held([0, 0, 7, 8, 9], 79) == ((8, 9) if swa.needed_from(79) >= 48 else (7, 8, 9), 48, (48, 79), (9,))
     assert swa.held([0, 0, 0, 8, 9], 70) == ((8, 9), 48, (48, 70), (9,)), "tokens of null blocks are not asked for"
 
 
-def test_what_an_operator_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_operator_says(sides, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSTAGE_NODE", '{"staging_nbytes": 524288, "config": {"drain_s": 7, "hello_s": 3}}')
-    extra = {"config": {"hello_s": 4.0}, "path": "staged"}
-    side = Side(tmp_path, "kv_both", full, extra=extra)
-    try:
-        nodes = side.workers[0].worker_side.prefill, side.workers[0].worker_side.decode
-        assert [(node.path, node.config.drain_s, node.config.hello_s) for node in nodes] == [("staged", 7, 4.0)] * 2
-    finally:
-        side.close()
+    side = sides("kv_both", extra={"config": {"hello_s": 4.0}, "path": "staged"})
+    nodes = side.workers[0].worker_side.prefill, side.workers[0].worker_side.decode
+    assert [(node.path, node.config.drain_s, node.config.hello_s) for node in nodes] == [("staged", 7, 4.0)] * 2
     with pytest.raises(UsageError, match="kv_connector_extra_config has pah"):
-        Side(tmp_path, "kv_producer", full, extra={"pah": "staged"})
+        sides("kv_producer", extra={"pah": "staged"})
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_ranks_that_vllm_deals_tokens_to_otherwise_are_refused(tmp_path: Path, src: Side, kind: str) -> None:
+def test_ranks_that_vllm_deals_tokens_to_otherwise_are_refused(src: Side, kind: str) -> None:
     """Here no rank has a group for it, though the configuration says so."""
-    made = config(tmp_path, "kv_producer", tp=2)
+    made = config(replace(PRODUCER, tp=2), src.path)
+    made.parallel_config.rank = 0
     setattr(made.parallel_config, f"{kind}_context_parallel_size", 2)
     worker = PdStageConnector(made, KVConnectorRole.WORKER, src.plan)
     with pytest.raises(UsageError, match=rf"rank 0 of 2 of {kind} context parallelism, and vLLM has \(1, 0\)"):
@@ -474,18 +391,20 @@ def test_stats_add_up_and_reach_prometheus(src: Side, dst: Side) -> None:
     assert read("held_blocks") == 4, "a gauge stays until it is said anew"
 
 
-def test_what_lasts_is_seen_while_it_lasts(tmp_path: Path) -> None:
+def test_what_lasts_is_seen_while_it_lasts(sides) -> None:
     """A finished prefill that nobody asks for: its blocks and their age, until they are free."""
-    src = Side(tmp_path, "kv_producer", full, extra={"config": {"open_wait_s": 1.0}})
+    src = sides("kv_producer", extra={"config": {"open_wait_s": 1.0}})
     held = src.held([[1, 2, 3]], N_TOKENS)
     src.step(PdStageMetadata(sends={"r": Send("room", held)}))
     seen: list[dict[str, list[float]]] = []
-    end = time.monotonic() + PATIENCE_S
-    while not any("r" in result.finished_sending for result in src.step()):
-        told = src.workers[0].get_kv_connector_stats()
-        seen += [told.data] if told is not None else []
-        assert time.monotonic() < end
-        time.sleep(0.01)
+
+    def ended() -> bool:
+        over = any("r" in result.finished_sending for result in src.step())
+        if not over and (told := src.workers[0].get_kv_connector_stats()) is not None:
+            seen.append(told.data)
+        return over
+
+    until(ended)
     lasting = [data for data in seen if data["requests_sending"] == [1]]
     assert {tuple(data["held_blocks"]) for data in lasting} == {(3,)}
     ages = [data["oldest_held_s"][0] for data in lasting]
@@ -494,4 +413,3 @@ def test_what_lasts_is_seen_while_it_lasts(tmp_path: Path) -> None:
     assert (last["num_kv_expired_reqs"], last["not_sent"]) == ([1], [1])
     assert [last[name] for name in ("requests_sending", "held_blocks", "oldest_held_s")] == [[0], [0], [0.0]]
     assert src.workers[0].get_kv_connector_stats() is None
-    src.close()

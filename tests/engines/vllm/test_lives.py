@@ -1,96 +1,52 @@
 """Whole lives of requests between two of vLLM's engines, TP 4 -> TP 2 and blocks of 16 -> 64, every byte compared.
 
-A step of the model fails its test if a request goes on with bytes that are not its own. What a block held when it was
-freed is overwritten at once, on both sides: a write that comes late, or a read that goes on, is seen when pools are
-compared.
+A proxy asks prefill and then decode with its answer, or both at once (`early`): then prefill hands over each step's
+chunk, and decode waits from the start. A step of the model fails its test if a request goes on with bytes that are not
+its own. What a block held when it was freed is overwritten at once, on both sides: a write that comes late, or a read
+that goes on, is seen when pools are compared.
 """
 
 from __future__ import annotations
 
-import json
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdstage.manager.calibration import Calibration
+from pdstage.plan.cost import CostModel
 from tests.engines.stubs import DEVICE
-from tests.engines.vllm.lives import Pair, continuation, prompts
-from tests.engines.vllm.models import DEEPSEEK, GEMMA, LLAMA, QWEN, Side
+from tests.engines.vllm.engine import PATIENCE_S
+from tests.engines.vllm.lives import continuation, prompts
+from tests.engines.vllm.models import CONSUMER, DEEPSEEK, GEMMA, LLAMA, PRODUCER, QWEN, Side
 from tests.rows import rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-FULL = pytest.mark.full
-PRODUCER = Side("kv_producer", 4, 16)
-CONSUMER = Side("kv_consumer", 2, 64, layout="LBHNC", n_blocks=24)
 IMPATIENT = {"hello_s": 5.0, "open_s": 5.0, "max_silence_s": 5.0, "drain_s": 5.0}
+EARLY = pytest.mark.parametrize("early", [False, True], ids=["serial", "at once"])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's config, without weights."""
-    folder = tmp_path_factory.mktemp("llama")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Engines for lives that leave them at rest."""
-    with Pair(PRODUCER, CONSUMER, model, tmp_path_factory.mktemp("shared")) as pair:
-        yield pair
-
-
-@pytest.fixture
-def pair(shared: Pair) -> Iterator[Pair]:
-    yield shared
-    shared.settle()
-
-
-@pytest.fixture
-def engines(model: Path, tmp_path: Path) -> Callable[..., Pair]:
-    """Engines of a test's own."""
-
-    def start(producer: Side = PRODUCER, consumer: Side = CONSUMER) -> Pair:
-        return Pair(producer, consumer, model, tmp_path)
-
-    return start
-
-
-def prefilled(pair: Pair, name: str, n: int, seed: int) -> list[int]:
-    (prompt,) = prompts(n, seed=seed)
-    pair.prefill(name, prompt)
-    pair.until(lambda: name in pair.p.ended, pair.p, what="prefill")
-    return prompt
-
-
-def loading(pair: Pair, name: str, prompt: list[int]) -> None:
-    """Decode has allocated blocks and told its workers to load."""
-    pair.decode(name, prompt)
-    pair.d.step()
-    assert pair.d.call("status", name) == "WAITING_FOR_REMOTE_KVS"
-
-
-def test_requests_of_many_lengths(pair):
+@EARLY
+def test_requests_of_many_lengths(pair, early: bool):
     """One token, whole blocks, ends in the middle, chunked prefill; all at once."""
-    lengths = 1, 2, 15, 16, 17, 63, 64, 65, 100, 200
-    pair.whole({f"length-{len(one)}": one for one in prompts(*lengths)})
+    pair.lengths(1, 2, 15, 16, 17, 63, 64, 65, 100, 200, 300, seed=31 * early, early=early)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="work on the CPU is done when its call returns")
 def test_without_events_bytes_are_taken_before_they_are_written(engines):
     """What the other tests prove of a model that runs late."""
     with engines() as pair:
-        pair.p.call("forget_events")
-        asked = {f"early-{len(one)}": one for one in prompts(200, 300, 400, seed=31)}
-        for name, prompt in asked.items():
-            pair.both(name, prompt)
+        pair.p.call("ranks", "forget_events")
         with pytest.raises(AssertionError, match="wrong bytes"):
-            pair.until(lambda: all(name in pair.d.ended for name in asked), what="early requests")
+            pair.lengths(200, 300, 400, seed=31, early=True)
         pair.p.kill()
         pair.d.kill()
+
+
+# Who gives up, and when.
 
 
 def test_an_abort_before_prefill_is_done(pair):
@@ -102,21 +58,20 @@ def test_an_abort_before_prefill_is_done(pair):
 
 
 def test_an_abort_at_decode_before_it_is_scheduled_frees_prefill(pair):
-    prompt = prefilled(pair, "unscheduled", 100, seed=2)
+    prompt = pair.prefilled("unscheduled", 100, seed=2)
     pair.decode("unscheduled", prompt)
     pair.d.call("abort", "unscheduled")
     assert pair.p.call("busy")  # its blocks are held, until decode says that it does not want them
 
 
 def test_an_abort_at_decode_while_it_loads(pair):
-    prompt = prefilled(pair, "loading", 200, seed=3)
-    loading(pair, "loading", prompt)
+    pair.loading("loading", 200, seed=3)
     pair.d.call("abort", "loading")
     assert pair.d.call("status", "loading") == "FINISHED_ABORTED"  # its blocks are held until nothing can land in them
 
 
 def test_an_abort_at_decode_after_it_loaded(pair):
-    prompt = prefilled(pair, "loaded", 100, seed=4)
+    prompt = pair.prefilled("loaded", 100, seed=4)
     pair.decode("loaded", prompt, max_tokens=50)
     pair.until(lambda: len(pair.d.tokens["loaded"]) > 2)
     pair.d.call("abort", "loaded")
@@ -124,19 +79,112 @@ def test_an_abort_at_decode_after_it_loaded(pair):
 
 
 def test_an_abort_at_prefill_after_its_answer_takes_nothing_from_decode(pair):
-    prompt = prefilled(pair, "handed over", 100, seed=5)
+    prompt = pair.prefilled("handed over", 100, seed=5)
     pair.p.call("abort", "handed over")
     for _ in range(3):
         pair.p.step()
     pair.decode("handed over", prompt)
-    pair.until(lambda: "handed over" in pair.d.ended)
-    pair.went_well("handed over", prompt)
+    pair.served("handed over", prompt)
 
 
-def test_the_room_comes_before_the_blocks(engines):
-    """A consumer with no room left for a request waits; the producer holds what it has computed."""
-    with engines(consumer=replace(CONSUMER, n_blocks=6, max_model_len=256)) as pair:
-        pair.whole({f"r{number}": one for number, one in enumerate(prompts(150, 150, 150, seed=6))})
+@pytest.mark.parametrize("when", ["half way", "unscheduled"])
+def test_an_abort_at_prefill_fails_what_decode_waits_for(pair, when: str):
+    """Decode does not wait for a deadline."""
+    name = f"given up {when}"
+    if when == "half way":
+        pair.half_way(name, 400, seed=39)
+    else:
+        pair.both(name, next(prompts(100, seed=40)))
+    pair.p.call("abort", name)
+    pair.fails(name)
+
+
+def test_an_abort_at_decode_half_way(pair):
+    pair.half_way("unwanted", 400, seed=41)
+    pair.d.call("abort", "unwanted")
+    pair.until(lambda: "unwanted" in pair.p.ended, what="prefill goes on to its end")
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["before the load", "during it"])
+@pytest.mark.parametrize("policy", rows(["fail", "recompute"], full={"recompute"}))
+def test_a_producer_that_died(engines, policy: str, loads: bool):
+    """No request goes on without its KV: it fails, or is computed, as the operator chose."""
+    with engines(consumer=replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)) as pair:
+        prompt = pair.prefilled("orphan", 300, seed=11)
+        if loads:
+            pair.load("orphan", prompt)
+        pair.p.kill()
+        if not loads:
+            pair.decode("orphan", prompt)
+        pair.until(lambda: "orphan" in pair.d.ended, pair.d)
+        arrived = loads and pair.d.ended["orphan"] == "length" and pair.loaded("orphan")
+        if policy == "fail" and not arrived:
+            assert (pair.d.ended["orphan"], pair.d.tokens["orphan"]) == ("error", [])
+        else:
+            assert pair.d.tokens["orphan"] == continuation(prompt, 4)
+        pair.settle()
+
+
+def test_a_consumer_that_dies_gives_the_blocks_back(engines):
+    with engines(replace(PRODUCER, limits={**IMPATIENT, "open_wait_s": 5.0})) as pair:
+        pair.loading("widow", 300, seed=13)
+        pair.d.kill()
+        pair.settle()
+
+
+def test_a_room_that_nobody_opens_gives_the_blocks_back(engines):
+    """The proxy lost the request between its halves."""
+    with engines(replace(PRODUCER, limits={"open_wait_s": 2.0})) as pair:
+        pair.prefilled("lost", 100, seed=14)
+        assert pair.p.call("busy")
+        pair.settle()
+
+
+def test_a_request_that_waits_at_decode_is_held_at_prefill_and_one_that_was_lost_is_not(engines):
+    """Decode has blocks for one request at a time."""
+    producer = replace(PRODUCER, options={"kv_lease_duration": 1.0})
+    with engines(producer, replace(CONSUMER, n_blocks=9, limits={"max_silence_s": 1.5})) as pair:
+        long = pair.prefilled("long", 300, seed=70)
+        pair.decode("long", long, 200)
+        pair.until(lambda: pair.d.tokens["long"], what="the first")
+        pair.prefill("lost", next(prompts(100, seed=72)))
+        short = pair.prefilled("short", 250, seed=71)
+        pair.decode("short", short)
+        pair.d.step()
+        assert pair.d.call("status", "short") == "WAITING"
+        pair.until(lambda: "lost" in pair.p.ended and pair.p.call("requests") == ["short"], pair.p, what="the lost one")
+        until = time.monotonic() + 2.0
+        pair.until(lambda: time.monotonic() > until, pair.p, what="two leases")
+        assert pair.p.call("requests") == ["short"], "decode waits with it"
+        pair.until(lambda: {"long", "short"} <= set(pair.d.ended), what="both")
+        pair.went_well("short", short)
+        pair.settle()
+
+
+@pytest.mark.parametrize("lease_s", [0.5, 10 * PATIENCE_S], ids=["lease", "abort"])
+def test_a_request_that_prefill_refused(engines, lease_s: float):
+    """A proxy that asks both at once has sent decode's half already: it ends long before a room's own deadline, or with
+    the proxy's abort.
+    """
+    with engines(producer=replace(PRODUCER, options={"kv_lease_duration": lease_s})) as pair:
+        pair.decode_early("refused", next(prompts(100, seed=48)))
+        if lease_s < PATIENCE_S:
+            pair.fails("refused")
+        else:
+            pair.until(lambda: pair.d.call("status", "refused") == "WAITING_FOR_REMOTE_KVS", pair.d, what="a load")
+            pair.d.call("abort", "refused")
+        pair.settle()
+
+
+# Pools that are too small, and what is there already.
+
+
+@EARLY
+def test_the_room_comes_before_the_blocks(engines, early: bool):
+    """Pools smaller than the requests together: they wait for each other, and prefill preempts half-computed ones."""
+    consumer = replace(CONSUMER, n_blocks=6, max_model_len=256)
+    with engines(replace(PRODUCER, n_blocks=20, max_model_len=256), consumer) as pair:
+        pair.whole({f"r{number}": one for number, one in enumerate(prompts(150, 150, 150, seed=6))}, early=early)
         pair.settle()
 
 
@@ -145,27 +193,26 @@ def test_preempted_requests_are_computed_again(engines):
     with engines(consumer=replace(CONSUMER, n_blocks=6, max_model_len=256)) as pair:
         names = {f"r{number}": one for number, one in enumerate(prompts(120, 120, seed=7))}
         pair.whole(names, max_tokens=80)
-        assert pair.d.call("preemptions") > 0
+        assert pair.d.call("watched")[1] > 0
         pair.settle()
 
 
-def test_preemption_at_prefill(pair):
-    """A prompt half computed is begun anew, and sent once."""
-    (prompt,) = prompts(200, seed=8)
-    pair.prefill("preempted", prompt)
-    pair.p.step()
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_preemption_at_prefill_half_way(pair, heard: bool):
+    """What decode has stays right, though its blocks at prefill become others'; the rest comes from new ones."""
+    name = f"preempted-{heard}"
+    if heard:
+        prompt = pair.half_way(name, 400, seed=36)
+    else:
+        (prompt,) = prompts(400, seed=37)
+        pair.both(name, prompt, decode=False)
+        pair.p.step()
     pair.p.call("preempt")
-    pair.until(lambda: "preempted" in pair.p.ended, pair.p)
-    pair.decode("preempted", prompt)
-    pair.until(lambda: "preempted" in pair.d.ended)
-    pair.went_well("preempted", prompt)
-
-
-def test_a_producer_smaller_than_its_requests_together(engines):
-    """What is handed over makes room for the next prompt."""
-    with engines(producer=replace(PRODUCER, n_blocks=20, max_model_len=256)) as pair:
-        pair.whole({f"r{number}": one for number, one in enumerate(prompts(150, 150, 150, seed=8))})
-        pair.settle()
+    for number in range(3):
+        pair.p.step()
+        if not heard and number == 1:
+            pair.decode_early(name, prompt)
+    pair.served(name, prompt)
 
 
 def test_a_prefix_hit_at_decode_loads_only_the_rest(engines):
@@ -178,237 +225,201 @@ def test_a_prefix_hit_at_decode_loads_only_the_rest(engines):
         pair.whole({"block": short})
         pair.whole({"whole": short})  # nothing is missing: prefill is told so, and frees its blocks
         pair.settle()
-        assert pair.d.call("hits")["second"] == 128
+        assert pair.d.call("watched")[0]["second"] == 128
 
 
-def test_a_prefix_hit_of_full_attention_loads_only_the_rest_beside_a_state(tmp_path):
+def test_a_prefix_that_both_have_already(engines):
+    """Prefill's first chunk is all that is cached, and what the first step computes."""
+    with engines(replace(PRODUCER, prefix_caching=True), replace(CONSUMER, prefix_caching=True)) as pair:
+        head, tail, other = prompts(200, 90, 90, seed=43)
+        pair.whole({"first": head + tail}, early=True)
+        pair.whole({"second": head + other, "third": head + tail}, early=True)
+        pair.settle()
+
+
+def test_a_prefix_hit_of_full_attention_loads_only_the_rest_beside_a_state(engines):
     """Decode has the prefix's blocks, but no state of it: only ends of prompts are loaded as states."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
     consumer = replace(CONSUMER, n_blocks=96, prefix_caching=True, mamba_cache_mode="align")
-    with Pair(PRODUCER, consumer, tmp_path, tmp_path) as pair:
-        head, tail, other = prompts(140, 30, 50, seed=28)
+    with engines(PRODUCER, consumer, QWEN) as pair:
+        head, tail, other, whole, block = prompts(140, 30, 50, 190, 129, seed=28)
         pair.whole({"first": head + tail}, max_tokens=12)
-        before = pair.p.call("written")
+        before = pair.written()
         pair.whole({"second": head + other}, max_tokens=12)
-        assert pair.d.call("hits")["second"] == 128
-        n_loaded = pair.p.call("written") - before
-        pair.whole({"third": prompts_of(190, seed=29)}, max_tokens=12)
-        assert n_loaded < (pair.p.call("written") - before - n_loaded) / 2, "all was loaded"
-        block = prompts_of(129, seed=30)
+        assert pair.d.call("watched")[0]["second"] == 128
+        n_loaded = pair.written() - before
+        pair.whole({"third": whole}, max_tokens=12)
+        assert n_loaded < (pair.written() - before - n_loaded) / 2, "all was loaded"
         pair.whole({"block": block})
-        pair.d.add("whole", block, 4, handed(pair, "whole", block))
-        pair.until(lambda: "whole" in pair.d.ended)
-        assert pair.d.tokens["whole"] == continuation(block, 4)
+        pair.prefill("again", block)
+        pair.until(lambda: "again" in pair.p.ended, pair.p, what="prefill")
+        pair.decode("again", block)
+        pair.until(lambda: "again" in pair.d.ended)
+        assert pair.d.tokens["again"] == continuation(block, 4)
         pair.settle()
 
 
-def prompts_of(n: int, seed: int) -> list[int]:
-    return next(prompts(n, seed=seed))
+# A proxy that asks both engines at once, or thinks that it does.
 
 
-def handed(pair: Pair, name: str, prompt: list[int]) -> dict:
-    """Prefill's answer."""
-    pair.prefill(name, prompt)
-    pair.until(lambda: name in pair.p.ended, pair.p, what="prefill")
-    return json.loads(json.dumps(pair.p.params[name]))
+@pytest.mark.parametrize("order", ["after", "before", "with the answer"])
+def test_decode_may_come_at_any_time(pair, order: str):
+    """Before prefill, after it, and by a proxy that named the room and hands the answer on all the same."""
+    name = f"comes {order}"
+    (prompt,) = prompts(150, seed=33)
+    if order == "before":
+        pair.decode_early(name, prompt)
+        for _ in range(5):
+            pair.d.step()
+    pair.both(name, prompt, decode=False)
+    if order != "before":
+        pair.until(lambda: name in pair.p.ended, pair.p, what="prefill")
+        pair.decode_early(name, prompt) if order == "after" else pair.decode(name, prompt)
+    pair.served(name, prompt)
 
 
-@pytest.mark.parametrize("policy", rows(["fail", "recompute"], full={"recompute"}))
-def test_a_producer_that_died_before_the_load(engines, policy):
-    """No request goes on without its KV: it fails, or is computed, as the operator chose."""
-    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)
-    with engines(*sides) as pair:
-        prompt = prefilled(pair, "orphan", 100, seed=11)
-        pair.p.kill()
-        pair.decode("orphan", prompt)
-        ended(pair, "orphan", prompt, policy)
+def test_a_room_begins_before_its_request_is_scheduled(pair):
+    """However long prefill's queue is, decode knows that its room will come."""
+    first, second = prompts(400, 100, seed=47)
+    pair.both("scheduled", first)
+    pair.p.step()
+    pair.both("queued", second)
+    pair.p.step()
+    pair.until(lambda: pair.p.call("ranks", "sending") == [2] * PRODUCER.tp, pair.d, what="both rooms")
+    assert pair.p.call("status", "queued") == "WAITING"
+    pair.served("scheduled", first)
+    pair.served("queued", second)
 
 
-@pytest.mark.parametrize("policy", rows(["fail", "recompute"], full={"fail"}))
-def test_a_producer_that_dies_during_the_load(engines, policy):
-    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)
-    with engines(*sides) as pair:
-        prompt = prefilled(pair, "orphan", 300, seed=12)
-        loading(pair, "orphan", prompt)
-        pair.p.kill()
-        ended(pair, "orphan", prompt, policy, perhaps=True)
-
-
-def ended(pair: Pair, name: str, prompt: list[int], policy: str, *, perhaps: bool = False) -> None:
-    """What became of a request whose producer is gone; `perhaps` all of it had arrived before."""
-    pair.until(lambda: name in pair.d.ended, pair.d)
-    arrived = perhaps and pair.d.ended[name] == "length" and pair.loaded(name)
-    if policy == "fail" and not arrived:
-        assert pair.d.ended[name] == "error"
-        assert not pair.d.tokens[name]
+@pytest.mark.parametrize("serial", [False, True], ids=["at-once", "serial"])
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["after", "during"])
+def test_a_routers_retry_under_its_transfer_id_loads(pair, serial: bool, meanwhile: bool):
+    """Prefill has computed the prompt again; what it held would be held in vain."""
+    (prompt,) = prompts(150, seed=60 + 2 * serial + meanwhile)
+    name = f"retried-{serial}-{meanwhile}"
+    again = f"{name}-again"
+    pair.both(name, prompt, 60, decode=not serial)
+    if serial:
+        pair.until(lambda: name in pair.p.ended, pair.p, what="prefill")
+        pair.decode(name, prompt, 60)
+    pair.until(lambda: name in pair.d.ended or (meanwhile and pair.d.tokens[name]), what="the first try")
+    assert (name in pair.d.ended) != meanwhile
+    pair.both(again, prompt, decode=False, room=name)
+    if serial:
+        pair.until(lambda: again in pair.p.ended, what="prefill")
+        pair.decode(again, prompt)
     else:
-        assert pair.d.tokens[name] == continuation(prompt, 4)
-    pair.settle()
+        pair.decode_early(again, prompt, room=name)
+    pair.served(again, prompt)
+    pair.until(lambda: name in pair.d.ended, what="the first try")
+    assert pair.d.tokens[name] == continuation(prompt, 60)
 
 
-def test_a_consumer_that_dies_gives_the_blocks_back(engines):
-    with engines(replace(PRODUCER, limits={**IMPATIENT, "open_wait_s": 5.0})) as pair:
-        prompt = prefilled(pair, "widow", 300, seed=13)
-        loading(pair, "widow", prompt)
-        pair.d.kill()
-        pair.settle()
+def test_two_requests_of_one_room_are_sent_once(pair):
+    """Samples of one prompt carry one transfer_id: at prefill the others are computed, and not handed over."""
+    (prompt,) = prompts(150, seed=44)
+    pair.both("sample", prompt)
+    pair.both("twin", prompt, decode=False, room="sample")
+    pair.until(lambda: {"sample", "twin"} <= set(pair.p.ended) and "sample" in pair.d.ended)
+    pair.went_well("sample", prompt)
+    assert pair.p.params["twin"] is None
 
 
-def test_a_room_that_nobody_opens_gives_the_blocks_back(engines):
-    """The proxy lost the request between its halves."""
-    with engines(replace(PRODUCER, limits={"open_wait_s": 2.0})) as pair:
-        prefilled(pair, "lost", 100, seed=14)
-        assert pair.p.call("busy")
-        pair.settle()
+# Engines and models that are less alike.
 
 
-@pytest.mark.parametrize("interleave", [1, 16])
-@pytest.mark.parametrize(
-    ("producer", "consumer"),
-    [
-        pytest.param(
-            Side("kv_producer", 2, 16, dcp=2), Side("kv_consumer", 2, 64, n_blocks=24), marks=pytest.mark.full
-        ),
-        (Side("kv_producer", 4, 16, dcp=2), CONSUMER),
-        pytest.param(PRODUCER, Side("kv_consumer", 4, 32, dcp=2, n_blocks=48), marks=FULL),
-        pytest.param(
-            Side("kv_producer", 2, 16, dcp=2), Side("kv_consumer", 4, 32, dcp=4, n_blocks=96), marks=pytest.mark.full
-        ),
-    ],
-    ids=["2 of 2 to TP 2", "2 of 4 to TP 2", "TP 4 to 2 of 4", "2 of 2 to 4 of 4"],
-)
-def test_tokens_dealt_to_ranks(tmp_path, producer: Side, consumer: Side, interleave: int):
-    """Decode context parallelism on either side: ranks with the same head have every other run of tokens."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 1}))
-    sides = [replace(side, interleave=interleave if side.dcp > 1 else 1) for side in (producer, consumer)]
-    with Pair(*sides, tmp_path, tmp_path) as pair:
-        lengths = 1, 2, 15, 16, 17, 31, 33, 64, 100, 200
-        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=19)}, max_tokens=12)
-        prompt = prefilled(pair, "loading", 200, seed=20)
-        loading(pair, "loading", prompt)
+def by_layers(folder: Path, side: Side) -> Side:
+    """A producer that hands over each layer by itself: it takes a chunk to cost next to nothing."""
+    costs = {"nixl": replace(CostModel.linear(1e9, 1e-6, 1e-5), chunk_s=1e-9)}
+    path = folder / "costs.json"
+    Calibration(version=1, made_at="now", prefill_host="p", decode_host="d", transports=costs).write(path)
+    return replace(side, options={"calibration": str(path)})
+
+
+def producer(tp: int, **more: Any) -> Side:
+    return Side("kv_producer", tp, more.pop("block_size", 16), **more)
+
+
+def consumer(tp: int, block_size: int = 64, **more: Any) -> Side:
+    return Side("kv_consumer", tp, block_size, n_blocks=96, **more)
+
+
+ONE_HEAD = LLAMA | {"num_key_value_heads": 1}
+THREE_LAYERS = LLAMA | {"num_hidden_layers": 3}
+SPARSE = DEEPSEEK | {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 64, "index_n_heads": 4,
+    "index_head_dim": 16,
+}  # fmt: skip
+WINDOWS_FIRST = GEMMA | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
+STATES_FIRST = QWEN | {"layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2}
+STATES = QWEN | {"num_key_value_heads": 1}
+TURNS = {"interleave": 16}
+SHAPES = {
+    "windows": (GEMMA, PRODUCER, consumer(2, layout="LBHNC")),
+    "states": (QWEN, PRODUCER, consumer(2, layout="LBHNC")),
+    "tokens dealt, 2 of 2 to TP 2": (ONE_HEAD, producer(2, dcp=2), consumer(2)),
+    "tokens dealt in 16s, 2 of 2 to TP 2": (ONE_HEAD, producer(2, dcp=2, **TURNS), consumer(2)),
+    "tokens dealt, 2 of 4 to TP 2": (ONE_HEAD, producer(4, dcp=2), consumer(2)),
+    "tokens dealt in 16s, 2 of 4 to TP 2": (ONE_HEAD, producer(4, dcp=2, **TURNS), consumer(2)),
+    "tokens dealt, TP 4 to 2 of 4": (ONE_HEAD, PRODUCER, consumer(4, 32, dcp=2)),
+    "tokens dealt in 16s, TP 4 to 2 of 4": (ONE_HEAD, PRODUCER, consumer(4, 32, dcp=2, **TURNS)),
+    "tokens dealt, 2 of 2 to 4 of 4": (ONE_HEAD, producer(2, dcp=2, **TURNS), consumer(4, 32, dcp=4, **TURNS)),
+    "tokens dealt beside states, 2 of 2 to TP 2": (STATES, producer(2, dcp=2), consumer(2)),
+    "tokens dealt beside states, TP 1 to 2 of 4": (STATES, producer(1, block_size=64), consumer(4, 32, dcp=2)),
+    "a prompt on replicas to TP 2": (DEEPSEEK, producer(1, pcp=2), consumer(2)),
+    "a prompt on TP 2 to replicas": (DEEPSEEK, producer(2), consumer(1, 32, pcp=2)),
+    "a prompt on replicas of stages": (DEEPSEEK, producer(1, pcp=2, pp=2), consumer(2)),
+    "a prompt on shards of TP x PCP": (SPARSE, producer(2, pcp=2, dcp=4), consumer(1)),
+    "a prompt on shards of PCP": (SPARSE, producer(2, pcp=2, dcp=2), consumer(2, 32, dcp=2)),
+    "stages, 2x2 to 2x1": (THREE_LAYERS, producer(2, pp=2), consumer(2)),
+    "stages, 2x1 to 1x2": (THREE_LAYERS, producer(2), consumer(1, 32, pp=2)),
+    "stages, 1x3 to 2x2": (THREE_LAYERS, producer(1, pp=3), consumer(2, 32, pp=2)),
+    "windows in one stage, 2x2 to 2x1": (WINDOWS_FIRST, producer(2, pp=2), consumer(2, layout="LBHNC")),
+    "windows in one stage, 4x1 to 2x2": (WINDOWS_FIRST, PRODUCER, consumer(2, pp=2)),
+    "states in one stage, 2x2 to 2x1": (STATES_FIRST, producer(2, pp=2), consumer(2, layout="LBHNC")),
+    "states in one stage, 4x1 to 2x2": (STATES_FIRST, PRODUCER, consumer(2, pp=2)),
+}
+QUICK = {
+    "windows", "states", "tokens dealt, 2 of 4 to TP 2", "tokens dealt in 16s, 2 of 4 to TP 2",
+    "tokens dealt beside states, 2 of 2 to TP 2", "a prompt on replicas to TP 2", "a prompt on shards of PCP",
+    "stages, 1x3 to 2x2", "windows in one stage, 4x1 to 2x2", "states in one stage, 4x1 to 2x2",
+}  # fmt: skip
+KINDS = {"sliding_attention": "SlidingWindowSpec", "linear_attention": "MambaSpec"}
+
+
+@pytest.mark.parametrize("shape", rows(SHAPES, full=SHAPES.keys() - QUICK))
+def test_engines_that_are_less_alike(engines, shape: str):
+    """Two groups, of which one keeps its last 70 tokens or a state only; ranks that share the tokens, or a prompt's
+    computation; stages, and those without layers of a group. Serial and at once; and given up, as each rank ends a
+    request by itself.
+    """
+    model, first, second = SHAPES[shape]
+    with engines(first, second, model) as pair:
+        kinds = {KINDS[kind] for kind in model.get("layer_types", ()) if kind in KINDS}
+        if kinds:
+            assert pair.p.call("groups") == pair.d.call("groups") == ["FullAttentionSpec", *kinds]
+        pair.lengths(2, 15, 16, 17, 31, 33, 64, 65, 69, 70, 71, 72, 100, 135, 200, seed=15)
+        early = next(prompts(200, seed=22))
+        pair.both("early", early)
+        pair.served("early", early)
+        pair.loading("loading", 150, seed=24)
         pair.d.call("abort", "loading")
         pair.settle()
 
 
-@pytest.mark.parametrize(
-    ("producer", "consumer"),
-    [
-        (Side("kv_producer", 1, 16, pcp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
-        pytest.param(
-            Side("kv_producer", 2, 16), Side("kv_consumer", 1, 32, pcp=2, n_blocks=48), marks=pytest.mark.full
-        ),
-        pytest.param(
-            Side("kv_producer", 1, 16, pcp=2, pp=2), Side("kv_consumer", 2, 64, n_blocks=24), marks=pytest.mark.full
-        ),
-        pytest.param(
-            Side("kv_producer", 2, 16, pcp=2, dcp=4), Side("kv_consumer", 1, 64, n_blocks=24), marks=pytest.mark.full
-        ),
-        (Side("kv_producer", 2, 16, pcp=2, dcp=2), Side("kv_consumer", 2, 32, dcp=2, n_blocks=48)),
-    ],
-    ids=["replicas to TP 2", "TP 2 to replicas", "replicas of stages", "shards of TP x PCP", "shards of PCP"],
-)
-def test_a_prompt_computed_by_several_ranks(tmp_path, producer: Side, consumer: Side):
-    """Prefill context parallelism on either side: alone each rank keeps all latents, with DCP a share of the tokens."""
-    sparse = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 64,
-              "index_n_heads": 4, "index_head_dim": 16}  # fmt: skip
-    shape = DEEPSEEK | (sparse if producer.dcp > 1 else {})
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    with Pair(producer, consumer, tmp_path, tmp_path) as pair:
-        lengths = 1, 2, 15, 16, 17, 31, 33, 64, 100, 200
-        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=25)}, max_tokens=12)
-        of_stages(pair, seed=26)
-
-
-@pytest.mark.parametrize(
-    ("producer", "consumer"),
-    [
-        pytest.param(Side("kv_producer", 2, 16, pp=2), Side("kv_consumer", 2, 64, n_blocks=24), marks=FULL),
-        pytest.param(Side("kv_producer", 2, 16), Side("kv_consumer", 1, 32, pp=2, n_blocks=48), marks=FULL),
-        (Side("kv_producer", 1, 16, pp=3), Side("kv_consumer", 2, 32, pp=2, n_blocks=48)),
-    ],
-    ids=["2x2 to 2x1", "2x1 to 1x2", "1x3 to 2x2"],
-)
-def test_layers_split_over_stages(tmp_path, producer: Side, consumer: Side):
-    """Pipeline parallelism on either side (TP x PP): each stage has the layers that vLLM gives it."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3}))
-    with Pair(producer, consumer, tmp_path, tmp_path) as pair:
-        lengths = 1, 2, 15, 16, 17, 63, 64, 65, 100, 200
-        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=21)}, max_tokens=12)
-        of_stages(pair, seed=22)
-
-
-@pytest.mark.parametrize(
-    ("producer", "consumer"),
-    [
-        pytest.param(Side("kv_producer", 2, 16, pp=2), replace(CONSUMER, n_blocks=48), marks=FULL),
-        (PRODUCER, Side("kv_consumer", 2, 64, pp=2, n_blocks=48)),
-    ],
-    ids=["2x2 to 2x1", "4x1 to 2x2"],
-)
-@pytest.mark.parametrize(
-    ("shape", "kinds"),
-    [(GEMMA, ["sliding_attention", "full_attention"]), (QWEN, ["linear_attention", "full_attention"])],
-    ids=["windows", "states"],
-)
-def test_stages_without_layers_of_a_group(tmp_path, producer: Side, consumer: Side, shape: dict, kinds: list[str]):
-    """The first stage has all windows or states, the second all full attention: each names blocks of both groups."""
-    layers = [kinds[0]] * 2 + [kinds[1]] * 2
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"layer_types": layers}))
-    with Pair(producer, consumer, tmp_path, tmp_path) as pair:
-        assert pair.p.call("groups") == pair.d.call("groups")
-        assert len(pair.p.call("groups")) == 2
-        lengths = 2, 16, 64, 70, 72, 135, 200
-        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=23)}, max_tokens=12)
-        of_stages(pair, seed=24)
-
-
-def of_stages(pair: Pair, seed: int) -> None:
-    """Sent while it is computed, and given up: each stage ends a request by itself."""
-    early, loading_one = prompts(200, 150, seed=seed)
-    pair.both("early", early)
-    pair.until(lambda: "early" in pair.d.ended, what="early")
-    pair.went_well("early", early)
-    pair.prefill("loading", loading_one)
-    pair.until(lambda: "loading" in pair.p.ended, pair.p, what="prefill")
-    loading(pair, "loading", loading_one)
-    pair.d.call("abort", "loading")
-    pair.settle()
-
-
-@pytest.mark.parametrize(
-    ("producer", "consumer"),
-    [
-        (Side("kv_producer", 2, 16, dcp=2), CONSUMER),
-        pytest.param(Side("kv_producer", 1, 64), Side("kv_consumer", 4, 32, dcp=2), marks=FULL),
-    ],
-    ids=["2 of 2 to TP 2", "TP 1 to 2 of 4"],
-)
-def test_states_where_tokens_are_dealt(tmp_path, producer: Side, consumer: Side):
-    """Decode context parallelism shares the tokens of full attention only: states are sharded over all of TP."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"num_key_value_heads": 1}))
-    with Pair(producer, replace(consumer, n_blocks=96), tmp_path, tmp_path) as pair:
-        assert pair.p.call("groups") == pair.d.call("groups") == ["FullAttentionSpec", "MambaSpec"]
-        pair.whole({f"length-{len(one)}": one for one in prompts(2, 17, 64, 65, 200, seed=27)}, max_tokens=12)
-        pair.settle()
-
-
-def test_sliding_windows_beside_full_attention(tmp_path):
-    """Two groups, of which one keeps the blocks of its last 70 tokens only."""
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
-    with Pair(PRODUCER, replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
-        assert pair.p.call("groups") == pair.d.call("groups") == ["FullAttentionSpec", "SlidingWindowSpec"]
-        lengths = 2, 16, 64, 69, 70, 71, 72, 135, 200, 300
-        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=15)}, max_tokens=12)
-        prompt = prefilled(pair, "loading", 200, seed=16)
-        loading(pair, "loading", prompt)
-        pair.d.call("abort", "loading")
-        pair.settle()
-
-
-def test_recurrent_states_beside_full_attention(tmp_path):
-    """A gated delta net's states: prefill stops a token short, decode goes on from there."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    with Pair(PRODUCER, replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
-        assert pair.p.call("groups") == pair.d.call("groups") == ["FullAttentionSpec", "MambaSpec"]
-        pair.whole({f"length-{len(one)}": one for one in prompts(2, 17, 64, 65, 200, seed=17)}, max_tokens=12)
+@pytest.mark.parametrize("model", [GEMMA, QWEN], ids=["windows", "states"])
+def test_layers_go_by_themselves(engines, tmp_path: Path, model: dict):
+    """Each as it is computed. A window's are preempted. A state is of just so many tokens: prefill's of fewer fails the
+    request.
+    """
+    with engines(by_layers(tmp_path, PRODUCER), replace(CONSUMER, n_blocks=48), model) as pair:
+        pair.lengths(2, 16, 17, 64, 65, 69, 70, 71, 72, 135, 200, 300, seed=45, early=True)
+        if model is GEMMA:
+            prompt = pair.half_way("preempted", 400, seed=46)
+            pair.p.call("preempt")
+            pair.served("preempted", prompt)
+        else:
+            (prompt,) = prompts(100, seed=48)
+            pair.both("longer", prompt, decode=False)
+            pair.decode_early("longer", [*prompt, 5])
+            pair.fails("longer")
         pair.settle()

@@ -15,45 +15,28 @@ from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, l
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.engines.vllm.caches import Side
-from tests.engines.vllm.test_connector import BLOCKS, N_TOKENS, blocks_of, full
+from tests.engines.vllm.test_connector import BLOCKS, N_TOKENS, blocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
+    from tests.engines.vllm.caches import Side
 TRACE, ROUTER = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
 HEADERS = {"traceparent": f"00-{TRACE:032x}-{ROUTER:016x}-01"}
 DONE = RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 @pytest.fixture(scope="module")
-def exported() -> InMemorySpanExporter:
+def exporter() -> InMemorySpanExporter:
     """What a process exports: it has one provider, for good."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    made, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(made))
     trace.set_tracer_provider(provider)
+    return made
+
+
+@pytest.fixture
+def spans(exporter: InMemorySpanExporter) -> InMemorySpanExporter:
+    exporter.clear()
     return exporter
-
-
-@pytest.fixture
-def spans(exported: InMemorySpanExporter) -> InMemorySpanExporter:
-    exported.clear()
-    return exported
-
-
-@pytest.fixture
-def src(tmp_path: Path) -> Iterator[Side]:
-    side = Side(tmp_path, "kv_producer", full)
-    yield side
-    side.close()
-
-
-@pytest.fixture
-def dst(tmp_path: Path) -> Iterator[Side]:
-    side = Side(tmp_path, "kv_consumer", full)
-    yield side
-    side.close()
 
 
 def request(params: dict[str, Any], name: str = "r", *, traced: bool = True) -> Request:
@@ -125,13 +108,9 @@ def test_what_failed_is_an_error(src, dst, spans):
     ]
 
 
-def test_an_engine_that_ends_leaves_none_open(src, spans):
-    prefilled(src)
-    src.scheduler.shutdown()
-    assert [told(span)[:2] for span in spans.get_finished_spans()] == [("kv_transfer.send", False)]
-
-
-def test_a_request_without_a_trace_has_none(src, dst, spans):
+def test_an_engine_that_ends_leaves_none_open_and_a_request_without_a_trace_has_none(src, dst, spans):
     loading(dst, prefilled(src), traced=False)
     dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
     assert not spans.get_finished_spans()
+    src.scheduler.shutdown()
+    assert [told(span)[:2] for span in spans.get_finished_spans()] == [("kv_transfer.send", False)]

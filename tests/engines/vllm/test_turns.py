@@ -15,19 +15,17 @@ from vllm.v1.request import Request
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.settings import Turns
 from pdstage.integrations.vllm.turns import kept_tokens, n_common
-from tests.engines.vllm.caches import Side as Workers
 from tests.engines.vllm.lives import Pair, continuation, prompts
-from tests.engines.vllm.models import GEMMA, LLAMA, QWEN, Side
+from tests.engines.vllm.models import CONSUMER, GEMMA, LLAMA, PRODUCER, QWEN, Side
 from tests.engines.vllm.test_caches import recurrent
 from tests.rows import rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 BOTH = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
-FIRST = Side("kv_both", 4, 16, options=BOTH)
-SECOND = Side("kv_both", 2, 64, layout="LBHNC", n_blocks=48, options=BOTH)
+FIRST = replace(PRODUCER, role="kv_both", options=BOTH)
+SECOND = replace(CONSUMER, role="kv_both", n_blocks=48, options=BOTH)
 
 
 def request(tokens: list[int], *, salt: str | None = None, images: dict[int, str] | None = None) -> Request:
@@ -88,14 +86,17 @@ def test_both_engines_must_be_both() -> None:
 class Conversation(Pair):
     """vLLM's proxy for conversations: what decode answered of a turn goes to prefill with the next one."""
 
-    def turn(self, name: str, prompt: list[int], before: str | None = None, max_tokens: int = 40) -> list[int]:
-        """The conversation so far, after this turn."""
+    def to_prefill(self, name: str, prompt: list[int], before: str | None = None) -> None:
         told: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         if before is not None:
             kept = self.d.params[before]
             assert kept is not None and kept["do_remote_decode"] and not kept["do_remote_prefill"]
             told = json.loads(json.dumps(kept)) | told
         self.p.add(name, prompt, 1, told)
+
+    def turn(self, name: str, prompt: list[int], before: str | None = None, max_tokens: int = 40) -> list[int]:
+        """The conversation so far, after this turn."""
+        self.to_prefill(name, prompt, before)
         self.until(lambda: name in self.p.ended, what="prefill")
         self.decode(name, prompt, max_tokens)
         self.until(lambda: name in self.d.ended, what="decode")
@@ -105,22 +106,25 @@ class Conversation(Pair):
 
     def computed(self, name: str, n_prompt: int) -> int:
         """Tokens of its prompt that prefill computed."""
-        return n_prompt - int(self.p.call("admissions")[name])
+        return n_prompt - int(self.p.call("ranks", "admissions")[0][name])
+
+    def rests(self) -> None:
+        """What is kept for next turns is given up."""
+        self.d.call("reset")
+        self.settle()
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Callable[..., Conversation]:
-    def start(model: dict[str, Any] = LLAMA, producer: Side = FIRST, consumer: Side = SECOND) -> Conversation:
-        (tmp_path / "config.json").write_text(json.dumps(model))
-        return Conversation(producer, consumer, tmp_path, tmp_path)
+def conversation(engines) -> Callable[..., Conversation]:
+    def start(first: Side = FIRST, second: Side = SECOND, model: dict[str, Any] = LLAMA) -> Conversation:
+        return engines(first, second, model, Conversation)
 
     return start
 
 
 @pytest.mark.parametrize("caching", rows([True, False], full={False}))
-def test_prefill_computes_what_is_new_of_a_turn(engines, caching: bool):
-    sides = replace(FIRST, prefix_caching=False), replace(SECOND, prefix_caching=caching)
-    with engines(LLAMA, *sides) as pair:
+def test_prefill_computes_what_is_new_of_a_turn(conversation, caching: bool):
+    with conversation(second=replace(SECOND, prefix_caching=caching)) as pair:
         said: list[int] = []
         for number, new in enumerate(prompts(100, 20, 30, 10, 60, seed=61)):
             before = len(said)
@@ -128,77 +132,61 @@ def test_prefill_computes_what_is_new_of_a_turn(engines, caching: bool):
             said = pair.turn(f"turn-{number}", prompt, f"turn-{number - 1}" if number else None)
             known = before - 1 if number else 0  # of the last token of an answer nobody has KV
             assert pair.computed(f"turn-{number}", len(prompt)) == len(prompt) - known
-        finish(pair, f"turn-{number}")
+        pair.rests()
 
 
-def finish(pair: Conversation, last: str) -> None:
-    """What the last turn left is given up, as by a request that prefill has all of."""
-    told = json.loads(json.dumps(pair.d.params[last])) | {"do_remote_decode": True, "do_remote_prefill": False}
-    pair.p.add("over", [1, 2, 3], 1, told)
-    pair.until(lambda: "over" in pair.p.ended, what="an end")
-    pair.decode("over", [1, 2, 3], 1)
-    pair.until(lambda: "over" in pair.d.ended, what="an end")
-    told = json.loads(json.dumps(pair.d.params["over"])) | {"do_remote_decode": True, "do_remote_prefill": False}
-    pair.p.add("quite over", [1], 1, told)
-    pair.until(lambda: "quite over" in pair.p.ended, what="an end")
-    pair.d.add("no more", [1], 1, json.loads(json.dumps(pair.p.params["quite over"])))
-    pair.d.call("abort", "no more")
-    pair.settle()
-
-
-def test_tokens_that_came_back_otherwise_are_computed(engines):
+def test_tokens_that_came_back_otherwise_are_computed(conversation):
     """A chat template that drops a part of the answer: what is before it is loaded, the rest is not."""
-    with engines() as pair:
+    with conversation() as pair:
         (new,) = prompts(300, seed=62)
         said = pair.turn("first", new)
         prompt = [*said[:310], *said[320:], 7, 8]
         pair.turn("second", prompt, "first")
         assert pair.computed("second", len(prompt)) == len(prompt) - 256
-        finish(pair, "second")
+        pair.rests()
 
 
-def test_prefill_loads_what_another_engine_has_computed_alone(engines):
+def test_prefill_loads_what_another_engine_has_computed_alone(conversation):
     """Nobody handed that engine anything: rooms go either way between two engines that are both."""
-    with engines() as pair:
+    with conversation() as pair:
         (new,) = prompts(200, seed=67)
         pair.d.add("alone", new, 40, {"do_remote_prefill": False, "do_remote_decode": False})
         pair.until(lambda: "alone" in pair.d.ended, what="an answer")
         prompt = [*new, *pair.d.tokens["alone"], 5, 6, 7]
         pair.turn("next", prompt, "alone")
         assert pair.computed("next", len(prompt)) == 4
-        finish(pair, "next")
+        pair.rests()
 
 
 @pytest.mark.parametrize("offset_s", rows([-600.0, 600.0], full={-600.0}))
-def test_another_hosts_clock_changes_nothing(engines, offset_s: float):
-    with engines() as pair:
+def test_another_hosts_clock_changes_nothing(conversation, offset_s: float):
+    with conversation() as pair:
         pair.p.call("set_clock", offset_s)
         (new,) = prompts(200, seed=68)
         said = pair.turn("first", new)
         pair.turn("second", [*said, 4, 5], "first")
         assert pair.computed("second", len(said) + 2) == 3
-        finish(pair, "second")
+        pair.rests()
 
 
-def test_states_that_are_decoded_speculatively_are_kept_for_no_turn(tmp_path: Path) -> None:
+def test_states_that_are_decoded_speculatively_are_kept_for_no_turn(sides) -> None:
     """After an answer the state may be in the block of any draft token."""
     with pytest.raises(UsageError, match="bidirectional_kv_xfer for a model with recurrent states"):
-        Workers(tmp_path, "kv_both", recurrent("MAMBA2", 2), extra=BOTH)
+        sides("kv_both", recurrent("MAMBA2", 2), extra=BOTH)
 
 
-def test_an_abort_of_a_turn_gives_back_what_decode_keeps(engines):
-    with engines() as pair:
+def test_an_abort_of_a_turn_gives_back_what_decode_keeps(conversation):
+    with conversation() as pair:
         (new,) = prompts(200, seed=63)
         said = pair.turn("first", new)
-        told = json.loads(json.dumps(pair.d.params["first"])) | {"do_remote_decode": True, "do_remote_prefill": False}
-        pair.p.add("second", [*said, 1, 2], 1, told)
+        pair.to_prefill("second", [*said, 1, 2], "first")
         pair.p.call("abort", "second")
         pair.settle()
 
 
-def test_a_reset_of_the_cache_gives_back_what_decode_keeps(engines):
+def test_a_reset_of_the_cache_gives_back_what_decode_keeps(conversation):
     """New weights may have been loaded. What prefill holds for decode is no cache, and stays."""
-    with engines() as pair:
+    with conversation() as pair:
         new, other = prompts(200, 100, seed=66)
         pair.turn("first", new)
         pair.prefill("handed", other)
@@ -210,28 +198,25 @@ def test_a_reset_of_the_cache_gives_back_what_decode_keeps(engines):
         pair.until(lambda: "handed" in pair.d.ended, what="decode")
         assert pair.d.tokens["handed"] == continuation(other, 1)
         assert pair.loaded("handed") == len(other) - 1
-        pair.d.call("reset")
-        pair.settle()
+        pair.rests()
 
 
-def test_what_nobody_asks_for_is_given_back_in_its_time(engines):
+def test_what_nobody_asks_for_is_given_back_in_its_time(conversation):
     consumer = replace(SECOND, options=BOTH | {"decoder_kv_blocks_ttl": 2.0})
-    with engines(LLAMA, FIRST, consumer) as pair:
+    with conversation(second=consumer) as pair:
         (new,) = prompts(200, seed=64)
         said = pair.turn("first", new)
         assert pair.d.call("busy"), "its blocks are kept"
         pair.settle()
         prompt = [*said, 3]
-        (name,) = ["second"]
-        told = json.loads(json.dumps(pair.d.params["first"])) | {"do_remote_decode": True, "do_remote_prefill": False}
-        pair.p.add(name, prompt, 1, told)
-        pair.until(lambda: name in pair.p.ended, what="it is computed")
-        assert pair.computed(name, len(prompt)) == len(prompt)
+        pair.to_prefill("second", prompt, "first")
+        pair.until(lambda: "second" in pair.p.ended, what="it is computed")
+        assert pair.computed("second", len(prompt)) == len(prompt)
 
 
 @pytest.mark.parametrize("model", [pytest.param(GEMMA, marks=pytest.mark.full), QWEN], ids=["windows", "states"])
-def test_hybrids_go_on_from_the_end_of_a_turn_alone(engines, model: dict[str, Any]):
-    with engines(model) as pair:
+def test_hybrids_go_on_from_the_end_of_a_turn_alone(conversation, model: dict[str, Any]):
+    with conversation(model=model) as pair:
         first, more = prompts(150, 20, seed=65)
         said = pair.turn("first", first)
         prompt = [*said, *more]
@@ -240,4 +225,4 @@ def test_hybrids_go_on_from_the_end_of_a_turn_alone(engines, model: dict[str, An
         other = [*said[:100], 9, *said[101:]]
         pair.turn("third", other, "second")
         assert pair.computed("third", len(other)) >= len(other) - 1, "a window, or a state, is of the end"
-        finish(pair, "third")
+        pair.rests()

@@ -26,13 +26,12 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.backends import KNOWN, Backend, Pages, Unknown
 from tests.engines import stubs
-from tests.engines.vllm.caches import HEAD_SIZE, Side
-from tests.engines.vllm.test_caches import STATES, conv_order, full, mla, recurrent  # noqa: F401  (a fixture)
+from tests.engines.vllm.caches import HEAD_SIZE
+from tests.engines.vllm.test_caches import LAYOUTS, STATES, conv_order, mla, recurrent  # noqa: F401  (a fixture)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILED = stubs.on_gpu()
 runs_triton = pytest.mark.skipif(not (INTERPRETED or COMPILED), reason="test_tritons_writer_in_its_interpreter runs it")
@@ -92,14 +91,13 @@ def test_tritons_writer_in_its_interpreter() -> None:
 
 @runs_triton
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_layout_is_proved_interpreted(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layout_is_proved_interpreted(sides, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    side = Side(tmp_path, "kv_producer", full, tp=2, layout=layout, bind=triton_layers, **PROVED)
-    side.close()
+    sides("kv_producer", tp=2, layout=layout, bind=triton_layers, **PROVED)
 
 
 @runs_triton
-def test_a_wrong_split_is_refused_interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_split_is_refused_interpreted(sides, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     def turned(config: Any, caches: dict[str, torch.Tensor]) -> None:
@@ -108,25 +106,25 @@ def test_a_wrong_split_is_refused_interpreted(tmp_path: Path, monkeypatch: pytes
             one.kv_cache = one.kv_cache.flip(1)  # a copy: nothing arrives where the tensors are
 
     with pytest.raises(UsageError, match="attention backend TRITON_ATTN was given k"):
-        Side(tmp_path, "kv_producer", full, bind=turned, **PROVED)
+        sides("kv_producer", bind=turned, **PROVED)
 
 
-def test_latents_are_proved(tmp_path: Path) -> None:
-    Side(tmp_path, "kv_producer", mla, bind=latent_layers, **PROVED).close()
+def test_latents_are_proved(sides) -> None:
+    sides("kv_producer", mla, bind=latent_layers, **PROVED)
 
 
 @pytest.mark.usefixtures("conv_order")
 @pytest.mark.parametrize(("kind", "n"), [*((kind, 0) for kind in STATES), ("GDN_ATTN", 2)])
-def test_states_are_proved(tmp_path: Path, kind: str, n: int) -> None:
-    Side(tmp_path, "kv_producer", recurrent(kind, n), tp=2, bind=state_layers(kind, n)).close()
+def test_states_are_proved(sides, kind: str, n: int) -> None:
+    sides("kv_producer", recurrent(kind, n), tp=2, bind=state_layers(kind, n))
 
 
-def test_states_elsewhere_are_refused(tmp_path: Path) -> None:
+def test_states_elsewhere_are_refused(sides) -> None:
     def later(config: Any, caches: dict[str, torch.Tensor]) -> None:
         state_layers("MAMBA2")(config, {name: cache.clone() for name, cache in caches.items()})
 
     with pytest.raises(UsageError, match="'model.layers.2.mixer' is not laid out as pdstage believes"):
-        Side(tmp_path, "kv_producer", recurrent("MAMBA2"), bind=later)
+        sides("kv_producer", recurrent("MAMBA2"), bind=later)
 
 
 def named(path: str, *bases: type) -> type:
