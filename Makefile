@@ -168,6 +168,9 @@ asan: $(STAMP)  ## Run the C++ code under AddressSanitizer and UBSan: a threaded
 tsan: $(STAMP)  ## Run what threads share in the C++ code under ThreadSanitizer.
 	$(BIN)/python -m tests.native.sanitize tsan
 
+micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where there is one.
+	$(GPU_PYTHON) -m pytest bench/micro --benchmark-only $(ARGS)
+
 plots:  ## Make the plots of docs/kernels.md, transports.md and tune.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot
 
@@ -197,7 +200,7 @@ wheels: build/wheels-venv/.pdstage-setup  ## Build dist/*manylinux*.whl for Pyth
 	build/wheels-venv/bin/python -m tests.wheels $(ARGS)
 
 clean:  ## Remove what builds and tools left behind; keep .venv.
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find pdstage kernels bench tests csrc -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## Remove .venv, the built extension and .gpu-kit too.
