@@ -26,7 +26,7 @@ from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.state import State
 from pdstage.tensors import build, paged_nhd
 
-from .harness import Measured, Row
+from .harness import Measured, Row, interleaved
 from .ranks import Actor, Rank, expose, observers
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def run(quick: bool, device: str | None = None) -> list[Row] | Measured:
     for transport, progress in product(("local",) if quick else ("local", "nixl"), PROGRESS):
         with Pair(transport, progress) as pair:
             rows += [_rate(pair, quick), *_latency(pair, quick)]
+            if progress == "inline":
+                rows.append(_polls(pair, quick))
     return rows
 
 
@@ -199,6 +201,15 @@ class DecodeRank(_RoomRank):
         receiver.bind(np.array([room % N_PAGES]), PAGE)
         return receiver
 
+    def polls(self, rooms: range, repeats: int) -> list[float]:
+        """Seconds of one `poll_many` of `rooms`, which nobody sends, and of asking each handle."""
+        handles = [self.begin(room) for room in rooms]
+        ways = [lambda: self.node.poll_many(handles), lambda: [handle.state for handle in handles]]
+        took = interleaved(ways, repeats=repeats)
+        for handle in handles:
+            handle.abort()
+        return took
+
     def latencies(self, rooms: range, busy: bool) -> list[float]:
         """Seconds from `bind` to Success, a room at a time."""
         receivers = [self.node.receive(room, self.bootstrap) for room in rooms]
@@ -284,6 +295,20 @@ def _rate(pair: Pair, quick: bool) -> Row:
         target=RATES[pair.progress] if pair.transport == "local" else None,
         on="value",
         detail=f"{WINDOW} under way; baseline: echoes of 64 bytes, as many in the air",
+    )
+
+
+def _polls(pair: Pair, quick: bool) -> Row:
+    poll, ask = pair.decode.call("polls", pair.rooms(1000), 21 if quick else 201)
+    return Row(
+        name=f"poll_many of 1000 rooms, {pair.transport}",
+        value=poll * 1e6,
+        baseline=ask * 1e6,
+        unit="us",
+        target=10,
+        on="value",
+        better="lower",
+        detail="inline: with one turn of the node; baseline: each handle's state",
     )
 
 
