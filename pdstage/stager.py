@@ -617,7 +617,7 @@ class _Stream:
             self._runtime.record(spare.event, self._stream)
             while not self._runtime.done(spare.event):
                 if time.perf_counter() - began_at > _RATE_WAIT_S:
-                    self._running.append(spare)
+                    self._running.append(spare._replace(tickets=()))  # else its last copy's, perhaps of another node
                     return math.inf
                 time.sleep(0)
             took_s = time.perf_counter() - began_at

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from unittest import mock
 
 import numpy as np
@@ -102,6 +103,21 @@ def test_a_copy_refused_at_its_second_part_ends_after_its_first():
     device.over = set(device.recorded)
     (copied,) = stager.poll()
     assert isinstance(copied.error, UsageError) and "3" in str(copied.error)
+
+
+def test_a_rate_that_is_not_had_ends_no_copy_of_the_node_before(pool, monkeypatch):
+    monkeypatch.setattr("pdstage.stager._RATE_WAIT_S", 0.0)
+    device, staging = Device(), np.zeros(256, np.uint8)
+    dst = Region(staging.ctypes.data, staging.nbytes)
+    stager = Stager(pool, runtime=device)
+    stager.gather(1, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), dst=dst)
+    device.over = set(device.recorded)
+    assert [copied.ticket for copied in stager.poll()] == [1]
+    stager.give_back()
+    again = Stager(pool, runtime=device)
+    assert again._stream.seconds(lambda stream: None) == math.inf
+    device.over = set(device.recorded)
+    assert again.poll() == []
 
 
 def several(n):
