@@ -120,23 +120,18 @@ def test_sdist_holds_sources_once_and_builds(checkout: Path, sdist: Path, tmp_pa
     assert "pdstage/csrc/cuda/copy.cu" in names
 
 
-def test_unknown_native_choice_is_refused(checkout: Path, tmp_path: Path) -> None:
-    done = wheel_of(checkout, tmp_path, PDSTAGE_NATIVE="maybe")
-    assert done.returncode != 0
-    assert "PDSTAGE_NATIVE='maybe' is neither yes nor no" in done.stdout + done.stderr
-
-
-def test_native_yes_fails_loudly_without_a_compiler(checkout: Path, tmp_path: Path) -> None:
-    done = wheel_of(checkout, tmp_path, PDSTAGE_NATIVE="yes", CC="false", CXX="false")
-    assert done.returncode != 0
-    assert not list(tmp_path.glob("*.whl"))
-    assert "false" in done.stdout + done.stderr
-
-
-def test_native_unset_goes_on_without_a_compiler(checkout: Path, tmp_path: Path) -> None:
-    done = wheel_of(checkout, tmp_path, PDSTAGE_NATIVE="", CC="false", CXX="false")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not [n for n in zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist() if n.endswith(".so")]
+@pytest.mark.parametrize(
+    ("native", "words"),
+    [("maybe", "PDSTAGE_NATIVE='maybe' is neither yes nor no"), ("yes", "false"), ("", None)],
+    ids=["no such choice", "yes", "unset"],
+)
+def test_a_build_without_a_compiler(native: str, words: str | None, checkout: Path, tmp_path: Path) -> None:
+    """Said loudly where the extension was asked for; else the wheel goes without."""
+    done = wheel_of(checkout, tmp_path, PDSTAGE_NATIVE=native, CC="false", CXX="false")
+    said, wheels = done.stdout + done.stderr, list(tmp_path.glob("*.whl"))
+    assert (done.returncode == 0) is bool(wheels) is (words is None), said
+    assert words is None or words in said
+    assert not [name for one in wheels for name in zipfile.ZipFile(one).namelist() if name.endswith(".so")]
 
 
 def test_pins_satisfy_ranges() -> None:
