@@ -84,45 +84,35 @@ def test_rows_outlive_their_buffers_in_whoever_holds_one():
     assert rows._memory is None
 
 
-def check_leaves_nothing(once) -> None:
+def publish_nowhere() -> None:
+    prefill_node(Rank(), "127.0.0.1:1")
+
+
+def listen_where_another_does() -> None:
+    with ControlSocket(identity=b"first") as taken:
+        decode_node(Rank(), bind=taken.endpoint)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: decode_node(Rank(), n_lanes=10_000), UsageError, "parts"),
+        (lambda: decode_node(Rank(), staging="a tensor"), UsageError, "staging"),
+        (lambda: decode_node(Rank(), progress="magic"), UsageError, "progress is .magic."),
+        (lambda: decode_node(Rank(), keys="/nowhere"), UsageError, "/nowhere"),
+        (listen_where_another_does, TransportError, "cannot listen"),
+        (publish_nowhere, TransportError, "127.0.0.1:1"),
+    ],
+    ids=["lanes", "staging", "progress", "keys", "address", "directory"],
+)
+def test_a_node_that_cannot_be_made_leaves_nothing_open(make, error, words):
+    def once() -> None:
+        with pytest.raises(error, match=words):
+            make()
+
     once()
     before, shared = held(), descriptors.count("/memfd:pdstage")
     for _ in range(N):
         once()
     assert not leaks(before, n_turns=N)
     assert descriptors.count("/memfd:pdstage") == shared
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"n_lanes": 10_000}, UsageError),
-        ({"staging": "a tensor"}, UsageError),
-        ({"progress": "magic"}, UsageError),
-        ({"keys": "/nowhere"}, UsageError),
-    ],
-)
-def test_a_node_that_cannot_be_made_leaves_nothing_open(options, error):
-    def once() -> None:
-        with pytest.raises(error):
-            decode_node(Rank(), **options)
-
-    check_leaves_nothing(once)
-
-
-def test_a_node_whose_address_is_taken_leaves_nothing_open():
-    with ControlSocket(identity=b"first") as taken:
-
-        def once() -> None:
-            with pytest.raises(TransportError, match="cannot listen"):
-                decode_node(Rank(), bind=taken.endpoint)
-
-        check_leaves_nothing(once)
-
-
-def test_a_prefill_node_that_cannot_publish_leaves_nothing_open():
-    def once() -> None:
-        with pytest.raises(TransportError):
-            prefill_node(Rank(), "127.0.0.1:1")
-
-    check_leaves_nothing(once)

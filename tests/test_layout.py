@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.errors import UsageError
-from pdstage.layout import Component, Key, Layout, Region, RowLevel, View, check_inside, mismatch
+from pdstage.layout import Component, Key, Layout, Region, RowLevel, View, mismatch
 from pdstage.layout.topology import Axis
 
 
@@ -77,17 +77,6 @@ def addresses(v):
 def test_extent_is_the_hull_of_all_addresses(v):
     touched = list(addresses(v))
     assert v.extent() == (min(touched), max(touched) + 1)
-
-
-@given(views(), st.integers(0, 4000))
-def test_a_view_is_inside_exactly_when_all_its_bytes_are(v, nbytes):
-    region = Region(0, nbytes)
-    fits = all(0 <= at < nbytes for at in addresses(v))
-    if fits:
-        check_inside(v, (region,))
-    else:
-        with pytest.raises(UsageError, match="covers bytes"):
-            check_inside(v, (region,))
 
 
 @pytest.mark.parametrize(

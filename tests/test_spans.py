@@ -113,20 +113,6 @@ def test_as_few_descriptors_as_both_sides_allow(src, dst, pads, items, shards, n
     assert _n(*stored, (0, 16), items, shards=shards) == (n, estimate)
 
 
-@settings(max_examples=drawn(70, full=200), deadline=None)
-@given(case=transfers())
-def test_the_estimate_is_never_below_the_truth_for_aligned_indexes(case):
-    (src, dst), (src_select, dst_select), (src_index, dst_index), tokens = case
-    views = [held.layout.by_key()[select[0].key] for held, select in ((src, src_select), (dst, dst_select))]
-    aligned = all(
-        i["kv"].first_token % v.tokens_per_item == 0 for i, v in zip((src_index, dst_index), views, strict=True)
-    )
-    ragged = any(len(v.rows) == 2 and v.tokens_per_item % v.rows[0].tokens for v in views)
-    plan = DirectPlan(src.layout, src_select, dst.layout, dst_select)
-    if aligned and not ragged:
-        assert plan.spans(tokens, src_index, dst_index).nbytes.size <= plan.n_descriptors(tokens)
-
-
 @pytest.mark.parametrize("code", HOST_CODES)
 @pytest.mark.parametrize(
     ("src_items", "dst_items", "words"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pdstage
-from pdstage import DecodeNode, PrefillNode, Receiver, Sender
+from pdstage import DecodeNode, PrefillNode
 
 
 def public(kind: type) -> list[tuple[str, object]]:
@@ -79,17 +79,6 @@ def test_both_nodes_are_made_alike() -> None:
     for role in (prefill, decode):
         loose = [name for name, (kind, _) in role.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
         assert loose == ["pool", "topology"]
-
-
-def test_both_handles_are_used_alike() -> None:
-    common = {"poll", "wait", "wait_released", "wait_async", "wait_released_async", "abort", "state", "released"}
-    for member in common:
-        assert hasattr(Sender, member)
-        assert hasattr(Receiver, member)
-    assert parameters(Sender.abort) == parameters(Receiver.abort)
-    for function in (Sender.chunk, Sender.finish, Receiver.bind):
-        loose = [name for name, (kind, _) in parameters(function).items() if kind is not inspect.Parameter.KEYWORD_ONLY]
-        assert loose in (["items", "tokens"], ["aux"]), "what comes after is named at the call"
 
 
 def test_every_option_of_a_node_is_told_of() -> None:

@@ -133,17 +133,18 @@ def vllm_caches(order, pad=0):
     return raw, list(whole)
 
 
+@pytest.mark.parametrize("key_nbytes", [None, 20])
 @pytest.mark.parametrize("pad", [0, 64, 3])
 @pytest.mark.parametrize("order", VLLM_LAYOUTS)
-def test_vllm_blocks_in_six_layouts(order, pad):
+def test_vllm_blocks_in_six_layouts(order, pad, key_nbytes):
     raw, caches = vllm_caches(order, pad)
-    layout = build(vllm_blocks(caches, format="bf16", **WHOLE))
+    layout = build(vllm_blocks(caches, format="bf16", key_nbytes=key_nbytes, **WHOLE))
     assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.data_ptr(), raw.numel())]
     for layer, cache in enumerate(caches):
         logical = as_bytes(cache).transpose(0, 2, 1, 3)
-        half = CONTENT // 2
-        np.testing.assert_array_equal(contents(layout, Key("kv", "k", layer)), logical[..., :half])
-        np.testing.assert_array_equal(contents(layout, Key("kv", "v", layer)), logical[..., half:])
+        k, v = np.split(logical, [key_nbytes or CONTENT // 2], axis=3)
+        np.testing.assert_array_equal(contents(layout, Key("kv", "k", layer)), k)
+        np.testing.assert_array_equal(contents(layout, Key("kv", "v", layer)), v)
 
 
 def test_groups_that_alias_one_allocation_share_its_region():
@@ -168,26 +169,15 @@ def test_groups_that_alias_one_allocation_share_its_region():
         )
 
 
-def test_storages_that_overlap_become_one_region():
+@pytest.mark.parametrize("spans", [((0, 4096), (512, 1024)), ((0, 2560), (1536, 4096))], ids=["inside", "overlapping"])
+def test_a_storage_inside_another_does_not_shorten_its_region(spans):
     """Distinct storages over one allocation, as from_blob and from_numpy make them."""
-    raw = np.frombuffer(filled(PAGES * PAGE * HEADS * DIM * 2, dtype=torch.uint8).numpy().tobytes(), np.uint8).copy()
-    n = PAGES * PAGE * HEADS * DIM
-    k = torch.from_numpy(raw[: n + 64]).as_strided((PAGES, PAGE, HEADS, DIM), (96, 24, 8, 1))
-    v = torch.from_numpy(raw[n:]).as_strided((PAGES, PAGE, HEADS, DIM), (96, 24, 8, 1))
-    assert k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
-    layout = build(paged_nhd([k], [v], **WHOLE))
-    assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.ctypes.data, raw.nbytes)]
-    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 0)), as_bytes(k))
-    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 0)), as_bytes(v))
-
-
-def test_a_storage_inside_another_does_not_shorten_its_region():
     raw = np.zeros(4096, np.uint8)
-    whole = torch.from_numpy(raw).view(8, 4, 128)
-    inner = torch.from_numpy(raw[512:1024]).view(1, 4, 128)
-    layout = build(mla([whole]), mla([inner], component="draft"))
+    one, other = (torch.from_numpy(raw[slice(*span)]).view(-1, 4, 128) for span in spans)
+    assert one.untyped_storage().nbytes() == spans[0][1]
+    layout = build(mla([one]), mla([other], component="draft"))
     assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.ctypes.data, 4096)]
-    assert layout.by_key()["draft", "latent", 0].offset == 512
+    assert layout.by_key()["draft", "latent", 0].offset == spans[1][0]
 
 
 def test_padding_inside_a_page_needs_none_after_its_last_row():
@@ -333,11 +323,3 @@ def test_misuse_is_refused_in_words(misuse):
 def test_importing_needs_no_torch():
     code = "import sys, pdstage.tensors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_vllm_k_and_v_of_different_widths():
-    _, caches = vllm_caches("LBNHC")
-    layout = build(vllm_blocks(caches, format="bf16", key_nbytes=20, **WHOLE))
-    logical = as_bytes(caches[1]).transpose(0, 2, 1, 3)
-    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 1)), logical[..., :20])
-    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 1)), logical[..., 20:])

@@ -6,7 +6,6 @@ That the bytes arrive is for tests/any_layout to see.
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,14 +106,3 @@ def test_views_of_other_steps_take_lists_of_their_own():
     lists = pair.src.indexes({"kv": Index.of(np.array([2]), 0)}, {"kv": (0, 2)})
     assert lists.of(0)["kv"].keep.tolist() == [2 * 64, 2 * 64 + 2]
     assert lists.of(1)["kv"].keep.tolist() == [2 * 512, 2 * 512 + 2]
-
-
-def test_a_class_for_every_layer():
-    """Looked up, not searched for: a peer may name thousands of views."""
-    layers = 3000
-    views = [replace(view("k", item=1024 + 16 * n), key=Key("kv", "k", n)) for n in range(layers)]
-    pair = pair_of(views, views[:1], dst=TokenShard(2, 1, 1))
-    assert len(pair.src.layouts) == layers
-    for number in (0, 1, layers - 1):
-        (only,) = pair.src.layouts[number].views()
-        assert only.key.layer == number == pair.src.class_of(only.key) and only == pair.src.view(only.key)

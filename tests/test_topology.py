@@ -38,20 +38,3 @@ def test_unique_ranks_do_not_collide():
 def test_topology_names_the_bad_place(name, size, rank):
     with pytest.raises(UsageError, match=f"{name}_size={size} and {name}_rank={rank}"):
         Topology(**{f"{name}_size": size, f"{name}_rank": rank})
-
-
-@pytest.mark.parametrize("total", range(1, 17))
-def test_shard_ranges_cover_every_shard(total):
-    for tp in range(1, 17):
-        ranges = [shard_range(total, tp, rank) for rank in range(tp)]
-        holders = [[rank for rank, (start, end) in enumerate(ranges) if start <= shard < end] for shard in range(total)]
-        assert all(holders)
-        assert all(0 <= start < end <= total for start, end in ranges)
-        assert all(ranks == list(range(ranks[0], ranks[-1] + 1)) for ranks in holders), "replicas are consecutive"
-        if tp <= total:
-            assert all(len(ranks) == 1 for ranks in holders)
-            sizes = [end - start for start, end in ranges]
-        else:
-            assert all(end - start == 1 for start, end in ranges)
-            sizes = [len(ranks) for ranks in holders]
-        assert max(sizes) - min(sizes) <= 1

@@ -200,22 +200,6 @@ def test_a_loop_that_closes_under_its_waits_harms_nobody(site, progress):
     assert nobody_waits(pair), "with the last reference to a wait it is gone"
 
 
-def test_a_thread_and_a_loop_wait_at_one_inline_node(site):
-    """Whoever has the turn serves both."""
-    pair = site.pair()
-
-    async def main() -> None:
-        sender, receiver, _, into = begin(pair, 1)
-        waits = await started(receiver.wait_async(60), asyncio.to_thread(receiver.wait_released, 60))
-        waits += await started(sender.wait_async(60), asyncio.to_thread(sender.wait_released, 60))
-        sender.finish()
-        assert await asyncio.gather(*waits) == [State.SUCCESS, None, State.SUCCESS, None]
-        assert pair.dst.holds(1, TOKENS, into)
-
-    asyncio.run(main())
-    assert nobody_waits(pair)
-
-
 def test_a_turn_that_fails_in_a_loop_ends_its_waits(site, monkeypatch):
     """As it does in the node's own thread: nobody hangs because the driver broke."""
     pair = site.pair()

@@ -144,25 +144,6 @@ def test_a_row_is_its_rooms_until_released(site) -> None:
     rows.rows[1].free(theirs)
 
 
-def test_a_row_may_be_freed_by_who_sees_released(site, monkeypatch) -> None:
-    """However soon: an engine's thread looks at the handle while the node's thread brings it up to date."""
-    both, seen = Rows(site), []
-    room, *held = both.open(1)
-    for node, handle, rows, row in zip(both.pair.nodes, room[:2], both.rows, held, strict=True):
-        changed = node.roster.changed
-
-        def look(room, status, changed=changed, handle=handle, rows=rows, row=row) -> None:
-            changed(room, status)
-            if handle.released and handle not in seen:
-                seen.append(handle)
-                rows.free(row)
-
-        monkeypatch.setattr(node.roster, "changed", look)
-    room.sender.finish(aux=held[0])
-    drive(site.nodes, lambda: len(seen) == 2)
-    assert room.receiver.aux["output_ids"][0] == 1001
-
-
 def test_rooms_that_fail_give_their_rows_back_and_those_that_are_over_take_none(site) -> None:
     """One that decode gave up, one that never met its peer, and one whose node closes."""
     rows = Rows(site)

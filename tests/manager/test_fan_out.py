@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
 
-from pdstage import State, UsageError
+from pdstage import State
 from pdstage.kernels import Plan
 from pdstage.manager.data_path import MAX_TOGETHER
 from pdstage.manager.effects import Gathers
@@ -141,15 +140,6 @@ def test_whatever_changes_the_staged_bytes_keeps_gathers_apart(site, monkeypatch
     assert path.joined(begun) == begun
     monkeypatch.undo()
     room.end()
-
-
-def test_a_launch_that_fails_fails_all_that_it_was_for(site, monkeypatch):
-    room = Room(site, monkeypatch)
-    monkeypatch.setattr(Plan, "gather", mock.Mock(side_effect=UsageError("scripted", remedy="none")))
-    room.end()
-    assert [receiver.state for receiver in room.receivers] == [State.FAILED] * 4
-    assert "scripted" in str(room.sender.error)
-    assert not room.prefill.core.chunks.flights
 
 
 def test_none_moves_across_a_sessions_beginning_or_end(site, monkeypatch):

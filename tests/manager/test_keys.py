@@ -40,17 +40,6 @@ def failed_room(pair, address: str = "") -> PdstageError:
     return receiver.error
 
 
-@pytest.mark.parametrize("progress", ["inline", "thread"])
-def test_a_room_between_two_nodes(site, keys, progress):
-    pair = site.pair(keys=keys, progress=progress, prefill={"bootstrap": None})
-    public = Keys.load(keys).public.hex()
-    assert pair.p.bootstrap_address.startswith(public)
-    assert public in pair.p.socket.endpoint
-    for room in range(3):
-        pair.move(room)
-    assert pair.p.stats()["peers_refused"] == pair.d.stats()["peers_refused"] == 0
-
-
 def test_a_decode_that_is_not_let_in(site, tmp_path):
     """Prefill's list lacks it: its rooms fail at once and in words, prefill names it, and others are served."""
     server, _ = Keys.make(tmp_path / "p"), Keys.make(tmp_path / "d")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 
 import numpy as np
 import pytest
@@ -117,15 +116,6 @@ def test_options(site):
     ):
         with pytest.raises(UsageError, match=culprit):
             prefill_node(Rank(), site.address, **options)
-
-
-def test_a_transport_whose_package_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    monkeypatch.setitem(sys.modules, "nixl._api", None)
-    for module in ("nixl", "_nixl_agent"):
-        monkeypatch.delitem(sys.modules, f"pdstage.transport.{module}", raising=False)
-    with pytest.raises(UsageError, match=r"pip install .*pdstage\[nixl\]"):
-        decode_node(Rank(), transport="nixl")
 
 
 def test_an_unreachable_bootstrap():

@@ -45,25 +45,6 @@ def test_every_path(site, transport, path, progress):
         assert stats["descriptors"] == 0  # gathered straight into their leases, in one pass
 
 
-@pytest.mark.parametrize("announced", ["before", "after"])
-def test_prefill_first_and_decode_allocates_late(site, announced):
-    pair = site.pair()
-    receiver = pair.receive(1) if announced == "before" else None
-    if receiver:
-        drive(site.nodes, lambda: receiver.state is State.WAITING_FOR_INPUT)
-    sender, pages = pair.p.send(1), pair.src.allocate(TOKENS)
-    pair.src.write(1, TOKENS, pages)
-    sender.chunk(pages, TOKENS)
-    sender.finish()
-    receiver = receiver or pair.receive(1)
-    drive(site.nodes, lambda: receiver.ready_to_bind)
-    assert sender.state is State.BOOTSTRAPPING
-    into = pair.dst.allocate(TOKENS)
-    receiver.bind(into, TOKENS)
-    drive(site.nodes, lambda: receiver.released and sender.released)
-    assert pair.dst.holds(1, TOKENS, into)
-
-
 @pytest.mark.parametrize("hnd", [True, False])
 def test_equal_pages_in_head_major_order(site, hnd):
     """Both sides HND with one page size: staged head-major, in runs of a page; chunks begin and end inside pages."""
@@ -194,32 +175,6 @@ def test_the_callers_arrays_stay_as_they_are(site):
     drive(site.nodes, lambda: receiver.released)
     assert np.array_equal(pages, given[0])
     assert pair.dst.holds(1, TOKENS, given[1])
-
-
-@pytest.mark.parametrize("progress", ["inline", "thread"])
-def test_calls_of_many_threads_keep_the_order_of_frames(site, progress):
-    """An engine's call may send by itself what it caused: a frame that overtakes another makes that one stale."""
-    pair = site.pair(Rank(n_pages=1), Rank(n_pages=1), progress=progress)
-    page, n_threads, n_each = np.array([0]), 4, 40
-    ended = []
-
-    def serve(first: int) -> None:
-        for room in range(first, first + n_each):
-            sender, receiver = pair.p.send(room), pair.receive(room)
-            receiver.bind(page, pair.src.page)
-            sender.chunk(page, pair.src.page)
-            sender.finish()
-            ended.append((sender, receiver))
-
-    threads = [threading.Thread(target=serve, args=(n * n_each,)) for n in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    done = n_threads * n_each
-    drive(site.nodes, lambda: len(ended) == done and all(s.released and r.released for s, r in ended))
-    for thread in threads:
-        thread.join()
-    assert {handle.wait(0) for both in ended for handle in both} == {State.SUCCESS}
-    assert pair.p.stats()["frames_stale"] == pair.d.stats()["frames_stale"] == 0
 
 
 def test_what_a_call_did_is_heard_without_waiting(site, monkeypatch):

@@ -125,60 +125,6 @@ def test_a_lost_farewell_is_made_good_long_before_silence_would_tell(side: str) 
     assert world.prefill[0].core.counters.sessions_ended == 1
 
 
-# The next room comes at the very moment, and the network does its worst.
-
-TALK = 6
-"""Frames from the first heartbeat that says SPARE to the last answer, and one more."""
-
-
-def faulty(world: World, fault: str, at: int) -> None:
-    """From now on the frame number `at` is dropped, there twice, or held until time has passed."""
-    frames = itertools.count()
-    rule = {"drop": world.drop, "twice": world.duplicate, "late": world.hold}.get(fault)
-    if rule is not None:
-        rule(lambda item: item.kind == "frame" and next(frames) == at)
-
-
-@pytest.mark.parametrize("fault", ["none", "drop", "twice", "late"])
-@pytest.mark.parametrize("coming", range(TALK))
-def test_a_room_that_comes_while_its_session_ends_sees_nothing_of_it(fault: str, coming: int) -> None:
-    """The room comes before any frame of the farewell; one of the frames is lost, repeated or late (I4)."""
-    for at in range(2 * TALK if fault != "none" else 1):
-        world = served()
-        world.run(until=IDLE_S - 0.2)
-        world.hold(is_kind("frame"))
-        world.run(until=IDLE_S + BEAT_S + 0.1)
-        world.free()
-        n_frames, handles = itertools.count(), []
-
-        def come(item: Item, world=world, n_frames=n_frames, handles=handles) -> bool:
-            if item.kind == "frame" and next(n_frames) == coming and not handles:
-                handles.append(world.receive(2))
-                world.send(2)
-            return False
-
-        world.drop(come)
-        faulty(world, fault, at)
-        world.run(until=world.now + 2.0)
-        if not handles:
-            come(Item("frame", world.decode[0], world.decode[0], print), n_frames=iter([coming]))
-        world.run(until=world.now + 2.0)
-        world.release_held()
-        world.run(until=world.now + 12.0)
-        world.check(handles[0], 2)
-        assert handles[0].released
-        assert_flat_but_for_farewells(world)
-        assert len(world.prefill[0].core.sessions) <= 2
-        world.run(until=world.now + 3 * IDLE_S)
-        assert strangers(world), (at, [node.core.sessions for node in world.nodes()])
-
-
-def assert_flat_but_for_farewells(world: World) -> None:
-    assert not world.decode[0].core.rooms.by_key
-    assert not world.decode[0].core.rooms.by_epoch
-    assert not world.prefill[0].core.rooms.destinations
-
-
 @pytest.mark.parametrize("lost", [m.Bye, m.NoSession, m.Heartbeat])
 def test_a_farewell_that_is_never_answered_is_over_in_time(lost: type) -> None:
     """The peer died as its session ended: Bye is said ever more seldom, until its silence says enough."""
