@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import time
@@ -53,11 +52,3 @@ def enter(namespace: str | int) -> None:
 def n_tasks() -> int:
     """Threads of this process, Python's and others."""
     return len(list(Path("/proc/self/task").iterdir()))
-
-
-def resident_nbytes() -> int:
-    """Resident memory of this process, after what can be given back was."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) << 10

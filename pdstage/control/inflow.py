@@ -35,7 +35,7 @@ from pdstage.log_limit import LogLimit
 if TYPE_CHECKING:
     from pdstage.control.counters import ControlCounters
     from pdstage.control.guard import Guard
-    from pdstage.control.port import Port
+    from pdstage.control.port import ControlPort
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +105,13 @@ class Inflow:
             return left_s
         return pause_s
 
-    def serve_sometimes(self, port: Port, now: float) -> None:
+    def serve_sometimes(self, port: ControlPort, now: float) -> None:
         """`serve` for a caller that never waits; most calls only read the clock."""
         if now >= self._serve_at:
             self._serve_at = now + _SERVE_S
             self.serve(port)
 
-    def serve(self, port: Port) -> None:
+    def serve(self, port: ControlPort) -> None:
         """Answers libzmq's requests and takes in its events until none is left."""
         if self._guard is not None:
             self._guard.answer()
@@ -124,7 +124,7 @@ class Inflow:
                 events = []
         self._take_in(events, port)
 
-    def _take_in(self, events: list[tuple[int, int, str]], port: Port) -> None:
+    def _take_in(self, events: list[tuple[int, int, str]], port: ControlPort) -> None:
         for what, value, endpoint in events:
             number = endpoint.rpartition(":")[2]
             if what in (_ACCEPTED, _CONNECTED) and number.isdigit():  # no number if it is gone already
@@ -135,7 +135,7 @@ class Inflow:
         if self._guard is not None:
             self._guard.take_in(events)
 
-    def look(self, port: Port, now: float, *, drained: bool) -> None:
+    def look(self, port: ControlPort, now: float, *, drained: bool) -> None:
         """Ends connections that hold too much, the largest first. `drained`: no whole message waits.
 
         Most calls only read the clock.
@@ -171,7 +171,7 @@ class Inflow:
         else:
             self._low_nbytes = resident_nbytes
 
-    def _held(self, port: Port) -> dict[int, int]:
+    def _held(self, port: ControlPort) -> dict[int, int]:
         """By descriptor: the bytes that libzmq has read from each connection and that were not taken out."""
         held = {}
         for fd, known in list(self._open.items()):

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -47,50 +47,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
-class Port(Protocol):
-    """The interface of both ports. After `close` only `wake` and `close` may be called, and do nothing."""
-
-    def send(self, route: bytes, frames: Sequence[bytes]) -> int:
-        """Queues one message without waiting; 0 or the errno."""
-
-    def recv(self, max_messages: int, max_frames: int, enough_nbytes: int) -> tuple[Messages, int]:
-        """What has arrived, as (route, frames), and how many messages were dropped for having no or too many frames.
-
-        Stops after the message that reaches `enough_nbytes`.
-        """
-
-    def disconnect(self, endpoint: str, max_frames: int) -> int:
-        """Ends a connection that the socket made; 0 or the errno. Its messages that were not received are lost.
-
-        Looking for messages takes the first frame of the next one. libzmq 4.3 ends the process, or mixes two peers'
-        frames, if that message's connection is ended then. So a message is taken whole before, for the next `recv`.
-        """
-
-    def taken(self, connection: int) -> int:
-        """Wire bytes taken out so far, of messages that came by this descriptor."""
-
-    def forget(self, connection: int) -> None:
-        """The descriptor belongs to another connection from now on: its count restarts at zero."""
-
-    def wait(self, timeout_s: float, fds: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
-        """(a message is there, `wake` was called, which of `fds` are readable); a negative timeout has no end.
-
-        Never ends early, and late by what the kernel's timers are (50 us by default, PR_SET_TIMERSLACK of prctl(2)).
-        """
-
-    def wake(self) -> None:
-        """Ends the current or the next wait."""
-
-    def look_again(self) -> None:
-        """Call this after using the socket itself, which may have consumed an arrival's signal. It tells a waiting
-        thread.
-        """
-
-    def close(self) -> None:
-        """Ends another thread's wait. The caller then closes the socket and the descriptor."""
-
-
-def open_port(socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock, sealing_nbytes: int = 0) -> Port:
+def open_port(socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock, sealing_nbytes: int = 0) -> ControlPort:
     """The native port of `socket`. Without the extension, or if it cannot see pyzmq's libzmq, the Python port.
 
     `wake_fd` is a non-blocking eventfd. `using` is held by every caller of `socket` itself. The Python port takes it
@@ -100,7 +57,7 @@ def open_port(socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock, se
     backend = sys.modules.get(_BACKEND)
     if native.ext is not None and backend is not None and backend.__file__:
         try:
-            port: Port = native.ext.ControlPort(backend.__file__, socket.underlying, wake_fd, sealing_nbytes)
+            port: ControlPort = native.ext.ControlPort(backend.__file__, socket.underlying, wake_fd, sealing_nbytes)
         except RuntimeError:  # a private libzmq, or an unknown version
             pass
         else:
@@ -109,7 +66,9 @@ def open_port(socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock, se
 
 
 class ControlPort:
-    """The port through pyzmq."""
+    """The port through pyzmq; the native one is used alike. After `close` only `wake` and `close` may be called, and do
+    nothing.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock, sealing_nbytes: int = 0) -> None:
         self._socket = socket
@@ -126,6 +85,7 @@ class ControlPort:
         self._n_malformed_aside = 0
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> int:
+        """Queues one message without waiting; 0 or the errno."""
         send = self._socket.send
         for frame in frames:
             if not isinstance(frame, bytes):  # checked before sending: half a message would become part of the next
@@ -142,6 +102,10 @@ class ControlPort:
         return 0
 
     def recv(self, max_messages: int, max_frames: int, enough_nbytes: int) -> tuple[Messages, int]:
+        """What has arrived, as (route, frames), and how many messages were dropped for having no or too many frames.
+
+        Stops after the message that reaches `enough_nbytes`.
+        """
         n_taken = 0
         with self._using:
             for _ in range(max_messages):
@@ -167,7 +131,12 @@ class ControlPort:
         return nbytes
 
     def disconnect(self, endpoint: str, max_frames: int) -> int:
-        """With the lock `using`, which its caller holds."""
+        """Ends a connection that the socket made; 0 or the errno. Its messages that were not received are lost. The
+        caller holds the lock `using`.
+
+        Looking for messages takes the first frame of the next one. libzmq 4.3 ends the process, or mixes two peers'
+        frames, if that message's connection is ended then. So a message is taken whole before, for the next `recv`.
+        """
         if self._is_readable():
             self._take(max_frames)
             self.wake()
@@ -178,12 +147,18 @@ class ControlPort:
         return 0
 
     def taken(self, connection: int) -> int:
+        """Wire bytes taken out so far, of messages that came by this descriptor."""
         return self._taken[connection]
 
     def forget(self, connection: int) -> None:
+        """The descriptor belongs to another connection from now on: its count restarts at zero."""
         self._taken.pop(connection, None)
 
     def wait(self, timeout_s: float, fds: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
+        """(a message is there, `wake` was called, which of `fds` are readable); a negative timeout has no end.
+
+        Never ends early, and late by what the kernel's timers are (50 us by default, PR_SET_TIMERSLACK of prctl(2)).
+        """
         until = time.monotonic() + timeout_s
         self._n_waiting += 1
         try:
@@ -209,6 +184,7 @@ class ControlPort:
             self._n_waiting -= 1
 
     def wake(self) -> None:
+        """Ends the current or the next wait."""
         if self._wake_pending:
             return  # read without the lock: the waiter clears it before it returns, so that wake-up covers this call
         with self._wake_lock:
@@ -217,12 +193,16 @@ class ControlPort:
                 os.eventfd_write(self._wake_fd, 1)
 
     def look_again(self) -> None:
+        """Call this after using the socket itself, which may have consumed an arrival's signal. It tells a waiting
+        thread.
+        """
         with self._using:
             unheard = self._n_waiting and self._has_message()
         if unheard:
             self.wake()
 
     def close(self) -> None:
+        """Ends another thread's wait. The caller then closes the socket and the descriptor."""
         self.wake()
         with self._wake_lock:
             self._closed = True

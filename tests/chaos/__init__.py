@@ -5,5 +5,5 @@ With `--ranks 60` (`make fleet`) it is one cluster with etcd. Read `plan` (what 
 must be), `engine` and `rank` (what a rank does), `account` (what its node holds), `network` (how ranks are cut off),
 `member` and `round` (one site's life), `control` (the proof that the checks can fail).
 
-`python -m tests.chaos.soak` (`make soak`) looks for leaks: one node for long, and its peers in the same process.
+`test_soak` looks for leaks: one node for long, and its peers in the same process.
 """

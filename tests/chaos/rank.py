@@ -39,7 +39,7 @@ _ENDS_S = 6.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One life of one rank. `where`: its network namespace, or empty. `journals`: a folder for its journal, if it is to
-    write one. `sabotage`: pages are reused at Failed.
+    write one.
     """
 
     site: plan.Site
@@ -52,7 +52,6 @@ class Job:
     where: str = ""
     life: int = 0
     port: int = 0
-    sabotage: bool = False
     journals: Path | None = None
     n_tokens: int = 12_288
     staging_nbytes: int = 768 << 10
@@ -100,8 +99,8 @@ def _engine(job: Job, say) -> Engine:
         else:
             break
     if isinstance(node, PrefillNode):
-        return PrefillEngine(node, pages, rng, say, job.site, sabotage=job.sabotage)
-    return DecodeEngine(node, pages, rng, say, job.site, directory=job.directory, sabotage=job.sabotage)
+        return PrefillEngine(node, pages, rng, say, job.site)
+    return DecodeEngine(node, pages, rng, say, job.site, directory=job.directory)
 
 
 def _node(job: Job, pages: Pages) -> PrefillNode | DecodeNode:

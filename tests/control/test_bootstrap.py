@@ -13,6 +13,7 @@ import pytest
 
 from pdstage.control import directory_http
 from pdstage.control.bootstrap import BootstrapClient, BootstrapServer, Incomplete
+from pdstage.control.keys import Keys
 from pdstage.errors import PeerError, TransportError, UsageError
 from tests.control.test_directory import advert
 
@@ -51,13 +52,10 @@ def read(server, path):
         return json.load(answer)
 
 
-def test_people_can_read_it(server, client):
+def test_it_says_that_it_runs_and_where_it_is(server, client):
     with pytest.raises(Incomplete) as refused:
         client.lookup()
     assert refused.value.fields["address"] == server.address
-    client.publish(advert(tp=1), 10)
-    (held,) = read(server, "/v1/instances")["p0"]
-    assert held["advert"]["endpoint"] == "tcp://127.0.0.1:9000"
     assert read(server, "/health") == {"status": "ok"}
 
 
@@ -201,8 +199,11 @@ def test_close_leaves_nothing_and_waits_for_no_stranger(no_leaks, monkeypatch):
         server.start()
 
 
-def test_an_unused_server_closes(no_leaks):
-    BootstrapServer().close()
+@pytest.mark.parametrize("keys", [None, Keys(bytes(range(32)), None)], ids=["plain", "keys"])
+def test_a_server_leaves_nothing_used_or_not(no_leaks, keys):
+    BootstrapServer(keys=keys).close()
+    with BootstrapServer(keys=keys) as server, pytest.raises(Incomplete):
+        BootstrapClient(server.address, DEADLINE_S, keys=keys).lookup()
 
 
 @pytest.mark.parametrize(

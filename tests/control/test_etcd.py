@@ -186,17 +186,11 @@ def test_a_host_that_ended_is_fenced_once_and_every_node_hears_it(make, server):
     fresh = at("tcp://10.0.0.1:1", incarnation=3)
     node.publish(fresh)  # the host is back
     assert not readers[0].has_ended(3)
-
-
-def test_a_rank_that_was_withdrawn_is_not_fenced(make, server):
-    node, operator = make(), make()
-    orderly, late = (at("tcp://10.0.0.2:5", tp=1, incarnation=n) for n in (4, 5))
-    node.publish(orderly)
-    node.withdraw(orderly)
-    node.publish(late)
+    node.withdraw(fresh)
+    node.publish(fresh := at("tcp://10.0.0.1:1", incarnation=4))
     lose(server, node)
-    node.withdraw(late)
-    assert operator.fence("10.0.0.2") == {}
+    node.withdraw(fresh)
+    assert operator.fence("10.0.0.1") == {}, "what was withdrawn is not fenced, nor what withdrew without its lease"
 
 
 def test_a_process_that_comes_back_before_it_is_fenced_stays(make, server, monkeypatch):
@@ -218,22 +212,16 @@ def test_a_process_that_comes_back_before_it_is_fenced_stays(make, server, monke
     assert found(make()) == [one]
 
 
-def test_fencing_waits_for_leases_to_end(make, capsys):
-    """One call of an orchestrator in Python: the lease of a process that was killed ends while it waits."""
-    node, operator = make(), make()
-    node.publish(at("tcp://10.0.0.6:5", tp=1, incarnation=8), ttl_s=1.0)
-    assert cli.main(["fence", node.given, "10.0.0.6", "--wait", "0.1"]) == 2
-    assert "1 of 1 processes at 10.0.0.6 are registered" in capsys.readouterr().err
-    assert list(operator.fence("10.0.0.6", wait_s=WAIT_S)) == [8]
-    assert operator.fence("10.0.0.6", wait_s=WAIT_S) == {}, "nothing to wait for"
-    with pytest.raises(UsageError, match="wait_s"):
-        operator.fence("10.0.0.6", wait_s="long")
-
-
-def test_a_process_that_comes_to_the_address_while_fencing_waits_is_neither_fenced_nor_waited_for(make, monkeypatch):
-    """An address is used again: a pod's, by the next pod."""
+def test_a_process_that_comes_to_the_address_while_fencing_waits_is_neither_fenced_nor_waited_for(
+    make, monkeypatch, capsys
+):
+    """An address is used again: a pod's, by the next pod. The lease of who was there ends while the call waits."""
     node, newer, operator = make(), make(), make()
     node.publish(at("tcp://10.0.0.7:5", tp=1, incarnation=10), ttl_s=1.0)
+    assert cli.main(["fence", node.given, "10.0.0.7", "--wait", "0.1"]) == 2
+    assert "1 of 1 processes at 10.0.0.7 are registered" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="wait_s"):
+        operator.fence("10.0.0.7", wait_s="long")
     fence, n_tries = operator._fence, []
 
     def and_the_next_comes(*args):

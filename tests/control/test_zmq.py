@@ -14,9 +14,13 @@ import zmq
 
 from pdstage import native
 from pdstage.control import port
+from pdstage.control.address import Address
+from pdstage.control.keys import Keys
 from pdstage.control.zmq import MAX_FRAMES, ControlSocket, route_of
 from pdstage.errors import TransportError, UsageError
 from tests.control.sockets import DEADLINE_S, raw_dealer, receive, still_works, until
+
+KEYS = Keys(bytes(range(32)), None)
 
 
 def ask(node, peer, route):
@@ -227,14 +231,24 @@ def test_what_peers_do_not_take_is_refused_at_the_sender(make):
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 1000, b"\xff" * 1000, b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"]
+    ("keys", "garbage"),
+    [
+        (None, b"GET / HTTP/1.1\r\n\r\n"),
+        (None, b"\x00" * 1000),
+        (None, b"\xff" * 1000),
+        (None, b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"),
+        (KEYS, b"\x01\x00\x04\x00hell"),  # ZMTP 1.0, which knows no security
+        (KEYS, b"\xff" + bytes(8) + b"\x7f\x01\x00\x04\x00hell"),  # 2.0
+        (KEYS, b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)),
+        (KEYS, os.urandom(256)),
+    ],
 )
-def test_plain_tcp_garbage_is_ignored(make, garbage):
-    node = make(b"node")
-    host, number = node.endpoint.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(number)), timeout=DEADLINE_S) as stranger:
+def test_older_protocols_and_garbage_get_nothing_in(make, keys, garbage):
+    node = make(b"node", keys=keys)
+    address = Address.parse(node.endpoint, "tcp")
+    with socket.create_connection((address.host, address.port), timeout=DEADLINE_S) as stranger:
         stranger.sendall(garbage)
-        still_works(node, make())
+        still_works(node, make(keys=keys))
     assert node.counters.received == 1
 
 
@@ -343,9 +357,10 @@ def test_a_call_that_takes_an_arrival_in_tells_the_waiter(monkeypatch, call):
         assert node.wait(0).woken
 
 
-def test_close_is_idempotent_and_leaves_nothing(no_leaks):
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "keys"])
+def test_close_is_idempotent_and_leaves_nothing(no_leaks, keys):
     for _ in range(3):
-        a, b = ControlSocket(identity=b"a"), ControlSocket(identity=b"b")
+        a, b = (ControlSocket(identity=name, keys=keys) for name in (b"a", b"b"))
         a.send(a.connect(b.endpoint), [b"unread"])
         for node in (a, b, a):
             node.close()

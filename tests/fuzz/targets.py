@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.fuzz import attach, nodes, plane, sessions, wire
+from tests.fuzz import attach, nodes, plane, wire
 from tests.fuzz.draw import Draw, altered_bytes
 
 HERE = Path(__file__).parent
@@ -31,9 +30,7 @@ TARGETS = {
     "requests": Target(plane.request_seeds, plane.run_request, 8_000),
     "answers": Target(plane.answer_seeds, plane.run_answer, 10_000),
     "frames": Target(plane.message_seeds, plane.run_message, 600, max_nbytes=256),
-    "prefill-peer": Target(sessions.seeds, partial(sessions.run, role="prefill"), 120, max_nbytes=1024),
-    "decode-peer": Target(sessions.seeds, partial(sessions.run, role="decode"), 150, max_nbytes=1024),
-    "nodes": Target(nodes.seeds, nodes.run, 40, max_nbytes=512),
+    "nodes": Target(nodes.seeds, nodes.run, 60, max_nbytes=512),
     "attach": Target(attach.seeds, attach.run, 300, max_nbytes=64),
 }
 

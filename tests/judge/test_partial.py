@@ -37,27 +37,18 @@ def put(folder, journals) -> None:
         one.put(folder)
 
 
-@pytest.mark.parametrize("node", ["decode 0", "prefill 0"])
-def test_any_beginning_may_be_lost(good, tmp_path, node):
-    n = len(written(good)[node].lines)
-    for first in range(1, n, max(1, n // 60)):
+@pytest.mark.parametrize("nodes", [["decode 0"], ["prefill 0"], ["decode 0", "prefill 0", "prefill 1"]])
+def test_any_beginning_may_be_lost(good, tmp_path, nodes):
+    """Of one node's lines, or of all nodes' the same part."""
+    for part in range(1, 60):
         journals = written(good)
-        one = journals[node]
-        one.lines, one.head.first = one.lines[first:], first
-        put(tmp_path, journals)
-        verdict = judge([tmp_path])
-        assert not verdict.wrong, (first, verdict.wrong)
-        assert f"its first {first:,} lines are gone" in verdict.notes[0]
-
-
-def test_both_beginnings_may_be_lost(good, tmp_path):
-    for tenth in range(1, 10):
-        journals = written(good)
-        for one in journals.values():
-            one.head.first = len(one.lines) * tenth // 10
+        for one in map(journals.get, nodes):
+            one.head.first = 1 + len(one.lines) * part // 60
             one.lines = one.lines[one.head.first :]
         put(tmp_path, journals)
-        assert not judge([tmp_path]).wrong, tenth
+        verdict = judge([tmp_path])
+        assert not verdict.wrong, (part, verdict.wrong)
+        assert f"its first {journals[nodes[0]].head.first:,} lines are gone" in verdict.notes[0]
 
 
 def test_decode_may_be_killed_at_any_line_and_amid_it(good, tmp_path):

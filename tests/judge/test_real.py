@@ -10,9 +10,9 @@ from pdstage.tools.judge import judge
 from tests.judge.runs import LATE, SOON, rules, run
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_a_run_is_judged_good(tmp_path, path):
-    ended = run(tmp_path, path=path, transport=LATE)
+@pytest.mark.parametrize(("path", "progress"), [("staged", "inline"), ("direct", "inline"), ("staged", "thread")])
+def test_a_run_is_judged_good(tmp_path, path, progress):
+    ended = run(tmp_path, path=path, progress=progress, transport=LATE)
     verdict = judge([tmp_path])
     assert not verdict.wrong, "\n".join(verdict.wrong)
     assert ended.count(State.SUCCESS) >= 9
@@ -46,11 +46,3 @@ def test_a_short_run_is_judged_good(tmp_path, path):
     verdict = judge([tmp_path])
     assert not verdict.wrong, f"judged wrong: {rules(verdict.wrong)}"
     assert verdict.judged
-
-
-def test_nodes_with_threads_are_judged_good(tmp_path):
-    ended = run(tmp_path, progress="thread", transport=LATE)
-    verdict = judge([tmp_path])
-    assert not verdict.wrong, "\n".join(verdict.wrong)
-    assert verdict.counts["writes seen at both ends"] > 0
-    assert ended.count(State.SUCCESS) >= 9

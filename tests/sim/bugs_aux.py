@@ -16,45 +16,11 @@ MUTANTS = [
         "        self.chunks.advance(chunk)",
     ),
     Mutant(
-        "Success before the row's tag",
-        "10 aux, I5",
-        "on_close_ok",
-        "            if not writer.arrived.issuperset([w.chunk for w in close.written]):",
-        "            if any(w.chunk not in writer.arrived for w in close.written if w.lane != m.AUX):",
-        TESTS,
-    ),
-    Mutant(
-        "a row is free before the fence",
-        "10 aux, I2",
-        "writes_in_place",
-        "        return self.direct or (self.has_aux and self.room.row is not None)",
-        "        return self.direct",
-        TESTS,
-    ),
-    Mutant(
-        "a row whose post may still land falls back",
-        "10 aux, I2",
-        "completed",
-        "        if error is not None and not settled:\n            self._doubt(session.id)",
-        "        if error is not None and not settled and not self.flights[ticket][0].row:\n"
-        "            self._doubt(session.id)",
-        TESTS,
-    ),
-    Mutant(
         "a failed row is never sent",
         "10 aux, I5",
         "_set_aux",
         "            by_write = any(written.lane == m.AUX for written in destination.written)\n",
         "            by_write = any(chunk.row for chunk in destination.chunks.values())\n",
-    ),
-    Mutant(
-        "a failed row counts as written",
-        "10 aux, I5",
-        "_written",
-        """            self._owner.row_failed(destination, f"the write of an aux row failed: {error.what}")
-""",
-        "            destination.written.append(m.Written(chunk.number, *chunk.where))\n",
-        TESTS,
     ),
     Mutant(
         "a row is written although none was named",
@@ -83,14 +49,6 @@ MUTANTS = [
         "unpack",
         "            yield column, view[at : at + column.nbytes]",
         "            yield column, view[column.offset : column.offset + column.nbytes]",
-    ),
-    Mutant(
-        "spans are merged across a column that is not common",
-        "10 aux, I2",
-        "spans",
-        "                if gaps[0] == gaps[1] and 0 <= gaps[0] < _ALIGNMENT:",
-        "                if gaps[0] == gaps[1] and 0 <= gaps[0]:",
-        "tests/test_columns.py",
     ),
     Mutant(
         "Close carries the row as it is when it is repeated",

@@ -31,12 +31,4 @@ MUTANTS = [
         "return (polled.statuses & 0x7F).view(np.int8), ((polled.statuses & 0x7F) == State.SUCCESS).view(np.uint8)",
         "tests/manager/test_handle.py",
     ),
-    Mutant(
-        "poll_many says released of a state that is old",
-        "11 released, I2",
-        "statuses",
-        "        if changes != polled.at or handles != polled.handles:\n",
-        "        if handles != polled.handles:\n",
-        "tests/manager/test_handle.py",
-    ),
 ]

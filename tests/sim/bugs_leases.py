@@ -101,14 +101,6 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "Reserve is not repeated while the window is closed",
-        "6 who asks again, I11",
-        "reserve_again",
-        "        if chunk.phase is not ChunkPhase.RESERVING and not waits_for_window:",
-        "        if chunk.phase is not ChunkPhase.RESERVING:",
-        "tests/protocol/test_traces.py",
-    ),
-    Mutant(
         "Lease does not carry the watermark",
         "6 who asks again, I11",
         "send_lease",
@@ -131,14 +123,6 @@ MUTANTS = [
         """            if lease.request.session.id in self.endpoint.sessions:
                 self._recall(lease, now)""",
         "            pass",
-    ),
-    Mutant(
-        "recall forgets leases that are open and late",
-        "6 recall (a), I12",
-        "_late",
-        "return now - max(lease.granted_at, self.contended_at) >= recall_after_s",
-        "return False",
-        "tests/protocol/test_leases.py",
     ),
     Mutant(
         "recall forgets leases shut in behind a stuck head",

@@ -99,14 +99,6 @@ MUTANTS = [
         NODES,
     ),
     Mutant(
-        "two threads carry out effects at a time",
-        "11 driver",
-        "Driver._turn",
-        "            with self.acting:\n                while True:\n",
-        "            if True:\n                while True:\n",
-        "tests/manager/test_pipeline.py::test_one_thread_at_a_time_carries_out_effects",
-    ),
-    Mutant(
         "what was said while posting is lost",
         "11 driver",
         "Driver._feed",
