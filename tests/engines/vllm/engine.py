@@ -129,12 +129,6 @@ class Engine:
             for one in some.outputs
         ]
 
-    def set_clock(self, offset_s: float) -> None:
-        """This host's clock is that far from the others'; its ranks' too."""
-        real = time.time
-        time.time = lambda: real() + offset_s
-        self.ranks("set_clock", offset_s)
-
     def ranks(self, method: str, *args: object) -> list[Any]:
         """Each rank's answer."""
         return self.core.model_executor.collective_rpc(method, args=args)
