@@ -112,7 +112,6 @@ class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
     """A scheduler as far as a backend sees it. The methods that send a request's chunks are SGLang's."""
 
     enable_staging, kv_checksum_computer, rust_server = False, None, None
-    _war_barrier_enabled = True
     req_to_token_pool = None
 
     def __init__(self, **given: object) -> None:
@@ -334,23 +333,8 @@ class Rank:
         self.scheduler.forward_stream.synchronize()
         Stream.under_way.discard(work)
 
-    def fence(self) -> bool:
-        """SGLang's own step after a forward pass was launched, which has read the page tables by now; whether the
-        scheduler's stream waits for nothing more.
-        """
-        from sglang.srt.managers.scheduler import Scheduler as Theirs  # noqa: PLC0415  (costs seconds)
-
-        runner = SimpleNamespace(shared_read_done_event=Event())
-        self.scheduler.model_worker = SimpleNamespace(last_shared_read_runner=runner)
-        Theirs._apply_war_barrier(self.scheduler)
-        return self.scheduler.schedule_stream.launched.isdisjoint(Stream.under_way)
-
     def latency(self, room: int) -> float | None:
         return self.rooms[room].get_transfer_metric().transfer_latency_s
-
-    def failed(self, room: int) -> bool:
-        """Whether the node has ended the room, whatever SGLang was told by now."""
-        return int(self.rooms[room]._room.state) == KVPoll.Failed
 
     def given_up(self, room: int) -> bool:
         """Whether the node has ended the room, or the room was complete before it could."""
