@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import numpy.typing as npt
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -149,17 +148,20 @@ class Side:
             worker.clear_connector_metadata()
         return results
 
-    def layer(self, rank: int, name: str, blocks: Sequence[int], tokens: range) -> npt.NDArray[np.uint8]:
-        """`[token, head, byte]` of one rank's layer."""
-        cache = self.caches[rank][name].view(torch.uint8).cpu().numpy()
-        size = cache.shape[2] * (cache.shape[0] // self.plan.num_blocks)
+    def view(self, rank: int, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """`[page, head, row, byte]` of one rank's layer, of `memory` if that is given, which lies as its caches do."""
+        cache = self.caches[rank][name].view(torch.uint8)
+        return cache if memory is None else memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+
+    def places(self, name: str, blocks: Sequence[int], tokens: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and row of each token."""
+        cache = self.caches[0][name]
+        pages, rows = cache.shape[0] // self.plan.num_blocks, cache.shape[2]
         spec = self.spec(name)
-        assert spec.block_size == size * getattr(spec, "tokens_per_state", 1), "a block of several pages"
-        rows = [divmod(token, size) for token in tokens]
-        pages = cache.shape[0] // self.plan.num_blocks
-        return np.stack([
-            cache[blocks[at] * pages + row // cache.shape[2], :, row % cache.shape[2]] for at, row in rows
-        ]) if rows else np.zeros((0, *cache.shape[1::2]), np.uint8)  # fmt: skip
+        assert spec.block_size == pages * rows * getattr(spec, "tokens_per_state", 1), "a block of several pages"
+        block, row = np.divmod(np.asarray(tokens, np.int64), pages * rows)
+        at = np.asarray(blocks, np.int64)[block] * pages + row // rows
+        return torch.from_numpy(at), torch.from_numpy(row % rows)
 
     def spec(self, name: str) -> KVCacheSpec:
         spec = next(one.kv_cache_spec for one in self.plan.kv_cache_groups if name in one.layer_names)
