@@ -6,12 +6,12 @@ the queues that build KVArgs and the manager are run as they are, over a namespa
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
 import pickle
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,14 +34,14 @@ from sglang.srt.server_args import prepare_server_args
 
 from pdstage import environment
 from pdstage.errors import UsageError
-from tests.engines import stubs
+from tests.engines import calls, stubs
+from tests.engines.calls import PATIENCE_S
 from tests.engines.sglang import setups
 from tests.engines.sglang.pools import Memory
 from tests.engines.sglang.setups import Setup
 
 MODEL = str(Path(__file__).parent / "model")
 ROWS = 16
-PATIENCE_S = 240.0
 
 
 class Stages:
@@ -591,23 +591,7 @@ class Server:
 
 
 def serve(pipe: Connection, kind: str, what: object) -> None:
-    """A child's life: it answers calls until the pipe ends."""
+    """A child's life."""
     os.environ.setdefault("SGLANG_HOST_IP", "127.0.0.1")
-    try:
-        held = Rank(what) if kind == "rank" else Server(what)
-    except BaseException as error:
-        pipe.send(("raised", repr(error)))
-        raise
-    with contextlib.suppress(EOFError, ConnectionError):  # the test is over
-        _answer(pipe, held)
+    calls.serve(pipe, partial({"rank": Rank, "server": Server}[kind], what))
     os._exit(0)
-
-
-def _answer(pipe: Connection, held: Rank | Server) -> None:
-    pipe.send(("returned", None))
-    while True:
-        name, args = pipe.recv()
-        try:
-            pipe.send(("returned", getattr(held, name)(*args)))
-        except Exception as error:  # noqa: BLE001  (the test raises it)
-            pipe.send(("raised", repr(error)))

@@ -16,7 +16,7 @@ import pytest
 
 from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
-from tests.engines.vllm.engine import PATIENCE_S
+from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.lives import continuation, prompts
 from tests.engines.vllm.models import CONSUMER, DEEPSEEK, GEMMA, LLAMA, PRODUCER, QWEN, Side
 from tests.rows import rows

@@ -7,10 +7,8 @@ it writes (`model`).
 
 from __future__ import annotations
 
-import traceback
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import kv_transfer
@@ -29,34 +27,16 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
-from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from tests.engines import stubs
 from tests.engines.vllm.model import Model, Sequence, heads_of
+from tests.engines.vllm.models import allocated
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-
-def serve(pipe: Connection, config: VllmConfig, rank: int, meet: str) -> None:
-    """The process: answers calls of the executor by name until the pipe closes."""
-    worker = Worker(config, rank, meet)
-    while True:
-        try:
-            method, args, kwargs = pipe.recv()
-        except EOFError:
-            worker.shutdown()
-            return
-        try:
-            answer: tuple[bool, Any] = (True, getattr(worker, method)(*args, **kwargs))
-        except Exception:  # noqa: BLE001  (carried to the test, which fails with it)
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
 
 
 class Worker(Model):
@@ -142,17 +122,12 @@ class Worker(Model):
         self.config.cache_config.cache_hit_alignment_tokens = kv.cache_hit_alignment_tokens
         with set_current_vllm_config(self.config):
             kv_transfer.ensure_kv_transfer_initialized(self.config, kv)
-            layout = self.config.cache_config.get_resolved_kv_cache_layout()
-            caches = allocate_kv_cache(kv, self.device, layout)
-            views = {name: cache.view(torch.uint8) for name, cache in caches.items()}
-            raw = next(iter(views.values())).untyped_storage()
-            self.raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(raw)
-            self.raw.copy_(torch.from_numpy(np.random.default_rng(self.rank).integers(0, 256, len(self.raw), np.uint8)))
+            caches, self.raw = allocated(kv, self.config, [self.rank])
             self.shadow = self.raw.cpu().clone()
-            self.pools = views
+            self.pools = {name: cache.view(torch.uint8) for name, cache in caches.items()}
             self.shadows = {
                 name: self.shadow.as_strided(view.shape, view.stride(), view.storage_offset())
-                for name, view in views.items()
+                for name, view in self.pools.items()
             }
             self.groups = [(group.kv_cache_spec, group.layer_names) for group in kv.kv_cache_groups]
             model = self.config.model_config
