@@ -27,11 +27,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels convert rooms transfer
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants matrix scale chaos fuzz soak fleet etcd lint weight types format bench \
-=======
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants chaos fuzz fleet etcd lint weight types format bench \
->>>>>>> k3-rcontrol
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants matrix chaos fuzz fleet etcd lint weight types format bench \
     gpu sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
 
 help:  ## Show this list.
@@ -128,15 +124,9 @@ sim: $(STAMP)  ## Simulate 2,000 seeds of faults, 1,000 of whole nodes, and expl
 mutants: $(STAMP)  ## Try every deliberate bug of the protocol, each of which something must see (ARGS="NAME").
 	$(BIN)/python -m tests.sim.mutants $(ARGS)
 
-<<<<<<< HEAD
 matrix: $(STAMP)  ## Say which test sees which of 600 systematic bugs, for hours (ARGS="COVERAGE 0 50"; see tests/matrix.py).
 	$(BIN)/python -m tests.matrix $(ARGS)
 
-scale: $(STAMP)  ## Count what one rank with 200 peers costs.
-	$(BIN)/python -m tests.sim.scale
-
-=======
->>>>>>> k3-rcontrol
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
 	$(BIN)/python -m tests.chaos $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Every state kind of SGLang 0.5.23 and vLLM 0.33's specs, from emulated pools to emulated pools at unequal TP.
+"""State kinds of SGLang 0.5.23 and vLLM 0.33, one for each way to lie in memory, emulated at both sides of unequal TP.
 
 What a decode rank's memory must hold, every byte, is what its own engine would have written there.
 """
@@ -128,27 +128,10 @@ def window_mla(e):
     return [mla(e.blocks, component="swa", format="fp8")]
 
 
-def circular(e):
-    return [rings([block[:, 0] for block in e.blocks], component="circular", format="bf16")]
-
-
-def circular_items(e):
-    return {"circular": ring_items(e.slot, Ring.of(e.blocks[0][:, 0]), stop=e.n_tokens, window=5)}
-
-
 def qsa_compressed(e):
     keys = [k.reshape(len(k), 1, -1) for k in e.keys]
     named = {"role": "index_k", "component": "qsa_compressed", "format": "bf16"}
     return [mla(keys, page_size=e.page_size, tokens_per_row=e.ratio, **named)]
-
-
-def minimax_index_k(e):
-    return [mla(e.keys, page_size=e.page_size, role="index_k", component="minimax_index_k", format="bf16")]
-
-
-def c128_state(e):
-    pages_of_rows = e.scores.reshape(-1, 128, e.width)
-    return [slot_states([pages_of_rows], role="score", component="dsv4_request_state", format="fp32")]
 
 
 def deepseek_v4(e):
@@ -262,15 +245,10 @@ KINDS = {
     "dsa addressed": Kind(sglang.Dsa, addressed_dsa, pages("nsa"), sides("n_tokens", (256, 256))),
     "dsa_tail": Kind(sglang.Ring, ring_parts("dsa_tail"), ring_list("dsa_tail", 3),
                      sides("rows", (4, 4), (4, 7), (9, 4))),
-    "minimax_index_k": Kind(sglang.IndexK, minimax_index_k, pages("minimax_index_k"), PAGE_SIZES),
     "minimax_dense_kv": Kind(sglang.Mha, lambda e: mha(e, "minimax_dense_kv"), pages("minimax_dense_kv"), ORDERS),
     "swa_ring": Kind(sglang.Ring, ring_parts("swa_ring"), ring_list("swa_ring", WINDOW),
                      [*sides("rows", (16, 16), (16, 14), **LATENT_ROPE),
                       ({"behind": 5, "rows": 13, **LATENT_ROPE}, {"behind": 2, "rows": 19, **LATENT_ROPE})]),
-    "c128_state": Kind(sglang.RequestState, c128_state, lambda e: {"c128_state": slot_items(e.page)},
-                       sides("ring", (256, 256), (256, 384))),
-    "request_row": Kind(sglang.RequestRow, lambda e: [slot_states([e.valid_from])], slots("request_row"),
-                        sides("slot", (2, 7))),
     "block_scale": Kind(sglang.Mxfp8, mxfp8, pages("kv"),
                         sides("page_size", (16, 16), (16, 128), (128, 64), (128, 128), **SHORT)),
     "block_scale_swa": Kind(sglang.Mxfp8, lambda e: mxfp8(e, "swa"), window, sides("page_size", (4, 16))),
@@ -281,8 +259,6 @@ KINDS = {
                         [*sides("page_size", (32, 32), (64, 32)), *sides("page_size", (32, 64), ratio=16)]),
     "vLLM mamba": Kind(vllm.MambaBlocks, mamba, slots("mamba"), [*CONV, *sides("padding", (0, 128))]),
     "vLLM mamba to SGLang": Kind(vllm.MambaBlocks, mamba, slots("mamba"), [({"extra": 2}, {})], sglang.Mamba),
-    "vLLM circular buffer": Kind(vllm.CircularBuffer, circular, circular_items,
-                                 [*sides("rows", (5, 8)), ({"rows": 8, "padding": 0}, {"rows": 6, "padding": 24})]),
     "vLLM sliding window MLA": Kind(vllm.WindowMla, window_mla, window,
                                     [*PAGE_SIZES, *sides("alignment", (576, 512), packed=True)]),
     "vLLM per token and head": Kind(vllm.PerTokenHead, per_token_head, pages("kv"), ORDERS),

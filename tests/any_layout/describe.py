@@ -27,7 +27,6 @@ class Logical:
     """What both sides agree on of one component."""
 
     name: str
-    kind: str
     layers: tuple[int, ...]
     roles: tuple[Role, ...]
     positional: bool = True

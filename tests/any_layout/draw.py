@@ -51,12 +51,6 @@ def kv(draws: Draws) -> list[Role]:
     return [Role("k", "kv_head", heads, 1, width), Role("v", "kv_head", heads, 1, draws.pick(width, width, 24))]
 
 
-def kv_scales(draws: Draws) -> list[Role]:
-    """FP8 with a scale a token and head, or MXFP8's one a block."""
-    roles, scale = kv(draws), draws.pick(4, 1, 2)
-    return roles + [role._replace(name=f"{role.name}_scale", width=scale) for role in roles]
-
-
 def mla(draws: Draws) -> list[Role]:
     return [Role("latent", None, 1, 1, draws.pick(24, 72, 144, 18))]
 
@@ -71,14 +65,6 @@ def compressed(draws: Draws) -> list[Role]:
     total = _heads(draws) if axis else 1
     latent = Role("latent", axis, total, 1, draws.pick(*WIDTHS), per)
     return [latent, latent._replace(name="scale", width=draws.pick(2, 1, 4), tokens_per_row=draws.pick(per, 1))]
-
-
-def segments(draws: Draws) -> list[Role]:
-    total = _heads(draws)
-    return [
-        Role(name, "group", total, draws.pick(2, 3, 1), draws.pick(*WIDTHS))
-        for name in ("a", "b")[: draws.pick(1, 2)]
-    ]  # fmt: skip
 
 
 def mamba(draws: Draws) -> list[Role]:
@@ -101,9 +87,7 @@ KINDS: dict[str, Callable[[Draws], list[Role]]] = {
     "mamba": mamba,
     "swa": kv,
     "dsa": dsa,
-    "kv_scales": kv_scales,
     "compressed": compressed,
-    "segments": segments,
 }
 
 
@@ -130,7 +114,7 @@ def _stored(draws: Draws, of: Logical, heads_first: bool, twin: Stored | None) -
         page = twin.page
     pads = {draws.pick("seg", "item", *DIMS): draws.pick(8, 16, 3, 64, 1) for _ in range(draws.pick(0, 0, 1, 2))}
     nest = draws.pick(*NAMED) if not draws.seldom(5) else tuple(draws.shuffled(DIMS))
-    block = draws.pick(0, 0, 0, 0, 1, 2, 3, 4, 16) * per if of.kind != "dsa" else draws.pick(0, 1, 2, 4, 16)
+    block = draws.pick(0, 0, 0, 0, 1, 2, 3, 4, 16) * per if of.name != "dsa" else draws.pick(0, 1, 2, 4, 16)
     if heads_first:
         nest, block = draws.pick(HND, HND_HALVES), 0
         pads = {dim: nbytes for dim, nbytes in pads.items() if dim in ("item", "shard", "layer", "role")}
@@ -175,7 +159,7 @@ def _interleave(draws: Draws, of: Logical) -> int:
 def _logical(draws: Draws, kind: str, n_layers: int) -> Logical:
     every = draws.pick(1, 1, 2, 3)
     layers = [layer for layer in range(n_layers) if (layer % every == every - 1)] or [n_layers - 1]
-    return Logical(kind, kind, tuple(layers), tuple(KINDS[kind](draws)), kind != "mamba")
+    return Logical(kind, tuple(layers), tuple(KINDS[kind](draws)), kind != "mamba")
 
 
 def _first_tokens(draws: Draws, of: Logical, sides: tuple[Stored, Stored], start: int) -> list[Stored]:
@@ -225,7 +209,7 @@ def draw(
     asked, spans = {}, []
     for of in logical:
         start, stop = prefix, n_tokens
-        if of.kind == "swa":
+        if of.name == "swa":
             start = max(prefix, n_tokens - draws.randint(1, 32))
         if not of.positional:
             start, stop = 0, draws.pick(1, 2, 3)

@@ -19,7 +19,7 @@ SIZES = range(1, 9)
 def test_drawn_cases() -> None:
     """Chunks cover what was asked exactly once, and each byte lies where the description says (I5, I7)."""
     cases = [check.run(seed) for seed in range(N_CASES)]
-    seen = Counter(what for case in cases for what in (case.path, *(of.kind for of in case.logical)))
+    seen = Counter(what for case in cases for what in (case.path, *(of.name for of in case.logical)))
     few = [what for what in (*KINDS, "staged", "direct", "mixed", "copy") if seen[what] <= N_CASES // 50]
     assert not few, f"few cases of {few}: {seen}"
 

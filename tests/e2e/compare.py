@@ -17,14 +17,6 @@ def wrong(answers: Iterable[Answer], right: Reference) -> list[Answer]:
     return [one for one in answers if one.is_ok and one.tokens != right[one.prompt]]
 
 
-def first_difference(given: Sequence[int], right: Sequence[int]) -> int:
-    """The place of the first token that differs; the length where none does."""
-    for at, (a, b) in enumerate(zip(given, right, strict=False)):
-        if a != b:
-            return at
-    return min(len(given), len(right))
-
-
 def summary(answers: Sequence[Answer], right: Reference) -> str:
     """One line for people: how many of each kind."""
     ok = [one for one in answers if one.is_ok]
@@ -46,8 +38,7 @@ def check(answers: Sequence[Answer], right: Reference, *, all_ok: bool = True) -
     assert not hanging, f"{told}; nothing came for prompts of {[len(one.prompt) for one in hanging]} tokens"
     bad = sorted(wrong(answers, right), key=lambda one: len(one.prompt))
     shown = "\n".join(
-        f"  prompt of {len(one.prompt)} tokens: {list(one.tokens[:8])}..., right is {list(right[one.prompt][:8])}..., "
-        f"they differ from token {first_difference(one.tokens, right[one.prompt])} on"
+        f"  prompt of {len(one.prompt)} tokens: {list(one.tokens[:8])}..., right is {list(right[one.prompt][:8])}..."
         for one in bad[:8]
     )
     assert not bad, f"{told}\n{shown}"

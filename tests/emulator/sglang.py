@@ -1,4 +1,4 @@
-"""The thirteen state kinds of SGLang 0.5.23, from its own pools' shapes and index arithmetic.
+"""State kinds of SGLang 0.5.23 that differ in how they lie, from its own pools' shapes and index arithmetic.
 
 Kinds: StateType in srt/disaggregation/base/conn.py. Pools: srt/mem_cache/memory_pool.py (MambaPool, MHATokenToKVPool,
 MHATokenToKVPoolMXFP8, MHATokenToKVPoolFP4, DSATokenToKVPool, MiniMaxSparseKVPool), index_key_cache.py, qsa_kv_pool.py,
@@ -230,51 +230,6 @@ class QsaCompressed(Paged):
         self.keys = [self.garbage(self.n_slots // self.ratio, 2, 8) for _ in range(self.n_layers)]
         for layer, keys in enumerate(self.keys):
             self.array(keys.reshape(len(keys), 16), "groups", layer, per_row=self.ratio)
-
-
-@dataclass
-class IndexK(Paged):
-    """MiniMax's keys-only pool of sparse layers, `[slots, 1, dim]` by the main pool's slots."""
-
-    def allocate(self):
-        self.keys = [
-            self.array(self.garbage(self.n_slots, 1, 16), "minimax index", layer, lambda slot, _: (slot, 0))
-            for layer in range(self.n_layers)
-        ]
-
-
-@dataclass
-class RequestState(Engine):
-    """CompressStatePool of ratio 128: flat `[rows, 2 * dim]` fp32, a ring of pages of 128 a request; the page that the
-    open block of `n_tokens` is in moves. Rings of unequal size meet page by page.
-    """
-
-    ring: int = 256
-    n_tokens: int = 333
-    slot: int = 2
-    n_slots: int = 4
-    width: int = 4
-
-    def __post_init__(self):
-        rows = self.n_slots * self.ring + self.ring + 1
-        self.scores = self.garbage(-(-rows // 128) * 128, self.width, dtype=np.uint32)
-        self.page = self.slot * (self.ring // 128) + (self.n_tokens - 1) % self.ring // 128
-
-    def store(self):
-        self.scores[self.page * 128 : (self.page + 1) * 128] = truth("c128", 0, 128, self.width, dtype=np.uint32)
-
-
-@dataclass
-class RequestRow(Engine):
-    """One number a request: from where on a draft model's window is valid."""
-
-    slot: int = 4
-
-    def __post_init__(self):
-        self.valid_from = self.garbage(9, dtype=np.int64)
-
-    def store(self):
-        self.valid_from[self.slot] = truth("valid from", 0, 1, dtype=np.int64)[0]
 
 
 @dataclass

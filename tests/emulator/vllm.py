@@ -1,6 +1,6 @@
 """vLLM 0.33's blocks: one raw int8 tensor `[blocks, page bytes]` a layer, seen through the shapes of each spec.
 
-Specs: vllm/v1/kv_cache_interface.py (MambaSpec, CircularBufferSpec, SlidingWindowMLASpec); states of a Mamba block:
+Specs: vllm/v1/kv_cache_interface.py (MambaSpec, SlidingWindowMLASpec); states of a Mamba block:
 model_executor/layers/mamba/mamba_utils.py; NVFP4 and DeepSeek-V4 pages: utils/torch_utils.py, models/deepseek_v4.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from emulator import Paged, heads_of, sections, strided
-from emulator.sglang import Mamba, Ring
+from emulator.sglang import Mamba
 
 
 @dataclass
@@ -45,32 +45,6 @@ class MambaBlocks(Mamba):
 def dense(shape, size):
     """Byte strides of a C-ordered array."""
     return [int(np.prod(shape[axis + 1 :])) * size for axis in range(len(shape))]
-
-
-@dataclass
-class CircularBuffer(Ring):
-    """CircularBufferSpec: `[blocks, 1, block_size, content]`, one block a request, in padded pages; `block_size` is the
-    ring's capacity and position p is in row `p % block_size`.
-    """
-
-    rows: int = 6
-    names: tuple[str, ...] = ("raw keys",)
-    dim: int = 32
-    padding: int = 16
-    n_tokens: int = 20
-    slot: int = 3
-    n_slots: int = 5
-
-    def __post_init__(self):
-        page = self.rows * self.dim + self.padding
-        self.blocks = [
-            strided(
-                self.garbage(self.n_slots, page, dtype=np.uint8).reshape(-1), 0,
-                (self.n_slots, 1, self.rows, self.dim), (page, page, self.dim, 1),
-            )
-            for _ in range(self.n_layers)
-        ]  # fmt: skip
-        self.buffers = {"raw keys": [block[:, 0] for block in self.blocks]}
 
 
 @dataclass

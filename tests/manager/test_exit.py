@@ -81,7 +81,7 @@ def test_who_is_interrupted_in_a_turn_has_lost_the_node_and_no_more(site, monkey
     receiver = pair.receive(2)
     with monkeypatch.context() as patched:
         patched.setattr(d, "_on_changed", interruption())
-        patched.setattr(d.core, "take_effects", interruption())
+        patched.setattr(d.core.endpoint, "take_effects", interruption())
         with pytest.raises(KeyboardInterrupt):
             getattr(d.driver, turn)()
     assert receiver.state is State.FAILED

@@ -46,7 +46,7 @@ def probes_of(layout: Layout, pools: Pools) -> list[LayerProbe]:
         number = drafts.index(layer) + getattr(pool, "start_layer", 0) if is_draft else layer
         if pools.on_host and component == "kv" and not is_draft:
             pool = pools.owner
-            write: Writer | None = _HostWriter(pool, number, views)
+            write: Writer | None = _host_rows(pool, number, views)
         else:
             write = _attention(component, pool, number, views) or _stored(component, views, pools, layout)
         name = f"{component} of {_DRAFT * is_draft}layer {layer}"
@@ -64,91 +64,85 @@ def _attention(
     roles = {view.key.role.removeprefix(_DRAFT) for view in views}
     held = inner(pool, window=component == "swa")
     if roles == {"k", "v"} and type(held) in HEADS:
-        return _HeadsWriter(pool, held, layer, views)
+        return _heads(pool, held, layer, views)
     if roles == {"latent"} and type(held) in LATENTS and not getattr(held, "dsa_kv_cache_store_fp8", False):
-        return _LatentWriter(pool, held, layer, views[0])
+        return _latents(pool, held, layer, views[0])
     return None
 
 
 def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout) -> Writer | None:
     """None if the views are in no tensor in which a pool stores states or index keys."""
     tensors = list(_tensors(component, pools))
-    found = {view.key: _holder(view, tensors, layout) for view in views}
-    return _TensorWriter(views, found, layout) if all(one is not None for one in found.values()) else None
+    found = {view.key: held for view in views if (held := _holder(view, tensors, layout)) is not None}
+    return _items(views, found, layout) if len(found) == len(views) else None
 
 
-class _HeadsWriter:
+def _heads(pool: Any, held: Any, layer: int, views: Sequence[View]) -> Writer:  # noqa: ANN401
     """K and V of every KV head of this rank, `[token, head, element]`."""
 
-    def __init__(self, pool: Any, held: Any, layer: int, views: Sequence[View]) -> None:  # noqa: ANN401
-        self._pool, self._held, self._layer, self._views = pool, held, layer, views
-
-    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        held = self._held
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
         sizes = {"k": held.head_dim, "v": held.v_head_dim}
         given = {role: _draw(rng, (len(cells), held.head_num, size), held.dtype) for role, size in sizes.items()}
-        self._pool.set_kv_buffer(
-            SimpleNamespace(layer_id=self._layer), _slots(cells, held),
+        pool.set_kv_buffer(
+            SimpleNamespace(layer_id=layer), _slots(cells, held),
             given["k"].to(held.device), given["v"].to(held.device),
         )  # fmt: skip
-        return {view.key: _bytes(given[view.key.role.removeprefix(_DRAFT)]) for view in self._views}
+        return {view.key: _bytes(given[view.key.role.removeprefix(_DRAFT)]) for view in views}
+
+    return write
 
 
-class _LatentWriter:
+def _latents(pool: Any, held: Any, layer: int, view: View) -> Writer:  # noqa: ANN401
     """A token's latent and its rotary key, one row."""
 
-    def __init__(self, pool: Any, held: Any, layer: int, view: View) -> None:  # noqa: ANN401
-        self._pool, self._held, self._layer, self._view = pool, held, layer, view
-
-    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        held, rank = self._held, self._held.kv_lora_rank
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        rank = held.kv_lora_rank
         given = _draw(rng, (len(cells), 1, rank + held.qk_rope_head_dim), held.dtype)
         there = given.to(held.device)
-        self._pool.set_mla_kv_buffer(
-            SimpleNamespace(layer_id=self._layer), _slots(cells, held),
+        pool.set_mla_kv_buffer(
+            SimpleNamespace(layer_id=layer), _slots(cells, held),
             there[..., :rank].contiguous(), there[..., rank:].contiguous(),
         )  # fmt: skip
-        return {self._view.key: _bytes(given)}
+        return {view.key: _bytes(given)}
+
+    return write
 
 
-class _HostWriter:
+def _host_rows(pool: Any, layer: int, views: Sequence[View]) -> Writer:  # noqa: ANN401
     """Rows of a layer, `[slot, head, element]`, in one of `pools.HOSTS`."""
+    names = {"k": "k_data_refs", "v": "v_data_refs", "latent": "data_refs"}
+    of_views = {view.key: getattr(pool, names[view.key.role])[layer - pool.start_layer] for view in views}
 
-    def __init__(self, pool: Any, layer: int, views: Sequence[View]) -> None:  # noqa: ANN401
-        names = {"k": "k_data_refs", "v": "v_data_refs", "latent": "data_refs"}
-        self._rows = {view.key: getattr(pool, names[view.key.role])[layer - pool.start_layer] for view in views}
-        self._page_size = pool.page_size
-
-    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        slots = torch.tensor([cell.item * self._page_size + cell.token for cell in cells])
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        slots = torch.tensor([cell.item * pool.page_size + cell.token for cell in cells])
         stored = {}
-        for key, rows in self._rows.items():
+        for key, rows in of_views.items():
             values = _draw(rng, (len(cells), *rows.shape[1:]), rows.dtype)
             rows[slots] = values
             stored[key] = _bytes(values)
         return stored
 
+    return write
 
-class _TensorWriter:
+
+def _items(views: Sequence[View], tensors: Mapping[Key, torch.Tensor], layout: Layout) -> Writer:
     """Whole items, stored where the pool's own tensors `[item, ...]` are."""
 
-    def __init__(self, views: Sequence[View], tensors: Mapping[Key, torch.Tensor | None], layout: Layout) -> None:
-        self._views, self._layout = views, layout
-        self._tensors = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-
-    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
         items: dict[int, NDArray[np.uint8]] = {}
-        for tensor in self._tensors.values():
+        for tensor in tensors.values():
             if tensor.data_ptr() not in items:
                 values = _draw(rng, (len(cells), *tensor.shape[1:]), tensor.dtype)
                 tensor[torch.tensor([cell.item for cell in cells], device=tensor.device)] = values.to(tensor.device)
                 items[tensor.data_ptr()] = _bytes(values).reshape(len(cells), -1)
         stored = {}
-        for view in self._views:
-            tensor = self._tensors[view.key]
-            within = _address(view, self._layout) - tensor.data_ptr() + _places(view)
+        for view in views:
+            tensor = tensors[view.key]
+            within = _address(view, layout) - tensor.data_ptr() + _places(view)
             stored[view.key] = items[tensor.data_ptr()][:, within]
         return stored
+
+    return write
 
 
 def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:

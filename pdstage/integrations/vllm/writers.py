@@ -55,16 +55,16 @@ def _writer(
 ) -> Writer | None:
     """The layer's own writer; None if it has none that can be called alone."""
     if isinstance(getattr(layer, "kv_cache", None), list | tuple):
-        return _StateWriter(layer.kv_cache, views)
+        return _states(layer.kv_cache, views)
     if Backend.of(layer).pages is Pages.INDEX:
-        return _IndexWriter(layer, views, device) if device.type == "cuda" else None
+        return _index_keys(layer, views[0], device) if device.type == "cuda" else None
     if getattr(getattr(layer, "impl", None), "do_kv_cache_update", None) is None:
         return None
     encoding, roles = _Encoding.of(layer, dtype), {_role(view) for view in views}
     if roles == {"latent"}:
-        return _LatentWriter(layer, views[0], encoding or _Encoding(dtype, dtype), encoding is not None, device)
+        return _latents(layer, views[0], encoding or _Encoding(dtype, dtype), encoding is not None, device)
     if encoding is not None and "k" in roles and all(view.shards == layer.num_kv_heads for view in views):
-        return _HeadsWriter(layer, views, encoding, device)
+        return _heads(layer, views, encoding, device)
     return None
 
 
@@ -99,24 +99,22 @@ class _Encoding(NamedTuple):
         return given, stored.view(torch.uint8).numpy()
 
 
-class _HeadsWriter:
+def _heads(layer: Any, views: Sequence[View], encoding: _Encoding, device: torch.device) -> Writer:  # noqa: ANN401
     """K and V of every KV head, by the backend's `do_kv_cache_update`."""
 
-    def __init__(self, layer: Any, views: Sequence[View], encoding: _Encoding, device: torch.device) -> None:  # noqa: ANN401
-        self._layer, self._views, self._encoding, self._device = layer, views, encoding, device
-
-    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        layer, heads = self._layer, self._layer.num_kv_heads
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
         sizes = {"k": layer.head_size, "v": getattr(layer, "head_size_v", layer.head_size)}
         given, stored = {}, {}
         for role, size in sizes.items():
             scale = float(getattr(layer, f"_{role}_scale_float", 1.0))
-            given[role], stored[role] = self._encoding.draw(rng, (len(cells), heads, size), scale)
+            given[role], stored[role] = encoding.draw(rng, (len(cells), layer.num_kv_heads, size), scale)
         layer.impl.do_kv_cache_update(
-            layer, given["k"].to(self._device), given["v"].to(self._device), layer.kv_cache,
-            _slots(cells, self._views[0], self._device),
+            layer, given["k"].to(device), given["v"].to(device), layer.kv_cache,
+            _slots(cells, views[0], device),
         )  # fmt: skip
-        return {view.key: _share(stored, view) for view in self._views}
+        return {view.key: _share(stored, view) for view in views}
+
+    return write
 
 
 def _share(stored: Mapping[str, NDArray[np.uint8]], view: View) -> NDArray[np.uint8]:
@@ -126,69 +124,56 @@ def _share(stored: Mapping[str, NDArray[np.uint8]], view: View) -> NDArray[np.ui
     return stored[role][..., first : first + view.shard_nbytes]
 
 
-class _LatentWriter:
+def _latents(layer: Any, view: View, encoding: _Encoding, is_plain: bool, device: torch.device) -> Writer:  # noqa: ANN401
     """MLA's latent and rotary key, by the backend's `do_kv_cache_update`. Packed rows (fp8_ds_mla) are proved by
     position.
     """
 
-    def __init__(
-        self,
-        layer: Any,  # noqa: ANN401
-        view: View,
-        encoding: _Encoding,
-        is_plain: bool,
-        device: torch.device,
-    ) -> None:
-        self._layer, self._view, self._encoding, self._is_plain, self._device = layer, view, encoding, is_plain, device
-
-    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
-        layer, rank = self._layer, self._layer.kv_lora_rank
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
+        rank = layer.kv_lora_rank
         scale = float(getattr(layer, "_k_scale_float", 1.0))
-        given, stored = self._encoding.draw(rng, (len(cells), 1, rank + layer.qk_rope_head_dim), scale)
-        given = given.to(self._device)
+        given, stored = encoding.draw(rng, (len(cells), 1, rank + layer.qk_rope_head_dim), scale)
+        given = given.to(device)
         layer.impl.do_kv_cache_update(
             given[:, 0, :rank].contiguous(), given[:, :, rank:].contiguous(), layer.kv_cache,
-            _slots(cells, self._view, self._device), layer.kv_cache_dtype, layer._k_scale,
+            _slots(cells, view, device), layer.kv_cache_dtype, layer._k_scale,
         )  # fmt: skip
-        return {self._view.key: stored} if self._is_plain else None
+        return {view.key: stored} if is_plain else None
+
+    return write
 
 
-class _IndexWriter:
+def _index_keys(layer: Any, view: View, device: torch.device) -> Writer:  # noqa: ANN401
     """The sparse indexer's keys, by `indexer_k_quant_and_cache` as its forward pass calls it. Proved by position."""
 
-    def __init__(self, layer: Any, views: Sequence[View], device: torch.device) -> None:  # noqa: ANN401
-        self._layer, self._view, self._device = layer, views[0], device
-
-    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> None:
-        key_nbytes = self._view.width
-        keys = torch.from_numpy(rng.standard_normal((len(cells), key_nbytes)) * 2.0 ** np.arange(len(cells))[:, None])
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> None:
+        keys = torch.from_numpy(rng.standard_normal((len(cells), view.width)) * 2.0 ** np.arange(len(cells))[:, None])
         ops.indexer_k_quant_and_cache(
-            keys.to(self._device, torch.bfloat16), self._layer.kv_cache, _slots(cells, self._view, self._device),
-            key_nbytes, "ue8m0",
+            keys.to(device, torch.bfloat16), layer.kv_cache, _slots(cells, view, device),
+            view.width, "ue8m0",
         )  # fmt: skip
 
+    return write
 
-class _StateWriter:
+
+def _states(given: Sequence[torch.Tensor], views: Sequence[View]) -> Writer:
     """A recurrent layer's states, stored where the layer itself indexes them; of a conv state its window."""
+    conv = next((view for view in views if _role(view).startswith("conv")), None)
+    states = [*given]
+    if conv is not None and _role(conv).startswith("conv_sd"):
+        states[0] = given[0][:, : conv.segs]
+    elif conv is not None:
+        states[0] = given[0][:, :, : conv.width // given[0].element_size()]
 
-    def __init__(self, states: Sequence[torch.Tensor], views: Sequence[View]) -> None:
-        conv = next((view for view in views if _role(view).startswith("conv")), None)
-        self._states, self._views = [*states], views
-        if conv is not None and _role(conv).startswith("conv_sd"):
-            self._states[0] = states[0][:, : conv.segs]
-        elif conv is not None:
-            self._states[0] = states[0][:, :, : conv.width // states[0].element_size()]
-
-    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
         drawn = [
-            torch.from_numpy(rng.standard_normal((len(cells), *state.shape[1:]))).to(state.dtype)
-            for state in self._states
+            torch.from_numpy(rng.standard_normal((len(cells), *state.shape[1:]))).to(state.dtype) for state in states
         ]
-        for state, values in zip(self._states, drawn, strict=True):
+        for state, values in zip(states, drawn, strict=True):
             state[torch.tensor([cell.item for cell in cells], device=state.device)] = values.to(state.device)
         stored: dict[Key, NDArray[np.uint8]] = {}
         channel = 0
-        for view in self._views:
+        for view in views:
             role = _role(view)
             if role.startswith("conv"):
                 values, n = _channels(drawn[0], view, channel)
@@ -198,6 +183,8 @@ class _StateWriter:
             rows = values.contiguous().flatten(1).view(torch.uint8)
             stored[view.key] = rows.reshape(len(cells), view.shards, view.shard_nbytes).numpy()
         return stored
+
+    return write
 
 
 def _channels(conv: torch.Tensor, view: View, first: int) -> tuple[torch.Tensor, int]:

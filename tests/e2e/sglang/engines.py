@@ -124,22 +124,16 @@ def pair(prefill: dict[str, Any], decode: dict[str, Any], *, full: bool = True, 
     return Pair(Engine(role="prefill", **(common | prefill)), Engine(role="decode", **(common | decode)), full=full)
 
 
-def room() -> int:
-    return random.getrandbits(62)
-
-
-def legs(prefill: SglangServer, number: int) -> dict[str, Any]:
-    """What both legs of a request say of each other."""
-    return {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap, "bootstrap_room": number}
-
-
 def handed_over(prefill: SglangServer, decode: SglangServer, *, n_tokens: int = load.N_TOKENS) -> load.Ask:
     """Asks both engines at once, as SGLang's router does; the answer is decode's. Where decode fails, the connection to
     prefill is closed, which else would wait minutes for a decode engine that never comes.
     """
 
     async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
-        told = load.body(prompt, n_tokens=n_tokens, **legs(prefill, room()))
+        told = load.body(
+            prompt, n_tokens=n_tokens, bootstrap_host="127.0.0.1", bootstrap_port=prefill.bootstrap,
+            bootstrap_room=random.getrandbits(62),
+        )  # fmt: skip
         at_prefill = asyncio.ensure_future(load.post(session, prefill.url, prompt, told))
         try:
             answer = await load.post(session, decode.url, prompt, told)

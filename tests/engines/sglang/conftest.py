@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -28,23 +26,6 @@ def metadata_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
         "\n".join(f"[{group}]\n" + "\n".join(f"{name} = {at}" for name, at in held.items()) for group, held in groups)
     )
     return str(info.parent)
-
-
-@pytest.fixture(scope="session")
-def in_new_process(metadata_dir: str):
-    """Runs a program in a process of its own that has this pdstage installed; returns what it printed."""
-
-    def run(program: str, **environment: str) -> str:
-        path = os.pathsep.join([metadata_dir, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        result = subprocess.run(
-            [sys.executable, "-c", f"from tests.engines import stubs; stubs.install()\n{program}"],
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            capture_output=True, text=True, timeout=900, check=False,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr[-4000:]
-        return result.stdout
-
-    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

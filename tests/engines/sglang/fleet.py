@@ -14,10 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from tests import processes
+from tests.engines.calls import PATIENCE_S, result
 from tests.engines.sglang import setups
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
-PATIENCE_S = 240.0
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -33,15 +33,10 @@ class Child:
         theirs.close()
 
     def ask(self, name: str, *args: object) -> None:
-        self._pipe.send((name, args))
+        self._pipe.send((name, args, {}))
 
     def answer(self) -> Any:
-        if not self._pipe.poll(PATIENCE_S):
-            raise TimeoutError("a rank does not answer")
-        how, value = self._pipe.recv()
-        if how == "raised":
-            raise AssertionError(f"a rank raised {value}")
-        return value
+        return result(self._pipe)
 
     def call(self, name: str, *args: object) -> Any:
         self.ask(name, *args)

@@ -6,12 +6,12 @@ the queues that build KVArgs and the manager are run as they are, over a namespa
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
 import pickle
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,14 +34,14 @@ from sglang.srt.server_args import prepare_server_args
 
 from pdstage import environment
 from pdstage.errors import UsageError
-from tests.engines import stubs
+from tests.engines import calls, stubs
+from tests.engines.calls import PATIENCE_S
 from tests.engines.sglang import setups
 from tests.engines.sglang.pools import Memory
 from tests.engines.sglang.setups import Setup
 
 MODEL = str(Path(__file__).parent / "model")
 ROWS = 16
-PATIENCE_S = 240.0
 
 
 class Stages:
@@ -112,7 +112,6 @@ class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
     """A scheduler as far as a backend sees it. The methods that send a request's chunks are SGLang's."""
 
     enable_staging, kv_checksum_computer, rust_server = False, None, None
-    _war_barrier_enabled = True
     req_to_token_pool = None
 
     def __init__(self, **given: object) -> None:
@@ -334,23 +333,8 @@ class Rank:
         self.scheduler.forward_stream.synchronize()
         Stream.under_way.discard(work)
 
-    def fence(self) -> bool:
-        """SGLang's own step after a forward pass was launched, which has read the page tables by now; whether the
-        scheduler's stream waits for nothing more.
-        """
-        from sglang.srt.managers.scheduler import Scheduler as Theirs  # noqa: PLC0415  (costs seconds)
-
-        runner = SimpleNamespace(shared_read_done_event=Event())
-        self.scheduler.model_worker = SimpleNamespace(last_shared_read_runner=runner)
-        Theirs._apply_war_barrier(self.scheduler)
-        return self.scheduler.schedule_stream.launched.isdisjoint(Stream.under_way)
-
     def latency(self, room: int) -> float | None:
         return self.rooms[room].get_transfer_metric().transfer_latency_s
-
-    def failed(self, room: int) -> bool:
-        """Whether the node has ended the room, whatever SGLang was told by now."""
-        return int(self.rooms[room]._room.state) == KVPoll.Failed
 
     def given_up(self, room: int) -> bool:
         """Whether the node has ended the room, or the room was complete before it could."""
@@ -607,23 +591,7 @@ class Server:
 
 
 def serve(pipe: Connection, kind: str, what: object) -> None:
-    """A child's life: it answers calls until the pipe ends."""
+    """A child's life."""
     os.environ.setdefault("SGLANG_HOST_IP", "127.0.0.1")
-    try:
-        held = Rank(what) if kind == "rank" else Server(what)
-    except BaseException as error:
-        pipe.send(("raised", repr(error)))
-        raise
-    with contextlib.suppress(EOFError, ConnectionError):  # the test is over
-        _answer(pipe, held)
+    calls.serve(pipe, partial({"rank": Rank, "server": Server}[kind], what))
     os._exit(0)
-
-
-def _answer(pipe: Connection, held: Rank | Server) -> None:
-    pipe.send(("returned", None))
-    while True:
-        name, args = pipe.recv()
-        try:
-            pipe.send(("returned", getattr(held, name)(*args)))
-        except Exception as error:  # noqa: BLE001  (the test raises it)
-            pipe.send(("raised", repr(error)))

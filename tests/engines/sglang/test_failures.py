@@ -148,21 +148,23 @@ def test_memory_that_a_stopped_writer_may_write_is_not_given_back(fleet):
     fleet.forgets_all()
 
 
-@pytest.mark.parametrize("all_abort", [False, True])
-def test_pages_stay_until_no_rank_reads_them(fleet, all_abort):
-    """A rank that fails alone, and a client's abort while one rank's writes are under way: SGLang fails the request for
-    all ranks at once, and frees the pages of all.
+@pytest.mark.parametrize("who", ["one rank", "prefill", "decode"])
+def test_pages_stay_until_no_rank_reads_them_and_no_scheduler_waits(fleet, who):
+    """I8: one rank's writes are under way when a rank fails alone, or either side gives the room up. SGLang fails the
+    request for all ranks at once, and frees the pages of all.
     """
-    room = 12 + 16 * all_abort
+    room = 12 + 16 * ["one rank", "prefill", "decode"].index(who)
     fleet.open(room, TOKENS)
     fleet.prefill.ranks[0].call("hold_writes")
     fleet.compute(room, 0, TOKENS, True)
     for rank in fleet.prefill.ranks:
         rank.call("refuse_to_wait")
-    for rank in fleet.prefill.ranks[not all_abort :]:
+    givers = {"one rank": fleet.prefill.ranks[1:], "prefill": fleet.prefill.ranks, "decode": fleet.decode.ranks}
+    for rank in givers[who]:
         rank.call("abort", room)
+    eventually(lambda: fleet.prefill.poll(room) == TRANSFERRING and all(fleet.prefill.each("given_up", room)))
     assert {fleet.prefill.poll(room) for _ in range(50)} == {TRANSFERRING}
-    assert fleet.prefill.ranks[0].call("given_up", room), "a rank that failed has the others give the room up"
+    assert not fleet.prefill.ranks[0].call("released", room)
     fleet.prefill.ranks[0].call("let_go")
     assert fleet.prefill.until(room, FAILED, SUCCESS) == FAILED
     assert all(fleet.prefill.each("released", room)), "the scheduler frees the pages when it has heard of the failure"
@@ -176,6 +178,10 @@ def test_memory_goes_and_comes_again(fleet):
     fleet.open(13, TOKENS)
     for engine in (fleet.decode, fleet.prefill):
         engine.each("sleep")
+    fleet.announce(15)
+    for engine in (fleet.decode, fleet.prefill):
+        assert engine.poll(15) == FAILED
+        assert all("KV memory is released" in said for said in engine.each("failure", 15))
     assert bury(fleet, 13)
     assert fleet.prefill.until(13, FAILED) == FAILED
     fleet.prefill.each("failure", 13)

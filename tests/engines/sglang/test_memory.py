@@ -53,26 +53,6 @@ def test_success_waits_until_the_memory_is_released(fleet):
     fleet.forgets_all()
 
 
-@pytest.mark.parametrize("who", ["prefill", "decode"])
-def test_pages_stay_until_nothing_reads_them_and_no_scheduler_waits(fleet, who):
-    """I8: a write is under way, as far as prefill's node knows, when either side gives the room up."""
-    room = 3 if who == "prefill" else 4
-    fleet.prefill.each("hold_writes")
-    fleet.open(room, TOKENS)
-    fleet.compute(room, 0, TOKENS, True)
-    fleet.prefill.each("refuse_to_wait")
-    getattr(fleet, who).each("abort", room)
-    eventually(lambda: all(fleet.prefill.each("given_up", room)))
-    assert {fleet.prefill.poll(room) for _ in range(LOOKS)} == {TRANSFERRING}
-    assert not any(fleet.prefill.each("released", room))
-    fleet.prefill.each("let_go")
-    assert fleet.prefill.until(room, FAILED, SUCCESS) == FAILED
-    assert all(fleet.prefill.each("released", room)), "the scheduler frees the pages when it has heard of the failure"
-    assert fleet.prefill.each("errors_of", "failure", room) == [[]]
-    fleet.ends_at_decode(room, TOKENS)
-    fleet.forgets_all()
-
-
 def test_a_room_given_up_between_chunks_leaves_its_pages_at_once(fleet):
     """SGLang frees them when `abort` returns. What a write that still reads them brings is in memory that decode holds,
     for a room that cannot succeed, since its last chunk was never given.
@@ -133,24 +113,6 @@ def test_nothing_is_written_while_decode_may_still_write_its_pages(fleet, stream
     fleet.begin(room, TOKENS)
     fleet.compute(room, 0, TOKENS, True)
     fleet.finish(room, TOKENS)
-
-
-def test_sglangs_own_barrier_does_not_wait_for_a_steps_writes(fleet):
-    """So the stream on which its scheduler hands out pages says nothing of them."""
-    fleet.decode.each("launch", "forward_stream", "step")
-    assert fleet.decode.each("fence") == [True]
-    fleet.decode.each("end", "step")
-
-
-def test_a_request_while_memory_is_given_away_fails_and_nothing_else(fleet):
-    for engine in (fleet.decode, fleet.prefill):
-        engine.each("sleep")
-    fleet.announce(7)
-    for engine in (fleet.decode, fleet.prefill):
-        assert engine.poll(7) == FAILED
-        assert "KV memory is released" in engine.each("failure", 7)[0]
-        engine.each("wake")
-    fleet.run(8, TOKENS)
 
 
 def fail_in_transfer(fleet, room: int, known_as: int) -> None:

@@ -26,7 +26,7 @@ def test_a_room_that_decode_gives_up_fails_before_it_begins(fleet):
     fleet.bind(8, TOKENS)
     fleet.prefill.bootstrapped(8, WAITING)
     fleet.decode.each("abort", 8)
-    eventually(lambda: all(fleet.prefill.each("failed", 8)))
+    eventually(lambda: all(fleet.prefill.each("given_up", 8)))
     assert fleet.prefill.bootstrapped(8, FAILED) == FAILED
     fleet.prefill.each("failure", 8)
     fleet.fails_at_decode(8)

@@ -1,15 +1,12 @@
 """SGLang's staging functions on pdstage's kernels, against its own, byte for byte.
 
-Its own run on the CPU by torch; their Triton kernels, in Triton's interpreter, run this file in a process of their own.
+Its own run on the CPU by torch.
 What stands in: streams, which the CPU has not, and the list of devices that SGLang's `StagingBuffer` takes.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -31,13 +28,11 @@ from pdstage.integrations.sglang import staging as ours
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GATHER, SCATTER = "gather_all_layers_to_staging", "scatter_staging_to_kv"
 OWN = {name: getattr(theirs, name) for name in (GATHER, SCATTER)}
 FILL = 0xA5
 ROOT = Path(__file__).resolve().parents[3]
-# On the CPU torch makes quiet NaNs of signalling ones as it gathers bf16: in its cases no byte begins one.
-BYTES = 256 if INTERPRETED else 0x7F
+BYTES = 0x7F  # on the CPU torch makes quiet NaNs of signalling ones as it gathers bf16: no byte begins one
 
 
 class HostStream:
@@ -56,7 +51,7 @@ class HostStream:
 def on_the_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(theirs, "_STAGING_SUPPORTED_DEVICE_TYPES", ("cpu",))
-        patch.setattr(theirs, "_USE_TRITON_STAGING", INTERPRETED)
+        patch.setattr(theirs, "_USE_TRITON_STAGING", False)
         patch.setattr(theirs, "create_device_stream", lambda device: HostStream())
         patch.setattr(theirs.StagingBuffer, "producer_stream", lambda self: HostStream())
         yield
@@ -144,7 +139,7 @@ def one_life(case: SimpleNamespace, gather: object, scatter: object) -> tuple[by
     return region.tobytes(), content(target)
 
 
-@settings(max_examples=20 if INTERPRETED else 100, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_the_same_bytes_as_sglangs_own(case: SimpleNamespace) -> None:
     """Staged, and in the pool; bytes beside the named heads and pages stay as they are."""
@@ -152,21 +147,6 @@ def test_the_same_bytes_as_sglangs_own(case: SimpleNamespace) -> None:
     got = one_life(case, ours.gather_all_layers_to_staging, ours.scatter_staging_to_kv)
     assert got[0] == staged
     assert got[1] == arrived
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is what it runs")
-def test_the_same_bytes_as_sglangs_triton_kernels() -> None:
-    """The above against SGLang's fused kernels, in Triton's interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "own", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
 
 MODEL = SimpleNamespace(
@@ -243,8 +223,6 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_install_replaces_what_sglang_calls(hooks: None) -> None:
     """Both functions, which its backends import as they call them; what is left to SGLang still reaches its own."""
     ours.install_staging()
-    assert {getattr(theirs, name).__wrapped__ for name in OWN} == set(OWN.values())
-    assert one_life(MODEL, getattr(theirs, GATHER), getattr(theirs, SCATTER)) == one_life(MODEL, *OWN.values())
     with pytest.raises(UsageError):  # SGLang's own would read beyond the pool
         theirs.gather_all_layers_to_staging(*pool(MODEL, 2, None), np.array([99]), staging(1 << 14), 0, 2, 4)
     odd = SimpleNamespace(**{**vars(MODEL), "width": (torch.uint8, 8), "page_size": 1, "n_pages": 1})

@@ -19,11 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from pdstage.integrations.vllm.groups import groups_of
 from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send
-from tests.engines import stubs
+from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm import models
 from tests.engines.vllm.models import LLAMA, config
 
@@ -31,14 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import numpy.typing as npt
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from pdstage.integrations.vllm import PdStageConnector
 
 N_HEADS, HEAD_SIZE = LLAMA["num_key_value_heads"], LLAMA["head_dim"]
-PATIENCE_S = 240.0
 
 
 def full(tp: int, block_size: int, **more: Any) -> dict[str, KVCacheSpec]:
@@ -90,12 +87,7 @@ class Side:
         self.caches: list[dict[str, torch.Tensor]] = []
         self.memory: list[torch.Tensor] = []  # all bytes of each rank's caches
         for rank, plan in enumerate(plans):
-            layout = self.configs[rank].cache_config.get_resolved_kv_cache_layout()
-            caches = allocate_kv_cache(plan, torch.device(stubs.DEVICE), layout, sizes)
-            storage = next(iter(caches.values())).untyped_storage()
-            raw = torch.empty(0, dtype=torch.uint8, device=stubs.DEVICE).set_(storage)
-            noise = np.random.default_rng([rank, self.role == "kv_producer"]).integers(0, 256, len(raw), np.uint8)
-            raw.copy_(torch.from_numpy(noise))
+            caches, raw = models.allocated(plan, self.configs[rank], [rank, self.role == "kv_producer"], sizes)
             self.caches.append(caches)
             self.memory.append(raw)
         self.groups = groups_of(self.plan)
@@ -149,17 +141,20 @@ class Side:
             worker.clear_connector_metadata()
         return results
 
-    def layer(self, rank: int, name: str, blocks: Sequence[int], tokens: range) -> npt.NDArray[np.uint8]:
-        """`[token, head, byte]` of one rank's layer."""
-        cache = self.caches[rank][name].view(torch.uint8).cpu().numpy()
-        size = cache.shape[2] * (cache.shape[0] // self.plan.num_blocks)
+    def view(self, rank: int, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """`[page, head, row, byte]` of one rank's layer, of `memory` if that is given, which lies as its caches do."""
+        cache = self.caches[rank][name].view(torch.uint8)
+        return cache if memory is None else memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+
+    def places(self, name: str, blocks: Sequence[int], tokens: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and row of each token."""
+        cache = self.caches[0][name]
+        pages, rows = cache.shape[0] // self.plan.num_blocks, cache.shape[2]
         spec = self.spec(name)
-        assert spec.block_size == size * getattr(spec, "tokens_per_state", 1), "a block of several pages"
-        rows = [divmod(token, size) for token in tokens]
-        pages = cache.shape[0] // self.plan.num_blocks
-        return np.stack([
-            cache[blocks[at] * pages + row // cache.shape[2], :, row % cache.shape[2]] for at, row in rows
-        ]) if rows else np.zeros((0, *cache.shape[1::2]), np.uint8)  # fmt: skip
+        assert spec.block_size == pages * rows * getattr(spec, "tokens_per_state", 1), "a block of several pages"
+        block, row = np.divmod(np.asarray(tokens, np.int64), pages * rows)
+        at = np.asarray(blocks, np.int64)[block] * pages + row // rows
+        return torch.from_numpy(at), torch.from_numpy(row % rows)
 
     def spec(self, name: str) -> KVCacheSpec:
         spec = next(one.kv_cache_spec for one in self.plan.kv_cache_groups if name in one.layer_names)
@@ -171,21 +166,17 @@ def transfer(src: Side, dst: Side, name: str, sent: dict[str, Any], wanted: dict
     room = f"{src.configs[0].kv_transfer_config.engine_id}:{name}"
     remote = Remote(room, src.scheduler.scheduler_side._address, src.configs[0].kv_transfer_config.engine_id)
     src.step(PdStageMetadata(sends={name: Send(room, sent)}))
-    first = dst.step(PdStageMetadata(receives={name: Receive(remote, wanted)}))
-    waiting = {"sending": set(range(src.tp)), "recving": set(range(dst.tp))}
+    told = dst.step(PdStageMetadata(receives={name: Receive(remote, wanted)}))
     failed: set[str] = set()
+    left = src.tp + dst.tp
 
-    def step() -> bool:
-        nonlocal first
-        for rank, result in enumerate(first or dst.step()):
+    def is_over() -> bool:
+        nonlocal told, left
+        for result in (*told, *src.step()):
             failed.update(result.failed_recving)
-            if result.finished_recving:
-                waiting["recving"].remove(rank)
-        first = None
-        for rank, result in enumerate(src.step()):
-            if result.finished_sending:
-                waiting["sending"].remove(rank)
-        return not any(waiting.values())
+            left -= len(result.finished_sending) + len(result.finished_recving)
+        told = dst.step()
+        return not left
 
-    until(step, f"still {waiting}")
+    until(is_over, "a rank does not say that its room is over")
     return failed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -17,14 +16,14 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
+from tests.engines.calls import PATIENCE_S, result
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-
-PATIENCE_S = 240.0  # how long anything may take on a loaded machine
 
 
 class Ranks(Executor):
@@ -33,7 +32,8 @@ class Ranks(Executor):
     pipes: Sequence[Connection] = ()
 
     def _init_executor(self) -> None:
-        pass
+        for pipe in self.pipes:  # they are up
+            result(pipe)
 
     def collective_rpc(  # type: ignore[override]
         self,
@@ -67,16 +67,6 @@ class Ranks(Executor):
 
     def check_health(self) -> None:
         pass
-
-
-def result(pipe: Connection) -> Any:
-    """The answer to a call, or its failure."""
-    if not pipe.poll(PATIENCE_S):
-        raise TimeoutError("a process does not answer")
-    good, answer = pipe.recv()
-    if not good:
-        raise AssertionError(answer)
-    return answer
 
 
 class Engine:
@@ -128,12 +118,6 @@ class Engine:
             for some in (outputs or {}).values()
             for one in some.outputs
         ]
-
-    def set_clock(self, offset_s: float) -> None:
-        """This host's clock is that far from the others'; its ranks' too."""
-        real = time.time
-        time.time = lambda: real() + offset_s
-        self.ranks("set_clock", offset_s)
 
     def ranks(self, method: str, *args: object) -> list[Any]:
         """Each rank's answer."""
@@ -206,19 +190,3 @@ class Engine:
     def shutdown(self) -> None:
         self.scheduler.shutdown()
         self.core.model_executor.shutdown()
-
-
-def serve(pipe: Connection, config: VllmConfig, pipes: Sequence[Connection]) -> None:
-    """The engine's process."""
-    engine: Any = None
-    while True:
-        try:
-            method, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if engine is None:
-                engine = Engine(config, pipes)
-            pipe.send((True, getattr(engine, method)(*args)))
-        except Exception:  # noqa: BLE001  (carried to the test, which fails with it)
-            pipe.send((False, traceback.format_exc()))

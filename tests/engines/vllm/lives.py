@@ -12,10 +12,12 @@ import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tests.engines import calls
+from tests.engines.calls import PATIENCE_S, result
 from tests.engines.vllm import engine, first, oracle, workers
-from tests.engines.vllm.engine import PATIENCE_S, result
 from tests.engines.vllm.models import config
 
 if TYPE_CHECKING:
@@ -39,12 +41,16 @@ class Remote:
         for rank in range(made.parallel_config.world_size):
             near, far = context.Pipe()
             meet = f"file://{scratch}/{name}"
-            self.processes.append(context.Process(target=workers.serve, args=(far, made, rank, meet), daemon=True))
+            self.processes.append(
+                context.Process(target=calls.serve, args=(far, partial(workers.Worker, made, rank, meet)), daemon=True)
+            )
             self.processes[-1].start()
             far.close()
             theirs.append(near)
         self.pipe, far = context.Pipe()
-        self.processes.append(context.Process(target=engine.serve, args=(far, made, theirs), daemon=True))
+        self.processes.append(
+            context.Process(target=calls.serve, args=(far, partial(engine.Engine, made, theirs)), daemon=True)
+        )
         self.processes[-1].start()
         for pipe in (far, *theirs):
             pipe.close()
@@ -53,7 +59,7 @@ class Remote:
         self.params: dict[str, dict[str, Any] | None] = {}
 
     def call(self, method: str, *args: Any) -> Any:
-        self.pipe.send((method, args))
+        self.pipe.send((method, args, {}))
         return result(self.pipe)
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 1, params: dict[str, Any] | None = None) -> None:
@@ -93,7 +99,7 @@ class Pair:
 
     def __enter__(self) -> Pair:
         for side in (self.d, self.p):
-            side.call("busy")  # both engines are up
+            result(side.pipe)  # both engines are up
         return self
 
     def __exit__(

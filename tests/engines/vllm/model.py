@@ -30,8 +30,6 @@ class Sequence:
     tokens: list[int]
     blocks: tuple[list[int], ...]
     computed: int
-    n_prefill: int = 0
-    """Tokens up to here are computed as prefill, not one by one."""
 
 
 def heads_of(total: int, tp: int, rank: int) -> list[int]:
@@ -84,7 +82,8 @@ class Model:
             self.read(sequence, self.check)
         layers = [(name, at, spec) for at, (spec, names) in enumerate(self.groups) for name in names]
         for name, at, spec in sorted(layers, key=lambda layer: layer_number(layer[0])):
-            self.compute_layer(name, at, spec, batch)
+            for sequence, n in batch:
+                self.compute(name, at, spec, sequence, n)
             self.computed(name)
         sampled: list[list[int]] = []
         for sequence, n in batch:
@@ -95,10 +94,6 @@ class Model:
 
     def computed(self, name: str) -> None:
         """One layer of the forward pass is done."""
-
-    def compute_layer(self, name: str, at: int, spec: KVCacheSpec, batch: list[tuple[Sequence, int]]) -> None:
-        for sequence, n in batch:
-            self.compute(name, at, spec, sequence, n)
 
     def compute(self, name: str, at: int, spec: KVCacheSpec, sequence: Sequence, n: int) -> None:
         """One layer's, of the group with number `at`."""
@@ -113,11 +108,8 @@ class Model:
         mine = self.own(spec, np.arange(start, stop))
         truth = torch.from_numpy(self.truth(digest[mine], name))
         where = self.places(spec, sequence.blocks[at], mine)
-        for views in self.written_by_compute():
+        for views in (self.pools, self.shadows):
             put(views[name], *where, truth)
-
-    def written_by_compute(self) -> tuple[dict[str, torch.Tensor], ...]:
-        return self.pools, self.shadows
 
     def truth(self, digest: NDArray[np.uint64], name: str) -> NDArray[np.uint8]:
         return oracle.cells(digest, layer_number(name), self.heads, self.pools[name].shape[3])

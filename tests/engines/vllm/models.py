@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -16,12 +18,15 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.engines import stubs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
@@ -126,3 +131,15 @@ def config(side: Side, model: Path) -> VllmConfig:
     )
     made.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU: vLLM has no hybrid caches on the CPU
     return made
+
+
+def allocated(
+    plan: KVCacheConfig, made: VllmConfig, seed: Sequence[int], sizes: list[int] | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A rank's caches, full of noise, and all their bytes."""
+    layout = made.cache_config.get_resolved_kv_cache_layout()
+    caches = allocate_kv_cache(plan, torch.device(stubs.DEVICE), layout, sizes)
+    storage = next(iter(caches.values())).untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8, device=stubs.DEVICE).set_(storage)
+    raw.copy_(torch.from_numpy(np.random.default_rng(seed).integers(0, 256, len(raw), np.uint8)))
+    return caches, raw

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,18 +9,15 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from vllm import SamplingParams
-from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
-from tests.engines.vllm.test_connector import BLOCKS, N_TOKENS, blocks_of
+from tests.engines.vllm.test_connector import N_TOKENS, allocate, finished, request
 
 if TYPE_CHECKING:
     from tests.engines.vllm.caches import Side
 TRACE, ROUTER = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
 HEADERS = {"traceparent": f"00-{TRACE:032x}-{ROUTER:016x}-01"}
-DONE = RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +35,18 @@ def spans(exporter: InMemorySpanExporter) -> InMemorySpanExporter:
     return exporter
 
 
-def request(params: dict[str, Any], name: str = "r", *, traced: bool = True) -> Request:
-    given = {"trace_headers": HEADERS} if traced else {}
-    made = Request(name, list(range(N_TOKENS)), SamplingParams(max_tokens=1), None, **given)
-    made.kv_transfer_params = params
-    return made
-
-
-def prefilled(src: Side, status: RequestStatus = DONE, name: str = "r", **params: Any) -> dict[str, Any] | None:
-    """What prefill answers to a request that it has computed."""
-    done = request({"do_remote_decode": True, **params}, name)
+def prefilled(
+    src: Side, name: str = "r", status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED, **params: Any
+) -> Any:
+    done = request({"do_remote_decode": True, **params}, name=name, headers=HEADERS)
     src.scheduler.on_new_request(done)
     return finished(src, done, status)
 
 
-def finished(src: Side, done: Request, status: RequestStatus = DONE) -> dict[str, Any] | None:
-    done.num_computed_tokens, done.status = done.num_prompt_tokens, status
-    _, params = src.scheduler.request_finished_all_groups(done, tuple(BLOCKS))
-    return json.loads(json.dumps(params))
-
-
-def loading(dst: Side, params: dict[str, Any], **given: Any) -> None:
-    wanted = request(params, **given)
+def loading(dst: Side, params: dict[str, Any], headers: Any = HEADERS) -> None:
+    wanted = request(params, name="r", headers=headers)
     dst.scheduler.get_num_new_matched_tokens(wanted, 16)
-    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9], n_cached=1), N_TOKENS - 16)
+    allocate(dst, wanted, N_TOKENS - 16, n_cached=1)
 
 
 def told(span: ReadableSpan) -> tuple[str, bool, dict[str, Any]]:
@@ -87,7 +71,9 @@ def test_both_engines_are_in_the_router_s_trace(src, dst, spans):
 
 def test_a_transfer_while_prefill_works_begins_with_its_request(src, spans):
     """One span of all samples, as there is one transfer; `computed` says from when on decode waits for it alone."""
-    first, second = (request({"do_remote_decode": True, "transfer_id": "early"}, name) for name in ("0", "1"))
+    first, second = (
+        request({"do_remote_decode": True, "transfer_id": "early"}, name=name, headers=HEADERS) for name in ("0", "1")
+    )
     for one in (first, second):
         src.scheduler.on_new_request(one)
     for one in (first, second):
@@ -101,7 +87,7 @@ def test_a_transfer_while_prefill_works_begins_with_its_request(src, spans):
 def test_what_failed_is_an_error(src, dst, spans):
     loading(dst, prefilled(src))
     dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
-    prefilled(src, RequestStatus.FINISHED_ABORTED, "aborted", transfer_id="another")
+    prefilled(src, "aborted", RequestStatus.FINISHED_ABORTED, transfer_id="another")
     assert [(span.name, span.status.is_ok) for span in spans.get_finished_spans()] == [
         ("kv_transfer.receive", False),
         ("kv_transfer.send", False),
@@ -109,7 +95,7 @@ def test_what_failed_is_an_error(src, dst, spans):
 
 
 def test_an_engine_that_ends_leaves_none_open_and_a_request_without_a_trace_has_none(src, dst, spans):
-    loading(dst, prefilled(src), traced=False)
+    loading(dst, prefilled(src), headers=None)
     dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
     assert not spans.get_finished_spans()
     src.scheduler.shutdown()

@@ -15,7 +15,8 @@ from vllm.v1.request import Request
 
 from pdstage.integrations.vllm import streams
 from pdstage.integrations.vllm.metadata import Chunk, PdStageMetadata, Receive, Remote, Send
-from tests.engines.vllm.caches import PATIENCE_S, Side, until
+from tests.engines.calls import PATIENCE_S
+from tests.engines.vllm.caches import Side, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

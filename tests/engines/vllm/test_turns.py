@@ -158,17 +158,6 @@ def test_prefill_loads_what_another_engine_has_computed_alone(conversation):
         pair.rests()
 
 
-@pytest.mark.parametrize("offset_s", rows([-600.0, 600.0], full={-600.0}))
-def test_another_hosts_clock_changes_nothing(conversation, offset_s: float):
-    with conversation() as pair:
-        pair.p.call("set_clock", offset_s)
-        (new,) = prompts(200, seed=68)
-        said = pair.turn("first", new)
-        pair.turn("second", [*said, 4, 5], "first")
-        assert pair.computed("second", len(said) + 2) == 3
-        pair.rests()
-
-
 def test_states_that_are_decoded_speculatively_are_kept_for_no_turn(sides) -> None:
     """After an answer the state may be in the block of any draft token."""
     with pytest.raises(UsageError, match="bidirectional_kv_xfer for a model with recurrent states"):

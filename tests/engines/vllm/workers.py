@@ -7,11 +7,8 @@ it writes (`model`).
 
 from __future__ import annotations
 
-import time
-import traceback
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import kv_transfer
@@ -27,41 +24,19 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.utils import torch_utils
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.attention.ops.pcp import maybe_gather_mla_latent_cache_inputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
-from vllm.v1.worker.gpu.pcp_manager import maybe_build_pcp_manager
-from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from tests.engines import stubs
-from tests.engines.vllm import oracle
-from tests.engines.vllm.model import Model, Sequence, heads_of, put
+from tests.engines.vllm.model import Model, Sequence, heads_of
+from tests.engines.vllm.models import allocated
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-
-def serve(pipe: Connection, config: VllmConfig, rank: int, meet: str) -> None:
-    """The process: answers calls of the executor by name until the pipe closes."""
-    worker = Worker(config, rank, meet)
-    while True:
-        try:
-            method, args, kwargs = pipe.recv()
-        except EOFError:
-            worker.shutdown()
-            return
-        try:
-            answer: tuple[bool, Any] = (True, getattr(worker, method)(*args, **kwargs))
-        except Exception:  # noqa: BLE001  (carried to the test, which fails with it)
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
 
 
 class Worker(Model):
@@ -72,7 +47,6 @@ class Worker(Model):
         config.parallel_config.rank = rank
         self.sequences: dict[str, Sequence] = {}
         self.admitted: dict[str, int] = {}
-        self.late_ms = 2.0
         self.device = torch.device(stubs.DEVICE)
         if self.device.type != "cpu":
             torch.cuda.set_device(self.device)
@@ -84,7 +58,6 @@ class Worker(Model):
                 self.tp, parallel.pipeline_parallel_size, parallel.prefill_context_parallel_size,
                 parallel.decode_context_parallel_size,
             )  # fmt: skip
-            self.pcp = maybe_build_pcp_manager(config, torch.device("cpu"), supports_mm_inputs=False)
         self.tp_rank = get_tp_group().rank_in_group
         self.dealt = *get_dcp_world_size_and_rank(), config.parallel_config.cp_kv_cache_interleave_size
 
@@ -149,17 +122,12 @@ class Worker(Model):
         self.config.cache_config.cache_hit_alignment_tokens = kv.cache_hit_alignment_tokens
         with set_current_vllm_config(self.config):
             kv_transfer.ensure_kv_transfer_initialized(self.config, kv)
-            layout = self.config.cache_config.get_resolved_kv_cache_layout()
-            caches = allocate_kv_cache(kv, self.device, layout)
-            views = {name: cache.view(torch.uint8) for name, cache in caches.items()}
-            raw = next(iter(views.values())).untyped_storage()
-            self.raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(raw)
-            self.raw.copy_(torch.from_numpy(np.random.default_rng(self.rank).integers(0, 256, len(self.raw), np.uint8)))
+            caches, self.raw = allocated(kv, self.config, [self.rank])
             self.shadow = self.raw.cpu().clone()
-            self.pools = views
+            self.pools = {name: cache.view(torch.uint8) for name, cache in caches.items()}
             self.shadows = {
                 name: self.shadow.as_strided(view.shape, view.stride(), view.storage_offset())
-                for name, view in views.items()
+                for name, view in self.pools.items()
             }
             self.groups = [(group.kv_cache_spec, group.layer_names) for group in kv.kv_cache_groups]
             model = self.config.model_config
@@ -190,7 +158,8 @@ class Worker(Model):
         with set_current_vllm_config(self.config):
             self.connector.pre_forward(scheduled)
         names = list(scheduled.num_scheduled_tokens)
-        self.be_late()
+        if stubs.on_gpu():  # the model's work begins later than the connector is called; on the double all work does
+            torch.cuda._sleep(4_000_000)
         sampled = self.forward([(self.sequences[name], scheduled.num_scheduled_tokens[name]) for name in names])
         self.connector.finish_forward()
         transfers = self.connector.post_forward(scheduled.finished_req_ids)
@@ -203,7 +172,7 @@ class Worker(Model):
     def admit(self, scheduled: SchedulerOutput) -> None:
         for new in scheduled.scheduled_new_reqs:
             tokens = list(new.prefill_token_ids or new.prompt_token_ids or [])
-            sequence = Sequence(tokens, new.block_ids, new.num_computed_tokens, n_prefill=len(tokens))
+            sequence = Sequence(tokens, new.block_ids, new.num_computed_tokens)
             self.sequences[new.req_id] = sequence
             self.admitted.setdefault(new.req_id, sequence.computed)
             self.read(sequence, self.adopt)
@@ -220,63 +189,11 @@ class Worker(Model):
         """How many tokens each request had computed, here or elsewhere, when it was first scheduled."""
         return self.admitted
 
-    def written_by_compute(self) -> tuple[dict[str, torch.Tensor], ...]:
-        return super().written_by_compute() if self.pcp is None else (self.shadows,)
-
-    def compute_layer(self, name: str, at: int, spec: KVCacheSpec, batch: list[tuple[Sequence, int]]) -> None:
-        """Under prefill context parallelism vLLM's own code says which tokens this rank computes, and which of all
-        ranks' tokens it writes where. The shadow holds what this rank must have of all tokens.
-        """
-        super().compute_layer(name, at, spec, batch)
-        if self.pcp is None:
-            return
-        counts = np.array([n for _, n in batch])
-        starts = np.array([sequence.computed for sequence, _ in batch])
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        is_prefill = np.array([sequence.computed < sequence.n_prefill for sequence, _ in batch])
-        segments, per_rank = self.pcp._build_batch_layout(counts, starts, is_prefill, offsets)
-        mine = segments[self.pcp.pcp_rank]
-        truth = np.concatenate([
-            self.truth(oracle.digests(sequence.tokens)[sequence.computed : sequence.computed + n], name)[:, 0]
-            for sequence, n in batch
-        ])  # fmt: skip
-        latents = torch.zeros(max(per_rank), truth.shape[1], dtype=torch.uint8)
-        for one in mine:
-            latents[one.rank_local_batch_slice] = torch.from_numpy(truth[one.global_batch_slice])
-        slots = np.full((1, offsets[-1]), PAD_SLOT_ID)
-        for offset, (sequence, n) in zip(offsets, batch, strict=False):
-            held = self.own(spec, np.arange(sequence.computed, sequence.computed + n))
-            blocks, rows = self.places(spec, sequence.blocks[at], held)
-            slots[0, offset + held - sequence.computed] = blocks * spec.block_size + rows
-        (gathered,) = self.pcp._convert_to_gathered_slot_mappings(torch.from_numpy(slots))
-        n_decode = sum(one.num_tokens for one in mine if not is_prefill[one.global_batch_req_idx])
-        n_rope = self.config.model_config.hf_text_config.qk_rope_head_dim * 2
-        kv, rope, where = maybe_gather_mla_latent_cache_inputs(
-            latents[:, :-n_rope], latents[:, None, -n_rope:], gathered, n_decode, True, self.pcp.shard_decode_requests
-        )
-        kept = where != PAD_SLOT_ID
-        blocks, rows = where[kept] // spec.block_size, where[kept] % spec.block_size
-        put(self.pools[name], blocks, rows, torch.cat([kv, rope[:, 0]], 1)[kept][:, None])
-
     def computed(self, name: str) -> None:
         """As an attention layer ends, in `maybe_transfer_kv_layer`."""
         connector = kv_transfer.get_kv_transfer_group()
         assert connector.has_connector_metadata()
         connector.save_kv_layer(name, self.pools[name], None)
-
-    def be_late(self) -> None:
-        """The model's work on a GPU begins later than the connector is called. On the double all work does."""
-        if stubs.on_gpu():
-            torch.cuda._sleep(int(self.late_ms * 2e6))
-
-    def forget_events(self) -> None:
-        """From now on no copy waits for the model's work."""
-        kv_transfer.get_kv_transfer_group().worker_side._event = lambda: None
-        self.late_ms = 20.0
-
-    def set_clock(self, offset_s: float) -> None:
-        real = time.time
-        time.time = lambda: real() + offset_s
 
     def written(self) -> int:
         side = kv_transfer.get_kv_transfer_group().worker_side
