@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport._peer import Met, Unheld
+from pdstage.transport._peer import Here, Met, Unheld
 from pdstage.transport.base import (
     Event,
     Ranges,
@@ -266,6 +266,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         for peer in list(self.links):
             self.disconnect(peer)
         self.closed = True
+        Here.lives.pop(self.life, None)
         self._shut()
         self.met.close()
         self.events.clear()

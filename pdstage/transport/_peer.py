@@ -11,9 +11,10 @@ import ctypes
 import errno
 import os
 import select
+import weakref
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -211,7 +212,7 @@ class Unheld:
 class Here:
     """A transport of this process. Its life ends with its `close`, which removes it from `lives`."""
 
-    lives: ClassVar[set[str]] = set()
+    lives: ClassVar[weakref.WeakValueDictionary[str, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self, life: str) -> None:
         self._life = life

@@ -289,7 +289,6 @@ class LocalTransport(Backend[_Link, _Description]):
         self._peers_on_devices.discard(peer)
 
     def _shut(self) -> None:
-        Here.lives.pop(self.life, None)
         self._devices.close()
         self._epoll.close()
         self._inbox.close()

@@ -99,7 +99,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
         self._sending = self._engine
         self._engines = {self._engine}  # and older engines that still reach a peer
         self.life = secrets.token_hex(16)
-        Here.lives.add(self.life)
+        Here.lives[self.life] = self
         self._identity = own_identity()
         self._ways: dict[str, Way] = {}
 
@@ -205,7 +205,6 @@ class MooncakeTransport(Backend[_Link, _Description]):
             way.leave()
         for each in self._engines:
             each.leave()
-        Here.lives.discard(self.life)
         self._ways.clear()
 
 

@@ -99,11 +99,10 @@ class NixlTransport(Backend[_Link, _Description]):
 
     `progress_thread`: lets UCX advance in its own thread; without it, only while `poll` is called, on both sides. NIXL
     1.5.1's thread spins on a whole core even when idle (its Python API sets no delay), so it is off by default.
-    `n_threads`: that many threads share posts of 1,024 descriptors and more. `devices`: the network devices to use
+    `devices`: the network devices to use
     ("mlx5_0", "mlx5_1:1", "eth0"), instead of those that UCX finds or `UCX_NET_DEVICES` names; "auto": the RDMA devices
     nearest to the memory that `near` names, "cuda:N" or "cpu", and if there are none what UCX finds. `rails`: UCX
     spreads a large write over at most so many of them; None: over two, as NIXL sets it, or as `UCX_MAX_RMA_RAILS` says.
-    `numa_node`: keeps those threads on its processors and, without `devices`, the RDMA traffic on its network cards.
     `host`: an address of this machine. If nothing else chooses devices, UCX uses RDMA, loopback and the interface that
     holds it. `telemetry`: measures each post, for `Done.figures` and the node's metrics.
     """
@@ -130,15 +129,13 @@ class NixlTransport(Backend[_Link, _Description]):
         self,
         *,
         progress_thread: bool = False,
-        n_threads: int = 0,
         devices: Sequence[str] = (),
         near: str = "cpu",
         rails: int | None = None,
-        numa_node: int | None = None,
         host: str = "",
         telemetry: bool = False,
     ) -> None:
-        """Raises `UsageError` for a device or node that this host lacks or that is down, `TransportError` if NIXL's UCX
+        """Raises `UsageError` for a device that this host lacks or that is down, `TransportError` if NIXL's UCX
         plugin does not start.
         """
         super().__init__()
@@ -146,11 +143,9 @@ class NixlTransport(Backend[_Link, _Description]):
         self._agent: Any = start(
             self.life,
             progress_thread=progress_thread,
-            n_threads=n_threads,
             devices=devices,
             near=near,
             rails=rails,
-            numa_node=numa_node,
             host=host,
             telemetry=telemetry,
         )
@@ -158,7 +153,7 @@ class NixlTransport(Backend[_Link, _Description]):
         if progress_thread:
             self.traits = replace(self.traits, polled=False)  # type: ignore[misc]
         self._identity = own_identity()
-        Here.lives.add(self.life)
+        Here.lives[self.life] = self
         self._knows_metadata = is_known(self._agent.get_agent_metadata(), self.life)
         self._memory = Memory(self._agent)
         self._flights: dict[int, _InFlight] = {}
@@ -250,7 +245,6 @@ class NixlTransport(Backend[_Link, _Description]):
         self._flights.clear()
         self._users.clear()
         del agent
-        Here.lives.discard(self.life)
 
     def _add_agent(self, peer: str, description: _Description) -> None:
         """Loads a peer's metadata, newer over older. Raises `PeerError` if NIXL refuses it or `check_metadata` does."""
