@@ -24,9 +24,7 @@ from pdstage.transport.base import (
     check_kinds,
     check_spans,
     closed,
-    is_itself,
     not_connected,
-    not_registered,
     read_description,
 )
 
@@ -204,7 +202,8 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
 
     def _connect(self, peer: str, given: AnyDescription) -> None:
         if given.life == self.life:
-            raise is_itself(peer)
+            what = f"peer {peer!r} is this transport itself"
+            raise UsageError(what, remedy="connect two transports", peer=peer)
         link = self.links.get(peer)
         if link is not None and link.description.life == given.life:
             self._refresh(link, given)
@@ -229,7 +228,8 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         prepared = Ranges(link.prepared.whose, regions)
         for region in prepared.regions:
             if not self._offers(link, region):
-                raise not_registered(peer, region)
+                what = f"peer {peer!r} has not registered {region}"
+                raise PeerError(what, remedy="connect again with its newest description")
         self._prepare(link, prepared)
 
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:

@@ -76,7 +76,6 @@ _environment = threading.Lock()
 def start(  # one keyword per choice that NIXL or UCX leaves to its user
     name: str,
     *,
-    progress_thread: bool,
     devices: Sequence[str],
     near: str,
     rails: int | None,
@@ -89,7 +88,7 @@ def start(  # one keyword per choice that NIXL or UCX leaves to its user
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each start to stdout
     config = _api.nixl_agent_config(
-        enable_prog_thread=progress_thread,
+        enable_prog_thread=False,
         capture_telemetry=telemetry,
         backends=["UCX"],
         sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,

@@ -126,9 +126,9 @@ class LocalTransport(Backend[_Link, _Description]):
         super().__init__()
         self._identity = own_identity()
         self._blocked: set[_Link] = set()
-        self._devices: Devices[_Copy] = Devices(self._load_cuda)
+        self._devices = Devices(_cuda_ipc.here)
         self._peers_on_devices: set[str] = set()
-        if self._has_cuda():
+        if _cuda_ipc.is_here():
             self.traits = replace(self.traits, kinds=self.traits.kinds | {KIND}, stops_reads=False)  # type: ignore[misc]
         self._inbox = Inbox()
         self._bell = Bell()
@@ -137,9 +137,6 @@ class LocalTransport(Backend[_Link, _Description]):
         self._epoll.register(self._bell, select.EPOLLIN)
         self.life = self._inbox.name
         Here.lives[self.life] = self
-
-    _has_cuda = staticmethod(_cuda_ipc.is_here)
-    _load_cuda = staticmethod(_cuda_ipc.here)
 
     def _register(self, regions: Sequence[Region]) -> None:
         self._devices.register(regions)

@@ -32,7 +32,6 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -95,16 +94,15 @@ class _InFlight(NamedTuple):
 
 
 class NixlTransport(Backend[_Link, _Description]):
-    """Transport `nixl`.
+    """Transport `nixl`. UCX advances only while `poll` is called, on both sides: NIXL 1.5.1's own thread spins on a
+    whole core even when idle.
 
-    `progress_thread`: lets UCX advance in its own thread; without it, only while `poll` is called, on both sides. NIXL
-    1.5.1's thread spins on a whole core even when idle (its Python API sets no delay), so it is off by default.
-    `devices`: the network devices to use
-    ("mlx5_0", "mlx5_1:1", "eth0"), instead of those that UCX finds or `UCX_NET_DEVICES` names; "auto": the RDMA devices
-    nearest to the memory that `near` names, "cuda:N" or "cpu", and if there are none what UCX finds. `rails`: UCX
-    spreads a large write over at most so many of them; None: over two, as NIXL sets it, or as `UCX_MAX_RMA_RAILS` says.
-    `host`: an address of this machine. If nothing else chooses devices, UCX uses RDMA, loopback and the interface that
-    holds it. `telemetry`: measures each post, for `Done.figures` and the node's metrics.
+    `devices`: the network devices to use ("mlx5_0", "mlx5_1:1", "eth0"), instead of those that UCX finds or
+    `UCX_NET_DEVICES` names; "auto": the RDMA devices nearest to the memory that `near` names, "cuda:N" or "cpu", and if
+    there are none what UCX finds. `rails`: UCX spreads a large write over at most so many of them; None: over two, as
+    NIXL sets it, or as `UCX_MAX_RMA_RAILS` says. `host`: an address of this machine. If nothing else chooses devices,
+    UCX uses RDMA, loopback and the interface that holds it. `telemetry`: measures each post, for `Done.figures` and
+    the node's metrics.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -128,7 +126,6 @@ class NixlTransport(Backend[_Link, _Description]):
     def __init__(
         self,
         *,
-        progress_thread: bool = False,
         devices: Sequence[str] = (),
         near: str = "cpu",
         rails: int | None = None,
@@ -142,7 +139,6 @@ class NixlTransport(Backend[_Link, _Description]):
         self.life = f"pdstage.{secrets.token_hex(16)}"
         self._agent: Any = start(
             self.life,
-            progress_thread=progress_thread,
             devices=devices,
             near=near,
             rails=rails,
@@ -150,8 +146,6 @@ class NixlTransport(Backend[_Link, _Description]):
             telemetry=telemetry,
         )
         self._telemetry, self._warned = telemetry, False
-        if progress_thread:
-            self.traits = replace(self.traits, polled=False)  # type: ignore[misc]
         self._identity = own_identity()
         Here.lives[self.life] = self
         self._knows_metadata = is_known(self._agent.get_agent_metadata(), self.life)

@@ -24,7 +24,7 @@ from tests import descriptors, processes
 from tests.chaos import account, plan
 from tests.chaos.engine import DecodeEngine, Engine, PrefillEngine
 from tests.chaos.memory import Pages, make_rows
-from tests.transport.faults import FaultyTransport
+from tests.transport.faults import faulty
 
 state.strict = True
 importlib.import_module("pdstage.manager")
@@ -107,10 +107,9 @@ def _engine(job: Job, say) -> Engine:
 
 def _node(job: Job, pages: Pages) -> PrefillNode | DecodeNode:
     site, place = job.site, Topology(tp_size=job.engine.tp, tp_rank=job.rank)
-    faulty = site.faults and not job.life
     transport = site.transport
-    if faulty:
-        transport = FaultyTransport(open_from_config(transport, "cpu", job.host), **site.faults)
+    if site.faults and not job.life:
+        transport = faulty(open_from_config(transport, "cpu", job.host), **site.faults)
     common = {
         "transport": transport,
         "path": site.path, "config": replace(site.config, checksums=site.checksums), "aux": "rdma",

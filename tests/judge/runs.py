@@ -17,7 +17,7 @@ from pdstage.tools.judge import judge
 from pdstage.transport import open_transport
 from tests.manager.conftest import Site
 from tests.manager.engine import QUICK, Rank
-from tests.transport.faults import FaultyTransport
+from tests.transport.faults import faulty
 
 TOKENS = 50
 LATE = {"seed": 3, "delay": 0.7, "delay_s": 0.02}
@@ -35,7 +35,7 @@ def run(
     """
 
     def transport() -> object:
-        return FaultyTransport(open_transport("local"), **faults) if faults else "local"
+        return faulty(open_transport("local"), **faults) if faults else "local"
 
     options = {"path": "staged", "staging_nbytes": 1 << 14, "journal": folder} | options
     ended = []

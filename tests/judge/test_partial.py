@@ -19,7 +19,7 @@ from pdstage.tools.judge import judge
 from pdstage.transport import open_transport
 from tests.judge.runs import LATE, run, turns, written
 from tests.manager.engine import Rank, decode_node, prefill_node
-from tests.transport.faults import FaultyTransport
+from tests.transport.faults import faulty
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_a_killed_process_accuses_nobody(tmp_path):
             path="staged",
             staging_nbytes=1 << 14,
             journal=tmp_path,
-            transport=FaultyTransport(open_transport("local"), **LATE),
+            transport=faulty(open_transport("local"), **LATE),
         ) as p:
             process = context.Process(target=_decode, args=(tmp_path, directory.address, theirs), daemon=True)
             process.start()

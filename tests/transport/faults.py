@@ -12,9 +12,15 @@ import random
 import time
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import TYPE_CHECKING
 
 from pdstage.errors import TransportError
-from pdstage.transport import Done, Inbound, PostFailed, Transport
+from pdstage.transport import Done, PostFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdstage.transport import Event, Spans, Transport
 
 REMEDY = "this fault is deliberate"
 
@@ -41,76 +47,64 @@ class Faults:
     """All faults end this many seconds after the transport was made."""
 
 
-NONE = Faults()
+class Injected:
+    """What stands before some of a transport's verbs."""
 
+    def __init__(self, transport: Transport, faults: Faults) -> None:
+        self.faults = faults
+        self.until = time.monotonic() + faults.for_s
+        self.rng = random.Random(faults.seed)
+        self.post_there, self.poll_there, self.filenos_there = transport.post, transport.poll, transport.filenos
+        self.made_up, self.n_events, self.n_posts = count(-1, -1), count(), 0  # tickets of posts that never began
+        self.to_fail: set[int] = set()
+        self.late: list[tuple[float, int, Event]] = []
 
-def of_inner(verb):
-    return lambda self, *given: getattr(self._inner, verb)(*given)
+    def now(self) -> Faults:
+        return self.faults if time.monotonic() < self.until else Faults()
 
-
-class FaultyTransport(Transport):
-    """`inner` with faults; it owns `inner`. It maps no memory of peers, so that every write is a post."""
-
-    register, unregister, describe = map(of_inner, ("register", "unregister", "describe"))
-    offers, described = map(of_inner, ("offers", "described"))
-    connect, prepare, identify = map(of_inner, ("connect", "prepare", "identify"))
-    disconnect, proved_dead, forget = map(of_inner, ("disconnect", "proved_dead", "forget"))
-
-    def __init__(self, inner: Transport, **faults: float) -> None:
-        self._inner, self._faults = inner, Faults(**faults)
-        self._until = time.monotonic() + self._faults.for_s
-        self._rng = random.Random(self._faults.seed)
-        self.traits = self.traits_of("")
-        self._tickets, self._n_events, self._n_posts = count(1), count(), 0
-        self._under_way: dict[int, tuple[int, bool]] = {}
-        """By the inner ticket: our ticket, and whether it must fail once it is written."""
-        self._late: list[tuple[float, int, object]] = []
-
-    def _now(self):
-        return self._faults if time.monotonic() < self._until else NONE
-
-    def post(self, peer, spans, tag):
-        faults, draw = self._now(), self._rng.random
-        self._n_posts += 1
+    def post(self, peer: str, spans: Spans, tag: bytes) -> int:
+        faults, draw = self.now(), self.rng.random
+        self.n_posts += 1
         refused, failed, written, lost = (
             draw() < chance for chance in (faults.refuse, faults.fail, faults.fail_written, faults.lose_tag)
         )
-        if refused or self._n_posts > faults.die_after:
+        if refused or self.n_posts > faults.die_after:
             raise TransportError(f"a post to peer {peer!r} was refused", remedy=REMEDY)
-        ticket = next(self._tickets)
         if failed:
-            self._tell(PostFailed(ticket, TransportError(f"a post to peer {peer!r} failed", remedy=REMEDY)))
-        else:
-            self._under_way[self._inner.post(peer, spans, b"" if lost else tag)] = ticket, written
+            ticket = next(self.made_up)
+            self.tell(PostFailed(ticket, TransportError(f"a post to peer {peer!r} failed", remedy=REMEDY)))
+            return ticket
+        ticket = self.post_there(peer, spans, b"" if lost else tag)
+        self.to_fail |= {ticket} if written else set()
         return ticket
 
-    def poll(self):
-        for event in self._inner.poll():
-            self._tell(event if isinstance(event, Inbound) else self._ours(event))
+    def poll(self) -> list[Event]:
+        for event in self.poll_there():
+            if isinstance(event, Done) and event.ticket in self.to_fail:
+                unknown = TransportError("a post that was written failed", remedy=REMEDY)
+                self.tell(PostFailed(event.ticket, unknown))
+            else:
+                self.tell(event)
         events, now = [], time.monotonic()
-        while self._late and self._late[0][0] <= now:
-            events.append(heapq.heappop(self._late)[2])
+        while self.late and self.late[0][0] <= now:
+            events.append(heapq.heappop(self.late)[2])
         return events
 
-    def _ours(self, event):
-        ticket, fails = self._under_way.pop(event.ticket)
-        if fails and isinstance(event, Done):
-            return PostFailed(ticket, TransportError("a post that was written failed", remedy=REMEDY))
-        return replace(event, ticket=ticket)
+    def tell(self, event: Event) -> None:
+        faults = self.now()
+        late = self.rng.random() < faults.delay
+        due = time.monotonic() + self.rng.uniform(0.0, faults.delay_s) if late else 0.0
+        heapq.heappush(self.late, (due, next(self.n_events), event))
 
-    def _tell(self, event):
-        faults = self._now()
-        late = self._rng.random() < faults.delay
-        due = time.monotonic() + self._rng.uniform(0.0, faults.delay_s) if late else 0.0
-        heapq.heappush(self._late, (due, next(self._n_events), event))
-
-    def filenos(self):
+    def filenos(self) -> Sequence[int]:
         """None while a delayed event waits, since no descriptor announces it."""
-        return () if self._late else self._inner.filenos()
+        return () if self.late else self.filenos_there()
 
-    def traits_of(self, peer):
-        return replace(self._inner.traits_of(peer), maps=False)
 
-    def close(self):
-        self._late.clear()
-        self._inner.close()
+def faulty(transport: Transport, **faults: float) -> Transport:
+    """The transport, with faults from now on. It maps no memory of peers, so that every write is a post."""
+    injected = Injected(transport, Faults(**faults))
+    for verb in ("post", "poll", "filenos"):
+        setattr(transport, verb, getattr(injected, verb))
+    transport.traits, transport.mapped = replace(transport.traits, maps=False), lambda *_: None
+    return transport
