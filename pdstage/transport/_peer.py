@@ -223,13 +223,6 @@ class Here:
         pass
 
 
-def target_of(identity: Identity, life: str, here: Identity, peer: str) -> Target:
-    """The writer of a description with `identity` and `life`. Raises `TransportError` for a process that has ended."""
-    if identity == here:
-        return Here(life)
-    return Process(identity, peer) if identity.is_visible_from(here) else Unheld(ended=False)
-
-
 class Met:
     """The processes identified as each peer, to tell when all of them have ended."""
 

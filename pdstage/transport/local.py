@@ -124,7 +124,7 @@ class LocalTransport(Backend[_Link, _Description]):
     def __init__(self) -> None:
         """Raises `UsageError` on a system other than Linux."""
         super().__init__()
-        self._identity = own_identity()
+        self.identity = own_identity()
         self._blocked: set[_Link] = set()
         self._devices = Devices(_cuda_ipc.here)
         self._peers_on_devices: set[str] = set()
@@ -150,7 +150,7 @@ class LocalTransport(Backend[_Link, _Description]):
         regions = [(region.base, region.nbytes) for region in self.own.regions if region.kind != KIND]
         backings = ((base, shared.backing(base, nbytes)) for base, nbytes in regions)
         mappable = [(base, backing) for base, backing in backings if backing is not None]
-        return write_description(_Description(self._identity, self.life, regions, mappable, self._devices.exported()))
+        return write_description(_Description(self.identity, self.life, regions, mappable, self._devices.exported()))
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         assert isinstance(target, There | Here)
@@ -163,8 +163,8 @@ class LocalTransport(Backend[_Link, _Description]):
         return fresh
 
     def _target(self, peer: str, description: _Description) -> There | Here:
-        description.identity.check_reachable_from(self._identity, peer)
-        if description.identity == self._identity:
+        description.identity.check_reachable_from(self.identity, peer)
+        if description.identity == self.identity:
             return Here(description.life)
         target = Process(description.identity, peer)
         try:

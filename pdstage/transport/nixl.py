@@ -52,7 +52,7 @@ from pdstage.transport._nixl_agent import (
     is_known,
     start,
 )
-from pdstage.transport._peer import Here, Identity, Target, own_identity, target_of
+from pdstage.transport._peer import Here, Identity, Target, own_identity
 from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport.base import Done, Inbound, PostFailed, Ranges, Traits, write_description
 
@@ -146,7 +146,7 @@ class NixlTransport(Backend[_Link, _Description]):
             telemetry=telemetry,
         )
         self._telemetry, self._warned = telemetry, False
-        self._identity = own_identity()
+        self.identity = own_identity()
         Here.lives[self.life] = self
         self._knows_metadata = is_known(self._agent.get_agent_metadata(), self.life)
         self._memory = Memory(self._agent)
@@ -155,7 +155,7 @@ class NixlTransport(Backend[_Link, _Description]):
 
     def describe(self) -> bytes:
         self.check_open()
-        return write_description(_Description(self.life, self._agent.get_agent_metadata(), self._identity))
+        return write_description(_Description(self.life, self._agent.get_agent_metadata(), self.identity))
 
     def _register(self, regions: Sequence[Region]) -> None:
         self._memory.register(regions)
@@ -168,9 +168,6 @@ class NixlTransport(Backend[_Link, _Description]):
 
     def _unregister(self, regions: Sequence[Region]) -> None:
         self._memory.unregister(regions)
-
-    def _target(self, peer: str, description: _Description) -> Target:
-        return target_of(description.identity, description.life, self._identity, peer)
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         self._add_agent(peer, description)

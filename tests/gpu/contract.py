@@ -18,7 +18,6 @@ from transport.test_contract import (  # noqa: F401  (what has this file's names
     test_every_ticket_ends_once_though_its_peer_was_disconnected,
     test_many_spans_unsorted_and_adjacent,
     test_nothing_of_a_writer_that_is_proved_dead_lands_any_more,
-    test_peer_killed_while_posts_are_in_flight,
     test_peer_registers_more,
     test_peer_restarted_under_its_label,
     test_peer_that_closed_its_transport_is_not_written,

@@ -269,9 +269,14 @@ def fails(pair, spans: object) -> None:
 
 
 def test_posts_to_a_killed_peer_fail(mortal):
-    """Row: post to a killed peer."""
+    """Row: post to a killed peer. Those in flight end, too."""
     mortal.deliver(b"while it lives")
+    mortal.b.stop()
+    log = Log(mortal.a)
+    tickets = [mortal.post([(0, 0, NBYTES)], b"%d" % i) for i in range(40)]
     mortal.b.kill()
+    log.until(lambda: len(log.ended(mortal.a)) == len(tickets))
+    assert sorted(event.ticket for event in log.ended(mortal.a)) == tickets
     for n in (1, 2, 1000):
         fails(mortal, [(0, 64 * i, 64) for i in range(n)])
     mortal.a.disconnect("b")
@@ -302,12 +307,18 @@ def test_an_error_that_is_kept_keeps_nothing_of_a_closed_transport(mortal):
 @pytest.mark.parametrize("verb", ["identify", "connect"])
 def test_a_writer_that_ended_before_it_was_met_is_proved_dead(mortal, verb):
     """Its Welcome was on the way when it was killed. What was lent to it stayed stranded for ever (I14)."""
-    described = mortal.b.describe()
+    a, described, region = mortal.a, mortal.b.describe(), mortal.b.region()
     mortal.b.kill()
-    Log(mortal.a).until(lambda: mortal.a.proved_dead("b"))
-    with contextlib.suppress(TransportError):  # one that finds out at once may say so
-        getattr(mortal.a, verb)("late", described)
-    Log(mortal.a).until(lambda: mortal.a.proved_dead("late"))
+    log = Log(a)
+    log.until(lambda: a.proved_dead("b"))
+    with contextlib.suppress(TransportError):  # one that finds out at once may say so, or at the post
+        getattr(a, verb)("late", described)
+        if verb == "connect":
+            a.prepare("late", [region])
+            a.post("late", [(0, region.base, 8)], b"")
+            log.until(lambda: log.ended(a))
+    assert not log.done(a)
+    log.until(lambda: a.proved_dead("late"))
 
 
 def test_nothing_of_a_writer_that_is_proved_dead_lands_any_more(mortal):
@@ -333,31 +344,6 @@ def test_nothing_of_a_writer_that_is_proved_dead_lands_any_more(mortal):
         a.poll()
     assert a.read(0, NBYTES) == before
     assert a.proved_dead("b")
-
-
-def test_connecting_to_a_dead_peer_fails_now_or_at_the_post(mortal):
-    description, region = mortal.b.describe(), mortal.b.region()
-    mortal.b.kill()
-    try:
-        mortal.a.connect("ghost", description)
-        mortal.a.prepare("ghost", [region])
-        ticket = mortal.a.post("ghost", [(0, region.base, 8)], b"")
-    except TransportError:
-        return
-    mortal.log = Log(mortal.a)
-    mortal.log.until(lambda: [event.ticket for event in mortal.log.ended(mortal.a)] == [ticket])
-    assert mortal.log.done(mortal.a) == []
-
-
-def test_peer_killed_while_posts_are_in_flight(mortal):
-    mortal.deliver(b"while it lives")
-    mortal.b.stop()
-    log = Log(mortal.a)
-    tickets = [mortal.post([(0, 0, NBYTES)], b"%d" % i) for i in range(40)]
-    mortal.b.kill()
-    log.until(lambda: len(log.ended(mortal.a)) == len(tickets))
-    assert sorted(event.ticket for event in log.ended(mortal.a)) == tickets
-    fails(mortal, [(0, 0, 64)])
 
 
 def test_stopped_peer_blocks_nothing_and_goes_on(mortal):

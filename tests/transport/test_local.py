@@ -61,7 +61,7 @@ def test_a_process_that_is_not_in_reach_is_refused_in_words(ends, changes, error
     """Row of local: another container or host. Row of local: peer restarted."""
     a, b = ends
     if "namespaces" in changes:
-        changes = {"namespaces": a.transport._identity.namespaces | changes["namespaces"]}
+        changes = {"namespaces": a.transport.identity.namespaces | changes["namespaces"]}
     with pytest.raises(error, match=said):
         a.connect("it", forged(b, **changes))
 

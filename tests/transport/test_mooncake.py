@@ -224,22 +224,6 @@ def test_a_failed_peer_that_goes_on_is_written_again(a, peers, monkeypatch):
     delivers(a, b, b"again", b"")
 
 
-def test_what_the_peer_has_unregistered_is_refused_there(a, peers):
-    """Row of mooncake: region deregistered. And what it has not is written as before."""
-    b = peers()
-    more = b.register_more()
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region(), more])
-    b.unregister([more])
-    before = b.read_more(5)
-    ticket = a.post("b", [(0, b.base, 5), (0, more.base, 5)], b"")
-    (failed,) = ended(a, ticket)
-    assert isinstance(failed, PostFailed)
-    assert "Mooncake says -1" in str(failed.error)
-    assert b.read_more(5) == before
-    delivers(a, b, b"bytes", b"")
-
-
 def test_what_was_not_begun_when_its_peer_was_disconnected_is_never_sent(a, peers):
     """Row of mooncake: disconnected in flight."""
     b = peers()
