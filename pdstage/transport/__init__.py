@@ -15,8 +15,7 @@ A module `x` of this package that defines a class `TRANSPORT` is the transport "
     mooncake, _transfer_engine  Mooncake's Transfer Engine
     mori                        AMD's MORI-IO
     _auto                       several transports as one
-    _faults                     a transport with deliberate faults
-    _fabric                     network devices and NUMA nodes
+    _fabric                     network devices
     _rails                      which NICs are near which memory, by sysfs
 """
 
@@ -36,7 +35,6 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.plan.spans import Spans
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._backend import Backend, Description, Link, Post
-from pdstage.transport._faults import Faults, FaultyTransport
 from pdstage.transport.base import Done, Event, Figures, Inbound, Mapped, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
@@ -94,9 +92,9 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
     """Opens the transport that a setting names: a name, or `{"name": name, option: value, ...}`.
 
     A value that is a mapping holds one value per device of a host ("cuda:0", or "cpu"), so that its ranks can share the
-    setting; the value for `device` is used. The option `faults` wraps any transport (`_faults.Faults`). `host` is where
-    the control plane listens; transports with an option `host` get it unless one is given. Empty means every interface.
-    Transports with an option `near` get `device`, the memory that `devices="auto"` chooses network devices for.
+    setting; the value for `device` is used. `host` is where the control plane listens; transports with an option `host`
+    get it unless one is given. Empty means every interface. Transports with an option `near` get `device`, the memory
+    that `devices="auto"` chooses network devices for.
     Raises `UsageError` if the setting names no transport, and what `open_transport` raises.
     """
     options: dict[str, object] = {}
@@ -109,7 +107,6 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
         raise UsageError(
             f"transport {config!r} names no transport", remedy='give "nixl", or {"name": "nixl", "devices": ["mlx5_0"]}'
         )
-    faults = Faults.of(options.pop("faults")) if "faults" in options else None
     for option, value in options.items():
         if isinstance(value, Mapping):
             if device not in value:
@@ -120,13 +117,8 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
                 )
             options[option] = value[device]
     if name == "auto" and not options:
-        opened = _auto(host, device)
-    else:
-        opened = open_transport(name, **(_placed(load(name), host, device) | options))
-    if faults is None:
-        return opened
-    log.warning("transport %r injects faults: %s", name, faults)
-    return FaultyTransport(opened, faults)
+        return _auto(host, device)
+    return open_transport(name, **(_placed(load(name), host, device) | options))
 
 
 def available() -> dict[str, str]:

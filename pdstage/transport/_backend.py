@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport._peer import Met, Unheld
+from pdstage.transport._peer import Here, Met, Process, Unheld
 from pdstage.transport.base import (
     Event,
     Ranges,
@@ -24,9 +24,7 @@ from pdstage.transport.base import (
     check_kinds,
     check_spans,
     closed,
-    is_itself,
     not_connected,
-    not_registered,
     read_description,
 )
 
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pdstage.plan.spans import Spans
-    from pdstage.transport._peer import Target
+    from pdstage.transport._peer import Identity, Target
     from pdstage.transport.base import Place
 
 
@@ -123,13 +121,14 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
 
     The public methods make every check that the contract demands before they call a hook. Events go to `self.events`.
     `description_type` is the class of its descriptions. `link_type` is the class of a connected peer: `Link` or a
-    subclass. `life` is this transport's own, as its descriptions give it.
+    subclass. `life` is this transport's own, as its descriptions give it; `identity` its process, if they give that.
     """
 
     description_type: type[AnyDescription]
     link_type: type[AnyLink]
     max_tag_nbytes = 1 << 30
     life: str
+    identity: Identity
 
     def __init__(self) -> None:
         self.own = Ranges("this process's registered memory")
@@ -150,7 +149,14 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         """Raises `PeerError` for a description of the right kind that this process cannot use."""
 
     def _target(self, peer: str, description: AnyDescription) -> Target:
-        """The process that wrote a description, held to tell when it ends. Raises `TransportError` if it has ended."""
+        """The process that wrote a description, held to tell when it ends: by default the one that its `identity`
+        names, if it has one. Raises `TransportError` if it has ended.
+        """
+        identity = getattr(description, "identity", None)
+        if identity is not None and identity == self.identity:
+            return Here(description.life)
+        if identity is not None and identity.is_visible_from(self.identity):
+            return Process(identity, peer)
         return Unheld(ended=False)
 
     def _attach(self, peer: str, description: AnyDescription, target: Target) -> AnyLink:
@@ -204,7 +210,8 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
 
     def _connect(self, peer: str, given: AnyDescription) -> None:
         if given.life == self.life:
-            raise is_itself(peer)
+            what = f"peer {peer!r} is this transport itself"
+            raise UsageError(what, remedy="connect two transports", peer=peer)
         link = self.links.get(peer)
         if link is not None and link.description.life == given.life:
             self._refresh(link, given)
@@ -229,7 +236,8 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         prepared = Ranges(link.prepared.whose, regions)
         for region in prepared.regions:
             if not self._offers(link, region):
-                raise not_registered(peer, region)
+                what = f"peer {peer!r} has not registered {region}"
+                raise PeerError(what, remedy="connect again with its newest description")
         self._prepare(link, prepared)
 
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
@@ -266,6 +274,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         for peer in list(self.links):
             self.disconnect(peer)
         self.closed = True
+        Here.lives.pop(self.life, None)
         self._shut()
         self.met.close()
         self.events.clear()

@@ -63,7 +63,8 @@ class Cuda:
         self._calls = calls
         self._lock = threading.RLock()  # the garbage collector may release a mapping while another is being opened
         self._open: dict[tuple[int, bytes], _Opened] = {}
-        self._batches = library.has_batches
+        self.has_batches = library.has_batches
+        """One call can enqueue many copies: the driver supports it and has not refused it yet."""
         self._contexts: dict[int, int] = {}
 
     def on(self, device: int) -> driver.Current:
@@ -175,18 +176,13 @@ class Cuda:
         except driver.DriverError as error:  # the device failed: the process's end closes it
             log.warning("mapped device memory is not closed: %s", error)
 
-    @property
-    def has_batches(self) -> bool:
-        """Whether one call can enqueue many copies: the driver supports it and has not refused it yet."""
-        return self._batches
-
     def copy_batch(self, spans: Spans, stream: int) -> bool:
         """Enqueues many copies by one call. False if the driver refuses; some copies may have begun then."""
         status = self.driver.copy_batch(spans, stream)
-        self._batches = status == 0
+        self.has_batches = status == 0
         if status:
             log.info("the driver refuses batches of copies (CUresult %d): copies are enqueued one by one", status)
-        return self._batches
+        return self.has_batches
 
 
 class _Opened:

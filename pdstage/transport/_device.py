@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -39,8 +39,6 @@ ON_DEVICE: dict[str, Any] = {
 """Traits that differ for a peer whose device memory is written. The figures are guesses: no GPU was there to measure.
 """
 _OTHER_WAY = "use another transport between the two (auto does), or fix the reason above"
-
-Word = TypeVar("Word")
 
 
 class ExportedRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +95,7 @@ class Views:
         return shifted, held
 
 
-class Devices(Generic[Word]):
+class Devices:
     """The device memory of one transport. `load` returns CUDA; it is called when device memory first appears."""
 
     def __init__(self, load: Callable[[], Cuda]) -> None:
@@ -105,7 +103,7 @@ class Devices(Generic[Word]):
         self._regions: dict[Region, ExportedRegion] = {}
         self._segments: list[Segments] = []
         """Includes regions that were unregistered: a description in use elsewhere may still name their descriptors."""
-        self._copies: dict[int, Copies[Word]] = {}
+        self._copies: dict[int, Copies] = {}
         self._said: set[str] = set()
 
     def register(self, regions: Iterable[Region]) -> None:
@@ -196,19 +194,19 @@ class Devices(Generic[Word]):
             log.warning("device memory of peers is not mapped: %s", why)
         return PeerError(f"device memory of peer {peer!r} is not mapped: {why}", remedy=_OTHER_WAY, peer=peer)
 
-    def copies(self, device: int) -> Copies[Word]:
+    def copies(self, device: int) -> Copies:
         if device not in self._copies:
             self._copies[device] = Copies(self._load(), device)
         return self._copies[device]
 
-    def start(self, word: Word, spans: Spans, views: Views) -> None:
+    def start(self, word: object, spans: Spans, views: Views) -> None:
         """Starts a copy of device memory; `ended` returns `word`. Raises `TransportError` if nothing is copied."""
         dst, held = views.here(spans.dst)
         (copies,) = self._copies.values()
         copies.start(word, spans._replace(dst=dst), held)
 
-    def ended(self) -> list[Ended[Word]]:
-        ended: list[Ended[Word]] = []
+    def ended(self) -> list[Ended]:
+        ended: list[Ended] = []
         for copies in self._copies.values():
             ended += copies.ended()
         return ended
@@ -230,38 +228,38 @@ def _inside(region: Region, offered: ExportedRegion) -> bool:
     return offered.base <= region.base and region.base + region.nbytes <= offered.base + offered.nbytes
 
 
-class Ended(NamedTuple, Generic[Word]):
+class Ended(NamedTuple):
     """A finished copy. Not `settled`: the device failed, and bytes may still land."""
 
-    word: Word
+    word: Any
     error: TransportError | None
     settled: bool = True
 
 
-class _Running(NamedTuple, Generic[Word]):
-    word: Word
+class _Running(NamedTuple):
+    word: Any
     event: int
     held: object
     error: TransportError | None
 
 
-_orphans: list[Copies[Any]] = []
+_orphans: list[Copies] = []
 """Copies in flight of closed transports: their mappings stay until the copies end."""
 _orphans_lock = threading.Lock()
 
 
-class Copies(Generic[Word]):
+class Copies:
     """Copies in one stream of one device, in order."""
 
     def __init__(self, cuda: Cuda, device: int) -> None:
         self._cuda, self._device = cuda, device
-        self.running: deque[_Running[Word]] = deque()
+        self.running: deque[_Running] = deque()
         self._spare: list[int] = []
         with cuda.on(device):
             self._stream = cuda.driver.new_stream()
         reap()
 
-    def start(self, word: Word, spans: Spans, held: object) -> None:
+    def start(self, word: object, spans: Spans, held: object) -> None:
         """Starts independent copies: by one call if the driver supports that, else one call per span.
 
         Raises `TransportError` if nothing is copied. A fault after the first span is reported when the copy ends.
@@ -289,7 +287,7 @@ class Copies(Generic[Word]):
             failed, event = _failed(error), 0
         self.running.append(_Running(word, event, held, failed))
 
-    def ended(self) -> list[Ended[Word]]:
+    def ended(self) -> list[Ended]:
         if not self.running:
             return []
         ended = []

@@ -1,6 +1,6 @@
-"""The network devices and NUMA nodes of this host, to choose which of them a transport uses.
+"""The network devices of this host, to choose which of them a transport uses.
 
-RDMA devices and nodes are read by `_rails`. Plain devices are looked up by name, since sysfs may show another network
+RDMA devices are read by `_rails`. Plain devices are looked up by name, since sysfs may show another network
 namespace's.
 """
 
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
-import os
 import socket
 import struct
 from array import array
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +18,7 @@ from pdstage.errors import UsageError
 from pdstage.transport import _rails
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 _IF_INET6 = Path("/proc/thread-self/net/if_inet6")
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
@@ -105,37 +103,8 @@ def _usable_ports() -> list[str]:
     return [port.name for nic in _rails.read().nics if nic.name in openable for port in nic.active]
 
 
-def near_devices(node: int) -> list[str]:
-    """The RDMA devices on a NUMA node with an active port; empty if the host does not report nodes."""
-    return [nic.name for nic in _rails.read().nics if nic.place.node == node and nic.active]
-
-
 def _is_up(interface: str) -> bool:
     """Whether a plain device is up in this thread's network namespace (netdevice(7))."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         answer = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack("16sH22x", interface.encode(), 0))
     return bool(struct.unpack_from("H", answer, 16)[0] & _IFF_UP)
-
-
-@contextmanager
-def on_node(node: int | None) -> Iterator[None]:
-    """Binds this thread to the processors of a NUMA node for the `with` block. Threads started inside stay bound.
-
-    Raises `UsageError` for a node that does not exist, or that has no processor this process may use.
-    """
-    if node is None:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    wanted = _rails.cpus_of(node) & before
-    if not wanted:
-        raise UsageError(
-            f"NUMA node {node} has no processor that this process may use",
-            remedy="name a node of /sys/devices/system/node, and let the container or `taskset` allow its processors",
-            field="numa_node",
-        )
-    os.sched_setaffinity(0, wanted)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import weakref
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdstage import native, shared
 from pdstage.errors import TransportError, UsageError
+from pdstage.transport import _peer
 from pdstage.transport.base import Mapped
 
 if TYPE_CHECKING:
@@ -25,33 +25,14 @@ if TYPE_CHECKING:
     from pdstage.plan.spans import Spans
     from pdstage.shared import Backing
     from pdstage.transport._peer import Process
-    from pdstage.transport.base import Ranges
 
 log = logging.getLogger(__name__)
 
 _AT_ONCE_NBYTES = 1 << 30
 
 
-class Owner(Protocol):
-    """What transports of one process see of each other."""
-
-    own: Ranges
-
-
-class Here:
+class Here(_peer.Here):
     """A transport of this process: the counterpart of `There`."""
-
-    lives: ClassVar[weakref.WeakValueDictionary[str, Owner]] = weakref.WeakValueDictionary()
-    """The process's transports by inbox name; `close` removes one."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def gone(self) -> bool:
-        return self._name not in self.lives
-
-    def close(self) -> None:
-        pass
 
     def write(self, spans: Spans) -> tuple[int, TransportError | None]:
         error = self.why_not(spans)
@@ -63,7 +44,7 @@ class Here:
     def why_not(self, spans: Spans) -> TransportError | None:
         """Checks the spans: a stray write into another process fails safely, but here it would crash this process."""
         try:
-            self.lives[self._name].own.find(spans.dst, spans.nbytes)
+            self.lives[self._life].own.find(spans.dst, spans.nbytes)
         except UsageError as error:
             return TransportError(str(error), remedy="the peer unregistered memory that was still being written")
         return None
@@ -76,7 +57,7 @@ class Here:
         pass
 
     def mapped(self, address: int, nbytes: int) -> Mapped | None:
-        transport = self.lives.get(self._name)
+        transport = self.lives.get(self._life)
         return Mapped(address, None) if transport is not None and transport.own.holds(address, nbytes) else None
 
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdstage import arguments
-from pdstage.errors import TransportError, UsageError
+from pdstage.errors import TransportError
 from pdstage.transport import _rails
-from pdstage.transport._fabric import device_ports, devices_at, near_devices, on_node
+from pdstage.transport._fabric import device_ports, devices_at
 from pdstage.transport.base import Figures
 
 if TYPE_CHECKING:
@@ -76,39 +76,31 @@ _environment = threading.Lock()
 def start(  # one keyword per choice that NIXL or UCX leaves to its user
     name: str,
     *,
-    progress_thread: bool,
-    n_threads: int,
     devices: Sequence[str],
     near: str,
     rails: int | None,
-    numa_node: int | None,
     host: str,
     telemetry: bool,
 ) -> Any:  # noqa: ANN401  (NIXL's classes have no types)
     """A new agent with the UCX plugin. Raises `UsageError` for a choice that this host lacks, else `TransportError`."""
-    if n_threads < 0:
-        raise UsageError(f"n_threads={n_threads}", remedy="give 0 or more", field="n_threads")
     if rails is not None:
         rails = arguments.integer("rails", rails, low=1, high=_MAX_RAILS)
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each start to stdout
     config = _api.nixl_agent_config(
-        enable_prog_thread=progress_thread,
+        enable_prog_thread=False,
         capture_telemetry=telemetry,
-        num_threads=n_threads,
         backends=["UCX"],
         sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
     )
     if devices == "auto":
-        names = _rails.auto(near, numa_node=numa_node)
+        names = _rails.auto(near)
         log.info('devices="auto" chooses %s for memory on %s', ", ".join(names) or "what UCX finds", near)
     else:
-        if not devices and numa_node is not None:
-            devices = near_devices(numa_node)
         names = device_ports(devices)
     if not names and host and _NET_DEVICES not in os.environ:
         names = devices_at(host)
-    with on_node(numa_node), _choices(names, rails):
+    with _choices(names, rails):
         try:
             agent = _api.nixl_agent(name, config)
         except _StartErrors as error:

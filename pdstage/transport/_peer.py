@@ -11,9 +11,10 @@ import ctypes
 import errno
 import os
 import select
+import weakref
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from pdstage.plan.spans import Spans
     from pdstage.transport.base import Ints
 
-_MAX_SPANS = 1024  # UIO_MAXIOV of the kernel
 _PR_SET_PTRACER = 0x59616D61
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PIDFD_GETFD = 438  # of Linux 5.6; the same on all its processors
@@ -131,7 +131,7 @@ class Process:
         if native.ext is not None:
             written, code = native.ext.write_peer(self.pid, *spans)
         else:
-            written, code = _write_peer(self.pid, *map(np.ascontiguousarray, spans))
+            written, code = _write_peer(self.pid, *spans)
         if self.gone():  # if it ended during the call, only that matters
             return written, self._gone()
         return written, self._reason(code) if code else None
@@ -211,7 +211,7 @@ class Unheld:
 class Here:
     """A transport of this process. Its life ends with its `close`, which removes it from `lives`."""
 
-    lives: ClassVar[set[str]] = set()
+    lives: ClassVar[weakref.WeakValueDictionary[str, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self, life: str) -> None:
         self._life = life
@@ -221,13 +221,6 @@ class Here:
 
     def close(self) -> None:
         pass
-
-
-def target_of(identity: Identity, life: str, here: Identity, peer: str) -> Target:
-    """The writer of a description with `identity` and `life`. Raises `TransportError` for a process that has ended."""
-    if identity == here:
-        return Here(life)
-    return Process(identity, peer) if identity.is_visible_from(here) else Unheld(ended=False)
 
 
 class Met:
@@ -283,28 +276,18 @@ def _libc() -> ctypes.CDLL:
 
 
 def _write_peer(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> tuple[int, int]:
-    """The same as csrc/host/peer_memory.hpp, without the extension. Returns the bytes landed, and the errno or 0."""
-    full = nbytes > 0
-    src, dst, nbytes = src[full], dst[full], nbytes[full]
+    """The same as csrc/host/peer_memory.hpp, without the extension: a call for each span. Returns the bytes landed, and
+    the errno or 0.
+    """
     written = 0
-    for first in range(0, len(nbytes), _MAX_SPANS):
-        batch = slice(first, first + _MAX_SPANS)
-        local = np.stack([src[batch], nbytes[batch]], axis=1)  # struct iovec: address, size
-        remote = np.stack([dst[batch], nbytes[batch]], axis=1)
-        while len(local):
-            n = len(local)
-            copied = _libc().process_vm_writev(pid, local.ctypes.data, n, remote.ctypes.data, n, 0)
-            if copied <= 0:
-                code = ctypes.get_errno() if copied < 0 else errno.EFAULT
-                if code == errno.EINTR:
-                    continue
+    for at, to, left in zip(src.tolist(), dst.tolist(), nbytes.tolist(), strict=True):
+        done = 0
+        while done < left:
+            local, remote = (np.array([base + done, left - done], np.uint64) for base in (at, to))
+            copied = _libc().process_vm_writev(pid, local.ctypes.data, 1, remote.ctypes.data, 1, 0)
+            code = ctypes.get_errno() if copied < 0 else 0 if copied else errno.EFAULT
+            if code not in (0, errno.EINTR):
                 return written, code
-            written += copied
-            ends = np.cumsum(local[:, 1])
-            whole = int(np.searchsorted(ends, copied, side="right"))
-            rest = copied - (int(ends[whole - 1]) if whole else 0)
-            local, remote = local[whole:], remote[whole:]
-            if rest:
-                local[0] += (rest, -rest)
-                remote[0] += (rest, -rest)
+            done += max(copied, 0)
+            written += max(copied, 0)
     return written, 0

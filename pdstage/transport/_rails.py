@@ -218,11 +218,11 @@ def read(root: Path | None = None) -> Tree:
     return Tree(tuple(sorted(nics, key=lambda nic: (nic.place.address, nic.name))), gpus, has_c2c=is_arm)
 
 
-def auto(memory: str, *, numa_node: int | None = None) -> list[str]:
+def auto(memory: str) -> list[str]:
     """The ports that `devices="auto"` chooses for memory on "cuda:N" or "cpu", as UCX names them. Only devices that
     this process may open count. Empty if there are none: then the choice is the transport's.
 
-    Host memory is of `numa_node`, else of the node that holds all processors of this process, else of none.
+    Host memory is of the node that holds all processors of this process, else of none.
     Raises `UsageError` for a GPU that neither driver nor sysfs knows.
     """
     tree, openable = read(), openable_devices()
@@ -230,7 +230,7 @@ def auto(memory: str, *, numa_node: int | None = None) -> list[str]:
     if not any(nic.active for nic in tree.nics):
         return []
     if memory.partition(":")[0] == "cpu":
-        return tree.of_node(own_node() if numa_node is None else numa_node).ports
+        return tree.of_node(own_node()).ports
     address = _address_of(memory)
     gpu = next((gpu for gpu in tree.gpus if gpu.place.address == address), None)
     if gpu is None:

@@ -375,14 +375,6 @@ def not_connected(peer: str) -> UsageError:
     return UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
 
 
-def is_itself(peer: str) -> UsageError:
-    return UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
-
-
-def not_registered(peer: str, region: Region) -> PeerError:
-    return PeerError(f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description")
-
-
 def write_description(description: msgspec.Struct) -> bytes:
     """Encodes the result of `describe`, with a checksum in front, since a backend's parser may not survive damage."""
     body = msgspec.msgpack.encode(description)

@@ -124,11 +124,11 @@ class LocalTransport(Backend[_Link, _Description]):
     def __init__(self) -> None:
         """Raises `UsageError` on a system other than Linux."""
         super().__init__()
-        self._identity = own_identity()
+        self.identity = own_identity()
         self._blocked: set[_Link] = set()
-        self._devices: Devices[_Copy] = Devices(self._load_cuda)
+        self._devices = Devices(_cuda_ipc.here)
         self._peers_on_devices: set[str] = set()
-        if self._has_cuda():
+        if _cuda_ipc.is_here():
             self.traits = replace(self.traits, kinds=self.traits.kinds | {KIND}, stops_reads=False)  # type: ignore[misc]
         self._inbox = Inbox()
         self._bell = Bell()
@@ -137,9 +137,6 @@ class LocalTransport(Backend[_Link, _Description]):
         self._epoll.register(self._bell, select.EPOLLIN)
         self.life = self._inbox.name
         Here.lives[self.life] = self
-
-    _has_cuda = staticmethod(_cuda_ipc.is_here)
-    _load_cuda = staticmethod(_cuda_ipc.here)
 
     def _register(self, regions: Sequence[Region]) -> None:
         self._devices.register(regions)
@@ -153,7 +150,7 @@ class LocalTransport(Backend[_Link, _Description]):
         regions = [(region.base, region.nbytes) for region in self.own.regions if region.kind != KIND]
         backings = ((base, shared.backing(base, nbytes)) for base, nbytes in regions)
         mappable = [(base, backing) for base, backing in backings if backing is not None]
-        return write_description(_Description(self._identity, self.life, regions, mappable, self._devices.exported()))
+        return write_description(_Description(self.identity, self.life, regions, mappable, self._devices.exported()))
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         assert isinstance(target, There | Here)
@@ -166,8 +163,8 @@ class LocalTransport(Backend[_Link, _Description]):
         return fresh
 
     def _target(self, peer: str, description: _Description) -> There | Here:
-        description.identity.check_reachable_from(self._identity, peer)
-        if description.identity == self._identity:
+        description.identity.check_reachable_from(self.identity, peer)
+        if description.identity == self.identity:
             return Here(description.life)
         target = Process(description.identity, peer)
         try:
@@ -289,7 +286,6 @@ class LocalTransport(Backend[_Link, _Description]):
         self._peers_on_devices.discard(peer)
 
     def _shut(self) -> None:
-        Here.lives.pop(self.life, None)
         self._devices.close()
         self._epoll.close()
         self._inbox.close()

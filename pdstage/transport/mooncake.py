@@ -29,7 +29,7 @@ from pdstage.layout import Region
 from pdstage.transport import _rails
 from pdstage.transport._backend import Backend, Link, Post, offered
 from pdstage.transport._fabric import device_ports, own_address
-from pdstage.transport._peer import Here, Identity, own_identity, target_of
+from pdstage.transport._peer import Here, Identity, own_identity
 from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport._transfer_engine import Engine, Transfer, Way, check_protocol, failed, library, said
 from pdstage.transport.base import Done, PostFailed, Ranges, Traits, write_description
@@ -99,8 +99,8 @@ class MooncakeTransport(Backend[_Link, _Description]):
         self._sending = self._engine
         self._engines = {self._engine}  # and older engines that still reach a peer
         self.life = secrets.token_hex(16)
-        Here.lives.add(self.life)
-        self._identity = own_identity()
+        Here.lives[self.life] = self
+        self.identity = own_identity()
         self._ways: dict[str, Way] = {}
 
     def _register(self, regions: Sequence[Region]) -> None:
@@ -125,7 +125,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
         self.check_open()
         engine = self._engine
         return write_description(
-            _Description(engine.key[0], engine.host, engine.port, self.life, self._identity, list(self.own.regions))
+            _Description(engine.key[0], engine.host, engine.port, self.life, self.identity, list(self.own.regions))
         )
 
     def _check(self, peer: str, description: _Description) -> None:
@@ -134,9 +134,6 @@ class MooncakeTransport(Backend[_Link, _Description]):
             what = f"peer {peer!r} is at {description.host!r} with protocol {description.protocol!r}"
             remedy = "choose one protocol and an address for both sides"
             raise PeerError(f"{what}, and this rank uses {ours!r}", remedy=remedy, peer=peer)
-
-    def _target(self, peer: str, description: _Description) -> Target:
-        return target_of(description.identity, description.life, self._identity, peer)
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         link = _Link(peer, description)
@@ -205,7 +202,6 @@ class MooncakeTransport(Backend[_Link, _Description]):
             way.leave()
         for each in self._engines:
             each.leave()
-        Here.lives.discard(self.life)
         self._ways.clear()
 
 

@@ -32,7 +32,6 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -53,7 +52,7 @@ from pdstage.transport._nixl_agent import (
     is_known,
     start,
 )
-from pdstage.transport._peer import Here, Identity, Target, own_identity, target_of
+from pdstage.transport._peer import Here, Identity, Target, own_identity
 from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport.base import Done, Inbound, PostFailed, Ranges, Traits, write_description
 
@@ -95,17 +94,15 @@ class _InFlight(NamedTuple):
 
 
 class NixlTransport(Backend[_Link, _Description]):
-    """Transport `nixl`.
+    """Transport `nixl`. UCX advances only while `poll` is called, on both sides: NIXL 1.5.1's own thread spins on a
+    whole core even when idle.
 
-    `progress_thread`: lets UCX advance in its own thread; without it, only while `poll` is called, on both sides. NIXL
-    1.5.1's thread spins on a whole core even when idle (its Python API sets no delay), so it is off by default.
-    `n_threads`: that many threads share posts of 1,024 descriptors and more. `devices`: the network devices to use
-    ("mlx5_0", "mlx5_1:1", "eth0"), instead of those that UCX finds or `UCX_NET_DEVICES` names; "auto": the RDMA devices
-    nearest to the memory that `near` names, "cuda:N" or "cpu", and if there are none what UCX finds. `rails`: UCX
-    spreads a large write over at most so many of them; None: over two, as NIXL sets it, or as `UCX_MAX_RMA_RAILS` says.
-    `numa_node`: keeps those threads on its processors and, without `devices`, the RDMA traffic on its network cards.
-    `host`: an address of this machine. If nothing else chooses devices, UCX uses RDMA, loopback and the interface that
-    holds it. `telemetry`: measures each post, for `Done.figures` and the node's metrics.
+    `devices`: the network devices to use ("mlx5_0", "mlx5_1:1", "eth0"), instead of those that UCX finds or
+    `UCX_NET_DEVICES` names; "auto": the RDMA devices nearest to the memory that `near` names, "cuda:N" or "cpu", and if
+    there are none what UCX finds. `rails`: UCX spreads a large write over at most so many of them; None: over two, as
+    NIXL sets it, or as `UCX_MAX_RMA_RAILS` says. `host`: an address of this machine. If nothing else chooses devices,
+    UCX uses RDMA, loopback and the interface that holds it. `telemetry`: measures each post, for `Done.figures` and
+    the node's metrics.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -129,36 +126,28 @@ class NixlTransport(Backend[_Link, _Description]):
     def __init__(
         self,
         *,
-        progress_thread: bool = False,
-        n_threads: int = 0,
         devices: Sequence[str] = (),
         near: str = "cpu",
         rails: int | None = None,
-        numa_node: int | None = None,
         host: str = "",
         telemetry: bool = False,
     ) -> None:
-        """Raises `UsageError` for a device or node that this host lacks or that is down, `TransportError` if NIXL's UCX
+        """Raises `UsageError` for a device that this host lacks or that is down, `TransportError` if NIXL's UCX
         plugin does not start.
         """
         super().__init__()
         self.life = f"pdstage.{secrets.token_hex(16)}"
         self._agent: Any = start(
             self.life,
-            progress_thread=progress_thread,
-            n_threads=n_threads,
             devices=devices,
             near=near,
             rails=rails,
-            numa_node=numa_node,
             host=host,
             telemetry=telemetry,
         )
         self._telemetry, self._warned = telemetry, False
-        if progress_thread:
-            self.traits = replace(self.traits, polled=False)  # type: ignore[misc]
-        self._identity = own_identity()
-        Here.lives.add(self.life)
+        self.identity = own_identity()
+        Here.lives[self.life] = self
         self._knows_metadata = is_known(self._agent.get_agent_metadata(), self.life)
         self._memory = Memory(self._agent)
         self._flights: dict[int, _InFlight] = {}
@@ -166,7 +155,7 @@ class NixlTransport(Backend[_Link, _Description]):
 
     def describe(self) -> bytes:
         self.check_open()
-        return write_description(_Description(self.life, self._agent.get_agent_metadata(), self._identity))
+        return write_description(_Description(self.life, self._agent.get_agent_metadata(), self.identity))
 
     def _register(self, regions: Sequence[Region]) -> None:
         self._memory.register(regions)
@@ -179,9 +168,6 @@ class NixlTransport(Backend[_Link, _Description]):
 
     def _unregister(self, regions: Sequence[Region]) -> None:
         self._memory.unregister(regions)
-
-    def _target(self, peer: str, description: _Description) -> Target:
-        return target_of(description.identity, description.life, self._identity, peer)
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         self._add_agent(peer, description)
@@ -250,7 +236,6 @@ class NixlTransport(Backend[_Link, _Description]):
         self._flights.clear()
         self._users.clear()
         del agent
-        Here.lives.discard(self.life)
 
     def _add_agent(self, peer: str, description: _Description) -> None:
         """Loads a peer's metadata, newer over older. Raises `PeerError` if NIXL refuses it or `check_metadata` does."""

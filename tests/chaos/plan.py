@@ -78,7 +78,7 @@ class Site:
     """"apart": each rank in a namespace of its own; "shared": all in one; "": where the supervisor is, uncut."""
     fabric: str = ""
     faults: dict[str, float] = field(default_factory=dict)
-    """Of a rank's transport in its first life (docs/transports.md, Deliberate faults). They end before the round."""
+    """Of a rank's transport in its first life (`transport.faults.Faults`). They end before the round."""
     large: bool = False
     config: Config = field(default=CONFIG, repr=False)
     room_s: float = 8.0

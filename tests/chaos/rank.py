@@ -24,6 +24,7 @@ from tests import descriptors, processes
 from tests.chaos import account, plan
 from tests.chaos.engine import DecodeEngine, Engine, PrefillEngine
 from tests.chaos.memory import Pages, make_rows
+from tests.transport.faults import faulty
 
 state.strict = True
 importlib.import_module("pdstage.manager")
@@ -105,9 +106,11 @@ def _engine(job: Job, say) -> Engine:
 
 def _node(job: Job, pages: Pages) -> PrefillNode | DecodeNode:
     site, place = job.site, Topology(tp_size=job.engine.tp, tp_rank=job.rank)
-    faulty = site.faults and not job.life
+    transport = site.transport
+    if site.faults and not job.life:
+        transport = faulty(open_from_config(transport, "cpu", job.host), **site.faults)
     common = {
-        "transport": {"name": site.transport, "faults": site.faults} if faulty else site.transport,
+        "transport": transport,
         "path": site.path, "config": replace(site.config, checksums=site.checksums), "aux": "rdma",
         "bind": f"tcp://{job.host}:{job.port}", "insecure": bool(job.where), "staging_nbytes": job.staging_nbytes,
         "metadata": make_rows(), "journal": job.journals, "progress": job.engine.progress,

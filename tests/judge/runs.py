@@ -14,30 +14,36 @@ import msgspec
 from pdstage import PdstageError, State
 from pdstage.manager.journal import OLDER, SUFFIX, Head, Line
 from pdstage.tools.judge import judge
+from pdstage.transport import open_transport
 from tests.manager.conftest import Site
 from tests.manager.engine import QUICK, Rank
+from tests.transport.faults import faulty
 
 TOKENS = 50
-LATE = {"name": "local", "faults": {"seed": 3, "delay": 0.7, "delay_s": 0.02}}
+LATE = {"seed": 3, "delay": 0.7, "delay_s": 0.02}
 """Posts whose ends, and tags whose arrivals, are told later."""
 SOON = replace(QUICK, transfer_s=1.0)
 """For rooms that wait for what never comes."""
 
 
 def run(
-    folder: Path, *, rooms: int = 12, at_a_time: int = 4, transport: object = "local", limit_s: float = 60.0, **options
+    folder: Path, *, rooms: int = 12, at_a_time: int = 4, faults: dict | None = None, limit_s: float = 60.0, **options
 ) -> list[State]:
     """How the rooms ended at decode. Every fourth is given up while its chunks are on their way, by either side.
 
     Never raises for what the nodes do wrong: that is the judge's to say. Rooms that are not over in `limit_s` are left.
     """
+
+    def transport() -> object:
+        return faulty(open_transport("local"), **faults) if faults else "local"
+
     options = {"path": "staged", "staging_nbytes": 1 << 14, "journal": folder} | options
     ended = []
     with ExitStack() as stack, contextlib.suppress(PdstageError):
         site = Site(stack)
         src, dst = [Rank(2, rank) for rank in range(2)], Rank(hnd=True)
-        prefill = [site.prefill(rank, transport=transport, **options) for rank in src]
-        decode = site.decode(dst, transport=transport, **options)
+        prefill = [site.prefill(rank, transport=transport(), **options) for rank in src]
+        decode = site.decode(dst, transport=transport(), **options)
         for first in range(0, rooms, at_a_time):
             handles = []
             for room in range(first, first + at_a_time):

@@ -16,14 +16,16 @@ from pdstage import PdstageError, UsageError, cli
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.manager.journal import OLDER, Journal
 from pdstage.tools.judge import judge
+from pdstage.transport import open_transport
 from tests.judge.runs import LATE, run, turns, written
 from tests.manager.engine import Rank, decode_node, prefill_node
+from tests.transport.faults import faulty
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
-    run(folder, transport=LATE, rooms=8)
+    run(folder, faults=LATE, rooms=8)
     return folder
 
 
@@ -115,7 +117,12 @@ def test_a_killed_process_accuses_nobody(tmp_path):
         ours, theirs = context.Pipe()
         rank = Rank()
         with prefill_node(
-            rank, directory.address, path="staged", staging_nbytes=1 << 14, journal=tmp_path, transport=LATE
+            rank,
+            directory.address,
+            path="staged",
+            staging_nbytes=1 << 14,
+            journal=tmp_path,
+            transport=faulty(open_transport("local"), **LATE),
         ) as p:
             process = context.Process(target=_decode, args=(tmp_path, directory.address, theirs), daemon=True)
             process.start()

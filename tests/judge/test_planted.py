@@ -23,7 +23,7 @@ def runs(tmp_path_factory) -> dict[str, dict[str, Written]]:
     made = {}
     for path in ("staged", "direct"):
         folder = tmp_path_factory.mktemp(path)
-        run(folder, path=path, transport=LATE, rooms=8)
+        run(folder, path=path, faults=LATE, rooms=8)
         made[path] = written(folder)
     return made
 

@@ -12,7 +12,7 @@ from tests.judge.runs import LATE, SOON, rules, run
 
 @pytest.mark.parametrize(("path", "progress"), [("staged", "inline"), ("direct", "inline"), ("staged", "thread")])
 def test_a_run_is_judged_good(tmp_path, path, progress):
-    ended = run(tmp_path, path=path, progress=progress, transport=LATE)
+    ended = run(tmp_path, path=path, progress=progress, faults=LATE)
     verdict = judge([tmp_path])
     assert not verdict.wrong, "\n".join(verdict.wrong)
     assert ended.count(State.SUCCESS) >= 9
@@ -31,8 +31,8 @@ def test_a_run_is_judged_good(tmp_path, path, progress):
 )
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_run_with_faults_is_judged_good(tmp_path, path, faults):
-    transport = {"name": "local", "faults": {"seed": 5, "delay": 0.5, "delay_s": 0.01, **faults}}
-    ended = run(tmp_path, path=path, transport=transport, rooms=8, config=SOON)
+    faults = {"seed": 5, "delay": 0.5, "delay_s": 0.01, **faults}
+    ended = run(tmp_path, path=path, faults=faults, rooms=8, config=SOON)
     verdict = judge([tmp_path])
     assert not verdict.wrong, "\n".join(verdict.wrong)
     assert verdict.counts["writes"] > 0
@@ -42,7 +42,7 @@ def test_a_run_with_faults_is_judged_good(tmp_path, path, faults):
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_short_run_is_judged_good(tmp_path, path):
     """What `test_planted` tries deliberate bugs with: it says which rules are broken, and waits for no room long."""
-    run(tmp_path, path=path, transport=LATE, rooms=8, limit_s=5.0)
+    run(tmp_path, path=path, faults=LATE, rooms=8, limit_s=5.0)
     verdict = judge([tmp_path])
     assert not verdict.wrong, f"judged wrong: {rules(verdict.wrong)}"
     assert verdict.judged

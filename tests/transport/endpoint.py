@@ -10,7 +10,6 @@ import os
 import platform
 import select
 import signal
-import socket
 import struct
 import time
 from pathlib import Path
@@ -29,10 +28,10 @@ from tests import descriptors, processes, wiretap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from multiprocessing.context import BaseContext
 
     from pdstage.transport import Transport
 
+spawn = multiprocessing.get_context("spawn")
 NBYTES = 8 << 20
 DEADLINE_S = 240.0
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
@@ -95,25 +94,6 @@ class Endpoint:
     def post_raw(self, peer: str, spans: Spans, tag: bytes) -> int:
         return self.transport.post(peer, spans, tag)
 
-    def stream(self, peer: str, address: int, n_posts: int) -> int:
-        """Writes all of the memory there, `n_posts` times one after the other, each time with other bytes.
-
-        Returns how many ended well; stops at the first that did not.
-        """
-        whole = np.array([[0, address, NBYTES]])
-        for i in range(n_posts):
-            self.memory[:] = 1 + i % 255
-            try:
-                ticket = self.post(peer, whole, b"")
-            except PdstageError:
-                return i
-            ended: list[object] = []
-            while not ended:
-                ended = [e for e in self.transport.poll() if not isinstance(e, Inbound) and e.ticket == ticket]
-            if isinstance(ended[0], PostFailed):
-                return i
-        return n_posts
-
     def poll_and_read(self, offset: int, nbytes: int) -> tuple[list[object], bytes]:
         """Events, and the memory as it is at the very moment that the first tag is seen."""
         events = self.transport.poll()
@@ -155,24 +135,13 @@ class Endpoint:
     def n_fds(self, part: str = "") -> int:
         return descriptors.count(part)
 
-    def user_timeouts_s(self) -> set[int]:
-        """After how long TCP connections of this process give up what nobody acknowledges; 0: as Linux does."""
-        found = set()
-        for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as held:
-                if held.family == socket.AF_INET and held.type == socket.SOCK_STREAM and held.getpeername():
-                    found.add(round(held.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1e3))
-        return found
-
     def listening(self) -> set[str]:
         """The addresses on which this process listens."""
         return {host for host, _ in wiretap.listeners()}
 
     def n_sent(self, device: str) -> int:
         """Bytes that a network device has sent so far."""
-        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
-        (told,) = [line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == device]
-        return int(told.split()[8])
+        return int(Path("/sys/class/net", device, "statistics/tx_bytes").read_text())
 
     def become_user(self, uid: int) -> None:
         os.setuid(uid)
@@ -212,12 +181,12 @@ def forbid_writing_to_processes(code: int) -> None:
 
 def _enter(netns: str) -> None:
     """As `ip netns exec` does it: the network namespace, and a sysfs that shows its devices."""
+    processes.enter(netns)
     libc, new_mounts, slave, detach = ctypes.CDLL(None, use_errno=True), 0x20000, 0x84000, 2
-    with Path("/run/netns", netns).open() as space:
-        calls = [libc.setns(space.fileno(), 0), libc.unshare(new_mounts)]
-    calls += [libc.mount(b"", b"/", None, slave, None), libc.umount2(b"/sys", detach)]
-    calls += [libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)]
-    assert calls[:3] + calls[4:] == [0] * 4, os.strerror(ctypes.get_errno())
+    calls = [libc.unshare(new_mounts), libc.mount(b"", b"/", None, slave, None)]
+    libc.umount2(b"/sys", detach)
+    calls.append(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))
+    assert calls == [0] * 3, os.strerror(ctypes.get_errno())
 
 
 def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> None:
@@ -258,12 +227,10 @@ class Remote:
         environment: Mapping[str, str] | None = None,
         *,
         netns: str = "",
-        context: BaseContext | None = None,
         **options: object,
     ) -> None:
-        context = context or multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, name, netns, options), daemon=True)
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, name, netns, options), daemon=True)
         with mock.patch.dict(os.environ, environment or {}):
             self._process.start()
         theirs.close()
@@ -284,13 +251,6 @@ class Remote:
         if verb.startswith("_"):
             raise AttributeError(verb)
         return lambda *args: self._ask(verb, *args)
-
-    def begin(self, verb: str, *args: object) -> None:
-        """Asks without waiting; the next call must be `finish`, once it `has_answered`."""
-        self._pipe.send((verb, args))
-
-    def has_answered(self, timeout_s: float = 0.0) -> bool:
-        return self._pipe.poll(timeout_s)
 
     def peek(self, offset: int, nbytes: int) -> bytes:
         """Its memory as it is, even while it is stopped."""

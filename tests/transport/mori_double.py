@@ -1,8 +1,8 @@
 """A double of MORI-IO (`mori.io` of amd-mori 1.2.4) within one process: the real one needs AMD's runtime and RDMA.
 
 It has the calls that pdstage makes, with their arguments in their order. Real bytes move, in steps, whenever somebody
-asks for a status, from the source as it is then. A caller that breaks a rule of the library gets `Broken`, where the
-real one would crash, corrupt memory or answer with a failed status: so what passes here was never let off.
+asks for a status, from the source as it is then. A caller that breaks a rule of the library gets an `AssertionError`,
+where the real one would crash, corrupt memory or answer with a failed status: so what passes here was never let off.
 
 It proves how pdstage calls MORI-IO as its sources read; it cannot prove that MORI-IO does what they say.
 """
@@ -27,13 +27,9 @@ import pdstage.transport
 SEND_QUEUE_DEPTH = 4096
 
 
-class Broken(AssertionError):
-    """A rule of MORI-IO was broken."""
-
-
 def rule(holds: object, what: str) -> None:
-    if not holds:
-        raise Broken(what)
+    """A rule of MORI-IO."""
+    assert holds, what
 
 
 def exact(kind: type, **values: object) -> None:

@@ -12,7 +12,6 @@ from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._device import Views
-from pdstage.transport.base import Done, Figures
 from pdstage.transport.local import LocalTransport, _Description
 from tests import descriptors
 
@@ -215,10 +214,3 @@ def test_a_peer_that_none_may_write_leaves_nothing_once_it_is_forgotten(second):
         a.forget("b")
         assert descriptors.count("pidfd") == before
     b.kill()
-
-
-def test_what_a_way_measured_of_a_post_comes_through(monkeypatch):
-    way, figures = LocalTransport(), Figures(1, 4096, 1e-6, 2e-6)
-    monkeypatch.setattr(way, "poll", lambda: [Done(7, figures)])
-    with AutoTransport([way]) as auto:
-        assert [event.figures for event in auto.poll()] == [figures]

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_region_that_the_peer_deregistered(linked):
-    """Row: region deregistered. Nobody stops a write to memory that is still mapped, except within one process."""
+    """Row: region deregistered. Row of local: region unregistered and mapped. Row of mooncake: region deregistered.
+
+    Nobody stops a write to memory that is still mapped, except within one process."""
     linked.deliver(b"before")
     linked.b.unregister([linked.b.region()])
     linked.a.fill(0, b"behind")

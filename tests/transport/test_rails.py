@@ -150,7 +150,6 @@ def test_host_memory_is_of_the_node_that_the_process_runs_on(made, monkeypatch):
     made("dgx-h100")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {60, 61})
     assert _rails.auto("cpu") == [f"mlx5_{i}:1" for i in (6, 9, 10, 11)]
-    assert _rails.auto("cpu", numa_node=0) == [f"mlx5_{i}:1" for i in (0, 3, 4, 5)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 61})
     assert len(_rails.auto("cpu")) == 8
 
@@ -161,6 +160,38 @@ def test_a_device_that_is_down_is_refused_by_name(made, named):
     with pytest.raises(UsageError, match=r"'mlx5_2(:1)?' is down: mlx5_2:1 DOWN \(Ethernet") as refused:
         _fabric.device_ports([named])
     assert refused.value.fields == {"field": "devices"} and "ibstat" in refused.value.remedy
+
+
+TWO = """pci0000:00 node=0
+  0000:00:01.0 32x16 nic mlx5_0 InfiniBand ACTIVE 100
+  0000:00:02.0 32x16 nic mlx5_1 InfiniBand ACTIVE,{} 100
+"""
+
+
+def test_devices_get_the_names_that_ucx_knows(made):
+    made(TWO.format("ACTIVE"))
+    assert _fabric.device_ports(["mlx5_0", "lo"]) == ["mlx5_0:1", "lo"]
+    assert _fabric.device_ports(["mlx5_1"]) == ["mlx5_1:1", "mlx5_1:2"]
+    assert _fabric.device_ports(["mlx5_1:2"]) == ["mlx5_1:2"]
+
+
+@pytest.mark.parametrize("devices", [["mlx5_7"], ["mlx5_0:2"], ["lo:1"], ["lo", ""], "lo"])
+def test_what_is_not_here_is_refused_by_name(made, devices):
+    made(TWO.format("ACTIVE"))
+    with pytest.raises(UsageError, match="device.*lo") as refused:
+        _fabric.device_ports(devices)
+    assert refused.value.fields == {"field": "devices"}
+
+
+def test_rdma_ports_stay_where_the_network_is_chosen(made):
+    """Those that are active and that this process may open."""
+    made(TWO.format("DOWN"))
+    (_rails.SYS / "dev/infiniband/uverbs0").unlink()
+    assert _fabric.devices_at("127.0.0.1") == ["lo", "mlx5_1:1"]
+    assert _fabric.devices_at("::1") == ["lo", "mlx5_1:1"]
+    assert _fabric.devices_at("192.0.2.254") == [], "nobody's: what UCX finds"
+    (_rails.SYS / "dev/infiniband/uverbs1").unlink()
+    assert _fabric.devices_at("127.0.0.1") == ["lo"]
 
 
 def test_an_interface_that_is_down_is_refused_by_name(monkeypatch):
@@ -177,7 +208,7 @@ def started(monkeypatch):
     seen = []
 
     def start(name: str, config: object) -> object:
-        seen.append((os.environ.get("UCX_NET_DEVICES"), os.environ.get("UCX_MAX_RMA_RAILS")))
+        seen.append([os.environ.get(f"UCX_{name}") for name in ("NET_DEVICES", "MAX_RMA_RAILS", "TCP_USER_TIMEOUT")])
         raise agent.Errors[0]("seen enough")
 
     monkeypatch.setattr(agent._api, "nixl_agent", start)
@@ -188,11 +219,11 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("machine", "config", "where", "wanted"),
     [
-        ("dgx-h100", {"devices": "auto"}, ("cuda:1",), ("mlx5_9:1", None)),
-        ("dgx-h100", {"devices": {"cuda:1": "auto"}, "rails": 4}, ("cuda:1",), ("mlx5_9:1", "4")),
-        ("dgx-h100", {"devices": ["mlx5_1", "mlx5_2"], "rails": 1}, ("cuda:1",), ("mlx5_1:1,mlx5_2:1", "1")),
-        ("dgx-h100", {}, ("cuda:1",), (None, None)),
-        ("pci0000:00 node=0\n", {"devices": "auto"}, ("cpu", "127.0.0.1"), ("lo", None)),
+        ("dgx-h100", {"devices": "auto"}, ("cuda:1",), ["mlx5_9:1", None, "60s"]),
+        ("dgx-h100", {"devices": {"cuda:1": "auto"}, "rails": 4}, ("cuda:1",), ["mlx5_9:1", "4", "60s"]),
+        ("dgx-h100", {"devices": ["mlx5_1", "mlx5_2"], "rails": 1}, ("cuda:1",), ["mlx5_1:1,mlx5_2:1", "1", "60s"]),
+        ("dgx-h100", {}, ("cuda:1",), [None, None, "60s"]),
+        ("pci0000:00 node=0\n", {"devices": "auto"}, ("cpu", "127.0.0.1"), ["lo", None, "60s"]),
     ],
 )
 def test_the_choice_for_a_node_s_pool_reaches_ucx(made, started, monkeypatch, machine, config, where, wanted):
@@ -200,7 +231,11 @@ def test_the_choice_for_a_node_s_pool_reaches_ucx(made, started, monkeypatch, ma
     monkeypatch.setattr(driver, "cuda", lambda: Numbered("0000:1b:00.0", "0000:bd:00.0"))
     with pytest.raises(Exception, match="seen enough"):
         open_from_config({"name": "nixl", **config}, *where)
-    assert started == [wanted]
+    monkeypatch.setenv("UCX_TCP_USER_TIMEOUT", "7s")
+    with pytest.raises(Exception, match="seen enough"):
+        open_from_config({"name": "nixl", **config}, *where)
+    assert started == [wanted, [*wanted[:2], "7s"]]
+    assert os.environ["UCX_TCP_USER_TIMEOUT"] == "7s"
 
 
 @pytest.mark.parametrize("rails", [0, 65, "2"])

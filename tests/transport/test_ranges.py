@@ -39,24 +39,3 @@ def test_find_equals_a_plain_search(regions, spans):
     assert place.kind == homes[0][0].kind
     assert np.broadcast_to(place.device, len(spans)).tolist() == [home[0].device for home in homes]
     assert all(ranges.holds(*span) for span in spans)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("span", [(1 << 63) - 8, -(1 << 63), 0, 1 << 62])
-@pytest.mark.parametrize("nbytes", [1, (1 << 63) - 1])
-def test_no_sum_wraps_around(n, span, nbytes):
-    ranges = Ranges("these", [Region(4096, 4096), Region(1 << 40, 4096)])
-    with pytest.raises(UsageError):
-        ranges.find(np.full(n, span, np.int64), np.full(n, nbytes, np.int64))
-
-
-def test_add_and_take_away():
-    one, other = Region(4096, 64), Region(4160, 64)
-    both = Ranges("these", [other]).with_regions([one, one])
-    assert both.regions == (one, other)
-    assert not both.holds(4150, 20)  # neighbours are not one region
-    assert both.without([one]).regions == (other,)
-    with pytest.raises(UsageError, match="not registered"):
-        both.without([Region(4096, 63)])
-    with pytest.raises(UsageError, match="overlaps"):
-        both.with_regions([Region(4100, 4)])
