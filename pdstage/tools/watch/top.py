@@ -1,13 +1,10 @@
-"""`pdstage top`: reads endpoints repeatedly and shows each frame; or shows one frame, as text or a picture."""
+"""`pdstage top`: reads endpoints repeatedly and shows each frame; or shows one frame."""
 
 from __future__ import annotations
 
-import os
-import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
@@ -18,7 +15,7 @@ try:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.panel import Panel
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 except ModuleNotFoundError as missing:
     raise UsageError("pdstage top needs rich", remedy="pip install 'pdstage[top]'") from missing
@@ -123,11 +120,9 @@ def _panel(title: str, body: RenderableType) -> Panel:
 
 def _table(*columns: str) -> Table:
     """Words to the left, numbers to the right."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black", padding=(0, 1))
-    for name in columns:
-        words = name in ("node", "over", "path", "stage", "room", "state", "what", "memory", "used")
-        table.add_column(name, justify="left" if words else "right", no_wrap=True, overflow="ellipsis")
-    return table
+    words = {"node", "over", "path", "stage", "room", "state", "what", "memory", "used"}
+    held = (Column(name, justify="left" if name in words else "right", no_wrap=True) for name in columns)
+    return Table(*held, box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black", padding=(0, 1))
 
 
 def _nodes(views: Sequence[View]) -> Table:
@@ -208,11 +203,10 @@ def run(
     *,
     interval_s: float = 1.0,
     once: bool = False,
-    svg: Path | None = None,
     console: Console | None = None,
     stop: threading.Event | None = None,
 ) -> int:
-    """Shows `endpoints` until interrupted, or `stop` is set; with `once` one frame, and with `svg` one into that file.
+    """Shows `endpoints` until interrupted, or `stop` is set; with `once` one frame.
 
     Returns 0 if every endpoint answered the last time, else 1. Raises `UsageError`.
     """
@@ -220,13 +214,10 @@ def run(
         raise UsageError(f"an interval of {interval_s} s", remedy="give 0.1 to 3600", field="interval")
     console, stop, top = console or Console(), stop or threading.Event(), Top(endpoints, interval_s)
     top.read()
-    if once or svg is not None:
+    if once:
         stop.wait(interval_s)
         top.read()
-        if svg is not None:
-            _export(top, svg)
-        if once:
-            console.print(top.frame())
+        console.print(top.frame())
     else:
         with Live(top.frame(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
             try:
@@ -236,14 +227,3 @@ def run(
             except KeyboardInterrupt:
                 pass
     return int(any(answer.problem for answer in top.answers))
-
-
-def _export(top: Top, file: Path) -> None:
-    with Path(os.devnull).open("w") as nowhere:
-        console = Console(record=True, width=132, file=nowhere, force_terminal=True, color_system="truecolor")
-        console.print(top.frame())
-    drawn = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="pdstage top"), flags=re.DOTALL)
-    try:
-        file.write_text(drawn)  # without remote fonts: any monospace font will do
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}", remedy="give a file's path", field="svg") from error
