@@ -48,23 +48,19 @@ def check_driver(site: Site) -> Result:
 
 
 def check_devices(site: Site) -> Result | None:
-    found = devices(site)
-    lines = [
-        f"{i}: {one['name']}, {one['nbytes'] / 2**30:.0f} GiB, sm_{one['capability']}" for i, one in enumerate(found)
-    ]
-    return ok("; ".join(lines), devices=found) if found else None
-
-
-def check_access(site: Site) -> Result | None:
-    """Which devices may access each other's memory over NVLink or PCIe."""
-    peers = site.ask("driver").facts.get("peers") or []
-    if len(peers) < 2:
+    """Each device, and which of them may access each other's memory over NVLink or PCIe."""
+    found, peers = devices(site), site.ask("driver").facts.get("peers") or []
+    if not found:
         return None
+    says = "; ".join(
+        f"{i}: {one['name']}, {one['nbytes'] / 2**30:.0f} GiB, sm_{one['capability']}" for i, one in enumerate(found)
+    )
     apart = [f"{i} to {j}" for i, row in enumerate(peers) for j, can in enumerate(row) if not can]
     if not apart:
-        return ok(f"all {len(peers)} devices reach each other's memory", peers=peers)
-    says = f"not all devices reach each other's memory: not {', '.join(apart[:8])}"
-    return warn(says, "their bytes go through host memory; see nvidia-smi topo -p2p r, the IOMMU and ACS", peers=peers)
+        return ok(says, devices=found, peers=peers)
+    says += f"; not all reach each other's memory: not {', '.join(apart[:8])}"
+    remedy = "their bytes go through host memory; see nvidia-smi topo -p2p r, the IOMMU and ACS"
+    return warn(says, remedy, devices=found, peers=peers)
 
 
 def devices(site: Site) -> list[dict[str, Any]]:
@@ -107,7 +103,6 @@ def check_copies(site: Site) -> Result | None:
 CHECKS: list[tuple[str, str, Callable[[Site], Result | None]]] = [
     ("gpu", "driver", check_driver),
     ("gpu", "devices", check_devices),
-    ("gpu", "peer access", check_access),
     ("kernels", "host", check_host),
     ("kernels", "device", check_copies),
 ]
