@@ -23,8 +23,8 @@ COLOURS = {
     "lease_wait": "#c3c7d1", "gather": "#3b76c4", "write": "#f0a030", "scatter": "#2f9e63", "direct": "#9558b2",
     "aux": "#7a6a5c",
 }  # fmt: skip
-ROOM_COLOURS = ("#dfe8f7", "#e2f2e8", "#fbeeda", "#eee2f4", "#f9e3e3", "#e0f1f3")
 FAINT, FAILED = "#8a909c", "#b03030"
+ROOM, ROOM_FAILED = "#dfe8f7", "#f9e3e3"
 MAX_ROWS = 80
 WIDTH_IN, ROW_IN, DPI = 13.0, 0.36, 150
 
@@ -99,17 +99,15 @@ def _paths(axes: Any, start: float, lines: list[_Row]) -> None:  # noqa: ANN401
 def _rooms(axes: Any, trace: Trace, shown: tuple[float, float], y: int, node: Node) -> None:  # noqa: ANN401
     """Each from its earliest possible start to its end; where they overlap, later ones are on top."""
     start, stop = shown
-    names = list(dict.fromkeys(life.room for life in trace.rooms))
     for life in sorted(trace.rooms, key=lambda life: life.opened_at):
         begin = max(start, life.moved_at or life.bound_at or life.opened_at)
         end = min(stop, life.ended_at or stop)
         if life.incarnation == node.incarnation and begin < end:
             left, width = (begin - start) * 1e3, (end - begin) * 1e3
-            colour = ROOM_COLOURS[names.index(life.room) % len(ROOM_COLOURS)]
+            colour = ROOM_FAILED if life.state == "failed" else ROOM
             axes.barh(y, width, left=left, height=0.62, color=colour, edgecolor="white")
             if end - begin > len(life.room) / 150 * (stop - start):
-                ink = FAILED if life.state == "failed" else "black"
-                axes.text(left + width / 2, y, life.room, ha="center", va="center", fontsize=7.5, color=ink)
+                axes.text(left + width / 2, y, life.room, ha="center", va="center", fontsize=7.5)
 
 
 def _stages(axes: Any, start: float, y: int, stages: Sequence[Stage], room: str | None) -> None:  # noqa: ANN401
