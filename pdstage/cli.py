@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pdstage import __version__
+import pdstage
 from pdstage.bench import BENCHES
 from pdstage.errors import PdstageError, UsageError
 
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     top = Parser(prog="pdstage", description="Moves KV caches between prefill and decode ranks of different layouts.")
-    top.add_argument("--version", action="version", version=f"pdstage {__version__}")
+    top.add_argument("--version", action="version", version=f"pdstage {pdstage.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_demo(commands.add_parser("demo", help="move a real model's KV cache between ranks and go on decoding from it"))
     bench = commands.add_parser("bench", help="measure one part against its baselines")

@@ -17,7 +17,8 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-from pdstage import __version__, native
+import pdstage
+from pdstage import native
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.transport import names, plugins
@@ -51,10 +52,10 @@ def this_side() -> Side:
     others = {name: point.dist.version if point.dist else "" for name, point in plugins().items()}
     found = {name: find_spec(name) for name in names() if name != "local" and name not in others}
     needed = {name: _version_at(name, spec) for name, spec in found.items() if spec is not None}
-    transports = others | {"local": __version__} | needed
+    transports = others | {"local": pdstage.__version__} | needed
     curve = ["curve"] if zmq.has("curve") else []
     return Side(
-        host=socket.gethostname(), pdstage=__version__, wire=wire.VERSION, oldest_wire=wire.OLDEST,
+        host=socket.gethostname(), pdstage=pdstage.__version__, wire=wire.VERSION, oldest_wire=wire.OLDEST,
         python=platform.python_version(), transports=transports, features=[*m.FEATURES, *curve],
         host_code=native.active(),
     )  # fmt: skip

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from pdstage import Config, __version__, environment
+import pdstage
+from pdstage import Config, environment
 from pdstage.control.address import Address
 from pdstage.control.keys import Keys
 from pdstage.errors import UsageError
@@ -44,12 +45,12 @@ _SHM, _LEAST_SHM = Path("/dev/shm"), 64 << 20
 def versions(_: Site) -> Result:
     """The installed releases, and whether the control plane can be encrypted."""
     facts = {
-        "pdstage": __version__, "wire": VERSION, "oldest_wire": OLDEST, "python": platform.python_version(),
+        "pdstage": pdstage.__version__, "wire": VERSION, "oldest_wire": OLDEST, "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}", "machine": platform.machine(), "numpy": np.__version__,
         "msgspec": msgspec.__version__, "pyzmq": zmq.__version__, "libzmq": zmq.zmq_version(),
         "curve": zmq.has("curve"),
     }  # fmt: skip
-    says = f"pdstage {__version__}, wire {VERSION}, Python {facts['python']}, {facts['system']}"
+    says = f"pdstage {pdstage.__version__}, wire {VERSION}, Python {facts['python']}, {facts['system']}"
     if platform.system() != "Linux":
         return fail(f"{says}: pdstage needs Linux", "run it on Linux", **facts)
     if not facts["curve"]:

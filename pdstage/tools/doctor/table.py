@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdstage import __version__
+import pdstage
 from pdstage.errors import UsageError
 from pdstage.tools.doctor import AREAS, gpu, host, transports
 from pdstage.tools.doctor.probe import Asked, Site
@@ -62,6 +62,6 @@ def examine(asked: Asked, tell: Callable[[Found], None] = lambda found: None) ->
         tell(lines[-1])
     return Report(
         version=VERSION, made_at=datetime.now(UTC).isoformat(timespec="seconds"), host=socket.gethostname(),
-        pdstage=__version__, verdict=max((line.level for line in lines), key=_LEVELS.index, default="ok"),
+        pdstage=pdstage.__version__, verdict=max((line.level for line in lines), key=_LEVELS.index, default="ok"),
         checks=lines, transports=verdicts, peer=reports[0] if reports else None,
     )  # fmt: skip

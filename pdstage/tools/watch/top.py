@@ -21,7 +21,7 @@ except ModuleNotFoundError as missing:
     raise UsageError("pdstage top needs rich", remedy="pip install 'pdstage[top]'") from missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from rich.console import RenderableType
 
@@ -41,7 +41,9 @@ _PROBLEMS = (
     ("pdstage_peers_refused_total", "", "peers refused"),
     ("pdstage_peers_crowded_total", "", "peers crowded"),
     ("pdstage_sessions_unfenced", "", "sessions not fenced, now"),
+    ("pdstage_sessions_closed_total", "reason", "sessions"),
 )
+_IN_ORDER = "sessions ended"
 
 
 class View(NamedTuple):
@@ -162,24 +164,16 @@ def _memory(node: Node) -> tuple[str, str]:
     return f"{(leased - ahead + lost) / capacity:.0%} of {_bytes(capacity)}" if capacity else "", _bytes(ahead + lost)
 
 
-def _totals(view: View) -> Iterator[tuple[str, str, float, float]]:
-    """Node, what, total and rate, of all that should not happen."""
-    for metric, label, what in _PROBLEMS:
-        for own, n in view.now.series(metric):
-            kind = own.get(label, "")
-            yield (
-                view.now.name,
-                f"{what} {kind}".strip(),
-                n,
-                view.added.rate(metric, **({label: kind} if label else {})),
-            )
-    lost = {"reason": "lost"}
-    n, rate = (one.value("pdstage_sessions_closed_total", **lost) for one in (view.now, view.added))
-    yield view.now.name, "sessions lost", n, rate
-
-
 def _errors(views: Sequence[View]) -> RenderableType:
-    rows = [row for view in views for row in _totals(view) if row[2]]
+    """Node, what, total and rate, of all that should not happen and did."""
+    rows = []
+    for now, added in views:
+        for metric, label, what in _PROBLEMS:
+            for own, n in now.series(metric):
+                kind = own.get(label, "")
+                said = f"{what} {kind}".strip()
+                if n and said != _IN_ORDER:
+                    rows.append((now.name, said, n, added.rate(metric, **({label: kind} if label else {}))))
     if not rows:
         return Text("none", style="green")
     table = _table("node", "what", "total", "per s")
