@@ -123,9 +123,9 @@ def observers() -> tuple[Observer, ...]:
     return _observers
 
 
-def expose(node: AnyNode, labels: Mapping[str, str] | None = None) -> None:
-    """Serves a rank's node's metrics, if `--metrics-port` asked for it; `labels` tell it from the rank's others."""
-    _watching.expose(node, labels)
+def expose(node: AnyNode) -> None:
+    """Serves a rank's node's metrics, if `--metrics-port` asked for it."""
+    _watching.expose(node)
 
 
 def _serve(

@@ -4,8 +4,8 @@ also runs `performance` and `pictures` beside it.
 
     python docs/generate.py
 
-Deadlines come from `pdstage.protocol.config`, citations from the tests: an invariant is cited by its number (I7) in a
-test's docstring or comments, or in its module's docstring for them all. Traits are read from the transports' source,
+Deadlines come from `pdstage.protocol.config`, citations from the tests: a file cites an invariant by its number (I7) in
+a docstring or comment. Traits are read from the transports' source,
 since a transport imports only where its library is. Tests fail while a page is stale.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import Counter
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,30 +103,18 @@ def _cited(text: str) -> set[int]:
     return {int(number) for number in CITED.findall(text) if 1 <= int(number) <= N_INVARIANTS}
 
 
-def citations(folder: Path = ROOT / "tests") -> dict[int, Counter[str]]:
-    """By invariant: how many tests of each file cite it. The page names the files only, lest every test change it."""
-    found: dict[int, Counter[str]] = {number: Counter() for number in range(1, N_INVARIANTS + 1)}
-    for path in sorted(folder.rglob("test_*.py")):
-        source = path.read_text()
-        lines, tree = source.splitlines(), ast.parse(source)
-        shared = _cited(ast.get_docstring(tree) or "")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                comments = [line.partition("#")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
-                strings = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-                for number in shared | _cited("\n".join(comments + strings)):
-                    found[number][path.relative_to(folder).as_posix()] += 1
-        for node in tree.body:  # hypothesis' state machines: a class whose rules are the test
-            if isinstance(node, ast.ClassDef):
-                for number in _cited(ast.get_source_segment(source, node) or ""):
-                    found[number][path.relative_to(folder).as_posix()] += 1
-    return found
+def citations(folder: Path = ROOT / "tests") -> dict[int, list[str]]:
+    """By invariant: the files of tests that cite it."""
+    cited = {
+        path.relative_to(folder).as_posix(): _cited(path.read_text()) for path in sorted(folder.rglob("test_*.py"))
+    }
+    return {number: [name for name, held in cited.items() if number in held] for number in range(1, N_INVARIANTS + 1)}
 
 
 def table() -> str:
     rows = ["| | held by tests in |", "|---|---|"]
     for number, files in citations().items():
-        names = [f"[{name.removesuffix('.py')}](../tests/{name})" for name in sorted(files)]
+        names = [f"[{name.removesuffix('.py')}](../tests/{name})" for name in files]
         rows.append(f"| I{number} | {', '.join(names)} |")
     return "\n".join(rows)
 
@@ -138,7 +126,7 @@ def traits() -> str:
         tree = ast.parse(path.read_text())
         for node in tree.body:
             said = _values(node, _values(tree, {})) if isinstance(node, ast.ClassDef) else {}
-            if "traits" in said:
+            if said.get("traits"):
                 found.append((-int(said.get("preference", 0)), trait_row(said["traits"])))
     head = "| | memory | tag | descriptors a post | blocks | fences | stops reads | post | descriptor | bytes |"
     return "\n".join([head, "|---|---|---|---:|---|---|---|---:|---:|---:|", *(row for _, row in sorted(found))])
@@ -146,18 +134,15 @@ def traits() -> str:
 
 def _values(body: ast.Module | ast.ClassDef, known: Mapping[str, Any]) -> dict[str, Any]:
     """Names that are given numbers, strings, sets of those or Traits, which are taken as dicts; of others none."""
-    names = {"frozenset": frozenset, "Traits": dict, "__builtins__": {}, **known}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"Traits": dict, "__builtins__": {"frozenset": frozenset}, **known}
     for node in body.body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-            continue
-        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-        if isinstance(target, ast.Name):
-            used = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
-            if used <= names.keys() | found.keys() and not any(
-                isinstance(part, ast.Attribute) for part in ast.walk(node.value)
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
             ):
-                found[target.id] = eval(ast.unparse(node.value), {**names, **found})
+                with suppress(NameError, TypeError):  # it takes more than that
+                    found[name] = eval(ast.unparse(value), found) if value else None
     return found
 
 

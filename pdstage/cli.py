@@ -14,10 +14,10 @@ import os
 import sys
 from contextlib import nullcontext
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import pdstage
 from pdstage.bench import BENCHES
 from pdstage.errors import PdstageError, UsageError
 
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     top = Parser(prog="pdstage", description="Moves KV caches between prefill and decode ranks of different layouts.")
-    top.add_argument("--version", action="version", version=f"pdstage {_version()}")
+    top.add_argument("--version", action="version", version=f"pdstage {pdstage.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_demo(commands.add_parser("demo", help="move a real model's KV cache between ranks and go on decoding from it"))
     bench = commands.add_parser("bench", help="measure one part against its baselines")
@@ -184,14 +184,13 @@ def _add_top(top: argparse.ArgumentParser) -> None:
     top.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="HOST:PORT or PORT, as --metrics-port printed it")
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds a frame; default %(default)s")
     top.add_argument("--once", action="store_true", help="print one frame and end; 1 if an endpoint did not answer")
-    top.add_argument("--svg", type=Path, metavar="FILE", help="draw one frame into FILE and end")
     top.set_defaults(run=_top)
 
 
 def _top(given: argparse.Namespace) -> int:
     from pdstage.tools.watch.top import run  # noqa: PLC0415
 
-    return run(given.endpoints, interval_s=given.interval, once=given.once, svg=given.svg)
+    return run(given.endpoints, interval_s=given.interval, once=given.once)
 
 
 def _add_plot(command: argparse.ArgumentParser) -> None:
@@ -206,8 +205,6 @@ def _add_plot(command: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("timeline.png"), metavar="FILE", help="the picture; default %(default)s"
     )
     command.add_argument("--room", metavar="ROOM", help="the time of this room, the others pale")
-    command.add_argument("--from", dest="from_ms", type=float, metavar="MS", help="milliseconds after the first chunk")
-    command.add_argument("--to", dest="to_ms", type=float, metavar="MS", help="milliseconds after the first chunk")
     command.add_argument("--merged", type=Path, metavar="FILE", help="write the merged trace to FILE")
     command.add_argument("--steps", action="store_true", help="print where rooms' time went, in place of a picture")
     command.set_defaults(run=_plot)
@@ -226,7 +223,7 @@ def _plot(given: argparse.Namespace) -> int:
         return 0
     from pdstage.tools.trace import plot  # noqa: PLC0415
 
-    plot.draw(trace, given.out, room=given.room, from_ms=given.from_ms, to_ms=given.to_ms)
+    plot.draw(trace, given.out, given.room)
     return 0
 
 
@@ -428,13 +425,6 @@ def _sim(given: argparse.Namespace) -> int:
     names = ("seed", "seeds", "first", "steps", "replay", "workers")
     options = {name: getattr(given, name) for name in names}
     return int(import_module("tests.sim.run").main(**options, shrink_s=given.shrink))
-
-
-def _version() -> str:
-    try:
-        return version("pdstage")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "(not installed)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,11 +48,9 @@ def is_dead(pod: dict[str, Any]) -> bool:
     reasons = {one.get("reason") for one in status.get("conditions", ()) if one.get("type") == "DisruptionTarget"}
     if status.get("phase") not in {"Succeeded", "Failed"} or "DeletionByPodGC" in reasons:
         return False  # the garbage collector sets the phase of pods whose node is lost
-    kinds = ("initContainers", "initContainerStatuses"), ("containers", "containerStatuses")
-    kinds += (("ephemeralContainers", "ephemeralContainerStatuses"),)
-    for named, told in kinds:
-        states = {one["name"]: one.get("state", {}) for one in status.get(told, ())}
-        for container in spec.get(named, ()):
+    for kind in ("initContainer", "container", "ephemeralContainer"):
+        states = {one["name"]: one.get("state", {}) for one in status.get(f"{kind}Statuses", ())}
+        for container in spec.get(f"{kind}s", ()):
             ended = states.get(container["name"], {}).get("terminated")
             if ended is None or ended.get("reason") == "ContainerStatusUnknown":  # the kubelet did not find it
                 return False
@@ -65,28 +63,29 @@ def name_of(pod: dict[str, Any]) -> str:
 
 def addresses_of(pod: dict[str, Any]) -> set[str]:
     """Its IP addresses, of either family."""
-    status = pod.get("status", {})
-    return {one["ip"] for one in (*status.get("podIPs", ()), {"ip": status.get("podIP", "")}) if one.get("ip")}
+    return {one["ip"] for one in pod.get("status", {}).get("podIPs", ())}
 
 
 class Pods:
     """What the API server tells of the pods: `events` goes on for ever."""
 
     def __init__(self, api: str, namespace: str, selector: str, account: Path = ACCOUNT) -> None:
-        self._account, authorities = account, account / "ca.crt"
+        self._token, authorities = account / "token", account / "ca.crt"
         verify = ssl.create_default_context(cafile=str(authorities)) if authorities.exists() else True
-        self._client = httpx2.Client(base_url=api, verify=verify, timeout=httpx2.Timeout(30.0, read=WATCH_S + 30.0))
+        limits = httpx2.Timeout(30.0, read=WATCH_S + 30.0)
+        self._client = httpx2.Client(base_url=api, verify=verify, timeout=limits, auth=self._authorized)
         self._url, self._selector = f"/api/v1/namespaces/{namespace}/pods", selector
         self.known: dict[str, dict[str, Any]] = {}
         """By uid, as told last."""
 
-    def _headers(self) -> dict[str, str]:
-        token = self._account / "token"  # read each time: it is replaced before it expires
-        return {"Authorization": f"Bearer {token.read_text().strip()}"} if token.exists() else {}
+    def _authorized(self, request: httpx2.Request) -> httpx2.Request:
+        if self._token.exists():  # read each time: it is replaced before it expires
+            request.headers["Authorization"] = f"Bearer {self._token.read_text().strip()}"
+        return request
 
     def read(self) -> tuple[str, list[dict[str, Any]]]:
         """The version of the list, and the pods that are gone since it was read last."""
-        answer = self._client.get(self._url, params={"labelSelector": self._selector}, headers=self._headers())
+        answer = self._client.get(self._url, params={"labelSelector": self._selector})
         answer.raise_for_status()
         listed = answer.json()
         before, self.known = self.known, {one["metadata"]["uid"]: one for one in listed["items"]}
@@ -96,7 +95,7 @@ class Pods:
         """Events since `version`, until the server ends the watch. Raises `Expired`."""
         asked = {"labelSelector": self._selector, "resourceVersion": version, "watch": "1"}
         asked |= {"allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
-        with self._client.stream("GET", self._url, params=asked, headers=self._headers()) as answer:
+        with self._client.stream("GET", self._url, params=asked) as answer:
             if answer.status_code == GONE:
                 raise Expired
             answer.raise_for_status()
@@ -121,10 +120,10 @@ class Pods:
                     version = pod["metadata"]["resourceVersion"]
                     if event["type"] == "BOOKMARK":
                         continue
-                    is_gone = event["type"] == "DELETED"
-                    self.known[pod["metadata"]["uid"]] = pod
+                    is_gone, uid = event["type"] == "DELETED", pod["metadata"]["uid"]
+                    self.known[uid] = pod
                     if is_gone:
-                        del self.known[pod["metadata"]["uid"]]
+                        del self.known[uid]
                     yield pod, is_gone
             except Expired:
                 version = ""

@@ -16,7 +16,6 @@ from pdstage.manager.calibration import read
 from pdstage.plan.cost import CostModel
 from pdstage.tools.calibrate import about
 from pdstage.tools.calibrate import caller as callers
-from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.caller import Caller, own_peer
 from pdstage.tools.calibrate.peer import Copy, Pull, Stop, Took
 
@@ -102,12 +101,3 @@ def test_where_nothing_can_be_measured_the_last_file_stays(monkeypatch, tmp_path
     assert cli.main(["calibrate", "--quick", "--out", str(path)]) != 0
     assert "local breaks here" in capsys.readouterr().err
     assert path.read_text() == "as it was"
-
-
-def test_a_pool_on_a_gpu_is_told_so(monkeypatch):
-    """Only the memory is stood in for: without a GPU there is none."""
-    torch = pytest.importorskip("torch")
-    make = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda n, *, dtype, device: make(n, dtype=dtype))
-    pool = pools.make("cuda:1")
-    assert (pool.device, pool.layout.regions[0].kind, pool.layout.regions[0].device) == ("cuda:1", "cuda", 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,13 +11,10 @@ import numpy as np
 import pytest
 
 from pdstage.errors import PdstageError, UsageError
-from pdstage.plan import shard_overlap
-from pdstage.tools.demo.families import FAMILIES, HEAD_DIM, N_LAYERS
+from pdstage.tools.demo.families import FAMILIES
 from pdstage.tools.demo.options import MODELS, Options
-from pdstage.tools.trace import load
 from tests import cuda_double
 from tests.rows import rows, usable
-from tests.trace.test_trace import check_document
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("rich")
@@ -33,7 +29,7 @@ PROMPT = [(7 * i * i + 3 * i + 11) % 512 for i in range(75)]
 RUNS = {
     "gemma3": {"prefill_tp": 4, "decode_tp": 2},
     "qwen3-next": {"prefill_tp": 2, "prefill_pp": 2, "decode_tp": 1},
-    "mamba2": {"prefill_tp": 2, "decode_tp": 4},
+    "mamba2": {"prefill_tp": 2, "decode_tp": 4, "path": "direct"},
     "deepseek-v3": {"prefill_tp": 4, "decode_tp": 2, "path": "staged"},
     "deepseek-v32": {"prefill_tp": 2, "decode_tp": 4},
     "gpt-oss": {"prefill_tp": 1, "decode_tp": 2, "decode_pp": 2, "prefill_layout": "hnd", "decode_layout": "nhd"},
@@ -84,11 +80,7 @@ def test_every_ranks_share_makes_the_whole_again(name):
         assert model.go_on_from(noisy, n, chunks[-1].token, 12) != truth
 
 
-def test_every_model_is_run():
-    assert RUNS.keys() == set(MODELS)
-
-
-@pytest.mark.parametrize("model", rows(RUNS, full=RUNS.keys() - QUICK))
+@pytest.mark.parametrize("model", rows(MODELS, full=set(MODELS) - QUICK))
 def test_each_model_goes_on_token_for_token(model, capsys):
     """Over other sizes, stages, pages and orders on either side."""
     (transport, *_) = usable("nixl", "local")
@@ -99,44 +91,13 @@ def test_each_model_goes_on_token_for_token(model, capsys):
     assert (told["transport"], told["requests"]) == (transport, 2)
     decode_ranks = given["decode_tp"] * given.get("decode_pp", 1)
     assert (told["aux_rows"], told["aux_fallbacks"]) == (2 * decode_ranks, 0), "each decode rank gets each row once"
-    if told["moves"]:
+    if "path" in given:
+        assert told["path"] == given["path"]
+    else:
         assert [move["path"] for move in told["moves"]] == ["direct", "staged"] * 3
         assert len({move["bytes_moved"] for move in told["moves"]}) == 1
         assert told["moves"][0]["descriptors"] > told["moves"][1]["descriptors"]
         assert "times as fast as direct" in capsys.readouterr().out
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("transport", "path", "prefill_tp", "decode_tp"),
-    [
-        ("local", "staged", 4, 2),
-        ("local", "direct", 2, 4),
-        ("nixl", "staged", 3, 2),
-        ("nixl", "direct", 4, 2),
-        ("mooncake", "auto", 4, 2),
-    ],
-)
-def test_either_path_over_each_transport(tmp_path, capsys, transport, path, prefill_tp, decode_tp):
-    if transport not in usable("local", "nixl", "mooncake"):
-        pytest.skip("is not here")
-    trace = tmp_path / "trace.json"
-    options = Options(
-        transport=transport, path=path, prefill_tp=prefill_tp, decode_tp=decode_tp, requests=2, trace=trace
-    )  # fmt: skip
-    told = demo.run(options)
-    assert demo.is_good(told), capsys.readouterr().out
-    check_document(json.loads(trace.read_text()))
-    assert len(load([trace]).nodes) == prefill_tp + decode_tp
-    n_tokens = sum(map(len, options.prompts()))
-    pairs = ((src, dst) for src in range(prefill_tp) for dst in range(decode_tp))
-    held = sum(shard.count for p, d in pairs if (shard := shard_overlap(8, prefill_tp, p, decode_tp, d)))
-    payload = n_tokens * held * N_LAYERS * 2 * HEAD_DIM * 8
-    assert payload <= told["bytes_moved"] <= payload * 1.02, "every shard once to each rank that wants it, and no more"
-    if path != "auto":
-        assert told["path"] == path
-        n_runs = n_tokens // options.prefill_page * held * N_LAYERS * 2
-        assert (told["descriptors"] >= n_runs) == (path == "direct"), "no run is longer than a head's part of a page"
 
 
 @pytest.mark.skipif(

@@ -124,31 +124,16 @@ def all_blocks() -> list[Block]:
     return [block for page in PAGES for block in blocks(page)]
 
 
-def test_what_is_not_run_says_why() -> None:
-    wrong = [f"{b.where}: {why}" for b in all_blocks() if (why := b.marks.get("not run", "gpu")) not in REASONS]
-    assert not wrong, f"give one of {sorted(REASONS)}: {wrong}"
-
-
-def test_what_another_page_runs_is_run_there() -> None:
+def test_every_fence_is_of_a_known_language_and_has_marks_that_are_true() -> None:
     for block in all_blocks():
-        if "same as" in block.marks:
-            others = [
-                b for b in blocks(ROOT / block.marks["same as"]) if b.language in SHELL and "not run" not in b.marks
-            ]
-            assert block.commands in [other.commands for other in others], block.where
-
-
-def test_what_runs_is_what_is_shown() -> None:
-    for block in all_blocks():
-        if "run as" in block.marks:
-            assert programs(commands(block.marks["run as"].replace(" && ", "\n"))) == programs(block.commands), (
-                block.where
-            )
-
-
-def test_every_fence_has_a_known_language() -> None:
-    wrong = [f"{b.where}: {b.language!r}" for b in all_blocks() if b.language not in SHELL | PYTHON | OTHER]
-    assert not wrong, wrong
+        assert block.language in SHELL | PYTHON | OTHER, f"{block.where}: {block.language!r}"
+        reason, other, shorter = (block.marks.get(name) for name in ("not run", "same as", "run as"))
+        assert reason is None or reason in REASONS, f"{block.where}: give one of {sorted(REASONS)}"
+        if other is not None:
+            run = [one for one in blocks(ROOT / other) if one.language in SHELL and "not run" not in one.marks]
+            assert block.commands in [one.commands for one in run], block.where
+        if shorter is not None:
+            assert programs(commands(shorter.replace(" && ", "\n"))) == programs(block.commands), block.where
 
 
 def told() -> list[tuple[str, str]]:

@@ -24,14 +24,13 @@ def part(title: str) -> list[list[str]]:
 
 
 def said() -> str:
-    """All literal text of the package, strings of several parts as one with `{}` where a value stands."""
+    """All literal text of the package; strings of several parts have `{}` where a value stands."""
     found = []
     for path in (ROOT / "pdstage").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                found.append("".join(p.value if isinstance(p, ast.Constant) else "{}" for p in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(re.sub(r"%[sd]", "{}", node.value))
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [str(p.value) if isinstance(p, ast.Constant) else "{}" for p in parts]
+            found.append(re.sub(r"%[sd]", "{}", "".join(texts)))
     return "\n".join(found)
 
 

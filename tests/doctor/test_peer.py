@@ -20,11 +20,6 @@ from tests.doctor.conftest import ROOT, doctor
 STAGES = ["connect", "control", "versions", "transport", "bootstrap", "hello", "direct", "staged"]
 MAIN = "import sys\nfrom pdstage import cli\nsys.exit(cli.main(sys.argv[1:]))"
 NEWER = f"from pdstage.protocol import wire\nwire.VERSION = wire.OLDEST = {wire.VERSION + 1}\n"
-ELDER = """\
-import msgspec
-from pdstage.tools.calibrate import peer
-peer._questions = msgspec.msgpack.Decoder(peer.Start | peer.Stop)
-"""
 BREAKS = """\
 import os
 from pdstage.transport import local
@@ -108,11 +103,6 @@ def test_a_release_that_does_not_talk_with_this_one():
     with serving(before=NEWER) as endpoint:
         line = failed(ask(endpoint), "versions", f"speaks wire version {wire.VERSION + 1}")
         assert "releases" in line.remedy
-
-
-def test_a_release_that_knows_no_doctor():
-    with serving(before=ELDER) as endpoint:
-        assert "release" in failed(ask(endpoint), "control", "cannot be read").remedy
 
 
 def test_a_transport_that_one_side_lacks(plain):

@@ -7,7 +7,7 @@ import pytest
 from pdstage import cli
 from pdstage.errors import UsageError
 from pdstage.tools.trace import chrome, steps
-from pdstage.tools.trace.model import Clock, Trace, merged
+from pdstage.tools.trace.model import merged
 from tests.trace.conftest import Run
 
 AT_DIRECT = {"gather", "to the write", "tag", "scatter"}
@@ -43,5 +43,3 @@ def test_a_trace_of_one_side_alone_says_so(run):
     prefill, *_ = run.traces()
     with pytest.raises(UsageError, match="give both sides' files"):
         steps.table(prefill)
-    with pytest.raises(UsageError):
-        steps.table(Trace(Clock("here", 0.0)))

@@ -12,9 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdstage.tools.watch import Timings, expose
 from tests.manager.conftest import Site
-from tests.manager.engine import Rank, drive
-
-TOKENS = 50
+from tests.manager.engine import Pair
 
 
 def get(address: str, path: str = "/metrics") -> str:
@@ -49,40 +47,13 @@ class Samples:
         return found[0]
 
 
-class Watched(Site):
+class Watched(Pair):
     """A prefill and a decode node, both timed, and an endpoint."""
 
     def __init__(self, stack: ExitStack, **options) -> None:
-        super().__init__(stack)
-        self.held = {}
-        self.src, self.dst = Rank(), Rank(page=8, hnd=True)
-        options = {"path": "staged"} | options
-        self.p = self.prefill(self.src, observers=[Timings()], **options)
-        self.d = self.decode(self.dst, observers=[Timings()], **options)
-        self.registry = CollectorRegistry()
-        self.endpoint = stack.enter_context(expose(self.p, self.d, port=0, registry=self.registry))
-
-    def open(self, room, tokens: int = TOKENS):
-        """A room of which nothing came yet: its two ends, and the source's pages."""
-        into, pages = self.dst.allocate(tokens), self.src.allocate(tokens)
-        receiver, sender = self.d.receive(room, self.address), self.p.send(room)
-        receiver.bind(into, tokens)
-        self.held[room] = (pages, into)
-        return receiver, sender, pages
-
-    def free(self, room) -> None:
-        """The room's pages are another's to have."""
-        for rank, pages in zip((self.src, self.dst), self.held.pop(room), strict=True):
-            rank.free(pages)
-
-    def move(self, room, tokens: int = TOKENS) -> None:
-        receiver, sender, pages = self.open(room, tokens)
-        sender.chunk(pages, tokens)
-        sender.finish()
-        self.drive(lambda: receiver.released and sender.released)
-
-    def drive(self, done) -> None:
-        drive([self.p, self.d], done)
+        made = Site(stack).pair(**{"path": "staged", "observers": [Timings()]} | options)
+        super().__init__(made.p, made.src, made.d, made.dst)
+        self.endpoint = stack.enter_context(expose(self.p, self.d, port=0, registry=CollectorRegistry()))
 
     def scrape(self) -> Samples:
         return Samples(get(self.endpoint.address))

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import urllib.request
-import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -16,8 +16,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from pdstage import State, Topology, UsageError
 from pdstage.tools.watch import Timings, catalogue, expose, register
 from pdstage.tools.watch.exporter import collector_of
-from tests.manager.engine import Rank
-from tests.watch.conftest import TOKENS, Samples, get, status_of
+from tests.manager.engine import TOKENS, Event, Rank, drive
+from tests.watch.conftest import Samples, get, status_of
 
 
 def test_a_moved_room_is_told_by_both_sides(watched):
@@ -30,6 +30,11 @@ def test_a_moved_room_is_told_by_both_sides(watched):
         assert told("pdstage_room_seconds_count", role=role, outcome="success") == 1
         assert told("pdstage_sessions", role=role) == 1
         assert told("pdstage_node_info", role=role, transport="local", path="staged", tp="0/1") == 1
+        assert told("pdstage_node_draining", role=role) == 0
+    assert 0 < told("pdstage_directory_lease_seconds") <= 15
+    assert told("pdstage_directory_publications_total", outcome="success") >= 1
+    assert told("pdstage_directory_lookups_total", outcome="success") == 1
+    assert told("pdstage_directory_watch_age_seconds") == 0
     n_chunks = told("pdstage_chunks_written_total", path="staged")
     assert n_chunks >= 1
     assert told("pdstage_chunks_written_total", path="direct") == 0
@@ -43,14 +48,19 @@ def test_a_moved_room_is_told_by_both_sides(watched):
     latency = told("pdstage_chunk_latency_seconds_sum", path="staged")
     assert latency >= told("pdstage_stage_seconds_sum", stage="lease_wait") > 0
     assert told("pdstage_room_seconds_sum", role="prefill", outcome="success") >= latency
+    watched.p.drain(0.0)
+    told = watched.scrape()
+    assert told("pdstage_node_draining", role="prefill") == 1
+    assert told("pdstage_node_draining", role="decode") == 0
+    assert "pdstage_directory_lease_seconds" not in told.names, "it publishes nothing any more, as it was asked"
 
 
 def test_failed_rooms_are_told_by_their_errors_class(watched):
-    receiver, sender, _ = watched.open("doomed")
-    sender.abort("the engine changed its mind")
-    watched.drive(lambda: receiver.released and sender.released)
+    room = watched.open("doomed")
+    room.sender.abort("the engine changed its mind")
+    watched.end(room)
     told = watched.scrape()
-    for handle, role in ((sender, "prefill"), (receiver, "decode")):
+    for handle, role in ((room.sender, "prefill"), (room.receiver, "decode")):
         assert handle.state is State.FAILED
         assert told("pdstage_room_failures_total", role=role, error=type(handle.error).__name__) == 1
         assert told("pdstage_room_seconds_count", role=role, outcome="failed") == 1
@@ -58,43 +68,35 @@ def test_failed_rooms_are_told_by_their_errors_class(watched):
 
 
 def test_open_rooms_are_told_by_state_until_they_are_released(watched):
-    receiver, sender, pages = watched.open("slow")
-    watched.drive(lambda: receiver.state is State.WAITING_FOR_INPUT and sender.state is State.WAITING_FOR_INPUT)
+    room = watched.open("slow")
+    drive(watched.nodes, lambda: room.states == (State.WAITING_FOR_INPUT, State.WAITING_FOR_INPUT))
     assert watched.scrape()("pdstage_rooms", role="decode", state="waiting_for_input") == 1
-    sender.chunk(pages, (0, 12))
-    watched.drive(lambda: receiver.state is State.TRANSFERRING)
+    room.sender.chunk(room.pages, (0, 12))
+    drive(watched.nodes, lambda: room.receiver.state is State.TRANSFERRING)
     told = watched.scrape()
     for role in ("prefill", "decode"):
         states = {state: told("pdstage_rooms", role=role, state=state) for state in ("transferring", "success")}
         assert states == {"transferring": 1, "success": 0}
-    sender.chunk(pages, (12, TOKENS))
-    sender.finish()
-    watched.drive(lambda: receiver.released and sender.released)
+    room.sender.chunk(room.pages, (12, TOKENS))
+    room.sender.finish()
+    watched.end(room)
     told = watched.scrape()
     assert sum(value for (name, _), value in told.of.items() if name == "pdstage_rooms") == 0
 
 
 def test_lanes_are_told_while_leases_are_held(watched):
     """What a chunk holds of a lane: granted as long as its writer waits for data, nothing after it was scattered."""
-    receiver, sender, pages = watched.open("held")
-
-    class Later:
-        done = False
-
-        def query(self) -> bool:
-            return self.done
-
-    later = Later()
-    sender.chunk(pages, TOKENS, ready=later)
-    sender.finish()
-    watched.drive(lambda: watched.d.stats()["leases_granted"] > 0)
+    room, later = watched.open("held"), Event()
+    room.sender.chunk(room.pages, TOKENS, ready=later)
+    room.sender.finish()
+    drive(watched.nodes, lambda: watched.d.stats()["leases_granted"] > 0)
     told = watched.scrape()
     granted = sum(told("pdstage_lane_leased_bytes", lane=lane, state="granted") for lane in "01")
     lag = sum(told("pdstage_lane_watermark_lag_bytes", lane=lane) for lane in "01")
     assert 0 < granted <= lag
     assert granted <= sum(told("pdstage_lane_capacity_bytes", lane=lane) for lane in "01")
     later.done = True
-    watched.drive(lambda: receiver.released and sender.released)
+    watched.end(room)
     told = watched.scrape()
     for (name, _), value in told.of.items():
         if name in ("pdstage_lane_leased_bytes", "pdstage_lane_watermark_lag_bytes", "pdstage_lane_quarantined_bytes"):
@@ -106,19 +108,17 @@ def test_leases_beyond_the_watermark_are_told_apart(make_watched):
     """Granted, landed and quarantined bytes are never more than a lane has; what waits for the watermark is ahead."""
     watched = make_watched(staging_nbytes=32 << 10)
     watched.d.core.leases.max_advances = 0
-    rooms = [watched.open(number, 16) for number in range(6)]
-    ahead = 0.0
-    for _, sender, pages in rooms:
-        sender.chunk(pages, 16)
-        sender.finish()
-    while not all(receiver.released and sender.released for receiver, sender, _ in rooms):
-        watched.p.turn(1e-4)
-        watched.d.turn(1e-4)
+    rooms, ahead = [watched.begin(number, 16) for number in range(6)], []
+
+    def released() -> bool:
         for lane in watched.d.status().lanes:
             assert lane.granted_nbytes + lane.landed_nbytes + lane.quarantined_nbytes <= lane.capacity_nbytes
-            ahead = max(ahead, lane.ahead_nbytes)
-    assert ahead > 0
-    assert all(receiver.state is State.SUCCESS for receiver, _, _ in rooms)
+            ahead.append(lane.ahead_nbytes)
+        return all(room.released for room in rooms)
+
+    drive(watched.nodes, released)
+    assert max(ahead) > 0
+    assert all(room.receiver.state is State.SUCCESS for room in rooms)
 
 
 def test_everything_in_the_catalogue_is_exported_and_nothing_else(watched):
@@ -160,22 +160,6 @@ def test_every_counter_is_exported():
 
     fields = {name for one in (Counters, ControlCounters, DirectoryCounters) for name in one.__dataclass_fields__}
     assert fields - read == set(catalogue.LEFT_OUT)
-
-
-def test_what_a_directory_says_and_a_drained_node(watched):
-    watched.move(1)
-    told = watched.scrape()
-    assert 0 < told("pdstage_directory_lease_seconds") <= 15
-    assert told("pdstage_directory_publications_total", outcome="success") >= 1
-    assert told("pdstage_directory_publications_total", outcome="failed") == 0
-    assert told("pdstage_directory_lookups_total", outcome="success") == 1
-    assert told("pdstage_directory_watch_age_seconds") == 0
-    assert told("pdstage_node_draining", role="prefill") == 0
-    watched.p.drain(0.0)
-    told = watched.scrape()
-    assert told("pdstage_node_draining", role="prefill") == 1
-    assert told("pdstage_node_draining", role="decode") == 0
-    assert "pdstage_directory_lease_seconds" not in told.names, "it publishes nothing any more, as it was asked"
 
 
 # Registering.
@@ -220,12 +204,10 @@ def test_the_exporter_keeps_no_node():
     class Node:
         closed = False
 
-    registry, node = CollectorRegistry(), Node()
-    registration = collector_of(registry).add(node, {"role": "decode", "rank": "0"})
-    held = weakref.ref(node)
+    node = Node()
+    registration = collector_of(CollectorRegistry()).add(node, {"role": "decode", "rank": "0"})
     del node
     gc.collect()
-    assert held() is None
     assert registration.node is None
 
 
@@ -242,9 +224,9 @@ def test_rooms_names_the_oldest_first(watched):
     assert ages == sorted(ages, reverse=True)
     everything = json.loads(get(watched.endpoint.address, "/rooms?n=nonsense"))
     assert [room["room"] for room in everything[1]["rooms"]] == ["first", "7", "ff00"]
-    for _, sender, _ in opened:
-        sender.abort()
-    watched.drive(lambda: all(receiver.released and sender.released for receiver, sender, _ in opened))
+    for room in opened:
+        room.sender.abort()
+    watched.end(*opened)
 
 
 def test_what_else_is_answered(watched):
@@ -269,31 +251,26 @@ def test_what_else_is_answered(watched):
 def test_scrapes_beside_working_nodes_always_parse_and_never_fall(make_watched):
     """Scrapes from several threads while rooms move: no error, no counter that falls, all rooms Success."""
     watched = make_watched(progress="thread")
-    over, problems = threading.Event(), []
+    over = threading.Event()
 
     def scrape() -> None:
         last = 0.0
-        try:
-            while not over.is_set():
-                told = watched.scrape()
-                now = told("pdstage_rooms_ended_total", role="decode", outcome="success")
-                assert now >= last
-                last = now
-        except BaseException as error:  # noqa: BLE001  (it is raised below)
-            problems.append(error)
+        while not over.is_set():
+            now = watched.scrape()("pdstage_rooms_ended_total", role="decode", outcome="success")
+            assert now >= last
+            last = now
 
-    threads = [threading.Thread(target=scrape) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for room in range(60):
-        receiver, sender, pages = watched.open(room, 8)
-        sender.chunk(pages, 8)
-        sender.finish()
-        receiver.wait_released(60)
-        sender.wait_released(60)
-        watched.free(room)
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert not problems, problems
+    with ThreadPoolExecutor() as threads:
+        scrapes = [threads.submit(scrape) for _ in range(3)]
+        try:
+            for room in range(60):
+                moved = watched.begin(room, 8)
+                moved.receiver.wait_released(60)
+                moved.sender.wait_released(60)
+                watched.src.free(moved.pages)
+                watched.dst.free(moved.into)
+        finally:
+            over.set()
+        for one in scrapes:
+            one.result()
     assert watched.scrape()("pdstage_rooms_ended_total", role="decode", outcome="success") == 60

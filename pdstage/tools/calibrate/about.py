@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import socket
 from functools import cache
-from importlib.metadata import PackageNotFoundError, PathDistribution, version
+from importlib.metadata import PathDistribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +17,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
+import pdstage
 from pdstage import native
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
@@ -48,24 +49,16 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def this_side() -> Side:
-    own = _own_version()
     others = {name: point.dist.version if point.dist else "" for name, point in plugins().items()}
     found = {name: find_spec(name) for name in names() if name != "local" and name not in others}
     needed = {name: _version_at(name, spec) for name, spec in found.items() if spec is not None}
-    transports = others | {"local": own} | needed
+    transports = others | {"local": pdstage.__version__} | needed
     curve = ["curve"] if zmq.has("curve") else []
     return Side(
-        host=socket.gethostname(), pdstage=own, wire=wire.VERSION, oldest_wire=wire.OLDEST,
+        host=socket.gethostname(), pdstage=pdstage.__version__, wire=wire.VERSION, oldest_wire=wire.OLDEST,
         python=platform.python_version(), transports=transports, features=[*m.FEATURES, *curve],
         host_code=native.active(),
     )  # fmt: skip
-
-
-def _own_version() -> str:
-    try:
-        return version("pdstage")
-    except PackageNotFoundError:
-        return ""
 
 
 def _version_at(name: str, spec: ModuleSpec) -> str:

@@ -25,8 +25,6 @@ from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.about import Side, this_side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Region
@@ -126,9 +124,9 @@ class Peer:
         self._socket = ControlSocket(bind, identity=b"calibrate", keys=keys, insecure=insecure)
         self.endpoint = self._socket.endpoint
 
-    def serve(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Answers until `until()`, which is called several times a second."""
-        while not until():
+    def serve(self) -> None:
+        """Answers until this process is interrupted."""
+        while True:
             if self._node is not None:
                 self._node.turn(5e-4)  # on some fabrics writes to this process land only while it polls
                 if not self._socket.wait(0.0).messages:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     from pdstage.tools.doctor.probe import Say, Site
 
-_NVIDIA = "0x10de"
 _NBYTES, _RUN, _TOKENS = 32 << 20, 1024, 200
 
 
@@ -36,10 +34,6 @@ def check_driver(site: Site) -> Result:
     wanted = site.asked.device != "cpu"
     if outcome.step == "load" and not outcome.good:
         says = f"{outcome.why}: pools in host memory only"
-        if cards := _cards():
-            return fail(f"{says}, but {cards} NVIDIA cards are on the bus", outcome.remedy, cards=cards)
-        if Path("/dev/kfd").exists():
-            says += "; AMD's driver is here, see transport mori"
         return fail(says, outcome.remedy) if wanted else warn(says, "nothing, on a node without GPUs")
     if not outcome.good:
         return fail(f"the CUDA driver does not work: {outcome.why}", "see nvidia-smi and dmesg")
@@ -54,23 +48,19 @@ def check_driver(site: Site) -> Result:
 
 
 def check_devices(site: Site) -> Result | None:
-    found = devices(site)
-    lines = [
-        f"{i}: {one['name']}, {one['nbytes'] / 2**30:.0f} GiB, sm_{one['capability']}" for i, one in enumerate(found)
-    ]
-    return ok("; ".join(lines), devices=found) if found else None
-
-
-def check_access(site: Site) -> Result | None:
-    """Which devices may access each other's memory over NVLink or PCIe."""
-    peers = site.ask("driver").facts.get("peers") or []
-    if len(peers) < 2:
+    """Each device, and which of them may access each other's memory over NVLink or PCIe."""
+    found, peers = devices(site), site.ask("driver").facts.get("peers") or []
+    if not found:
         return None
+    says = "; ".join(
+        f"{i}: {one['name']}, {one['nbytes'] / 2**30:.0f} GiB, sm_{one['capability']}" for i, one in enumerate(found)
+    )
     apart = [f"{i} to {j}" for i, row in enumerate(peers) for j, can in enumerate(row) if not can]
     if not apart:
-        return ok(f"all {len(peers)} devices reach each other's memory", peers=peers)
-    says = f"not all devices reach each other's memory: not {', '.join(apart[:8])}"
-    return warn(says, "their bytes go through host memory; see nvidia-smi topo -p2p r, the IOMMU and ACS", peers=peers)
+        return ok(says, devices=found, peers=peers)
+    says += f"; not all reach each other's memory: not {', '.join(apart[:8])}"
+    remedy = "their bytes go through host memory; see nvidia-smi topo -p2p r, the IOMMU and ACS"
+    return warn(says, remedy, devices=found, peers=peers)
 
 
 def devices(site: Site) -> list[dict[str, Any]]:
@@ -78,23 +68,17 @@ def devices(site: Site) -> list[dict[str, Any]]:
     return list(site.ask("driver").facts.get("devices", []))
 
 
-def _cards(root: Path = Path("/sys/bus/pci/devices")) -> int:
-    """NVIDIA's display and 3D controllers on the bus, with or without a driver."""
-    folders = [folder for folder in root.glob("*") if (folder / "vendor").is_file()]
-    nvidia = [folder for folder in folders if (folder / "vendor").read_text().strip() == _NVIDIA]
-    return sum((folder / "class").read_text().startswith("0x03") for folder in nvidia)
-
-
 def check_host(site: Site) -> Result:
-    probe = site.ask("host_copy")
+    probe = site.ask("copies", device="cpu")
     if not probe.good:
         remedy = "build the extension anew: make native"
         return fail(f"copies in host memory fail: {probe.why}", remedy, printed=probe.printed)
-    if probe.facts["active"] == "c++":
-        return ok("host memory is copied by the C++ extension", active="c++")
+    active = native.active()
+    if active == "c++":
+        return ok("host memory is copied by the C++ extension", active=active)
     remedy = "install a C++20 compiler and pdstage anew (make native); PDSTAGE_NATIVE=no leaves it out on purpose"
     says = "host memory is copied by numpy, several times slower than by the C++ extension"
-    return warn(says, remedy, active=probe.facts["active"])
+    return warn(says, remedy, active=active)
 
 
 def check_copies(site: Site) -> Result | None:
@@ -106,7 +90,7 @@ def check_copies(site: Site) -> Result | None:
             "torch is not installed: copies are not tried", "install torch for this driver's CUDA (pytorch.org)"
         )
     where = site.asked.device if site.asked.device != "cpu" else "cuda:0"
-    probe = site.ask("device_copy", device=where)
+    probe = site.ask("copies", device=where)
     if not probe.good:
         return fail(f"copies on {where} fail, at {probe.step}: {probe.why}", probe.remedy or "see dmesg", **probe.facts)
     good = [name for name, why in probe.facts.items() if not why]
@@ -119,7 +103,6 @@ def check_copies(site: Site) -> Result | None:
 CHECKS: list[tuple[str, str, Callable[[Site], Result | None]]] = [
     ("gpu", "driver", check_driver),
     ("gpu", "devices", check_devices),
-    ("gpu", "peer access", check_access),
     ("kernels", "host", check_host),
     ("kernels", "device", check_copies),
 ]
@@ -152,18 +135,11 @@ def driver(say: Say) -> None:
     say.found(peers=[[one == other or cuda.can_access(one, other) for other in numbers] for one in numbers])
 
 
-def host_copy(say: Say) -> None:
-    """Reports which host code is "active", and copies in host memory."""
-    say.found(active=native.active())
-    say.step("copy")
-    _copy("cpu", "auto")
-
-
-def device_copy(say: Say, *, device: str) -> None:
-    """Copies with each usable GPU backend; reports it with an empty string, or why it is not used."""
-    for name in ("cuda", "triton"):
+def copies(say: Say, *, device: str) -> None:
+    """Copies in host memory, or with each usable GPU backend. Reports it with "", or why it is not used."""
+    for name in ("auto",) if device == "cpu" else ("cuda", "triton"):
         say.step(name)
-        why = kernels.backends()[name]
+        why = kernels.backends().get(name, "")
         if not why:
             _copy(device, name)
         say.found(**{name: why})

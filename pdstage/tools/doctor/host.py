@@ -11,7 +11,6 @@ import os
 import platform
 import resource
 import socket
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 import zmq
 
+import pdstage
 from pdstage import Config, environment
 from pdstage.control.address import Address
 from pdstage.control.keys import Keys
@@ -26,7 +26,7 @@ from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, calibration
 from pdstage.protocol.wire import OLDEST, VERSION
 from pdstage.tools.doctor.report import Result, fail, ok, warn
-from pdstage.transport._rails import Port, read
+from pdstage.transport._rails import Distance, Port, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,22 +42,15 @@ _CAP_IPC_LOCK = 14
 _SHM, _LEAST_SHM = Path("/dev/shm"), 64 << 20
 
 
-def pdstage_version() -> str:
-    try:
-        return version("pdstage")
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
 def versions(_: Site) -> Result:
     """The installed releases, and whether the control plane can be encrypted."""
     facts = {
-        "pdstage": pdstage_version(), "wire": VERSION, "oldest_wire": OLDEST, "python": platform.python_version(),
+        "pdstage": pdstage.__version__, "wire": VERSION, "oldest_wire": OLDEST, "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}", "machine": platform.machine(), "numpy": np.__version__,
         "msgspec": msgspec.__version__, "pyzmq": zmq.__version__, "libzmq": zmq.zmq_version(),
         "curve": zmq.has("curve"),
     }  # fmt: skip
-    says = f"pdstage {facts['pdstage']}, wire {VERSION}, Python {facts['python']}, {facts['system']}"
+    says = f"pdstage {pdstage.__version__}, wire {VERSION}, Python {facts['python']}, {facts['system']}"
     if platform.system() != "Linux":
         return fail(f"{says}: pdstage needs Linux", "run it on Linux", **facts)
     if not facts["curve"]:
@@ -70,7 +63,7 @@ def memlock(_: Site) -> Result:
     """RDMA pins registered memory: staging memory, and pools that are written in place."""
     limit, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     staging = inspect.signature(DecodeNode).parameters["staging_nbytes"].default
-    free, has_rdma = limit == resource.RLIM_INFINITY or has_capability(_CAP_IPC_LOCK), bool(rdma_ports())
+    free, has_rdma = limit == resource.RLIM_INFINITY or may_lock(), bool(rdma_ports())
     facts = {"nbytes": limit, "unbounded": free, "rdma": has_rdma}
     if free:
         return ok("memory can be locked without limit", **facts)
@@ -134,14 +127,11 @@ def prices(_: Site) -> Result | None:
     return ok(f"{path} has prices of {', '.join(held.transports)}, made {held.made_at}", file=str(path))
 
 
-def status(name: str) -> str:
-    """A field of /proc/self/status."""
+def may_lock() -> bool:
+    """Whether this process has CAP_IPC_LOCK."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:")), "")
-
-
-def has_capability(number: int) -> bool:
-    return bool(int(status("CapEff") or "0", 16) >> number & 1)
+    held = next((line.partition(":")[2] for line in lines if line.startswith("CapEff:")), "0")
+    return bool(int(held, 16) >> _CAP_IPC_LOCK & 1)
 
 
 def rdma_ports(root: Path = Path("/sys")) -> list[Port]:
@@ -166,6 +156,48 @@ def rdma(_: Site, root: Path = Path("/")) -> Result:
     if not all(port.active for port in found):
         return warn(says, "name the active ones to the transport: devices=[...], or UCX_NET_DEVICES", **facts)
     return ok(says, **facts)
+
+
+def rails(_: Site, root: Path = Path("/")) -> Result | None:
+    """The NICs of each GPU's memory, as `devices="auto"` takes them, and how near they are."""
+    tree = read(root / "sys")
+    if not tree.gpus or not tree.nics:
+        return None
+    says, facts, bad = [], {}, False
+    for gpu in tree.gpus:
+        found, where = tree.of_gpu(gpu), gpu.place.address
+        facts[where] = {"chosen": found.ports, "gbps": found.gbps, "bound_gbps": found.bound_gbps}
+        bad = bad or found.distance in (None, Distance.SYS)
+        near = f" ({found.gbps:.0f} Gb/s) at {found.distance.name}" if found.distance is not None else "no active NIC"
+        says.append(f"GPU {where}: {', '.join(nic.name for nic in found.nics)}{near}")
+    if bad:
+        remedy = "bring links up, see ibstat; at SYS bytes cross the interconnect between sockets, see lspci -tv"
+        return warn("; ".join(says), remedy, rails=facts)
+    return ok("; ".join(says), rails=facts)
+
+
+def gpudirect(_: Site, root: Path = Path("/")) -> Result | None:
+    """Whether NICs may reach the memory of NVIDIA's GPUs: by nvidia-peermem or dma-buf, and past an IOMMU."""
+    tree = read(root / "sys")
+    if not tree.gpus or not tree.nics or not (root / "sys/module/nvidia").is_dir():
+        return None
+    has_peermem = (root / "sys/module/nvidia_peermem").is_dir()
+    driver = root / "proc/driver/nvidia/version"
+    is_open = driver.is_file() and "Open Kernel Module" in driver.read_text()
+    kinds = {}
+    for gpu in tree.gpus:
+        group = root / "sys/bus/pci/devices" / gpu.place.address / "iommu_group/type"
+        kinds[gpu.place.address] = group.read_text().strip() if group.is_file() else "none"
+    facts = {"nvidia_peermem": has_peermem, "open_kernel_module": is_open, "iommu": kinds}
+    if not has_peermem and not is_open:
+        says = "no way for NICs to GPU memory: nvidia-peermem is not loaded, and the driver's modules have no dma-buf"
+        return warn(says, "modprobe nvidia-peermem, or install NVIDIA's open kernel modules", **facts)
+    how = " and ".join(way for way, has in (("nvidia-peermem", has_peermem), ("dma-buf", is_open)) if has)
+    if translated := sorted(address for address, kind in kinds.items() if kind.startswith("DMA")):
+        says = f"NICs reach GPU memory by {how}, but an IOMMU translates for {', '.join(translated)}"
+        remedy = "iommu=pt on the kernel's command line; and see that ACS is off on the switches (lspci -vvv)"
+        return warn(says, remedy, **facts)
+    return ok(f"NICs reach GPU memory by {how}; ACS on the switches is not asked", **facts)
 
 
 def address(_: Site) -> Result:
@@ -195,4 +227,6 @@ CHECKS: list[tuple[str, str, Callable[[Site], Result | None]]] = [
     ("host", "calibration", prices),
     ("network", "address", address),
     ("network", "rdma", rdma),
+    ("network", "rails", rails),
+    ("network", "gpudirect", gpudirect),
 ]

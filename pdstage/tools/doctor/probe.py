@@ -26,7 +26,7 @@ from pdstage.tools.doctor import AREAS
 if TYPE_CHECKING:
     from types import TracebackType
 
-PROBES = {"device_copy": "gpu", "driver": "gpu", "host_copy": "gpu", "talk": "talk"}
+PROBES = {"copies": "gpu", "driver": "gpu", "talk": "talk"}
 """The module of each probe: a function of that name, which is called with a `Say` and the JSON's arguments."""
 _TAIL = 2000
 

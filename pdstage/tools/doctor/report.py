@@ -5,7 +5,6 @@ docs/doctor.md describes the fields. `VERSION` rises when one is removed or chan
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
@@ -20,7 +19,6 @@ Level: TypeAlias = Literal["ok", "warn", "fail"]
 _WORDS: dict[Level, str] = {
     "ok": "all is well", "warn": "works, with something to look at", "fail": "something asked for cannot work",
 }  # fmt: skip
-_COLOURS = {"ok": 32, "warn": 33, "fail": 31}
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,9 +105,7 @@ def fail(says: str, remedy: str, **facts: object) -> Result:
 
 
 def _line(level: str, text: str) -> str:
-    """For grep: level, area/name, sentence; with a colour on a terminal."""
-    if level and sys.stdout.isatty():
-        return f"\x1b[{_COLOURS[level]}m{level:5}\x1b[0m {text}"
+    """For grep: level, area/name, sentence."""
     return f"{level:5} {text}"
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+import pdstage
 from pdstage.errors import UsageError
-from pdstage.tools.doctor import AREAS, gpu, host, rails, transports
+from pdstage.tools.doctor import AREAS, gpu, host, transports
 from pdstage.tools.doctor.probe import Asked, Site
 from pdstage.tools.doctor.report import VERSION, Found, Level, PeerReport, Report, Result, Verdict
 
@@ -34,9 +35,7 @@ def checks(asked: Asked) -> list[tuple[str, str, Callable[[Site], Result | None]
         raise UsageError("area 'peer' without a peer", remedy="name it with --peer HOST:PORT", field="peer")
     every = [
         *host.CHECKS,
-        ("host", "process memory", transports.process_memory),
         *gpu.CHECKS,
-        *rails.checks(),
         *(("transports", name, transports.check(name)) for name in transports.chosen(asked.transports)),
         *([("peer", "peer", transports.peer)] if asked.peer else []),
     ]
@@ -63,6 +62,6 @@ def examine(asked: Asked, tell: Callable[[Found], None] = lambda found: None) ->
         tell(lines[-1])
     return Report(
         version=VERSION, made_at=datetime.now(UTC).isoformat(timespec="seconds"), host=socket.gethostname(),
-        pdstage=host.pdstage_version(), verdict=max((line.level for line in lines), key=_LEVELS.index, default="ok"),
+        pdstage=pdstage.__version__, verdict=max((line.level for line in lines), key=_LEVELS.index, default="ok"),
         checks=lines, transports=verdicts, peer=reports[0] if reports else None,
     )  # fmt: skip

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdstage.errors import UsageError
 from pdstage.tools.calibrate.about import Side
-from pdstage.tools.doctor.host import has_capability, rdma_ports, status
+from pdstage.tools.doctor.host import rdma_ports
 from pdstage.tools.doctor.report import Moved, PeerReport, Result, Stage, Verdict, fail, ok, warn
 from pdstage.transport import names
 
@@ -34,10 +33,8 @@ _WHEELS = {
 _AT_EXIT = {
     "nixl": "without RDMA set UCX_MODULES=^ib; else remove the package ibverbs-providers, or build NIXL on this host"
 }
+_WRITE_PROCESSES = "allow CAP_SYS_PTRACE, or one user for both (see ptrace_scope and seccomp); nixl does without"
 _LOCAL = {"direct": "process_vm_writev", "staged": "shared memory"}
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-_SECCOMP = {"0": "off", "1": "strict", "2": "filtered"}
-_CAP_SYS_PTRACE = 19
 _PEER_DEADLINES = 3  # a conversation may last this many deadlines of a probe
 # UCX names the lanes of each endpoint, transport/device: `NAME intra-node cfg#1 rma_am(tcp/lo) am(tcp/lo cma/memory)`.
 _LINE = re.compile(r"(\S+) (?:intra|inter)-node cfg#\d+ (.*)")
@@ -57,10 +54,10 @@ def chosen(wanted: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(wanted)) or known
 
 
-def ask(site: Site, name: str, device: str = "", **environment: str) -> Outcome:
-    """Two nodes of this host over that transport, with pools where this run has them, or on `device`."""
-    where, wait_s = device or site.asked.device, site.asked.deadline_s / 2
-    return site.ask("talk", environment=environment, transport=name, device=where, wait_s=wait_s)
+def ask(site: Site, name: str, **environment: str) -> Outcome:
+    """Two nodes of this host over that transport, with pools where this run has them."""
+    wait_s = site.asked.deadline_s / 2
+    return site.ask("talk", environment=environment, transport=name, device=site.asked.device, wait_s=wait_s)
 
 
 def check(name: str) -> Callable[[Site], Result]:
@@ -114,26 +111,13 @@ def judge(name: str, probe: Outcome, others: dict[str, Outcome], *, has_rdma: bo
         remedy = _AT_EXIT.get(name, "exit codes of such processes lie: see what it loads")
     elif not_over:
         says += f"; not over {'; '.join(not_over)}"
-        remedy = next((other.remedy for other in others.values() if other.remedy), "see what its library logs")
+        remedy = _WRITE_PROCESSES if name == "local" else "see what its library logs"
+        remedy = next((other.remedy for other in others.values() if other.remedy), remedy)
     elif has_rdma and name == "nixl" and "rdma" not in by:
         remedy = "RDMA devices are here: let UCX_TLS and UCX_NET_DEVICES allow them"
     elif caveat:
         remedy = "use it for trials, and tell the project what you see"
     return warn(says, remedy, **told(says, *by)) if remedy else ok(says, **told(says, *by))
-
-
-def process_memory(site: Site) -> Result:
-    """Whether one process may write another's memory, as transport `local` does, and what forbids it."""
-    scope = _YAMA.read_text().strip() if _YAMA.exists() else "absent"
-    seccomp = _SECCOMP.get(status("Seccomp"), "unknown")
-    probe = ask(site, "local", "cpu")
-    facts = {"ptrace_scope": scope, "seccomp": seccomp, "sys_ptrace": has_capability(_CAP_SYS_PTRACE)}
-    settings = f"ptrace_scope {scope}, seccomp {seccomp}"
-    if "path direct" in probe.facts:
-        return ok(f"processes may write each other's memory ({settings})", **facts)
-    why = probe.facts.get("stage direct", {}).get("says") or probe.why
-    remedy = "allow CAP_SYS_PTRACE, or one user for both; nixl does without, and so does local for staged chunks"
-    return warn(f"processes may not write each other's memory ({settings}): {why}", remedy, **facts)
 
 
 def _stage(probe: Outcome, name: str) -> str:

@@ -24,11 +24,11 @@ MAX_EVENTS = 200_000
 
 
 class Tracer:
-    """An `Observer` that keeps the latest `max_events` events of this process's nodes: about 100 MB of them."""
+    """An `Observer` that keeps the latest `MAX_EVENTS` events of this process's nodes: about 100 MB of them."""
 
-    def __init__(self, max_events: int = MAX_EVENTS) -> None:
+    def __init__(self) -> None:
         self._clock = Clock.here()
-        self._events: deque[tuple[Origin, Event]] = deque(maxlen=max_events)
+        self._events: deque[tuple[Origin, Event]] = deque(maxlen=MAX_EVENTS)
         self._n_events = 0
 
     def observe(self, origin: Origin, event: Event) -> None:

@@ -22,16 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Endpoint", "Registration", "Timings", "expose", "register"]
 
-_LAZY = {  # commands with an optional --metrics-port import `option`, where prometheus_client may be absent
-    "Endpoint": "pdstage.tools.watch.server",
-    "Registration": "pdstage.tools.watch.exporter",
-    "Timings": "pdstage.tools.watch.timings",
-    "expose": "pdstage.tools.watch.server",
-    "register": "pdstage.tools.watch.exporter",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
+    """Imports late: commands with an optional --metrics-port import `option`, where prometheus_client may be absent."""
+    if name not in __all__:
         raise AttributeError(f"module 'pdstage.tools.watch' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    home = {"Timings": "timings", "Endpoint": "server", "expose": "server"}.get(name, "exporter")
+    return getattr(importlib.import_module(f"pdstage.tools.watch.{home}"), name)

@@ -1,7 +1,4 @@
-"""A progress bar for slow commands: on standard error, and only if that is a terminal.
-
-A command's output is the same with and without it.
-"""
+"""A progress bar for slow commands: on standard error, and only if that is a terminal and rich is installed."""
 
 from __future__ import annotations
 
@@ -20,28 +17,13 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(text: str, total: int | None = None) -> Iterator[Advance]:
-    """Shows `text` and how many of `total` steps are done; None: the total is unknown.
-
-    Without a terminal, or without rich, nothing is shown.
-    """
-    if not sys.stderr.isatty():
-        yield _silent
-        return
+    """Shows `text` and how many of `total` steps are done; None: the total is unknown."""
     try:
         from rich.console import Console  # noqa: PLC0415
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+        from rich.progress import Progress  # noqa: PLC0415
     except ModuleNotFoundError:
-        yield _silent
+        yield lambda text="", by=1: None
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=True) as shown:
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as shown:
         task = shown.add_task(text, total=total)
-
-        def advance(text: str = "", by: int = 1) -> None:
-            shown.update(task, advance=by, description=text or None)
-
-        yield advance
-
-
-def _silent(text: str = "", by: int = 1) -> None:
-    pass
+        yield lambda text="", by=1: shown.update(task, advance=by, description=text or None)

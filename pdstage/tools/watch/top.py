@@ -1,13 +1,10 @@
-"""`pdstage top`: reads endpoints repeatedly and shows each frame; or shows one frame, as text or a picture."""
+"""`pdstage top`: reads endpoints repeatedly and shows each frame; or shows one frame."""
 
 from __future__ import annotations
 
-import os
-import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
@@ -18,13 +15,13 @@ try:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.panel import Panel
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 except ModuleNotFoundError as missing:
     raise UsageError("pdstage top needs rich", remedy="pip install 'pdstage[top]'") from missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from rich.console import RenderableType
 
@@ -44,7 +41,9 @@ _PROBLEMS = (
     ("pdstage_peers_refused_total", "", "peers refused"),
     ("pdstage_peers_crowded_total", "", "peers crowded"),
     ("pdstage_sessions_unfenced", "", "sessions not fenced, now"),
+    ("pdstage_sessions_closed_total", "reason", "sessions"),
 )
+_IN_ORDER = "sessions ended"
 
 
 class View(NamedTuple):
@@ -123,11 +122,9 @@ def _panel(title: str, body: RenderableType) -> Panel:
 
 def _table(*columns: str) -> Table:
     """Words to the left, numbers to the right."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black", padding=(0, 1))
-    for name in columns:
-        words = name in ("node", "over", "path", "stage", "room", "state", "what", "memory", "used")
-        table.add_column(name, justify="left" if words else "right", no_wrap=True, overflow="ellipsis")
-    return table
+    words = {"node", "over", "path", "stage", "room", "state", "what", "memory", "used"}
+    held = (Column(name, justify="left" if name in words else "right", no_wrap=True) for name in columns)
+    return Table(*held, box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black", padding=(0, 1))
 
 
 def _nodes(views: Sequence[View]) -> Table:
@@ -167,24 +164,16 @@ def _memory(node: Node) -> tuple[str, str]:
     return f"{(leased - ahead + lost) / capacity:.0%} of {_bytes(capacity)}" if capacity else "", _bytes(ahead + lost)
 
 
-def _totals(view: View) -> Iterator[tuple[str, str, float, float]]:
-    """Node, what, total and rate, of all that should not happen."""
-    for metric, label, what in _PROBLEMS:
-        for own, n in view.now.series(metric):
-            kind = own.get(label, "")
-            yield (
-                view.now.name,
-                f"{what} {kind}".strip(),
-                n,
-                view.added.rate(metric, **({label: kind} if label else {})),
-            )
-    lost = {"reason": "lost"}
-    n, rate = (one.value("pdstage_sessions_closed_total", **lost) for one in (view.now, view.added))
-    yield view.now.name, "sessions lost", n, rate
-
-
 def _errors(views: Sequence[View]) -> RenderableType:
-    rows = [row for view in views for row in _totals(view) if row[2]]
+    """Node, what, total and rate, of all that should not happen and did."""
+    rows = []
+    for now, added in views:
+        for metric, label, what in _PROBLEMS:
+            for own, n in now.series(metric):
+                kind = own.get(label, "")
+                said = f"{what} {kind}".strip()
+                if n and said != _IN_ORDER:
+                    rows.append((now.name, said, n, added.rate(metric, **({label: kind} if label else {}))))
     if not rows:
         return Text("none", style="green")
     table = _table("node", "what", "total", "per s")
@@ -208,11 +197,10 @@ def run(
     *,
     interval_s: float = 1.0,
     once: bool = False,
-    svg: Path | None = None,
     console: Console | None = None,
     stop: threading.Event | None = None,
 ) -> int:
-    """Shows `endpoints` until interrupted, or `stop` is set; with `once` one frame, and with `svg` one into that file.
+    """Shows `endpoints` until interrupted, or `stop` is set; with `once` one frame.
 
     Returns 0 if every endpoint answered the last time, else 1. Raises `UsageError`.
     """
@@ -220,13 +208,10 @@ def run(
         raise UsageError(f"an interval of {interval_s} s", remedy="give 0.1 to 3600", field="interval")
     console, stop, top = console or Console(), stop or threading.Event(), Top(endpoints, interval_s)
     top.read()
-    if once or svg is not None:
+    if once:
         stop.wait(interval_s)
         top.read()
-        if svg is not None:
-            _export(top, svg)
-        if once:
-            console.print(top.frame())
+        console.print(top.frame())
     else:
         with Live(top.frame(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
             try:
@@ -236,14 +221,3 @@ def run(
             except KeyboardInterrupt:
                 pass
     return int(any(answer.problem for answer in top.answers))
-
-
-def _export(top: Top, file: Path) -> None:
-    with Path(os.devnull).open("w") as nowhere:
-        console = Console(record=True, width=132, file=nowhere, force_terminal=True, color_system="truecolor")
-        console.print(top.frame())
-    drawn = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="pdstage top"), flags=re.DOTALL)
-    try:
-        file.write_text(drawn)  # without remote fonts: any monospace font will do
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}", remedy="give a file's path", field="svg") from error
