@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
 from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
-from pdstage.protocol.lane import GRANTED, Lane
+from pdstage.protocol.lane import Lane
 from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
 
 if TYPE_CHECKING:
@@ -394,9 +394,9 @@ class LeaseTable:
         for number, lane in enumerate(self.lanes):
             in_the_way = set(lane.in_the_way())
             stuck = now - self._moved_at[number] >= stuck_after_s
-            for cursor, _, state in list(lane.leases()):
+            for cursor, *_ in lane.leases():
                 lease = self._at.get((number, cursor))
-                if lease is None or state != GRANTED or lease.said_written:
+                if lease is None or lease.phase is not LeasePhase.GRANTED or lease.said_written:
                     continue
                 early = lease in self.advances and now - lease.granted_at >= _ADVANCE_S
                 shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)
