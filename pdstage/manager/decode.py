@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -47,24 +47,14 @@ if TYPE_CHECKING:
     from pdstage.stager import Copied
 
 
-class Bound:
+class Bound(NamedTuple):
     """What `bind` was given, until the core may have it."""
 
-    __slots__ = ("after", "asked", "checked", "priority", "row")
-
-    def __init__(
-        self,
-        checked: dict[str, Checked],
-        asked: tuple[m.Asked, ...],
-        priority: int,
-        after: CudaEvent | None,
-        row: AuxRow | None,
-    ) -> None:
-        self.checked = checked
-        self.asked = asked
-        self.priority = priority
-        self.after = after
-        self.row = row
+    checked: dict[str, Checked]
+    asked: tuple[m.Asked, ...]
+    priority: int
+    after: CudaEvent | None
+    row: AuxRow | None
 
 
 class Receiver(Handle):
@@ -360,21 +350,14 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             if not done:
                 self._binding.append(receiver)
                 continue
-            wire_items: tuple[m.Items, ...] = ()
-            if self.path != "staged":
-                wire_items = tuple(
-                    m.Items(name, one.first_token, memoryview(one.pages.data).cast("B"))
-                    for name, one in bound.checked.items()
-                )
-            self.core.bind(
-                receiver.room,
-                bound.asked,
-                indexes(bound.checked),
-                now,
-                wire_items=wire_items,
-                priority=bound.priority,
-                row=bound.row.number if bound.row is not None else None,
+            exposed = bound.checked if self.path != "staged" else {}
+            wire_items = tuple(
+                m.Items(name, one.first_token, memoryview(one.pages.data).cast("B")) for name, one in exposed.items()
             )
+            self.core.bind(
+                receiver.room, bound.asked, indexes(bound.checked), now, wire_items=wire_items,
+                priority=bound.priority, row=bound.row.number if bound.row is not None else None,
+            )  # fmt: skip
 
     def _on_changed(self, handle: Handle, status: int) -> None:
         room = handle.room
