@@ -1,9 +1,9 @@
 """The decode core: what engine, driver and peers may say to a decode rank, and what follows.
 
-No socket, thread or clock: inputs are its public methods, output is `take_effects()`. It has an `Endpoint` (who talks),
-a `HandshakeClient` and its `Farewells` (with whom, and how long), a `LeaseTable` and its `Lender` (staging memory),
-`DecodeRooms` (the room table) and a `ChunkReceiver` (the chunks). Room table and leases are apart: a room that ended
-may still be written to.
+No socket, thread or clock: inputs are its public methods and those of its `Endpoint` (who talks), whose effects are the
+output. It has a `HandshakeClient` and its `Farewells` (with whom, and how long), a `LeaseTable` and its `Lender`
+(staging memory), `DecodeRooms` (the room table) and a `ChunkReceiver` (the chunks). Room table and leases are apart: a
+room that ended may still be written to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, Peer
 from pdstage.protocol.state import State, WriterPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
@@ -71,6 +71,7 @@ class DecodeCore:
         self.lender = Lender(self.endpoint, self.leases)
         self.endpoint.settle = self.lender.grant_and_notify
         self.rooms = DecodeRooms(self.endpoint, self.handshake, self.lender)
+        self.fail, self.waiting, self.welcomed = self.rooms.fail, self.rooms.waiting, self.rooms.welcomed
         self.chunks = ChunkReceiver(self.endpoint, self.lender, self.rooms, rows)
         self._rows = rows
         self._components = layout.names
@@ -206,11 +207,7 @@ class DecodeCore:
         for room in list(self.rooms.by_key.values()):
             self.abort(room, "the node closes", now)
 
-    # What the driver says, and takes.
-
-    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
-        """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
-        self.endpoint.receive(route, data, now)
+    # What the driver says.
 
     def tag(self, data: bytes, now: float) -> None:
         """One notification of the data plane."""
@@ -226,22 +223,6 @@ class DecodeCore:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`."""
         self.handshake.unreachable(route, error, now)
         self.endpoint.settle(now)
-
-    def tick(self, now: float) -> None:
-        """Serves what is due."""
-        self.endpoint.tick(now)
-
-    def next_at(self) -> float | None:
-        """When `tick` must be called next."""
-        return self.endpoint.timers.next_at()
-
-    def take_effects(self) -> list[DecodeEffect]:
-        """The effects since the last call, in order; the driver carries them out."""
-        return self.endpoint.take_effects()
-
-    def bye(self, now: float) -> None:
-        """After the last completion: ends each live session with Bye."""
-        self.endpoint.bye(now)
 
     @property
     def quiet(self) -> bool:
@@ -500,15 +481,6 @@ class DecodeCore:
     def in_use(self, session: Session) -> bool:
         peer = self.handshake.peers.get(session.route)
         return bool(session.claims) or (peer is not None and bool(peer.rooms))
-
-    def waiting(self, session: Session) -> Iterable[tuple[tuple[m.Wanted, ...], tuple[bytes, ...]]]:
-        return self.rooms.waiting(session)
-
-    def welcomed(self, peer: Peer, now: float) -> None:
-        self.rooms.welcomed(peer, now)
-
-    def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
-        self.rooms.fail(room, error, now)
 
 
 def _is_unheard(room: DecodeRoom, session: Session) -> bool:

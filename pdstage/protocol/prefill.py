@@ -1,8 +1,8 @@
 """The prefill core: what engine, driver and peers may say to a prefill rank, and what follows.
 
-No socket, thread or clock: inputs are its public methods, some of which the driver calls at the part that has them, and
-output is `take_effects()`. It has an `Endpoint` (who talks), a `HandshakeServer` (with whom), `PrefillRooms` (the room
-table) and a `ChunkSender` (chunks and their leases).
+No socket, thread or clock: inputs are its public methods and those of its parts that say so: an `Endpoint` (who talks),
+whose effects are the output, and a `ChunkSender` (chunks and their leases). It also has a `HandshakeServer` (with whom)
+and `PrefillRooms` (the room table).
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class PrefillCore:
         self.topology = topology
         self.endpoint = Endpoint(incarnation, config, self)
         self.handshake = HandshakeServer(self.endpoint, welcome, self)
+        self.on_other_version = self.handshake.on_other_version
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.rooms = PrefillRooms(
@@ -213,42 +214,6 @@ class PrefillCore:
 
     def abort(self, room: PrefillRoom, reason: str, now: float) -> None:
         self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"), now)
-
-    # What the driver says, and takes.
-
-    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
-        """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
-        self.endpoint.receive(route, data, now)
-
-    def gathered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
-        """The gather's kernel ended. Comes for every `Gather`, of lost sessions too: its buffer was busy.
-
-        `checksum` is of the bytes gathered, where the session has checksums.
-        """
-        self.chunks.gathered(ticket, now, error, checksum)
-
-    def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
-        """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
-
-        Not `settled`: its bytes may land even now.
-        """
-        self.chunks.completed(ticket, now, error, settled=settled)
-
-    def tick(self, now: float) -> None:
-        """Serves what is due."""
-        self.endpoint.tick(now)
-
-    def next_at(self) -> float | None:
-        """When `tick` must be called next."""
-        return self.endpoint.timers.next_at()
-
-    def take_effects(self) -> list[PrefillEffect]:
-        """The effects since the last call, in order; the driver carries them out."""
-        return self.endpoint.take_effects()
-
-    def bye(self, now: float) -> None:
-        """After the last completion: ends each live session with Bye."""
-        self.endpoint.bye(now)
 
     def needs(self, route: bytes) -> bool:
         """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
@@ -525,9 +490,6 @@ class PrefillCore:
         self.chunks.fenced(session, now)
 
     # What its parts ask of it.
-
-    def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
-        self.handshake.on_other_version(route, error)
 
     def in_use(self, session: Session) -> bool:
         return bool(session.claims)

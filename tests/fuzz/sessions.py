@@ -69,7 +69,7 @@ class Hostile(World):
                 self._check_caps(node)
             super().carry(node)
             return
-        for effect in node.core.take_effects():
+        for effect in node.core.endpoint.take_effects():
             self._act(effect)
 
     def _act(self, effect: Effect) -> None:
@@ -80,10 +80,10 @@ class Hostile(World):
             case Send(route, frame):
                 self._say(route, frame)
             case Gather(ticket=ticket):
-                self._later(lambda: core.gathered(ticket, self.now))  # type: ignore[union-attr]
+                self._later(lambda: core.chunks.gathered(ticket, self.now))  # type: ignore[union-attr]
             case Write(ticket=ticket, tag=tag) | WriteDirect(ticket=ticket, tag=tag) | WriteRow(ticket=ticket, tag=tag):
                 self._tell(tag)
-                self._later(lambda: core.completed(ticket, self.now))  # type: ignore[union-attr]
+                self._later(lambda: core.chunks.completed(ticket, self.now))  # type: ignore[union-attr]
             case Scatter(ticket=ticket):
                 self._later(lambda: core.scattered(ticket, self.now))  # type: ignore[union-attr]
             case Detach(session):
@@ -135,7 +135,7 @@ class Hostile(World):
         name = self.liar.name
 
         def arrive() -> None:
-            self.victim.core.receive(name, frame, self.now)
+            self.victim.core.endpoint.receive(name, frame, self.now)
             self.carry(self.victim)
 
         self.queue.append(Item("frame", self.liar, self.victim, arrive, "a lie"))
@@ -193,7 +193,7 @@ class Hostile(World):
         error = TransportError("refused") if self.draw.chance(24) else None
 
         def done() -> None:
-            node.core.completed(effect.ticket, self.now, error)
+            node.core.chunks.completed(effect.ticket, self.now, error)
             self.carry(node)
 
         item = Item("done", node, node, done, tag=effect.tag)

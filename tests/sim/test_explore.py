@@ -76,10 +76,10 @@ def _live_step(network: Network, node: Node, move: Move) -> None:
         frame = wire.decode(nodes.frames[given[2]])
         session = node.core.sessions.get(frame.session)
         seq = session.last_seq + 1 if session is not None and frame.seq else frame.seq
-        node.core.receive(nodes.names[given[1]], wire.encode(frame.session, seq, frame.message), 0.0)
+        node.core.endpoint.receive(nodes.names[given[1]], wire.encode(frame.session, seq, frame.message), 0.0)
     else:
         nodes._give(node, given)
-    for effect in node.core.take_effects():
+    for effect in node.core.endpoint.take_effects():
         if isinstance(effect, Detach):
             node.fencing[effect.session.id] = effect.session
 
