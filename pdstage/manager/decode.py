@@ -276,7 +276,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def status(self) -> Status:
         with self.driver.lock:
             held = self.core.leases
-            leases, now = held.live(), self._status()._replace(n_waiting=held.n_waiting)
+            leases, now = held.live(), self._status()._replace(n_waiting=held.queue.n_waiting)
             cursors = [(lane.capacity, lane.watermark, lane.head, lane.quarantined_nbytes) for lane in held.lanes]
         return now._replace(rooms=by_state(self.handles()), lanes=lanes(cursors, leases))
 
@@ -306,22 +306,13 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         self.core.scattered(copied.ticket, now, copied.error, copied.checksum)
 
     def _take_asked(self, now: float) -> None:
-        if self._answers:
-            self._take_answers(now)
-        if self._binding:
-            self._take_bindings(now)
-
-    def _take_given(self, now: float) -> None:
-        if self._binding:
-            self._take_bindings(now)
-
-    def _take_answers(self, now: float) -> None:
         while self._answers:
             room, adverts, error = self._answers.popleft()
             if adverts is not None:
                 self._found(room, adverts, now)
             else:
                 self.core.fail(room, error or PeerError("the directory gave no answer"), now)
+        self._take_given(now)
 
     def _found(self, room: DecodeRoom, adverts: list[Advert], now: float) -> None:
         """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
@@ -337,7 +328,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         else:
             self.core.found(room, writers, now)
 
-    def _take_bindings(self, now: float) -> None:
+    def _take_given(self, now: float) -> None:
         binding, self._binding = self._binding, []
         for receiver in binding:
             bound = receiver.bound

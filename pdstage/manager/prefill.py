@@ -290,7 +290,11 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""
-        self.advert = self._advert(instance)
+        self.advert = Advert(
+            instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
+            layout=pool.layout.digest(), transports=(offer.transport, *(other.transport for other in others)),
+            version=VERSION,
+        )  # fmt: skip
         try:
             if path != "direct":
                 with self.driver.device():
@@ -307,13 +311,6 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
         self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=insecure).start()
         return self._bootstrap.address
-
-    def _advert(self, instance: str) -> Advert:
-        names = tuple(offer.transport for offer in self._offers())
-        return Advert(
-            instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=self.pool.layout.digest(), transports=names, version=VERSION,
-        )  # fmt: skip
 
     def cost_of(self, traits: Traits) -> CostModel:
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies as
@@ -400,11 +397,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             with self.driver.use():
                 source = self.core.chunk(sender.room, rects, given, time.monotonic(), ready=ready is None)
                 if ready is not None:
-                    self._await(sender, ready, partial(self.core.data_ready, sender.room, source))
+                    self._waiting.append((sender, ready, partial(self.core.data_ready, sender.room, source)))
         self.driver.kick()
-
-    def _await(self, sender: Sender, ready: CudaEvent, then: Callable[[float], None]) -> None:
-        self._waiting.append((sender, ready, then))
 
     @changes_rooms
     def finish(
@@ -436,7 +430,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             if ready is None:
                 self.core.finish(sender.room, given, time.monotonic(), open_wait_s=open_wait_s)
             else:
-                self._await(sender, ready, partial(self.core.finish, sender.room, given, open_wait_s=open_wait_s))
+                then = partial(self.core.finish, sender.room, given, open_wait_s=open_wait_s)
+                self._waiting.append((sender, ready, then))
         self.driver.kick()
 
     @changes_rooms
@@ -520,15 +515,17 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         return self.pool.layout, session.layout
 
     def _identify_peer(self, session: Session, description: bytes) -> None:
-        lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in session.lanes]
+        regions = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in session.lanes]
         self.transport.connect(label(session), description)
-        rows, pool = _rows_of(session), session.layout.regions if session.exposes_pool else ()
+        if (rows := session.rows) is not None:
+            regions.append(Region(rows.base, rows.row_nbytes * rows.n_rows, rows.kind, rows.device))
+        pool = session.layout.regions if session.exposes_pool else ()
         try:
-            self.transport.prepare(label(session), [*lanes, *pool, *rows])
+            self.transport.prepare(label(session), [*regions, *pool])
         except PeerError as error:
             if not pool or self.path == "direct":
                 raise
-            self.transport.prepare(label(session), [*lanes, *rows])
+            self.transport.prepare(label(session), regions)
             session.in_place = False
             why = f"its pages cannot be written in place, so that all of its chunks are staged: {error.what}"
             self.sessions.warn(session.route, PeerError(why, remedy=error.remedy))
@@ -568,8 +565,3 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             if self._bootstrap is not None:
                 self._bootstrap.close()
         return safe
-
-
-def _rows_of(session: Session) -> tuple[Region, ...]:
-    rows = session.rows
-    return (Region(rows.base, rows.row_nbytes * rows.n_rows, rows.kind, rows.device),) if rows is not None else ()
