@@ -381,9 +381,7 @@ class DecodeCore:
             case ("stranded", Session() as session):
                 self._ask_stranded(session, now)
             case (("beat" | "silence") as kind, Session() as session):
-                if self.endpoint.on_session_timer(kind, session, now):
-                    silent = f"prefill was silent for {session.silence_s} s"
-                    self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)
+                if self.endpoint.on_session_timer(kind, session, "prefill", now):
                     self.endpoint.effects.append(Renew(session.route))
 
     # The end of a session.
@@ -392,11 +390,9 @@ class DecodeCore:
         """The session is over: its rooms fail, nothing further is sent under it, what may still be written is
         quarantined.
         """
-        if self.endpoint.sessions.pop(session.id, None) is None:
+        if not self.endpoint.end(session):
             return
-        self.endpoint.count_end(session)
-        self.endpoint.unwatch(session)
-        self.rooms.forget_deals()
+        self.rooms.dealt.clear()
         peer = self.handshake.peers.pop(session.route, None)
         for writer in list(session.claims.values()):
             self.rooms.fail(writer.room, error, now)

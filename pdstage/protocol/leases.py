@@ -78,12 +78,6 @@ class RequestQueue:
         self._front: dict[Session, tuple[int, int]] = {}
         """The entry of each session in `_fronts` that counts: never behind its true front."""
 
-    def __len__(self) -> int:
-        return self.n_waiting
-
-    def __contains__(self, session: Session) -> bool:
-        return session in self._counts
-
     @property
     def n_sessions(self) -> int:
         return len(self._counts)
@@ -215,11 +209,6 @@ class LeaseTable:
         """Whether any lease is live."""
         return bool(self._at)
 
-    @property
-    def n_waiting(self) -> int:
-        """Requests without a lease."""
-        return len(self.queue)
-
     def live(self) -> list[Lease]:
         """Every live lease, in no order."""
         return list(self._at.values())
@@ -227,7 +216,7 @@ class LeaseTable:
     @property
     def contended(self) -> bool:
         """Something waits: a request for a lease, or a closed lease for its lane."""
-        return bool(self.queue) or any(self.closed)
+        return self.queue.n_waiting > 0 or any(self.closed)
 
     def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""

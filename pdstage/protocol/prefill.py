@@ -282,7 +282,7 @@ class PrefillCore:
             case m.Closed():
                 self._on_closed(session, message, now)
             case m.Watermark():
-                self.chunks.on_watermark(session, message, now)
+                self.chunks.raise_mark(session, message.lane, message.watermark)
             case m.Heartbeat():
                 self.handshake.on_heartbeat(session, message, now)
                 self._hold(session, message, now)
@@ -348,21 +348,22 @@ class PrefillCore:
 
     def _on_open(self, session: Session, opened: m.Open, now: float) -> None:
         destination: Destination | None = session.claims.get(opened.epoch)
-        if destination is not None:
-            self.endpoint.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
-            return
-        check_open(opened, session, self.layout)
-        destination = Destination(session, opened, self._direct)
-        room = self.rooms.by_key.get(opened.room)
-        self._wanted_again(opened.room, session, opened.epoch, now)
-        refusal = self._await_room(destination, now) if room is None else ""
-        if refusal:
-            self.endpoint.send(session, m.Opened(opened.epoch, "refused", m.brief(refusal)), now)
-            return
-        if room is not None:
-            self.rooms.note(destination)
-            self.rooms.attach(room, destination, now)
-        self.endpoint.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
+        refusal = ""
+        if destination is None:
+            check_open(opened, session, self.layout)
+            destination = Destination(session, opened, self._direct)
+            room = self.rooms.by_key.get(opened.room)
+            self._wanted_again(opened.room, session, opened.epoch, now)
+            if room is None:
+                refusal = self._await_room(destination, now)
+            else:
+                self.rooms.note(destination)
+                self.rooms.attach(room, destination, now)
+        if destination.phase is DestinationPhase.FAILING:
+            refusal = destination.reason
+        held = "waiting" if destination.phase is DestinationPhase.WAITING else "accepted"
+        state = "refused" if refusal else held
+        self.endpoint.send(session, m.Opened(opened.epoch, state, m.brief(refusal)), now)
 
     def _await_room(self, destination: Destination, now: float) -> str:
         """Keeps a destination until its room begins; or why it is refused."""
@@ -373,15 +374,6 @@ class PrefillCore:
         if self._draining:
             return _ENDING
         return "" if self.rooms.park(destination, now) else "too many rooms wait for prefill"
-
-    def _opened_state(self, destination: Destination) -> tuple[str, str]:
-        if destination.phase is DestinationPhase.WAITING:
-            return "waiting", ""
-        return (
-            ("refused", m.brief(destination.reason))
-            if destination.phase is DestinationPhase.FAILING
-            else ("accepted", "")
-        )
 
     def _on_closed(self, session: Session, closed: m.Closed, now: float) -> None:
         destination: Destination | None = session.claims.get(closed.epoch)
@@ -471,9 +463,7 @@ class PrefillCore:
             case ("asked", bytes() as room_key):
                 self.rooms.take_askers(room_key)
             case (("beat" | "silence") as kind, Session() as session):
-                if self.endpoint.on_session_timer(kind, session, now):
-                    silent = f"decode was silent for {session.silence_s} s"
-                    self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)
+                self.endpoint.on_session_timer(kind, session, "decode", now)
 
     def lose(self, session: Session, error: PdstageError, now: float) -> None:
         """The session is over: its rooms fail, nothing further is sent under it."""

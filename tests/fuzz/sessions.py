@@ -220,7 +220,7 @@ class Hostile(World):
             assert core.rooms.askers._n <= _CAPS["max_parked"]
             assert len(core.rooms.destinations) <= 64
         if isinstance(core, DecodeCore):
-            assert len(core.leases.queue) + len(core.leases._at) <= 512
+            assert core.leases.queue.n_waiting + len(core.leases._at) <= 512
         assert len(core.endpoint.timers) <= 4096
 
 

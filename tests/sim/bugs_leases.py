@@ -121,7 +121,7 @@ MUTANTS = [
         "a watermark from Lease is not taken",
         "6 who asks again, I11",
         "on_lease",
-        "        self._raise_mark(session, lease.lane, lease.watermark)\n",
+        "        self.raise_mark(session, lease.lane, lease.watermark)\n",
         "",
     ),
     Mutant(

@@ -64,9 +64,9 @@ MUTANTS = [
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
         "on_hello",
-        """            self.endpoint.effects.append(Attach(session, m.offers(hello)))
+        """            self.endpoint.begin(session, m.offers(hello), now)
 """,
-        """            self.endpoint.effects.append(Attach(session, m.offers(hello)))
+        """            self.endpoint.begin(session, m.offers(hello), now)
             self.confirm(session, now)
 """,
         "tests/protocol/test_session.py",
@@ -182,6 +182,8 @@ MUTANTS = [
         "on_session_timer",
         """            self.timers.set(("silence", session), silent_at)
             return False
+        late = DeadlineExceeded(f"{peer} was silent for {session.silence_s} s", remedy="look at that node")
+        self._owner.lose(session, late, now)
         return True
 """,
         """            self.timers.set(("silence", session), silent_at)
@@ -284,7 +286,7 @@ MUTANTS = [
         "8 routes, I10",
         "on_timer",
         "                    self.endpoint.effects.append(Renew(session.route))\n",
-        "",
+        "                    pass\n",
         "tests/protocol/test_session.py::test_the_connection_to_a_peer_that_was_silent_is_made_anew",
     ),
     Mutant(
