@@ -312,7 +312,8 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
                 self._found(room, adverts, now)
             else:
                 self.core.fail(room, error or PeerError("the directory gave no answer"), now)
-        self._take_given(now)
+        if self._binding:
+            self._take_given(now)
 
     def _found(self, room: DecodeRoom, adverts: list[Advert], now: float) -> None:
         """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
