@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import Layout, View
+    from pdstage.layout import Layout
     from pdstage.plan.staging import Select, Tokens
     from pdstage.plan.tables import Int64s
 
@@ -93,7 +93,8 @@ class DirectPlan:
         pairs: list[_Pair] = []
         for chosen, src, dst in zip(src_chosen, self.src.rows, self.dst.rows, strict=True):
             views = src_views[chosen.key], dst_views[chosen.key]
-            _check_pair(*views)
+            if problem := mismatch(*views):
+                raise UsageError(problem, remedy="the two sides must store this view alike", key=chosen.key)
             number = numbers.setdefault((views[0].region, views[1].region), len(numbers))
             pairs.append(_collapsed(_Pair(src, dst, number)))
         self._pairs = tuple(_fused(pairs))
@@ -193,12 +194,6 @@ def _pieces(first: int, last: int, every: int, other: int) -> int:
         return (last - 1) // step - first // step
 
     return 1 + inside(every) + inside(other) - inside(math.lcm(every, other))
-
-
-def _check_pair(src: View, dst: View) -> None:
-    problem = mismatch(src, dst)
-    if problem:
-        raise UsageError(problem, remedy="the two sides must store this view alike", key=dst.key)
 
 
 def _collapsed(pair: _Pair) -> _Pair:
