@@ -300,7 +300,10 @@ class DecodeCore:
             case m.NoSession() | m.Bye() as answer:
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
-                    self._on_stranded(stranded, answer.incarnation if isinstance(answer, m.NoSession) else None, now)
+                    if isinstance(answer, m.Bye) or answer.incarnation == stranded.id.writer:
+                        self.fenced(stranded, now)
+                    else:  # another process, or the writer is in doubt: only the driver's `fenced` frees the memory
+                        self._leave_stranded(stranded)
                 self.farewells.on_answer(route, frame.session)
             case _ if not self.farewells.is_leaving(route, frame.session):  # else it has not heard our Bye yet
                 self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
@@ -439,15 +442,6 @@ class DecodeCore:
             return
         self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
         self.endpoint.timers.set(("stranded", session), now + self.endpoint.config.max_silence_s / 3)
-
-    def _on_stranded(self, session: Session, incarnation: int | None, now: float) -> None:
-        """A lost session's route answers NoSession or Bye. That proves it fenced only if the writer itself answers, and
-        is not in doubt.
-        """
-        if incarnation in (None, session.id.writer):
-            self.fenced(session, now)
-        else:  # another process answers, or the writer is in doubt: only the driver's `fenced` frees the memory
-            self._leave_stranded(session)
 
     def _leave_stranded(self, session: Session) -> None:
         if self._stranded.pop(session.id, None) is not None:

@@ -114,9 +114,9 @@ MUTANTS = [
     Mutant(
         "NoSession of another process is taken as proof",
         "7 NoSession, I6",
-        "_on_stranded",
-        "        if incarnation in (None, session.id.writer):\n",
-        "        if True:\n",
+        "DecodeCore._on_stray",
+        "                    if isinstance(answer, m.Bye) or answer.incarnation == stranded.id.writer:\n",
+        "                    if True:\n",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
