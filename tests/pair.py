@@ -513,13 +513,17 @@ class World:
             if self.queue:
                 self._deliver(self.queue.pop(self.pick(len(self.queue))))
                 continue
-            due = [node.core.next_at() for node in self.nodes() if node.core.next_at() is not None]
+            due = [
+                node.core.endpoint.timers.next_at()
+                for node in self.nodes()
+                if node.core.endpoint.timers.next_at() is not None
+            ]
             if until is None or not due or min(due) > until:
                 self.now = max(self.now, until or self.now)
                 return
             self.now = max(self.now, min(due))
             for node in self.nodes():
-                node.core.tick(self.now)
+                node.core.endpoint.tick(self.now)
                 self.carry(node)
         raise AssertionError("the world does not come to rest")
 
@@ -553,7 +557,7 @@ class World:
 
     def carry(self, node: Prefill | Decode) -> None:
         """The driver: queues what a core asked for."""
-        for effect in node.core.take_effects():
+        for effect in node.core.endpoint.take_effects():
             match effect:
                 case Send(route, frame):
                     self._frame(node, route, frame)
@@ -614,8 +618,8 @@ class World:
     def say(self, node: Prefill | Decode, message: m.AnyMessage) -> list[m.AnyMessage]:
         """Says `message` to `node` in the session with its one peer, and takes its answers before they travel."""
         (session,) = node.core.sessions.values()
-        node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), self.now)
-        effects = node.core.take_effects()
+        node.core.endpoint.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), self.now)
+        effects = node.core.endpoint.take_effects()
         node.peer_warnings += [str(effect.error) for effect in effects if isinstance(effect, PeerWarning)]
         return [wire.decode(effect.frame).message for effect in effects if isinstance(effect, Send)]
 
@@ -627,7 +631,7 @@ class World:
         """A frame arrives at whoever lives at `route` by now."""
         target = self.node(route)
         if target.alive:
-            target.core.receive(src.name, frame, self.now)
+            target.core.endpoint.receive(src.name, frame, self.now)
             self.carry(target)
 
     def fence(self, node: Prefill | Decode, session: Session) -> None:
@@ -653,7 +657,7 @@ class World:
     ) -> None:
         def failed() -> None:
             if node.alive:
-                node.core.completed(effect.ticket, self.now, TransportError("disconnected"))
+                node.core.chunks.completed(effect.ticket, self.now, TransportError("disconnected"))
                 self.carry(node)
 
         def run() -> None:
@@ -687,7 +691,7 @@ class World:
             buffer[offset : offset + WIDTH] = src
         if self.placed:
             self._place(self.greeter(chunk.destination.session.id), effect, buffer[: chunk.nbytes])
-        node.core.gathered(
+        node.core.chunks.gathered(
             effect.ticket, self.now, checksum=_checksum(chunk.destination.session, buffer[: chunk.nbytes])
         )
         self.carry(node)
@@ -739,7 +743,7 @@ class World:
     def _landed(self, node: Prefill, dst: Decode, ticket: int, tag: bytes) -> None:
         def done() -> None:
             if node.alive:
-                node.core.completed(ticket, self.now)
+                node.core.chunks.completed(ticket, self.now)
                 self.carry(node)
 
         def told() -> None:

@@ -47,16 +47,16 @@ class End:
         self.said: list[tuple[str, bytes]] = []
 
     def carry(self) -> None:
-        while effects := self.core.take_effects():
+        while effects := self.core.endpoint.take_effects():
             for effect in effects:
                 match effect:
                     case Send(_, frame):
                         self.said.append(("frame", frame))
                     case Gather():
-                        self.core.gathered(effect.ticket, self.now)
+                        self.core.chunks.gathered(effect.ticket, self.now)
                     case Write() | WriteDirect() | WriteRow():
                         self.said.append(("tag", effect.tag))
-                        self.core.completed(effect.ticket, self.now)
+                        self.core.chunks.completed(effect.ticket, self.now)
                     case Scatter():
                         self.core.scattered(effect.ticket, self.now)
                     case _:
@@ -64,14 +64,14 @@ class End:
 
     def hear(self, kind: str, data: bytes) -> None:
         if kind == "frame":
-            self.core.receive(ROUTE, data, self.now)
+            self.core.endpoint.receive(ROUTE, data, self.now)
         else:
             self.core.tag(data, self.now)
         self.carry()
 
     def tick(self) -> None:
-        self.now = self.core.next_at() or self.now
-        self.core.tick(self.now)
+        self.now = self.core.endpoint.timers.next_at() or self.now
+        self.core.endpoint.tick(self.now)
         self.carry()
 
 
@@ -148,7 +148,7 @@ PHASES = (
     Phase("opened, and nobody sends", lambda end: [_receive(end, room) for room in (3, 4)]),
     Phase("aborted", lambda end: end.core.abort(end.rooms[3], "the request was cancelled", end.now)),
     Phase("given up by its writer", prefill=lambda end: _give_up(end, 4)),
-    Phase("ended in order", lambda end: end.core.bye(end.now)),
+    Phase("ended in order", lambda end: end.core.endpoint.bye(end.now)),
 )
 
 

@@ -10,8 +10,7 @@ The only place with threads, the clock and the lock. Read on in this order:
     node                 what a rank owns, and what engines ask of it in either role
     items, handle        what an engine passes, and what it holds of a room
     data_path            a chunk's path, its gather and its writes
-    prefill, demand      a room where it is sent, and what its destinations ask for
-    decode               a room where it is received
+    prefill, decode      a room where it is sent, and where it is received
     aio, lookup          how an event loop waits, and who talks to the bootstrap directory
     calibration          what paths cost, from a file
     status, observer     for those who watch

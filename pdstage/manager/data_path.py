@@ -376,7 +376,7 @@ class Posts:
         if not len(spans.nbytes):
             return UsageError("a write of no bytes", remedy="send chunks with at least one token")
         most = self._transport.traits_of(peer).max_descriptors
-        pieces = [spans] if len(spans.nbytes) <= most else [Spans(*part) for part in split(spans, max_descriptors=most)]
+        pieces = [spans] if len(spans.nbytes) <= most else list(split(spans, most))
         write = self._writes[ticket] = _Write(peer, pieces, tag)
         self._post(ticket, write)
         if write.n_posted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -47,24 +47,14 @@ if TYPE_CHECKING:
     from pdstage.stager import Copied
 
 
-class Bound:
+class Bound(NamedTuple):
     """What `bind` was given, until the core may have it."""
 
-    __slots__ = ("after", "asked", "checked", "priority", "row")
-
-    def __init__(
-        self,
-        checked: dict[str, Checked],
-        asked: tuple[m.Asked, ...],
-        priority: int,
-        after: CudaEvent | None,
-        row: AuxRow | None,
-    ) -> None:
-        self.checked = checked
-        self.asked = asked
-        self.priority = priority
-        self.after = after
-        self.row = row
+    checked: dict[str, Checked]
+    asked: tuple[m.Asked, ...]
+    priority: int
+    after: CudaEvent | None
+    row: AuxRow | None
 
 
 class Receiver(Handle):
@@ -286,7 +276,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def status(self) -> Status:
         with self.driver.lock:
             held = self.core.leases
-            leases, now = held.live(), self._status()._replace(n_waiting=held.n_waiting)
+            leases, now = held.live(), self._status()._replace(n_waiting=held.queue.n_waiting)
             cursors = [(lane.capacity, lane.watermark, lane.head, lane.quarantined_nbytes) for lane in held.lanes]
         return now._replace(rooms=by_state(self.handles()), lanes=lanes(cursors, leases))
 
@@ -316,22 +306,14 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         self.core.scattered(copied.ticket, now, copied.error, copied.checksum)
 
     def _take_asked(self, now: float) -> None:
-        if self._answers:
-            self._take_answers(now)
-        if self._binding:
-            self._take_bindings(now)
-
-    def _take_given(self, now: float) -> None:
-        if self._binding:
-            self._take_bindings(now)
-
-    def _take_answers(self, now: float) -> None:
         while self._answers:
             room, adverts, error = self._answers.popleft()
             if adverts is not None:
                 self._found(room, adverts, now)
             else:
                 self.core.fail(room, error or PeerError("the directory gave no answer"), now)
+        if self._binding:
+            self._take_given(now)
 
     def _found(self, room: DecodeRoom, adverts: list[Advert], now: float) -> None:
         """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
@@ -347,7 +329,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         else:
             self.core.found(room, writers, now)
 
-    def _take_bindings(self, now: float) -> None:
+    def _take_given(self, now: float) -> None:
         binding, self._binding = self._binding, []
         for receiver in binding:
             bound = receiver.bound
@@ -360,21 +342,14 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             if not done:
                 self._binding.append(receiver)
                 continue
-            wire_items: tuple[m.Items, ...] = ()
-            if self.path != "staged":
-                wire_items = tuple(
-                    m.Items(name, one.first_token, memoryview(one.pages.data).cast("B"))
-                    for name, one in bound.checked.items()
-                )
-            self.core.bind(
-                receiver.room,
-                bound.asked,
-                indexes(bound.checked),
-                now,
-                wire_items=wire_items,
-                priority=bound.priority,
-                row=bound.row.number if bound.row is not None else None,
+            exposed = bound.checked if self.path != "staged" else {}
+            wire_items = tuple(
+                m.Items(name, one.first_token, memoryview(one.pages.data).cast("B")) for name, one in exposed.items()
             )
+            self.core.bind(
+                receiver.room, bound.asked, indexes(bound.checked), now, wire_items=wire_items,
+                priority=bound.priority, row=bound.row.number if bound.row is not None else None,
+            )  # fmt: skip
 
     def _on_changed(self, handle: Handle, status: int) -> None:
         room = handle.room

@@ -551,7 +551,7 @@ class Driver:
         if _n_forks != self._n_forks:
             raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
         if self.closed:
-            raise _is_closed()
+            raise UsageError("this node is closed", remedy="make a new one")
         if self.failure is not None:
             raise UsageError("this node failed before", remedy="close it and make a new one") from self.failure
 
@@ -661,7 +661,3 @@ class DeviceDriver(Driver):
         if self._flushes and any(isinstance(effect, Scatter | Changed) for effect in effects):
             self._runtime.flush()
         return super()._carry_out(self._node._joined(effects))
-
-
-def _is_closed() -> UsageError:
-    return UsageError("this node is closed", remedy="make a new one")

@@ -416,7 +416,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
                 time.sleep(0.001)
         if self.core.quiet:
             with driver.lock:
-                self.core.bye(time.monotonic())
+                self.core.endpoint.bye(time.monotonic())
             driver.kick()
 
     def __enter__(self) -> Self:

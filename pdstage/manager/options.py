@@ -89,7 +89,9 @@ class NodeOptions:
         arguments.choice("aux", self.aux, WAYS)
         check_observers(self.observers)
         if self.journal is not None:
-            check_folder("journal", self.journal)
+            folder = arguments.path("journal", self.journal)
+            if not os.path.isdir(folder):  # noqa: PTH112  (which raises for no name, however long)
+                raise UsageError(f"journal {arguments.shown(self.journal)} is no folder", remedy="name one that exists")
         self.facts()
         if self.aux != "tcp" and metadata is None:
             raise UsageError(f"aux {self.aux!r} without aux rows", remedy="give the node its `metadata`")
@@ -186,12 +188,6 @@ def check_observers(observers: object) -> None:
         raise UsageError(
             f"observers are {arguments.shown(observers)}", remedy="give a list of objects that have observe()"
         )
-
-
-def check_folder(what: str, value: object) -> None:
-    """Raises `UsageError` for what names no folder."""
-    if not os.path.isdir(arguments.path(what, value)):  # noqa: PTH112  (which raises for no name, however long)
-        raise UsageError(f"{what} {arguments.shown(value)} is no folder", remedy="name one that exists")
 
 
 def check_path(path: str, config: Config, *, writes: bool) -> None:

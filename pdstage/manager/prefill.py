@@ -7,29 +7,32 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, assert_never
 
+import numpy as np
+
 from pdstage import arguments
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.layout.states import canonical
-from pdstage.manager import demand
 from pdstage.manager.calibration import costs
 from pdstage.manager.data_path import DataPath
 from pdstage.manager.driver import changes_rooms
 from pdstage.manager.effects import Gathers
 from pdstage.manager.handle import Handle, ask_event, check_event
-from pdstage.manager.items import GivenItems, GivenTokens, check, indexes, rects_of
+from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, indexes, rects_of
 from pdstage.manager.node import Node
 from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions, check_path
 from pdstage.manager.sessions import label, place
 from pdstage.manager.status import Status, by_state
 from pdstage.metadata import AuxRow
 from pdstage.plan.cost import CostModel
+from pdstage.plan.spans import Index
 from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import RoomId, room_key
+from pdstage.protocol.state import ChunkPhase
 from pdstage.protocol.wire import VERSION
 from pdstage.stager import DEFAULT_MAX_SMS
 from pdstage.transport import Done, Inbound, PostFailed, Traits, Transport
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
 
 _CARRIED_S = 1e-3
 """How often `wait_carried` asks: a chunk that arrives changes no room's state, so nothing wakes who waits for it."""
+_OVER = (ChunkPhase.WRITTEN, ChunkPhase.DROPPED, ChunkPhase.BROKEN)
+_NONE = np.empty(0, np.int32)
 
 
 class Sender(Handle):
@@ -73,28 +78,57 @@ class Sender(Handle):
         """The first token that any destination asks for, of this rank's part if parts are contiguous; None before all
         have opened.
         """
-        return self._node.prefix_tokens(self.room)
+        return self._prefix_tokens({one.name for one in self._node.pool.layout.components if one.positional})
 
     def prefix_tokens_of(self, component: str) -> int | None:
         """The same of one component, for engines whose states reach further back than what they send of the cache."""
-        return self._node.prefix_tokens(self.room, component)
+        return self._prefix_tokens({canonical(arguments.text("a component's name", component))})
+
+    def _prefix_tokens(self, names: set[str]) -> int | None:
+        with self._node.driver.use():
+            if not self.room.opened:
+                return None
+            asked = (one for destination in self.room.destinations.values() for one in destination.asked.items())
+            return min((start for name, (start, _) in asked if name in names), default=0)
 
     @property
     def max_chunk_tokens(self) -> int | None:
         """The most tokens that may travel as one chunk to every destination; None before all have opened. Longer ones
         are split, and shorter ones of over 4 MiB may be.
         """
-        return self._node.max_chunk_tokens(self.room)
+        node, most = self._node, list[int]()
+        layout = node.pool.layout
+        with node.driver.use():
+            if not self.room.opened:
+                return None
+            for destination in self.room.destinations.values():
+                session, wanted = destination.session, destination.asked.items()
+                asked = {
+                    name: Checked(name, _NONE, start, start, stop, Index.of(_NONE))
+                    for name, (start, stop) in wanted
+                    if name in layout.names
+                }
+                staging = session.stagings.of(destination.shares, rects_of(layout, asked, None))
+                limit = min(node.chunk_nbytes, session.largest_lane)
+                reach = (session.common.numbers(name).reach(staging.tokens_within(name, limit)) for name in asked)
+                most += filter(None, reach)
+        return min(most, default=None)
 
     @property
     def opened(self) -> bool:
         """Whether all destinations have opened the room, so that chunks given now are on their way at once."""
-        return self._node.is_opened(self.room)
+        with self._node.driver.use():
+            return self.room.opened
 
     @property
     def backlog_nbytes(self) -> int:
         """Bytes given to `chunk` that no write has carried yet, summed over destinations."""
-        return self._node.backlog_nbytes(self.room)
+        with self._node.driver.use():
+            return self._backlog_nbytes()
+
+    def _backlog_nbytes(self) -> int:
+        chunks = (chunk for destination in self.room.destinations.values() for chunk in destination.chunks.values())
+        return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
 
     def chunk(
         self,
@@ -138,7 +172,9 @@ class Sender(Handle):
         self._node.wait_for(self, self._is_carried, timeout_s, every_s=_CARRIED_S)
 
     def _is_carried(self) -> bool:
-        return self._node.is_carried(self.room)
+        room = self.room
+        with self._node.driver.lock:
+            return room.ended or not room.sources or (room.opened and not self._backlog_nbytes())
 
     def abort(self, reason: str = "aborted by the engine") -> None:
         """Gives the room up: it fails here and at every destination."""
@@ -237,13 +273,12 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             observers=observers, journal=journal, model=model,
         )  # fmt: skip
         super().__init__(pool, topology, options)
-        self._positional = {component.name for component in pool.layout.components if component.positional}
         buffer_nbytes = self.parts[0].nbytes
-        self._chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
+        self.chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
         self._copies_at: float | None = None
         self.data_path = DataPath(
             self.transport, self.stager, self.sessions, path=path, cost_of=self.cost_of, buffers=self.parts,
-            chunk_nbytes=self._chunk_nbytes, observed=self.observed,
+            chunk_nbytes=self.chunk_nbytes, observed=self.observed,
         )  # fmt: skip
         self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
         offer, *others = self._offers()
@@ -255,7 +290,11 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""
-        self.advert = self._advert(instance)
+        self.advert = Advert(
+            instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
+            layout=pool.layout.digest(), transports=(offer.transport, *(other.transport for other in others)),
+            version=VERSION,
+        )  # fmt: skip
         try:
             if path != "direct":
                 with self.driver.device():
@@ -272,13 +311,6 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
         self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=insecure).start()
         return self._bootstrap.address
-
-    def _advert(self, instance: str) -> Advert:
-        names = tuple(offer.transport for offer in self._offers())
-        return Advert(
-            instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=self.pool.layout.digest(), transports=names, version=VERSION,
-        )  # fmt: skip
 
     def cost_of(self, traits: Traits) -> CostModel:
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies as
@@ -365,11 +397,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             with self.driver.use():
                 source = self.core.chunk(sender.room, rects, given, time.monotonic(), ready=ready is None)
                 if ready is not None:
-                    self._await(sender, ready, partial(self.core.data_ready, sender.room, source))
+                    self._waiting.append((sender, ready, partial(self.core.data_ready, sender.room, source)))
         self.driver.kick()
-
-    def _await(self, sender: Sender, ready: CudaEvent, then: Callable[[float], None]) -> None:
-        self._waiting.append((sender, ready, then))
 
     @changes_rooms
     def finish(
@@ -401,7 +430,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             if ready is None:
                 self.core.finish(sender.room, given, time.monotonic(), open_wait_s=open_wait_s)
             else:
-                self._await(sender, ready, partial(self.core.finish, sender.room, given, open_wait_s=open_wait_s))
+                then = partial(self.core.finish, sender.room, given, open_wait_s=open_wait_s)
+                self._waiting.append((sender, ready, then))
         self.driver.kick()
 
     @changes_rooms
@@ -410,34 +440,6 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         with self.driver.use():
             self.core.abort(sender.room, arguments.sayable(reason), time.monotonic())
         self.driver.kick()
-
-    def prefix_tokens(self, room: PrefillRoom, component: str | None = None) -> int | None:
-        """`Sender.prefix_tokens`, and `prefix_tokens_of` a component."""
-        names = self._positional
-        if component is not None:
-            names = {canonical(arguments.text("a component's name", component))}
-        with self.driver.use():
-            return demand.prefix_tokens(room, names)
-
-    def max_chunk_tokens(self, room: PrefillRoom) -> int | None:
-        """`Sender.max_chunk_tokens`."""
-        with self.driver.use():
-            return demand.max_chunk_tokens(room, self.pool.layout, self._chunk_nbytes)
-
-    def is_opened(self, room: PrefillRoom) -> bool:
-        """`Sender.opened`."""
-        with self.driver.use():
-            return demand.all_opened(room)
-
-    def is_carried(self, room: PrefillRoom) -> bool:
-        """What `Sender.wait_carried` waits for; any thread may ask, at any time."""
-        with self.driver.lock:
-            return demand.is_carried(room)
-
-    def backlog_nbytes(self, room: PrefillRoom) -> int:
-        """`Sender.backlog_nbytes`."""
-        with self.driver.use():
-            return demand.backlog_nbytes(room)
 
     # What the core asks for.
 
@@ -513,15 +515,17 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         return self.pool.layout, session.layout
 
     def _identify_peer(self, session: Session, description: bytes) -> None:
-        lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in session.lanes]
+        regions = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in session.lanes]
         self.transport.connect(label(session), description)
-        rows, pool = _rows_of(session), session.layout.regions if session.exposes_pool else ()
+        if (rows := session.rows) is not None:
+            regions.append(Region(rows.base, rows.row_nbytes * rows.n_rows, rows.kind, rows.device))
+        pool = session.layout.regions if session.exposes_pool else ()
         try:
-            self.transport.prepare(label(session), [*lanes, *pool, *rows])
+            self.transport.prepare(label(session), [*regions, *pool])
         except PeerError as error:
             if not pool or self.path == "direct":
                 raise
-            self.transport.prepare(label(session), [*lanes, *rows])
+            self.transport.prepare(label(session), regions)
             session.in_place = False
             why = f"its pages cannot be written in place, so that all of its chunks are staged: {error.what}"
             self.sessions.warn(session.route, PeerError(why, remedy=error.remedy))
@@ -561,8 +565,3 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             if self._bootstrap is not None:
                 self._bootstrap.close()
         return safe
-
-
-def _rows_of(session: Session) -> tuple[Region, ...]:
-    rows = session.rows
-    return (Region(rows.base, rows.row_nbytes * rows.n_rows, rows.kind, rows.device),) if rows is not None else ()

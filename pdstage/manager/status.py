@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,7 +107,7 @@ def by_state(handles: Iterable[Handle]) -> dict[str, int]:
 def oldest(handles: Iterable[Handle], n: int) -> list[OpenRoom]:
     """The `n` rooms of `handles` that began first, the oldest first."""
     now = time.monotonic()
-    slowest = heapq.nsmallest(n, handles, key=_began_at)
+    slowest = heapq.nsmallest(n, handles, key=attrgetter("began_at"))
     return [OpenRoom(_named(one.id), STATES[one.status & 0x7F], now - one.began_at) for one in slowest]
 
 
@@ -114,10 +115,6 @@ def places(topology: Topology) -> tuple[str, ...]:
     """ "rank/size" of tp, pp, cp and dp."""
     sizes = ((f"{axis}_rank", f"{axis}_size") for axis in ("tp", "pp", "cp", "dp"))
     return tuple(f"{getattr(topology, rank)}/{getattr(topology, size)}" for rank, size in sizes)
-
-
-def _began_at(handle: Handle) -> float:
-    return handle.began_at
 
 
 def _named(room: RoomId) -> str:

@@ -63,10 +63,20 @@ class Encoding:
         ]
         return ":".join(words + {INLINE: [], DATA: [DATA], SCALE: [SCALE, self.of]}[self.part])
 
-    @classmethod
-    def parse(cls, format: str) -> Encoding | None:
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def parse(format: str) -> Encoding | None:
         """The encoding that a view's format names; None if it cannot be converted."""
-        return _parse(format)
+        first, kind, *words = [*format.split(":"), ""][:6]
+        if first != E4M3 or kind not in RULES:
+            return None
+        scale = _scale_of(words.pop(0)) if kind == TENSOR else 1.0
+        rule = words.pop(0) if RULES[kind] != ("",) and words else ""
+        part, of = words[0] if words else "", words[1] if len(words) > 1 else ""
+        found = Encoding(kind, rule, scale, part or INLINE, of)
+        known = found.part in (INLINE, DATA, SCALE) and rule in RULES[kind]
+        # It must print as the same text: then nothing is missing, and each encoding has one name.
+        return found if known and not math.isnan(scale) and str(found) == format else None
 
     @property
     def scale_bits(self) -> int:
@@ -265,20 +275,6 @@ def _have_scales(data: View, scales: View) -> bool:
     if _parsed(data).part != DATA or (scales.axis, scales.tokens_per_row) != (data.axis, data.tokens_per_row):
         return False
     return _parsed(scales) == replace(_parsed(data), part=SCALE, of=data.key.role)
-
-
-@lru_cache(maxsize=4096)
-def _parse(format: str) -> Encoding | None:
-    first, kind, *words = [*format.split(":"), ""][:6]
-    if first != E4M3 or kind not in RULES:
-        return None
-    scale = _scale_of(words.pop(0)) if kind == TENSOR else 1.0
-    rule = words.pop(0) if RULES[kind] != ("",) and words else ""
-    part, of = words[0] if words else "", words[1] if len(words) > 1 else ""
-    found = Encoding(kind, rule, scale, part or INLINE, of)
-    known = found.part in (INLINE, DATA, SCALE) and rule in RULES[kind]
-    # It must print as the same text: then nothing is missing, and each encoding has one name.
-    return found if known and not math.isnan(scale) and str(found) == format else None
 
 
 _NONE = Encoding("")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import Layout, View
+    from pdstage.layout import Layout
     from pdstage.plan.staging import Select, Tokens
     from pdstage.plan.tables import Int64s
 
@@ -37,35 +37,13 @@ class Spans(NamedTuple):
     nbytes: Int64s
 
 
-def split(spans: Spans, *, max_descriptors: int | None = None, max_nbytes: int | None = None) -> Iterator[Spans]:
-    """`spans` in order, in batches of at most that many descriptors and bytes; longer spans are cut.
+def split(spans: Spans, max_descriptors: int) -> Iterator[Spans]:
+    """`spans` in order, in batches of at most that many descriptors.
 
     For transports that cap a post: Mooncake rejects batches above about 2,000 descriptors after half the bytes landed.
     """
-    for name, limit in (("max_descriptors", max_descriptors), ("max_nbytes", max_nbytes)):
-        if limit is not None and limit < 1:
-            raise UsageError(f"{name}={limit}", remedy="give at least 1, or None for no limit")
-    if max_nbytes is not None:
-        spans = _cut(spans, max_nbytes)
-    ends = np.cumsum(spans.nbytes)
-    at, n = 0, spans.nbytes.size
-    while at < n:
-        stop = n if max_descriptors is None else min(n, at + max_descriptors)
-        if max_nbytes is not None:
-            before = int(ends[at - 1]) if at else 0
-            stop = min(stop, int(np.searchsorted(ends, before + max_nbytes, side="right")))
-        yield Spans(spans.src[at:stop], spans.dst[at:stop], spans.nbytes[at:stop])
-        at = stop
-
-
-def _cut(spans: Spans, max_nbytes: int) -> Spans:
-    """Every span in pieces of at most `max_nbytes`."""
-    pieces = -(-spans.nbytes // max_nbytes)
-    if not pieces.size or pieces.max() == 1:
-        return spans
-    of = np.repeat(np.arange(pieces.size), pieces)
-    offset = (np.arange(of.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * max_nbytes
-    return Spans(spans.src[of] + offset, spans.dst[of] + offset, np.minimum(spans.nbytes[of] - offset, max_nbytes))
+    for at in range(0, spans.nbytes.size, max_descriptors):
+        yield Spans(*(side[at : at + max_descriptors] for side in spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +93,8 @@ class DirectPlan:
         pairs: list[_Pair] = []
         for chosen, src, dst in zip(src_chosen, self.src.rows, self.dst.rows, strict=True):
             views = src_views[chosen.key], dst_views[chosen.key]
-            _check_pair(*views)
+            if problem := mismatch(*views):
+                raise UsageError(problem, remedy="the two sides must store this view alike", key=chosen.key)
             number = numbers.setdefault((views[0].region, views[1].region), len(numbers))
             pairs.append(_collapsed(_Pair(src, dst, number)))
         self._pairs = tuple(_fused(pairs))
@@ -215,12 +194,6 @@ def _pieces(first: int, last: int, every: int, other: int) -> int:
         return (last - 1) // step - first // step
 
     return 1 + inside(every) + inside(other) - inside(math.lcm(every, other))
-
-
-def _check_pair(src: View, dst: View) -> None:
-    problem = mismatch(src, dst)
-    if problem:
-        raise UsageError(problem, remedy="the two sides must store this view alike", key=dst.key)
 
 
 def _collapsed(pair: _Pair) -> _Pair:

@@ -1,9 +1,9 @@
 """The decode core: what engine, driver and peers may say to a decode rank, and what follows.
 
-No socket, thread or clock: inputs are its public methods, output is `take_effects()`. It has an `Endpoint` (who talks),
-a `HandshakeClient` and its `Farewells` (with whom, and how long), a `LeaseTable` and its `Lender` (staging memory),
-`DecodeRooms` (the room table) and a `ChunkReceiver` (the chunks). Room table and leases are apart: a room that ended
-may still be written to.
+No socket, thread or clock: inputs are its public methods and those of its `Endpoint` (who talks), whose effects are the
+output. It has a `HandshakeClient` and its `Farewells` (with whom, and how long), a `LeaseTable` and its `Lender`
+(staging memory), `DecodeRooms` (the room table) and a `ChunkReceiver` (the chunks). Room table and leases are apart: a
+room that ended may still be written to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, Peer
 from pdstage.protocol.state import State, WriterPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
@@ -71,6 +71,7 @@ class DecodeCore:
         self.lender = Lender(self.endpoint, self.leases)
         self.endpoint.settle = self.lender.grant_and_notify
         self.rooms = DecodeRooms(self.endpoint, self.handshake, self.lender)
+        self.fail, self.waiting, self.welcomed = self.rooms.fail, self.rooms.waiting, self.rooms.welcomed
         self.chunks = ChunkReceiver(self.endpoint, self.lender, self.rooms, rows)
         self._rows = rows
         self._components = layout.names
@@ -206,11 +207,7 @@ class DecodeCore:
         for room in list(self.rooms.by_key.values()):
             self.abort(room, "the node closes", now)
 
-    # What the driver says, and takes.
-
-    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
-        """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
-        self.endpoint.receive(route, data, now)
+    # What the driver says.
 
     def tag(self, data: bytes, now: float) -> None:
         """One notification of the data plane."""
@@ -226,22 +223,6 @@ class DecodeCore:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`."""
         self.handshake.unreachable(route, error, now)
         self.endpoint.settle(now)
-
-    def tick(self, now: float) -> None:
-        """Serves what is due."""
-        self.endpoint.tick(now)
-
-    def next_at(self) -> float | None:
-        """When `tick` must be called next."""
-        return self.endpoint.timers.next_at()
-
-    def take_effects(self) -> list[DecodeEffect]:
-        """The effects since the last call, in order; the driver carries them out."""
-        return self.endpoint.take_effects()
-
-    def bye(self, now: float) -> None:
-        """After the last completion: ends each live session with Bye."""
-        self.endpoint.bye(now)
 
     @property
     def quiet(self) -> bool:
@@ -319,7 +300,10 @@ class DecodeCore:
             case m.NoSession() | m.Bye() as answer:
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
-                    self._on_stranded(stranded, answer.incarnation if isinstance(answer, m.NoSession) else None, now)
+                    if isinstance(answer, m.Bye) or answer.incarnation == stranded.id.writer:
+                        self.fenced(stranded, now)
+                    else:  # another process, or the writer is in doubt: only the driver's `fenced` frees the memory
+                        self._leave_stranded(stranded)
                 self.farewells.on_answer(route, frame.session)
             case _ if not self.farewells.is_leaving(route, frame.session):  # else it has not heard our Bye yet
                 self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
@@ -400,9 +384,7 @@ class DecodeCore:
             case ("stranded", Session() as session):
                 self._ask_stranded(session, now)
             case (("beat" | "silence") as kind, Session() as session):
-                if self.endpoint.on_session_timer(kind, session, now):
-                    silent = f"prefill was silent for {session.silence_s} s"
-                    self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)
+                if self.endpoint.on_session_timer(kind, session, "prefill", now):
                     self.endpoint.effects.append(Renew(session.route))
 
     # The end of a session.
@@ -411,11 +393,9 @@ class DecodeCore:
         """The session is over: its rooms fail, nothing further is sent under it, what may still be written is
         quarantined.
         """
-        if self.endpoint.sessions.pop(session.id, None) is None:
+        if not self.endpoint.end(session):
             return
-        self.endpoint.count_end(session)
-        self.endpoint.unwatch(session)
-        self.rooms.forget_deals()
+        self.rooms.dealt.clear()
         peer = self.handshake.peers.pop(session.route, None)
         for writer in list(session.claims.values()):
             self.rooms.fail(writer.room, error, now)
@@ -463,15 +443,6 @@ class DecodeCore:
         self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
         self.endpoint.timers.set(("stranded", session), now + self.endpoint.config.max_silence_s / 3)
 
-    def _on_stranded(self, session: Session, incarnation: int | None, now: float) -> None:
-        """A lost session's route answers NoSession or Bye. That proves it fenced only if the writer itself answers, and
-        is not in doubt.
-        """
-        if incarnation in (None, session.id.writer):
-            self.fenced(session, now)
-        else:  # another process answers, or the writer is in doubt: only the driver's `fenced` frees the memory
-            self._leave_stranded(session)
-
     def _leave_stranded(self, session: Session) -> None:
         if self._stranded.pop(session.id, None) is not None:
             self.endpoint.timers.cancel(("stranded", session))
@@ -500,15 +471,6 @@ class DecodeCore:
     def in_use(self, session: Session) -> bool:
         peer = self.handshake.peers.get(session.route)
         return bool(session.claims) or (peer is not None and bool(peer.rooms))
-
-    def waiting(self, session: Session) -> Iterable[tuple[tuple[m.Wanted, ...], tuple[bytes, ...]]]:
-        return self.rooms.waiting(session)
-
-    def welcomed(self, peer: Peer, now: float) -> None:
-        self.rooms.welcomed(peer, now)
-
-    def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
-        self.rooms.fail(room, error, now)
 
 
 def _is_unheard(room: DecodeRoom, session: Session) -> bool:

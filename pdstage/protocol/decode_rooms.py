@@ -113,7 +113,8 @@ class DecodeRooms:
         self.by_epoch: dict[int, DecodeRoom] = {}
         self._handshake = handshake
         self._lender = lender
-        self._dealt: dict[tuple[tuple[int, m.SessionId], ...], dict[int, tuple[Share, ...]]] = {}
+        self.dealt: dict[tuple[tuple[int, m.SessionId], ...], dict[int, tuple[Share, ...]]] = {}
+        """Who sends what, by a room's writers; a session that ends empties it."""
         self._given_up: dict[bytes, None] = {}
         """Of the last rooms that no writer was to wait for: announced again, it must hear that at once."""
 
@@ -154,7 +155,7 @@ class DecodeRooms:
 
     def _deal(self, sessions: dict[int, Session]) -> dict[int, tuple[Share, ...]]:
         key = tuple((number, session.id) for number, session in sorted(sessions.items()))
-        dealt = self._dealt.get(key)
+        dealt = self.dealt.get(key)
         if dealt is None:
             layouts = {number: session.staged.offered for number, session in sessions.items()}
             wanted = merged(self.layout, (session.staged.taken for session in sessions.values()))
@@ -162,14 +163,10 @@ class DecodeRooms:
             if problem:
                 raise UsageError(problem, remedy="serve the same model with the same caches")
             dealt = shares(layouts, wanted, (self.topology.tp_size, self.topology.tp_rank))
-            if len(self._dealt) >= _MAX_DEALT:
-                self._dealt.clear()
-            self._dealt[key] = dealt
+            if len(self.dealt) >= _MAX_DEALT:
+                self.dealt.clear()
+            self.dealt[key] = dealt
         return dealt
-
-    def forget_deals(self) -> None:
-        """A session is over: who sends what is dealt anew."""
-        self._dealt.clear()
 
     def ask(self, room: DecodeRoom, now: float) -> None:
         writer = next(writer for writer in room.writers.values() if writer.has_aux)
@@ -192,19 +189,13 @@ class DecodeRooms:
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
-            self._lend_in_advance(writer, now)
+            if writer.session.lends_in_advance:  # so that a writer of little need not ask for staging memory
+                writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
+                self._lender.lend_in_advance(
+                    writer.session, room.epoch, writer.owed_nbytes, room.priority, now, by_default=not writer.direct
+                )
             self.send_open(writer, now)
         self.maybe_complete(room, now)
-
-    def _lend_in_advance(self, writer: Writer, now: float) -> None:
-        """So that a writer of little need not ask for staging memory."""
-        session, room = writer.session, writer.room
-        assert writer.coverage is not None
-        if session.lends_in_advance:
-            writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
-            self._lender.lend_in_advance(
-                session, room.epoch, writer.owed_nbytes, room.priority, now, by_default=not writer.direct
-            )
 
     def send_open(self, writer: Writer, now: float) -> None:
         room, topology = writer.room, self.topology

@@ -146,6 +146,11 @@ class PrefillRoom(Room):
         """The last Open's. It holds for the engine too: a room that is never finished ends as well."""
 
     @property
+    def opened(self) -> bool:
+        """Whether every decode rank that will take part of the room has said so."""
+        return 0 < self.n_destinations <= len(self.destinations)
+
+    @property
     def complete(self) -> bool:
         """Finished, and every destination is known and has everything."""
         return (

@@ -23,7 +23,7 @@ from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import incompatible, layout_problem, other_model
-from pdstage.protocol.session import Attach, HangUp, PeerWarning, Renew, Session
+from pdstage.protocol.session import HangUp, PeerWarning, Renew, Session
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -137,12 +137,9 @@ class HandshakeClient:
         )  # fmt: skip
         session.last_seq = frame.seq
         _agree(session, welcome, self.hello)
-        self.endpoint.warn_left_out(session)
-        self.endpoint.sessions[session_id] = peer.session = session
-        self.endpoint.counters.sessions_opened += 1
+        peer.session = session
         self._stop_greeting(peer)
-        self.endpoint.watch(session, now)
-        self.endpoint.effects.append(Attach(session, m.offers(welcome)))
+        self.endpoint.begin(session, m.offers(welcome), now)
         self.endpoint.send(session, m.Heartbeat(), now)
         for abort in peer.given_up.values():
             self.endpoint.send(session, abort, now)
@@ -326,12 +323,8 @@ class HandshakeServer:
             session.exposes_pool = m.DIRECT_FEATURE in hello.features
             session.rows = hello.rows
             _agree(session, self.welcome, hello)
-            self.endpoint.warn_left_out(session)
-            self.endpoint.sessions[session_id] = session
             self._n_half_open += 1
-            self.endpoint.counters.sessions_opened += 1
-            self.endpoint.watch(session, now)
-            self.endpoint.effects.append(Attach(session, m.offers(hello)))
+            self.endpoint.begin(session, m.offers(hello), now)
         self.endpoint.send(session, self.welcome, now)
 
     def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
@@ -385,15 +378,13 @@ class HandshakeServer:
 
     def unlink(self, session: Session) -> bool:
         """Forgets a session; False if it was forgotten already."""
-        if self.endpoint.sessions.pop(session.id, None) is None:
+        if not self.endpoint.end(session):
             return False
-        self.endpoint.unwatch(session)
         if self._at.get(session.route) is session:
             del self._at[session.route]
         if session.half_open:
             self._n_half_open -= 1
         else:
-            self.endpoint.count_end(session)
             self.never_again(session.id)
         return True
 

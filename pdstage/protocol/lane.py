@@ -30,15 +30,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdstage.errors import UsageError
+from pdstage.protocol.state import LeasePhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ALIGNMENT = 256
-
-GRANTED = "granted"
-LANDED = "landed"
-QUARANTINED = "quarantined"
 
 
 @dataclass(slots=True)
@@ -47,7 +44,7 @@ class _Lease:
 
     cursor: int
     nbytes: int
-    state: str
+    state: LeasePhase
 
     @property
     def end(self) -> int:
@@ -113,7 +110,7 @@ class Lane:
         if cursor is None:
             return None
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self._ahead[cursor] = _Lease(cursor, size, GRANTED)
+        self._ahead[cursor] = _Lease(cursor, size, LeasePhase.GRANTED)
         self.head = cursor + size
         self._advance()  # past the padding in front, if the lane was idle
         return cursor
@@ -124,13 +121,13 @@ class Lane:
 
     def land(self, cursor: int) -> None:
         """A granted lease was written: granted -> landed."""
-        self._lease(cursor, GRANTED).state = LANDED
+        self._lease(cursor, LeasePhase.GRANTED).state = LeasePhase.LANDED
 
     def release(self, cursor: int) -> bool:
         """Nothing will write or read the lease any more. Returns whether the watermark advanced."""
-        lease = self._lease(cursor, GRANTED, LANDED, QUARANTINED)
+        lease = self._lease(cursor, LeasePhase.GRANTED, LeasePhase.LANDED, LeasePhase.QUARANTINED)
         (self._ahead if cursor in self._ahead else self._passed).pop(cursor)
-        if lease.state == QUARANTINED:
+        if lease.state == LeasePhase.QUARANTINED:
             self._gaps = None
         return self._advance()
 
@@ -140,42 +137,29 @@ class Lane:
         Returns whether the watermark advanced. Call `in_the_way` next: those leases hold the watermark until they
         return.
         """
-        self._lease(cursor, GRANTED).state = QUARANTINED
+        self._lease(cursor, LeasePhase.GRANTED).state = LeasePhase.QUARANTINED
         self._gaps = None
         return self._advance()
 
     def in_the_way(self) -> list[int]:
         """Granted leases that have a quarantined lease's bytes one lap on. All are closed, so they can be recalled."""
-        quarantined = [lease for lease in self._ahead.values() if lease.state == QUARANTINED]
+        quarantined = [lease for lease in self._ahead.values() if lease.state == LeasePhase.QUARANTINED]
         if not quarantined:
             return []
         ends = [lease.end + self.capacity for lease in quarantined]  # disjoint and ascending, as the cursors are
         found = []
         for lease in self._ahead.values():
-            at = bisect_right(ends, lease.cursor) if lease.state == GRANTED else len(ends)
+            at = bisect_right(ends, lease.cursor) if lease.state == LeasePhase.GRANTED else len(ends)
             if at < len(ends) and self._on_next_lap(quarantined[at], lease):
                 found.append(lease.cursor)
         return found
 
-    def state(self, cursor: int) -> str | None:
-        """ "granted", "landed", "quarantined", or None: never granted, or released."""
-        lease = self._ahead.get(cursor) or self._passed.get(cursor)
-        return lease.state if lease else None
-
-    def leases(self) -> Iterator[tuple[int, int, str]]:
+    def leases(self) -> Iterator[tuple[int, int, LeasePhase]]:
         """(cursor, nbytes rounded up to 256, state) of every unreleased lease, cursors ascending."""
         for lease in sorted((*self._passed.values(), *self._ahead.values()), key=lambda lease: lease.cursor):
             yield lease.cursor, lease.nbytes, lease.state
 
-    def blocker(self) -> int | None:
-        """The granted or landed lease at which the watermark stands; None in an idle lane.
-
-        It is also None while the watermark waits at a quarantined lease; `in_the_way` then names the holders.
-        """
-        first = next(iter(self._ahead.values()), None)
-        return first.cursor if first and first.state != QUARANTINED else None
-
-    def _lease(self, cursor: int, *states: str) -> _Lease:
+    def _lease(self, cursor: int, *states: LeasePhase) -> _Lease:
         lease = self._ahead.get(cursor) or self._passed.get(cursor)
         if lease is None or lease.state not in states:
             raise UsageError(
@@ -210,7 +194,9 @@ class Lane:
         if self._gaps is not None:
             return self._gaps
         held = (lease for leases in (self._ahead, self._passed) for lease in leases.values())
-        spans = sorted((lease.cursor % self.capacity, lease.nbytes) for lease in held if lease.state == QUARANTINED)
+        spans = sorted(
+            (lease.cursor % self.capacity, lease.nbytes) for lease in held if lease.state == LeasePhase.QUARANTINED
+        )
         gaps, at = [], 0
         for start, nbytes in spans:
             if start > at:
@@ -226,7 +212,7 @@ class Lane:
         for lease in reversed(self._ahead.values()):
             if lease.end <= old.cursor + self.capacity:
                 return False
-            if lease.state != QUARANTINED and self._on_next_lap(old, lease):
+            if lease.state != LeasePhase.QUARANTINED and self._on_next_lap(old, lease):
                 return True
         return False
 
@@ -235,7 +221,7 @@ class Lane:
         before = self.watermark
         while self._ahead:
             first = next(iter(self._ahead.values()))
-            if first.state != QUARANTINED or self._is_blocked(first):
+            if first.state != LeasePhase.QUARANTINED or self._is_blocked(first):
                 break
             self._passed[first.cursor] = self._ahead.pop(first.cursor)
         self.watermark = next(iter(self._ahead), self.head)

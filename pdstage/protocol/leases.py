@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
 from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
-from pdstage.protocol.lane import GRANTED, Lane
+from pdstage.protocol.lane import Lane
 from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
 
 if TYPE_CHECKING:
@@ -77,12 +77,6 @@ class RequestQueue:
         self._fronts: list[tuple[int, int, Session]] = []
         self._front: dict[Session, tuple[int, int]] = {}
         """The entry of each session in `_fronts` that counts: never behind its true front."""
-
-    def __len__(self) -> int:
-        return self.n_waiting
-
-    def __contains__(self, session: Session) -> bool:
-        return session in self._counts
 
     @property
     def n_sessions(self) -> int:
@@ -215,11 +209,6 @@ class LeaseTable:
         """Whether any lease is live."""
         return bool(self._at)
 
-    @property
-    def n_waiting(self) -> int:
-        """Requests without a lease."""
-        return len(self.queue)
-
     def live(self) -> list[Lease]:
         """Every live lease, in no order."""
         return list(self._at.values())
@@ -227,7 +216,7 @@ class LeaseTable:
     @property
     def contended(self) -> bool:
         """Something waits: a request for a lease, or a closed lease for its lane."""
-        return bool(self.queue) or any(self.closed)
+        return self.queue.n_waiting > 0 or any(self.closed)
 
     def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
@@ -394,9 +383,9 @@ class LeaseTable:
         for number, lane in enumerate(self.lanes):
             in_the_way = set(lane.in_the_way())
             stuck = now - self._moved_at[number] >= stuck_after_s
-            for cursor, _, state in list(lane.leases()):
+            for cursor, *_ in lane.leases():
                 lease = self._at.get((number, cursor))
-                if lease is None or state != GRANTED or lease.said_written:
+                if lease is None or lease.phase is not LeasePhase.GRANTED or lease.said_written:
                     continue
                 early = lease in self.advances and now - lease.granted_at >= _ADVANCE_S
                 shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)

@@ -1,8 +1,8 @@
 """The prefill core: what engine, driver and peers may say to a prefill rank, and what follows.
 
-No socket, thread or clock: inputs are its public methods, some of which the driver calls at the part that has them, and
-output is `take_effects()`. It has an `Endpoint` (who talks), a `HandshakeServer` (with whom), `PrefillRooms` (the room
-table) and a `ChunkSender` (chunks and their leases).
+No socket, thread or clock: inputs are its public methods and those of its parts that say so: an `Endpoint` (who talks),
+whose effects are the output, and a `ChunkSender` (chunks and their leases). It also has a `HandshakeServer` (with whom)
+and `PrefillRooms` (the room table).
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class PrefillCore:
         self.topology = topology
         self.endpoint = Endpoint(incarnation, config, self)
         self.handshake = HandshakeServer(self.endpoint, welcome, self)
+        self.on_other_version = self.handshake.on_other_version
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.rooms = PrefillRooms(
@@ -214,42 +215,6 @@ class PrefillCore:
     def abort(self, room: PrefillRoom, reason: str, now: float) -> None:
         self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"), now)
 
-    # What the driver says, and takes.
-
-    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
-        """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
-        self.endpoint.receive(route, data, now)
-
-    def gathered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
-        """The gather's kernel ended. Comes for every `Gather`, of lost sessions too: its buffer was busy.
-
-        `checksum` is of the bytes gathered, where the session has checksums.
-        """
-        self.chunks.gathered(ticket, now, error, checksum)
-
-    def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
-        """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
-
-        Not `settled`: its bytes may land even now.
-        """
-        self.chunks.completed(ticket, now, error, settled=settled)
-
-    def tick(self, now: float) -> None:
-        """Serves what is due."""
-        self.endpoint.tick(now)
-
-    def next_at(self) -> float | None:
-        """When `tick` must be called next."""
-        return self.endpoint.timers.next_at()
-
-    def take_effects(self) -> list[PrefillEffect]:
-        """The effects since the last call, in order; the driver carries them out."""
-        return self.endpoint.take_effects()
-
-    def bye(self, now: float) -> None:
-        """After the last completion: ends each live session with Bye."""
-        self.endpoint.bye(now)
-
     def needs(self, route: bytes) -> bool:
         """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
         return True
@@ -317,7 +282,7 @@ class PrefillCore:
             case m.Closed():
                 self._on_closed(session, message, now)
             case m.Watermark():
-                self.chunks.on_watermark(session, message, now)
+                self.chunks.raise_mark(session, message.lane, message.watermark)
             case m.Heartbeat():
                 self.handshake.on_heartbeat(session, message, now)
                 self._hold(session, message, now)
@@ -383,21 +348,22 @@ class PrefillCore:
 
     def _on_open(self, session: Session, opened: m.Open, now: float) -> None:
         destination: Destination | None = session.claims.get(opened.epoch)
-        if destination is not None:
-            self.endpoint.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
-            return
-        check_open(opened, session, self.layout)
-        destination = Destination(session, opened, self._direct)
-        room = self.rooms.by_key.get(opened.room)
-        self._wanted_again(opened.room, session, opened.epoch, now)
-        refusal = self._await_room(destination, now) if room is None else ""
-        if refusal:
-            self.endpoint.send(session, m.Opened(opened.epoch, "refused", m.brief(refusal)), now)
-            return
-        if room is not None:
-            self.rooms.note(destination)
-            self.rooms.attach(room, destination, now)
-        self.endpoint.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
+        refusal = ""
+        if destination is None:
+            check_open(opened, session, self.layout)
+            destination = Destination(session, opened, self._direct)
+            room = self.rooms.by_key.get(opened.room)
+            self._wanted_again(opened.room, session, opened.epoch, now)
+            if room is None:
+                refusal = self._await_room(destination, now)
+            else:
+                self.rooms.note(destination)
+                self.rooms.attach(room, destination, now)
+        if destination.phase is DestinationPhase.FAILING:
+            refusal = destination.reason
+        held = "waiting" if destination.phase is DestinationPhase.WAITING else "accepted"
+        state = "refused" if refusal else held
+        self.endpoint.send(session, m.Opened(opened.epoch, state, m.brief(refusal)), now)
 
     def _await_room(self, destination: Destination, now: float) -> str:
         """Keeps a destination until its room begins; or why it is refused."""
@@ -408,15 +374,6 @@ class PrefillCore:
         if self._draining:
             return _ENDING
         return "" if self.rooms.park(destination, now) else "too many rooms wait for prefill"
-
-    def _opened_state(self, destination: Destination) -> tuple[str, str]:
-        if destination.phase is DestinationPhase.WAITING:
-            return "waiting", ""
-        return (
-            ("refused", m.brief(destination.reason))
-            if destination.phase is DestinationPhase.FAILING
-            else ("accepted", "")
-        )
 
     def _on_closed(self, session: Session, closed: m.Closed, now: float) -> None:
         destination: Destination | None = session.claims.get(closed.epoch)
@@ -506,9 +463,7 @@ class PrefillCore:
             case ("asked", bytes() as room_key):
                 self.rooms.take_askers(room_key)
             case (("beat" | "silence") as kind, Session() as session):
-                if self.endpoint.on_session_timer(kind, session, now):
-                    silent = f"decode was silent for {session.silence_s} s"
-                    self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)
+                self.endpoint.on_session_timer(kind, session, "decode", now)
 
     def lose(self, session: Session, error: PdstageError, now: float) -> None:
         """The session is over: its rooms fail, nothing further is sent under it."""
@@ -525,9 +480,6 @@ class PrefillCore:
         self.chunks.fenced(session, now)
 
     # What its parts ask of it.
-
-    def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
-        self.handshake.on_other_version(route, error)
 
     def in_use(self, session: Session) -> bool:
         return bool(session.claims)

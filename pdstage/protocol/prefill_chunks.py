@@ -267,7 +267,7 @@ class ChunkSender:
     def on_lease(self, session: Session, lease: m.Lease, now: float) -> None:
         if not 0 <= lease.lane < len(session.lanes):
             raise PeerError(f"a lease in lane {lease.lane}", remedy=f"Hello named {len(session.lanes)} lanes")
-        self._raise_mark(session, lease.lane, lease.watermark)
+        self.raise_mark(session, lease.lane, lease.watermark)
         chunk = self._chunk(session, lease.epoch, lease.chunk)
         where = (lease.lane, lease.cursor)
         if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
@@ -322,7 +322,7 @@ class ChunkSender:
             self._owner.fail_destination(destination, error, now)
 
     def on_recall(self, session: Session, recall: m.Recall, now: float) -> None:
-        self._raise_mark(session, recall.lane, recall.watermark)
+        self.raise_mark(session, recall.lane, recall.watermark)
         chunk = self._chunk(session, recall.epoch, recall.chunk)
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
             if chunk.begun or chunk.phase is ChunkPhase.READY:
@@ -348,10 +348,7 @@ class ChunkSender:
         else:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
 
-    def on_watermark(self, session: Session, mark: m.Watermark, now: float) -> None:
-        self._raise_mark(session, mark.lane, mark.watermark)
-
-    def _raise_mark(self, session: Session, lane: int, watermark: int) -> None:
+    def raise_mark(self, session: Session, lane: int, watermark: int) -> None:
         for chunk in self.windows.raise_mark(session, lane, watermark):
             self.endpoint.timers.cancel(("reserve", chunk))
             self.advance(chunk)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from pdstage.columns import NOTHING
-from pdstage.errors import PeerError
+from pdstage.errors import DeadlineExceeded, PeerError
 from pdstage.metrics import Counters
 from pdstage.plan.ownership import EVERYTHING
 from pdstage.protocol import state as machines
@@ -325,10 +325,6 @@ class Endpoint:
             self._said.add(what)
             self.effects.append(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
 
-    def warn_left_out(self, session: Session) -> None:
-        for what in session.aux.left_out:
-            self.warn_once(session.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
-
     def bye(self, now: float) -> None:
         """After the last completion: this process ends its sessions in order."""
         for session in self.sessions.values():
@@ -336,16 +332,29 @@ class Endpoint:
 
     # Time.
 
-    def watch(self, session: Session, now: float) -> None:
-        """Starts the two timers of a live session: our heartbeat and the peer's silence."""
+    def begin(self, session: Session, offers: dict[str, bytes], now: float) -> None:
+        """Both sides agreed on `session`. Starts its two timers: our heartbeat and the peer's silence."""
+        for what in session.aux.left_out:
+            self.warn_once(session.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
+        self.sessions[session.id] = session
+        self.counters.sessions_opened += 1
         self.timers.set(("beat", session), now + min(self.config.max_silence_s / 3, HOLD_EVERY_S))
         self.timers.set(("silence", session), now + self._patience_s(session))
+        self.effects.append(Attach(session, offers))
 
-    def unwatch(self, session: Session) -> None:
+    def end(self, session: Session) -> bool:
+        """Forgets `session`; False if it was forgotten already."""
+        if self.sessions.pop(session.id, None) is None:
+            return False
         self.timers.cancel_all(session, ("beat", "silence"))
+        if session.said_bye:
+            self.counters.sessions_ended += 1
+        elif not session.half_open:
+            self.counters.sessions_lost += 1
+        return True
 
-    def on_session_timer(self, kind: str, session: Session, now: float) -> bool:
-        """Serves `watch`'s timers; True if the peer has been silent for too long."""
+    def on_session_timer(self, kind: str, session: Session, peer: str, now: float) -> bool:
+        """Serves `begin`'s timers; True if `peer` was silent for too long, so that the session is lost."""
         if kind == "beat":
             self.timers.set(("beat", session), self._beat(session, now))
             return False
@@ -353,6 +362,8 @@ class Endpoint:
         if silent_at > now:
             self.timers.set(("silence", session), silent_at)
             return False
+        late = DeadlineExceeded(f"{peer} was silent for {session.silence_s} s", remedy="look at that node")
+        self._owner.lose(session, late, now)
         return True
 
     def keep_alive(self, now: float) -> None:
@@ -397,12 +408,6 @@ class Endpoint:
         longest_s = max(self.config.retry_s, self.config.retry_cap_s)
         wait_s = min(self.config.retry_s * 2.0 ** min(n_tries, 64), longest_s)
         self.timers.set(key, now + wait_s * (0.5 + 0.5 * drawn(salt + n_tries)))
-
-    def count_end(self, session: Session) -> None:
-        if session.said_bye:
-            self.counters.sessions_ended += 1
-        else:
-            self.counters.sessions_lost += 1
 
 
 def forgotten_at(side: str) -> PeerError:

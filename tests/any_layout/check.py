@@ -194,8 +194,8 @@ class Transfer:
         ours, theirs = meeting.selects(rects)
         direct = DirectPlans(meeting.pair.src, ours, meeting.pair.dst, theirs)
         found = direct.spans(meeting.common.tokens(rects), meeting.src.items, meeting.dst.items)
-        most = self.case.order % 40 + 1 if self.case.order % 16 == 0 else None
-        for batch in spans.split(found, max_descriptors=most, max_nbytes=most and 7 * most):
+        most = self.case.order % 40 + 1 if self.case.order % 16 == 0 else max(1, found.nbytes.size)
+        for batch in spans.split(found, most):
             carry_out(batch, self.src.memory, self.dst.memory)
 
     def _copy(self, meeting: Meeting, rects: tuple[Rect, ...]) -> None:

@@ -136,7 +136,7 @@ def test_what_is_no_node_is_said(said):
 def test_a_release_that_cannot_be_drained_counts_the_request_as_malformed(site):
     """Its core would read it: no session ends, and nobody is answered."""
     p = site.prefill(Rank())
-    p.core.receive(b"route", operator.REQUEST, 0.0)
+    p.core.endpoint.receive(b"route", operator.REQUEST, 0.0)
     assert p.core.counters.frames_malformed == 1
 
 

@@ -38,7 +38,7 @@ def fail_row(world: World, *, settled: bool = True) -> None:
     """The write of a row, which is held, fails."""
     core = world.prefill[0].core
     (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
-    core.completed(ticket, world.now, TransportError("the post failed"), settled=settled)
+    core.chunks.completed(ticket, world.now, TransportError("the post failed"), settled=settled)
     world.carry(world.prefill[0])
 
 

@@ -129,7 +129,7 @@ def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
     assert len(held.queue._queues[A]) <= 64 + 4 * 2
     held.forget_requests(A)
     assert not held.queue._queues
-    assert not held.queue
+    assert not held.queue.n_waiting
 
 
 def test_urgent_requests_in_front_of_one_that_waits_leave_nothing_behind() -> None:

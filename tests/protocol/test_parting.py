@@ -32,7 +32,7 @@ def strangers(world: World) -> bool:
     """No end holds anything of the other: no session, greeting, farewell or timer (I14)."""
     assert_flat(world)
     return all(
-        not node.core.sessions and not len(node.core.endpoint.timers) and node.core.next_at() is None
+        not node.core.sessions and not len(node.core.endpoint.timers) and node.core.endpoint.timers.next_at() is None
         for node in world.nodes()
     ) and not any(node.core.handshake.peers or node.core.farewells._leaving for node in world.decode)
 
@@ -320,9 +320,13 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
     (writer,), (session,) = world.prefill, world.prefill[0].core.sessions.values()
 
     def say(message: m.AnyMessage, seq: int) -> list[m.AnyMessage]:
-        writer.core.take_effects()
-        writer.core.receive(b"D0", wire.encode(session.id, seq, message), world.now)
-        return [wire.decode(effect.frame).message for effect in writer.core.take_effects() if isinstance(effect, Send)]
+        writer.core.endpoint.take_effects()
+        writer.core.endpoint.receive(b"D0", wire.encode(session.id, seq, message), world.now)
+        return [
+            wire.decode(effect.frame).message
+            for effect in writer.core.endpoint.take_effects()
+            if isinstance(effect, Send)
+        ]
 
     assert world.held
     assert say(m.Bye(), session.last_seq + 1) == []

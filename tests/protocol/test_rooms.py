@@ -162,7 +162,7 @@ def test_a_callers_mistake_is_a_usage_error_and_changes_nothing(words: str) -> N
         mistakes[words]()
     assert [node.core.snapshot() for node in world.nodes()] == before
     assert [len(node.core.endpoint.timers) for node in world.nodes()] == timers
-    assert not any(node.core.take_effects() for node in world.nodes())
+    assert not any(node.core.endpoint.take_effects() for node in world.nodes())
 
 
 # Typed errors: what a peer may not say.
@@ -328,7 +328,7 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     world.drop(is_kind("frame"))
     (node,) = world.prefill
     ((ticket, (chunk, *_)),) = node.core.chunks.flights.items()
-    node.core.completed(ticket, 0.0, TransportError("link down"))
+    node.core.chunks.completed(ticket, 0.0, TransportError("link down"))
     world.carry(node)
     world.run()
     assert chunk.phase is ChunkPhase.BROKEN
@@ -399,8 +399,8 @@ def test_destinations_turned_away_still_count() -> None:
     for epoch in range(10, 40):
         world.say(prefill, m.Open(**(OPEN | {"epoch": epoch, "room": b"i2"})))
         world.now += 1.5
-        prefill.core.tick(world.now)
-        prefill.core.take_effects()
+        prefill.core.endpoint.tick(world.now)
+        prefill.core.endpoint.take_effects()
     assert len(prefill.core.rooms.pending) == 4
     assert len(prefill.core.rooms.destinations) == 5, "those and the room that is open"
 

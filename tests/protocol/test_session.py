@@ -26,8 +26,8 @@ HELLO = World().decode[0].core.handshake.hello
 def greet(core: PrefillCore, route: bytes = b"D0", nonce: int = 5, **change: object) -> list[object]:
     """What `core` does at a Hello with these fields changed."""
     hello = msgspec.structs.replace(HELLO, **change)
-    core.receive(route, wire.encode(m.SessionId(nonce, 0), 0, hello), 0.0)
-    return core.take_effects()
+    core.endpoint.receive(route, wire.encode(m.SessionId(nonce, 0), 0, hello), 0.0)
+    return core.endpoint.take_effects()
 
 
 def warnings(effects: list[object]) -> list[str]:
@@ -51,14 +51,14 @@ def test_a_frame_of_an_unknown_session_is_counted_and_answered_with_our_name() -
         core = node.core
         stale = core.counters.frames_stale
         other = m.SessionId(session.id.decode ^ 1, session.id.writer)
-        core.receive(name, wire.encode(other, 9, m.Heartbeat()), 0.0)
-        (answer,) = core.take_effects()
+        core.endpoint.receive(name, wire.encode(other, 9, m.Heartbeat()), 0.0)
+        (answer,) = core.endpoint.take_effects()
         assert isinstance(answer, Send)
         assert wire.decode(answer.frame) == wire.Frame(other, 0, m.NoSession(core.incarnation))
         assert core.counters.frames_stale == stale + 1
-        core.receive(name, wire.encode(other, 9, m.NoSession(1)), 0.0)
-        core.receive(name, wire.encode(other, 9, m.Bye()), 0.0)
-        assert not core.take_effects(), "NoSession and Bye are not answered: two strangers would never end"
+        core.endpoint.receive(name, wire.encode(other, 9, m.NoSession(1)), 0.0)
+        core.endpoint.receive(name, wire.encode(other, 9, m.Bye()), 0.0)
+        assert not core.endpoint.take_effects(), "NoSession and Bye are not answered: two strangers would never end"
 
 
 def test_a_silent_peer_is_lost_after_its_own_promise() -> None:
@@ -85,13 +85,13 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
     world.run(until=4.0)
     core, wait_at = decode.core, core_deadline(decode, "wait")
     last_at = core.endpoint._ticked_at
-    core.receive(
+    core.endpoint.receive(
         b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()), last_at + 30.0
     )  # inputs are read first
-    core.tick(last_at + 30.0)
+    core.endpoint.tick(last_at + 30.0)
     assert not handle.ended, handle.error
     assert core_deadline(decode, "wait") == pytest.approx(wait_at + 28.0), "30 s late, of which it had promised 2"
-    core.tick(wait_at + 28.1)
+    core.endpoint.tick(wait_at + 28.1)
     assert handle.ended
 
 
@@ -104,10 +104,10 @@ def test_an_idle_node_keeps_its_deadlines() -> None:
     world = World(hello_s=5.0)
     world.drop(is_kind("frame"))
     decode = world.decode[0]
-    decode.core.tick(0.0)
+    decode.core.endpoint.tick(0.0)
     world.now = 3600.0
     handle = world.announce(1)
-    decode.core.tick(3600.0)
+    decode.core.endpoint.tick(3600.0)
     world.run(until=3606.0)
     assert handle.state is State.FAILED
     assert "no answer from b'P0' in 5.0 s" in str(handle.error)
@@ -117,9 +117,9 @@ def test_a_half_open_session_expires_whatever_it_promised() -> None:
     core = World(hello_s=3.0).prefill[0].core
     greet(core, max_silence_s=1e300)
     for now in (1.0, 2.9):
-        core.tick(now)
+        core.endpoint.tick(now)
         assert core.sessions
-    core.tick(3.1)
+    core.endpoint.tick(3.1)
     assert not core.sessions
     assert core.counters.sessions_lost == 0, "it never was one"
 
@@ -137,7 +137,7 @@ def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
     assert len(warnings(effects)) == 8
     assert all("too many half-open" in words for words in warnings(effects))
     for session in list(core.sessions.values()):
-        core.receive(session.route, wire.encode(session.id, 1, m.Heartbeat()), 0.0)
+        core.endpoint.receive(session.route, wire.encode(session.id, 1, m.Heartbeat()), 0.0)
     for n in (8, 9):
         greet(core, b"X%d" % n, 300 + n)
         assert len(core.sessions) == 4, "confirmed ones are no half-open ones"
@@ -173,10 +173,10 @@ def test_a_lost_session_is_never_resumed() -> None:
     world.run(until=10.0)
     assert not prefill.core.sessions
     world.free()
-    prefill.core.take_effects()
-    prefill.core.receive(b"D0", hello, world.now)
+    prefill.core.endpoint.take_effects()
+    prefill.core.endpoint.receive(b"D0", hello, world.now)
     assert not prefill.core.sessions
-    assert not prefill.core.take_effects()
+    assert not prefill.core.endpoint.take_effects()
     world.announce(1)
     world.run(until=12.0)
     (again,) = prefill.core.sessions
@@ -188,8 +188,8 @@ def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
     prefill = World().prefill[0].core
     for n in range(5000):
         greet(prefill, b"D", n + 1)
-        prefill.receive(b"D", wire.encode(m.SessionId(n + 1, prefill.incarnation), 1, m.Bye()), 0.0)
-        prefill.take_effects()
+        prefill.endpoint.receive(b"D", wire.encode(m.SessionId(n + 1, prefill.incarnation), 1, m.Bye()), 0.0)
+        prefill.endpoint.take_effects()
     assert not prefill.sessions
     assert not prefill.handshake._at
     assert len(prefill.handshake.lost) <= 4096
@@ -202,7 +202,7 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     world.hold(is_message(m.Hello))
     handle = world.announce(0)
     core = world.decode[0].core
-    core.receive(b"P0", wire.encode(m.SessionId(12345, 1000), 1, world.prefill[0].core.handshake.welcome), 0.0)
+    core.endpoint.receive(b"P0", wire.encode(m.SessionId(12345, 1000), 1, world.prefill[0].core.handshake.welcome), 0.0)
     assert not core.sessions
     assert handle.state is State.BOOTSTRAPPING
     world.free()
@@ -235,19 +235,21 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
     core = world.decode[0].core
     error = PeerError("the peer refuses this node's key", remedy="add it to its list")
     core.unreachable(b"nobody", error, world.now)
-    assert not core.take_effects()
+    assert not core.endpoint.take_effects()
     room = core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
-    core.take_effects()
+    core.endpoint.take_effects()
     core.unreachable(b"P9", error, world.now)
     assert room.state is State.FAILED
     assert room.error is error
     assert room.released
-    assert [effect for effect in core.take_effects() if isinstance(effect, PeerWarning)] == [PeerWarning(b"P9", error)]
+    assert [effect for effect in core.endpoint.take_effects() if isinstance(effect, PeerWarning)] == [
+        PeerWarning(b"P9", error)
+    ]
     assert core.counters.sessions_refused == 1
-    assert core.next_at() is None, "nobody is greeted any more"
+    assert core.endpoint.timers.next_at() is None, "nobody is greeted any more"
     assert b"P9" not in core.handshake.peers
     core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
-    greeting = next(e for e in core.take_effects() if isinstance(e, Send))
+    greeting = next(e for e in core.endpoint.take_effects() if isinstance(e, Send))
     assert isinstance(wire.decode(greeting.frame).message, m.Hello), "another room greets it again"
 
 
@@ -257,20 +259,22 @@ def test_the_connection_to_a_peer_that_does_not_answer_is_made_anew() -> None:
     core.announce(b"i1", {0: b"P9"}, now, deadline_s=60.0)
     said = []
     while b"P9" in core.handshake.peers:
-        said += ["hello" if isinstance(e, Send) else e for e in core.take_effects() if isinstance(e, Send | Renew)]
-        now = core.next_at()
-        core.tick(now)
+        said += [
+            "hello" if isinstance(e, Send) else e for e in core.endpoint.take_effects() if isinstance(e, Send | Renew)
+        ]
+        now = core.endpoint.timers.next_at()
+        core.endpoint.tick(now)
     assert said[:6] == [*["hello"] * 4, Renew(b"P9"), "hello"]
     assert said.count(Renew(b"P9")) >= 1
 
 
 def test_the_connection_to_a_peer_that_was_silent_is_made_anew() -> None:
     _, decode, _, session = met(World())
-    decode.core.take_effects()
-    decode.core.tick(60.0)
-    decode.core.tick(60.0 + session.silence_s)
+    decode.core.endpoint.take_effects()
+    decode.core.endpoint.tick(60.0)
+    decode.core.endpoint.tick(60.0 + session.silence_s)
     assert session.id not in decode.core.sessions
-    assert [e.route for e in decode.core.take_effects() if isinstance(e, Renew)] == [session.route]
+    assert [e.route for e in decode.core.endpoint.take_effects() if isinstance(e, Renew)] == [session.route]
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -283,8 +287,8 @@ def test_what_strangers_say_is_not_read_where_it_is_of_no_use(side: str, monkeyp
     nobody = m.SessionId(1, 2)
     greeting = m.Welcome(*[None] * 6) if side == "prefill" else decode.core.handshake.hello  # type: ignore[arg-type]
     for message in (m.CloseOk(1, (m.Written(0, 0, 0),) * 1000, None), m.Bye(), m.NoSession(7), greeting):
-        node.core.receive(b"stranger", wire.encode(nobody, 1, message), world.now)
-    answers = [effect for effect in node.core.take_effects() if isinstance(effect, Send)]
+        node.core.endpoint.receive(b"stranger", wire.encode(nobody, 1, message), world.now)
+    answers = [effect for effect in node.core.endpoint.take_effects() if isinstance(effect, Send)]
     assert len(answers) == 1, "NoSession to the first; an answer to an answer would have no end"
     assert node.core.sessions
 
@@ -315,10 +319,10 @@ def test_nobody_else_speaks_for_a_peer(side: str, message: m.AnyMessage) -> None
     core = (prefill if side == "prefill" else decode).core
     (session,) = core.sessions.values()
     heard = session.last_seq
-    core.receive(b"a stranger", wire.encode(session.id, 1 << 40, message), 0.0)
+    core.endpoint.receive(b"a stranger", wire.encode(session.id, 1 << 40, message), 0.0)
     assert core.sessions == {session.id: session}
     assert session.last_seq == heard, "its own frames are still accepted"
-    (warning,) = core.take_effects()
+    (warning,) = core.endpoint.take_effects()
     assert isinstance(warning, PeerWarning)
     assert warning.route == b"a stranger"
 
@@ -382,13 +386,13 @@ def test_a_late_turn_gives_each_peer_the_excess() -> None:
     world = World(max_silence_s=2.0)
     prefill, decode, at_prefill, session = met(world)
     core, start = decode.core, world.now
-    core.tick(start)
-    core.receive(b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()), start + 1.5)
-    core.tick(start + 30.0)
+    core.endpoint.tick(start)
+    core.endpoint.receive(b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()), start + 1.5)
+    core.endpoint.tick(start + 30.0)
     assert session.id in core.sessions, "28 s late, so it is as if the peer had been heard half a second ago"
     world.now = start + 31.4
-    core.tick(world.now)
+    core.endpoint.tick(world.now)
     assert session.id in core.sessions
-    core.tick(start + 31.6)
+    core.endpoint.tick(start + 31.6)
     assert session.id not in core.sessions
     assert prefill.core.sessions == {at_prefill.id: at_prefill}

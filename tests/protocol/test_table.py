@@ -188,7 +188,7 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     (lease,) = core.leases._at.values()
     stranger = next(session for session in core.sessions.values() if session is not lease.request.session)
     for message in (m.Returned(1, 0, 0, lease.lane, lease.cursor), m.Drained(1), m.CloseOk(1, (), None)):
-        core.receive(stranger.route, wire.encode(stranger.id, stranger.last_seq + 1, message), world.now)
+        core.endpoint.receive(stranger.route, wire.encode(stranger.id, stranger.last_seq + 1, message), world.now)
     assert list(core.leases._at.values()) == [lease]
     assert not handle.ended
     tag = wire.Tag(stranger.id, 1, 0, lease.lane, lease.cursor, lease.request.rects)

@@ -71,7 +71,7 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     world.run(until=1.0)
     # The old process's last words, late: in its own session, with a mark far beyond the new ring's.
     core = world.prefill[0].core
-    core.receive(b"D0", wire.encode(old.id, 1000, m.Watermark(0, 4 * LEASE)), world.now)
+    core.endpoint.receive(b"D0", wire.encode(old.id, 1000, m.Watermark(0, 4 * LEASE)), world.now)
     world.carry(world.prefill[0])
     world.run(until=2.0)
     held = [c for r in core.rooms.destinations.values() for c in r.chunks.values() if c.phase is ChunkPhase.HELD]
@@ -113,7 +113,7 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     (session,) = world.decode[0].core.sessions.values()
     core = world.prefill[0].core
     (ticket,) = core.chunks.flights
-    core.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
+    core.chunks.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
     world.carry(world.prefill[0])
     world.run(until=60.0)
     assert handle.state is sent.state is State.FAILED
@@ -160,7 +160,7 @@ def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     core = world.prefill[0].core
     sessions = [next(iter(node.core.sessions.values())) for node in world.decode]
     for ticket in list(core.chunks.flights):
-        core.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
+        core.chunks.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
     world.carry(world.prefill[0])
     world.run(until=60.0)
     for node, session in zip(world.decode, sessions, strict=True):

@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         "a room is opened before its pages are free",
         "11 after, I2",
-        "_take_bindings",
+        "_take_given",
         "            if not done:\n",
         "            if False:\n",
         f"{_TRANSFER}::test_nothing_is_opened_before_after",

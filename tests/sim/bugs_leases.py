@@ -27,11 +27,11 @@ MUTANTS = [
         "padding waits for a release of its own",
         "6 padding, I13",
         "Lane.grant",
-        """        self._ahead[cursor] = _Lease(cursor, size, GRANTED)
+        """        self._ahead[cursor] = _Lease(cursor, size, LeasePhase.GRANTED)
 """,
         """        if cursor > self.head:
-            self._ahead[self.head] = _Lease(self.head, cursor - self.head, LANDED)
-        self._ahead[cursor] = _Lease(cursor, size, GRANTED)
+            self._ahead[self.head] = _Lease(self.head, cursor - self.head, LeasePhase.LANDED)
+        self._ahead[cursor] = _Lease(cursor, size, LeasePhase.GRANTED)
 """,
     ),
     Mutant(
@@ -113,7 +113,7 @@ MUTANTS = [
         "a watermark from Lease is not taken",
         "6 who asks again, I11",
         "on_lease",
-        "        self._raise_mark(session, lease.lane, lease.watermark)\n",
+        "        self.raise_mark(session, lease.lane, lease.watermark)\n",
         "",
     ),
     Mutant(
@@ -270,17 +270,17 @@ MUTANTS = [
         "quarantined bytes are not carved out",
         "6 carve-out, I3",
         "quarantine",
-        """        self._lease(cursor, GRANTED).state = QUARANTINED
+        """        self._lease(cursor, LeasePhase.GRANTED).state = LeasePhase.QUARANTINED
         self._gaps = None
 """,
-        """        self._lease(cursor, GRANTED).state = QUARANTINED
+        """        self._lease(cursor, LeasePhase.GRANTED).state = LeasePhase.QUARANTINED
 """,
     ),
     Mutant(
         "the watermark waits for a quarantined span",
         "6 carve-out, I12",
         "_advance",
-        "            if first.state != QUARANTINED or self._is_blocked(first):",
+        "            if first.state != LeasePhase.QUARANTINED or self._is_blocked(first):",
         "            if True:",
         "tests/protocol/test_leases.py",
     ),
@@ -288,14 +288,14 @@ MUTANTS = [
         "the watermark passes quarantine under a live lease",
         "6 carve-out, I2",
         "_advance",
-        "            if first.state != QUARANTINED or self._is_blocked(first):",
-        "            if first.state != QUARANTINED:",
+        "            if first.state != LeasePhase.QUARANTINED or self._is_blocked(first):",
+        "            if first.state != LeasePhase.QUARANTINED:",
     ),
     Mutant(
         "a quiet span does not return to its lane",
         "6 carve-out, I14",
         "release",
-        """        if lease.state == QUARANTINED:
+        """        if lease.state == LeasePhase.QUARANTINED:
             self._gaps = None
 """,
         "",

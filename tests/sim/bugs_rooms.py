@@ -140,10 +140,8 @@ MUTANTS = [
         "a repeated Open makes another destination",
         "7 Open, I7",
         "_on_open",
-        """        if destination is not None:
-            self.endpoint.send(session, m.Opened(opened""",
-        """        if destination is not None and destination.room is None:
-            self.endpoint.send(session, m.Opened(opened""",
+        "        if destination is None:\n            check_open",
+        "        if destination is None or destination.room is not None:\n            check_open",
     ),
     Mutant(
         "Reserve of what is granted is not answered",

@@ -48,9 +48,9 @@ MUTANTS = [
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
         "on_hello",
-        """            self.endpoint.effects.append(Attach(session, m.offers(hello)))
+        """            self.endpoint.begin(session, m.offers(hello), now)
 """,
-        """            self.endpoint.effects.append(Attach(session, m.offers(hello)))
+        """            self.endpoint.begin(session, m.offers(hello), now)
             self.confirm(session, now)
 """,
         "tests/protocol/test_session.py",
@@ -82,9 +82,9 @@ MUTANTS = [
     Mutant(
         "NoSession of another process is taken as proof",
         "7 NoSession, I6",
-        "_on_stranded",
-        "        if incarnation in (None, session.id.writer):\n",
-        "        if True:\n",
+        "DecodeCore._on_stray",
+        "                    if isinstance(answer, m.Bye) or answer.incarnation == stranded.id.writer:\n",
+        "                    if True:\n",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
@@ -134,6 +134,8 @@ MUTANTS = [
         "on_session_timer",
         """            self.timers.set(("silence", session), silent_at)
             return False
+        late = DeadlineExceeded(f"{peer} was silent for {session.silence_s} s", remedy="look at that node")
+        self._owner.lose(session, late, now)
         return True
 """,
         """            self.timers.set(("silence", session), silent_at)
@@ -203,7 +205,7 @@ MUTANTS = [
         "8 routes, I10",
         "on_timer",
         "                    self.endpoint.effects.append(Renew(session.route))\n",
-        "",
+        "                    pass\n",
         "tests/protocol/test_session.py::test_the_connection_to_a_peer_that_was_silent_is_made_anew",
     ),
 ]

@@ -241,7 +241,7 @@ class FabricWorld(World):
         if self.failing:
             error = TransportError("the completion is an error, the bytes are there")
         if post.src.alive:
-            post.src.core.completed(post.ticket, self.now, error, settled=settled)
+            post.src.core.chunks.completed(post.ticket, self.now, error, settled=settled)
             self.carry(post.src)
 
     def _fail_post(self, post: Post, how: str) -> bool:
@@ -286,7 +286,7 @@ class FabricWorld(World):
             busy = post.src is node and post.buffer == effect.buffer and post.reads
             self.must(not busy, "I8", f"send buffer {effect.buffer} is gathered into while a post reads it")
         if self.failing:
-            node.core.gathered(effect.ticket, self.now, TransportError("the gather failed"))
+            node.core.chunks.gathered(effect.ticket, self.now, TransportError("the gather failed"))
             self.carry(node)
             return
         self.sides[node].must_own(chunk.destination.room, chunk.source.items["kv"], "I8", "a gather reads")  # type: ignore[arg-type]

@@ -136,11 +136,13 @@ class Nodes:
         core = node.core
         match given:
             case ("hear", int() as src, int() as frame):
-                core.receive(self.names[src], self.frames[frame], 0.0)
+                core.endpoint.receive(self.names[src], self.frames[frame], 0.0)
             case ("gathered", flight):
-                core.gathered(self._ticket(node, flight), 0.0)
+                core.chunks.gathered(self._ticket(node, flight), 0.0)
             case ("written", flight, ok):
-                core.completed(self._ticket(node, flight), 0.0, None if ok else TransportError("unknown outcome"))
+                core.chunks.completed(
+                    self._ticket(node, flight), 0.0, None if ok else TransportError("unknown outcome")
+                )
             case ("told", int() as tag):
                 core.tag(self.tags[tag], 0.0)
             case ("scattered", flight):
@@ -153,7 +155,7 @@ class Nodes:
                 core.endpoint.timers.chosen = next(
                     key for key in core.endpoint.timers.keys if key_name(core, key) == name
                 )
-                core.tick(at)
+                core.endpoint.tick(at)
             case ("abort", handle):
                 core.abort(node.handles[handle], "the test says so", 0.0)
             case ("greet", int() as writer):
@@ -197,7 +199,7 @@ class Nodes:
 
     def _effects(self, at: int, node: Node) -> tuple[tuple, tuple, tuple, tuple]:
         sends, posts, lost, met = [], [], [], []
-        for effect in node.core.take_effects():
+        for effect in node.core.endpoint.take_effects():
             match effect:
                 case Send(route, frame):
                     sends.append((self.names.index(route), self.frame(frame)))

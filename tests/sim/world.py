@@ -229,7 +229,7 @@ class SimWorld(FabricWorld):
         return True
 
     def due(self) -> list[float]:
-        moments = [n.core.next_at() for n in self.nodes() if self._awake(n)]
+        moments = [n.core.endpoint.timers.next_at() for n in self.nodes() if self._awake(n)]
         closing = [self.sides[n].closing_at for n in self.nodes() if self._awake(n)]
         return [at for at in moments + closing if at is not None]
 
@@ -242,11 +242,11 @@ class SimWorld(FabricWorld):
 
     def _tick(self) -> None:
         for node in self.nodes():
-            due, side = node.core.next_at(), self.sides[node]
+            due, side = node.core.endpoint.timers.next_at(), self.sides[node]
             late = side.closing_at is not None and self.now >= side.closing_at
             if self._awake(node) and ((due is not None and due <= self.now) or late):
                 self.tell(f"{'':7}{self.now:8.3f}s  tick {side.label}")
-                node.core.tick(self.now)
+                node.core.endpoint.tick(self.now)
                 self.carry(node)
                 self.n_steps += 1
                 self.counts["tick"] += 1
@@ -293,7 +293,7 @@ class SimWorld(FabricWorld):
 
     def _leave(self, node: Prefill | Decode) -> None:
         if node.core.quiet:
-            node.core.bye(self.now)
+            node.core.endpoint.bye(self.now)
             self.carry(node)
         self.tell(f"{'':15} {self.labels[node]} ends{', in order' if node.core.quiet else ''}")
         self._do_crash(node.name.decode())

@@ -221,7 +221,7 @@ class Checks:
         for what, held in left.items():
             if held:
                 raise Violation(f"the driver of {host.name} sleeps over {what}: {list(held)[:3]}")
-        next_at, now = core.next_at(), self._world.scheduler.now + host.process.ahead_s
+        next_at, now = core.endpoint.timers.next_at(), self._world.scheduler.now + host.process.ahead_s
         late_s = driver._until_at - max(next_at, now) if next_at is not None else 0.0
         if late_s > _SLACK_S:
             raise Violation(f"the driver of {host.name} sleeps {late_s:.3f} s beyond its next deadline")
