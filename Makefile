@@ -166,7 +166,7 @@ tsan: $(STAMP)  ## Run what threads share in the C++ code under ThreadSanitizer.
 	$(BIN)/python -m tests.native.sanitize tsan
 
 micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where there is one.
-	$(GPU_PYTHON) -m pytest bench/micro --benchmark-only $(ARGS)
+	$(GPU_PYTHON) -m pytest bench/micro.py --benchmark-only $(ARGS)
 
 plots:  ## Make the plots of docs/kernels.md, transports.md and tune.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot

@@ -41,6 +41,7 @@ def stock() -> object:
 def gpu() -> object:
     """This process's GPUs, as at its start."""
     with cuda_double.use() as gpu:
+        gc.collect()  # what another file's tests left
         gpu.reset()
         gpu["strict"], n_streams = 1, gpu["n_streams"]
         yield gpu

@@ -1,4 +1,4 @@
-"""Gather and scatter of one call, one kernel and run length at a time, for `pytest bench/micro --benchmark-only`.
+"""Gather and scatter of one call, one kernel and run length at a time, for `pytest bench/micro.py --benchmark-only`.
 
 For use while changing a kernel; committed numbers come from `pdstage bench`. 16 MiB from a pool twice as large. On a
 GPU a round is a call and the wait for it, so small times include the launch.
