@@ -51,7 +51,7 @@ BUG_IN_PYTHON = """
 import numpy as np, pdstage.native
 short = np.zeros(64, np.int64)
 view = [[0, short.ctypes.data, 1024, 1, 1, 0, 0, 1, 0, 1, 0, 1024, 1, 0, 0]]
-plan = pdstage.native.ext.CopyPlan(np.array(view), np.array([[1, 1]]), False, 1, False)
+plan = pdstage.native.ext.CopyPlan(np.array(view), np.array([[1, 1]]), False, False)
 items = np.zeros(1, np.int64)
 out = np.zeros(1024, np.uint8)
 plan.gather(out.ctypes.data, 1024, [(items.ctypes.data, 64, 1, 0, 0, 1)], 0)
