@@ -2,7 +2,7 @@
 
 A bug is one change by one rule: a comparison or a boundary turned, a statement dropped, two arguments swapped. They are
 drawn alike from the code as it is. COVERAGE is of `pytest --cov=pdstage --cov=kernels --cov-context=test`
-(pytest-cov). A bug is written into this checkout while the tests that reach its lines run, those that reach little
+(pytest-cov). The tests that reach a bug's lines run on a copy of the package that has it, those that reach little
 first, until one fails; what nothing sees wants a test or a reason. Hours of processor time.
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 import ast
 import json
 import random
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
+
+from tests.sim.mutants import PYTEST, tried
 
 PLACES = ("pdstage/protocol", "pdstage/manager", "pdstage/plan", "pdstage/layout", "pdstage/transport", "kernels")
 N_OF_A_KIND = 150
@@ -99,32 +100,12 @@ def reached(coverage: str) -> dict[tuple[str, int], set[str]]:
 
 def seen_by(bug: Bug, tests: list[str]) -> str:
     """The first that fails; empty if none does."""
-    path = Path(bug.path)
-    whole = path.read_bytes()
+    whole, start = Path(bug.path).read_bytes(), bug.start
+    text = (whole[:start] + bug.new.encode() + whole[start + len(bug.old.encode()) :]).decode()
     with NamedTemporaryFile("w", suffix=".txt") as listed:
         listed.write("\n".join(tests))
         listed.flush()
-        command = [
-            sys.executable,
-            "-B",
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--tb=no",
-            "-p",
-            "no:cacheprovider",
-            f"@{listed.name}",
-        ]
-        path.write_bytes(whole[: bug.start] + bug.new.encode() + whole[bug.start + len(bug.old.encode()) :])
-        try:
-            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return f"it takes over {_LIMIT_S} s"
-        finally:
-            path.write_bytes(whole)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else "" if done.returncode == 0 else f"pytest ended with {done.returncode}"
+        return tried((bug.path.removeprefix("pdstage/"), text), [*PYTEST, f"@{listed.name}"], _LIMIT_S)
 
 
 def main(coverage: str, first: str = "0", last: str = "600") -> None:

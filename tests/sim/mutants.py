@@ -41,8 +41,9 @@ for seed in range(int(sys.argv[2])):
     except BaseException as error:
         raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0])
 """
-_PYTEST = "import pdstage, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+_MAIN = "import pdstage, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
 """The package first: pytest puts the checkout in front."""
+PYTEST = ("-c", _MAIN, "-x", "-q", "--no-header", "--tb=line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,30 +141,36 @@ def everyone() -> list[Mutant]:
 def detect(mutant: Mutant | None, shown_by: str = "") -> str:
     """How a mutant, or something in the code as it is, was seen; empty if it was not."""
     shown_by = (mutant.shown_by if mutant is not None else shown_by) or SEARCH
+    changed = mutant.patched() if mutant is not None else None
     if shown_by in (SEARCH, NODES):
-        command = ["-c", _SEEDS, shown_by, str(N_SEEDS)]
+        words = tried(changed, ["-c", _SEEDS, shown_by, str(N_SEEDS)])
     else:
-        command = ["-c", _PYTEST, "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", shown_by]
+        words = tried(changed, [*PYTEST, shown_by])
+    if mutant is not None and _MISNAMED.search(words):
+        raise RuntimeError(f"mutant {mutant.name!r} names what is not there: {words}")
+    return words
+
+
+def tried(changed: tuple[str, str] | None, command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
+    """What went wrong in `command` of Python with a copy of the package, of which a file's text is changed; empty if
+    nothing did.
+    """
     with TemporaryDirectory() as folder:
         shutil.copytree(PACKAGE, Path(folder, "pdstage"), ignore=shutil.ignore_patterns("__pycache__"))
-        if mutant is not None:
-            file, text = mutant.patched()
-            Path(folder, "pdstage", file).write_text(text)
+        if changed is not None:
+            Path(folder, "pdstage", changed[0]).write_text(changed[1])
         env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
         try:
             done = subprocess.run(
                 [sys.executable, "-P", *command],
-                check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=_LIMIT_S,
+                check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return f"it takes over {_LIMIT_S} s"
+            return f"it takes over {limit_s} s"
     if done.returncode == 0:
         return ""
     said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    words = "; ".join(said or done.stderr.splitlines()[-1:]) or f"the process ended with {done.returncode}"
-    if mutant is not None and _MISNAMED.search(words):
-        raise RuntimeError(f"mutant {mutant.name!r} names what is not there: {words}")
-    return words
+    return "; ".join(said or done.stderr.splitlines()[-1:]) or f"the process ended with {done.returncode}"
 
 
 def main(names: Sequence[str]) -> int:
