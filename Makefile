@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A test that hangs fails, with the stacks of its threads; before that, what it hangs in is shown, were it no Python.
 PYTEST = -m pytest --timeout $(HANGS_S) -o faulthandler_timeout=$$(($(HANGS_S) - 30))
 HANGS_S = 1200
-CPU_BENCHES := plan wire host-kernels convert rooms transfer
+CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants matrix chaos fuzz fleet etcd lint weight types format bench \

@@ -4,6 +4,5 @@ They may import anything. A number is a ratio whose two sides were measured in o
 """
 
 BENCHES = (
-    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "transfer", "kv-transfer", "directory", "vllm-step",
-    "gpu",
+    "plan", "wire", "launch", "host-kernels", "rooms", "transfer", "kv-transfer", "vllm-step", "gpu",
 )  # fmt: skip

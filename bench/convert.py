@@ -1,7 +1,7 @@
 """The cost of changing precision: bf16 in the pool, fp8 in staging, beside a plain gather or scatter of the cells.
 
 GB/s counts the pool's bytes: staging has about half of them. Heads of 128 values, in random pages of 16 tokens of a
-pool twice as big as the data; in host memory by one thread.
+pool twice as big as the data. `pdstage bench gpu` measures it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from pdstage.plan import Select
 from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair
 from pdstage.tensors import build, paged_nhd
 
-from .bed import Bed
 from .gpu_kernels import CURVE_NBYTES, QUICK_REPEATS, REPEATS
-from .harness import Measured, rate
+from .harness import rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdstage.layout import Layout
 
-    from .bed import Work
+    from .bed import Bed, Work
     from .harness import Row
 
 LAYERS, PAGE, HEADS, DIM = 8, 16, 8, 128
@@ -37,11 +36,6 @@ FORMATS = {
     "tensor": fp8_tensor(0.1), "tensor, by way of bf16": fp8_tensor(0.1, "bf16"), "token_head": fp8_token_head(),
     "mx32": mxfp8("floor"),
 }  # fmt: skip
-
-
-def run(quick: bool) -> Measured:
-    bed = Bed("cpu")
-    return Measured(list(rows(bed, quick, (16 if quick else 64) << 20)), {}, bed.left_out, [])
 
 
 def rows(bed: Bed, quick: bool, nbytes: int = 0) -> Iterator[Row]:

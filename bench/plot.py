@@ -1,4 +1,4 @@
-"""The measured parts of docs/kernels.md, transports.md and tune.md, made from bench/results: plots and tables of them.
+"""The measured parts of docs/kernels.md and transports.md, made from bench/results: plots and tables of them.
 
 Only the plots need matplotlib.
 
@@ -19,7 +19,7 @@ import pdstage
 from pdstage.errors import UsageError
 
 ROOT = Path(pdstage.__file__).resolve().parent.parent
-PAGE, PATHS_PAGE, SIZING_PAGE = Path("docs/kernels.md"), Path("docs/transports.md"), Path("docs/tune.md")
+PAGE, PATHS_PAGE = Path("docs/kernels.md"), Path("docs/transports.md")
 PLOTS, RESULTS = Path("docs/plots"), Path("bench/results")
 BEGIN, END = "<!-- measured: made by `make plots`, do not edit -->", "<!-- /measured -->"
 _N_MISSED = 20
@@ -92,10 +92,9 @@ def _gpus(held: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def plots_of(held: dict[str, dict[str, Any]]) -> list[Plot]:
-    """Of every GPU measured; of paths, bursts, and staging memory."""
+    """Of every GPU measured; of paths and bursts."""
     gpus = [plot for name, report in _gpus(held).items() for plot in gpu_plots(report, name)]
-    rest = [*path_plots(held["transfer"]), *burst_plots(held["kv-transfer"]), sizing_plot(held["cluster"])]
-    return [*gpus, *rest]
+    return [*gpus, *path_plots(held["transfer"]), *burst_plots(held["kv-transfer"])]
 
 
 def path_plots(report: dict[str, Any]) -> list[Plot]:
@@ -150,30 +149,6 @@ def burst_plots(report: dict[str, Any]) -> list[Plot]:
         title = f"{name}, pages of {page}: requests beside one contiguous write"
         plots.append(Plot(file, title, "requests at once", "share of one write's speed", _lines(found), []))
     return plots
-
-
-def sizing_plot(report: dict[str, Any]) -> Plot:
-    """Latency beside a schedule without limits, by staging memory: one curve for each arrival rate."""
-    points = [
-        (f"{row['point']['load']:.0%} of the NIC", row["point"]["staging_mib"], row["ratio"])
-        for row in report["rows"]
-        if row["point"]["table"] == "sizing" and row["point"]["what"] == "p99"
-    ]
-    title = "64 x 64 ranks, simulated: p99 by staging memory of a decode rank"
-    return Plot("cluster-staging.svg", title, "MiB", "p99 beside no limits", _lines(points), [])
-
-
-def sizing_section(held: dict[str, dict[str, Any]]) -> str:
-    """docs/tune.md's simulated part."""
-    report = held["cluster"]
-    plot, rows = sizing_plot(report), report["rows"]
-    text = [f"`cluster.json`: commit `{report['commit']}`, `{report['command']}`.", ""]
-    text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
-    text += ["| simulated | p50 | p99 | goodput | fairness |", "|---|---:|---:|---:|---:|"]
-    for words in dict.fromkeys(row["point"]["words"] for row in rows if row["point"]["table"] != "sizing"):
-        found = {row["point"]["what"]: f"{row['ratio']:.2f}" for row in rows if row["point"]["words"] == words}
-        text += [f"| {words} | {' | '.join(found.values())} |"]
-    return "\n".join([BEGIN, "", *text, "", END])
 
 
 def section(held: dict[str, dict[str, Any]]) -> str:
@@ -261,7 +236,6 @@ def main(root: Path = ROOT) -> int:
     for path, part in (
         (PAGE, section(held)),
         (PATHS_PAGE, paths_section(held)),
-        (SIZING_PAGE, sizing_section(held)),
     ):
         page = root / path
         page.write_text(written(page.read_text(), part, path))

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "control_port.hpp"
-#include "host/convert_plan.hpp"
 #include "host/copy.hpp"
 #include "host/peer_memory.hpp"
 #include "host/spans.hpp"
@@ -43,7 +42,6 @@ class UnlockedFor {
 
 static_assert(sizeof(pdstage::View) == 15 * sizeof(std::int64_t));
 static_assert(sizeof(pdstage::Component) == 2 * sizeof(std::int64_t));
-static_assert(sizeof(pdstage::Coding) == 5 * sizeof(std::int64_t));
 
 // The rows of a two-dimensional array with as many columns as Row has fields.
 template <class Row>
@@ -100,61 +98,18 @@ pdstage::CopyPlan make_copy_plan(const Int64s& views, const Int64s& components, 
             checksum};
 }
 
-// The kind of a copy, or of scales: beside the data, in a separate view, or the view itself.
-bool is_coding(const pdstage::View& view, const pdstage::Coding& coding, std::size_t n_views) {
-    using pdstage::Holds;
-    using pdstage::Kind;
-    if (coding.kind < 0 || coding.kind > static_cast<std::int64_t>(Kind::kMxCeil)) return false;
-    if (coding.holds < 0 || coding.holds > static_cast<std::int64_t>(Holds::kScales)) return false;
-    if (coding.scales < -1 || coding.scales >= static_cast<std::int64_t>(n_views)) return false;
-    const auto kind = static_cast<Kind>(coding.kind);
-    if (kind == Kind::kCopy) return coding.width == view.width;
-    const std::int64_t n = view.width / 2;
-    const std::int64_t scales = pdstage::detail::scales_nbytes(kind, n);
-    const bool whole = kind == Kind::kTokenHead || scales == 0 || n % pdstage::detail::kMxBlock == 0;
-    const auto holds = static_cast<Holds>(coding.holds);
-    const std::int64_t width = (holds == Holds::kScales ? 0 : n) + (holds == Holds::kData ? 0 : scales);
-    return whole && view.width % 2 == 0 && view.segs == 1 && coding.width == width && width > 0;
-}
-
-// Whether the view named by a coding holds the scales of its cells, cell by cell.
-bool has_scales(const std::vector<pdstage::View>& views, const std::vector<pdstage::Coding>& codings, std::size_t i) {
-    if (codings[i].scales < 0) return true;
-    const auto other = static_cast<std::size_t>(codings[i].scales);
-    const pdstage::View& view = views[i];
-    const pdstage::View& scales = views[other];
-    return codings[other].kind == codings[i].kind &&
-           codings[other].holds == static_cast<std::int64_t>(pdstage::Holds::kScales) &&
-           scales.component == view.component && scales.shards == view.shards && scales.width == view.width &&
-           scales.tokens_per_row == view.tokens_per_row;
-}
-
-pdstage::ConvertPlan make_convert_plan(const Int64s& views, const Int64s& components, const Int64s& codings) {
-    auto view_rows = rows<pdstage::View>(views, "views");
-    auto component_rows = rows<pdstage::Component>(components, "components");
-    auto coding_rows = rows<pdstage::Coding>(codings, "codings");
-    check_components(view_rows, component_rows.size());
-    if (coding_rows.size() != view_rows.size()) throw std::invalid_argument("there must be one coding for each view");
-    for (std::size_t i = 0; i < view_rows.size(); ++i)
-        if (!is_coding(view_rows[i], coding_rows[i], view_rows.size()) || !has_scales(view_rows, coding_rows, i))
-            throw std::invalid_argument("coding " + std::to_string(i) + " is not one of its view");
-    return {std::move(view_rows), std::move(component_rows), std::move(coding_rows)};
-}
-
 std::uint64_t* sum_at(std::uintptr_t address) {
     return reinterpret_cast<std::uint64_t*>(address);
 }
 
-template <class Plan>
-VerdictTuple gather(const Plan& plan, std::uintptr_t dst, std::int64_t nbytes, const py::sequence& given,
+VerdictTuple gather(const pdstage::CopyPlan& plan, std::uintptr_t dst, std::int64_t nbytes, const py::sequence& given,
                     std::uintptr_t sum) {
     const auto parts = parts_of(given, plan.n_components());
     const UnlockedFor unlocked(nbytes);
     return to_tuple(plan.gather(reinterpret_cast<pdstage::Byte*>(dst), nbytes, parts, sum_at(sum)));
 }
 
-template <class Plan>
-VerdictTuple scatter(const Plan& plan, std::uintptr_t src, std::int64_t nbytes, const py::sequence& given,
+VerdictTuple scatter(const pdstage::CopyPlan& plan, std::uintptr_t src, std::int64_t nbytes, const py::sequence& given,
                      std::uintptr_t sum) {
     const auto parts = parts_of(given, plan.n_components());
     const UnlockedFor unlocked(nbytes);
@@ -245,20 +200,13 @@ PYBIND11_MODULE(_native, module) {
     py::class_<pdstage::CopyPlan>(module, "CopyPlan", "Gather and scatter between affine views and staging.")
         .def(py::init(&make_copy_plan), py::arg("views"), py::arg("components"), py::arg("head_major"),
              py::arg("checksum"))
-        .def("gather", &gather<pdstage::CopyPlan>, py::arg("dst"), py::arg("nbytes"), py::arg("parts"), py::arg("sum"),
+        .def("gather", &gather, py::arg("dst"), py::arg("nbytes"), py::arg("parts"), py::arg("sum"),
              "Returns (fault, component, position, value); fault 0 means done, any other that nothing was written. "
              "`sum`: address of a uint64 to add the checksum to, or 0.")
-        .def("scatter", &scatter<pdstage::CopyPlan>, py::arg("src"), py::arg("nbytes"), py::arg("parts"),
+        .def("scatter", &scatter, py::arg("src"), py::arg("nbytes"), py::arg("parts"),
              py::arg("sum"), "As gather, the other way.")
         .def("copy_to", &copy_to, py::arg("peer"), py::arg("parts"), py::arg("peer_parts"),
              "As gather, into the peer's cells; faults on the peer's side count components from this plan's on.");
-
-    py::class_<pdstage::ConvertPlan>(module, "ConvertPlan", "Gather that encodes bf16 as fp8, scatter that decodes.")
-        .def(py::init(&make_convert_plan), py::arg("views"), py::arg("components"), py::arg("codings"))
-        .def("gather", &gather<pdstage::ConvertPlan>, py::arg("dst"), py::arg("nbytes"), py::arg("parts"),
-             py::arg("sum"), "As CopyPlan's.")
-        .def("scatter", &scatter<pdstage::ConvertPlan>, py::arg("src"), py::arg("nbytes"), py::arg("parts"),
-             py::arg("sum"), "As CopyPlan's; data whose scales are in no view of the plan must not be decoded.");
 
     py::class_<pdstage::DirectPlan>(module, "DirectPlan", "Descriptors between selected views of two pools.")
         .def(py::init(&make_direct_plan), py::arg("src"), py::arg("dst"), py::arg("pairs"), py::arg("src_components"),

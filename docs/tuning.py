@@ -45,7 +45,7 @@ def table() -> str:
 
 def knobs() -> list[Knob]:
     transfer, rooms = Report("transfer"), Report("rooms")
-    host, convert = Report("host-kernels"), Report("convert")
+    host = Report("host-kernels")
     near = transfer.rows["cells where auto is within 10 % of the better path, all"]
     plain, summed = (host.rows[f"{way}, slots, 256 B runs, 64 MiB"]["ratio"] for way in ("gather", "gather + checksum"))
     cluster = Report("cluster")
@@ -54,9 +54,6 @@ def knobs() -> list[Knob]:
         cluster.rows[f"p99, 4 NICs, each write over one, {n} send buffers, load 80%"]["ratio"] for n in (4, 16)
     )
     sizing = "([simulated](#how-much-staging-memory))"
-    coded = sorted(
-        row["value"] for name, row in convert.rows.items() if name.startswith("gather") and "way" not in name
-    )
     wait = "Open to Success, busy main threads, p99, local, {}"
     return [
         Knob("`path`", '`"auto"`', "hardly ever: calibrate instead",
@@ -94,6 +91,5 @@ def knobs() -> list[Knob]:
              "[by bytes of one run](transports.md#path-choice-and-calibration)"),
         Knob("`Config.checksums`", "off", "a fabric or a host is suspected",
              f"gather of 256 B runs: {summed:.0%} of a streaming copy with, {plain:.0%} without {host.link}"),
-        Knob("`Config.convert`", "off", "prefill in bf16, decode in fp8: half of the bytes travel",
-             f"{coded[0]:.1f} to {coded[-1]:.1f} GB/s of bf16 gathered on the host {convert.link}"),
+        Knob("`Config.convert`", "off", "prefill in bf16, decode in fp8, on GPUs: half of the bytes travel"),
     ]  # fmt: skip

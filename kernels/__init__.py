@@ -9,7 +9,7 @@ Read `reference` and `checksum` (what is correct); `pool` (what callers hold); `
 `host_copy`. Then for GPUs `device` (tables), `arena` (their memory), `index_ring` (uploads of item lists),
 `cuda_copy` with `cuda_tables`, `cuda_runtime` and `nvrtc`, and `triton_copy` with `triton_kernels`, `triton_device` and
 `torch_runtime`. Both use `driver` (contexts, stream capture) and `device_memory` with `virtual_memory`. Change of
-precision has its own modules: `convert_reference` (what is correct), `host_convert`, `cuda_convert`, and
+precision has its own modules: `convert_reference` (what is correct, and host memory), `cuda_convert`, and
 `triton_convert` with `triton_convert_kernels` and `triton_sum_kernels`.
 """
 

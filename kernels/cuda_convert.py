@@ -22,8 +22,7 @@ from . import cuda_copy
 from .cuda_copy import CTAS_PER_SM, FROM_STAGING, LANES, TO_STAGING, Call, CudaPlan, Fitted, Part, Tables
 from .cuda_runtime import held_runtime
 from .cuda_tables import UNIT, access_of, pack_groups, pack_views
-from .device import ALIGNMENT, check_aligned
-from .host_convert import COPY, HOLDS, KINDS
+from .device import ALIGNMENT, COPY, HOLDS, KINDS, check_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

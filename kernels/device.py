@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..plan import HEAD_MAJOR, VIEW_ALIGNMENT
+from ..plan.convert import DATA, INLINE, MX, SCALE, TENSOR, TOKEN_HEAD
 from ..plan.tables import (
     FAULT_FIRST_TOKEN,
     FAULT_RANGE,
@@ -41,6 +42,10 @@ ALIGNMENT = 16
 """Alignment of staging in bytes: every device moves that many in one access."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 MAX_COMPONENTS = 16
+# How a view is converted and what its staged cells hold, numbered as in csrc/cuda/e4m3.cuh.
+COPY = 0
+KINDS = {(TENSOR, "divide"): 1, (TENSOR, "bf16"): 2, (TOKEN_HEAD, ""): 3, (MX, "floor"): 4, (MX, "ceil"): 5}
+HOLDS = {INLINE: 0, DATA: 1, SCALE: 2}
 
 
 class Group(NamedTuple):

@@ -16,7 +16,6 @@ from . import (
     convert_reference,
     cuda_convert,
     cuda_copy,
-    host_convert,
     host_copy,
     reference,
     triton_convert,
@@ -43,9 +42,9 @@ _BACKENDS: dict[str, Backend] = {
     "triton": triton_copy,
     "reference": reference,
 }
-# The modules that make plans of recipes with codings, for the backends that convert.
+# The modules that make plans of recipes with codings. Host memory has no faster one than the reference.
 _CONVERTING: dict[str, Converting] = {
-    "host": host_convert,
+    "host": convert_reference,
     "cuda": cuda_convert,
     "triton": triton_convert,
     "reference": convert_reference,
@@ -76,7 +75,7 @@ def choose(backend: str, device: str) -> str:
         problems[name] = _BACKENDS[name].missing()
         if not problems[name]:
             if backend == "auto" and name == "reference":
-                _warn_slow(problems["host"])
+                _warn_slow("copied", f"the host code {problems['host']}")
             return name
     raise UsageError(
         f"backend {' or '.join(problems)} cannot be used here", remedy="; ".join(problems.values()), backend=backend
@@ -84,26 +83,22 @@ def choose(backend: str, device: str) -> str:
 
 
 @cache
-def _warn_slow(why: str) -> None:
-    log.warning("host memory is copied by the reference, correctly and very slowly: the host code %s", why)
+def _warn_slow(what: str, why: str) -> None:
+    log.warning("host memory is %s by the reference, correctly and very slowly: %s", what, why)
 
 
-def choose_converting(backend: str, device: str) -> str:
-    """`choose` among the backends whose plans convert. "auto" never selects the reference, which is very slow."""
-    kind = device.partition(":")[0]
-    names = (choose(backend, device),) if backend != "auto" else [n for n in _BY_KIND[kind] if n != "reference"]
-    problems = {}
-    for name in names:
-        module = _CONVERTING.get(name)
-        problems[name] = "converts no formats" if module is None else module.missing()
-        if not problems[name]:
-            return name
-    raise UsageError(
-        f"formats of memory on {device!r} cannot be converted here",
-        remedy="use one format on both sides, or mend this: "
-        + "; ".join(f"{name} {problem}" for name, problem in problems.items()),
-        backend=backend,
-    )
+def converting(name: str) -> Converting:
+    """The module whose plans convert, for backend `name`. Raises `UsageError` if it cannot be used here."""
+    module = _CONVERTING[name]
+    if problem := module.missing():
+        raise UsageError(
+            f"backend {name!r} cannot convert formats here",
+            remedy=f"{problem}, or use one format on both sides",
+            backend=name,
+        )
+    if module is convert_reference:
+        _warn_slow("converted", "a GPU's kernels are fast")
+    return module
 
 
 class Pool:
@@ -157,7 +152,7 @@ class Pool:
 
     def check_converts(self) -> None:
         """Raises `UsageError` if plans of this pool cannot convert."""
-        choose_converting("auto", self.device)
+        converting(choose("auto", self.device))
 
     def plan(
         self,
@@ -190,8 +185,7 @@ class Pool:
             return Plan(self, staging, name, recipe._replace(codings=()), _BACKENDS[name].compile_plan(recipe))
         if order != TOKEN_MAJOR:
             raise UsageError(f"converting in {order!r} order", remedy=f"use {TOKEN_MAJOR!r}", order=order)
-        name = choose_converting(backend, self.device)
-        return Plan(self, staging, name, recipe, _CONVERTING[name].compile_plan(recipe))
+        return Plan(self, staging, name, recipe, converting(name).compile_plan(recipe))
 
 
 class Plan:

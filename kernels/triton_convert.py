@@ -19,8 +19,7 @@ from ..plan import Staging, rows_of
 from ..plan.convert import SCALE, feeding
 from ..plan.tables import FAULT_TOO_SMALL, integers
 from . import triton_copy
-from .device import DeviceTable, check_aligned
-from .host_convert import COPY, HOLDS, KINDS
+from .device import COPY, HOLDS, KINDS, DeviceTable, check_aligned
 from .triton_copy import GATHER, reciprocal
 from .triton_device import ConvertVariant, SumVariant, device_of
 

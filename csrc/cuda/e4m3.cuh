@@ -1,7 +1,7 @@
 // Numbers from bf16 to fp8 e4m3 and back, as docs/convert.md defines them to the bit.
 //
 // Two at a time by the instructions of GPUs since sm_89. Others, and tests without a GPU, compute the same with
-// integers and correctly rounded float32 operations, as csrc/host/convert.hpp does.
+// integers and correctly rounded float32 operations.
 #pragma once
 
 #include "access.cuh"
@@ -12,7 +12,7 @@
 
 namespace pdstage {
 
-// Numbered as in kernels/host_convert.py.
+// Numbered as in kernels/device.py.
 constexpr u32 COPY = 0, TENSOR_DIVIDE = 1, TENSOR_BF16 = 2, TOKEN_HEAD = 3, MX_FLOOR = 4, MX_CEIL = 5;
 constexpr u32 BOTH = 0, DATA = 1, SCALES = 2;
 

@@ -15,7 +15,6 @@ def test_the_pages_are_made_from_the_committed_results():
     for path, part in (
         (plot.PAGE, plot.section),
         (plot.PATHS_PAGE, plot.paths_section),
-        (plot.SIZING_PAGE, plot.sizing_section),
     ):
         page = (plot.ROOT / path).read_text()
         assert plot.written(page, part(held), path) == page, "run `make plots`"
@@ -47,7 +46,7 @@ def test_a_page_without_the_part_is_refused():
 
 def test_plots_are_drawn_alike(tmp_path):
     pytest.importorskip("matplotlib")
-    one = plot.sizing_plot(plot.reports()["cluster"])
+    one = plot.path_plots(plot.reports()["transfer"])[0]
     for name in ("a", "b"):
         plot.draw(one, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 
 import pytest
 
@@ -35,13 +34,6 @@ def test_rooms(monkeypatch):
     monkeypatch.setattr(rooms, "WINDOW", 16)
     report = run_named("rooms", quick=True)
     check(report, "rooms a second", "idle main threads, p50", "busy main threads, p99")
-
-
-def test_directory():
-    report = run_named("directory", quick=True)
-    check(report, "HTTP, ranks registered", "HTTP with keys, look-ups", "HTTP, until a rank is found")
-    is_there = any("etcd" in row["name"] for row in report["rows"])
-    assert is_there == bool(shutil.which("etcd")) == (not report["left_out"])
 
 
 def test_a_failed_rank_is_told_and_not_waited_for():

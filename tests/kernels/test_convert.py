@@ -1,35 +1,25 @@
-"""Conversions to the bit: the reference against torch's casts and exact arithmetic, host code against the reference."""
+"""Conversions to the bit: the reference against torch's casts and exact arithmetic; and which formats meet."""
 
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
 from bisect import bisect_left
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
 from coded import (
     ALL_BF16,
-    APART,
     INLINE,
     blocks_of_all,
-    check_converts,
-    converted,
     edge_cells,
-    mixed,
-    of_cells,
-    offered_by,
     pools_of,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rigs import Rig, by_misuse, check_refused
 
-from pdstage import native
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.kernels.convert_reference import encode
@@ -40,7 +30,6 @@ from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pa
 from tests.rows import drawn
 
 SCALES = [1.0, 0.1, 0.5, 3.0, 448.0, 1 / 448, 2.0**-20, 1e20, 2.0**-126, 2.0**126]
-native_only = pytest.mark.skipif(native.ext is None, reason="host code converts with the extension only")
 
 
 # The reference.
@@ -100,50 +89,6 @@ def test_a_blocks_scale_is_the_exponent_its_rule_says(rule):
             assert [d & 0x7F for d in data] == [e & 0x7F for e in exact]
 
 
-# Host code.
-
-
-def check(held, own, staged, select, indexes, tokens):
-    plan = Pool.of(own).plan(select, backend="host", staged=staged, checksum=True)
-    check_converts(plan, held, own, staged, select, indexes, tokens)
-
-
-def formats():
-    yield from ((format, "") for format in INLINE)
-    yield from ((fp8_tensor(scale), "") for scale in SCALES[2:])
-    yield fp8_tensor(2.0**-20, "bf16"), ""
-    yield from APART
-
-
-@native_only
-@pytest.mark.parametrize("format,companion", list(formats()))
-def test_host_code_gives_the_references_bits(format, companion):
-    """And back, from every byte there is: what no encoder writes too."""
-    for cells in (blocks_of_all(), edge_cells(32), edge_cells(96)):
-        check(*of_cells(format, cells, companion))
-        _, own, peer, _ = pools_of(format, cells, companion=companion)
-        offered, taken = pair(own, peer).offered, pair(peer, own).taken
-        assert [view.format for view in offered.views()] == [f for f in (format, companion) if f]
-        same = [[(v.key, v.format, v.width) for v in side.views()] for side in (offered, taken)]
-        assert same[0] == same[1]
-
-
-@native_only
-@settings(max_examples=drawn(30, full=100), deadline=None)
-@given(converted())
-def test_every_layout_is_the_references(drawn):
-    held, own, formats, (first, count), index, range_ = drawn
-    select = [Select(key, first, count) for key in formats]
-    check(held, own, offered_by(own, formats), select, {"kv": index}, {"kv": range_})
-
-
-@native_only
-@pytest.mark.parametrize("format", INLINE)
-def test_what_is_copied_goes_with_what_is_converted(format):
-    check(*mixed(format))
-
-
-@native_only
 @by_misuse()
 def test_indexes_are_checked_before_a_byte_moves(way, case, words):
     check_refused(ConvertingRig(), way, case, words)
@@ -230,7 +175,6 @@ STRAY_SCALES = (
 """Inline data beside a view that calls itself its scales."""
 
 
-@native_only
 @settings(max_examples=drawn(100, full=400), deadline=None)
 @given(meeting_layouts(), st.booleans())
 @example(STRAY_SCALES, False)
@@ -245,11 +189,8 @@ def test_layouts_that_meet_have_plans_whatever_peers_say(layouts, turned):
     select = [Select(key, 0, 1) for key in shared]
     tokens = {"kv": (0, 4)}
     for own, staged in ((src, offered), (dst, taken)):
-        for backend in ("host", "reference"):
-            plan = Pool.of(own).plan(select, backend=backend, staged=staged)
-            assert (
-                plan.nbytes(tokens) == Staging(offered, select).nbytes(tokens) == Staging(taken, select).nbytes(tokens)
-            )
+        plan = Pool.of(own).plan(select, staged=staged)
+        assert plan.nbytes(tokens) == Staging(offered, select).nbytes(tokens) == Staging(taken, select).nbytes(tokens)
 
 
 def test_every_format_meets_bf16_both_ways():
@@ -265,13 +206,3 @@ def test_every_format_meets_bf16_both_ways():
             assert incompatible(offered, taken) == ""
             assert {v.key.role: (v.format, v.width) for v in offered.views()} == {r: v[:2] for r, v in coded.items()}
             assert {v.key.role: (v.format, v.width) for v in taken.views()} == {r: v[:2] for r, v in coded.items()}
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_what_is_chosen_for_a_processor_gives_the_bits_of_what_all_can_run(tmp_path):
-    root, program = Path(__file__).resolve().parents[2], tmp_path / "convert"
-    source = root / "tests" / "native" / "convert.cpp"
-    subprocess.run(["g++", "-std=c++20", "-O3", f"-I{root / 'csrc'}", str(source), "-o", str(program)], check=True)
-    ran = subprocess.run([str(program)], check=False, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout
-    assert "chosen" in ran.stdout

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import CpuMachine
 
-from pdstage.kernels import backends, checksum, host_convert, triton_copy
+from pdstage.kernels import backends, checksum, device, triton_copy
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
 from pdstage.kernels.triton_device import THREADS, ConvertVariant, Gpu, SumVariant, Variant, build, interpreted
 from tests import disassembly
@@ -205,7 +205,7 @@ def test_arguments_are_in_the_kernels_order():
         ConvertVariant._fields
     )
     kinds = triton_convert_kernels.TENSOR_DIVIDE, triton_convert_kernels.TENSOR_BF16, triton_convert_kernels.TOKEN_HEAD
-    assert [kind.value for kind in (*kinds, triton_convert_kernels.MX_FLOOR)] == list(host_convert.KINDS.values())[:4]
+    assert [kind.value for kind in (*kinds, triton_convert_kernels.MX_FLOOR)] == list(device.KINDS.values())[:4]
     assert tuple(triton_kernels.copy_kernel.arg_names[-len(Variant._fields) :]) == Variant._fields
     ways = triton_kernels.GATHER, triton_kernels.SCATTER, triton_kernels.COPY
     assert tuple(way.value for way in ways) == (GATHER, SCATTER, COPY)

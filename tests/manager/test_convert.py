@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from pdstage import Key, Pool, State, Topology, native
+from pdstage import Key, Pool, State, Topology
 from pdstage.errors import PeerError, UsageError
+from pdstage.kernels import convert_reference
 from pdstage.kernels.convert_reference import decode, encode
 from pdstage.layout import ALL_TOKENS, TokenShard
 from pdstage.layout.topology import shard_range
@@ -23,7 +24,6 @@ from pdstage.tensors import build, paged_hnd, paged_nhd
 from tests.manager.engine import QUICK, TOKENS, drive
 from tests.owners import held, with_owned
 
-pytestmark = pytest.mark.skipif(native.ext is None, reason="host code converts with the extension only")
 LAYERS, HEADS, DIM = 3, 4, 64
 CONVERT = replace(QUICK, convert=True)
 SCALES = {(role, layer): 0.01 * (layer + 1) + (role == "v") for role in "kv" for layer in range(LAYERS)}
@@ -249,6 +249,6 @@ def test_cut_pages_of_unequal_strides_decode_no_scales_in_views_of_their_own(sit
 
 
 def test_a_pool_that_cannot_convert_says_so_at_once(site, monkeypatch):
-    monkeypatch.setattr(native, "ext", None)
-    with pytest.raises(UsageError, match="cannot be converted here.*needs the extension"):
+    monkeypatch.setattr(convert_reference, "missing", lambda: "install pdstage[torch]")
+    with pytest.raises(UsageError, match=r"cannot convert formats here.*pdstage\[torch\]"):
         site.decode(Rank(1, 0, BF16), config=CONVERT)
