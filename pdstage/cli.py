@@ -57,7 +57,7 @@ def parser() -> Parser:
     _add_trace(bench)
     bench.set_defaults(run=_bench)
     _add_top(commands.add_parser("top", help="watch running nodes in the terminal, by their metrics endpoints"))
-    _add_plot(commands.add_parser("plot", help="draw a trace as a timeline"))
+    _add_plot(commands.add_parser("plot", help="say where the time of a trace's rooms went, and merge traces"))
     _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
     _add_doctor(commands.add_parser("doctor", help="say what this node can do, and whether it can work with another"))
     bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
@@ -200,29 +200,20 @@ def _add_plot(command: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         help="what --trace wrote; files of several processes are merged",
     )
-    command.add_argument(
-        "--out", type=Path, default=Path("timeline.png"), metavar="FILE", help="the picture; default %(default)s"
-    )
-    command.add_argument("--room", metavar="ROOM", help="the time of this room, the others pale")
+    command.add_argument("--room", metavar="ROOM", help="the time of this room alone")
     command.add_argument("--merged", type=Path, metavar="FILE", help="write the merged trace to FILE")
-    command.add_argument("--steps", action="store_true", help="print where rooms' time went, in place of a picture")
+    command.add_argument("--steps", action="store_true", help="print where rooms' time went; the default")
     command.set_defaults(run=_plot)
 
 
 def _plot(given: argparse.Namespace) -> int:
-    from pdstage.tools.trace import chrome, load  # noqa: PLC0415
+    from pdstage.tools.trace import chrome, load, steps  # noqa: PLC0415
 
     trace = load(given.traces)
     if given.merged is not None:
         chrome.write(trace, given.merged)
-    if given.steps:
-        from pdstage.tools.trace import steps  # noqa: PLC0415
-
+    if given.steps or given.merged is None:
         print(steps.table(trace, given.room))
-        return 0
-    from pdstage.tools.trace import plot  # noqa: PLC0415
-
-    plot.draw(trace, given.out, given.room)
     return 0
 
 
