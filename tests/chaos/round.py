@@ -217,9 +217,9 @@ class Round:
 
     def _judge(self) -> None:
         """By what the ranks traced in all lives that they closed in order."""
-        wrong, n_chunks = judge(load((self._folder / "traces").iterdir()))
+        wrong, n_writes = judge(load((self._folder / "traces").iterdir()))
         self.wrong += [f"judged: {what}" for what in wrong]
-        self.counts["judged: chunks seen at both ends"] += n_chunks
+        self.counts["judged: writes held against both ends"] += n_writes
 
     # Rooms.
 

@@ -17,16 +17,17 @@ _PROMPT_S = 0.5
 
 
 def judge(trace: Trace) -> tuple[list[str], int]:
-    """What is wrong, each sentence begun by the invariant, and how many chunks both ends have seen."""
+    """What is wrong, each sentence begun by the invariant, and how many writes were held against decode's room."""
     judged = _Judged(trace)
     judged.rooms()
-    n_chunks = judged.chunks()
-    return judged.wrong, n_chunks
+    judged.chunks()
+    return judged.wrong, judged.n_writes
 
 
 class _Judged:
     def __init__(self, trace: Trace) -> None:
         self.wrong: list[str] = []
+        self.n_writes = 0
         self._trace = trace
         self._done = [stage for stage in trace.stages if not stage.error and stage.kind != "lease_wait"]
         self._lives: defaultdict[tuple[int, str], list[RoomLife]] = defaultdict(list)
@@ -61,28 +62,25 @@ class _Judged:
             if stage.kind == "scatter" and life.state == "success" and stage.ended_at > life.ended_at:
                 self._say("I5", stage, "the room succeeded before its end")
 
-    def chunks(self) -> int:
+    def chunks(self) -> None:
         """Each chunk was sent once and landed once, the same bytes, before decode gave back what it lies in."""
         chunks: defaultdict[tuple[int, ...], dict[str, Stage]] = defaultdict(dict)
         for stage in self._done:
             if stage.kind != "aux" and stage.kind in chunks[stage.claim]:
                 self._say("I7" if stage.kind == "scatter" else "I15", stage, "a second one")
             chunks[stage.claim][stage.kind] = stage
-        n_both = 0
         for claim, stages in chunks.items():
             gather, scatter = stages.get("gather"), stages.get("scatter")
             for sent in stages.values():
                 if sent.kind != "scatter":
                     self._sent(sent, landed=scatter is not None or sent.kind != "write")
             if scatter is not None and gather is not None:
-                n_both += 1
                 if scatter.began_at < gather.ended_at:
                     self._say("I5", scatter, "it began before the gather ended")
                 if scatter.nbytes != gather.nbytes:
                     self._say("I5", scatter, f"{scatter.nbytes} bytes, {gather.nbytes} were sent")
             elif scatter is not None and claim[1] in self._trace.nodes and not self._trace.n_dropped:
                 self._say("I6", scatter, "nobody sent it")
-        return n_both
 
     def _sent(self, sent: Stage, *, landed: bool) -> None:
         """A gather may be one into decode's memory."""
@@ -91,6 +89,7 @@ class _Judged:
         if len(found) != 1 or at_prefill is None or sent.ended_at - sent.began_at > _PROMPT_S:
             return
         (life,) = found
+        self.n_writes += sent.kind != "gather"
         if life.state == "success" and not landed:
             self._say("I5", sent, "decode's room succeeded without it")
         # A session that was lost ends otherwise: prefill learns of it later than decode, or its writes fail.
