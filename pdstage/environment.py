@@ -71,12 +71,6 @@ def _path(may_be: Callable[[Path], bool], why_not: str) -> Callable[[str], Path]
     return parse
 
 
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) <= 65535):
-        raise ValueError("it is not a port")
-    return int(text)
-
-
 def _options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
@@ -145,14 +139,9 @@ GPU_TESTS = Variable(
     "`pytest tests/gpu`",
 )  # fmt: skip
 
-METRICS_PORT = Variable(
-    "PDSTAGE_METRICS_PORT", _port, "0 to 65535; 0: a free port", "nothing is served",
-    "The first port of the metrics endpoints that a bench's ranks serve, as `--metrics-port` does.",
-    "each rank of `pdstage bench`",
-)  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, SGLANG_STAGING, NODE, METRICS_PORT, DEVICE_MEMORY,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, SGLANG_STAGING, NODE, DEVICE_MEMORY,
     TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 

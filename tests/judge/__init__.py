@@ -85,8 +85,15 @@ class _Judged:
     def _sent(self, sent: Stage, *, landed: bool) -> None:
         """A gather may be one into decode's memory."""
         at_prefill = self._life(sent.incarnation, sent)
-        found = [life for node in self._decode[sent.peer] if (life := self._life(node.incarnation, sent))]
-        if len(found) != 1 or at_prefill is None or sent.ended_at - sent.began_at > _PROMPT_S:
+        if at_prefill is None or len(self._lives[sent.incarnation, sent.room]) > 1:
+            return  # it was tried again, maybe with another engine
+        found = [
+            life
+            for node in self._decode[sent.peer]
+            if (life := self._life(node.incarnation, sent))
+            and (life.released_at is None or life.released_at > at_prefill.opened_at)
+        ]
+        if len(found) != 1 or sent.ended_at - sent.began_at > _PROMPT_S:
             return
         (life,) = found
         self.n_writes += sent.kind != "gather"

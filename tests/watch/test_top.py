@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -165,3 +168,14 @@ def test_live_frames_follow_the_node_until_ctrl_c(watched, capsys):
     assert run([watched.endpoint.address], stop=ticks) == 0
     before, _, after = capsys.readouterr().out.partition("seen-while-open")
     assert "none open" in before and "none open" in after
+
+
+def test_a_missing_client_is_one_error_that_names_the_extra(tmp_path):
+    """Where prometheus_client is not installed, the command says so in one line and exits with 2."""
+    (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError('no prometheus_client')\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "pdstage.cli", "top", "1", "--once"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "[top]" in done.stderr

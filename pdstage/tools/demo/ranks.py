@@ -178,7 +178,6 @@ class PrefillRank(_Rank):
     def __init__(self, options: Options, place: Topology, lengths: list[int], directory: str) -> None:
         super().__init__(options, options.prefill, place, lengths, 0)
         self._node = PrefillNode(self._memory.pool, place, bootstrap=directory, **self._given)
-        ranks.expose(self._node)
 
     def open(self, room: int) -> None:
         self._before = self._node.stats()
@@ -226,7 +225,6 @@ class DecodeRank(_Rank):
         super().__init__(options, options.decode, place, lengths, 500)
         self._directory = directory
         self._node = DecodeNode(self._memory.pool, place, **self._given)
-        ranks.expose(self._node)
         self._receivers: list[Receiver] = []
 
     def expect(self, move: int | None = None) -> None:
