@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	    "(as root: apt-get install -y $(MOONCAKE_NEEDS))" >&2
 	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	    e = p["optional-dependencies"]; \
-	    names = ("demo", "etcd", "metrics", "top", "trace", "docs", "dev"); \
+	    names = ("demo", "etcd", "metrics", "top", "docs", "dev"); \
 	    print(*p["dependencies"], *(one for name in names for one in e[name]), sep="\n")' > $(VENV)/requirements.txt
 	$(PIP) install -qq -c constraints.txt -r $(VENV)/requirements.txt
 	$(PIP) install -qq --no-deps --no-build-isolation -e .

@@ -41,7 +41,7 @@ from . import shapes
 from .bound import Costs, Pieces
 from .harness import Measured, Row
 from .peers.libraries import Library, Pages, installed
-from .ranks import Actor, Rank, expose, observers
+from .ranks import Actor, Rank, observers
 from .shapes import SLOTS, Model
 from .sides import PAUSE_S, Side, fabrics, median_ratio, rounds
 
@@ -285,7 +285,6 @@ class Sources(_Nodes):
             memory.paint()
             topology = Topology(tp_size=case.src.tp, tp_rank=rank)
             node = PrefillNode(memory.pool, topology, bootstrap=directory, observers=observers(), **self._options)
-            expose(node)
             self.nodes.append(node)
 
     def offer(self, path: str, burst: int, n: int, tokens: int = 0) -> None:
@@ -315,7 +314,6 @@ class Sinks(_Nodes):
         for rank, memory in enumerate(self.memories):
             topology = Topology(tp_size=case.dst.tp, tp_rank=rank)
             node = DecodeNode(memory.pool, topology, observers=observers(), **self._options)
-            expose(node)
             self.nodes.append(node)
 
     def clear(self) -> None:

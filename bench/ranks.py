@@ -15,14 +15,12 @@ import traceback
 from typing import TYPE_CHECKING, Any, Self
 
 from pdstage.tools.trace import tracing
-from pdstage.tools.watch.option import Watching, asked_by_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from pdstage.manager.node import AnyNode
     from pdstage.manager.observer import Observer
 
 _START_S = 120.0
@@ -31,15 +29,10 @@ _PR_SET_PDEATHSIG = 1
 
 _folder: Path | None = None
 _observers: tuple[Observer, ...] = ()
-_watching = Watching(None)
 
 
 class Actor:
     """What a rank's process runs. Its public methods are called from the parent, one at a time."""
-
-    def metrics_address(self) -> str:
-        """HOST:PORT of this rank's metrics; "" without."""
-        return _watching.endpoint.address if _watching.endpoint is not None else ""
 
     def idle(self) -> None:
         """Called again and again while no call is there; returns within about a millisecond."""
@@ -119,23 +112,17 @@ def traced(folder: Path) -> Iterator[None]:
 
 
 def observers() -> tuple[Observer, ...]:
-    """For a rank's nodes: whoever traces or watches this bench."""
+    """For a rank's nodes: whoever traces this bench."""
     return _observers
-
-
-def expose(node: AnyNode) -> None:
-    """Serves a rank's node's metrics, if `--metrics-port` asked for it."""
-    _watching.expose(node)
 
 
 def _serve(
     pipe: Connection, env: dict[str, str], trace: Path | None, make: Callable[..., Actor], args: tuple[object, ...]
 ) -> None:
-    global _observers, _watching  # noqa: PLW0603  (one rank a process)
+    global _observers
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a paused rank too ends with its parent
     os.environ.update(env)
-    with tracing(trace) as tracers, Watching(asked_by_environment()) as _watching:
-        _observers = (*tracers, *_watching.observers)
+    with tracing(trace) as _observers:
         _act(pipe, make, args)
 
 

@@ -27,7 +27,7 @@ from pdstage.protocol.state import State
 from pdstage.tensors import build, paged_nhd
 
 from .harness import Measured, Row, interleaved
-from .ranks import Actor, Rank, expose, observers
+from .ranks import Actor, Rank, observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,7 +160,6 @@ class PrefillRank(_RoomRank):
         self.node: PrefillNode = PrefillNode(
             tiny_pool(), Topology(), bootstrap=bootstrap, observers=observers(), **options
         )
-        expose(self.node)
         self.page = np.array([7])
 
     def begin(self, room: int) -> Sender:
@@ -194,7 +193,6 @@ class DecodeRank(_RoomRank):
         super().__init__(options["progress"])
         self.bootstrap = bootstrap
         self.node: DecodeNode = DecodeNode(tiny_pool(), Topology(), observers=observers(), **options)
-        expose(self.node)
 
     def begin(self, room: int) -> Receiver:
         receiver = self.node.receive(room, self.bootstrap)

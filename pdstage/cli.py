@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, bench, top, plot, judge, calibrate, doctor, bootstrap, instances, drain, fence,
+"""The `pdstage` command: demo, bench, top, plot, calibrate, doctor, bootstrap, instances, drain, fence,
 keys, sim.
 
 It parses arguments and prints. Each command's module is imported only for that command, so that `--help` needs no
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -53,12 +52,10 @@ def parser() -> Parser:
     bench.add_argument(
         "--device", metavar="DEVICE", help="where pools are; kv-transfer: cpu or cuda:N; rooms: also double"
     )
-    _add_metrics_port(bench)
     _add_trace(bench)
     bench.set_defaults(run=_bench)
     _add_top(commands.add_parser("top", help="watch running nodes in the terminal, by their metrics endpoints"))
-    _add_plot(commands.add_parser("plot", help="draw a trace as a timeline"))
-    _add_judge(commands.add_parser("judge", help="hold what nodes wrote down of a run against the protocol's rules"))
+    _add_plot(commands.add_parser("plot", help="say where the time of a trace's rooms went, and merge traces"))
     _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
     _add_doctor(commands.add_parser("doctor", help="say what this node can do, and whether it can work with another"))
     bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
@@ -98,11 +95,6 @@ def _add_keys_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--allow", type=Path, metavar="FILE", help="with --keys: public keys of others to trust")
 
 
-def _add_metrics_port(command: argparse.ArgumentParser) -> None:
-    text = "serve every rank's metrics at 127.0.0.1, each at the first free port from this one on; see pdstage top"
-    command.add_argument("--metrics-port", type=int, metavar="PORT", help=text)
-
-
 def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace to FILE, for Perfetto or pdstage plot"
@@ -140,7 +132,6 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
         text = f"memory order of a page's tokens and heads at {side}; default %(default)s"
         demo.add_argument(f"--{side}-layout", choices=known.LAYOUTS, default=layout, help=text)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
-    _add_metrics_port(demo)
     _add_trace(demo)
     demo.set_defaults(run=_demo)
 
@@ -148,7 +139,6 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 def _demo(given: argparse.Namespace) -> int:
     from pdstage.tools.demo.options import Options  # noqa: PLC0415
 
-    _pass_port(given)
     options = Options(**{name: value for name, value in vars(given).items() if name in Options.__slots__})
     try:
         from pdstage.tools.demo.run import is_good, run  # noqa: PLC0415
@@ -157,18 +147,9 @@ def _demo(given: argparse.Namespace) -> int:
     return 0 if is_good(run(options)) else 1
 
 
-def _pass_port(given: argparse.Namespace) -> None:
-    """Asks the ranks that are started below this process for metrics."""
-    from pdstage.tools.watch.option import VARIABLE, checked  # noqa: PLC0415
-
-    if (port := checked(given.metrics_port)) is not None:
-        os.environ[VARIABLE] = str(port)
-
-
 def _bench(given: argparse.Namespace) -> int:
     from pdstage.bench.harness import run_named, run_traced  # noqa: PLC0415
 
-    _pass_port(given)
     names = ("scale", "transport", "device")
     options = {name: value for name in names if (value := getattr(given, name)) is not None}
     if given.trace is None:
@@ -181,7 +162,9 @@ def _bench(given: argparse.Namespace) -> int:
 
 
 def _add_top(top: argparse.ArgumentParser) -> None:
-    top.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="HOST:PORT or PORT, as --metrics-port printed it")
+    top.add_argument(
+        "endpoints", nargs="+", metavar="ENDPOINT", help="HOST:PORT or PORT, where metrics are served"
+    )
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds a frame; default %(default)s")
     top.add_argument("--once", action="store_true", help="print one frame and end; 1 if an endpoint did not answer")
     top.set_defaults(run=_top)
@@ -201,46 +184,21 @@ def _add_plot(command: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         help="what --trace wrote; files of several processes are merged",
     )
-    command.add_argument(
-        "--out", type=Path, default=Path("timeline.png"), metavar="FILE", help="the picture; default %(default)s"
-    )
-    command.add_argument("--room", metavar="ROOM", help="the time of this room, the others pale")
+    command.add_argument("--room", metavar="ROOM", help="the time of this room alone")
     command.add_argument("--merged", type=Path, metavar="FILE", help="write the merged trace to FILE")
-    command.add_argument("--steps", action="store_true", help="print where rooms' time went, in place of a picture")
+    command.add_argument("--steps", action="store_true", help="print where rooms' time went; the default")
     command.set_defaults(run=_plot)
 
 
 def _plot(given: argparse.Namespace) -> int:
-    from pdstage.tools.trace import chrome, load  # noqa: PLC0415
+    from pdstage.tools.trace import chrome, load, steps  # noqa: PLC0415
 
     trace = load(given.traces)
     if given.merged is not None:
         chrome.write(trace, given.merged)
-    if given.steps:
-        from pdstage.tools.trace import steps  # noqa: PLC0415
-
+    if given.steps or given.merged is None:
         print(steps.table(trace, given.room))
-        return 0
-    from pdstage.tools.trace import plot  # noqa: PLC0415
-
-    plot.draw(trace, given.out, given.room)
     return 0
-
-
-def _add_judge(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "journals", type=Path, nargs="+", metavar="JOURNAL", help="what a node's journal= wrote: files, or their folder"
-    )
-    command.set_defaults(run=_judge)
-
-
-def _judge(given: argparse.Namespace) -> int:
-    """The exit code is 1 if something was wrong, 2 if nothing was judged."""
-    from pdstage.tools.judge import judge  # noqa: PLC0415
-
-    verdict = judge(given.journals)
-    print(verdict)
-    return 1 if verdict.wrong else 0 if verdict.judged else 2
 
 
 def _add_calibrate(command: argparse.ArgumentParser) -> None:

@@ -71,12 +71,6 @@ def _path(may_be: Callable[[Path], bool], why_not: str) -> Callable[[str], Path]
     return parse
 
 
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) <= 65535):
-        raise ValueError("it is not a port")
-    return int(text)
-
-
 def _options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
@@ -126,11 +120,6 @@ DEVICE_MEMORY = Variable(
     "memory with fabric handles: `cuMemCreate`.",
     "a node with a pool on a GPU, when it is created",
 )  # fmt: skip
-NVTX = Variable(
-    "PDSTAGE_NVTX", _one_of("0", "1"), "`1` or `0`", "none",
-    "NVTX ranges around a node's work on its device, for Nsight Systems.",
-    "a node with a pool on a device, when it is created",
-)  # fmt: skip
 NODE = Variable(
     "PDSTAGE_NODE", _options,
     "a JSON object of arguments of `PrefillNode` and `DecodeNode`, `config` as an object inside, and `trust_layout`",
@@ -150,15 +139,10 @@ GPU_TESTS = Variable(
     "`pytest tests/gpu`",
 )  # fmt: skip
 
-METRICS_PORT = Variable(
-    "PDSTAGE_METRICS_PORT", _port, "0 to 65535; 0: a free port", "nothing is served",
-    "The first port of the metrics endpoints that a bench's ranks serve, as `--metrics-port` does.",
-    "each rank of `pdstage bench`",
-)  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, SGLANG_STAGING, NODE, METRICS_PORT, DEVICE_MEMORY,
-    NVTX, TEST_TRANSPORTS, GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, SGLANG_STAGING, NODE, DEVICE_MEMORY,
+    TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

@@ -41,7 +41,7 @@ DOORS = {
 PURE = {0, 1, 2}  # no thread, no socket, no clock in these
 IMPURE = {"threading", "socket", "time", "asyncio", "selectors", "subprocess", "multiprocessing", "torch"}
 LIGHT = {"torch", "zmq", "mooncake", "nixl", "nixl_cu13", "mori", "triton", "cupy", "transformers"}
-LIGHT |= {"prometheus_client", "rich"}
+LIGHT |= {"prometheus_client"}
 
 
 class Import(NamedTuple):

@@ -144,7 +144,7 @@ def test_pins_satisfy_ranges() -> None:
     pins = {canonicalize_name(name): pin for name, _, pin in (line.partition("==") for line in lines[1:])}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    sets = ("torch", "nixl", "mooncake", "demo", "metrics", "top", "trace", "docs", "dev")
+    sets = ("torch", "nixl", "mooncake", "demo", "metrics", "top", "docs", "dev")
     for text in [*project["dependencies"], *(one for name in sets for one in extras[name])]:
         wanted = Requirement(text)
         assert Version(pins[canonicalize_name(wanted.name)]) in wanted.specifier, text

@@ -148,14 +148,13 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         aux: str = "tcp",
         metadata: MetadataBuffers | None = None,
         observers: Sequence[Observer] = (),
-        journal: str | os.PathLike[str] | None = None,
         model: Mapping[str, str] | None = None,
     ) -> None:
         options = NodeOptions(
             transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging,
             staging_on=staging_on, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
             copy_thread=copy_thread, max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
-            observers=observers, journal=journal, model=model,
+            observers=observers, model=model,
         )  # fmt: skip
         super().__init__(pool, topology, options)
         self.path = path

@@ -26,9 +26,7 @@ from pdstage.manager.aio import running, until
 from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
 from pdstage.manager.driver import DeviceDriver, Driver, changes_rooms
 from pdstage.manager.handle import Handle, LentRows, Roster
-from pdstage.manager.journal import Journal
 from pdstage.manager.lookup import Directory
-from pdstage.manager.nvtx import ranges_of
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.role import AnyCore, Own, Role
 from pdstage.manager.status import Status
@@ -75,10 +73,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         arguments.instance("topology", topology, Topology)
         self.config = options.check()
         self.roster = Roster()
-        self.observed, self.ranges, self.journal = None, None, None
+        self.observed = None
         self.incarnation = secrets.randbits(63) | 1
-        if options.journal is not None:
-            self.journal = Journal(options.journal, self.role, topology.unique_rank, self.incarnation)
         runtime, drives = options.open_device(pool), (self, options.progress, options.switch_interval_s)
         self.driver = Driver(*drives) if runtime is None else DeviceDriver(*drives, runtime)
         self.sessions = self.driver.sessions
@@ -109,7 +105,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self.parts = self.memory.parts(options.n_parts)
             self._copy_thread = CopyThread(self._wake)
             copies_aside = has_core_to_spare() if options.copy_thread is None else options.copy_thread
-            self.ranges = ranges_of(runtime)
             submit = self._copy_thread.submit if copies_aside else None
             self.stager = Stager(pool, submit, runtime, max_sms=options.max_sms, only="gather" if writes else "scatter")
             self.directory = Directory(self.keys)
@@ -118,8 +113,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(options.bind, identity=identity, insecure=options.insecure, keys=self.keys)
             opened.callback(self.socket.close)
-            if self.journal is not None:
-                self.journal.open(lanes=() if writes else [part.nbytes for part in self.parts])
             opened.pop_all()
         self._turned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -369,8 +362,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         self.roster.ring_all()
         if self.observed is not None:
             self.observed.tell()
-        if self.journal is not None:
-            self.journal.close(free=free, in_order=driver.failure is None)
         return free
 
     def _give_back(self) -> bool:

@@ -5,7 +5,6 @@ A transport's traits say what it can do.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from pdstage.stager import place_of
 from pdstage.transport import Transport, open_from_config, supporting
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
     from pdstage.control.keys import Keys
@@ -58,7 +58,6 @@ class NodeOptions:
     aux: str
     metadata: MetadataBuffers | None
     observers: Sequence[Observer]
-    journal: str | os.PathLike[str] | None
     model: Mapping[str, str] | None
 
     def __post_init__(self) -> None:
@@ -88,10 +87,6 @@ class NodeOptions:
         arguments.flag("insecure", self.insecure)
         arguments.choice("aux", self.aux, WAYS)
         check_observers(self.observers)
-        if self.journal is not None:
-            folder = arguments.path("journal", self.journal)
-            if not os.path.isdir(folder):  # noqa: PTH112  (which raises for no name, however long)
-                raise UsageError(f"journal {arguments.shown(self.journal)} is no folder", remedy="name one that exists")
         self.facts()
         if self.aux != "tcp" and metadata is None:
             raise UsageError(f"aux {self.aux!r} without aux rows", remedy="give the node its `metadata`")

@@ -64,7 +64,6 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
 
 
 def test_an_unusable_transport_is_one_line(tmp_path, monkeypatch):
-    pytest.importorskip("rich")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "nixl.py").write_text("raise ImportError('no fabric here')\n")
     command = [sys.executable, "-m", "pdstage", "demo", "--transport", "nixl"]

@@ -17,7 +17,6 @@ from tests import cuda_double
 from tests.rows import rows, usable
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("rich")
 if find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)
 
@@ -71,13 +70,14 @@ def test_every_ranks_share_makes_the_whole_again(name):
         next(iter(held[1].values()))[5] += 1
         with pytest.raises(PdstageError, match="different copies"):
             put_together(family, side.places(), held)
-    truth = model.go_on(cache, chunks[-1].token, 12)
-    assert model.go_on_from(again, n, chunks[-1].token, 12) == truth
+    _, _, token = chunks[-1]
+    truth = model.go_on(cache, token, 12)
+    assert model.go_on_from(again, n, token, 12) == truth
     for component in family.components:
         noisy = spoilt(again, family, component, options)
         touched = {key.component for key in again if not np.array_equal(noisy[key], again[key])}
         assert touched == {component}
-        assert model.go_on_from(noisy, n, chunks[-1].token, 12) != truth
+        assert model.go_on_from(noisy, n, token, 12) != truth
 
 
 @pytest.mark.parametrize("model", rows(MODELS, full=set(MODELS) - QUICK))
@@ -115,7 +115,7 @@ def test_caches_on_the_second_device(tmp_path):
 
 def test_what_is_not_the_same_is_said(capsys):
     room = demo.Room([1] * 60, truth=[5, 6], tokens=[5, 7], began_at=1.0, handed_at=1.5, came_at=2.0)
-    room.moved = [{"bytes_written": 2_064_384, "descriptors": 18, "chunks_staged": 3, "chunks_direct": 0}]
+    room.moved.update(bytes_written=2_064_384, descriptors=18, chunks_staged=3)
     report = {"transport": "nixl", "path": "staged", "model": "llama", "bytes_moved": 2_064_384, "descriptors": 18,
               "seconds": 1.0, "new_tokens": 2, "tokens_identical": False, "rows_identical": True, "aux_rows": 0,
               "aux_fallbacks": 0, "negative_control_caught": True, "moves": []}  # fmt: skip

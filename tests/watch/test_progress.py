@@ -18,12 +18,11 @@ class Stream(io.StringIO):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_steps_are_shown_on_a_terminal_alone(monkeypatch, is_terminal):
-    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Stream(is_terminal))
     monkeypatch.setattr(sys, "stdout", Stream(False))
     with progress("work", 3) as advance:
         advance()
         advance("more work", 2)
     said = sys.stderr.getvalue()
-    assert ("more work" in said and "100%" in said) if is_terminal else not said
+    assert ("more work 3/3" in said) if is_terminal else not said
     assert not sys.stdout.getvalue()

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import io
+import os
 import re
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from rich.console import Console
 
 from pdstage import UsageError, cli
 from pdstage.tools.watch import expose
 from pdstage.tools.watch.scrape import Node, parse, read, url_of
 from pdstage.tools.watch.top import Top, run
 from tests.manager.engine import Rank
-
-
-def shown(top: Top, width: int = 132) -> str:
-    console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(top.frame())
-    return console.export_text()
 
 
 def test_a_frame_shows_what_the_nodes_did_in_the_interval(watched):
@@ -30,7 +25,7 @@ def test_a_frame_shows_what_the_nodes_did_in_the_interval(watched):
     for number in range(3):
         watched.move(number, 16)
     top.read()
-    text = shown(top)
+    text = top.frame(132)
     assert "2 nodes at 2 endpoints" in text
     assert "no answer  127.0.0.1:1: connection refused" in text
     assert re.search(r"prefill 0 +local +staged", text)
@@ -39,12 +34,12 @@ def test_a_frame_shows_what_the_nodes_did_in_the_interval(watched):
     assert re.search(r"stays-open +decode 0", text)
     assert "none" in text, "no errors"
     for width in (30, 80, 200):
-        assert max(map(len, shown(top, width).splitlines())) <= width
+        assert max(map(len, top.frame(width).splitlines())) <= width
     room.sender.abort("over")
     watched.end(room)
     top.read()
-    assert re.search(r"prefill 0 +rooms failed Aborted +1", shown(top))
-    assert "none open" in shown(top)
+    assert re.search(r"prefill 0 +rooms failed Aborted +1", top.frame(132))
+    assert "none open" in top.frame(132)
 
 
 def test_a_node_that_is_gone_and_comes_back(site):
@@ -52,15 +47,15 @@ def test_a_node_that_is_gone_and_comes_back(site):
     endpoint = expose(first, port=0, rooms=False)
     top = Top([endpoint.address], 1.0)
     top.read()
-    assert "decode 0" in shown(top) and "not served by this endpoint" in shown(top)
+    assert "decode 0" in top.frame(132) and "not served by this endpoint" in top.frame(132)
     endpoint.close()
     first.close()
     top.read()
-    assert "0 nodes at 1 endpoint" in shown(top)
+    assert "0 nodes at 1 endpoint" in top.frame(132)
     with expose(site.decode(Rank()), port=endpoint.port):
         top.read()
-    assert "no answer" not in shown(top)
-    assert re.search(r"decode 0 +local", shown(top))
+    assert "no answer" not in top.frame(132)
+    assert re.search(r"decode 0 +local", top.frame(132))
 
 
 def test_a_counter_that_began_anew_gives_no_negative_rate():
@@ -162,14 +157,25 @@ class Ticks(threading.Event):
         return False
 
 
-def test_live_frames_follow_the_node_until_ctrl_c(watched):
-    console, opened = Console(width=132, file=io.StringIO(), force_terminal=True), []
+def test_live_frames_follow_the_node_until_ctrl_c(watched, capsys):
+    opened = []
 
     def end() -> None:
         opened[0].sender.abort("over")
         watched.end(*opened)
 
-    ticks = Ticks(lambda: opened.append(watched.open("seen-while-open")), end)
-    assert run([watched.endpoint.address], console=console, stop=ticks) == 0
-    before, _, after = console.file.getvalue().partition("seen-while-open")
+    ticks = Ticks(lambda: None, lambda: opened.append(watched.open("seen-while-open")), end)
+    assert run([watched.endpoint.address], stop=ticks) == 0
+    before, _, after = capsys.readouterr().out.partition("seen-while-open")
     assert "none open" in before and "none open" in after
+
+
+def test_a_missing_client_is_one_error_that_names_the_extra(tmp_path):
+    """Where prometheus_client is not installed, the command says so in one line and exits with 2."""
+    (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError('no prometheus_client')\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "pdstage.cli", "top", "1", "--once"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "[top]" in done.stderr

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -59,14 +59,6 @@ _READ: dict[str, Callable[[Any], torch.Tensor]] = {
 }
 
 
-class Chunk(NamedTuple):
-    """`states` of the tokens `spans` are computed, and `token` is next."""
-
-    states: States
-    spans: Spans
-    token: int
-
-
 class Model:
     """A model of random weights, the same for the same seed: nothing is downloaded.
 
@@ -96,15 +88,23 @@ class Model:
             self._network(input_ids=torch.tensor([list(tokens)]), use_cache=True, **given).logits[0, -1].argmax()
         )
 
-    def prefill(self, prompt: Sequence[int], cache: Any, chunk_tokens: int) -> Iterator[Chunk]:  # noqa: ANN401
-        """Computes `prompt` chunk by chunk. Windows and slots are ready only at its end."""
+    def prefill(
+        self,
+        prompt: Sequence[int],
+        cache: Any,  # noqa: ANN401
+        chunk_tokens: int,
+    ) -> Iterator[tuple[States, Spans, int]]:
+        """Computes `prompt` chunk by chunk: the states of which tokens are there, and the next token.
+
+        Windows and slots are ready only at its end.
+        """
         family, n = self._family, len(prompt)
         for start in range(0, n, chunk_tokens):
             stop = min(start + chunk_tokens, n)
             token = self.forward(prompt[start:stop], cache)
             spans = {name: family.span(name, n) for name in family.components if stop == n}
             spans |= {name: (start, stop) for name in family.components if family.fields(name)[0].kept == PAGES}
-            yield Chunk(read(cache, family, spans), spans, token)
+            yield read(cache, family, spans), spans, token
 
     def go_on(self, cache: Any, token: int, n_tokens: int) -> list[int]:  # noqa: ANN401
         """`token` and the `n_tokens` after it."""

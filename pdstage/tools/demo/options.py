@@ -18,7 +18,7 @@ TRANSPORTS = ("auto", "nixl", "local", "mooncake")
 PATHS = ("auto", "direct", "staged")
 AUX = ("tcp", "rdma")
 ROUNDS = 3
-_MAX_RANKS, _MAX_PAGE = 32, 1024
+_MAX_RANKS, _MAX_PAGE, _MAX_SEED = 32, 1024, (1 << 32) - 1
 _MAX_REQUESTS = 256  # all prompts differ in length, so this is at most the number of lengths
 _SHORTEST_PROMPT, _LONGEST_PROMPT = 40, 360
 
@@ -74,21 +74,17 @@ class Options:
     chunk_tokens: int = 48
 
     def __post_init__(self) -> None:
-        for name, most in (
-            *((f"{side}_{what}", n) for side in ("prefill", "decode") for what, n in _LIMITS.items()),
-            ("requests", _MAX_REQUESTS),
-        ):
-            if not 1 <= (value := getattr(self, name)) <= most:
-                option = name.replace("_", "-")
-                raise UsageError(f"--{option} is {value}", remedy=f"give a number from 1 to {most}", field=option)
         for name, side in (("prefill", self.prefill), ("decode", self.decode)):
+            _within(f"{name}-tp", side.tp, 1, _MAX_RANKS)
+            _within(f"{name}-pp", side.pp, 1, N_LAYERS)
+            _within(f"{name}-page", side.page, 1, _MAX_PAGE)
             if side.tp * side.pp > _MAX_RANKS:
                 said = f"--{name}-tp {side.tp} and --{name}-pp {side.pp} make {side.tp * side.pp} ranks"
                 raise UsageError(said, remedy=f"at most {_MAX_RANKS} a side", field=f"{name}-pp")
+        _within("requests", self.requests, 1, _MAX_REQUESTS)
+        _within("seed", self.seed, 0, _MAX_SEED)
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise UsageError(f"--device is {self.device!r}", remedy="give cpu, cuda or cuda:N", field="device")
-        if self.seed < 0:
-            raise UsageError(f"--seed is {self.seed}", remedy="give 0 or a positive number", field="seed")
         for name, file in (("json", self.json), ("trace", self.trace)):
             if file is not None and not file.absolute().parent.is_dir():
                 raise UsageError(f"--{name} {file}: its folder does not exist", remedy="create it", field=name)
@@ -117,4 +113,6 @@ class Options:
         return [rng.integers(0, VOCAB, size=int(n)).tolist() for n in lengths]
 
 
-_LIMITS = {"tp": _MAX_RANKS, "pp": N_LAYERS, "page": _MAX_PAGE}
+def _within(option: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise UsageError(f"--{option} is {value}", remedy=f"give a number from {low} to {high}", field=option)

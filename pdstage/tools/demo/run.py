@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from pdstage.bench.ranks import Rank, traced
 from pdstage.control.bootstrap import BootstrapServer
@@ -25,7 +23,7 @@ from pdstage.tools.watch.progress import progress
 from pdstage.transport import available, load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdstage.tools.demo.options import Options
 
@@ -37,6 +35,7 @@ them; `aux_fallbacks` should have gone that way, and came by message. `moves`: t
 in turn; their `seconds` are from the first rank's sending until every decode rank had all.
 """
 _OVER = "sessions_over_"
+_COLUMNS = ("path", "bytes", "descriptors", "ms", "GB/s")
 _SAME = ("prefill_tp", "decode_tp", "prefill_pp", "decode_pp", "requests", "device")
 
 
@@ -50,26 +49,15 @@ class Room:
     prompt: list[int]
     truth: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    moved: list[dict[str, int]] = field(default_factory=list)
+    moved: Counter[str] = field(default_factory=Counter)
     rows: set[int] = field(default_factory=set)
     began_at: float = 0.0
     handed_at: float = 0.0
     came_at: float = 0.0
 
 
-def _sum(rooms: Sequence[Room], counter: str) -> int:
-    return sum(one.get(counter, 0) for room in rooms for one in room.moved)
-
-
-def _path(rooms: Sequence[Room]) -> str:
-    return "+".join(path for path in ("direct", "staged") if _sum(rooms, f"chunks_{path}"))
-
-
-class Crew(NamedTuple):
-    """The ranks of both sides."""
-
-    prefill: list[Rank]
-    decode: list[Rank]
+def _path(moved: Counter[str]) -> str:
+    return "+".join(path for path in ("direct", "staged") if moved[f"chunks_{path}"])
 
 
 def run(options: Options) -> Report:
@@ -90,24 +78,26 @@ def run(options: Options) -> Report:
             rooms, caught, moves = _conducted(options, stack)
         if options.trace is not None:
             merge_files(Path(folder).iterdir(), options.trace)
+    moved: Counter[str] = Counter()
+    for room in rooms:
+        moved.update(room.moved)
     report = {
-        "transport": "+".join(sorted({name.removeprefix(_OVER) for room in rooms for one in room.moved for name in one
-                                      if name.startswith(_OVER)})),
-        "path": _path(rooms),
+        "transport": "+".join(sorted(name.removeprefix(_OVER) for name in moved if name.startswith(_OVER))),
+        "path": _path(moved),
         "model": f"{options.model}, random weights: {len(options.family.layers)} layers of "
         f"{', '.join(options.family.components)}, float64",
         **{name: getattr(options, name) for name in _SAME},
         "new_tokens": sum(len(room.tokens) for room in rooms),
         "tokens_identical": all(room.tokens == room.truth for room in rooms),
         "negative_control_caught": caught,
-        "bytes_moved": _sum(rooms, "bytes_written"),
-        "descriptors": _sum(rooms, "descriptors"),
+        "bytes_moved": moved["bytes_written"],
+        "descriptors": moved["descriptors"],
         "seconds": max(room.came_at for room in rooms) - min(room.began_at for room in rooms),
         "rows_identical": all(len(room.rows) == 1 for room in rooms),
-        "aux_rows": _sum(rooms, "aux_rows"),
-        "aux_fallbacks": _sum(rooms, "aux_fallbacks"),
+        "aux_rows": moved["aux_rows"],
+        "aux_fallbacks": moved["aux_fallbacks"],
         "moves": moves,
-    }  # fmt: skip
+    }
     show(options, report, rooms)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -129,25 +119,23 @@ def _conducted(options: Options, stack: ExitStack) -> tuple[list[Room], bool, li
     rooms, family = [Room(prompt) for prompt in options.prompts()], options.family
     lengths = [len(room.prompt) for room in rooms]
     directory = stack.enter_context(BootstrapServer()).address
-    crew = Crew(
-        [Rank(PrefillRank, options, place, lengths, directory) for place in options.prefill.places()],
-        [Rank(DecodeRank, options, place, lengths, directory) for place in options.decode.places()],
-    )
-    for rank in (*crew.prefill, *crew.decode):
+    prefill = [Rank(PrefillRank, options, place, lengths, directory) for place in options.prefill.places()]
+    decode = [Rank(DecodeRank, options, place, lengths, directory) for place in options.decode.places()]
+    for rank in (*prefill, *decode):
         stack.callback(rank.close)
     torch.set_num_threads(1)  # the ranks use the other cores, and two threads here would wait for them
     model = Model(options)
     advance = stack.enter_context(progress("rooms and moves", len(rooms) + len(options.moves)))
-    for rank in (*crew.prefill, *crew.decode):
+    for rank in (*prefill, *decode):
         rank.ready()
-    _each(crew.decode, "expect")
+    _each(decode, "expect")
     truths = []
     for number, room in enumerate(rooms):
-        truths.append(_move(options, model, number, room, crew))
+        truths.append(_move(options, model, number, room, (prefill, decode)))
         advance()
     for number, (room, truth) in enumerate(zip(rooms, truths, strict=True)):
         room.truth = truth()
-        states = put_together(family, options.decode.places(), _each(crew.decode, "load", number))
+        states = put_together(family, options.decode.places(), _each(decode, "load", number))
         if not number:  # room 0 decoded from the same states passes the check, and fails it with any component spoilt
             controls = [spoilt(states, family, name, options) for name in family.components]
         room.tokens = model.go_on_from(states, len(room.prompt), room.tokens[0], options.new_tokens)
@@ -155,52 +143,53 @@ def _conducted(options: Options, stack: ExitStack) -> tuple[list[Room], bool, li
     wrong = [model.go_on_from(one, len(first.prompt), first.tokens[0], options.new_tokens) for one in controls]
     moves = []
     for number, path in enumerate(options.moves):
-        moves.append(_move_again(path, number, crew))
+        moves.append(_move_again(path, number, prefill, decode))
         advance()
     return rooms, first.tokens == first.truth and first.truth not in wrong, moves
 
 
-def _move(options: Options, model: Model, number: int, room: Room, crew: Crew) -> Callable[[], list[int]]:
+def _move(
+    options: Options, model: Model, number: int, room: Room, sides: tuple[list[Rank], list[Rank]]
+) -> Callable[[], list[int]]:
     """Prefills one room and moves it, chunk by chunk; its `tokens` are then the first one, as decode has it.
 
     Returns a function that computes all of them from the cache that was not moved.
     """
-    _each(crew.prefill, "open", number)
-    for rank in crew.decode:
+    prefill, decode = sides
+    _each(prefill, "open", number)
+    for rank in decode:
         rank.begin("arrived", number)
     cache, token = model.new_cache(), 0
     for states, spans, token in model.prefill(room.prompt, cache, options.chunk_tokens):  # noqa: B007
         room.handed_at = time.monotonic()
         room.began_at = room.began_at or room.handed_at
-        for rank, place in zip(crew.prefill, options.prefill.places(), strict=True):
+        for rank, place in zip(prefill, options.prefill.places(), strict=True):
             rank.begin("chunk", cut(states, options.family, place), spans)
-        for rank in crew.prefill:
+        for rank in prefill:
             rank.result()
-    for moved, row in _each(crew.prefill, "finish", token):
-        room.moved.append(moved)
+    for moved, row in _each(prefill, "finish", token):
+        room.moved.update(moved)
         room.rows.add(row)
-    for rank in crew.decode:
+    for rank in decode:
         at, first, row = rank.result()
         room.came_at, room.tokens = max(room.came_at, at), [first]
         room.rows.add(row)
     return lambda: model.go_on(cache, token, options.new_tokens)
 
 
-def _move_again(path: str, move: int, crew: Crew) -> Report:
+def _move_again(path: str, move: int, prefill: list[Rank], decode: list[Rank]) -> Report:
     """All rooms once more, whole and at once, on the idle machine, into the pages that hold them already."""
-    _each(crew.decode, "expect", move)
-    for rank in crew.decode:
+    _each(decode, "expect", move)
+    for rank in decode:
         rank.begin("all_arrived")
-    began_at, descriptors, nbytes = zip(*_each(crew.prefill, "again", path, move), strict=True)
-    seconds = max(rank.result() for rank in crew.decode) - min(began_at)
+    began_at, descriptors, nbytes = zip(*_each(prefill, "again", path, move), strict=True)
+    seconds = max(rank.result() for rank in decode) - min(began_at)
     return {"path": path, "descriptors": sum(descriptors), "bytes_moved": sum(nbytes), "seconds": seconds}
 
 
-def _table(*columns: str, title: str | None = None) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name in {"room", "path", "tokens"} else "right", no_wrap=True)
-    return table
+def _print(*rows: Iterable[object]) -> None:
+    for row in rows:
+        print("".join(f"{cell!s:>13}" for cell in row))
 
 
 def _cells(path: str, nbytes: int, descriptors: int, seconds: float) -> tuple[str, ...]:
@@ -209,46 +198,41 @@ def _cells(path: str, nbytes: int, descriptors: int, seconds: float) -> tuple[st
 
 def show(options: Options, report: Report, rooms: Sequence[Room]) -> None:
     """Prints the table and, below it, what was checked."""
-    console = Console(width=max(100, Console().width), highlight=False)  # a pipe claims 80 columns
-    title = f"{options.model}: prefill {options.prefill} -> decode {options.decode} over {report['transport']}"
-    table = _table("room", "prompt", "path", "bytes", "descriptors", "ms", "GB/s", "wait", "tokens", title=title)
+    print(f"{options.model}: prefill {options.prefill} -> decode {options.decode} over {report['transport']}\n")
+    _print(("room", "prompt", *_COLUMNS, "wait", "tokens"))
     for number, room in enumerate(rooms):
-        counts = _sum([room], "bytes_written"), _sum([room], "descriptors")
+        nbytes, descriptors = room.moved["bytes_written"], room.moved["descriptors"]
+        cells = _cells(_path(room.moved), nbytes, descriptors, room.came_at - room.began_at)
         wait = f"{max(0.0, room.came_at - room.handed_at) * 1e3:.1f}"
-        cells = (*_cells(_path([room]), *counts, room.came_at - room.began_at), wait)
-        same = "[green]identical[/]" if room.tokens == room.truth else "[red]different[/]"
-        table.add_row(str(number), str(len(room.prompt)), *cells, same)
+        same = "identical" if room.tokens == room.truth else "different"
+        _print((number, len(room.prompt), *cells, wait, same))
     whole = _cells(report["path"], report["bytes_moved"], report["descriptors"], report["seconds"])
-    table.add_section()
-    table.add_row("all", str(sum(len(room.prompt) for room in rooms)), *whole, "", "")
-    console.print(table)
-    verdicts = {True: "[green]yes[/]", False: "[red]NO[/]"}
-    components = ", ".join(options.family.components)
-    for line in (
-        "[dim]ms: from the first chunk until every decode rank has the room; later chunks are computed meanwhile",
-        "[dim]wait: the milliseconds of it after the last chunk was computed; GB/s: bytes by ms",
+    _print(("all", sum(len(room.prompt) for room in rooms), *whole))
+    said = {name: "yes" if good else "NO" for name, good in report.items() if isinstance(good, bool)}
+    print(
+        "\nms: from the first chunk until every decode rank has the room; later chunks are computed meanwhile",
+        "wait: the milliseconds of it after the last chunk was computed; GB/s: bytes by ms",
         f"model: {report['model']}, computed by one process; ranks store and move their shares, on {options.device}",
-        f"all {report['new_tokens']} tokens are those of the cache that was not moved: "
-        f"{verdicts[report['tokens_identical']]}",
-        f"aux rows are the same on both sides: {verdicts[report['rows_identical']]}; {report['aux_rows']} written by "
+        f"all {report['new_tokens']} tokens are those of the cache that was not moved: {said['tokens_identical']}",
+        f"aux rows are the same on both sides: {said['rows_identical']}; {report['aux_rows']} written by "
         f"the transport, {report['aux_fallbacks']} to be but sent by message",
-        f"a page or slot of noise in any component ({components}) is caught: "
-        f"{verdicts[report['negative_control_caught']]}",
-    ):
-        console.print(line, soft_wrap=True)
+        f"a page or slot of noise in any component ({', '.join(options.family.components)}) is caught: "
+        f"{said['negative_control_caught']}",
+        sep="\n",
+    )
     if report["moves"]:
-        _show_moves(console, report["moves"])
+        _show_moves(report["moves"])
 
 
-def _show_moves(console: Console, moves: Sequence[Report]) -> None:
+def _show_moves(moves: Sequence[Report]) -> None:
     """The two paths side by side, each by its median transfer."""
-    console.print("\nthe same caches once more, whole, with nothing else going on:")
-    table, took = _table("path", "bytes", "descriptors", "ms", "GB/s"), {}
+    print("\nthe same caches once more, whole, with nothing else going on:")
+    _print(_COLUMNS)
+    took = {}
     for path in ("direct", "staged"):
         of_path = sorted((move for move in moves if move["path"] == path), key=lambda move: float(move["seconds"]))
         middle = of_path[len(of_path) // 2]
         took[path] = middle["seconds"]
-        table.add_row(*_cells(path, middle["bytes_moved"], middle["descriptors"], middle["seconds"]))
-    console.print(table)
+        _print(_cells(path, middle["bytes_moved"], middle["descriptors"], middle["seconds"]))
     said = f"staged moved them {took['direct'] / took['staged']:.1f} times as fast as direct"
-    console.print(f"{said} (medians of {len(moves) // 2} moves, in turn)")
+    print(f"{said} (medians of {len(moves) // 2} moves, in turn)")

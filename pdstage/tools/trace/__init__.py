@@ -1,7 +1,7 @@
-"""An observer of nodes' events: traces for Perfetto, and pictures of them.
+"""An observer of nodes' events: traces for Perfetto, and where their rooms' time went.
 
-Read `model` (a trace's content), `tracer` (how a run makes one, in one process or many), `chrome` (the file), `plot`
-(the picture) and `steps` (where the time went). Importing this does not import matplotlib.
+Read `model` (what a trace holds), `tracer` (how a run makes one, in one process or many), `chrome` (the file) and
+`steps` (where the time went).
 """
 
 from pdstage.tools.trace.tracer import Tracer, check, load, merge_files, tracing

@@ -1,7 +1,7 @@
 """Watching nodes in production: Prometheus metrics, and `pdstage top`.
 
 Read `catalogue` (the metrics), `timings` (histograms, by observing a node), `exporter` and `server` (the export), then
-`scrape` and `top` (what `pdstage top` reads and draws). Other commands use `option` (--metrics-port) and `progress`.
+`scrape` and `top` (what `pdstage top` reads and draws). Other commands use `progress`.
 
     from pdstage.tools.watch import Timings, expose, register
 
@@ -24,7 +24,7 @@ __all__ = ["Endpoint", "Registration", "Timings", "expose", "register"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports late: commands with an optional --metrics-port import `option`, where prometheus_client may be absent."""
+    """Imports late: other commands import `progress`, where prometheus_client may be absent."""
     if name not in __all__:
         raise AttributeError(f"module 'pdstage.tools.watch' has no attribute {name!r}")
     home = {"Timings": "timings", "Endpoint": "server", "expose": "server"}.get(name, "exporter")

@@ -1,4 +1,4 @@
-"""A progress bar for slow commands: on standard error, and only if that is a terminal and rich is installed."""
+"""Progress of slow commands: one line on standard error, and only if that is a terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ class Advance(Protocol):
 @contextmanager
 def progress(text: str, total: int | None = None) -> Iterator[Advance]:
     """Shows `text` and how many of `total` steps are done; None: the total is unknown."""
-    try:
-        from rich.console import Console  # noqa: PLC0415
-        from rich.progress import Progress  # noqa: PLC0415
-    except ModuleNotFoundError:
-        yield lambda text="", by=1: None
-        return
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as shown:
-        task = shown.add_task(text, total=total)
-        yield lambda text="", by=1: shown.update(task, advance=by, description=text or None)
+    shown, n_done, of = text, 0, "" if total is None else f"/{total}"
+
+    def advance(text: str = "", by: int = 1) -> None:
+        nonlocal shown, n_done
+        shown, n_done = text or shown, n_done + by
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{shown} {n_done}{of}")
+            sys.stderr.flush()
+
+    advance(by=0)
+    yield advance
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")

@@ -83,7 +83,7 @@ def url_of(endpoint: str) -> str:
     except ValueError:
         good = False
     if not good:
-        remedy = "give HOST:PORT, as --metrics-port printed it"
+        remedy = "give HOST:PORT, where a node's metrics are served"
         raise UsageError(f"{endpoint!r} is not a metrics endpoint", remedy=remedy, field="endpoint")
     return f"{split.scheme}://{split.netloc}"
 

@@ -5,7 +5,6 @@ One thread per request, and none waits for ever; nothing here is on a room's pat
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import json
 import logging
@@ -40,9 +39,9 @@ class Endpoint:
     Close it, or use it as a context manager.
     """
 
-    def __init__(self, port: int, registry: CollectorRegistry, host: str, *, n_ports: int, rooms: bool | None) -> None:
+    def __init__(self, port: int, registry: CollectorRegistry, host: str, *, rooms: bool | None) -> None:
         self.registry = registry
-        self._server = _bind(host, port, n_ports)
+        self._server = _bind(host, port)
         self._server.registry = registry
         self._server.tells_rooms = _is_loopback(host) if rooms is None else rooms
         self.port = int(self._server.server_address[1])
@@ -74,17 +73,14 @@ def expose(
     registry: CollectorRegistry = REGISTRY,
     labels: Mapping[str, str] | None = None,
     rooms: bool | None = None,
-    n_ports: int = 1,
 ) -> Endpoint:
     """Serves the metrics of `nodes`, and of everything else in `registry`, at http://host:port/metrics; port 0: a free
     one.
 
-    With `n_ports` it takes the first free one of that many ports, so that equal processes need no different options.
-
     `rooms`: whether /rooms names the rooms that are open longest. None: on loopback only, since a router's names of
     requests may be confidential. Nothing is encrypted: whoever reaches the host reads the metrics. Raises `UsageError`.
     """
-    endpoint = Endpoint(port, registry, host, n_ports=n_ports, rooms=rooms)
+    endpoint = Endpoint(port, registry, host, rooms=rooms)
     try:
         for node in nodes:
             register(node, registry, labels=labels)
@@ -150,12 +146,9 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
-def _bind(host: str, port: int, n_ports: int) -> _Server:
-    for one in range(port, port + n_ports):
-        try:
-            return (_Server6 if ":" in host else _Server)((host, one), _Handler)
-        except (OSError, OverflowError) as error:
-            if one + 1 == port + n_ports or getattr(error, "errno", None) != errno.EADDRINUSE:
-                what = f"no metrics endpoint at {Address(host, one)}: {error}"
-                raise UsageError(what, remedy="choose another port, or 0", field="port") from error
-    raise UsageError(f"{n_ports} ports", remedy="give at least 1", field="n_ports")
+def _bind(host: str, port: int) -> _Server:
+    try:
+        return (_Server6 if ":" in host else _Server)((host, port), _Handler)
+    except (OSError, OverflowError) as error:
+        what = f"no metrics endpoint at {Address(host, port)}: {error}"
+        raise UsageError(what, remedy="choose another port, or 0", field="port") from error

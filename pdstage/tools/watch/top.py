@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,20 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdstage.errors import UsageError
 from pdstage.tools.watch.scrape import Answer, Node, read, url_of
 
-try:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.panel import Panel
-    from rich.table import Column, Table
-    from rich.text import Text
-except ModuleNotFoundError as missing:
-    raise UsageError("pdstage top needs rich", remedy="pip install 'pdstage[top]'") from missing
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.console import RenderableType
 
 _MAX_ROWS = 16
 _STATES = {"meet": "bootstrapping", "wait": "waiting_for_input", "move": "transferring"}
@@ -44,6 +34,9 @@ _PROBLEMS = (
     ("pdstage_sessions_closed_total", "reason", "sessions"),
 )
 _IN_ORDER = "sessions ended"
+_NODES = (
+    "node", "over", "path", *_STATES, "held", "done/s", "fail/s", "GB/s", "peers", "staging", "held up",
+)  # fmt: skip
 
 
 class View(NamedTuple):
@@ -75,37 +68,31 @@ class Top:
         self._views.sort(key=lambda view: (view.now.role != "prefill", _in_order(view.now.name)))
         self._before = now
 
-    def frame(self) -> RenderableType:
+    def frame(self, width: int) -> str:
+        """Lines of at most `width` characters."""
         views = self._views
         done = sum(
             v.added.rate("pdstage_rooms_ended_total", outcome="success") for v in views if v.now.role == "decode"
         )
         counts = f"{_counted(len(views), 'node')} at {_counted(len(self.answers), 'endpoint')}"
         clock = f"{time.strftime('%H:%M:%S')}, every {self._interval_s:g} s"
-        parts: list[RenderableType] = [Text(f"pdstage top  {counts}  {done:,.0f} rooms/s  {clock}", style="bold")]
-        parts += [
-            Text(f"no answer  {answer.endpoint}: {answer.problem}", style="bold red")
-            for answer in self.answers
-            if answer.problem
-        ]
+        lines = [f"pdstage top  {counts}  {done:,.0f} rooms/s  {clock}"]
+        lines += [f"no answer  {answer.endpoint}: {answer.problem}" for answer in self.answers if answer.problem]
         if views:
-            parts += [
-                _panel("nodes", _nodes(views)),
-                _panel("rooms open longest", self._oldest()),
-                _panel("errors, since the start", _errors(views)),
-            ]
-        return Group(*parts)
-
-    def _oldest(self) -> RenderableType:
-        rooms = [(room, view.now) for view in self._views for room in view.now.rooms]
-        if not rooms:
             hidden = any(not answer.problem and not answer.rooms_told for answer in self.answers)
-            return Text("not served by this endpoint" if hidden else "none open", style="bright_black")
-        table = _table("room", "node", "state", "age")
-        for room, node in sorted(rooms, key=lambda one: -float(one[0]["age_s"]))[:_MAX_ROWS]:
-            state = str(room["state"]).replace("_", " ")
-            table.add_row(Text(str(room["room"])), node.name, state, _seconds(float(room["age_s"])))
-        return table
+            lines += _table("nodes", _NODES, [_node(view) for view in views], "")
+            told = "not served by this endpoint" if hidden else "none open"
+            lines += _table("rooms open longest", ("room", "node", "state", "age"), self._oldest(), told)
+            lines += _table("errors, since the start", ("node", "what", "total", "per s"), _errors(views), "none")
+        return "\n".join(line[:width] for line in lines)
+
+    def _oldest(self) -> list[tuple[str, ...]]:
+        rooms = [(room, view.now.name) for view in self._views for room in view.now.rooms]
+        rooms.sort(key=lambda one: -float(one[0]["age_s"]))
+        return [
+            (str(room["room"]), node, str(room["state"]).replace("_", " "), _seconds(float(room["age_s"])))
+            for room, node in rooms
+        ]
 
 
 def _counted(n: int, what: str) -> str:
@@ -116,41 +103,41 @@ def _in_order(name: str) -> list[tuple[bool, int, str]]:
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split()]
 
 
-def _panel(title: str, body: RenderableType) -> Panel:
-    return Panel(body, title=f"[bold]{title}[/]", title_align="left", border_style="bright_black", padding=(0, 1))
+def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]], without: str) -> list[str]:
+    """Numbers to the right. `without` is shown where there is no row."""
+    if not rows:
+        return ["", f"{title}: {without}"]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["", f"{title}:"]
+    for row in (head, *rows[:_MAX_ROWS]):
+        cells = [
+            cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"and {len(rows) - _MAX_ROWS} more")
+    return lines
 
 
-def _table(*columns: str) -> Table:
-    """Words to the left, numbers to the right."""
-    words = {"node", "over", "path", "stage", "room", "state", "what", "memory", "used"}
-    held = (Column(name, justify="left" if name in words else "right", no_wrap=True) for name in columns)
-    return Table(*held, box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black", padding=(0, 1))
-
-
-def _nodes(views: Sequence[View]) -> Table:
-    table = _table(
-        "node", "over", "path", *_STATES, "held", "done/s", "fail/s", "GB/s", "peers", "staging", "held up"
-    )  # fmt: skip
-    for now, added in views[:_MAX_ROWS]:
-        over = [own["transport"] for own, _ in now.series("pdstage_sessions_by_transport_total")]
-        info = next((own for own, _ in now.series("pdstage_node_info")), {})
-        rooms = {own["state"]: n for own, n in now.series("pdstage_rooms")}
-        moved = added.rate("pdstage_written_bytes_total") or added.rate("pdstage_stage_bytes_total", stage="scatter")
-        table.add_row(
-            Text(now.name, style="bold red" if now.value("pdstage_node_failed") else "cyan"),
-            " ".join(sorted(over)) or info.get("transport", ""),
-            info.get("path", ""),
-            *(f"{rooms.get(state, 0):,.0f}" for state in _STATES.values()),
-            f"{rooms.get('success', 0) + rooms.get('failed', 0):,.0f}",
-            f"{added.rate('pdstage_rooms_ended_total', outcome='success'):,.0f}",
-            f"{added.rate('pdstage_rooms_ended_total', outcome='failed'):,.1f}",
-            f"{moved / 1e9:.2f}",
-            f"{now.value('pdstage_sessions'):,.0f}",
-            *_memory(now),
-        )
-    if len(views) > _MAX_ROWS:
-        table.add_row(f"and {len(views) - _MAX_ROWS} more")
-    return table
+def _node(view: View) -> tuple[str, ...]:
+    now, added = view
+    over = [own["transport"] for own, _ in now.series("pdstage_sessions_by_transport_total")]
+    info = next((own for own, _ in now.series("pdstage_node_info")), {})
+    rooms = {own["state"]: n for own, n in now.series("pdstage_rooms")}
+    moved = added.rate("pdstage_written_bytes_total") or added.rate("pdstage_stage_bytes_total", stage="scatter")
+    return (
+        f"{now.name}{' FAILED' if now.value('pdstage_node_failed') else ''}",
+        " ".join(sorted(over)) or info.get("transport", ""),
+        info.get("path", ""),
+        *(f"{rooms.get(state, 0):,.0f}" for state in _STATES.values()),
+        f"{rooms.get('success', 0) + rooms.get('failed', 0):,.0f}",
+        f"{added.rate('pdstage_rooms_ended_total', outcome='success'):,.0f}",
+        f"{added.rate('pdstage_rooms_ended_total', outcome='failed'):,.1f}",
+        f"{moved / 1e9:.2f}",
+        f"{now.value('pdstage_sessions'):,.0f}",
+        *_memory(now),
+    )
 
 
 def _memory(node: Node) -> tuple[str, str]:
@@ -164,7 +151,7 @@ def _memory(node: Node) -> tuple[str, str]:
     return f"{(leased - ahead + lost) / capacity:.0%} of {_bytes(capacity)}" if capacity else "", _bytes(ahead + lost)
 
 
-def _errors(views: Sequence[View]) -> RenderableType:
+def _errors(views: Sequence[View]) -> list[tuple[str, ...]]:
     """Node, what, total and rate, of all that should not happen and did."""
     rows = []
     for now, added in views:
@@ -173,13 +160,9 @@ def _errors(views: Sequence[View]) -> RenderableType:
                 kind = own.get(label, "")
                 said = f"{what} {kind}".strip()
                 if n and said != _IN_ORDER:
-                    rows.append((now.name, said, n, added.rate(metric, **({label: kind} if label else {}))))
-    if not rows:
-        return Text("none", style="green")
-    table = _table("node", "what", "total", "per s")
-    for name, what, n, rate in sorted(rows, key=lambda row: (-row[3], -row[2]))[:_MAX_ROWS]:
-        table.add_row(name, what, f"{n:,.0f}", f"{rate:,.1f}" if rate else "")
-    return table
+                    rows.append((added.rate(metric, **({label: kind} if label else {})), n, now.name, said))
+    rows.sort(key=lambda row: (-row[0], -row[1]))
+    return [(name, what, f"{n:,.0f}", f"{rate:,.1f}" if rate else "") for rate, n, name, what in rows]
 
 
 def _seconds(value: float) -> str:
@@ -193,12 +176,7 @@ def _bytes(nbytes: float) -> str:
 
 
 def run(
-    endpoints: Sequence[str],
-    *,
-    interval_s: float = 1.0,
-    once: bool = False,
-    console: Console | None = None,
-    stop: threading.Event | None = None,
+    endpoints: Sequence[str], *, interval_s: float = 1.0, once: bool = False, stop: threading.Event | None = None
 ) -> int:
     """Shows `endpoints` until interrupted, or `stop` is set; with `once` one frame.
 
@@ -206,18 +184,16 @@ def run(
     """
     if not 0.1 <= interval_s <= 3600:
         raise UsageError(f"an interval of {interval_s} s", remedy="give 0.1 to 3600", field="interval")
-    console, stop, top = console or Console(), stop or threading.Event(), Top(endpoints, interval_s)
+    stop, top = stop or threading.Event(), Top(endpoints, interval_s)
+    clear = "\x1b[H\x1b[J" if sys.stdout.isatty() and not once else ""
     top.read()
-    if once:
-        stop.wait(interval_s)
-        top.read()
-        console.print(top.frame())
-    else:
-        with Live(top.frame(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
-            try:
-                while not stop.wait(interval_s):
-                    top.read()
-                    live.update(top.frame(), refresh=True)
-            except KeyboardInterrupt:
-                pass
+    try:
+        while not stop.wait(interval_s):
+            top.read()
+            sys.stdout.write(f"{clear}{top.frame(shutil.get_terminal_size((132, 24)).columns)}\n")
+            sys.stdout.flush()
+            if once:
+                break
+    except KeyboardInterrupt:
+        pass
     return int(any(answer.problem for answer in top.answers))
