@@ -5,7 +5,6 @@ JSON with a version; a file that holds anything else is refused.
 
 from __future__ import annotations
 
-import re
 import secrets
 from dataclasses import fields
 from pathlib import Path
@@ -76,12 +75,9 @@ def read(path: str | os.PathLike[str]) -> Calibration:
     try:
         return _decoded(held)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        found = re.search(r"`\$\.?(.*)`$|field `(\w+)`|^([a-z]\w*) is", str(error))
         raise UsageError(
             f"calibration file {path}: {error}",
             remedy=f"make it again with this version's pdstage calibrate (version {VERSION})",
-            file=str(path),
-            field=next((name for name in found.groups() if name), "") if found else "",
         ) from error
 
 

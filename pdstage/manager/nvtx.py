@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, assert_never
 
 from pdstage import environment
-from pdstage.manager.effects import Gathers
+from pdstage.manager.role import Gathers
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 

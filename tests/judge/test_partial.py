@@ -133,7 +133,7 @@ def test_a_killed_process_accuses_nobody(tmp_path):
                 sender = p.send(room)
                 sender.chunk(pages, (0, 50))
                 sender.finish()
-                turns([p], ours.poll, 20.0) if room < 7 else turns([p], lambda: p.data_path.writing, 20.0)
+                turns([p], ours.poll, 20.0) if room < 7 else turns([p], p._in_flight, 20.0)
                 if room < 7:
                     assert ours.recv() == room
             os.kill(process.pid, signal.SIGKILL)

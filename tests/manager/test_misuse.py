@@ -111,7 +111,7 @@ def test_options(site):
         ({"transport": "pigeon"}, "no transport 'pigeon'"),
         ({"staging_nbytes": 100, "n_buffers": 64}, "do not make 64 parts"),
         ({"staging_nbytes": -1}, "staging_nbytes is -1"),
-        ({"n_buffers": 1}, "1 send buffers"),
+        ({"n_buffers": 1}, "n_buffers is 1"),
         ({"bind": "tcp://0.0.0.0:0"}, "can be reached from other machines"),
     ):
         with pytest.raises(UsageError, match=culprit):
@@ -199,15 +199,3 @@ def test_abort(site, side):
         with pytest.raises(Aborted, match="the user left"):
             handle.wait(0)
     pair.move(1)  # the room's name is free again
-
-
-def test_a_node_is_not_for_forked_children(site):
-    p = site.prefill(Rank())
-    child = os.fork()
-    if not child:
-        try:
-            p.turn()
-        except UsageError:
-            os._exit(17)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
