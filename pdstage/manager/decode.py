@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 class Receiver(Handle):
     """One room at its decode rank. Its pages must stay reserved until `released`."""
 
-    __slots__ = ("_aux", "bound")
+    __slots__ = ("_aux", "bound", "driver")
 
     room: DecodeRoom
     _node: DecodeNode
 
     def __init__(self, node: DecodeNode, room: DecodeRoom) -> None:
         super().__init__(node, room)
-        self.bound = False
+        self.driver, self.bound = node.driver, False
         self._aux: bytes | AuxRow | None = None
 
     @property

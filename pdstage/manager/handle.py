@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdstage.errors import PdstageError
-    from pdstage.manager.driver import Driver
     from pdstage.metadata import AuxRow
     from pdstage.protocol.room import RoomId
 
@@ -34,8 +33,6 @@ _ENDED = (State.SUCCESS, State.FAILED)
 
 class Waits(Protocol):
     """What a handle asks of its node."""
-
-    driver: Driver
 
     def progress_inline(self) -> None: ...
 
@@ -82,13 +79,12 @@ class Waiter(NamedTuple):
 class Handle:
     """What an engine holds of one room. `status` is `state | released << 7`, kept by the driver for `poll_many`."""
 
-    __slots__ = ("__weakref__", "_node", "began_at", "driver", "error", "room", "row", "status", "waiters")
+    __slots__ = ("__weakref__", "_node", "began_at", "error", "room", "row", "status", "waiters")
 
     room: Room
 
     def __init__(self, node: Waits, room: Room) -> None:
         self._node = node
-        self.driver = node.driver
         self.room = room
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None

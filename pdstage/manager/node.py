@@ -42,10 +42,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pdstage.errors import PdstageError
     from pdstage.kernels.index_ring import Runtime
     from pdstage.manager.handle import CudaEvent
+    from pdstage.manager.role import Carried
     from pdstage.manager.status import OpenRoom
     from pdstage.metadata import AuxRow, MetadataBuffers
+    from pdstage.protocol.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +156,18 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
                 then(now)
             else:
                 self._waiting.append((handle, event, then))
+
+    # What one role alone has to say of.
+
+    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+        pass
+
+    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
+        return effects
+
+    def _copies_to(self, session: Session) -> bool:
+        del session
+        return False
 
     def _expects(self) -> bool:
         return bool(self._waiting)

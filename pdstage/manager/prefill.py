@@ -57,14 +57,14 @@ _NONE = np.empty(0, np.int32)
 class Sender(Handle):
     """One room at its prefill rank. Its chunks' pages must stay as they are until `released`."""
 
-    __slots__ = ("finishing",)
+    __slots__ = ("driver", "finishing")
 
     room: PrefillRoom
     _node: PrefillNode
 
     def __init__(self, node: PrefillNode, room: PrefillRoom) -> None:
         super().__init__(node, room)
-        self.finishing = False
+        self.driver, self.finishing = node.driver, False
 
     @property
     def prefix_tokens(self) -> int | None:
@@ -78,7 +78,7 @@ class Sender(Handle):
         return self._prefix_tokens({canonical(arguments.text("a component's name", component))})
 
     def _prefix_tokens(self, names: set[str]) -> int | None:
-        with self._node.driver.use():
+        with self.driver.use():
             if not self.room.opened:
                 return None
             asked = (one for destination in self.room.destinations.values() for one in destination.asked.items())
@@ -87,13 +87,13 @@ class Sender(Handle):
     @property
     def opened(self) -> bool:
         """Whether all destinations have opened the room, so that chunks given now are on their way at once."""
-        with self._node.driver.use():
+        with self.driver.use():
             return self.room.opened
 
     @property
     def backlog_nbytes(self) -> int:
         """Bytes given to `chunk` that no write has carried yet, summed over destinations."""
-        with self._node.driver.use():
+        with self.driver.use():
             return self._backlog_nbytes()
 
     def _backlog_nbytes(self) -> int:
@@ -176,7 +176,7 @@ class Sender(Handle):
 
     def _is_carried(self) -> bool:
         room = self.room
-        with self._node.driver.lock:
+        with self.driver.lock:
             return room.ended or not room.sources or (room.opened and not self._backlog_nbytes())
 
 

@@ -75,9 +75,9 @@ class Role(ABC, Generic[AnyCore, Own]):
     @abstractmethod
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None: ...
 
+    @abstractmethod
     def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
         """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
-        del route, error, now
 
     @abstractmethod
     def _on_changed(self, handle: Handle, status: int) -> None:
@@ -85,9 +85,9 @@ class Role(ABC, Generic[AnyCore, Own]):
         meanwhile, and tells that by another effect.
         """
 
+    @abstractmethod
     def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
         """A turn's effects, where the pool is on a device: as one those that cost less so."""
-        return effects
 
     @abstractmethod
     def _carry(self, effect: Own) -> None:
@@ -125,7 +125,6 @@ class Role(ABC, Generic[AnyCore, Own]):
     def _holds_nothing(self, session: Session) -> bool:
         """Whether a lost session keeps no memory of this node from use."""
 
+    @abstractmethod
     def _copies_to(self, session: Session) -> bool:
         """Whether copies of this node's own are under way to the session's peer: nothing but their end ends them."""
-        del session
-        return False

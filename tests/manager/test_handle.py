@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdstage.errors import Aborted
 from pdstage.manager.handle import MAX_ENDED, Handle, Roster
+from pdstage.manager.observer import RoomEnded, RoomOpened, RoomReleased
+from pdstage.metadata import MetadataBuffers, usual_columns
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import RoomEvent, State
+from tests.manager.engine import Rank, drive
+from tests.manager.test_observer import Recorder
 
 if TYPE_CHECKING:
-    pass
-
-
-NODE = SimpleNamespace(driver=None)
+    from collections.abc import Callable
 
 
 def make(n: int) -> tuple[Roster, list[Room], list[Handle]]:
     roster = Roster()
     rooms = [Room(b"%d" % i) for i in range(n)]
-    handles = [Handle(NODE, room) for room in rooms]
+    handles = [Handle(None, room) for room in rooms]  # type: ignore[arg-type]
     for room, handle in zip(rooms, handles, strict=True):
         roster.add(room, handle)
     return roster, rooms, handles
@@ -72,6 +72,22 @@ def test_each_change_is_in_the_next_answer() -> None:
     assert answers == [(State.SUCCESS, 0), (State.SUCCESS, 1), (State.SUCCESS, 1)]
 
 
+def test_a_room_that_ended_before_it_had_a_handle() -> None:
+    """Its peers may have given it up before: it is told by the change, its error first, and among the completions
+    (found by the simulator of whole nodes).
+    """
+    roster, room = Roster(), Room(b"s1")
+    handle = Handle(None, room)  # type: ignore[arg-type]
+    room.on(RoomEvent.FAILED, Aborted("its destination says so"))
+    room.release()
+    roster.add(room, handle)
+    assert (handle.state, handle.error) == (State.BOOTSTRAPPING, None)
+    roster.changed(handle, room.status)
+    assert (handle.state, handle.released, handle.error) == (State.FAILED, True, room.error)
+    assert roster.take_ended() == [handle]
+    assert not len(roster)
+
+
 def test_no_end_is_lost_while_the_driver_adds_others() -> None:
     """`completions` runs in the engine's thread, rooms end in the driver's: each is given once (found by a benchmark
     that waited for ever).
@@ -93,3 +109,64 @@ def test_no_end_is_lost_while_the_driver_adds_others() -> None:
 
 
 _KEPT_WAITING_S = 0.1
+
+
+_KEPT_WAITING_S = 0.1
+
+
+class Interleaved:
+    """Runs `act` in another thread before the `at`-th line of every call that `wrap` makes, or not at all; until its
+    end, or for as long as it is kept waiting.
+    """
+
+    def __init__(self, act: Callable[[], None], at: int) -> None:
+        self._other, self._left = threading.Thread(target=act), at
+        self.acted = False
+
+    def wrap(self, function):
+        def traced(*args):
+            before = sys.gettrace()
+            sys.settrace(self._trace)
+            try:
+                return function(*args)
+            finally:
+                sys.settrace(before)
+
+        return traced
+
+    def _trace(self, frame, event, arg):
+        if event == "line" and not self.acted:
+            self._left -= 1
+            if self._left == 0:
+                self.acted = True
+                self._other.start()
+                self._other.join(_KEPT_WAITING_S)
+        return self._trace
+
+
+def test_a_room_aborted_while_its_handle_is_brought_up_to_date(site, monkeypatch) -> None:
+    """Between any two lines of that: the end is neither lost nor told twice, and the row comes back (a room that hung
+    after its end was found by the chaos test).
+    """
+    seen, rows = Recorder(), MetadataBuffers(usual_columns(8), 2)
+    site.prefill(Rank(), metadata=MetadataBuffers(usual_columns(8), 2))
+    d = site.decode(Rank(), metadata=rows, observers=(seen,))
+    on_changed, at = d._on_changed, 0
+    while True:
+        at += 1
+        d.directory.forget()  # so that nothing happens to the room before the next turn
+        receiver, row = d.receive(at, site.address), rows.allocate()
+        raced = Interleaved(receiver.abort, at)
+        monkeypatch.setattr(d, "_on_changed", raced.wrap(on_changed))
+        d._lend(receiver, row)
+        drive(site.nodes, lambda: raced.acted or receiver.state is State.WAITING_FOR_INPUT)  # noqa: B023
+        if not raced.acted:
+            break
+        drive(site.nodes, lambda: receiver.released)  # noqa: B023
+        rows.free(row)
+        assert receiver.state is State.FAILED
+        assert "aborted by the engine" in str(receiver.error)
+        assert [ended.room.key for ended in d.completions()] == [receiver.room.key]
+        assert [type(event) for _, event in seen.events] == [RoomOpened, RoomEnded, RoomReleased]
+        seen.events.clear()
+    assert at > 10

@@ -249,3 +249,14 @@ def test_a_room_whose_prefill_is_still_looked_up_fails_when_its_node_closes(site
     assert receiver.state is State.FAILED
     assert receiver.released
     assert "the node closes" in str(receiver.error)
+
+
+def test_who_waits_while_another_thread_turns_does_not_ask_without_a_pause(site, monkeypatch):
+    """Two that wait at one inline node kept each other and the processor busy (found by the simulator)."""
+    d = site.decode(Rank())
+    receiver, refused = d.receive(1, site.address), mock.Mock(return_value=False)
+    monkeypatch.setattr(d.driver, "turn", refused)
+    with pytest.raises(TimeoutError):
+        receiver.wait(0.1)
+    monkeypatch.undo()
+    assert 1 <= refused.call_count <= 110
