@@ -112,16 +112,6 @@ class CudaRuntime(DeviceMemory):
         with self.current():  # 0 is a stream of every device
             return self._library.capturing(stream)
 
-    def push_range(self, name: str) -> None:
-        from cupy.cuda import nvtx  # noqa: PLC0415
-
-        nvtx.RangePush(name)
-
-    def pop_range(self) -> None:
-        from cupy.cuda import nvtx  # noqa: PLC0415
-
-        nvtx.RangePop()
-
     def new_stream(self) -> int:
         with self.current():
             stream = self._library.new_stream()

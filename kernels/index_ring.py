@@ -85,11 +85,6 @@ class Runtime(Protocol):
     def capturing(self, stream: int) -> bool:
         """Whether the stream records a graph: then no upload may use memory that is reused later."""
 
-    def push_range(self, name: str) -> None:
-        """Begins an NVTX range of the calling thread, for a profiler; `pop_range` ends the innermost."""
-
-    def pop_range(self) -> None: ...
-
 
 class Slot:
     """One piece of the ring. One call has it from `put` to `give`, then its kernel has it until the event is done."""

@@ -131,12 +131,6 @@ class TorchRuntime(DeviceMemory):
         with self._current(stream):
             return bool(self._torch.cuda.is_current_stream_capturing())
 
-    def push_range(self, name: str) -> None:
-        self._torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-
-    def pop_range(self) -> None:
-        self._torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
     def _current(self, handle: int) -> AbstractContextManager[object]:
         """Inside, the stream is the current one. Switching costs microseconds, so it happens only if needed."""
         current = self._torch.cuda.current_stream()

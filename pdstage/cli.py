@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, bench, top, plot, judge, calibrate, doctor, bootstrap, instances, drain, fence,
+"""The `pdstage` command: demo, bench, top, plot, calibrate, doctor, bootstrap, instances, drain, fence,
 keys, sim.
 
 It parses arguments and prints. Each command's module is imported only for that command, so that `--help` needs no
@@ -58,7 +58,6 @@ def parser() -> Parser:
     bench.set_defaults(run=_bench)
     _add_top(commands.add_parser("top", help="watch running nodes in the terminal, by their metrics endpoints"))
     _add_plot(commands.add_parser("plot", help="draw a trace as a timeline"))
-    _add_judge(commands.add_parser("judge", help="hold what nodes wrote down of a run against the protocol's rules"))
     _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
     _add_doctor(commands.add_parser("doctor", help="say what this node can do, and whether it can work with another"))
     bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
@@ -225,22 +224,6 @@ def _plot(given: argparse.Namespace) -> int:
 
     plot.draw(trace, given.out, given.room)
     return 0
-
-
-def _add_judge(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "journals", type=Path, nargs="+", metavar="JOURNAL", help="what a node's journal= wrote: files, or their folder"
-    )
-    command.set_defaults(run=_judge)
-
-
-def _judge(given: argparse.Namespace) -> int:
-    """The exit code is 1 if something was wrong, 2 if nothing was judged."""
-    from pdstage.tools.judge import judge  # noqa: PLC0415
-
-    verdict = judge(given.journals)
-    print(verdict)
-    return 1 if verdict.wrong else 0 if verdict.judged else 2
 
 
 def _add_calibrate(command: argparse.ArgumentParser) -> None:

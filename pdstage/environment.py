@@ -126,11 +126,6 @@ DEVICE_MEMORY = Variable(
     "memory with fabric handles: `cuMemCreate`.",
     "a node with a pool on a GPU, when it is created",
 )  # fmt: skip
-NVTX = Variable(
-    "PDSTAGE_NVTX", _one_of("0", "1"), "`1` or `0`", "none",
-    "NVTX ranges around a node's work on its device, for Nsight Systems.",
-    "a node with a pool on a device, when it is created",
-)  # fmt: skip
 NODE = Variable(
     "PDSTAGE_NODE", _options,
     "a JSON object of arguments of `PrefillNode` and `DecodeNode`, `config` as an object inside, and `trust_layout`",
@@ -158,7 +153,7 @@ METRICS_PORT = Variable(
 
 VARIABLES: tuple[Variable[object], ...] = (
     NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, SGLANG_STAGING, NODE, METRICS_PORT, DEVICE_MEMORY,
-    NVTX, TEST_TRANSPORTS, GPU_TESTS,
+    TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

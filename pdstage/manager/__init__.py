@@ -13,8 +13,6 @@ The only place with threads, the clock and the lock. Read on in this order:
     lookup               who talks to the bootstrap directory
     calibration          what paths cost, from a file
     status, observer     for those who watch
-    journal              for those who judge
-    nvtx                 the same, for a profiler
 """
 
 from pdstage.layout.items import Items

@@ -44,7 +44,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.role import Gathers
 from pdstage.manager.sessions import Sessions
 from pdstage.protocol.decode_chunks import Scatter
-from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Renew, Send
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Driver:
     def __init__(self, node: Role[Any, Any], inline: bool) -> None:
         self._node = node
         self.inline = inline
-        self.lock: AbstractContextManager[object] = threading.RLock() if node.journal is None else node.journal.lock
+        self.lock = threading.RLock()
         self.sessions = Sessions(node, self.lock)
         self.turning = Turning()
         self.acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
@@ -359,8 +359,6 @@ class Driver:
         fresh: list[Effect] = self._node.core.endpoint.take_effects()
         if self._node.observed is not None:
             self._node.observed.asked(fresh)
-        if self._node.journal is not None:
-            self._node.journal.flush()
         return kept + fresh
 
     def feed_early(self, events: Sequence[Done | PostFailed | Inbound]) -> None:
@@ -390,7 +388,7 @@ class Driver:
             else:
                 again |= self._carry(effect)
         if self._copies:
-            self._do(self._copies.popleft())
+            self._node._carry(self._copies.popleft())
             again = True
         return again
 
@@ -404,7 +402,7 @@ class Driver:
                         node._on_changed(handle, room.status)
                 return False
             case Gather() | Gathers() | Scatter() | Write() | WriteDirect() | WriteRow():
-                self._do(effect)
+                self._node._carry(effect)
             case PeerWarning(route, error):
                 self.sessions.warn(route, error)
                 return False
@@ -418,20 +416,13 @@ class Driver:
                 self.sessions.attach(session, offers)
             case Detach(session):
                 while self._copies:  # what they need of the session goes with it
-                    self._do(self._copies.popleft())
+                    self._node._carry(self._copies.popleft())
                 self.sessions.detach(session)
             case Send():  # was put with what goes to its route
                 return False
             case _:
                 assert_never(effect)
         return True
-
-    def _do(self, effect: ChunkEffect | Gathers | Scatter) -> None:
-        if self._node.ranges is None:
-            self._node._carry(effect)
-        else:
-            with self._node.ranges.of(effect):
-                self._node._carry(effect)
 
     def _flush(self) -> None:
         """Sends what was held back."""

@@ -24,9 +24,7 @@ from pdstage.layout.topology import Topology
 from pdstage.manager import status
 from pdstage.manager.driver import DeviceDriver, Driver, changes_rooms
 from pdstage.manager.handle import Handle, Roster, ask_event
-from pdstage.manager.journal import Journal
 from pdstage.manager.lookup import Directory
-from pdstage.manager.nvtx import ranges_of
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.options import NodeOptions, check_memory, checked, facts_of, transport_of
 from pdstage.manager.role import AnyCore, Own, Role
@@ -78,10 +76,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         arguments.instance("pool", pool, Pool)
         arguments.instance("topology", topology, Topology)
         self.roster = Roster()
-        self.observed, self.ranges, self.journal = None, None, None
+        self.observed = None
         self.incarnation = secrets.randbits(63) | 1
-        if (folder := self.options["journal"]) is not None:
-            self.journal = Journal(folder, self.role, topology.unique_rank, self.incarnation)
         transport, inline = self.options["transport"], self.options["progress"] == "inline"
         try:
             runtime = pool.runtime()  # before a transport looks at the device
@@ -124,7 +120,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self.page_lock = PageLock("the pool", pool.on_host, runtime)
             opened.callback(self.page_lock.release)
             self.parts = self.memory.parts(n_parts)
-            self.ranges = ranges_of(runtime)
             self.stager = Stager(pool, runtime, max_sms=options["max_sms"], only="gather" if writes else "scatter")
             if not (writes and options["path"] == "direct"):
                 self.stager.warm(checksum=self.config.checksums)
@@ -138,8 +133,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
                 options["bind"], identity=identity, insecure=options["insecure"], keys=self.keys
             )
             opened.callback(self.socket.close)
-            if self.journal is not None:
-                self.journal.open(lanes=() if writes else [part.nbytes for part in self.parts])
             opened.pop_all()
 
     def _take_asked(self, now: float) -> None:
@@ -446,8 +439,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         self.roster.ring_all()
         if self.observed is not None:
             self.observed.tell()
-        if self.journal is not None:
-            self.journal.close(free=free, in_order=driver.failure is None)
         return free
 
     def _give_back(self) -> bool:

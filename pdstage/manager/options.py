@@ -5,7 +5,6 @@ A transport's traits say what it can do.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
@@ -19,6 +18,7 @@ from pdstage.stager import DEFAULT_MAX_SMS, place_of
 from pdstage.transport import Traits, Transport, open_from_config, supporting
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
     from pdstage.control.keys import Keys
@@ -49,14 +49,13 @@ class NodeOptions(TypedDict, total=False):
     aux: str
     metadata: MetadataBuffers | None
     observers: Sequence[Observer]
-    journal: str | os.PathLike[str] | None
     model: Mapping[str, str] | None
 
 
 DEFAULTS: NodeOptions = {
     "transport": "auto", "path": "auto", "staging_nbytes": 256 << 20, "staging": None, "staging_on": "pool",
     "bind": "tcp://127.0.0.1:0", "config": None, "progress": "inline", "max_sms": DEFAULT_MAX_SMS, "insecure": False,
-    "keys": None, "aux": "tcp", "metadata": None, "observers": (), "journal": None, "model": None,
+    "keys": None, "aux": "tcp", "metadata": None, "observers": (), "model": None,
 }  # fmt: skip
 
 
@@ -82,10 +81,6 @@ def checked(given: NodeOptions) -> tuple[NodeOptions, Config]:
     arguments.flag("insecure", options["insecure"])
     arguments.choice("aux", options["aux"], WAYS)
     check_observers(options["observers"])
-    if (journal := options["journal"]) is not None:
-        folder = arguments.path("journal", journal)
-        if not os.path.isdir(folder):  # noqa: PTH112  (which raises for no name, however long)
-            raise UsageError(f"journal {arguments.shown(journal)} is no folder", remedy="name one that exists")
     facts_of(options["model"])
     if options["aux"] != "tcp" and metadata is None:
         raise UsageError(f"aux {options['aux']!r} without aux rows", remedy="give the node its `metadata`")

@@ -221,11 +221,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
     PDSTAGE_CALIBRATION names, else the transport's defaults. `aux` is how rows of `metadata` travel: "tcp", by control
     message; "rdma", by the data transport, from memory to memory, where both sides say so; "nvlink", the same, of rows
     on the device. What cannot go so goes by message. `observers` are told when rooms begin and end and how long each
-    stage of a chunk took, as `pdstage.manager.observer` says. `journal` is a folder: what happens to rooms, chunks and
-    leases is written there, for `pdstage judge`. `model` is what the engine says of its model, as names and texts, such
-    as `name`, `revision`, `weights`, `dtype`, `quantization` or `rope`: a peer that says another thing under the same
-    name is refused, since KV of other weights may have the same shape (vllm issue 55776). Raises `UsageError` or
-    `TransportError`.
+    stage of a chunk took, as `pdstage.manager.observer` says. `model` is what the engine says of its model, as
+    names and texts, such as `name`, `revision`, `weights`, `dtype`, `quantization` or `rope`: a peer that says another
+    thing under the same name is refused, since KV of other weights may have the same shape (vllm issue 55776). Raises
+    `UsageError` or `TransportError`.
     """
 
     role: ClassVar[str] = "prefill"

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from pdstage.errors import PdstageError
     from pdstage.kernels import Pool
     from pdstage.manager.handle import Handle, Roster
-    from pdstage.manager.journal import Journal
     from pdstage.manager.lookup import Directory
-    from pdstage.manager.nvtx import Ranges
     from pdstage.manager.observer import Observation
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Session
@@ -44,7 +42,7 @@ Own = TypeVar("Own", bound=ChunkEffect | Gathers | Scatter)
 class Role(ABC, Generic[AnyCore, Own]):
     """One core with its transport and stager, and what differs by role. `Own` are the effects of this role's core only.
 
-    `observed` is None where nobody observes: then nothing is timed. `journal` is None where none is written.
+    `observed` is None where nobody observes: then nothing is timed.
     """
 
     role: ClassVar[str]
@@ -60,8 +58,6 @@ class Role(ABC, Generic[AnyCore, Own]):
     directory: Directory
     roster: Roster
     observed: Observation | None
-    journal: Journal | None
-    ranges: Ranges | None
 
     # For the driver; the first four under its lock.
 

@@ -450,7 +450,6 @@ class DecodeCore:
 
     def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: nothing of that session lands any more, so all it held is free."""
-        session.quiet = True
         self._leave_stranded(session)
         self.lender.session_fenced(session, now)
         for writer in list(session.claims.values()):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.protocol import messages as m
-from pdstage.protocol import state as machines
 from pdstage.protocol import wire
 from pdstage.protocol.leases import Lease, LeaseRequest
 from pdstage.protocol.session import Changed, PeerWarning
@@ -129,8 +128,6 @@ class ChunkReceiver:
         if tag.lane in (m.DIRECT, m.AUX):
             if not self._is_news(writer, writer.coverage, tag):
                 return False
-            if machines.watch is not None:
-                machines.watch("tag", (writer, tag), "", "HEARD", "")
             self._arrived(writer, tag, now)
         else:
             lease = self._leases.at(tag.lane, tag.cursor)

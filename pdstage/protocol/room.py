@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.arguments import shown
 from pdstage.errors import UsageError
-from pdstage.protocol import state as machines
 from pdstage.protocol.messages import MAX_ROOM_NBYTES
 from pdstage.protocol.state import ROOM, RoomEvent, State
 
@@ -85,15 +84,13 @@ class Room:
     `status` is `state | released << 7`, one byte for arrays over many rooms. `ended`: its state is Success or Failed.
     """
 
-    __slots__ = ("__weakref__", "ended", "error", "key", "status")
+    __slots__ = ("ended", "error", "key", "status")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None
         self.ended = False
-        if machines.watch is not None:
-            machines.watch(ROOM.name, self, "", "OPENED", self.state.name)
 
     @property
     def id(self) -> RoomId:
@@ -110,12 +107,9 @@ class Room:
 
     def on(self, event: RoomEvent, error: PdstageError | None = None) -> bool:
         """Applies `event`; False if it changes nothing."""
-        before = _STATES[self.status & 0x7F]
-        state = ROOM.after(before, event)
+        state = ROOM.after(_STATES[self.status & 0x7F], event)
         if event is RoomEvent.FAILED and state is not None:
             self.error = error  # first: another thread that reads the status may ask for the error
-        if machines.watch is not None:
-            ROOM.tell(self, before, event, state)
         if state is None:
             return False
         self.status = state | (self.status & 0x80)
@@ -126,7 +120,5 @@ class Room:
         """Marks an ended room's memory as safe; False if it was."""
         if self.status >= 0x80:
             return False
-        if machines.watch is not None:
-            machines.watch(ROOM.name, self, self.state.name, "RELEASED", self.state.name)
         self.status |= 0x80
         return True

@@ -15,7 +15,6 @@ from pdstage.columns import NOTHING
 from pdstage.errors import DeadlineExceeded, PeerError
 from pdstage.metrics import Counters
 from pdstage.plan.ownership import EVERYTHING
-from pdstage.protocol import state as machines
 from pdstage.protocol.messages import (
     IDLE,
     IN_USE,
@@ -110,8 +109,6 @@ class Session:
     """The tokens that both ranks hold of each component."""
     shares: set[tuple[Share, ...]] = field(default_factory=set)
     """What its rooms ask for, each checked once."""
-    quiet: bool = False
-    """Proved: nothing of this session is in flight."""
     said_bye: bool = False
     """The peer ended the session in order: nothing to complain of."""
     largest_lane: int = field(init=False)
@@ -308,15 +305,11 @@ class Endpoint:
         session.n_sent += 1
         session.sent_at = now
         self.counters.frames_sent += 1
-        if machines.watch is not None:
-            machines.watch("said", (session.id, message), "", type(message).__name__, "")
         self.effects.append(Send(session.route, encode(session.id, session.n_sent, message)))
 
     def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage) -> None:
         """A frame outside any live session's order: greetings, and answers to strangers."""
         self.counters.frames_sent += 1
-        if machines.watch is not None:
-            machines.watch("said", (session_id, message), "", type(message).__name__, "")
         self.effects.append(Send(route, encode(session_id, 0, message)))
 
     def warn_once(self, route: bytes, what: str, remedy: str) -> None:

@@ -8,7 +8,7 @@
 
 A state changes by its table alone (`Machine.move`; a room's by `Room.on`). A table says what follows, or that an event
 changes nothing there. What it does not say is a mistake of this library: an error while `strict`, as in tests, else
-logged, and the state stays. Each change goes through one place, so that it can be watched (`watch`).
+logged, and the state stays.
 """
 
 from __future__ import annotations
@@ -18,19 +18,12 @@ from enum import Enum, IntEnum, StrEnum, auto
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
 
 strict = False
 """Whether a move that no table has raises `AssertionError`."""
-
-watch: Callable[[str, object, str, str, str], None] | None = None
-"""Called for each move in this process's cores, before the state changes; None: not (`pdstage.manager.journal`).
-
-The arguments: a machine's name, or "tag" or "said"; what moves; the names of the state before, of the event and of the
-state after. A name is empty where there is none.
-"""
 
 
 class _Name(Enum):
@@ -187,17 +180,10 @@ class Machine(Generic[S, E]):
         """Brings `thing` into the state that follows; False if none does."""
         row = self.rows.get(thing.phase)
         state = row[event] if row is not None and event in row else self.after(thing.phase, event)
-        if watch is not None:
-            self.tell(thing, thing.phase, event, state)
         if state is None:
             return False
         thing.phase = state
         return True
-
-    def tell(self, thing: object, before: S, event: E, state: S | None) -> None:
-        """Calls `watch`, but not for an event that the table says is ignored."""
-        if watch is not None and (state is not None or event not in self.rows.get(before, {})):
-            watch(self.name, thing, before.name, event.name, state.name if state is not None else "")
 
     def after(self, state: S, event: E) -> S | None:
         try:

@@ -18,7 +18,9 @@ import numpy as np  # noqa: F401  (loaded before the processes are forked)
 
 from pdstage import DecodeNode, PrefillNode, Topology
 from pdstage.errors import TransportError
+from pdstage.manager.observer import Observer
 from pdstage.protocol import state
+from pdstage.tools.trace import tracing
 from pdstage.transport import open_from_config
 from tests import descriptors, processes
 from tests.chaos import account, plan
@@ -39,9 +41,7 @@ _ENDS_S = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One life of one rank. `where`: its network namespace, or empty. `journals`: a folder for its journal, if it is to
-    write one.
-    """
+    """One life of one rank. `where`: its network namespace, or empty. `traces`: where a life that closes leaves one."""
 
     site: plan.Site
     engine: plan.Engine
@@ -53,7 +53,7 @@ class Job:
     where: str = ""
     life: int = 0
     port: int = 0
-    journals: Path | None = None
+    traces: Path | None = None
     n_tokens: int = 12_288
     staging_nbytes: int = 768 << 10
 
@@ -73,24 +73,28 @@ def run(job: Job, pipe: Connection) -> None:
     os.environ["UCX_LOG_LEVEL"] = "fatal"  # what it says of killed peers fills the log
     open_from_config(job.site.transport, "cpu", job.host).close()  # what a library keeps for ever is there already
     before = (descriptors.kinds(), Counter(account.threads()))
-    engine = _engine(job, lambda *what: pipe.send(what))
-    pipe.send(("ready", (engine.node.socket.endpoint, descriptors.count())))
-    inline = job.engine.progress == "inline"
-    while _obey(engine, pipe, 0 if inline else _PAUSE_S):
-        engine.step()
-        if inline:
-            engine.node.turn(_PAUSE_S)
-    _close(engine, pipe, before)
+    trace = job.traces and job.traces / f"{job.engine.name} {job.rank} {job.life}.json"
+    with tracing(trace) as observers:
+        engine = _engine(job, lambda *what: pipe.send(what), observers)
+        pipe.send(("ready", (engine.node.socket.endpoint, descriptors.count())))
+        inline = job.engine.progress == "inline"
+        while _obey(engine, pipe, 0 if inline else _PAUSE_S):
+            engine.step()
+            if inline:
+                engine.node.turn(_PAUSE_S)
+        closed = _close(engine, before)
+    pipe.send(("closed", closed))
+    pipe.close()
 
 
-def _engine(job: Job, say) -> Engine:
+def _engine(job: Job, say, observers: tuple[Observer, ...]) -> Engine:
     shape = job.engine
     rng = random.Random(f"{job.seed} {shape.name} {job.rank} {job.life}")
     pages = Pages(shape.tp, job.rank, page=shape.page, n_pages=job.n_tokens // shape.page, hnd=shape.hnd)
     until = time.monotonic() + _START_S
     while True:
         try:
-            node = _node(job, pages)
+            node = _node(job, pages, observers)
         except TransportError as error:  # patient with a directory out of reach
             if time.monotonic() > until:
                 raise
@@ -104,7 +108,7 @@ def _engine(job: Job, say) -> Engine:
     return DecodeEngine(node, pages, rng, say, job.site, directory=job.directory)
 
 
-def _node(job: Job, pages: Pages) -> PrefillNode | DecodeNode:
+def _node(job: Job, pages: Pages, observers: tuple[Observer, ...]) -> PrefillNode | DecodeNode:
     site, place = job.site, Topology(tp_size=job.engine.tp, tp_rank=job.rank)
     transport = site.transport
     if site.faults and not job.life:
@@ -113,7 +117,7 @@ def _node(job: Job, pages: Pages) -> PrefillNode | DecodeNode:
         "transport": transport,
         "path": site.path, "config": replace(site.config, checksums=site.checksums), "aux": "rdma",
         "bind": f"tcp://{job.host}:{job.port}", "insecure": bool(job.where), "staging_nbytes": job.staging_nbytes,
-        "metadata": make_rows(), "journal": job.journals, "progress": job.engine.progress,
+        "metadata": make_rows(), "observers": observers, "progress": job.engine.progress,
     }  # fmt: skip
     if job.engine.role == "decode":
         return DecodeNode(pages.pool, place, n_lanes=site.n_lanes, **common)
@@ -166,7 +170,7 @@ def _left(before: tuple[Counter[str], Counter[str]], *, free: bool) -> list[Coun
     return [kinds, Counter(account.threads()) - before[1]]
 
 
-def _close(engine: Engine, pipe: Connection, before: tuple[Counter[str], Counter[str]]) -> None:
+def _close(engine: Engine, before: tuple[Counter[str], Counter[str]]) -> tuple[bool, list[dict[str, int]]]:
     """Closes the node in order, and tells what it left behind. Memory it gave back is used at once, and watched."""
     free = engine.node.close(2 * engine.site.config.drain_s)
     until = time.monotonic() + _ENDS_S
@@ -179,5 +183,4 @@ def _close(engine: Engine, pipe: Connection, before: tuple[Counter[str], Counter
         while time.monotonic() < until:
             engine.wrong(engine.pages.sweep())
             time.sleep(_WATCH_S / 10)
-    pipe.send(("closed", (free, [dict(kinds) for kinds in left])))
-    pipe.close()
+    return free, [dict(kinds) for kinds in left]

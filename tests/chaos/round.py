@@ -21,13 +21,14 @@ from pathlib import Path
 
 from pdstage.bench.etcd_servers import Host, Servers
 from pdstage.control.bootstrap import BootstrapServer, client_of
-from pdstage.tools.judge import judge
+from pdstage.tools.trace import load
 from tests.chaos import account
 from tests.chaos.engine import Order
 from tests.chaos.member import Member
 from tests.chaos.network import Network, SharedNetwork
 from tests.chaos.plan import N_ETCD, Engine, Fault, Site, draw_faults
 from tests.chaos.rank import Job
+from tests.judge import judge
 
 _START_S = 240.0
 _STEP_S = 0.02
@@ -107,14 +108,14 @@ class Round:
             else:
                 bind = f"{self._net.address('operator')}:0"
                 self._directory = stack.enter_context(BootstrapServer(bind, insecure=bool(hosts))).address
-        journals = self._folder / "journals"
-        journals.mkdir()
+        traces = self._folder / "traces"
+        traces.mkdir()
         for engine in site.engines:
             for rank, name in enumerate(engine.ranks):
                 job = Job(
                     site=site, engine=engine, rank=rank, directory=self._directory, log=self._folder / f"{name}.log",
                     seed=f"{self.seed} {self.number}", host=self._net.address(name), where=self._net.where(name),
-                    journals=journals,
+                    traces=traces,
                 )  # fmt: skip
                 self.members[name] = Member(job)
 
@@ -215,13 +216,10 @@ class Round:
         self.wrong += [f"process {pid} is left behind" for pid in left]
 
     def _judge(self) -> None:
-        """By the model: what the ranks wrote down in all their lives, killed ones included."""
-        verdict = judge([self._folder / "journals"])
-        self.wrong += [f"judged: {what}" for what in verdict.wrong]
-        if not verdict.judged:
-            self.wrong.append("the ranks wrote nothing down that could be judged")
-        for what in ("moves", "leases", "writes seen at both ends"):
-            self.counts[f"judged: {what}"] += verdict.counts[what]
+        """By what the ranks traced in all lives that they closed in order."""
+        wrong, n_chunks = judge(load((self._folder / "traces").iterdir()))
+        self.wrong += [f"judged: {what}" for what in wrong]
+        self.counts["judged: chunks seen at both ends"] += n_chunks
 
     # Rooms.
 

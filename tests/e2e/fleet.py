@@ -35,23 +35,17 @@ class Spec(Protocol):
     def model(self) -> str: ...
     @property
     def name(self) -> str: ...
-    @property
-    def role(self) -> str: ...
     def server(self, folder: Path, logs: Path) -> Server: ...
 
 
 class Fleet:
-    """`place` holds models and logs; `save` is the command that saves a model, given its name and a folder. With
-    `journals`, a folder, the nodes of all servers write theirs there.
-    """
+    """`place` holds models and logs; `save` is the command that saves a model, given its name and a folder."""
 
-    def __init__(self, place: Path, save: Sequence[str], journals: Path | None = None) -> None:
-        self.place, self.journals = place, journals
+    def __init__(self, place: Path, save: Sequence[str]) -> None:
+        self.place = place
         self._save = save
         self._servers: dict[Any, Server] = {}  # least recently used first
         self._folders: dict[str, Path] = {}
-        self.roles: set[str] = set()
-        """Of the engines that were up."""
         self._right: dict[Any, dict[Prompt, tuple[int, ...]]] = {}
         self.notes: list[str] = []
         """What became of each part and how long it took, for the report at the end."""
@@ -79,7 +73,7 @@ class Fleet:
         began = time.monotonic()
         found = []
         for spec in dict.fromkeys(specs):
-            server = self._servers.pop(spec, None) or self._made(spec)
+            server = self._servers.pop(spec, None) or spec.server(self.folder(spec.model), self.place)
             self._servers[spec] = server
             found.append(server)
         for spec, server in list(self._servers.items())[: max(0, len(self._servers) - MOST)]:
@@ -91,13 +85,6 @@ class Fleet:
         if idle:
             self.note(f"up: {', '.join(idle)}: {time.monotonic() - began:.1f} s")
         return [self._servers[spec] for spec in specs]
-
-    def _made(self, spec: Spec) -> Server:
-        server = spec.server(self.folder(spec.model), self.place)
-        self.roles.add(spec.role)
-        if self.journals is not None:
-            server.env = servers.with_journal(server.env, self.journals)
-        return server
 
     def right(
         self, reference: Spec, prompts: Iterable[Prompt], n_tokens: int = load.N_TOKENS, *, at_a_time: int = 16

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import signal
@@ -21,10 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdstage import environment
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 UP_S = 900.0
@@ -44,12 +41,6 @@ def name_of(engine: Any) -> str:
     """A dataclass by its fields that are not as usual: fit for a file's name."""
     own = [f"{one.name} {value}" for one in fields(engine) if (value := getattr(engine, one.name)) != one.default]
     return re.sub(r"[^\w.]+", "-", " ".join(own or ["usual"])).strip("-")
-
-
-def with_journal(env: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """A server's environment in which its nodes write their journals to `folder`, and do all else as `env` has it."""
-    told = env.get(environment.NODE.name) or os.environ.get(environment.NODE.name) or "{}"
-    return dict(env) | {environment.NODE.name: json.dumps(json.loads(told) | {"journal": str(folder)})}
 
 
 @dataclass

@@ -9,7 +9,6 @@ import torch
 
 from pdstage import Pool, State
 from pdstage.control.bootstrap import BootstrapServer
-from pdstage.tools.judge import judge
 from tests.manager.engine import Rank, decode_node, drive, prefill_node, truth
 
 TOKENS, N_ROOMS = 50, 6
@@ -61,14 +60,14 @@ def send(node, pages):
     return senders
 
 
-def between_processes(target, transport, folder):
-    """All rooms from `cuda:0` here to a process with its pool on `target`; our node's counts, and the judge's word."""
+def between_processes(target, transport):
+    """All rooms from `cuda:0` here to a process with its pool on `target`; our node's counts."""
     spawn = multiprocessing.get_context("spawn")
     rank, (ours, theirs) = GpuRank("cuda:0"), spawn.Pipe()
     with BootstrapServer("127.0.0.1:0") as server:
-        args = (theirs, server.address, target, transport, folder)
+        args = (theirs, server.address, target, transport)
         process = spawn.Process(target=serve_decode, args=args, daemon=True)
-        with prefill_node(rank, server.address, transport=transport, path="staged", journal=folder) as node:
+        with prefill_node(rank, server.address, transport=transport, path="staged") as node:
             process.start()
             try:
                 senders = send(node, write(rank))
@@ -80,13 +79,13 @@ def between_processes(target, transport, folder):
             finally:
                 process.kill()
                 process.join()
-    return stats, judge([folder])
+    return stats
 
 
-def serve_decode(pipe, address, device, transport, journal):
+def serve_decode(pipe, address, device, transport):
     """Receives all rooms, and says how each ended and whether it holds what it must."""
     rank = GpuRank(device, page=8, hnd=True)
-    with decode_node(rank, transport=transport, path="staged", journal=journal) as node:
+    with decode_node(rank, transport=transport, path="staged") as node:
         pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
         receivers = [node.receive(room, address) for room in range(N_ROOMS)]
         for receiver, into in zip(receivers, pages, strict=True):

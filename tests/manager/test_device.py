@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from unittest import mock
 
@@ -15,8 +14,6 @@ import pytest
 
 from pdstage import State, UsageError
 from pdstage.kernels import Plan
-from pdstage.kernels.cuda_runtime import CudaRuntime
-from pdstage.kernels.torch_runtime import TorchRuntime
 from pdstage.manager.driver import Driver
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.session import Send
@@ -31,12 +28,11 @@ VERBS = (
 
 
 class Device:
-    """Knows which threads it is current in, and which NVTX ranges are open."""
+    """Knows which threads it is current in."""
 
     def __init__(self, *, flushes: bool = False) -> None:
         self.flushes = flushes
         self.log: list[str] = []
-        self.open: list[str] = []
         self.thread = threading.local()
         self.n_entered = self.n_reserved = 0
 
@@ -72,18 +68,11 @@ class Device:
 
     def record(self, event: object, stream: int) -> None:
         assert self.depth
-        self.log.append(" in ".join(["copy", *self.open]))
+        self.log.append("copy")
 
     def done(self, event: object) -> bool:
         assert self.depth
         return True
-
-    def push_range(self, name: str) -> None:
-        self.open.append(name)
-        self.log.append(name)
-
-    def pop_range(self) -> None:
-        self.open.pop()
 
 
 class Asked:
@@ -214,39 +203,3 @@ def test_several_scatters_of_a_turn_are_one_flush(site, monkeypatch):
     monkeypatch.undo()
     assert len(carried) == 2
     assert device.log == ["flush"]
-
-
-@pytest.mark.parametrize("value", ["1", None, "", "0"])
-def test_launches_and_posts_lie_in_ranges_named_by_room_and_chunk_if_asked_for(site, monkeypatch, value):
-    if value is not None:
-        monkeypatch.setenv("PDSTAGE_NVTX", value)
-    src, dst = Device(), Device()
-    pair_on(site, monkeypatch, src, dst, path="staged").move("r")
-    assert not src.open and not dst.open
-    gather, write, scatter = (f"pdstage {what} r #0" for what in ("gather", "write", "scatter"))
-    if value == "1":
-        assert src.log == [gather, f"copy in {gather}", write]
-        assert dst.log == [scatter, f"copy in {scatter}"]
-    else:
-        assert src.log == dst.log == ["copy"]
-
-
-def test_who_has_no_ranges(site, monkeypatch):
-    monkeypatch.setenv("PDSTAGE_NVTX", "1")
-    assert site.prefill(Rank()).ranges is None, "a pool in host memory"
-    monkeypatch.setenv("PDSTAGE_NVTX", "yes")
-    with pytest.raises(UsageError, match="PDSTAGE_NVTX='yes'"):
-        site.prefill(Rank())
-
-
-def test_the_backends_libraries_are_asked(monkeypatch):
-    torch, cupy = mock.Mock(), mock.Mock()
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-    for kind in (TorchRuntime, CudaRuntime):
-        runtime = kind.__new__(kind)
-        runtime._torch = torch
-        runtime.push_range("a")
-        runtime.pop_range()
-    assert torch.cuda.nvtx.method_calls == [mock.call.range_push("a"), mock.call.range_pop()]
-    assert cupy.cuda.nvtx.method_calls == [mock.call.RangePush("a"), mock.call.RangePop()]

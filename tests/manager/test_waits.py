@@ -48,7 +48,7 @@ def test_it_asks_soon_while_a_copy_is_under_way_and_sleeps_no_longer_than_that(s
     """Nothing announces its end, whatever descriptors the transport has."""
     runtime, src, dst, waits = Busy(), Rank(), Rank(), []
     src.pool.runtime = dst.pool.runtime = lambda: runtime
-    pair = site.pair(src, dst, path="staged", journal=None)
+    pair = site.pair(src, dst, path="staged")
     p, room = pair.p, pair.begin(1, TOKENS)
     drive(pair.nodes, lambda: p.stager.launched)
     assert p.transport.filenos()

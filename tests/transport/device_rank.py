@@ -44,7 +44,7 @@ def staging():
     return SimpleNamespace(data_ptr=lambda: memory.address, nbytes=memory.nbytes, device=DEVICE, held=memory)
 
 
-def serve_decode(pipe, address, journal=None, path="staged", types=None, k_on_host=False, config=QUICK, **where):
+def serve_decode(pipe, address, path="staged", types=None, k_on_host=False, config=QUICK, **where):
     """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied.
 
     `where` says where its staging memory lies; the double's device memory if nothing is said. `types` and `k_on_host`
@@ -53,7 +53,7 @@ def serve_decode(pipe, address, journal=None, path="staged", types=None, k_on_ho
     with cuda_double.use():
         rank = DeviceRank(types, page=8, hnd=True, k_on_host=k_on_host)
         where = where or {"staging": staging()}
-        options = {"transport": "local", "path": path, "journal": journal, "config": config}
+        options = {"transport": "local", "path": path, "config": config}
         with decode_node(rank, **options, **where) as node:
             pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
             receivers = [node.receive(room, address) for room in range(N_ROOMS)]
