@@ -45,19 +45,14 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             if place.exists() and not place.is_file():  # a pipe or a device
                 place.write_text(text)
             else:
-                _put(place, text)
+                fresh = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
+                try:
+                    fresh.write_text(text)
+                    fresh.replace(place)
+                finally:
+                    fresh.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"cannot write {path} ({error.strerror})", remedy="name another file") from error
-
-
-def _put(place: Path, text: str) -> None:
-    fresh = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
-    try:
-        fresh.write_text(text)
-        fresh.replace(place)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
 
 
 _PRICES = {field.name for field in fields(CostModel)}

@@ -107,7 +107,7 @@ class Receiver(Handle):
             asked.append(m.Asked(name, min(start, one.stop), one.stop))
         exposed = checked if node.path != "staged" else {}
         wire_items = tuple(
-            m.Items(name, one.first_token, memoryview(one.pages.data).cast("B")) for name, one in exposed.items()
+            m.Items(name, one.index.first_token, memoryview(one.pages.data).cast("B")) for name, one in exposed.items()
         )
         with self.driver.use():
             if self.bound:

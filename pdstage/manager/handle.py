@@ -177,7 +177,6 @@ class Roster:
         # Lists and dictionaries whose single calls are each whole: waiters come and go in any thread, and when garbage
         # is collected, where a lock could be held by whom it interrupts.
         self._waiters: dict[Waiter, None] = {}
-        self._of_any_end: list[Waiter] = []
         self._due: deque[list[Waiter]] = deque()  # of what changed since the last `ring`
         self._n_changes = 0
         self._polled = _Polled(-1, [], np.empty(0, np.uint8))  # replaced as a whole: several threads may poll
@@ -204,8 +203,6 @@ class Roster:
         handle.status = status
         if status & 0x7F in _ENDED and not had_ended:
             self._ended.append(handle)
-            if self._of_any_end:
-                self._due.append(self._of_any_end)
         if handle.waiters:
             self._due.append(handle.waiters)
         if status >= 0x80:
@@ -223,22 +220,11 @@ class Roster:
 
     def take_ended(self) -> list[Handle]:
         """All that ended since the last call. One by one, since the driver's thread may add another meanwhile."""
-        ended = []
-        while (handle := self.pop_ended()) is not None:
-            ended.append(handle)
+        ended = list[Handle]()
+        with contextlib.suppress(IndexError):  # another thread took it
+            while self._ended:  # asked first, since an engine asks in each step, and mostly there is none
+                ended.append(self._ended.popleft())
         return ended
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `take_ended` has something to give."""
-        return bool(self._ended)
-
-    def pop_ended(self) -> Handle | None:
-        """The first of what `take_ended` would give; None if nothing."""
-        if self._ended:  # asked first, since an engine asks in each step, and mostly there is none
-            with contextlib.suppress(IndexError):  # another thread took it
-                return self._ended.popleft()
-        return None
 
     def statuses(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """(states, released) of `handles`; remembered while neither they nor any room changes."""
@@ -267,18 +253,18 @@ class Roster:
             waiter.wake()
 
     @contextlib.contextmanager
-    def waiting(self, handle: Handle | None, done: Callable[[], bool], wake: Callable[[], None]) -> Iterator[None]:
-        """Inside, `wake` is called once `handle`'s room, or with None any room, changed and `done()`; perhaps again.
+    def waiting(self, handle: Handle, done: Callable[[], bool], wake: Callable[[], None]) -> Iterator[None]:
+        """Inside, `wake` is called once `handle`'s room changed and `done()`; perhaps again.
 
         Ask `done()` inside before waiting: it may be so already.
         """
-        waiter, waiters = Waiter(done, wake), self._of_any_end if handle is None else handle.waiters
+        waiter = Waiter(done, wake)
         self._waiters[waiter] = None
-        waiters.append(waiter)
+        handle.waiters.append(waiter)
         try:
             yield
         finally:
-            waiters.remove(waiter)
+            handle.waiters.remove(waiter)
             del self._waiters[waiter]
 
     def wait(self, handle: Handle, done: Callable[[], bool], timeout_s: float) -> None:
@@ -289,10 +275,8 @@ class Roster:
                 with contextlib.suppress(queue.Empty):
                     bell.get(timeout=timeout_s)
 
-    async def wait_async(self, handle: Handle | None, done: Callable[[], bool], check: Callable[[], None]) -> None:
-        """Until a change of `handle`'s room, or with None of any, made `done` true. Raises what `check` does, which is
-        called before each wait.
-        """
+    async def wait_async(self, handle: Handle, done: Callable[[], bool], check: Callable[[], None]) -> None:
+        """Until a change of `handle`'s room made `done` true. Raises what `check` does, which is asked before a wait."""
         loop, changed, stack = asyncio.get_running_loop(), asyncio.Event(), contextlib.ExitStack()
 
         def wake() -> None:

@@ -35,7 +35,7 @@ from pdstage.stager import Memory, PageLock, Stager
 from pdstage.transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -256,8 +256,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             elif not self.driver.turn(min(left_s, self.driver.longest_s())):
                 self.roster.wait(handle, done, min(left_s, _BUSY_S))  # another thread turns, and may leave off
 
-    async def wait_for_async(self, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """`wait_for` in an event loop; None: what a change of any room makes true."""
+    async def wait_for_async(self, handle: Handle, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """`wait_for` in an event loop."""
         timeout_s = arguments.timeout("timeout_s", timeout_s)
         if self.driver.inline:
             raise UsageError("an inline node is awaited in an event loop", remedy='make it with progress="thread"')
@@ -267,8 +267,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             async with asyncio.timeout(timeout_s):
                 await self.roster.wait_async(handle, done, self.driver.check)
         except TimeoutError:
-            what = f"room {handle.id!r}" if handle is not None else "any room"
-            raise TimeoutError(f"{what} did not get there in {timeout_s:g} s") from None
+            raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s:g} s") from None
 
     def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.
@@ -285,20 +284,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         """The handles whose rooms ended since the last call; of more than 65,536 the latest."""
         self.progress_inline()
         return cast("list[AnyHandle]", self.roster.take_ended())
-
-    async def completions_async(self) -> AsyncIterator[AnyHandle]:
-        """The handles of rooms as they end, in an event loop, until the node is closed: `async for` goes through them.
-
-        Each is given once, here or by `completions`.
-        """
-        while True:
-            handle = self.roster.pop_ended()
-            if handle is not None:
-                yield cast("AnyHandle", handle)
-            elif self.closed:
-                return
-            else:
-                await self.wait_for_async(None, lambda: self.roster.has_ended or self.closed, None)
 
     def unfenced(self) -> dict[str, int]:
         """Peers whose lost sessions still keep memory of this node out of use, and how many such sessions each has.

@@ -19,7 +19,7 @@ def checked(owned, items, tokens, *, destination=False):
 def test_items_of_interleaved_tokens_count_the_ranks_own(destination):
     """Rank 1 of 2 by blocks of two holds 2, 3, 6, 7, ...: tokens 8..24 are its own 4..12, the second and third page."""
     one = checked(INTERLEAVED, Items([5, 6], 4), (8, 24), destination=destination)
-    assert (one.start, one.stop, one.first_token) == (8, 24, 4)
+    assert (one.start, one.stop, one.index.first_token) == (8, 24, 4)
     checked(INTERLEAVED, Items([5, 6], 4), (9, 26), destination=destination)
     for tokens in ((7, 24), (8, 27)):
         with pytest.raises(UsageError, match=r"part 1 of 2 \(blocks of 2\).*not in items that cover 4\.\.12"):
