@@ -276,7 +276,7 @@ class Roster:
                     bell.get(timeout=timeout_s)
 
     async def wait_async(self, handle: Handle, done: Callable[[], bool], check: Callable[[], None]) -> None:
-        """Until a change of `handle`'s room made `done` true. Raises what `check` does, which is asked before a wait."""
+        """Until a change of `handle`'s room made `done` true. Raises what `check` does, asked before a wait."""
         loop, changed, stack = asyncio.get_running_loop(), asyncio.Event(), contextlib.ExitStack()
 
         def wake() -> None:
