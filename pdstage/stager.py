@@ -145,12 +145,9 @@ class Memory:
 
     def _allocate(self, nbytes: int, where: str, mappable: bool) -> tuple[int, int]:
         """Address and bytes."""
-        if nbytes < 1:
-            raise UsageError(f"staging_nbytes is {nbytes}", remedy="give a positive number of bytes")
         if where != "cpu":
             runtime = self._runtime
-            if runtime is None:
-                raise UsageError(f"staging memory on {where} without its runtime", remedy="give the pool's runtime")
+            assert runtime is not None  # of a pool on a device
             spare = _released.setdefault(runtime, {}).get(nbytes)
             base = spare.pop() if spare else _granted(nbytes, f"on {where}", lambda: runtime.allocate(nbytes))
             self._kept = base

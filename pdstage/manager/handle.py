@@ -121,12 +121,12 @@ class Handle:
 
     def wait(self, timeout_s: float | None = None) -> State:
         """Until the room ended; then its state, or raises its error if it failed. `TimeoutError` after `timeout_s`."""
-        self._node.wait_for(self, self._has_ended, timeout_s)
+        self._node.wait_for(self, lambda: self.status & 0x7F in _ENDED, timeout_s)
         return self._outcome()
 
     def wait_released(self, timeout_s: float | None = None) -> None:
         """Until the room's memory may be reused. `TimeoutError` after `timeout_s`."""
-        self._node.wait_for(self, self._is_released, timeout_s)
+        self._node.wait_for(self, lambda: self.released, timeout_s)
 
     async def wait_async(self, timeout_s: float | None = None) -> State:
         """`wait` in an event loop, which goes on meanwhile: returns and raises what `wait` does.
@@ -134,18 +134,12 @@ class Handle:
         Cancelling it gives up the waiting, not the room: that is what `abort` is for. The node has a thread
         (`progress="thread"`); else `UsageError`. Thousands may wait at a time: a wait costs no thread.
         """
-        await self._node.wait_for_async(self, self._has_ended, timeout_s)
+        await self._node.wait_for_async(self, lambda: self.status & 0x7F in _ENDED, timeout_s)
         return self._outcome()
 
     async def wait_released_async(self, timeout_s: float | None = None) -> None:
         """`wait_released` in an event loop; see `wait_async`."""
-        await self._node.wait_for_async(self, self._is_released, timeout_s)
-
-    def _has_ended(self) -> bool:
-        return self.status & 0x7F in _ENDED
-
-    def _is_released(self) -> bool:
-        return self.status >= 0x80
+        await self._node.wait_for_async(self, lambda: self.released, timeout_s)
 
     def _outcome(self) -> State:
         if self.error is not None:

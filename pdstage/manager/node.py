@@ -358,11 +358,10 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         """
         timeout_s = arguments.timeout("timeout_s", timeout_s)
         self._begin_drain()
-        deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline_at = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         for handle in self.handles():
-            left_s = max(0.0, deadline_at - time.monotonic())
             try:
-                handle.wait_released(None if timeout_s is None else left_s)
+                handle.wait_released(max(0.0, deadline_at - time.monotonic()))
             except TimeoutError:
                 return False
         return True
