@@ -251,6 +251,23 @@ def test_a_room_whose_prefill_is_still_looked_up_fails_when_its_node_closes(site
     assert "the node closes" in str(receiver.error)
 
 
+def test_a_thread_that_is_closed_between_two_turns_complains_of_nothing(site, monkeypatch, caplog):
+    """Found by the simulator of whole nodes."""
+    d = site.decode(Rank(), progress="thread")
+    longest_s = d.driver.longest_s
+
+    def close_first() -> float:
+        d.driver.closed = True
+        return longest_s()
+
+    monkeypatch.setattr(d.driver, "longest_s", close_first)
+    d.socket.wake()
+    d.driver._thread.join()
+    d.driver.closed = False
+    assert d.close()
+    assert caplog.text == ""
+
+
 def test_who_waits_while_another_thread_turns_does_not_ask_without_a_pause(site, monkeypatch):
     """Two that wait at one inline node kept each other and the processor busy (found by the simulator)."""
     d = site.decode(Rank())
