@@ -17,16 +17,16 @@ from pdstage.plan.ownership import EVERYTHING, Common
 from pdstage.plan.spans import DirectPlan
 from pdstage.plan.tables import Index, Table
 from pdstage.protocol.destinations import clip, split
-from pdstage.stager import Stager
+from pdstage.stager import Move, Stager
 
 from .harness import Row, interleaved
 from .shapes import SLOTS, Array, Block, Model, place, runs_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pdstage.layout import Layout
-    from pdstage.plan import Share
+    from pdstage.plan import Rect, Share
     from pdstage.protocol.destinations import Destination
 
 LAYERS = 61
@@ -93,21 +93,23 @@ class HybridChunk:
         indexes = {name: one.index for name, one in checked.items()}
         for rects, nbytes in split(clip(given, self.destination), self.destination, 1 << 40):
             _COST.prefers_direct(nbytes, self.direct.n_descriptors(tokens_of(rects)))
-            _but_the_bytes(self.stagers[0].gather, self.destination.shares, rects, items=indexes, dst=_NOWHERE)
+            _but_the_bytes(self.stagers[0].gather, self.destination.shares, rects, indexes)
 
     def at_decode(self) -> None:
         """From the tag to the scatter's first byte."""
         self.stagings[1].of(self.destination.shares, self.rects).nbytes(tokens_of(self.rects))
-        _but_the_bytes(self.stagers[1].scatter, self.destination.shares, self.rects, items=self.indexes, src=_NOWHERE)
+        _but_the_bytes(self.stagers[1].scatter, self.destination.shares, self.rects, self.indexes)
 
     def anew(self, layout: Layout) -> None:
         """One side's tables from its layout: what the first such chunk of a session costs besides."""
         Table.of(layout, selects(layout, self.destination.shares, self.rects))
 
 
-def _but_the_bytes(call: Callable[..., None], *given: object, **named: object) -> None:
+def _but_the_bytes(
+    call: Callable[..., None], owned: tuple[Share, ...], rects: tuple[Rect, ...], items: Mapping[str, Index]
+) -> None:
     """A call into the pool that checks and places everything, and then finds the staging too small."""
-    call(0, *given, order=TOKEN_MAJOR, **named)
+    call(0, Move(owned, rects, tokens_of(rects), TOKEN_MAJOR, items), _NOWHERE)
     stager: Stager = call.__self__  # type: ignore[attr-defined]
     (copied,) = stager.poll()
     assert copied.error is not None

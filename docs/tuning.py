@@ -72,10 +72,6 @@ def knobs() -> list[Knob]:
              "one of them",
              f"4 NICs, a write over one of them: p99 beside no limits is {few:.1f} x with 4 and {many:.1f} x with 16 "
              f"{sizing}"),
-        Knob("`copy_thread`", "where the process may use more than two cores",
-             "that count is wrong, as under a container's quota",
-             "two ranks to one over shared memory on two cores: 2.25 GB/s with it, 2.65 without "
-             "([copy_thread.py](../pdstage/manager/copy_thread.py))"),
         Knob("`max_sms`", "8",
              "a GPU's copies are slower than what carries them (raise it), or decode steps get longer beside them "
              "(lower it); None takes the whole GPU"),
@@ -84,9 +80,6 @@ def knobs() -> list[Knob]:
              f"{rooms.value('rooms a second, local, thread'):,.0f} thread; one room beside busy main threads, p99: "
              f"{rooms.value(wait.format('inline')) / 1e3:.1f} ms inline, "
              f"{rooms.value(wait.format('thread')) / 1e3:.1f} ms thread {rooms.link}"),
-        Knob("`switch_interval_s`", "0.1 ms",
-             'Python code of the engine beside `progress="thread"` must not be interrupted so often; None leaves '
-             "Python's own"),
         Knob("page size, memory order", "the engine's", "runs are short: direct is slow then, staged hardly is",
              "[by bytes of one run](transports.md#path-choice-and-calibration)"),
         Knob("`Config.checksums`", "off", "a fabric or a host is suspected",

@@ -2,7 +2,7 @@
 
 They hold memory, and record which rows belong to which rooms.
 
-The transfer path of rows decides where they are (`row_device`). The usual columns are those of SGLang's MetadataBuffers
+The transfer path of rows decides where they are. The usual columns are those of SGLang's MetadataBuffers
 (disaggregation/utils.py, 0.5): the first output token, cached-token counts, log probabilities, data for speculative
 decoding, and the room's id, by which an engine can check that a row is the room's.
 """
@@ -22,7 +22,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
 
     from pdstage.columns import Placed, Shared
 
@@ -45,14 +45,6 @@ class RowInUse(UsageError):
 
 class RowNotAllocated(UsageError):
     """A row was freed twice, or belongs to other buffers."""
-
-
-def row_device(aux: str, pool_device: str, kinds: Collection[str]) -> str:
-    """Where rows should be: with the pool for "nvlink", if a transport of these memory `kinds` can register them there;
-    else "cpu".
-    """
-    kind = pool_device.partition(":")[0]
-    return pool_device if aux == "nvlink" and any(kind == one for one in kinds) else "cpu"
 
 
 def usual_columns(

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import mmap
 import os
 import time
 from collections import Counter, deque
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,7 +22,7 @@ from pdstage.arguments import shown
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Index, Pool
 from pdstage.layout import Layout, Region
-from pdstage.plan import VIEW_ALIGNMENT, Select, layers_of, selects, tokens_of
+from pdstage.plan import Select, layers_of, selects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,11 +46,8 @@ ALIGNMENT = 256
 DEFAULT_MAX_SMS = 8
 """275 GB/s on an H200, of which they are 6 %."""
 _MAX_PLANS = 1024
-_RATED_NBYTES, _RATED_VIEWS = (1 << 20, 32 << 20), 64
-_RATED_S = 1e-3
-_RATE_WAIT_S = 1.0
+_WARMED_VIEWS = 64
 _STAGED = 4  # of a plan's key
-_LARGE_NBYTES = 512 << 10
 _AT_ONCE = 32
 _NO_SUM = np.zeros(1, np.uint64)
 
@@ -150,12 +145,9 @@ class Memory:
 
     def _allocate(self, nbytes: int, where: str, mappable: bool) -> tuple[int, int]:
         """Address and bytes."""
-        if nbytes < 1:
-            raise UsageError(f"staging_nbytes is {nbytes}", remedy="give a positive number of bytes")
         if where != "cpu":
             runtime = self._runtime
-            if runtime is None:
-                raise UsageError(f"staging memory on {where} without its runtime", remedy="give the pool's runtime")
+            assert runtime is not None  # of a pool on a device
             spare = _released.setdefault(runtime, {}).get(nbytes)
             base = spare.pop() if spare else _granted(nbytes, f"on {where}", lambda: runtime.allocate(nbytes))
             self._kept = base
@@ -245,31 +237,23 @@ class Copied(NamedTuple):
     began_at: float = 0.0
     ended_at: float = 0.0
 
-    @classmethod
-    def each(
-        cls,
-        tickets: Iterable[int],
-        error: PdstageError | None,
-        checksum: int = 0,
-        began_at: float = 0.0,
-        ended_at: float = 0.0,
-    ) -> list[Copied]:
-        """One copy's end, once per ticket."""
-        return [cls(ticket, error, checksum, began_at, ended_at) for ticket in tickets]
 
+class Move(NamedTuple):
+    """What one gather or scatter moves. `items` are whole pages or slots.
 
-class _What(NamedTuple):
-    """What one copy moves. `tokens` are numbers of the tokens of `cut`; without a cut they are the rectangles' own."""
+    `cut` says how they are cut for a peer that holds other tokens: `tokens` are numbers of those it has in common;
+    without one they are the rectangles' own. `staged` is the pool's side of the session's `StagedPair`, and `cut`
+    belongs to the views it is made of; None if bytes are staged as the pool has them.
+    """
 
     owned: tuple[Share, ...]
     rects: tuple[Rect, ...]
     tokens: Tokens
     order: str
     items: Mapping[str, Index]
-    checksum: bool
-    cut: Cut | None
-    staged: Layout | None
-    """None if bytes are staged as the pool has them."""
+    checksum: bool = False
+    cut: Cut | None = None
+    staged: Layout | None = None
 
 
 class Passes:
@@ -306,16 +290,13 @@ class Passes:
 class Stager:
     """Gathers from and scatters into one pool, through plans made once per session and layer range.
 
-    `submit`, if given, runs a function on another thread. Copies of `_LARGE_NBYTES` or more in host memory go there, so
-    that the caller can write one chunk while the next is gathered. Several threads may use a plan at once. `runtime` is
-    the device's, for pools on one: all copies go to one separate stream, each on at most `max_sms` multiprocessors.
-    `only`: "gather" or "scatter", of which one alone is called.
+    `runtime` is the device's, for pools on one: all copies go to one separate stream, each on at most `max_sms`
+    multiprocessors. `only`: "gather" or "scatter", of which one alone is called.
     """
 
     def __init__(
         self,
         pool: Pool,
-        submit: Callable[[Callable[[], None]], None] | None = None,
         runtime: Runtime | None = None,
         *,
         max_sms: int | None = None,
@@ -324,76 +305,41 @@ class Stager:
         self.pool = pool
         self._only = only
         self._max_sms = max_sms
-        self._submit = submit
         self._stream = _Stream.of(runtime) if runtime is not None else None
         self._plans: dict[tuple[object, ...], _Plans] = {}
         self._done: deque[Copied] = deque()
 
-    def gather(
-        self,
-        ticket: int,
-        owned: tuple[Share, ...],
-        rects: tuple[Rect, ...],
-        *,
-        order: str,
-        items: Mapping[str, Index],
-        dst: Region,
-        also: Mapping[int, Region] | None = None,
-        checksum: bool = False,
-        tokens: Tokens | None = None,
-        cut: Cut | None = None,
-        staged: Layout | None = None,
-    ) -> None:
+    def gather(self, ticket: int, move: Move, dst: Region, also: Mapping[int, Region] | None = None) -> None:
         """Starts one gather into `dst`; `poll` returns `ticket` once its bytes are there.
 
         `also` are more destinations of the same bytes, by their own tickets, each as long as `dst`. On a device they
         are one gather, as in `Plan.gather`: they end together, with one error for all. In host memory that gains
         nothing, and each is a separate gather.
-
-        `items` are whole pages or slots. `cut` says how they are cut for a peer that holds other tokens; `tokens` are
-        then the numbers of the common tokens. `staged` is the pool's side of the session's `StagedPair`; `cut` belongs
-        to the views it is made of.
         """
-        tokens = tokens_of(rects) if tokens is None else tokens
-        staged = None if staged is self.pool.layout else staged
-        what, into = _What(owned, rects, tokens, order, items, checksum, cut, staged), {ticket: dst} | dict(also or {})
+        into = {ticket: dst} | dict(also or {})
         for tickets in [tuple(into)] if self._stream is not None else [(one,) for one in into]:
             first, *others = (into[one] for one in tickets)
-            self._start(tickets, what, first.nbytes, self._gathering(what, first, others))
+            self._start(tickets, move, self._gathering(move, first, others))
 
-    def _gathering(self, what: _What, dst: Region, others: Sequence[Region]) -> _Copy:
+    def _gathering(self, move: Move, dst: Region, others: Sequence[Region]) -> _Copy:
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
             plan.gather(
-                dst.base + at, dst.nbytes - at, indexes, what.tokens, stream=stream, max_sms=self._max_sms,
+                dst.base + at, dst.nbytes - at, indexes, move.tokens, stream=stream, max_sms=self._max_sms,
                 sum_ptr=sum_ptr, also=[other.base + at for other in others],
             )  # fmt: skip
 
         return copy
 
-    def scatter(
-        self,
-        ticket: int,
-        owned: tuple[Share, ...],
-        rects: tuple[Rect, ...],
-        *,
-        order: str,
-        items: Mapping[str, Index],
-        src: Region,
-        checksum: bool = False,
-        tokens: Tokens | None = None,
-        cut: Cut | None = None,
-        staged: Layout | None = None,
-    ) -> None:
+    def scatter(self, ticket: int, move: Move, src: Region) -> None:
         """Starts one scatter from `src`; `poll` returns `ticket` once its bytes are in place."""
-        tokens = tokens_of(rects) if tokens is None else tokens
 
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
             plan.scatter(
-                src.base + at, src.nbytes - at, indexes, tokens, stream=stream, max_sms=self._max_sms, sum_ptr=sum_ptr
-            )
+                src.base + at, src.nbytes - at, indexes, move.tokens, stream=stream, max_sms=self._max_sms,
+                sum_ptr=sum_ptr,
+            )  # fmt: skip
 
-        staged = None if staged is self.pool.layout else staged
-        self._start((ticket,), _What(owned, rects, tokens, order, items, checksum, cut, staged), src.nbytes, copy)
+        self._start((ticket,), move, copy)
 
     def copy_to(
         self,
@@ -402,17 +348,15 @@ class Stager:
         tokens: Tokens,
         items: Mapping[str, Index],
         peer_items: Mapping[str, Index],
-        *,
-        nbytes: int,
     ) -> Copied | None:
-        """Copies about `nbytes` from the pool's pages to a peer's. None: it has begun, and `poll` returns `ticket`."""
+        """Copies from the pool's pages to a peer's. None: it has begun, and `poll` returns `ticket`."""
 
         def run(stream: int | None, sum_ptr: int) -> None:
             del sum_ptr
             _copy_passes(passes, tokens, (items, peer_items), stream, self._max_sms)
 
-        failed = self._begin((ticket,), run, nbytes, checksum=False)
-        return failed[0] if failed else None
+        over = self._begin((ticket,), run, checksum=False)
+        return over[0] if over else None
 
     def poll(self) -> list[Copied]:
         """The copies that ended since the last call. Never waits."""
@@ -426,36 +370,9 @@ class Stager:
     def warm(self, *, checksum: bool) -> None:
         """Compiles and loads what a device needs for the pool's largest component, so that no room waits for it."""
         if self._stream is not None:
-            self._typical(checksum)
-
-    def _typical(self, checksum: bool) -> tuple[Plan, Sequence[View]]:
-        """A plan of the pool's largest component, and its views."""
-        views = max([one.views for one in self.pool.layout.components], key=_item_nbytes)[:_RATED_VIEWS]
-        select = [Select(view.key, 0, view.shards) for view in views]
-        return self.pool.plan(select, checksum=checksum, only=self._only), views
-
-    def rate(self, into: Region, *, checksum: bool) -> float | None:
-        """Bytes a second of a gather of the pool's largest component into `into`, within `max_sms`, once its kernel is
-        there: a few hundred microseconds. None in host memory, and where not one item fits.
-        """
-        if self._stream is None:
-            return None
-        found, (plan, views) = None, self._typical(checksum)
-        name, nbytes = views[0].key.component, _item_nbytes(views)
-        per_item, n_items = views[0].tokens_per_item, min(view.n_items for view in views)
-        for most_nbytes in _RATED_NBYTES:
-            room = min(into.nbytes, most_nbytes) - VIEW_ALIGNMENT * len(views)
-            if (n := min(n_items, room // nbytes)) < 1:
-                continue
-            items, tokens = {name: Index.of(np.arange(n))}, {name: (0, n * per_item)}
-            gather = partial(plan.gather, into.base, into.nbytes, items, tokens, max_sms=self._max_sms)
-            took_s = self._stream.seconds(gather)
-            if took_s == math.inf:
-                break
-            found = n * nbytes / took_s
-            if took_s > _RATED_S:
-                break
-        return found
+            views = max([one.views for one in self.pool.layout.components], key=_item_nbytes)[:_WARMED_VIEWS]
+            select = [Select(view.key, 0, view.shards) for view in views]
+            self.pool.plan(select, checksum=checksum, only=self._only)
 
     def give_back(self) -> None:
         """Once no copy runs; none begins any more."""
@@ -480,59 +397,54 @@ class Stager:
 
     def forget(self, *staged: Layout) -> None:
         """Drops the plans of layouts other than the pool's, whose session is over."""
-        gone = {id(layout) for layout in staged}
+        gone = {id(layout) for layout in staged} - {id(self.pool.layout)}
         self._plans = {key: plans for key, plans in self._plans.items() if key[_STAGED] not in gone}
 
-    def _start(self, tickets: tuple[int, ...], what: _What, nbytes: int, copy: _Copy) -> None:
+    def _start(self, tickets: tuple[int, ...], move: Move, copy: _Copy) -> None:
         try:
-            plans = self._plan(what)
+            plans = self._plan(move)
         except Exception as error:  # noqa: BLE001  (nothing began: only this copy fails)
-            self._done += Copied.each(tickets, _failed(error))
+            failed = _failed(error)
+            self._done += [Copied(ticket, failed) for ticket in tickets]
             return
 
         def run(stream: int | None, sum_ptr: int) -> None:
-            _copy_all(plans, what, copy, stream, sum_ptr)
+            _copy_all(plans, move, copy, stream, sum_ptr)
 
-        self._done += self._begin(tickets, run, nbytes, checksum=what.checksum)
+        self._done += self._begin(tickets, run, checksum=move.checksum)
 
     def _begin(
-        self, tickets: tuple[int, ...], copy: Callable[[int | None, int], None], nbytes: int, *, checksum: bool
+        self, tickets: tuple[int, ...], copy: Callable[[int | None, int], None], *, checksum: bool
     ) -> list[Copied]:
-        """Calls `copy(stream, sum_ptr)`, here or on the other thread. Returns [] if `poll` reports its end."""
+        """Calls `copy(stream, sum_ptr)`. Returns its end, or [] if `poll` reports it."""
         if self._stream is not None:
             self._stream.start(tickets, copy, checksum)
             return []
+        total, began_at = np.zeros(1, np.uint64) if checksum else _NO_SUM, time.monotonic()
+        try:
+            copy(None, total.ctypes.data if checksum else 0)
+        except Exception as error:  # noqa: BLE001  (it is over, and only this copy fails)
+            return [Copied(tickets[0], _failed(error))]
+        return [Copied(tickets[0], None, int(total[0]), began_at, time.monotonic())]
 
-        def run() -> list[Copied]:
-            total, began_at = np.zeros(1, np.uint64) if checksum else _NO_SUM, time.monotonic()
-            try:
-                copy(None, total.ctypes.data if checksum else 0)
-            except Exception as error:  # noqa: BLE001  (it is over, and only this copy fails)
-                return [Copied(tickets[0], _failed(error))]
-            return [Copied(tickets[0], None, int(total[0]), began_at, time.monotonic())]
-
-        if self._submit is None or nbytes < _LARGE_NBYTES:
-            return run()
-        self._submit(lambda: self._done.extend(run()))
-        return []
-
-    def _plan(self, what: _What) -> _Plans:
+    def _plan(self, move: Move) -> _Plans:
         # A layout is keyed by its id, which stays unique while a plan holds it: hashing a layout is slow.
-        cut, staged = what.cut.key if what.cut is not None else (), id(what.staged)
-        key = (what.owned, what.order, what.checksum, cut, staged, *map(layers_of, what.rects))
+        cut, staged = move.cut.key if move.cut is not None else (), id(move.staged)
+        key = (move.owned, move.order, move.checksum, cut, staged, *map(layers_of, move.rects))
         plans = self._plans.get(key)
         if plans is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plans = self._plans[key] = self._new_plans(what)
+            plans = self._plans[key] = self._new_plans(move)
         return plans
 
-    def _new_plans(self, what: _What) -> _Plans:
-        staged, cut = what.staged, what.cut
-        select = selects(staged or self.pool.layout, what.owned, what.rects)
+    def _new_plans(self, move: Move) -> _Plans:
+        staged, cut = move.staged, move.cut
+        staged = None if staged is self.pool.layout else staged
+        select = selects(staged or self.pool.layout, move.owned, move.rects)
 
         def plan(pool: Pool, chosen: Sequence[Select]) -> Plan:
-            return pool.plan(chosen, what.order, checksum=what.checksum, staged=staged, only=self._only)
+            return pool.plan(chosen, move.order, checksum=move.checksum, staged=staged, only=self._only)
 
         if cut is None or not cut.key:
             return ((0, plan(self.pool, select)),)
@@ -552,15 +464,15 @@ def _failed(error: Exception) -> PdstageError:
     return PdstageError(f"a copy failed: {shown(error)}", remedy="see the log; the other rooms go on")
 
 
-def _copy_all(plans: _Plans, what: _What, copy: _Copy, stream: int | None, sum_ptr: int) -> None:
+def _copy_all(plans: _Plans, move: Move, copy: _Copy, stream: int | None, sum_ptr: int) -> None:
     """Runs each plan's part of the staged bytes in turn; all add to one checksum."""
-    if what.cut is None or not what.cut.key:
-        copy(plans[0][1], 0, what.items, stream, sum_ptr)
+    if move.cut is None or not move.cut.key:
+        copy(plans[0][1], 0, move.items, stream, sum_ptr)
         return
-    indexes, at = what.cut.indexes(what.items, what.tokens), 0
+    indexes, at = move.cut.indexes(move.items, move.tokens), 0
     for number, plan in plans:
         copy(plan, at, indexes.of(number), stream, sum_ptr)
-        at += plan.nbytes(what.tokens)
+        at += plan.nbytes(move.tokens)
 
 
 def _copy_passes(
@@ -606,24 +518,6 @@ class _Stream:
         idle = cls._idle.setdefault(runtime, [])
         return idle.pop() if idle else cls(runtime)
 
-    def seconds(self, copy: Callable[..., None]) -> float:
-        """Of the second of two calls, from its launch to its end as the host sees it; infinite if it does not end in
-        `_RATE_WAIT_S`, since what runs on the device before it may not: then it is one of those that run.
-        """
-        spare, took_s = self._spare.pop(), math.inf
-        for _ in range(2):
-            began_at = time.perf_counter()
-            copy(stream=self._stream)
-            self._runtime.record(spare.event, self._stream)
-            while not self._runtime.done(spare.event):
-                if time.perf_counter() - began_at > _RATE_WAIT_S:
-                    self._running.append(spare._replace(tickets=()))  # else its last copy's, perhaps of another node
-                    return math.inf
-                time.sleep(0)
-            took_s = time.perf_counter() - began_at
-        self._spare.append(spare)
-        return took_s
-
     def give_back(self) -> None:
         """Nothing runs in it."""
         self._idle[self._runtime].append(self)
@@ -666,5 +560,6 @@ class _Stream:
         while self._running and self._runtime.done(self._running[0].event):
             one = self._running.popleft()
             self._spare.append(one)
-            ended += Copied.each(one.tickets, one.error, int(one.total[0]), one.began_at, time.monotonic())
+            how = one.error, int(one.total[0]), one.began_at, time.monotonic()
+            ended += [Copied(ticket, *how) for ticket in one.tickets]
         return ended

@@ -1,7 +1,7 @@
 """Prefill and decode cores over a scriptable network, with real bytes and a clock that only moves when told.
 
-A `World` holds any number of both. Frames, writes, tags and scatters are queued; a test drops, holds or duplicates them
-by predicate and lets the rest run. Every landing write is checked against the ledger: no byte may land in staging
+A `World` holds any number of both. Frames, writes, tags and scatters are queued; a test drops or holds them by
+predicate and lets the rest run. Every landing write is checked against the ledger: no byte may land in staging
 memory or pages that were given back (I2).
 """
 
@@ -493,10 +493,6 @@ class World:
         self.rules.clear()
         self.queue, self.held = self.held + self.queue, []
 
-    def duplicate(self, want: Callable[[Item], bool]) -> None:
-        """Delivers what `want` accepts twice."""
-        self.rules.append((want, "twice"))
-
     def release_held(self, want: Callable[[Item], bool] = lambda _: True) -> None:
         """Lets go of what was held, in the order it was sent; the rules stay for what comes."""
         ours = [item for item in self.held if want(item)]
@@ -535,10 +531,7 @@ class World:
             if not item.passed and want(item):
                 if what == "hold":
                     self.held.append(item)
-                if what != "twice":
-                    return
-                self.queue.append(item)
-                break
+                return
         self.log.append(repr(item))
         item.run()
 

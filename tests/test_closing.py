@@ -10,7 +10,6 @@ from pdstage import MetadataBuffers, TransportError, UsageError
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
-from pdstage.manager.copy_thread import CopyThread
 from pdstage.manager.lookup import Directory
 from pdstage.metadata import usual_columns
 from pdstage.tools.calibrate.caller import Caller
@@ -27,12 +26,6 @@ class Boom(Exception):
     pass
 
 
-def copier() -> CopyThread:
-    made = CopyThread(lambda: None)
-    made.submit(lambda: None)
-    return made
-
-
 OPENERS = {
     "prefill, inline": lambda: prefill_node(Rank(), None),
     "prefill, thread": lambda: prefill_node(Rank(), None, progress="thread"),
@@ -46,7 +39,6 @@ OPENERS = {
     "calibration's peer": lambda: Peer("tcp://127.0.0.1:0"),
     "calibration's caller": lambda: Caller("tcp://127.0.0.1:1"),
     "directory": Directory,
-    "copier": copier,
     **{f"transport {name}": lambda name=name: open_transport(name) for name in ("local", "nixl", "mooncake", "auto")},
 }
 

@@ -13,7 +13,6 @@ from pdstage.metadata import (
     RowInUse,
     RowNotAllocated,
     RowsExhausted,
-    row_device,
     usual_columns,
 )
 
@@ -104,23 +103,6 @@ def test_what_makes_no_buffers(columns: list[Column]) -> None:
         MetadataBuffers(columns, 1)
     with pytest.raises(UsageError, match="n_rows is 0"):
         MetadataBuffers(COLUMNS, 0)
-
-
-@pytest.mark.parametrize(
-    ("aux", "pool", "kinds", "where"),
-    [
-        ("nvlink", "cuda:1", {"cpu", "cuda"}, "cuda:1"),
-        ("nvlink", "cuda:1", {"cpu"}, "cpu"),
-        ("nvlink", "cpu", {"cpu", "cuda"}, "cpu"),
-        ("rdma", "cuda:1", {"cpu", "cuda"}, "cpu"),
-        ("tcp", "cuda:1", {"cpu", "cuda"}, "cpu"),
-        ("intra_node_nvlink", "cuda:1", {"cuda"}, "cpu"),
-        ("nvlink", "cuda:1", {"cuda_ipc"}, "cpu"),
-    ],
-)
-def test_where_rows_live(aux: str, pool: str, kinds: set[str], where: str) -> None:
-    """DESIGN 10; names are equal or not, never part of one another."""
-    assert row_device(aux, pool, kinds) == where
 
 
 def test_the_usual_columns_are_those_that_are_asked_for_and_closed_buffers_lend_none() -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from unittest import mock
 
 import numpy as np
@@ -17,7 +16,7 @@ from pdstage.kernels import Plan, Pool
 from pdstage.layout import Region
 from pdstage.plan import TOKEN_MAJOR, Rect, Share
 from pdstage.plan.tables import Index
-from pdstage.stager import ALIGNMENT, Memory, PageLock, Stager
+from pdstage.stager import ALIGNMENT, Memory, Move, PageLock, Stager
 from tests.pools import Logical, Stored, hold
 
 TOKENS = 6
@@ -64,13 +63,17 @@ def items(*pages):
     return {"kv": Index.of(np.array(pages))}
 
 
+def move(*pages, order=TOKEN_MAJOR, checksum=False):
+    return Move(OWNED, RECTS, {"kv": (0, TOKENS)}, order, items(*pages), checksum)
+
+
 def test_a_devices_copies_end_with_their_events_in_order(pool):
     device = Device()
     stager = Stager(pool, runtime=device)
     staging = np.zeros(256, np.uint8)
     dst = Region(staging.ctypes.data, staging.nbytes)
     for ticket in (5, 6):
-        stager.gather(ticket, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), dst=dst)
+        stager.gather(ticket, move(0, 1, 2), dst)
     assert stager.poll() == [], "launched is not done"
     first, second = device.recorded
     device.over = {second}
@@ -78,7 +81,7 @@ def test_a_devices_copies_end_with_their_events_in_order(pool):
     device.over = {first, second}
     assert [copied.ticket for copied in stager.poll()] == [5, 6]
     assert stager.poll() == []
-    stager.scatter(7, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), src=dst)
+    stager.scatter(7, move(0, 1, 2), dst)
     assert len(set(device.recorded)) == 2, "events serve again"
     assert stager.poll() == [], "an event that serves again is not over because it once was"
 
@@ -97,27 +100,12 @@ def test_a_copy_refused_at_its_second_part_ends_after_its_first():
             launched.append(part)
 
     staging = np.zeros(256, np.uint8)
-    assert stager._begin((1,), both, 256, checksum=False) == []
+    assert stager._begin((1,), both, checksum=False) == []
     assert launched == parts[:1]
     assert stager.poll() == [], "its first part runs"
     device.over = set(device.recorded)
     (copied,) = stager.poll()
     assert isinstance(copied.error, UsageError) and "3" in str(copied.error)
-
-
-def test_a_rate_that_is_not_had_ends_no_copy_of_the_node_before(pool, monkeypatch):
-    monkeypatch.setattr("pdstage.stager._RATE_WAIT_S", 0.0)
-    device, staging = Device(), np.zeros(256, np.uint8)
-    dst = Region(staging.ctypes.data, staging.nbytes)
-    stager = Stager(pool, runtime=device)
-    stager.gather(1, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), dst=dst)
-    device.over = set(device.recorded)
-    assert [copied.ticket for copied in stager.poll()] == [1]
-    stager.give_back()
-    again = Stager(pool, runtime=device)
-    assert again._stream.seconds(lambda stream: None) == math.inf
-    device.over = set(device.recorded)
-    assert again.poll() == []
 
 
 def several(n):
@@ -135,10 +123,10 @@ def test_one_gather_to_several_destinations_is_one_launch_and_the_end_of_each_ti
     stager = Stager(pool, runtime=device, max_sms=3)
     staging, regions = several(4)
     alone = np.full(256, 0xA5, np.uint8)
-    what = {"order": TOKEN_MAJOR, "items": items(0, 1, 2), "checksum": checksum}
-    stager.gather(1, OWNED, RECTS, dst=Region(alone.ctypes.data, 256), **what)
+    what = move(0, 1, 2, checksum=checksum)
+    stager.gather(1, what, Region(alone.ctypes.data, 256))
     (ticket, dst), *others = regions.items()
-    stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **what)
+    stager.gather(ticket, what, dst, dict(others))
     assert calls == [(0, 3), (3, 3)], "and no copy takes more multiprocessors than it may"
     assert len(device.recorded) == 2
     assert stager.poll() == []
@@ -148,7 +136,7 @@ def test_one_gather_to_several_destinations_is_one_launch_and_the_end_of_each_ti
     assert {copied[1:3] for copied in ended} == {first[1:3]}, "no error, and the sum of one"
     assert bool(first.checksum) == checksum
     assert (staging == alone).all() and (alone[: TOKENS * 16] != 0xA5).any()
-    stager.gather(1, OWNED, RECTS, dst=dst, **what)
+    stager.gather(1, what, dst)
     assert len(set(device.recorded)) == 2, "one event was enough, and it serves again"
 
 
@@ -265,10 +253,10 @@ def test_staging_memory_is_all_of_an_array_that_may_be_written():
 def test_where_one_launch_fails_each_of_its_tickets_does(pool):
     device = Device()
     stager = Stager(pool, runtime=device)
-    for wrong in ({"items": items(0, 9, 2)}, {"items": items(0, 1, 2), "order": "sideways"}):
+    for wrong in (move(0, 9, 2), move(0, 1, 2, order="sideways")):
         _, regions = several(3)
         (ticket, dst), *others = regions.items()
-        stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **({"order": TOKEN_MAJOR} | wrong))
+        stager.gather(ticket, wrong, dst, dict(others))
         device.over = set(device.recorded)
         ended = stager.poll()
         assert [copied.ticket for copied in ended] == list(regions)

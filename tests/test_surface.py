@@ -11,6 +11,7 @@ import pytest
 
 import pdstage
 from pdstage import DecodeNode, PrefillNode
+from pdstage.manager.options import DEFAULTS, NodeOptions
 
 
 def public(kind: type) -> list[tuple[str, object]]:
@@ -73,16 +74,18 @@ def test_both_nodes_are_made_alike() -> None:
     prefill, decode = parameters(PrefillNode.__init__), parameters(DecodeNode.__init__)
     assert set(prefill) - set(decode) == {"bootstrap", "publish", "instance", "n_buffers", "calibration"}
     assert set(decode) - set(prefill) == {"n_lanes"}
-    assert {name: prefill[name] for name in prefill if name in decode} == {
-        name: decode[name] for name in decode if name in prefill
-    }
+    assert set(DEFAULTS) == set(NodeOptions.__annotations__)
     for role in (prefill, decode):
         loose = [name for name, (kind, _) in role.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
-        assert loose == ["pool", "topology"]
+        assert loose == ["pool", "topology", "options"]
+    for make in (PrefillNode, DecodeNode):
+        with pytest.raises(pdstage.UsageError, match="no option stagin_nbytes"):
+            make(None, None, stagin_nbytes=1)
 
 
 def test_every_option_of_a_node_is_told_of() -> None:
     """In the docstring of one of the two: decode's says only what differs."""
     told = f"{PrefillNode.__doc__} {DecodeNode.__doc__}"
-    missing = [name for name in {**parameters(PrefillNode), **parameters(DecodeNode)} if f"`{name}`" not in told]
+    names = {**parameters(PrefillNode), **parameters(DecodeNode), **DEFAULTS}
+    missing = [name for name in names if name != "options" and f"`{name}`" not in told]
     assert missing == []

@@ -403,12 +403,6 @@ class ControlSocket:
         """libzmq's descriptor, edge-triggered: after it turns readable, and after each send, `recv` until empty."""
         return int(self._socket.getsockopt(zmq.FD))
 
-    def filenos(self) -> tuple[int, ...]:
-        """The descriptors that an event loop watches instead of `wait`. After one turns readable, and after each send,
-        it calls `wait(0)` until that returns nothing.
-        """
-        return (self.fileno(), self._wake_fd, *self._inflow.fds)
-
     @property
     def closed(self) -> bool:
         return self._wake_fd < 0

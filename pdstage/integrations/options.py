@@ -11,10 +11,10 @@ from pdstage import Config, environment
 from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, PrefillNode
+from pdstage.manager.options import DEFAULTS
 
 _OURS = {
-    "pool", "topology", "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "staging",
-    "bind",
+    "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "staging", "bind",
 }  # fmt: skip
 """Arguments that the adapter sets itself."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
@@ -84,7 +84,8 @@ def check_exposure(bind: str, options: Mapping[str, Any]) -> None:
 
 
 def _arguments(kind: type[PrefillNode | DecodeNode]) -> dict[str, object]:
-    return {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    own = inspect.signature(kind).parameters.values()
+    return {one.name: one.default for one in own if one.kind is one.KEYWORD_ONLY} | DEFAULTS
 
 
 def _check_kind(what: str, value: object, default: object) -> None:

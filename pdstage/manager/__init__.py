@@ -2,16 +2,15 @@
 
 The only place with threads, the clock and the lock. Read on in this order:
 
-    effects              what a driver carries out
-    role                 what the driver and the sessions ask of prefill and decode
+    role                 what a driver carries out, and what it and the sessions ask of prefill and decode
     driver               the loop: receive, feed the core, take its effects, carry them out, sleep
     sessions             how sessions begin and end at the transport, and how chunks of each travel
-    options, copy_thread what a node is made with, and who makes its large copies
+    options              what a node is made with
     node                 what a rank owns, and what engines ask of it in either role
     items, handle        what an engine passes, and what it holds of a room
     data_path            a chunk's path, its gather and its writes
     prefill, decode      a room where it is sent, and where it is received
-    aio, lookup          how an event loop waits, and who talks to the bootstrap directory
+    lookup               who talks to the bootstrap directory
     calibration          what paths cost, from a file
     status, observer     for those who watch
 """

@@ -5,7 +5,6 @@ JSON with a version; a file that holds anything else is refused.
 
 from __future__ import annotations
 
-import re
 import secrets
 from dataclasses import fields
 from pathlib import Path
@@ -46,19 +45,14 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             if place.exists() and not place.is_file():  # a pipe or a device
                 place.write_text(text)
             else:
-                _put(place, text)
+                fresh = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
+                try:
+                    fresh.write_text(text)
+                    fresh.replace(place)
+                finally:
+                    fresh.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"cannot write {path} ({error.strerror})", remedy="name another file") from error
-
-
-def _put(place: Path, text: str) -> None:
-    fresh = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
-    try:
-        fresh.write_text(text)
-        fresh.replace(place)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
 
 
 _PRICES = {field.name for field in fields(CostModel)}
@@ -76,12 +70,9 @@ def read(path: str | os.PathLike[str]) -> Calibration:
     try:
         return _decoded(held)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        found = re.search(r"`\$\.?(.*)`$|field `(\w+)`|^([a-z]\w*) is", str(error))
         raise UsageError(
             f"calibration file {path}: {error}",
             remedy=f"make it again with this version's pdstage calibrate (version {VERSION})",
-            file=str(path),
-            field=next((name for name in found.groups() if name), "") if found else "",
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Layout, Region
-from pdstage.manager.effects import Gathers
+from pdstage.manager.role import Gathers
 from pdstage.manager.sessions import label
 from pdstage.plan import layers_of, selects
 from pdstage.plan.spans import Index, split
@@ -18,14 +19,14 @@ from pdstage.plan.token_slices import DirectPlans
 from pdstage.protocol.destinations import LEAST_PIECE_NBYTES, clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.session import Attach, Detach
-from pdstage.stager import Passes
+from pdstage.stager import Move, Passes
 from pdstage.transport import Mapped, PostFailed, Spans
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from pdstage.manager.effects import Carried
     from pdstage.manager.observer import Observation
+    from pdstage.manager.role import Carried
     from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
     from pdstage.plan import Rect, Tokens
@@ -74,12 +75,11 @@ class DataPath:
         self._cost_of, self._buffers, self._chunk_nbytes = cost_of, buffers, chunk_nbytes
         self._layout, self._kind, self._observed = stager.pool.layout, stager.pool.device.partition(":")[0], observed
         self._in_a_lane = _IN_A_LANE if self._kind == "cpu" else _OF_A_DEVICE_IN_A_LANE
-        self._posts = Posts(transport)
-        self._placed: dict[int, Mapped] = {}
+        self.posts = Posts(transport)
+        self.placed: dict[int, Mapped] = {}
         """Destinations' memory that gathers under way write, by ticket: it stays mapped until they are over."""
         self.copies: dict[int, _Copy] = {}
         """The stager's copies that are writes of their own, by ticket: at the end of each `copied` is to be called."""
-        """Writes under way of the stager's own, from pages to pages, by ticket."""
 
     # Which way.
 
@@ -169,11 +169,9 @@ class DataPath:
             pair.order, pair.src.key, id(staged) if staged is not self._layout else 0,
         )  # fmt: skip
 
-    def gather(self, *members: Gather) -> None:
-        """Launches the gather of a chunk, or of several with the same bytes.
-
-        The stager says when each is over, and then `gathered` is to be called.
-        """
+    def gather(self, effect: Gather | Gathers) -> None:
+        """Launches the gather of a chunk, or of several with the same bytes. The stager says when each is over."""
+        members = _members(effect)
         into: dict[int, Region] = {}
         for ticket, buffer, chunk, address in members:
             peer = self._sessions.plan(chunk.destination.session)
@@ -181,14 +179,11 @@ class DataPath:
         chunk = members[0].chunk
         session = chunk.destination.session
         pair, ticket = self._sessions.plan(session).pair, members[0].ticket
-        self._stager.gather(
-            ticket, chunk.destination.shares, chunk.rects, order=pair.order, items=chunk.source.items,
-            dst=into.pop(ticket), also=into, checksum=session.checksums, tokens=chunk.tokens, cut=pair.src,
-            staged=session.staged.offered,
+        move = Move(
+            chunk.destination.shares, chunk.rects, chunk.tokens, pair.order, chunk.source.items, session.checksums,
+            pair.src, session.staged.offered,
         )  # fmt: skip
-
-    def gathered(self, ticket: int) -> None:
-        self._placed.pop(ticket, None)
+        self._stager.gather(ticket, move, into.pop(ticket), into)
 
     def _place(self, ticket: int, peer: PeerPlan, chunk: Chunk, address: int) -> Region | None:
         """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
@@ -196,7 +191,7 @@ class DataPath:
         chunk.placed = mapped is not None and mapped.kind == self._kind
         if mapped is None or not chunk.placed:
             return None
-        self._placed[ticket] = mapped
+        self.placed[ticket] = mapped
         return Region(mapped.address, chunk.nbytes)
 
     def _buffer(self, number: int, nbytes: int) -> Region:
@@ -216,7 +211,7 @@ class DataPath:
             return error
         if self._observed is not None:
             self._observed.began(effect.ticket)
-        failed = self._posts.begin(effect.ticket, peer.label, spans, effect.tag)
+        failed = self.posts.begin(effect.ticket, peer.label, spans, effect.tag)
         counters.descriptors += len(spans.nbytes) if spans is not None else 0
         return failed
 
@@ -286,37 +281,18 @@ class DataPath:
         chunk = effect.chunk
         self.copies[effect.ticket] = _Copy(peer.label, effect.tag, peer.mapped)
         copied = self._stager.copy_to(
-            effect.ticket, passes, chunk.tokens, chunk.source.items, _items_of(chunk.destination),
-            nbytes=chunk.nbytes,
-        )  # fmt: skip
+            effect.ticket, passes, chunk.tokens, chunk.source.items, _items_of(chunk.destination)
+        )
         return self.copied(copied) if copied is not None else None
 
     def copied(self, copied: Copied) -> PdstageError | None:
         """Such a copy ended: only its tag is left to be sent. With an error its write is over."""
         one = self.copies.pop(copied.ticket)
-        return copied.error or self._posts.begin(copied.ticket, one.peer, None, one.tag)
+        return copied.error or self.posts.begin(copied.ticket, one.peer, None, one.tag)
 
     def copies_to(self, session: Session) -> bool:
         """Whether such a copy to the session's peer is under way. No disconnect ends it. From any thread."""
         return any(copy.peer == label(session) for copy in list(self.copies.values()))
-
-    def ended(self, event: Done | PostFailed) -> Iterator[tuple[int, PdstageError | None, bool]]:
-        """The write that ended with this event, if one did, its error, and whether none of it can land any more."""
-        return self._posts.ended(event)
-
-    @property
-    def writing(self) -> bool:
-        """Whether a write is under way."""
-        return bool(self._posts or self.copies)
-
-    def writes_to(self, session: Session) -> bool:
-        """Whether a write to the session's peer is under way."""
-        return self._posts.to(label(session)) or self.copies_to(session)
-
-    def forget_copies(self) -> None:
-        """No gather and no copy is under way, and nobody asks any more what one did."""
-        self._placed.clear()
-        self.copies.clear()
 
 
 def _members(effect: Carried) -> tuple[Gather, ...]:
@@ -337,16 +313,14 @@ class _Copy(NamedTuple):
     held: object
 
 
+@dataclass(slots=True)
 class _Write:
-    __slots__ = ("error", "n_posted", "peer", "pieces", "settled", "tag")
-
-    def __init__(self, peer: str, pieces: list[Spans], tag: bytes) -> None:
-        self.peer = peer
-        self.pieces = pieces
-        self.tag = tag
-        self.n_posted = 0
-        self.error: PdstageError | None = None
-        self.settled = True
+    peer: str
+    pieces: list[Spans]
+    tag: bytes
+    n_posted: int = 0
+    error: PdstageError | None = None
+    settled: bool = True
 
 
 class Posts:
@@ -372,43 +346,39 @@ class Posts:
         None: the bytes are where they belong already, and only their tag is sent.
         """
         if spans is None:
-            return self._tell(ticket, peer, tag)
-        if not len(spans.nbytes):
-            return UsageError("a write of no bytes", remedy="send chunks with at least one token")
-        most = self._transport.traits_of(peer).max_descriptors
-        pieces = [spans] if len(spans.nbytes) <= most else list(split(spans, most))
-        write = self._writes[ticket] = _Write(peer, pieces, tag)
-        self._post(ticket, write)
-        if write.n_posted:
-            return None
-        del self._writes[ticket]
-        return write.error
-
-    def _tell(self, ticket: int, peer: str, tag: bytes) -> PdstageError | None:
-        try:
-            post = self._transport.notify(peer, tag)
-        except PdstageError as error:
-            return error
-        write = self._writes[ticket] = _Write(peer, [], tag)
-        write.n_posted, self._tickets[post] = 1, ticket
+            write = _Write(peer, [], tag, n_posted=1)
+            try:
+                self._tickets[self._transport.notify(peer, tag)] = ticket
+            except PdstageError as error:
+                return error
+        else:
+            if not len(spans.nbytes):
+                return UsageError("a write of no bytes", remedy="send chunks with at least one token")
+            most = self._transport.traits_of(peer).max_descriptors
+            write = _Write(peer, [spans] if len(spans.nbytes) <= most else list(split(spans, most)), tag)
+            self._post(ticket, write)
+            if not write.n_posted:
+                return write.error
+        self._writes[ticket] = write
         return None
 
-    def ended(self, event: Done | PostFailed) -> Iterator[tuple[int, PdstageError | None, bool]]:
-        """The write that ended with this event, if one did, its error, and whether none of it can land any more."""
+    def ended(self, event: Done | PostFailed) -> tuple[int, PdstageError | None, bool] | None:
+        """Of the write that ended with this event its ticket, its error, and whether none of it can land any more."""
         ticket = self._tickets.pop(event.ticket, None)
         if ticket is None:
-            return
+            return None
         write = self._writes[ticket]
         write.n_posted -= 1
         if isinstance(event, PostFailed):
             write.error = event.error
             write.settled = write.settled and event.settled
             write.pieces.clear()
-        if write.n_posted == 0:
+        if not write.n_posted:
             self._post(ticket, write)
-            if write.n_posted == 0:
-                del self._writes[ticket]
-                yield ticket, write.error, write.settled
+        if write.n_posted:
+            return None
+        del self._writes[ticket]
+        return ticket, write.error, write.settled
 
     def _post(self, ticket: int, write: _Write) -> None:
         """Posts all but the last piece, or the last once nothing else is under way: posts are not ordered."""

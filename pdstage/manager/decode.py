@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import numpy as np
 
@@ -12,12 +13,12 @@ from pdstage import arguments
 from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.driver import changes_rooms
-from pdstage.manager.handle import Handle, ask_event, check_event
-from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, indexes
+from pdstage.manager.handle import Handle, check_event
+from pdstage.manager.items import GivenItems, GivenTokens, check, indexes
 from pdstage.manager.node import Node
-from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions
-from pdstage.manager.sessions import label, place
-from pdstage.manager.status import Status, by_state, lanes
+from pdstage.manager.options import MAX_PARTS, NodeOptions
+from pdstage.manager.sessions import label
+from pdstage.manager.status import Status, lanes, with_rooms
 from pdstage.metadata import AuxRow
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore
@@ -26,48 +27,29 @@ from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.state import State
 from pdstage.protocol.wire import OLDEST
-from pdstage.stager import DEFAULT_MAX_SMS
-from pdstage.transport import Done, Inbound, PostFailed, Transport
+from pdstage.stager import Move
+from pdstage.transport import Done, Inbound, PostFailed
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping, Sequence
-
     from pdstage.control.bootstrap import Advert
-    from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
-    from pdstage.layout import Layout
     from pdstage.layout.topology import Topology
-    from pdstage.manager.effects import Carried
     from pdstage.manager.handle import CudaEvent
-    from pdstage.manager.observer import Observer
-    from pdstage.metadata import MetadataBuffers
-    from pdstage.protocol.config import Config
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
-
-
-class Bound(NamedTuple):
-    """What `bind` was given, until the core may have it."""
-
-    checked: dict[str, Checked]
-    asked: tuple[m.Asked, ...]
-    priority: int
-    after: CudaEvent | None
-    row: AuxRow | None
 
 
 class Receiver(Handle):
     """One room at its decode rank. Its pages must stay reserved until `released`."""
 
-    __slots__ = ("_aux", "bound")
+    __slots__ = ("_aux", "bound", "driver")
 
     room: DecodeRoom
     _node: DecodeNode
 
     def __init__(self, node: DecodeNode, room: DecodeRoom) -> None:
         super().__init__(node, room)
-        self.bound: Bound | None = None
+        self.driver, self.bound = node.driver, False
         self._aux: bytes | AuxRow | None = None
 
     @property
@@ -79,14 +61,20 @@ class Receiver(Handle):
         return self._aux
 
     @property
+    @changes_rooms
     def ready_to_bind(self) -> bool | None:
         """Whether prefill has computed everything and only waits for `bind`, for engines that allocate late. None until
         prefill has answered; one that does not know the room has not. The first look has it asked.
         """
-        if not self.room.waits_to_bind and self.bound is None:
-            self._node.wait_to_bind(self)
+        driver = self.driver
+        asks = not (self.room.waits_to_bind or self.bound)
+        if asks and not (driver.closed or driver.failure is not None or driver.was_forked):
+            with driver.lock:
+                self._node.core.wait_to_bind(self.room, time.monotonic())
+            driver.kick()
         return self.room.ready_to_bind
 
+    @changes_rooms
     def bind(
         self,
         items: GivenItems,
@@ -107,13 +95,37 @@ class Receiver(Handle):
         `released` a peer may write it. Raises `UsageError` for items out of range, named twice or too few, or a row
         that is free or another room's; the room stays unbound then.
         """
-        self._node.bind(self, items, tokens, prefix_tokens=prefix_tokens, after=after, priority=priority, aux=aux)
-
-    def abort(self, reason: str = "aborted by the engine") -> None:
-        """Gives the room up: it fails here, and at every writer: as soon as that is found and answers, and where it was
-        not submitted yet, once it is. `released` tells when its pages are safe.
-        """
-        self._node.abort(self, reason)
+        node, core = self._node, self._node.core
+        layout = node.pool.layout
+        checked = check(layout, items, tokens, unique=True)
+        prefix_tokens = arguments.integer("prefix_tokens", prefix_tokens)
+        priority = arguments.integer("priority", priority, low=-arguments.MAX_INTEGER)
+        check_event("`after`", after)
+        asked = []
+        for name, one in checked.items():
+            start = max(one.start, prefix_tokens) if layout.component(name).positional else one.start
+            asked.append(m.Asked(name, min(start, one.stop), one.stop))
+        exposed = checked if node.path != "staged" else {}
+        wire_items = tuple(
+            m.Items(name, one.index.first_token, memoryview(one.pages.data).cast("B")) for name, one in exposed.items()
+        )
+        with self.driver.use():
+            if self.bound:
+                raise UsageError(f"room {self.id!r} is bound already", remedy="call bind() once", room=self.id)
+            if aux is not None:
+                node._lend(self, aux)
+            self.bound = True
+            if node.observed is not None:
+                node.observed.bound(self)
+            then = partial(
+                core.bind, self.room, tuple(sorted(asked)), indexes(checked), wire_items=wire_items, priority=priority,
+                row=aux.number if aux is not None else None,
+            )  # fmt: skip
+            if after is None:
+                then(time.monotonic())
+            else:
+                node._waiting.append((self, after, then))
+        self.driver.kick()
 
 
 class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
@@ -131,47 +143,16 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         pool: Pool,
         topology: Topology,
         *,
-        transport: str | Mapping[str, object] | Transport = "auto",
-        path: str = "auto",
-        staging_nbytes: int = 256 << 20,
-        staging: object = None,
-        staging_on: str = "pool",
         n_lanes: int = 2,
-        bind: str = "tcp://127.0.0.1:0",
-        config: Config | None = None,
-        progress: str = "inline",
-        switch_interval_s: float | None = DEFAULT_SWITCH_S,
-        copy_thread: bool | None = None,
-        max_sms: int | None = DEFAULT_MAX_SMS,
-        insecure: bool = False,
-        keys: Keys | str | os.PathLike[str] | None = None,
-        aux: str = "tcp",
-        metadata: MetadataBuffers | None = None,
-        observers: Sequence[Observer] = (),
-        model: Mapping[str, str] | None = None,
+        **options: Unpack[NodeOptions],
     ) -> None:
-        options = NodeOptions(
-            transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging,
-            staging_on=staging_on, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
-            observers=observers, model=model,
-        )  # fmt: skip
-        super().__init__(pool, topology, options)
-        self.path = path
+        super().__init__(pool, topology, arguments.integer("n_lanes", n_lanes, low=1, high=MAX_PARTS), options)
+        self.path = self.options["path"]
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
-        offer, *others = self._offers()
-        self.core = DecodeCore(
-            self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
-            description=offer.description, lanes=lanes, config=self.config, direct=path != "staged",
-            others=tuple(others), notifies=self.transport.traits.notifies, rows=self.rows,
-            model=options.facts(),
-        )  # fmt: skip
-        self._binding: list[Receiver] = []
+        self.core = DecodeCore(self.incarnation, lanes=lanes, **self._said())
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
         self._answers: deque[tuple[DecodeRoom, list[Advert] | None, PdstageError | None]] = deque()
         try:
-            with self.driver.device():
-                self.stager.warm(checksum=self.config.checksums)
             self.driver.start()
         except BaseException:
             self.close()
@@ -223,76 +204,23 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         self.driver.kick()
         return receiver
 
-    @changes_rooms
-    def bind(
-        self,
-        receiver: Receiver,
-        items: GivenItems,
-        tokens: GivenTokens,
-        *,
-        prefix_tokens: int,
-        after: CudaEvent | None,
-        priority: int,
-        aux: AuxRow | None,
-    ) -> None:
-        """`Receiver.bind`."""
-        layout = self.pool.layout
-        checked = check(layout, items, tokens, unique=True)
-        prefix_tokens = arguments.integer("prefix_tokens", prefix_tokens)
-        priority = arguments.integer("priority", priority, low=-arguments.MAX_INTEGER)
-        check_event("`after`", after)
-        asked = []
-        for name, one in checked.items():
-            start = max(one.start, prefix_tokens) if layout.component(name).positional else one.start
-            asked.append(m.Asked(name, min(start, one.stop), one.stop))
-        with self.driver.use():
-            if receiver.bound is not None:
-                raise UsageError(f"room {receiver.id!r} is bound already", remedy="call bind() once", room=receiver.id)
-            if aux is not None:
-                self.lent.lend(receiver, aux)
-            receiver.bound = Bound(checked, tuple(sorted(asked)), priority, after, aux)
-            if self.observed is not None:
-                self.observed.bound(receiver)
-            self._binding.append(receiver)
-        self.driver.kick()
-
-    @changes_rooms
-    def wait_to_bind(self, receiver: Receiver) -> None:
-        """`Receiver.ready_to_bind`."""
-        if self.driver.closed or self.driver.failure is not None or self.driver.was_forked:
-            return
-        with self.driver.lock:
-            self.core.wait_to_bind(receiver.room, time.monotonic())
-        self.driver.kick()
-
-    @changes_rooms
-    def abort(self, receiver: Receiver, reason: str) -> None:
-        """`Receiver.abort`."""
-        with self.driver.use():
-            self.core.abort(receiver.room, arguments.sayable(reason), time.monotonic())
-        self.driver.kick()
-
     def status(self) -> Status:
         with self.driver.lock:
             held = self.core.leases
             leases, now = held.live(), self._status()._replace(n_waiting=held.queue.n_waiting)
             cursors = [(lane.capacity, lane.watermark, lane.head, lane.quarantined_nbytes) for lane in held.lanes]
-        return now._replace(rooms=by_state(self.handles()), lanes=lanes(cursors, leases))
+        return with_rooms(now._replace(lanes=lanes(cursors, leases)), self.handles())
 
     # What the core asks for.
-
-    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
-        return effects
 
     def _carry(self, effect: Scatter) -> None:
         landing, writer = effect.landing, effect.landing.writer
         pair, session = self.sessions.plan(writer.session).pair, writer.session
-        self.stager.scatter(
-            effect.ticket, writer.shares, landing.rects, order=pair.order, items=writer.room.items,
-            src=Region(landing.address, landing.nbytes), checksum=session.checksums,
-            tokens=session.common.tokens(landing.rects), cut=pair.dst,
-            staged=session.staged.taken,
+        move = Move(
+            writer.shares, landing.rects, session.common.tokens(landing.rects), pair.order, writer.room.items,
+            session.checksums, pair.dst, session.staged.taken,
         )  # fmt: skip
+        self.stager.scatter(effect.ticket, move, Region(landing.address, landing.nbytes))
 
     def _nbytes(self, effect: Scatter) -> int:
         return effect.landing.nbytes
@@ -311,8 +239,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
                 self._found(room, adverts, now)
             else:
                 self.core.fail(room, error or PeerError("the directory gave no answer"), now)
-        if self._binding:
-            self._take_given(now)
+        super()._take_asked(now)
 
     def _found(self, room: DecodeRoom, adverts: list[Advert], now: float) -> None:
         """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
@@ -328,28 +255,6 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         else:
             self.core.found(room, writers, now)
 
-    def _take_given(self, now: float) -> None:
-        binding, self._binding = self._binding, []
-        for receiver in binding:
-            bound = receiver.bound
-            if bound is None or receiver.status & 0x7F == State.FAILED:
-                continue
-            done, wrong = ask_event("`after`", bound.after)
-            if wrong:
-                self.core.abort(receiver.room, wrong, now)
-                continue
-            if not done:
-                self._binding.append(receiver)
-                continue
-            exposed = bound.checked if self.path != "staged" else {}
-            wire_items = tuple(
-                m.Items(name, one.first_token, memoryview(one.pages.data).cast("B")) for name, one in exposed.items()
-            )
-            self.core.bind(
-                receiver.room, bound.asked, indexes(bound.checked), now, wire_items=wire_items,
-                priority=bound.priority, row=bound.row.number if bound.row is not None else None,
-            )  # fmt: skip
-
     def _on_changed(self, handle: Handle, status: int) -> None:
         room = handle.room
         if status & 0x7F == State.SUCCESS and isinstance(room, DecodeRoom) and isinstance(handle, Receiver):
@@ -364,15 +269,12 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         if shared is None or self.metadata is None:
             receiver._aux = room.aux
             return
-        row = self.lent.of(receiver) or AuxRow((), np.zeros(self.metadata.row_nbytes, np.uint8))
+        row = receiver.row or AuxRow((), np.zeros(self.metadata.row_nbytes, np.uint8))
         if room.aux is not None:
             row.take(room.aux, shared)
         receiver._aux = row.of(shared.dst)
 
     # Its sessions.
-
-    def _layouts(self, session: Session) -> tuple[Layout, Layout]:
-        return session.layout, self.pool.layout
 
     def _identify_peer(self, session: Session, description: bytes) -> None:
         self.transport.identify(label(session), description)
@@ -382,27 +284,14 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             self.directory.forget()  # the peer may be at the same address under another key
             self.core.unreachable(route, error, now)
 
-    def _peer_name(self, session: Session) -> str:
-        return f"prefill rank {place(session.topology)}"
-
-    def _path_to(self, session: Session) -> str:
-        return "staged" if self.path == "staged" else "as prefill chooses"
-
     def _is_fenced(self, session: Session) -> bool:
         return self.transport.traits_of(label(session)).fences or self.directory.has_ended(session.id.writer)
 
     def _holds_nothing(self, session: Session) -> bool:
         return not self.core.holds(session)
 
-    def _copies_to(self, session: Session) -> bool:
-        del session
-        return False
-
     # What it waits for.
 
     def _in_flight(self) -> bool:
         traits = self.transport.traits
         return (traits.notifies or traits.polled) and (bool(self.core.rooms.by_epoch) or self.core.leases.lent)
-
-    def _expects(self) -> bool:
-        return bool(self._binding)

@@ -41,29 +41,26 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Proto
 from pdstage.control import drain
 from pdstage.control.zmq import messages_of
 from pdstage.errors import PdstageError, UsageError
-from pdstage.manager.aio import Pump, Wakeup
-from pdstage.manager.effects import Gathers
+from pdstage.manager.role import Gathers
 from pdstage.manager.sessions import Sessions
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Renew, Send
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.manager.effects import Carried, Effect
-    from pdstage.manager.role import Role
+    from pdstage.manager.role import Carried, Effect, Role
     from pdstage.transport import Done, Inbound, PostFailed
 
 log = logging.getLogger(__name__)
 
 _LARGE_NBYTES = 128 << 10
-_LOOK_S = 0.1
 _WAIT_S = 1e-3
 _END_S = 5.0
+_SWITCH_S = 1e-4
 _NAP_S = 100e-6
 _GLANCE_S = 10e-6
 _ACTIVE_S = 0.02
@@ -190,18 +187,16 @@ _DATA = *_COPIES, Write, WriteDirect, WriteRow
 class Driver:
     """Drives the core of `node`. `lock` is held whenever the core is touched."""
 
-    def __init__(self, node: Role[Any, Any], progress: str, switch_interval_s: float | None) -> None:
+    def __init__(self, node: Role[Any, Any], inline: bool) -> None:
         self._node = node
-        self.inline = progress == "inline"
+        self.inline = inline
         self.lock = threading.RLock()
         self.sessions = Sessions(node, self.lock)
         self.turning = Turning()
-        self.pumps: dict[AbstractEventLoop, Pump] = {}  # the loops that turn this node at present
         self.acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
         self.ending = False  # no room begins any more; under the lock, as `closed`
         self.closed = False
         self.failure: BaseException | None = None
-        self._switch_interval_s = switch_interval_s
         self._thread: threading.Thread | None = None
         self._n_forks = _n_forks
         self._moved_at = 0.0
@@ -226,9 +221,8 @@ class Driver:
         log.info("a %s node listens at %s", self._node.role, self._node.socket.endpoint)
         _started.add(self)
         if not self.inline:
-            if self._switch_interval_s is not None:
-                # Beside a busy Python thread a waking one waits for the interpreter's switch interval, 5 ms by default.
-                sys.setswitchinterval(min(self._switch_interval_s, sys.getswitchinterval()))
+            # Beside a busy Python thread a waking one waits for the interpreter's switch interval, 5 ms by default.
+            sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
             self._thread = threading.Thread(target=self._run, name="pdstage-node", daemon=True)
             self._thread.start()
 
@@ -265,26 +259,23 @@ class Driver:
         if _ends_at is not None and _must_leave():
             time.sleep(_WAIT_S)
             return False
-        token, moved = object(), False
+        token = object()
         try:
             if not self.turning.take(token):
                 self._node.socket.wake()
                 return False
             if not self.closed:
                 busy = self._copies or self._unread
-                moved = self._turn(self._sleep(wait_s) if wait_s > 0 and not busy else _EVERYTHING)
+                self._turn(self._sleep(wait_s) if wait_s > 0 and not busy else _EVERYTHING)
         except Exception as error:
             self.fail(error)
             raise
         finally:
             if self.turning.holder is token:
                 self.turning.holder = None
-        if moved and self.pumps:
-            self._node.socket.wake()  # for what was sent the socket may have taken in the word of an arrival
         return True
 
-    def _turn(self, ready: Ready) -> bool:
-        """Whether anything came, or was done."""
+    def _turn(self, ready: Ready) -> None:
         node, moved = self._node, False
         try:
             with self.acting:
@@ -306,7 +297,6 @@ class Driver:
             raise
         if moved:
             self._moved_at = time.monotonic()
-        return moved
 
     def _feed(self, ready: Ready) -> tuple[bool, list[Effect]]:
         """Whether anything came, and what is to be done.
@@ -501,35 +491,6 @@ class Driver:
         if events:
             self.feed_early(events)
 
-    def look(self) -> Wakeup | None:
-        """A turn for an event loop, which watches descriptors in place of sleep; None if another thread is in one.
-
-        Raises nothing but a Ctrl-C and its like: whoever waits in the loop is woken, and asks.
-        """
-        token = object()
-        try:
-            if not self.turning.take(token):
-                return None
-            if self.closed or self.failure is not None:
-                return Wakeup(_LOOK_S, ())
-            node = self._node
-            fds = node.transport.filenos()
-            node.socket.wait(0.0)  # wakings until here are answered by this turn
-            if not fds:
-                with self.device(), self.acting:
-                    self._ask()
-            self._turn(Ready(messages=True, transport=bool(fds)))
-            ready = node.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
-            pause_s = 0.0 if any(ready) or self._unread else min(self.longest_s(), self._patience_s(fds))
-            return Wakeup(pause_s, (*node.socket.filenos(), *fds))
-        except Exception as error:
-            log.exception("the node's turn in an event loop failed")
-            self.fail(error)
-            return Wakeup(_LOOK_S, ())
-        finally:
-            if self.turning.holder is token:
-                self.turning.holder = None
-
     # What engines' calls do.
 
     def use(self) -> AbstractContextManager[object]:
@@ -565,7 +526,7 @@ class Driver:
             except BaseException as error:
                 self.fail(error)
                 raise
-        if wake or self.pumps:
+        if wake:
             self._node.socket.wake()
 
     def _push(self) -> bool:
@@ -574,7 +535,6 @@ class Driver:
         """
         node = self._node
         with self.lock:
-            node._take_given(time.monotonic())
             effects = self._take_effects()
             next_at = node.core.endpoint.timers.next_at()
             early = node._expects() or (next_at is not None and next_at < self._until_at)
@@ -629,17 +589,17 @@ class Driver:
 class DeviceDriver(Driver):
     """The driver of a pool on a device, whose `runtime` it is."""
 
-    def __init__(self, node: Role[Any, Any], progress: str, switch_interval_s: float | None, runtime: Runtime) -> None:
-        super().__init__(node, progress, switch_interval_s)
+    def __init__(self, node: Role[Any, Any], inline: bool, runtime: Runtime) -> None:
+        super().__init__(node, inline)
         self._runtime = runtime
         self._flushes = node.role == "decode" and runtime.flushes
 
     def device(self) -> AbstractContextManager[object]:
         return self._runtime.current()
 
-    def _turn(self, ready: Ready) -> bool:
+    def _turn(self, ready: Ready) -> None:
         with self.device():
-            return super()._turn(ready)
+            super()._turn(ready)
 
     def _push(self) -> bool:
         with self.device():

@@ -5,6 +5,7 @@ The node keeps handles current; a handle asks its node to make progress.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import time
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdstage.errors import PdstageError
-    from pdstage.metadata import AuxRow, MetadataBuffers
+    from pdstage.metadata import AuxRow
     from pdstage.protocol.room import RoomId
 
 _ENDED = (State.SUCCESS, State.FAILED)
@@ -34,6 +35,8 @@ class Waits(Protocol):
     """What a handle asks of its node."""
 
     def progress_inline(self) -> None: ...
+
+    def abort(self, handle: Handle, reason: str) -> None: ...
 
     def wait_for(
         self, handle: Handle, done: Callable[[], bool], timeout_s: float | None, *, every_s: float = ...
@@ -58,12 +61,12 @@ def check_event(what: str, event: CudaEvent | None) -> None:
         raise UsageError(f"{what} is {arguments.shown(event)}", remedy="give an event, which has query(), or None")
 
 
-def ask_event(what: str, event: CudaEvent | None) -> tuple[bool, str]:
-    """Whether it is done, as true for no event; or what is wrong with it, in words."""
+def ask_event(event: CudaEvent) -> tuple[bool, str]:
+    """Whether it is done; or what is wrong with it, in words."""
     try:
-        return event is None or bool(event.query()), ""
+        return bool(event.query()), ""
     except Exception as error:  # noqa: BLE001  (the event's own, whatever it is)
-        return False, f"the event given as {what} raised {arguments.shown(error)}"
+        return False, f"the event that was given raised {arguments.shown(error)}"
 
 
 class Waiter(NamedTuple):
@@ -76,23 +79,24 @@ class Waiter(NamedTuple):
 class Handle:
     """What an engine holds of one room. `status` is `state | released << 7`, kept by the driver for `poll_many`."""
 
-    __slots__ = ("__weakref__", "_node", "began_at", "error", "key", "room", "status", "waiters")
+    __slots__ = ("__weakref__", "_node", "began_at", "error", "room", "row", "status", "waiters")
 
     room: Room
 
     def __init__(self, node: Waits, room: Room) -> None:
         self._node = node
         self.room = room
-        self.key = room.key
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None
         self.began_at = time.monotonic()
         self.waiters: list[Waiter] = []
+        self.row: AuxRow | None = None
+        """The aux row that its room has until it is released."""
 
     @property
     def id(self) -> RoomId:
         """The room, as the engine named it to `send` or `receive`."""
-        return room_id(self.key)
+        return room_id(self.room.key)
 
     @property
     def state(self) -> State:
@@ -104,6 +108,12 @@ class Handle:
         """Whether, as of the last turn, the room ended and nothing touches its memory any more."""
         return self.status >= 0x80
 
+    def abort(self, reason: str = "aborted by the engine") -> None:
+        """Gives the room up: it fails here and at its peers: as soon as each is found and answers, and where it was not
+        submitted yet, once it is. `released` tells when its pages are safe.
+        """
+        self._node.abort(self, reason)
+
     def poll(self) -> State:
         """One turn in inline mode; then the state. Raises nothing: `error` says why a room failed."""
         self._node.progress_inline()
@@ -111,33 +121,25 @@ class Handle:
 
     def wait(self, timeout_s: float | None = None) -> State:
         """Until the room ended; then its state, or raises its error if it failed. `TimeoutError` after `timeout_s`."""
-        self._node.wait_for(self, self._has_ended, timeout_s)
+        self._node.wait_for(self, lambda: self.status & 0x7F in _ENDED, timeout_s)
         return self._outcome()
 
     def wait_released(self, timeout_s: float | None = None) -> None:
         """Until the room's memory may be reused. `TimeoutError` after `timeout_s`."""
-        self._node.wait_for(self, self._is_released, timeout_s)
+        self._node.wait_for(self, lambda: self.released, timeout_s)
 
     async def wait_async(self, timeout_s: float | None = None) -> State:
         """`wait` in an event loop, which goes on meanwhile: returns and raises what `wait` does.
 
-        Cancelling it gives up the waiting, not the room: that is what `abort` is for. An inline node gets its turns
-        from this loop while anybody waits here for a room of its, or inside `async with node`; a long copy of its then
-        holds the loop up. A node with a thread goes on by itself. Thousands may wait at a time: a wait costs neither a
-        thread nor a turn.
+        Cancelling it gives up the waiting, not the room: that is what `abort` is for. The node has a thread
+        (`progress="thread"`); else `UsageError`. Thousands may wait at a time: a wait costs no thread.
         """
-        await self._node.wait_for_async(self, self._has_ended, timeout_s)
+        await self._node.wait_for_async(self, lambda: self.status & 0x7F in _ENDED, timeout_s)
         return self._outcome()
 
     async def wait_released_async(self, timeout_s: float | None = None) -> None:
         """`wait_released` in an event loop; see `wait_async`."""
-        await self._node.wait_for_async(self, self._is_released, timeout_s)
-
-    def _has_ended(self) -> bool:
-        return self.status & 0x7F in _ENDED
-
-    def _is_released(self) -> bool:
-        return self.status >= 0x80
+        await self._node.wait_for_async(self, lambda: self.released, timeout_s)
 
     def _outcome(self) -> State:
         if self.error is not None:
@@ -169,7 +171,6 @@ class Roster:
         # Lists and dictionaries whose single calls are each whole: waiters come and go in any thread, and when garbage
         # is collected, where a lock could be held by whom it interrupts.
         self._waiters: dict[Waiter, None] = {}
-        self._of_any_end: list[Waiter] = []
         self._due: deque[list[Waiter]] = deque()  # of what changed since the last `ring`
         self._n_changes = 0
         self._polled = _Polled(-1, [], np.empty(0, np.uint8))  # replaced as a whole: several threads may poll
@@ -196,8 +197,6 @@ class Roster:
         handle.status = status
         if status & 0x7F in _ENDED and not had_ended:
             self._ended.append(handle)
-            if self._of_any_end:
-                self._due.append(self._of_any_end)
         if handle.waiters:
             self._due.append(handle.waiters)
         if status >= 0x80:
@@ -215,22 +214,11 @@ class Roster:
 
     def take_ended(self) -> list[Handle]:
         """All that ended since the last call. One by one, since the driver's thread may add another meanwhile."""
-        ended = []
-        while (handle := self.pop_ended()) is not None:
-            ended.append(handle)
+        ended = list[Handle]()
+        with contextlib.suppress(IndexError):  # another thread took it
+            while self._ended:  # asked first, since an engine asks in each step, and mostly there is none
+                ended.append(self._ended.popleft())
         return ended
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `take_ended` has something to give."""
-        return bool(self._ended)
-
-    def pop_ended(self) -> Handle | None:
-        """The first of what `take_ended` would give; None if nothing."""
-        if self._ended:  # asked first, since an engine asks in each step, and mostly there is none
-            with contextlib.suppress(IndexError):  # another thread took it
-                return self._ended.popleft()
-        return None
 
     def statuses(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """(states, released) of `handles`; remembered while neither they nor any room changes."""
@@ -259,18 +247,18 @@ class Roster:
             waiter.wake()
 
     @contextlib.contextmanager
-    def waiting(self, handle: Handle | None, done: Callable[[], bool], wake: Callable[[], None]) -> Iterator[None]:
-        """Inside, `wake` is called once `handle`'s room, or with None any room, changed and `done()`; perhaps again.
+    def waiting(self, handle: Handle, done: Callable[[], bool], wake: Callable[[], None]) -> Iterator[None]:
+        """Inside, `wake` is called once `handle`'s room changed and `done()`; perhaps again.
 
         Ask `done()` inside before waiting: it may be so already.
         """
-        waiter, waiters = Waiter(done, wake), self._of_any_end if handle is None else handle.waiters
+        waiter = Waiter(done, wake)
         self._waiters[waiter] = None
-        waiters.append(waiter)
+        handle.waiters.append(waiter)
         try:
             yield
         finally:
-            waiters.remove(waiter)
+            handle.waiters.remove(waiter)
             del self._waiters[waiter]
 
     def wait(self, handle: Handle, done: Callable[[], bool], timeout_s: float) -> None:
@@ -281,40 +269,19 @@ class Roster:
                 with contextlib.suppress(queue.Empty):
                     bell.get(timeout=timeout_s)
 
+    async def wait_async(self, handle: Handle, done: Callable[[], bool], check: Callable[[], None]) -> None:
+        """Until a change of `handle`'s room made `done` true. Raises what `check` does, asked before a wait."""
+        loop, changed, stack = asyncio.get_running_loop(), asyncio.Event(), contextlib.ExitStack()
 
-class LentRows:
-    """Which room has which aux row, until it is released: rows of one node's `metadata`; without, none can be lent."""
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(changed.set)
+            except RuntimeError:  # the loop was closed, and nobody will come back here
+                stack.close()
 
-    def __init__(self, metadata: MetadataBuffers | None) -> None:
-        self._metadata = metadata
-        self._lent: dict[Handle, AuxRow] = {}
-
-    def __len__(self) -> int:
-        """How many rooms have one."""
-        return len(self._lent)
-
-    def of(self, handle: Handle) -> AuxRow | None:
-        return self._lent.get(handle)
-
-    def lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
-        """The handle's room has `row` until it is released; under the lock. Raises `UsageError` for a row that is not
-        its to have.
-        """
-        if self._metadata is None:
-            raise UsageError(
-                f"an aux row for room {handle.id!r} at a node without rows", remedy="give the node its `metadata`"
-            )
-        if not handle.room.released:
-            self._metadata.lend(row)
-            self._lent[handle] = row
-        return self._metadata
-
-    def give_back(self, handle: Handle) -> None:
-        """The handle's room is released: its row, if it had one, is the engine's again."""
-        row = self._lent.pop(handle, None)
-        if row is not None and self._metadata is not None:
-            self._metadata.give_back(row)
-
-    def give_all_back(self) -> None:
-        for handle in list(self._lent):
-            self.give_back(handle)
+        with stack:
+            stack.enter_context(self.waiting(handle, done, wake))
+            while not done():
+                check()
+                await changed.wait()
+                changed.clear()

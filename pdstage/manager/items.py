@@ -39,9 +39,7 @@ GivenTokens: TypeAlias = "Mapping[str, tuple[int, int]] | tuple[int, int] | int 
 class Checked:
     """Items as the kernels and the wire take them, with the tokens they serve."""
 
-    component: str
     pages: npt.NDArray[np.int32]
-    first_token: int
     start: int
     stop: int
     index: Index
@@ -111,12 +109,12 @@ def rects_of(layout: Layout, checked: Mapping[str, Checked], layers: tuple[int, 
     if layers is not None:
         layers = pair("layers", layers, high=MAX_LAYERS)
     rects = []
-    for one in checked.values():
-        numbers = layout.layers[one.component]
+    for name, one in checked.items():
+        numbers = layout.layers[name]
         low, high = layers or (numbers[0], numbers[-1] + 1)
-        some = one.start < one.stop or not layout.component(one.component).positional
+        some = one.start < one.stop or not layout.component(name).positional
         if some and bisect_left(numbers, low) < bisect_left(numbers, high):
-            rects.append(Rect(one.component, one.start, one.stop, low, high))
+            rects.append(Rect(name, one.start, one.stop, low, high))
     return tuple(sorted(rects))
 
 
@@ -154,7 +152,7 @@ def _check_one(
         remedy = f"give items of 0..{component.n_items - 1}, each at most once where they are destinations"
         raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy, position=at, **fields)
     pages = given.astype(np.int32)  # always a copy: the caller's array stays the caller's (I9)
-    return Checked(name, pages, first, start, stop, Index.of(pages, first))
+    return Checked(pages, start, stop, Index.of(pages, first))
 
 
 def _covered(owned: TokenShard, first: int, end: int, *, unique: bool) -> tuple[int, int]:

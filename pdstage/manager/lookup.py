@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pdstage.control.bootstrap import Advert, DirectoryClient, Incomplete, client_of
@@ -64,6 +65,7 @@ class Directory:
         self._closed = False
         self.counters = DirectoryCounters()
         self._askers: dict[str, _Asker] = {}
+        self._n = itertools.count()
         self._publication: _Publication | None = None
         self._cache_s = cache_s
         self._watching: dict[str, EtcdClient] = {}
@@ -110,12 +112,10 @@ class Directory:
         self, client: DirectoryClient, dp_rank: int | None, instance: str | None, deadline_at: float, answer: Answer
     ) -> None:
         """Asks until every rank is registered or `deadline_at` (monotonic) has passed, then calls `answer` once."""
-        look = _Lookup(client, dp_rank, instance, deadline_at, answer)
         try:
             with self._lock:
-                if self._closed:
-                    return
-                self._asker(client.given).add(look, 0.0)
+                if not self._closed:
+                    self._put(_Lookup(client, dp_rank, instance, deadline_at, answer), 0.0)
         except TransportError as error:
             answer(None, error)
 
@@ -133,7 +133,7 @@ class Directory:
             self._closed = True
             askers = list(self._askers.values())
             for asker in askers:
-                asker.changed.notify()
+                asker.changed.notify_all()
         until = time.monotonic() + _END_S
         for asker in askers:
             asker.thread.join(max(0.0, until - time.monotonic()))
@@ -152,30 +152,49 @@ class Directory:
         if publication is not None:
             publication.end()
 
-    def _asker(self, address: str) -> _Asker:
-        """Under the lock: who asks `address`."""
+    def _put(self, look: _Lookup, wait_s: float) -> None:
+        """Under the lock: `look` is asked in `wait_s`, by the thread of its address."""
+        address = look.client.given
         asker = self._askers.get(address)
-        if asker is not None:
-            return asker
-        if len(self._askers) >= _MAX_ADDRESSES:
-            raise TransportError(
-                f"{len(self._askers)} bootstrap addresses are being asked, and none has answered yet",
-                remedy="look at the addresses of the rooms before",
-            )
-        asker = _Asker(self, self._lock, address)
-        try:
-            asker.thread.start()
-        except RuntimeError as error:
-            raise TransportError(f"no thread could be started for a lookup ({error})", remedy="free some") from error
-        self._askers[address] = asker
-        return asker
+        if asker is None:
+            if len(self._askers) >= _MAX_ADDRESSES:
+                raise TransportError(
+                    f"{len(self._askers)} bootstrap addresses are being asked, and none has answered yet",
+                    remedy="look at the addresses of the rooms before",
+                )
+            thread = threading.Thread(target=partial(self._serve, address), name="pdstage-directory", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                what = f"no thread could be started for a lookup ({error})"
+                raise TransportError(what, remedy="free some") from error
+            asker = self._askers[address] = _Asker(thread, threading.Condition(self._lock), [])
+        heapq.heappush(asker.waiting, (time.monotonic() + wait_s, next(self._n), look))
+        asker.changed.notify()
 
-    def _is_over(self, asker: _Asker) -> bool:
-        """Under the lock: whether `asker` has nothing to do any more; then it is forgotten."""
-        if not self._closed and asker.waiting:
-            return False
-        self._askers.pop(asker.address, None)
-        return True
+    def _serve(self, address: str) -> None:
+        while (look := self._next(address)) is not None:
+            try:
+                again = self._ask(look)
+            except Exception:
+                log.exception("who waits for the directory at %s did not take its answer", address)
+                continue
+            if again is not None:
+                wait_s = min(look.wait_s * random.uniform(0.5, 1.0), again.deadline_at - time.monotonic())
+                with self._lock:
+                    self._put(again, wait_s)
+
+    def _next(self, address: str) -> _Lookup | None:
+        """The lookup whose time has come; None once there is none, and then nobody asks `address` any more."""
+        with self._lock:
+            asker = self._askers[address]
+            while asker.waiting and not self._closed:
+                wait_s = asker.waiting[0][0] - time.monotonic()
+                if wait_s <= 0:
+                    return heapq.heappop(asker.waiting)[2]
+                asker.changed.wait(wait_s)
+            del self._askers[address]
+        return None
 
     def _ask(self, look: _Lookup) -> _Lookup | None:
         """Asks once, and answers; or what to ask later, where not all is there yet."""
@@ -209,44 +228,12 @@ class Directory:
         self._cache[look.key] = (now, adverts)
 
 
-class _Asker:
-    """The lookups at one address, and the thread that asks them: it ends when none is left."""
+class _Asker(NamedTuple):
+    """The thread that asks one address; `waiting` is a heap, by when to ask."""
 
-    def __init__(self, directory: Directory, lock: threading.Lock, address: str) -> None:
-        self._directory = directory
-        self.address = address
-        self.changed = threading.Condition(lock)
-        self.waiting: list[tuple[float, int, _Lookup]] = []
-        """A heap, by when to ask."""
-        self._n = itertools.count()
-        self.thread = threading.Thread(target=self._run, name="pdstage-directory", daemon=True)
-
-    def add(self, look: _Lookup, wait_s: float) -> None:
-        """Under the lock: `look` is asked in `wait_s`."""
-        heapq.heappush(self.waiting, (time.monotonic() + wait_s, next(self._n), look))
-        self.changed.notify()
-
-    def _run(self) -> None:
-        while (look := self._next()) is not None:
-            try:
-                again = self._directory._ask(look)
-            except Exception:
-                log.exception("who waits for the directory at %s did not take its answer", look.client.address)
-                continue
-            if again is not None:
-                wait_s = min(look.wait_s * random.uniform(0.5, 1.0), again.deadline_at - time.monotonic())
-                with self.changed:
-                    self.add(again, wait_s)
-
-    def _next(self) -> _Lookup | None:
-        """The lookup whose time has come; None once there is none."""
-        with self.changed:
-            while not self._directory._is_over(self):
-                wait_s = self.waiting[0][0] - time.monotonic()
-                if wait_s <= 0:
-                    return heapq.heappop(self.waiting)[2]
-                self.changed.wait(wait_s)
-        return None
+    thread: threading.Thread
+    changed: threading.Condition
+    waiting: list[tuple[float, int, _Lookup]]
 
 
 class _Publication:

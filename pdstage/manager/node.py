@@ -22,27 +22,31 @@ from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout.topology import Topology
 from pdstage.manager import status
-from pdstage.manager.aio import running, until
-from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
 from pdstage.manager.driver import DeviceDriver, Driver, changes_rooms
-from pdstage.manager.handle import Handle, LentRows, Roster
+from pdstage.manager.handle import Handle, Roster, ask_event
 from pdstage.manager.lookup import Directory
 from pdstage.manager.observer import Observation, Origin
+from pdstage.manager.options import NodeOptions, check_memory, checked, facts_of, transport_of
 from pdstage.manager.role import AnyCore, Own, Role
 from pdstage.manager.status import Status
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Memory, PageLock, Stager
+from pdstage.transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
 
     from pdstage.errors import PdstageError
-    from pdstage.manager.options import NodeOptions
+    from pdstage.kernels.index_ring import Runtime
+    from pdstage.manager.handle import CudaEvent
+    from pdstage.manager.role import Carried
     from pdstage.manager.status import OpenRoom
+    from pdstage.metadata import AuxRow, MetadataBuffers
+    from pdstage.protocol.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -60,65 +64,110 @@ AnyHandle = TypeVar("AnyHandle", bound=Handle)
 class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
     """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back.
 
-    With `async with` the event loop goes on while the node closes, and turns it, if it is inline, until then.
+    With `async with` the event loop goes on while the node closes.
     """
 
-    path: str
-    """ "auto", "direct" or "staged"."""
     _drain: threading.Thread | None = None
     """Begun by an operator's request."""
 
-    def __init__(self, pool: Pool, topology: Topology, options: NodeOptions) -> None:
+    def __init__(self, pool: Pool, topology: Topology, n_parts: int, given: NodeOptions) -> None:
+        """`n_parts`: send buffers at prefill, lanes at decode."""
+        self.options, self.config = checked(given)
         arguments.instance("pool", pool, Pool)
         arguments.instance("topology", topology, Topology)
-        self.config = options.check()
         self.roster = Roster()
         self.observed = None
         self.incarnation = secrets.randbits(63) | 1
-        runtime, drives = options.open_device(pool), (self, options.progress, options.switch_interval_s)
-        self.driver = Driver(*drives) if runtime is None else DeviceDriver(*drives, runtime)
+        transport, inline = self.options["transport"], self.options["progress"] == "inline"
+        try:
+            runtime = pool.runtime()  # before a transport looks at the device
+        except UsageError:
+            if isinstance(transport, Transport):
+                transport.close()
+            raise
+        self.driver = Driver(self, inline) if runtime is None else DeviceDriver(self, inline, runtime)
         self.sessions = self.driver.sessions
-        self.keys = keys_of(options.keys)
+        self.keys = keys_of(self.options["keys"])
         self.pool, self.topology = pool, topology
-        self.observers = tuple(options.observers)
+        self.observers = tuple(self.options["observers"])
         if self.observers:
             origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
             self.observed = Observation(origin, self.observers)
+        self._waiting: list[tuple[Handle, CudaEvent, Callable[[float], None]]] = []
+        """Whose event is waited for, and what follows: asked in turns, not in each of an engine's calls."""
         self._closing = threading.RLock()
         self._gave_back: bool | None = None
         """What `close` came to, once it is over."""
-        self.metadata = options.metadata
-        self.lent = LentRows(options.metadata)
-        writes = self.role == "prefill"
+        self.metadata = self.options["metadata"]
         check_descriptors()
-        with self.driver.device(), contextlib.ExitStack() as opened:  # all is given back if the rest cannot be had
-            self.transport = options.open_transport(pool, self.config, writes=writes)
+        with self.driver.device():
+            self._open(n_parts, runtime)
+
+    def _open(self, n_parts: int, runtime: Runtime | None) -> None:
+        pool, options, writes = self.pool, self.options, self.role == "prefill"
+        with contextlib.ExitStack() as opened:  # all is given back if the rest cannot be had
+            if isinstance(options["transport"], Transport):
+                opened.callback(options["transport"].close)
+            self.transport = transport_of(options, self.config, pool, writes=writes)
             opened.callback(self.transport.close)
+            check_memory(options, pool, self.transport.traits)
             mappable = not writes and self.transport.traits.maps
             self.memory = Memory(
-                options.staging_nbytes, options.staging, pool.device,
-                mappable=mappable, runtime=runtime, staging_on=options.staging_on,
+                options["staging_nbytes"], options["staging"], pool.device,
+                mappable=mappable, runtime=runtime, staging_on=options["staging_on"],
             )  # fmt: skip
             opened.callback(self.memory.release)
             self.page_lock = PageLock("the pool", pool.on_host, runtime)
             opened.callback(self.page_lock.release)
-            self.parts = self.memory.parts(options.n_parts)
-            self._copy_thread = CopyThread(self._wake)
-            copies_aside = has_core_to_spare() if options.copy_thread is None else options.copy_thread
-            submit = self._copy_thread.submit if copies_aside else None
-            self.stager = Stager(pool, submit, runtime, max_sms=options.max_sms, only="gather" if writes else "scatter")
+            self.parts = self.memory.parts(n_parts)
+            self.stager = Stager(pool, runtime, max_sms=options["max_sms"], only="gather" if writes else "scatter")
+            if not (writes and options["path"] == "direct"):
+                self.stager.warm(checksum=self.config.checksums)
             self.directory = Directory(self.keys)
-            self.transport.register([self.memory.region, *(pool.layout.regions if options.path != "staged" else ())])
-            self.rows = self._own_rows(options.aux)
+            pages = pool.layout.regions if options["path"] != "staged" else ()
+            self.transport.register([self.memory.region, *pages])
+            self.rows = self._own_rows()
+            self.offers = [Offer(name, description) for name, description in self.transport.offers().items()]
             identity = self.incarnation.to_bytes(8, "little")
-            self.socket = ControlSocket(options.bind, identity=identity, insecure=options.insecure, keys=self.keys)
+            self.socket = ControlSocket(
+                options["bind"], identity=identity, insecure=options["insecure"], keys=self.keys
+            )
             opened.callback(self.socket.close)
             opened.pop_all()
-        self._turned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
-    def _own_rows(self, aux: str) -> OwnRows:
+    def _take_asked(self, now: float) -> None:
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        for handle, event, then in waiting:
+            if handle.room.ended:
+                continue
+            done, wrong = ask_event(event)
+            if wrong:
+                self.core.abort(handle.room, wrong, now)  # type: ignore[arg-type]
+            elif done:
+                then(now)
+            else:
+                self._waiting.append((handle, event, then))
+
+    # What one role alone has to say of.
+
+    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+        pass
+
+    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
+        return effects
+
+    def _copies_to(self, session: Session) -> bool:
+        del session
+        return False
+
+    def _expects(self) -> bool:
+        return bool(self._waiting)
+
+    def _own_rows(self) -> OwnRows:
         """This node's side of aux. Rows that the transport cannot reach go by control message, whatever was asked."""
-        held, span = self.metadata, None
+        aux, held, span = self.options["aux"], self.metadata, None
         if held is None:
             return NO_ROWS
         if aux != "tcp":
@@ -130,23 +179,46 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
                 log.warning("aux rows go by control message, not by %r: %s", aux, error)
         return OwnRows(held.columns.placed, aux != "tcp", span)
 
-    def _wake(self) -> None:
-        self.socket.wake()
-
-    def _offers(self) -> list[Offer]:
-        """What this node tells its peers of its transports, best first."""
-        with self.driver.device():
-            return [Offer(name, description) for name, description in self.transport.offers().items()]
+    def _said(self) -> dict[str, Any]:
+        """What either core is made with: what this node tells its peers of itself."""
+        (transport, description), *others = self.offers
+        return {
+            "layout": self.pool.layout, "topology": self.topology, "transport": transport, "description": description,
+            "others": tuple(others), "config": self.config, "direct": self.options["path"] != "staged",
+            "notifies": self.transport.traits.notifies, "rows": self.rows, "model": facts_of(self.options["model"]),
+        }  # fmt: skip
 
     def _on_changed(self, handle: Handle, status: int) -> None:
         if status >= 0x80:  # first: who sees `released` may free the row at once
-            self.lent.give_back(handle)
+            self._give_row_back(handle)
         self.roster.changed(handle, status)
         if self.observed is not None:
             self.observed.changed(handle)
 
-    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
-        pass
+    @changes_rooms
+    def abort(self, handle: Handle, reason: str) -> None:
+        """`Handle.abort`."""
+        with self.driver.use():
+            self.core.abort(handle.room, arguments.sayable(reason), time.monotonic())  # type: ignore[arg-type]
+        self.driver.kick()
+
+    def _lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
+        """The handle's room has `row` until it is released; under the lock. Raises `UsageError` for a row that is not
+        its to have.
+        """
+        if self.metadata is None:
+            raise UsageError(
+                f"an aux row for room {handle.id!r} at a node without rows", remedy="give the node its `metadata`"
+            )
+        if not handle.room.released:
+            self.metadata.lend(row)
+            handle.row = row
+        return self.metadata
+
+    def _give_row_back(self, handle: Handle) -> None:
+        row, handle.row = handle.row, None
+        if row is not None and self.metadata is not None:
+            self.metadata.give_back(row)
 
     # What engines ask.
 
@@ -184,9 +256,18 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             elif not self.driver.turn(min(left_s, self.driver.longest_s())):
                 self.roster.wait(handle, done, min(left_s, _BUSY_S))  # another thread turns, and may leave off
 
-    async def wait_for_async(self, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """`wait_for` in an event loop, which turns an inline node; None: what a change of any room makes true."""
-        await until(self.driver, self.roster, handle, done, arguments.timeout("timeout_s", timeout_s))
+    async def wait_for_async(self, handle: Handle, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """`wait_for` in an event loop."""
+        timeout_s = arguments.timeout("timeout_s", timeout_s)
+        if self.driver.inline:
+            raise UsageError("an inline node is awaited in an event loop", remedy='make it with progress="thread"')
+        if done():
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.roster.wait_async(handle, done, self.driver.check)
+        except TimeoutError:
+            raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s:g} s") from None
 
     def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.
@@ -203,20 +284,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         """The handles whose rooms ended since the last call; of more than 65,536 the latest."""
         self.progress_inline()
         return cast("list[AnyHandle]", self.roster.take_ended())
-
-    async def completions_async(self) -> AsyncIterator[AnyHandle]:
-        """The handles of rooms as they end, in an event loop, until the node is closed: `async for` goes through them.
-
-        Each is given once, here or by `completions`. An inline node gets turns while the next one is awaited.
-        """
-        while True:
-            handle = self.roster.pop_ended()
-            if handle is not None:
-                yield cast("AnyHandle", handle)
-            elif self.closed:
-                return
-            else:
-                await self.wait_for_async(None, lambda: self.roster.has_ended or self.closed, None)
 
     def unfenced(self) -> dict[str, int]:
         """Peers whose lost sessions still keep memory of this node out of use, and how many such sessions each has.
@@ -258,12 +325,12 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         """
 
     def _status(self) -> Status:
-        """What both roles say; `rooms` is left out. Under the lock."""
+        """What both roles say, but for what handles do. Under the lock."""
         info = (pdstage.__version__, self.transport.traits.name, self.path, *status.places(self.topology))
         core, sessions = self.core, self.sessions
         return Status(
             info, core.counters.as_dict(), asdict(self.socket.counters), dict(sessions.over), {}, len(core.sessions),
-            len(sessions.lost), len(core.chunks.flights), len(self.lent), failed=self.driver.failure is not None,
+            len(sessions.lost), len(core.chunks.flights), failed=self.driver.failure is not None,
             draining=self.driver.ending, directory=self.directory.status(),
         )  # fmt: skip
 
@@ -291,11 +358,10 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         """
         timeout_s = arguments.timeout("timeout_s", timeout_s)
         self._begin_drain()
-        deadline_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline_at = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         for handle in self.handles():
-            left_s = max(0.0, deadline_at - time.monotonic())
             try:
-                handle.wait_released(None if timeout_s is None else left_s)
+                handle.wait_released(max(0.0, deadline_at - time.monotonic()))
             except TimeoutError:
                 return False
         return True
@@ -327,10 +393,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         except UsageError as error:  # it was closed meanwhile, or failed
             log.info("this node does not drain: %s", error)
 
-    async def drain_async(self, timeout_s: float | None = None) -> bool:
-        """`drain` in an event loop, which goes on meanwhile."""
-        return await asyncio.to_thread(self.drain, timeout_s)
-
     def close(self, timeout_s: float = 5.0) -> bool:
         """Fails the rooms still open, waits up to `timeout_s` for their peers to be quiet, and gives everything back.
 
@@ -357,7 +419,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         if driver.failure is None and not driver.closed:
             self._close_rooms(patience_s)
         driver.end()
-        self._copy_thread.close()
         free = self._give_back()
         self.roster.ring_all()
         if self.observed is not None:
@@ -368,7 +429,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         """Whether nobody uses this node's memory any more: then it is given back, and all else in any case."""
         free, driver = self.core.memory_is_free and not self.stager.launched, self.driver
         if free:
-            self.lent.give_all_back()
+            for handle in self.handles():
+                self._give_row_back(handle)
         else:
             sessions = *self.core.sessions.values(), *self.sessions.lost
             peers = sorted({self.socket.endpoint_of(session.route) for session in sessions})
@@ -417,15 +479,9 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         self.close()
 
     async def __aenter__(self) -> Self:
-        """Inside, the running loop turns an inline node, whether anybody waits or not."""
-        if self.driver.inline:
-            self._turned = running(self.driver)
-            self._turned.__enter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        turned, self._turned = self._turned, contextlib.nullcontext()
-        turned.__exit__(None, None, None)
         await self.close_async()
 
 

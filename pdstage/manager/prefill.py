@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, ClassVar, assert_never
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import numpy as np
 
@@ -18,38 +18,31 @@ from pdstage.layout.states import canonical
 from pdstage.manager.calibration import costs
 from pdstage.manager.data_path import DataPath
 from pdstage.manager.driver import changes_rooms
-from pdstage.manager.effects import Gathers
-from pdstage.manager.handle import Handle, ask_event, check_event
-from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, indexes, rects_of
+from pdstage.manager.handle import Handle, check_event
+from pdstage.manager.items import GivenItems, GivenTokens, check, indexes, rects_of
 from pdstage.manager.node import Node
-from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions, check_path
-from pdstage.manager.sessions import label, place
-from pdstage.manager.status import Status, by_state
+from pdstage.manager.options import MAX_PARTS, NodeOptions, check_path
+from pdstage.manager.role import Gathers
+from pdstage.manager.sessions import label
+from pdstage.manager.status import Status, with_rooms
 from pdstage.metadata import AuxRow
 from pdstage.plan.cost import CostModel
-from pdstage.plan.spans import Index
 from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
+from pdstage.protocol.prefill_chunks import ChunkEffect, Gather
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.state import ChunkPhase
 from pdstage.protocol.wire import VERSION
-from pdstage.stager import DEFAULT_MAX_SMS
-from pdstage.transport import Done, Inbound, PostFailed, Traits, Transport
+from pdstage.transport import Done, Inbound, PostFailed, Traits
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
-    from pdstage.layout import Layout
     from pdstage.layout.topology import Topology
-    from pdstage.manager.effects import Carried
     from pdstage.manager.handle import CudaEvent
-    from pdstage.manager.observer import Observer
-    from pdstage.metadata import MetadataBuffers
-    from pdstage.protocol.config import Config
+    from pdstage.manager.role import Carried
     from pdstage.protocol.destinations import PrefillRoom
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
@@ -64,14 +57,14 @@ _NONE = np.empty(0, np.int32)
 class Sender(Handle):
     """One room at its prefill rank. Its chunks' pages must stay as they are until `released`."""
 
-    __slots__ = ("finishing",)
+    __slots__ = ("driver", "finishing")
 
     room: PrefillRoom
     _node: PrefillNode
 
     def __init__(self, node: PrefillNode, room: PrefillRoom) -> None:
         super().__init__(node, room)
-        self.finishing = False
+        self.driver, self.finishing = node.driver, False
 
     @property
     def prefix_tokens(self) -> int | None:
@@ -85,51 +78,29 @@ class Sender(Handle):
         return self._prefix_tokens({canonical(arguments.text("a component's name", component))})
 
     def _prefix_tokens(self, names: set[str]) -> int | None:
-        with self._node.driver.use():
+        with self.driver.use():
             if not self.room.opened:
                 return None
             asked = (one for destination in self.room.destinations.values() for one in destination.asked.items())
             return min((start for name, (start, _) in asked if name in names), default=0)
 
     @property
-    def max_chunk_tokens(self) -> int | None:
-        """The most tokens that may travel as one chunk to every destination; None before all have opened. Longer ones
-        are split, and shorter ones of over 4 MiB may be.
-        """
-        node, most = self._node, list[int]()
-        layout = node.pool.layout
-        with node.driver.use():
-            if not self.room.opened:
-                return None
-            for destination in self.room.destinations.values():
-                session, wanted = destination.session, destination.asked.items()
-                asked = {
-                    name: Checked(name, _NONE, start, start, stop, Index.of(_NONE))
-                    for name, (start, stop) in wanted
-                    if name in layout.names
-                }
-                staging = session.stagings.of(destination.shares, rects_of(layout, asked, None))
-                limit = min(node.chunk_nbytes, session.largest_lane)
-                reach = (session.common.numbers(name).reach(staging.tokens_within(name, limit)) for name in asked)
-                most += filter(None, reach)
-        return min(most, default=None)
-
-    @property
     def opened(self) -> bool:
         """Whether all destinations have opened the room, so that chunks given now are on their way at once."""
-        with self._node.driver.use():
+        with self.driver.use():
             return self.room.opened
 
     @property
     def backlog_nbytes(self) -> int:
         """Bytes given to `chunk` that no write has carried yet, summed over destinations."""
-        with self._node.driver.use():
+        with self.driver.use():
             return self._backlog_nbytes()
 
     def _backlog_nbytes(self) -> int:
         chunks = (chunk for destination in self.room.destinations.values() for chunk in destination.chunks.values())
         return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
 
+    @changes_rooms
     def chunk(
         self,
         items: GivenItems,
@@ -144,8 +115,20 @@ class Sender(Handle):
         `ready` is an event after which the data exists; leases are sought meanwhile. Raises `UsageError` for items that
         are out of range or do not cover the tokens; nothing is sent then.
         """
-        self._node.add_chunk(self, items, tokens, layers, ready)
+        node = self._node
+        if self.finishing:
+            raise UsageError(f"room {self.id!r} got a chunk after finish()", remedy="chunks come first")
+        check_event("`ready`", ready)
+        checked = check(node.pool.layout, items, tokens, unique=False)
+        rects, given = rects_of(node.pool.layout, checked, layers), indexes(checked)
+        if rects:
+            with self.driver.use():
+                source = node.core.chunk(self.room, rects, given, time.monotonic(), ready=ready is None)
+                if ready is not None:
+                    node._waiting.append((self, ready, partial(node.core.data_ready, self.room, source)))
+        self.driver.kick()
 
+    @changes_rooms
     def finish(
         self,
         aux: bytes | AuxRow | None = None,
@@ -162,7 +145,27 @@ class Sender(Handle):
         waits with it; None: as `send` said. Raises `UsageError` for a second call, too many bytes or a row that is free
         or another room's.
         """
-        self._node.finish(self, aux, states, ready, open_wait_s)
+        node = self._node
+        check_event("`ready`", ready)
+        if open_wait_s is not None:
+            open_wait_s = arguments.number("open_wait_s", open_wait_s, above=0.0)
+        if aux is not None and not isinstance(aux, AuxRow):
+            aux = arguments.octets("aux", aux)
+            if len(aux) > (most := node.config.max_aux_nbytes):
+                raise UsageError(f"{len(aux)} aux bytes for room {self.id!r}", remedy=f"at most {most}, see Config")
+        if states is not None:
+            self.chunk(states, ready=ready)
+        with self.driver.use():
+            if self.room.finished or self.finishing:
+                raise UsageError(f"room {self.id!r} is finished already", remedy="call finish() once")
+            given = aux if not isinstance(aux, AuxRow) else GivenRow(node._lend(self, aux).address(aux), aux.read)
+            self.finishing = True
+            then = partial(node.core.finish, self.room, given, open_wait_s=open_wait_s)
+            if ready is None:
+                then(time.monotonic())
+            else:
+                node._waiting.append((self, ready, then))
+        self.driver.kick()
 
     def wait_carried(self, timeout_s: float | None = None) -> None:
         """Until every destination has the chunks given so far, so that their pages may change before `released`: for
@@ -173,26 +176,25 @@ class Sender(Handle):
 
     def _is_carried(self) -> bool:
         room = self.room
-        with self._node.driver.lock:
+        with self.driver.lock:
             return room.ended or not room.sources or (room.opened and not self._backlog_nbytes())
-
-    def abort(self, reason: str = "aborted by the engine") -> None:
-        """Gives the room up: it fails here and at every destination."""
-        self._node.abort(self, reason)
 
 
 _DEVICE_CHUNK_S = 250e-6
 """What a chunk costs both hosts, where its bytes pass none of them: profiled."""
+_SM_BYTES_PER_S, _MOST_SMS = 34e9, 64
+"""What one multiprocessor copies on an H200, and how many of them its memory keeps busy."""
 
 
 @cache
-def _by_traits(traits: Traits, copies_at: float | None) -> CostModel:
-    """Of a transport nobody measured: one whose traits differ by peer costs each what its own say. `copies_at` are the
-    bytes a second of a device's copies, on either side.
+def _by_traits(traits: Traits, n_sms: int) -> CostModel:
+    """Of a transport nobody measured: one whose traits differ by peer costs each what its own say. `n_sms` are the
+    multiprocessors of a device's copies, on either side; 0 in host memory.
     """
     found = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
-    if copies_at is None:
+    if not n_sms:
         return found
+    copies_at = n_sms * _SM_BYTES_PER_S
     return replace(
         found, gather_bytes_per_s=copies_at, scatter_bytes_per_s=copies_at, gather_run_s=0.0, scatter_run_s=0.0,
         chunk_s=_DEVICE_CHUNK_S,
@@ -213,9 +215,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
     page-locked, bytes land on the GPU, and its kernels scatter them. `path` is "auto" (by cost), "staged" or "direct".
     `bind` is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else
     `insecure` must be true, and so for the directory. `config` holds deadlines and limits. `progress` is "inline"
-    (polls do the work) or "thread"; then `switch_interval_s` is the most that Python's switch interval may be in this
-    process, None leaves it as it is.
-    `copy_thread` makes large host copies in a thread of their own; None does so where there are cores for it.
+    (polls do the work) or "thread", which sets Python's switch interval to 0.1 ms at most.
     `max_sms` is how many multiprocessors of a GPU one copy may take from the engine's kernels; None: all of them.
     `calibration` is a file that `pdstage calibrate` wrote, by which "auto" chooses; None: the one that
     PDSTAGE_CALIBRATION names, else the transport's defaults. `aux` is how rows of `metadata` travel: "tcp", by control
@@ -234,87 +234,54 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         pool: Pool,
         topology: Topology,
         *,
-        transport: str | Mapping[str, object] | Transport = "auto",
+        n_buffers: int = 4,
         bootstrap: str | None = None,
         instance: str = "prefill",
         publish: bool = True,
-        path: str = "auto",
-        staging_nbytes: int = 256 << 20,
-        staging: object = None,
-        staging_on: str = "pool",
-        n_buffers: int = 4,
-        bind: str = "tcp://127.0.0.1:0",
-        config: Config | None = None,
-        progress: str = "inline",
-        switch_interval_s: float | None = DEFAULT_SWITCH_S,
-        copy_thread: bool | None = None,
-        max_sms: int | None = DEFAULT_MAX_SMS,
         calibration: str | os.PathLike[str] | None = None,
-        insecure: bool = False,
-        keys: Keys | str | os.PathLike[str] | None = None,
-        aux: str = "tcp",
-        metadata: MetadataBuffers | None = None,
-        observers: Sequence[Observer] = (),
-        model: Mapping[str, str] | None = None,
+        **options: Unpack[NodeOptions],
     ) -> None:
-        if arguments.integer("n_buffers", n_buffers) < 2:
-            raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
+        n_buffers = arguments.integer("n_buffers", n_buffers, low=2, high=MAX_PARTS)  # so that no destination holds all
         arguments.text("instance", instance)
         arguments.flag("publish", publish)
         if bootstrap is not None:
             arguments.text("bootstrap", bootstrap)
         self._costs = costs(calibration)
-        options = NodeOptions(
-            transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers, staging=staging,
-            staging_on=staging_on, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
-            observers=observers, model=model,
-        )  # fmt: skip
-        super().__init__(pool, topology, options)
+        super().__init__(pool, topology, n_buffers, options)
         buffer_nbytes = self.parts[0].nbytes
         self.chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
-        self._copies_at: float | None = None
         self.data_path = DataPath(
-            self.transport, self.stager, self.sessions, path=path, cost_of=self.cost_of, buffers=self.parts,
-            chunk_nbytes=self.chunk_nbytes, observed=self.observed,
+            self.transport, self.stager, self.sessions, path=self.options["path"], cost_of=self.cost_of,
+            buffers=self.parts, chunk_nbytes=self.chunk_nbytes, observed=self.observed,
         )  # fmt: skip
-        self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
-        offer, *others = self._offers()
         self.core = PrefillCore(
-            self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
-            description=offer.description, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, config=self.config,
-            choose=self.data_path.prefers_direct, piece=self.data_path.piece_nbytes, direct=path != "staged",
-            others=tuple(others), notifies=self.transport.traits.notifies, rows=self.rows, model=options.facts(),
+            self.incarnation, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=self.data_path.prefers_direct,
+            piece=self.data_path.piece_nbytes, **self._said(),
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""
         self.advert = Advert(
             instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=pool.layout.digest(), transports=(offer.transport, *(other.transport for other in others)),
-            version=VERSION,
+            layout=pool.layout.digest(), transports=tuple(offer.transport for offer in self.offers), version=VERSION,
         )  # fmt: skip
         try:
-            if path != "direct":
-                with self.driver.device():
-                    self._copies_at = self.stager.rate(self.parts[0], checksum=self.config.checksums)
             if publish:
-                self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
+                self.bootstrap_address = bootstrap or self._embed_bootstrap()
                 self.directory.publish(self.bootstrap_address, lambda: [self.advert])
             self.driver.start()
         except BaseException:  # a Ctrl-C too: an advert would be renewed for a node that nobody has
             self.close()
             raise
 
-    def _embed_bootstrap(self, bind: str, insecure: bool) -> str:
-        host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
-        self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=insecure).start()
+    def _embed_bootstrap(self) -> str:
+        host = Address.parse(self.options["bind"], "tcp", listening=True)._replace(port=0)
+        self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=self.options["insecure"]).start()
         return self._bootstrap.address
 
     def cost_of(self, traits: Traits) -> CostModel:
-        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies as
-        measured at the start.
-        """
-        return self._costs.get(traits.name) or _by_traits(traits, self._copies_at)
+        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
+        n_sms = 0 if self.pool.device == "cpu" else self.options["max_sms"] or _MOST_SMS
+        return self._costs.get(traits.name) or _by_traits(traits, n_sms)
 
     @property
     def written(self) -> tuple[int, int]:
@@ -349,7 +316,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             now = self._status()._replace(
                 n_buffers=len(self.parts), n_buffers_free=free, buffer_nbytes=self.parts[0].nbytes
             )
-        return now._replace(rooms=by_state(self.handles()))
+        return with_rooms(now, self.handles())
 
     def _begin_drain(self) -> None:
         with self.driver.use():
@@ -376,89 +343,15 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         self.driver.kick()
         return sender
 
-    @changes_rooms
-    def add_chunk(
-        self,
-        sender: Sender,
-        items: GivenItems,
-        tokens: GivenTokens,
-        layers: tuple[int, int] | None,
-        ready: CudaEvent | None,
-    ) -> None:
-        """`Sender.chunk`."""
-        if sender.finishing:
-            raise UsageError(f"room {sender.id!r} got a chunk after finish()", remedy="chunks come first")
-        check_event("`ready`", ready)
-        checked = check(self.pool.layout, items, tokens, unique=False)
-        rects, given = rects_of(self.pool.layout, checked, layers), indexes(checked)
-        if rects:
-            with self.driver.use():
-                source = self.core.chunk(sender.room, rects, given, time.monotonic(), ready=ready is None)
-                if ready is not None:
-                    self._waiting.append((sender, ready, partial(self.core.data_ready, sender.room, source)))
-        self.driver.kick()
-
-    @changes_rooms
-    def finish(
-        self,
-        sender: Sender,
-        aux: bytes | AuxRow | None,
-        states: GivenItems | None,
-        ready: CudaEvent | None,
-        open_wait_s: float | None,
-    ) -> None:
-        """`Sender.finish`."""
-        check_event("`ready`", ready)
-        if open_wait_s is not None:
-            open_wait_s = arguments.number("open_wait_s", open_wait_s, above=0.0)
-        if aux is not None and not isinstance(aux, AuxRow):
-            aux = arguments.octets("aux", aux)
-        if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
-            raise UsageError(
-                f"{len(aux)} aux bytes for room {sender.id!r}",
-                remedy=f"at most {self.config.max_aux_nbytes}, see Config",
-            )
-        if states is not None:
-            self.add_chunk(sender, states, None, None, ready)
-        with self.driver.use():
-            if sender.room.finished or sender.finishing:
-                raise UsageError(f"room {sender.id!r} is finished already", remedy="call finish() once")
-            given = aux if not isinstance(aux, AuxRow) else GivenRow(self.lent.lend(sender, aux).address(aux), aux.read)
-            sender.finishing = True
-            if ready is None:
-                self.core.finish(sender.room, given, time.monotonic(), open_wait_s=open_wait_s)
-            else:
-                then = partial(self.core.finish, sender.room, given, open_wait_s=open_wait_s)
-                self._waiting.append((sender, ready, then))
-        self.driver.kick()
-
-    @changes_rooms
-    def abort(self, sender: Sender, reason: str) -> None:
-        """`Sender.abort`."""
-        with self.driver.use():
-            self.core.abort(sender.room, arguments.sayable(reason), time.monotonic())
-        self.driver.kick()
-
     # What the core asks for.
 
     def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
         return self.data_path.joined(effects)
 
     def _carry(self, effect: ChunkEffect | Gathers) -> None:
-        match effect:
-            case Gather():
-                self.data_path.gather(effect)
-            case Gathers(members):
-                self.data_path.gather(*members)
-            case Write() | WriteDirect() | WriteRow():
-                self._write(effect)
-            case _:
-                assert_never(effect)
-
-    def _nbytes(self, effect: ChunkEffect | Gathers) -> int:
-        return effect.members[0].chunk.nbytes if isinstance(effect, Gathers) else effect.chunk.nbytes
-
-    def _write(self, effect: Write | WriteDirect | WriteRow) -> None:
+        if isinstance(effect, Gather | Gathers):
+            self.data_path.gather(effect)
+            return
         error = self.data_path.write(effect, self.core.counters)
         if error is not None:  # it never began
             with self.driver.lock:
@@ -470,12 +363,16 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
             self.driver.feed_early(self.transport.poll())
 
+    def _nbytes(self, effect: ChunkEffect | Gathers) -> int:
+        return effect.members[0].chunk.nbytes if isinstance(effect, Gathers) else effect.chunk.nbytes
+
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Done) and (figures := event.figures):
             self.core.counters.measured(figures.nbytes, figures.post_s, figures.write_s)
         if not isinstance(event, Inbound):
             ended_at = self.observed.post_ended(event.ticket) if self.observed is not None else 0.0
-            for ticket, error, settled in self.data_path.ended(event):
+            if (over := self.data_path.posts.ended(event)) is not None:
+                ticket, error, settled = over
                 if self.observed is not None:
                     self.observed.written(ticket, ended_at, error)
                 self.core.chunks.completed(ticket, now, error, settled=settled)
@@ -486,31 +383,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             if error is not None:
                 self.core.chunks.completed(copied.ticket, now, error)
             return
-        self.data_path.gathered(copied.ticket)
+        self.data_path.placed.pop(copied.ticket, None)
         self.core.chunks.gathered(copied.ticket, now, copied.error, copied.checksum)
 
-    def _take_asked(self, now: float) -> None:
-        if not self._waiting:
-            return
-        waiting, self._waiting = self._waiting, []
-        for sender, ready, then in waiting:
-            if sender.room.ended:
-                continue
-            done, wrong = ask_event("`ready`", ready)
-            if wrong:
-                self.core.abort(sender.room, wrong, now)
-            elif done:
-                then(now)
-            else:
-                self._waiting.append((sender, ready, then))
-
-    def _take_given(self, now: float) -> None:
-        """Nothing: an event is asked in turns only, not once for each of an engine's calls."""
-
     # Its sessions.
-
-    def _layouts(self, session: Session) -> tuple[Layout, Layout]:
-        return self.pool.layout, session.layout
 
     def _identify_peer(self, session: Session, description: bytes) -> None:
         regions = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in session.lanes]
@@ -528,21 +404,11 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             why = f"its pages cannot be written in place, so that all of its chunks are staged: {error.what}"
             self.sessions.warn(session.route, PeerError(why, remedy=error.remedy))
 
-    def _peer_name(self, session: Session) -> str:
-        return f"decode rank {place(session.topology)}"
-
-    def _path_to(self, session: Session) -> str:
-        if self.path != "staged" and not session.exposes_pool:
-            return f"staged (here it is {self.path}, but decode's pages may not be written in place)"
-        if not session.in_place:
-            return "staged (its pages cannot be written in place)"
-        return self.path
-
     def _is_fenced(self, session: Session) -> bool:
         return self.transport.traits_of(label(session)).stops_reads
 
     def _holds_nothing(self, session: Session) -> bool:
-        return not self.data_path.writes_to(session)
+        return not (self.data_path.posts.to(label(session)) or self._copies_to(session))
 
     def _copies_to(self, session: Session) -> bool:
         return self.data_path.copies_to(session)
@@ -550,16 +416,14 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
     # What it waits for.
 
     def _in_flight(self) -> bool:
-        return self.data_path.writing
-
-    def _expects(self) -> bool:
-        return bool(self._waiting)
+        return bool(self.data_path.posts or self.data_path.copies)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """As of every node; then ends the bootstrap directory that it embeds, if it does."""
         safe = super().close(timeout_s)
         if not self.driver.was_forked:
-            self.data_path.forget_copies()
+            self.data_path.placed.clear()  # nobody asks any more what gathers and copies did
+            self.data_path.copies.clear()
             if self._bootstrap is not None:
                 self._bootstrap.close()
         return safe

@@ -1,15 +1,14 @@
-"""What the driver and the sessions ask of the node they serve; prefill and decode fill it in."""
+"""What the driver carries out, and what it and the sessions ask of their node; prefill and decode fill it in."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
-from pdstage.manager.effects import Gathers
-from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.decode import DecodeCore, DecodeEffect
 from pdstage.protocol.decode_chunks import Scatter
-from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.prefill_chunks import ChunkEffect
+from pdstage.protocol.prefill import PrefillCore, PrefillEffect
+from pdstage.protocol.prefill_chunks import ChunkEffect, Gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from pdstage.control.drain import Draining
     from pdstage.control.zmq import ControlSocket
     from pdstage.errors import PdstageError
-    from pdstage.layout import Layout
-    from pdstage.manager.effects import Carried
+    from pdstage.kernels import Pool
     from pdstage.manager.handle import Handle, Roster
     from pdstage.manager.lookup import Directory
     from pdstage.manager.observer import Observation
@@ -26,6 +24,16 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied, Stager
     from pdstage.transport import Done, Inbound, PostFailed, Transport
+
+
+class Gathers(NamedTuple):
+    """Gathers of one turn that read the same bytes: done as one; each is answered by its own ticket."""
+
+    members: tuple[Gather, ...]
+
+
+Effect: TypeAlias = PrefillEffect | DecodeEffect
+Carried: TypeAlias = Effect | Gathers
 
 AnyCore = TypeVar("AnyCore", bound=PrefillCore | DecodeCore)
 Own = TypeVar("Own", bound=ChunkEffect | Gathers | Scatter)
@@ -41,6 +49,9 @@ class Role(ABC, Generic[AnyCore, Own]):
     """ "prefill" or "decode"."""
     config: Config
     core: AnyCore
+    pool: Pool
+    path: str
+    """ "auto", "direct" or "staged"."""
     socket: ControlSocket
     transport: Transport
     stager: Stager
@@ -48,15 +59,11 @@ class Role(ABC, Generic[AnyCore, Own]):
     roster: Roster
     observed: Observation | None
 
-    # For the driver; the first five under its lock.
+    # For the driver; the first four under its lock.
 
     @abstractmethod
     def _take_asked(self, now: float) -> None:
         """In a turn: gives the core what engines asked for, once what it waited for is there."""
-
-    @abstractmethod
-    def _take_given(self, now: float) -> None:
-        """In an engine's call: gives the core at once what must not wait for a turn."""
 
     @abstractmethod
     def _on_staged(self, copied: Copied, now: float) -> None: ...
@@ -103,18 +110,6 @@ class Role(ABC, Generic[AnyCore, Own]):
     @abstractmethod
     def _identify_peer(self, session: Session, description: bytes) -> None:
         """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
-
-    @abstractmethod
-    def _layouts(self, session: Session) -> tuple[Layout, Layout]:
-        """A session's layouts: prefill's, decode's."""
-
-    @abstractmethod
-    def _peer_name(self, session: Session) -> str:
-        """A session's peer for people: its role and its place."""
-
-    @abstractmethod
-    def _path_to(self, session: Session) -> str:
-        """Which path a session's chunks take, as far as this side knows, for people."""
 
     @abstractmethod
     def _is_fenced(self, session: Session) -> bool:

@@ -66,7 +66,9 @@ class Sessions:
         """Made on first use: a peer may open a room before `attach`."""
         plan = self._plans.get(session)
         if plan is None:
-            plan = self._plans[session] = PeerPlan(session, self._node._layouts(session))
+            ours, theirs = self._node.pool.layout, session.layout
+            layouts = (ours, theirs) if self._node.role == "prefill" else (theirs, ours)
+            plan = self._plans[session] = PeerPlan(session, layouts)
         return plan
 
     def attach(self, session: Session, offers: dict[str, bytes]) -> None:
@@ -81,12 +83,24 @@ class Sessions:
             return
         node.stager.reserve()
         over = node.transport.traits_of(label(session)).name
+        peer = f"{'decode' if node.role == 'prefill' else 'prefill'} rank {place(session.topology)}"
         log.info(
             "session with %s at %s: transport %s, path %s",
-            node._peer_name(session), node.socket.name_of(session.route), over, node._path_to(session),
+            peer, node.socket.name_of(session.route), over, self._path_to(session),
         )  # fmt: skip
         with self._lock:
             self.over[over] += 1
+
+    def _path_to(self, session: Session) -> str:
+        """Which path the session's chunks take, as far as this side knows, for people."""
+        path = self._node.path
+        if path == "staged":
+            return path
+        if self._node.role == "decode":
+            return "as prefill chooses"
+        if session.exposes_pool and session.in_place:
+            return path
+        return f"staged (here it is {path}, but decode's pages cannot be written in place)"
 
     def detach(self, session: Session) -> None:
         """A session is lost: the transport lets go of its peer."""

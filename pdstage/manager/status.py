@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdstage.protocol.state import LeasePhase, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from pdstage.layout.topology import Topology
     from pdstage.manager.handle import Handle
@@ -54,7 +54,7 @@ class Status(NamedTuple):
     """Lost sessions that keep memory of this node out of use."""
     n_copies: int
     """Gathers, writes and scatters under way."""
-    n_rows_lent: int
+    n_rows_lent: int = 0
     lanes: tuple[LaneStatus, ...] = ()
     n_waiting: int = 0
     """Chunks that wait for a lease."""
@@ -94,6 +94,11 @@ def lanes(cursors: list[tuple[int, int, int, int]], leases: list[Lease]) -> tupl
         )
         for number, (capacity, watermark, head, carved) in enumerate(cursors)
     )  # fmt: skip
+
+
+def with_rooms(now: Status, handles: Collection[Handle]) -> Status:
+    """And what `handles` tell."""
+    return now._replace(rooms=by_state(handles), n_rows_lent=sum(handle.row is not None for handle in handles))
 
 
 def by_state(handles: Iterable[Handle]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from pdstage.plan import Rect, Stagings, selects, spans
 from pdstage.plan.ownership import Common
 from pdstage.plan.token_slices import DirectPlans, Pair
 from pdstage.protocol import destinations
-from pdstage.stager import Copied, Stager
+from pdstage.stager import Copied, Move, Stager
 from tests.any_layout.describe import Case
 from tests.any_layout.draw import Draws, draw
 from tests.any_layout.held import Held, Rank, cells_in, chunk_nbytes, write
@@ -181,11 +181,9 @@ class Transfer:
             self.staging = np.zeros(nbytes[0] + 4096, np.uint8)
         base = self.staging.ctypes.data
         region = Region(base + -base % 128, nbytes[0])
-        how = {"order": meeting.pair.order, "checksum": self.case.checksum, "tokens": tokens}
-        writer.stager.gather(1, meeting.shares, rects, items=writer.items, dst=region, cut=meeting.pair.src, **how)
-        destination.stager.scatter(
-            2, meeting.shares, rects, items=destination.items, src=region, cut=meeting.pair.dst, **how
-        )  # fmt: skip
+        what, summed = (meeting.shares, rects, tokens, meeting.pair.order), self.case.checksum
+        writer.stager.gather(1, Move(*what, writer.items, summed, meeting.pair.src), region)
+        destination.stager.scatter(2, Move(*what, destination.items, summed, meeting.pair.dst), region)
         sums = [ended(node.stager.poll()) for node in (writer, destination)]
         if self.case.checksum and sums[0] != sums[1]:
             raise Wrong(f"checksums {sums} of {rects}")

@@ -56,7 +56,6 @@ def test_what_it_may_not_hold_is_refused_by_name(path, change, field):
         with pytest.raises(UsageError) as caught:
             ask()
         assert str(path) in str(caught.value) and field in str(caught.value)
-        assert field in caught.value.fields["field"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1, 2]", b'{"transports": {"a": {"x": ' + b"[" * 100_000])

@@ -41,7 +41,7 @@ def _of_decode(node: DecodeNode) -> dict[str, int]:
         "leases waited for": int(core.leases.contended),
         "blocked lanes": sum(lane.head != lane.watermark for lane in core.leases.lanes),
         "scatters": len(core.chunks.flights),
-        "bindings": len(node._binding) + len(node._answers),
+        "bindings": len(node._waiting) + len(node._answers),
     }
 
 
@@ -56,7 +56,7 @@ def _of_prefill(node: PrefillNode) -> dict[str, int]:
         "rooms under way": len(core.rooms.by_key),
         "destinations": len(core.rooms.destinations),
         "writes": len(core.chunks.flights),
-        "posts": len(node.data_path._posts._writes),
+        "posts": len(node.data_path.posts._writes),
         "send buffers": len(node.parts) - len(core.chunks.buffers.free),
         "parked rooms": len(core.rooms.pending),
         "askers": len(core.rooms.askers),

@@ -25,6 +25,7 @@ from pdstage import (
     Topology,
 )
 from pdstage.control.bootstrap import BootstrapClient, BootstrapServer
+from pdstage.manager.options import DEFAULTS
 from tests.manager.engine import Rank
 
 if TYPE_CHECKING:
@@ -200,11 +201,12 @@ def test_nothing_is_made_of_what_is_no_argument(kind: str) -> None:
     """Made with each argument replaced by each value: it works, or it raises one typed error."""
     make, good = MADE[kind]
     wrong = []
-    for name in inspect.signature(make).parameters:
+    names = [name for name in inspect.signature(make).parameters if name != "options"]
+    for name in [*names, *(DEFAULTS if "pool" in names else ())]:
         for label, value in HOSTILE.items():
             if (name, label) == ("staging_nbytes", "2**31"):
                 continue  # this machine may have as much
-            given = good | ({"pool": Rank().pool} if "pool" in inspect.signature(make).parameters else {})
+            given = good | ({"pool": Rank().pool} if "pool" in names else {})
             try:
                 made = make(**given | {name: value})
                 getattr(made, "close", lambda: None)()

@@ -1,4 +1,4 @@
-"""Waiting in an event loop: no thread and no poll for it, whoever turns the node."""
+"""Waiting in an event loop for rooms of a node with a thread: no thread and no poll for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from collections import Counter
 import pytest
 
 from pdstage import Aborted, PeerError, State, UsageError
-from pdstage.control.keys import Keys
-from tests.manager.engine import TOKENS, Pair, Rank, decode_node, drive, prefill_node
-
-both = pytest.mark.parametrize("progress", ["inline", "thread"])
+from tests.manager.engine import TOKENS, Pair, Rank, drive
 
 
 def begin(pair: Pair, room: int):
@@ -24,8 +21,8 @@ def begin(pair: Pair, room: int):
 
 
 def nobody_waits(pair: Pair) -> bool:
-    """Neither a waiter nor a loop is left at its nodes."""
-    return not any(node.driver.pumps or node.roster._waiters or node.roster._of_any_end for node in pair.nodes)
+    """No waiter is left at its nodes."""
+    return not any(node.roster._waiters for node in pair.nodes)
 
 
 async def started(*waits) -> list[asyncio.Task]:
@@ -35,15 +32,8 @@ async def started(*waits) -> list[asyncio.Task]:
     return tasks
 
 
-@both
-@pytest.mark.parametrize("how", ["local", "nixl", "keys"])
-def test_a_room_is_awaited_at_both_ends(progress, how, tmp_path):
-    """Also over what is asked to move bytes, and where handshakes are answered by whoever watches the socket."""
-    if how == "nixl":
-        pytest.importorskip("nixl")
-    options = {"keys": Keys.make(tmp_path / "key")} if how == "keys" else {"transport": how}
-    src, dst, options = Rank(), Rank(), options | {"progress": progress}
-    pair = Pair(prefill_node(src, None, **options), src, decode_node(dst, **options), dst)
+def test_a_room_is_awaited_at_both_ends(site):
+    pair = site.pair(progress="thread")
 
     async def main() -> None:
         async with pair.p, pair.d:
@@ -54,16 +44,20 @@ def test_a_room_is_awaited_at_both_ends(progress, how, tmp_path):
             assert receiver.aux == b"first"
             await asyncio.gather(receiver.wait_released_async(60), sender.wait_released_async(60))
             assert receiver.released and sender.released
-            assert dst.holds(1, TOKENS, into)
+            assert pair.dst.holds(1, TOKENS, into)
 
     asyncio.run(main())
     assert nobody_waits(pair)
 
 
-@both
-def test_a_thousand_waits_are_cheap(site, progress):
+def test_an_inline_node_is_not_awaited(site):
+    with pytest.raises(UsageError, match='progress="thread"'):
+        asyncio.run(site.prefill(Rank()).send(1).wait_async(60))
+
+
+def test_a_thousand_waits_are_cheap(site):
     """No thread for any of them, and each is woken by its own room alone."""
-    pair = site.pair(progress=progress)
+    pair = site.pair(progress="thread")
 
     async def main() -> None:
         receivers = [pair.receive(room) for room in range(1000)]
@@ -87,23 +81,8 @@ def test_a_thousand_waits_are_cheap(site, progress):
     assert nobody_waits(pair)
 
 
-def test_an_inline_node_is_turned_when_something_happens_and_not_in_between(site, monkeypatch):
-    """What repeats a question every 50 ms and has nothing else to do turns some twenty times a second, not 100,000."""
-    d, turns = site.decode(Rank()), []
-    turn = type(d.driver)._turn
-    monkeypatch.setattr(type(d.driver), "_turn", lambda *given: turns.append(1) or turn(*given))
-
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            await d.receive(1, site.address).wait_async(0.5)
-
-    asyncio.run(main())
-    assert 0 < len(turns) < 200
-
-
-@both
-def test_a_wait_that_is_cancelled_or_ends_in_time_leaves_the_room_alone(site, progress):
-    pair = site.pair(progress=progress)
+def test_a_wait_that_is_cancelled_or_ends_in_time_leaves_the_room_alone(site):
+    pair = site.pair(progress="thread")
 
     async def main() -> None:
         sender, receiver, _, into = begin(pair, 1)
@@ -129,55 +108,29 @@ def test_a_wait_that_is_cancelled_or_ends_in_time_leaves_the_room_alone(site, pr
     assert nobody_waits(pair)
 
 
-async def _all_of(node) -> list[bytes]:
-    return sorted([handle.key async for handle in node.completions_async()])
-
-
-@both
 @pytest.mark.parametrize("closing", ["sync", "async"])
-def test_closing_a_node_ends_its_waits(site, progress, closing):
+def test_closing_a_node_ends_its_waits(site, closing):
     """Each with its room's error."""
-    pair = site.pair(progress=progress)
+    pair = site.pair(progress="thread")
 
     async def main() -> None:
         receiver, early = begin(pair, 1).receiver, pair.p.send(2)
-        waits = await started(receiver.wait_async(60), early.wait_async(60), _all_of(pair.d), _all_of(pair.p))
+        waits = await started(receiver.wait_async(60), early.wait_async(60))
         for node in pair.nodes:
             if closing == "sync":
                 node.close(0.2)
             else:
                 await node.close_async(0.2)
-        failed, unsent, *ended = await asyncio.gather(*waits, return_exceptions=True)
+        failed, unsent = await asyncio.gather(*waits, return_exceptions=True)
         assert isinstance(failed, Aborted | PeerError), failed
         assert isinstance(unsent, Aborted), unsent
-        assert ended == [[receiver.key], [b"i1", early.key]]
 
     asyncio.run(main())
     assert nobody_waits(pair)
 
 
-@both
-def test_completions_come_one_by_one(site, progress):
-    pair = site.pair(progress=progress)
-
-    async def main() -> None:
-        receivers = [pair.begin(room).receiver for room in (1, 2, 3)]
-        rooms = {receiver.key: receiver for receiver in receivers}
-        async with pair.p, pair.d:
-            async for handle in pair.d.completions_async():
-                assert rooms.pop(handle.key) is handle
-                assert handle.state is State.SUCCESS
-                if not rooms:
-                    break
-            assert not pair.d.completions()
-
-    asyncio.run(main())
-    assert nobody_waits(pair)
-
-
-@both
-def test_a_loop_that_closes_under_its_waits_harms_nobody(site, progress):
-    pair, loop = site.pair(progress=progress), asyncio.new_event_loop()
+def test_a_loop_that_closes_under_its_waits_harms_nobody(site):
+    pair, loop = site.pair(progress="thread"), asyncio.new_event_loop()
     loop.set_debug(False)
 
     async def main():
@@ -187,39 +140,17 @@ def test_a_loop_that_closes_under_its_waits_harms_nobody(site, progress):
     room, waits = loop.run_until_complete(main())
     loop.close()
     room.sender.finish()
-    if progress == "inline":
-        pair.end(room)
     room.receiver.wait_released(60)
     room.sender.wait_released(60)
     assert pair.dst.holds(1, TOKENS, room.into)
     for one in waits:
         one._log_destroy_pending = False
     del waits, one
-    if progress == "thread":  # it may still be about to take them away
-        drive([], lambda: nobody_waits(pair))
-    assert nobody_waits(pair), "with the last reference to a wait it is gone"
+    drive([], lambda: nobody_waits(pair))  # with the last reference to a wait it is gone
 
 
-def test_a_turn_that_fails_in_a_loop_ends_its_waits(site, monkeypatch):
-    """As it does in the node's own thread: nobody hangs because the driver broke."""
-    pair = site.pair()
-
-    def broken(*_: object) -> None:
-        raise OSError("the socket is gone")
-
-    async def main() -> None:
-        [waiting] = await started(begin(pair, 1).receiver.wait_async(60))
-        monkeypatch.setattr(pair.d.driver, "_feed", broken)
-        with pytest.raises(Exception, match="the socket is gone|this node failed"):
-            await waiting
-
-    asyncio.run(main())
-    assert nobody_waits(pair)
-
-
-@both
-def test_async_with_closes_also_after_an_exception(site, progress):
-    pair = site.pair(progress=progress)
+def test_async_with_closes_also_after_an_exception(site):
+    pair = site.pair(progress="thread")
 
     async def main() -> None:
         with pytest.raises(ZeroDivisionError):
@@ -238,21 +169,8 @@ def test_a_wait_costs_its_own_room_only(site):
     quiet, loud = (d.receive(room, site.address) for room in (1, 2))
     with contextlib.ExitStack() as stack:
         for receiver in (quiet, loud):
-            done = lambda receiver=receiver: asked.update([receiver.key]) or receiver.released  # noqa: E731
+            done = lambda receiver=receiver: asked.update([receiver.room.key]) or receiver.released  # noqa: E731
             stack.enter_context(d.roster.waiting(receiver, done, lambda: None))
         loud.abort()
         drive([d], lambda: loud.released)
-    assert set(asked) == {loud.key}
-
-
-def test_turns_that_come_to_nothing_wake_no_loop(site):
-    """Another thread that waits would be woken by its own turn, and turn again and again (found by the simulator)."""
-    d = site.decode(Rank())
-
-    async def main() -> None:
-        async with d:
-            d.socket.wait(0.0)
-            d.turn()
-            assert not d.socket.wait(0.0).woken
-
-    asyncio.run(main())
+    assert set(asked) == {loud.room.key}

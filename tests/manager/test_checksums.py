@@ -17,9 +17,9 @@ def test_a_byte_that_changes_on_its_way_is_noticed(site, checksums):
     pair = site.pair(path="staged", config=replace(QUICK, checksums=checksums))
     scatter = pair.d.stager.scatter
 
-    def altered(*args, src, **how):
+    def altered(ticket, move, src):
         ctypes.c_uint8.from_address(src.base + 100).value ^= 4
-        scatter(*args, src=src, **how)
+        scatter(ticket, move, src)
 
     pair.d.stager.scatter = altered
     room = pair.begin(1)

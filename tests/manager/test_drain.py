@@ -133,13 +133,6 @@ def test_what_is_no_node_is_said(said):
             drain([stranger.endpoint])
 
 
-def test_a_release_that_cannot_be_drained_counts_the_request_as_malformed(site):
-    """Its core would read it: no session ends, and nobody is answered."""
-    p = site.prefill(Rank())
-    p.core.endpoint.receive(b"route", operator.REQUEST, 0.0)
-    assert p.core.counters.frames_malformed == 1
-
-
 def test_a_bad_request_of_the_operator_is_said_in_one_line(capsys):
     for given in (["nowhere"], ["tcp://h:1", "--wait", "0"], ["tcp://h:1", "--allow", "list"]):
         assert cli.main(["drain", *given]) == 2

@@ -111,6 +111,9 @@ def test_no_end_is_lost_while_the_driver_adds_others() -> None:
 _KEPT_WAITING_S = 0.1
 
 
+_KEPT_WAITING_S = 0.1
+
+
 class Interleaved:
     """Runs `act` in another thread before the `at`-th line of every call that `wrap` makes, or not at all; until its
     end, or for as long as it is kept waiting.
@@ -155,7 +158,7 @@ def test_a_room_aborted_while_its_handle_is_brought_up_to_date(site, monkeypatch
         receiver, row = d.receive(at, site.address), rows.allocate()
         raced = Interleaved(receiver.abort, at)
         monkeypatch.setattr(d, "_on_changed", raced.wrap(on_changed))
-        d.lent.lend(receiver, row)
+        d._lend(receiver, row)
         drive(site.nodes, lambda: raced.acted or receiver.state is State.WAITING_FOR_INPUT)  # noqa: B023
         if not raced.acted:
             break
@@ -163,7 +166,7 @@ def test_a_room_aborted_while_its_handle_is_brought_up_to_date(site, monkeypatch
         rows.free(row)
         assert receiver.state is State.FAILED
         assert "aborted by the engine" in str(receiver.error)
-        assert [ended.key for ended in d.completions()] == [receiver.key]
+        assert [ended.room.key for ended in d.completions()] == [receiver.room.key]
         assert [type(event) for _, event in seen.events] == [RoomOpened, RoomEnded, RoomReleased]
         seen.events.clear()
     assert at > 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import logging
@@ -71,18 +70,6 @@ def test_a_prefill_node_that_drains(site, progress):
     assert pair.dst.holds(1, TOKENS, into)
     assert "takes no new rooms" in str(never.error)
     assert p.close()
-
-
-def test_a_decode_node_that_drains(site):
-    pair = site.pair(prefill={"progress": "thread"})
-    d, receiver = pair.d, pair.receive(1)
-    assert not d.drain(0.0)
-    with pytest.raises(UsageError, match="takes no new rooms"):
-        pair.receive(2)
-    receiver.abort()
-    assert asyncio.run(d.drain_async(240.0))
-    assert d.drain(240.0)
-    assert d.close()
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["turns", "breaks"])
@@ -226,7 +213,13 @@ def test_a_forked_child_ends_nothing_of_its_parents(site, progress, transport):
     pair.move(1)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    child = context.Process(target=lambda: theirs.send([node.close() for node in (p, d)]))
+
+    def end() -> None:
+        with pytest.raises(UsageError, match="after the fork"):
+            p.turn()
+        theirs.send([node.close() for node in (p, d)])
+
+    child = context.Process(target=end)
     child.start()
     assert ours.poll(20)
     assert ours.recv() == [True, True]
@@ -258,45 +251,6 @@ def test_a_room_whose_prefill_is_still_looked_up_fails_when_its_node_closes(site
     assert "the node closes" in str(receiver.error)
 
 
-def test_two_threads_that_close_a_node_get_one_answer(site, monkeypatch):
-    """The second waits until the first has given everything back (found by the simulator of whole nodes)."""
-    d, answers = site.decode(Rank()), []
-    other, close = threading.Thread(target=lambda: answers.append(d.close())), d._copy_thread.close
-
-    def close_copies() -> None:
-        if not other.is_alive():
-            other.start()
-            other.join(0.2)  # what it can do while the first is in the middle
-        assert answers == []
-        close()
-
-    monkeypatch.setattr(d._copy_thread, "close", close_copies)
-    assert d.close()
-    other.join()
-    assert answers == [True]
-    assert d.socket.closed
-
-
-@pytest.mark.parametrize("progress", ["inline", "thread"])
-def test_a_call_that_comes_just_as_the_node_is_closed(site, monkeypatch, progress):
-    """After it was seen to be open, before it had the lock (found by the simulator of whole nodes)."""
-    p = site.prefill(Rank(), progress=progress)
-    use = p.driver.use
-
-    def use_and_close():
-        held = use()
-        monkeypatch.undo()
-        other = threading.Thread(target=p.close)
-        other.start()
-        other.join()
-        return held
-
-    monkeypatch.setattr(p.driver, "use", use_and_close)
-    with pytest.raises(UsageError, match="closed"):
-        p.send(1)
-    assert p.handles() == []
-
-
 def test_a_thread_that_is_closed_between_two_turns_complains_of_nothing(site, monkeypatch, caplog):
     """Found by the simulator of whole nodes."""
     d = site.decode(Rank(), progress="thread")
@@ -312,21 +266,6 @@ def test_a_thread_that_is_closed_between_two_turns_complains_of_nothing(site, mo
     d.driver.closed = False
     assert d.close()
     assert caplog.text == ""
-
-
-def test_a_directory_client_that_breaks_keeps_no_node_from_its_close(site, monkeypatch):
-    """Nor one that is not made yet (found by the simulator of whole nodes)."""
-    p = site.prefill(Rank())
-    broken = mock.Mock(side_effect=ValueError("the client's own"))
-    monkeypatch.setattr(BootstrapClient, "withdraw", broken)
-    assert p.close()
-    assert p.socket.closed
-    monkeypatch.setattr(BootstrapClient, "publish", broken)
-    before = held()
-    for _ in range(3):
-        with pytest.raises(ValueError, match="the client's own"):
-            prefill_node(Rank(), site.address)
-    assert not leaks(before, 3)
 
 
 def test_who_waits_while_another_thread_turns_does_not_ask_without_a_pause(site, monkeypatch):

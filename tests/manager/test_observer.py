@@ -40,11 +40,9 @@ def seen() -> Recorder:
 
 
 @pytest.mark.parametrize("progress", ["inline", "thread"])
-@pytest.mark.parametrize("copy_thread", [False, True])
-def test_a_staged_rooms_life_and_its_stages(site, seen, monkeypatch, progress, copy_thread):
-    monkeypatch.setattr("pdstage.stager._LARGE_NBYTES", 0)  # so that the copier makes these small copies too
+def test_a_staged_rooms_life_and_its_stages(site, seen, progress):
     before = time.monotonic()
-    pair = site.pair(observers=(seen,), path="staged", progress=progress, copy_thread=copy_thread)
+    pair = site.pair(observers=(seen,), path="staged", progress=progress)
     room = pair.begin("r", 50, cuts=(20,))
     if progress == "inline":
         pair.end(room)
@@ -54,8 +52,6 @@ def test_a_staged_rooms_life_and_its_stages(site, seen, monkeypatch, progress, c
         # What is told at the close itself comes from there: so looked at before.
         assert seen.threads == {node.role: {node.driver._thread.ident} for node in pair.nodes}
     assert pair.dst.holds("r", 50, room.into)
-    names = [thread.name for thread in threading.enumerate()]
-    assert names.count("pdstage-copies") == (2 if copy_thread else 0)
     for node in pair.nodes:
         node.close()
     after = time.monotonic()
@@ -149,18 +145,13 @@ def test_a_write_whose_session_is_lost_is_told_once(site, seen, monkeypatch):
     monkeypatch.setattr(p.transport, "poll", list)  # the end of no post is ever seen
     room = pair.open(1)
     room.sender.chunk(room.pages, 8)
-    drive(pair.nodes, lambda: p.data_path.writing)
+    drive(pair.nodes, p._in_flight)
     pair.d.close(0.1)
     drive([p], lambda: bool(seen.of("prefill", StageOver)))
     (stage,) = seen.of("prefill", StageOver)
     assert stage.kind == "direct"
     assert "session was lost" in stage.error
     assert not p.observed._stages
-
-
-def test_nobody_observing_times_nothing(site):
-    p = site.prefill(Rank())
-    assert p.observed is None
 
 
 def test_a_chunk_that_waited_in_vain_and_went_direct(site, seen):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdstage import Items, TokenShard, Topology, UsageError
+from pdstage import Items, TokenShard, UsageError
 from pdstage.manager.items import check
-from tests.manager.engine import Rank, drive
+from tests.manager.engine import Rank
 
 INTERLEAVED, CONTIGUOUS = TokenShard(2, 1, 2), TokenShard(2, 1)
 
@@ -19,7 +19,7 @@ def checked(owned, items, tokens, *, destination=False):
 def test_items_of_interleaved_tokens_count_the_ranks_own(destination):
     """Rank 1 of 2 by blocks of two holds 2, 3, 6, 7, ...: tokens 8..24 are its own 4..12, the second and third page."""
     one = checked(INTERLEAVED, Items([5, 6], 4), (8, 24), destination=destination)
-    assert (one.start, one.stop, one.first_token) == (8, 24, 4)
+    assert (one.start, one.stop, one.index.first_token) == (8, 24, 4)
     checked(INTERLEAVED, Items([5, 6], 4), (9, 26), destination=destination)
     for tokens in ((7, 24), (8, 27)):
         with pytest.raises(UsageError, match=r"part 1 of 2 \(blocks of 2\).*not in items that cover 4\.\.12"):
@@ -52,17 +52,3 @@ def test_a_contiguous_destination_names_the_whole_sequence_and_stores_its_part()
         checked(CONTIGUOUS, Items([1, 2, 3, 4], 8), None, destination=True)
     with pytest.raises(UsageError, match="not in items that cover"):
         checked(CONTIGUOUS, Items([1, 2, 3, 4], 8), (0, 21))
-
-
-def test_a_chunk_may_be_as_long_as_its_common_tokens_allow(site):
-    """Of two ranks by blocks of one, as many own tokens fit a lane, and they reach twice as far."""
-    most = []
-    for name, owned in (("whole", TokenShard()), ("part", TokenShard(2, 0, 1))):
-        src, dst = Rank(owned=owned), Rank(owned=owned)
-        src.topology = dst.topology = Topology()  # the other rank is not here, and its part is not asked for
-        nodes = [site.prefill(src, path="staged", instance=name), site.decode(dst, path="staged", staging_nbytes=8192)]
-        sender, receiver = nodes[0].send(0), nodes[1].receive(0, site.address, instance=name)
-        receiver.bind(dst.allocate(50), 50)
-        drive(nodes, lambda: sender.max_chunk_tokens is not None)  # noqa: B023  (driven here)
-        most.append(sender.max_chunk_tokens)
-    assert most == [10, 20]  # of 384 bytes, of which a lane takes 4,096

@@ -84,9 +84,8 @@ class Watched:
 
 
 @pytest.mark.parametrize("progress", ["inline", "thread"])
-@pytest.mark.parametrize("copy_thread", [False, True])
-def test_while_a_write_is_open_the_next_is_gathered_and_the_last_scattered(site, copy_thread, progress):
-    room = Watched(site, copy_thread=copy_thread, progress=progress)
+def test_while_a_write_is_open_the_next_is_gathered_and_the_last_scattered(site, progress):
+    room = Watched(site, progress=progress)
     for k in range(N_CHUNKS):
         around = [("gather", k + 1)] * (k + 1 < N_CHUNKS) + [("scatter", k - 1)] * (k > 0)
         room.until(("write", k), *around)

@@ -45,22 +45,6 @@ def test_every_path(site, transport, path, progress):
         assert stats["descriptors"] == 0  # gathered straight into their leases, in one pass
 
 
-@pytest.mark.parametrize("hnd", [True, False])
-def test_equal_pages_in_head_major_order(site, hnd):
-    """Both sides HND with one page size: staged head-major, in runs of a page; chunks begin and end inside pages."""
-    site.pair(Rank(hnd=True), Rank(hnd=hnd), path="staged").move(3, cuts=(6, 21))
-
-
-@pytest.mark.parametrize("side", ["after", "ready"])
-def test_events_are_noticed_by_the_thread(site, side):
-    pair, event = site.pair(progress="thread"), Event()
-    sender, receiver, pages, _ = pair.open(1, after=event if side == "after" else None)
-    sender.chunk(pages, TOKENS, ready=event if side == "ready" else None)
-    sender.finish()
-    event.done = True
-    assert receiver.wait(60) is State.SUCCESS
-
-
 def test_nothing_is_opened_before_after(site):
     pair, after = site.pair(), Event()
     room = pair.begin(1, after=after)

@@ -52,7 +52,7 @@ def test_it_asks_soon_while_a_copy_is_under_way_and_sleeps_no_longer_than_that(s
     p, room = pair.p, pair.begin(1, TOKENS)
     drive(pair.nodes, lambda: p.stager.launched)
     assert p.transport.filenos()
-    assert p.driver.look().pause_s <= SHORT_S
+    assert p.driver._patience_s(p.transport.filenos()) <= SHORT_S
     wait = p.socket.wait
 
     def seen(wait_s: float, fds: tuple[int, ...] = ()):
@@ -87,8 +87,7 @@ def test_decode_asks_for_what_is_written_to_its_pages(waiting):
     assert waiting.driver._is_under_way(())
 
 
-@pytest.mark.parametrize("wait", ["sleep", "event loop"])
-def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch, wait):
+def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch):
     """But not a library that moves them in threads of its own, however long its calls take."""
     monkeypatch.setattr(drivers, "_MOVED_S", MOVED_S)
 
@@ -101,7 +100,7 @@ def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch, wait):
     def moved_at(poll):
         monkeypatch.setattr(waiting.transport, "poll", poll)
         driver._moved_at = 0.0
-        driver._doze(1e-3, ()) if wait == "sleep" else driver.look()
+        driver._doze(1e-3, ())
         return driver._moved_at
 
     driver = waiting.driver

@@ -8,17 +8,9 @@ _TRANSFER = "tests/manager/test_transfer.py"
 
 MUTANTS = [
     Mutant(
-        "a room is opened before its pages are free",
-        "11 after, I2",
-        "_take_given",
-        "            if not done:\n",
-        "            if False:\n",
-        f"{_TRANSFER}::test_nothing_is_opened_before_after",
-    ),
-    Mutant(
         "a chunk is gathered before its data exists",
         "11 ready, I5",
-        "PrefillNode._take_asked",
+        "Node._take_asked",
         "            elif done:\n",
         "            elif True:\n",
         f"{_TRANSFER}::test_data_is_gathered_only_when_ready",

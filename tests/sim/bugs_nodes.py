@@ -18,11 +18,11 @@ MUTANTS = [
         "11 released",
         "Node._on_changed",
         "        if status >= 0x80:  # first: who sees `released` may free the row at once\n"
-        "            self.lent.give_back(handle)\n"
+        "            self._give_row_back(handle)\n"
         "        self.roster.changed(handle, status)\n",
         "        self.roster.changed(handle, status)\n"
         "        if status >= 0x80:\n"
-        "            self.lent.give_back(handle)\n",
+        "            self._give_row_back(handle)\n",
         NODES,
     ),
     Mutant(
@@ -78,8 +78,8 @@ MUTANTS = [
         "a kick forgets to wake",
         "11 driver",
         "Driver.kick",
-        "        if wake or self.pumps:\n",
-        "        if self.pumps:\n",
+        "        if wake:\n",
+        "        if self.failure:\n",
         NODES,
     ),
     Mutant(
@@ -94,8 +94,8 @@ MUTANTS = [
         "effects are taken without the lock",
         "11 driver",
         "Driver._push",
-        "        with self.lock:\n            node._take_given(time.monotonic())\n",
-        "        if True:\n            node._take_given(time.monotonic())\n",
+        "        with self.lock:\n            effects = self._take_effects()\n",
+        "        if True:\n            effects = self._take_effects()\n",
         NODES,
     ),
     Mutant(
@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "a new look-up wakes nobody",
         "11 look-ups",
-        "_Asker.add",
-        "        self.changed.notify()\n",
+        "Directory._put",
+        "        asker.changed.notify()\n",
         "",
         NODES,
     ),
@@ -141,9 +141,9 @@ MUTANTS = [
     Mutant(
         "a loop is told of an end from another thread",
         "11 wait_async",
-        "until",
-        "            loop.call_soon_threadsafe(changed.set)\n",
-        "            changed.set()\n",
+        "Roster.wait_async",
+        "                loop.call_soon_threadsafe(changed.set)\n",
+        "                changed.set()\n",
         NODES,
     ),
 ]

@@ -97,7 +97,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
     def _give_up(self, reason: str) -> None:
         if self._room is not None and self._room.state not in (State.SUCCESS, State.FAILED):
             self._room.abort(reason)
-        if self._room is not None and self._room.bound is not None and not self._room.released:
+        if self._room is not None and self._room.bound and not self._room.released:
             self.kv_mgr.hold(self.bootstrap_room, self._room)
 
     def _poll(self) -> int:

@@ -367,7 +367,7 @@ class WorkerSide:
             if is_held is not told and is_held is not None:
                 held[room] = is_held
                 self._turns[room] = receiver, is_held
-            if receiver.bound is not None or receiver.state is State.FAILED:
+            if receiver.bound or receiver.state is State.FAILED:
                 del self._turns[room]
         return PdStageWorkerMeta(held) if held else None
 

@@ -19,8 +19,9 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode
-from pdstage.plan import TOKEN_MAJOR
+from pdstage.plan import TOKEN_MAJOR, tokens_of
 from pdstage.plan.tables import Index
+from pdstage.stager import Move
 from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.about import Side, this_side
 
@@ -240,10 +241,8 @@ def copies(stager: Stager, pool: Pool, staging: list[Region], asked: Copy, *, in
         items = {name: Index.of(pools.pages(asked.run, asked.tokens, number))}
         part = staging[number % len(staging)]
         begun = time.perf_counter()
-        if into_pool:
-            stager.scatter(number, owned, what, order=TOKEN_MAJOR, items=items, src=part)
-        else:
-            stager.gather(number, owned, what, order=TOKEN_MAJOR, items=items, dst=part)
+        move = Move(owned, what, tokens_of(what), TOKEN_MAJOR, items)
+        (stager.scatter if into_pool else stager.gather)(number, move, part)
         while not (done := stager.poll()):
             pass
         took.append(time.perf_counter() - begun)

@@ -6,7 +6,6 @@ It reads the kernel's tables (proc(5), getrlimit(2), sysfs). Nothing here is slo
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 import resource
@@ -23,7 +22,8 @@ from pdstage import Config, environment
 from pdstage.control.address import Address
 from pdstage.control.keys import Keys
 from pdstage.errors import UsageError
-from pdstage.manager import DecodeNode, calibration
+from pdstage.manager import calibration
+from pdstage.manager.options import DEFAULTS
 from pdstage.protocol.wire import OLDEST, VERSION
 from pdstage.tools.doctor.report import Result, fail, ok, warn
 from pdstage.transport._rails import Distance, Port, read
@@ -62,7 +62,7 @@ def versions(_: Site) -> Result:
 def memlock(_: Site) -> Result:
     """RDMA pins registered memory: staging memory, and pools that are written in place."""
     limit, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    staging = inspect.signature(DecodeNode).parameters["staging_nbytes"].default
+    staging = DEFAULTS["staging_nbytes"]
     free, has_rdma = limit == resource.RLIM_INFINITY or may_lock(), bool(rdma_ports())
     facts = {"nbytes": limit, "unbounded": free, "rdma": has_rdma}
     if free:

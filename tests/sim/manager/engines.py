@@ -272,7 +272,7 @@ class Engines:
     ) -> None:
         if how in ("wait", "async"):
             try:
-                if how == "wait":
+                if how == "wait" or host.node.driver.inline:
                     wait(timeout_s)
                 else:
                     run_in_loop(self._world.network, lambda: wait_async(timeout_s))

@@ -21,7 +21,6 @@ from tests.sim.manager.primitives import Waiters, wait_until
 
 if TYPE_CHECKING:
     from pdstage.protocol.messages import SessionId
-    from tests.sim.manager.loop import Epoll
     from tests.sim.manager.scheduler import Process, Scheduler
 
 _AGAIN_S = 0.02
@@ -78,7 +77,6 @@ class Network:
         self.sockets: dict[str, Socket] = {}
         self.connections: list[Connection] = []
         self.descriptors: dict[int, Descriptor] = {}
-        self.epolls: dict[int, Epoll] = {}
         self.said_by: Callable[[str, bytes], bytes] = lambda process, frame: frame
         """What becomes of a frame that a process sends: a liar's is another."""
 
@@ -275,9 +273,6 @@ class Socket:
     def wake(self) -> None:
         self._scheduler.pause("wake")
         self._wakes.raise_()
-
-    def filenos(self) -> tuple[int, ...]:
-        return self._messages.number, self._wakes.number
 
     def close(self) -> None:
         self._scheduler.pause("close")

@@ -63,7 +63,6 @@ class Scenario:
     path: str
     rows: str
     """How aux rows travel; empty where nodes have none."""
-    copy_thread: bool
     large_nbytes: int
     ahead_s: dict[str, float]
     switches: float
@@ -117,7 +116,6 @@ def draw(seed: int) -> Scenario:
         announces=chance() < 0.6,
         path=rng.choice(["staged", "direct", "auto"]),
         rows=rng.choice(["", "", "tcp", "rdma"]),
-        copy_thread=chance() < 0.5,
         large_nbytes=rng.choice([64, 128 << 10]),
         ahead_s={name: rng.choice([0.0, 5.0, 1e6]) for name in names},
         switches=rng.choice([0.02, 0.1, 0.4]),

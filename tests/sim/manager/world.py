@@ -19,13 +19,12 @@ import numpy as np
 
 import pdstage.stager
 from pdstage import Column, Config, DecodeNode, MetadataBuffers, PrefillNode
-from pdstage.manager import aio, copy_thread, decode, driver, handle, lookup, node, observer, prefill, sessions, status
+from pdstage.manager import decode, driver, handle, lookup, node, observer, prefill, sessions, status
 from pdstage.protocol import state
 from tests.manager.engine import Rank
 from tests.sim.manager import primitives
 from tests.sim.manager.bootstrap import Bootstrap
 from tests.sim.manager.fabric import Fabric, SimTransport
-from tests.sim.manager.loop import select_of
 from tests.sim.manager.network import Network, Socket
 from tests.sim.manager.scenario import Scenario
 from tests.sim.manager.scheduler import Process, Scheduler
@@ -103,9 +102,9 @@ class World:
         transport = SimTransport(self.fabric, host.process, scenario.traits, announces=scenario.announces)
         options = {
             "transport": transport, "path": scenario.path, "staging": host.staging,
-            "staging_nbytes": STAGING_NBYTES, "config": CONFIG, "switch_interval_s": None,
+            "staging_nbytes": STAGING_NBYTES, "config": CONFIG,
             "progress": "thread" if scenario.threads[0 if host.writes else 1] else "inline",
-            "copy_thread": scenario.copy_thread, "metadata": host.metadata, "aux": scenario.rows or "tcp",
+            "metadata": host.metadata, "aux": scenario.rows or "tcp",
         }  # fmt: skip
         if host.writes:
             return PrefillNode(host.rank.pool, host.rank.topology, bootstrap="one:1", **options)
@@ -158,16 +157,13 @@ class World:
 
             for module in _TIMED:
                 put(module, time=clock)
-            for module in (driver, lookup, copy_thread, node):
+            for module in (driver, lookup, node):
                 put(module, threading=threads)
-            for module in (handle, copy_thread):
-                put(module, queue=queues)
-            put(aio, select=select_of(self.network))
+            put(handle, queue=queues)
             put(lookup, random=primitives.random_of(self.rng), client_of=self.bootstrap.client)
             put(node, secrets=primitives.secrets_of(self.rng), ControlSocket=self._socket, _LOOK_S=1e9)
             put(driver, _LARGE_NBYTES=scenario.large_nbytes, _NAP_S=5e-3, _PATIENCE_S=1e-2)  # fewer steps
             put(driver, _started=weakref.WeakSet())  # this process's end is none of theirs
-            put(pdstage.stager, _LARGE_NBYTES=scenario.large_nbytes)
             for name in ("_copy_all", "_copy_passes"):
                 put(pdstage.stager, **{name: self._copying(getattr(pdstage.stager, name))})
             put(state, strict=True)
