@@ -816,5 +816,5 @@ def assert_flat(world: World) -> None:
             rooms, chunks = core.rooms, core.chunks
             assert core.idle and not rooms.by_key and not rooms.destinations, (node.name, rooms.by_key)
             assert sorted(chunks.buffers.free) == list(range(world.n_buffers))
-            assert not rooms.pending and not rooms.askers and not chunks.flights and not chunks.orphans
+            assert not rooms.pending and not chunks.flights and not chunks.orphans
             assert chunks.buffers.idle

@@ -9,7 +9,7 @@ Read in this order; all are modules of this folder:
     prefill                     the prefill core, which has:
         destinations                chunks as the engine gave them, and as each destination gets them
         prefill_chunks              the chunks' way: lease, window, send buffer, gather, write
-        prefill_rooms               how rooms begin, close, fail and drain; `pending_opens`: those not submitted yet
+        prefill_rooms               how rooms begin, wait, close, fail and drain
     decode                      the decode core, which has:
         lane                        one lane of staging memory as a ring: leases in order, and the watermark
         leases                      which staging memory is lent to which chunk, and what writers are told of it

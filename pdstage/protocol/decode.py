@@ -94,7 +94,7 @@ class DecodeCore:
         will name. Greets those not known yet. `wait_s` is until its first chunk; None: as configured.
 
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
-        `max_peers` others and all in use.
+        more than `max_peers` peers with them.
         """
         if key in self.rooms.by_key:
             named = room_id(key)
@@ -102,7 +102,7 @@ class DecodeCore:
                 f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
             )
         if writers is not None:
-            self._admit(key, writers, now)
+            self._admit(key, writers)
         self._last_epoch += 1
         room = DecodeRoom(key, self._last_epoch)
         room.deadline_s = deadline_s
@@ -123,7 +123,7 @@ class DecodeCore:
         if self.rooms.by_key.get(room.key, room) is not room:
             return
         try:
-            self._admit(room.key, writers, now)
+            self._admit(room.key, writers)
         except UsageError as error:
             self.rooms.fail(room, error, now)
             return
@@ -134,8 +134,8 @@ class DecodeCore:
         else:
             self._greet(room, writers, now)
 
-    def _admit(self, key: bytes, writers: Mapping[int, bytes], now: float) -> None:
-        """Makes place for a room's writers; raises `UsageError` as `announce` says."""
+    def _admit(self, key: bytes, writers: Mapping[int, bytes]) -> None:
+        """Raises `UsageError` for a room's writers as `announce` says."""
         if not writers or len(set(writers.values())) != len(writers):
             named = room_id(key)
             raise UsageError(
@@ -143,7 +143,14 @@ class DecodeCore:
                 remedy="name each prefill rank once, at least one",
                 room=named,
             )
-        self.farewells.make_place(writers.values(), now)
+        n_peers, most = len(self.handshake.peers.keys() | set(writers.values())), self.endpoint.config.max_peers
+        if n_peers > most:
+            self.endpoint.counters.peers_crowded += 1
+            raise UsageError(
+                f"room {room_id(key)!r} would make {n_peers} peers of this node",
+                remedy=f"raise Config.max_peers, now {most}, or use fewer prefill ranks",
+                max_peers=most,
+            )
 
     def _greet(self, room: DecodeRoom, writers: Mapping[int, bytes], now: float) -> None:
         room.routes = dict(writers)

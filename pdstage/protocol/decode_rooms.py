@@ -189,11 +189,11 @@ class DecodeRooms:
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
-            if writer.session.lends_in_advance:  # so that a writer of little need not ask for staging memory
-                writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
-                self._lender.lend_in_advance(
-                    writer.session, room.epoch, writer.owed_nbytes, room.priority, now, by_default=not writer.direct
-                )
+            # In advance, so that a writer of little need not ask for staging memory.
+            writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
+            self._lender.lend_in_advance(
+                writer.session, room.epoch, writer.owed_nbytes, room.priority, now, by_default=not writer.direct
+            )
             self.send_open(writer, now)
         self.maybe_complete(room, now)
 

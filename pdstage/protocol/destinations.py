@@ -95,6 +95,8 @@ class Destination:
     """What its CloseOk carries."""
     packed: bool = False
     reason: str = ""
+    parked_nbytes: int = 0
+    """What it counts for in its session while its room is not here."""
     epoch: int = field(init=False)
     advances: dict[int, Advance | None] = field(init=False)
     """Leases of chunks that do not exist yet, by their numbers; None: it was recalled."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pdstage import columns
-from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
 from pdstage.plan import Stagings, convert
 from pdstage.plan.convert import StagedPair
 from pdstage.plan.ownership import Common
@@ -26,7 +26,7 @@ from pdstage.protocol.compat import incompatible, layout_problem, other_model
 from pdstage.protocol.session import HangUp, PeerWarning, Renew, Session
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
 
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Endpoint, Owner
@@ -41,7 +41,7 @@ def features(config: Config, *, tags: bool, direct: bool = False) -> tuple[str, 
     """What a node offers: `tags` where its transport carries none, `direct` where its pages may be written."""
     offered = (
         (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
-        (m.TAGS_FEATURE, tags), (m.ADVANCE_FEATURE, True),
+        (m.TAGS_FEATURE, tags),
     )  # fmt: skip
     return tuple(name for name, offer in offered if offer)
 
@@ -197,7 +197,7 @@ class HandshakeClient:
 
 
 class Farewells:
-    """Ends sessions in order at decode: idle ones, and those whose place another peer needs."""
+    """Ends idle sessions in order at decode."""
 
     def __init__(self, endpoint: Endpoint, handshake: HandshakeClient, owner: ClientOwner) -> None:
         self.endpoint = endpoint
@@ -209,30 +209,6 @@ class Farewells:
     def __contains__(self, route: bytes) -> bool:
         """Whether a session with that route has said Bye and waits for the answer."""
         return route in self._leaving
-
-    def make_place(self, routes: Collection[bytes], now: float) -> None:
-        """For peers at `routes`: beyond `max_peers` as many others, the idlest first, are asked to end their sessions.
-
-        Until they have answered there are that many too many. Raises `UsageError` where too many are in use.
-        """
-        peers, most = self._handshake.peers, self.endpoint.config.max_peers
-        n_new = sum(route not in peers for route in routes)
-        n_over = len(peers) + n_new - most
-        if not n_new or n_over <= 0:
-            return
-        self.endpoint.counters.peers_crowded += n_new
-        sessions = (peer.session for peer in peers.values() if peer.route not in routes)
-        unused = [session for session in sessions if session is not None and not self._owner.in_use(session)]
-        if len(unused) < n_over:
-            raise UsageError(
-                f"this node talks with {len(peers)} peers, {n_new} more are needed and {len(unused)} are idle",
-                remedy=f"raise Config.max_peers, now {most}, or use fewer prefill ranks",
-                max_peers=most,
-            )
-        asked = sorted((session for session in unused if not session.spare), key=lambda session: session.used_at)
-        for session in asked[: max(0, n_over - (len(unused) - len(asked)))]:
-            session.spare = True
-            self.endpoint.send(session, m.Heartbeat(m.SPARE), now)
 
     def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
         if beat.idle == m.IN_USE or self._owner.in_use(session):
@@ -291,7 +267,6 @@ class HandshakeServer:
         self.lost: OrderedDict[m.SessionId, None] = OrderedDict()
         self._owner = owner
         self._at: dict[bytes, Session] = {}
-        self._n_half_open = 0
 
     def on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello, now: float) -> None:
         session_id = m.SessionId(frame.session.decode, self.endpoint.incarnation)
@@ -301,12 +276,7 @@ class HandshakeServer:
                 self.endpoint.counters.frames_stale += 1
                 return
             problem = self._hello_problem(hello)
-            n_peers = len(self.endpoint.sessions)
-            if not problem and n_peers >= self.endpoint.config.max_peers:
-                self.endpoint.counters.peers_crowded += 1
-                if self._ask_idlest(now):
-                    return  # when Hello is repeated there will be a place
-                problem = f"already {n_peers} peers, all in use; raise Config.max_peers, or route elsewhere"
+            problem = problem or self._make_place(route, now)
             if problem:
                 self.endpoint.counters.sessions_refused += 1
                 self.endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
@@ -314,7 +284,6 @@ class HandshakeServer:
                     PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
                 )
                 return
-            self._make_room(route, now)
             staged = staged_pair(self.welcome, hello)
             session = Session(
                 session_id, route, hello.layout, hello.topology, staged, self._stagings.of_layout(staged.offered),
@@ -323,7 +292,6 @@ class HandshakeServer:
             session.exposes_pool = m.DIRECT_FEATURE in hello.features
             session.rows = hello.rows
             _agree(session, self.welcome, hello)
-            self._n_half_open += 1
             self.endpoint.begin(session, m.offers(hello), now)
         self.endpoint.send(session, self.welcome, now)
 
@@ -340,37 +308,29 @@ class HandshakeServer:
             return "no finite max_silence_s"
         return _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self.welcome, hello)
 
-    def _ask_idlest(self, now: float) -> bool:
-        """Asks the peer whose session was idle for longest to end it; False if there is none."""
-        unused = (
-            session
-            for session in self.endpoint.sessions.values()
-            if not session.half_open and not self._owner.in_use(session)
-        )
-        idlest = min(unused, key=lambda session: session.used_at, default=None)
-        if idlest is not None:
-            idlest.spare, idlest.used_at = True, now  # if it stays, the others are asked before it is asked again
-            self.endpoint.send(idlest, m.Heartbeat(m.SPARE), now)
-        return idlest is not None
-
     def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
         if beat.idle == m.SPARE and not self._owner.in_use(session):
             self.endpoint.send(session, m.Heartbeat(m.IDLE), now)
 
-    def _make_room(self, route: bytes, now: float) -> None:
-        """Ends one half-open session if there are too many: the oldest of this route, else the oldest of all.
-
-        An honest peer confirms its session within a round trip, so a flood of Hellos takes no honest peer's place.
+    def _make_place(self, route: bytes, now: float) -> str:
+        """Why no peer more is taken, in words; empty if one is. A route's new Hello ends its half-open session. At the
+        limit the oldest half-open session makes place: an honest peer confirms its own within a round trip.
         """
-        if self._n_half_open >= self.endpoint.config.max_half_open:
-            half_open = [session for session in self.endpoint.sessions.values() if session.half_open]
-            oldest = next((session for session in half_open if session.route == route), half_open[0])
-            self._owner.lose(oldest, PeerError("too many half-open sessions", remedy="follow a Hello up"), now)
+        sessions = self.endpoint.sessions.values()
+        half_open = sorted([one for one in sessions if one.half_open], key=lambda session: session.route != route)
+        oldest = half_open[0] if half_open else None
+        if oldest is None or oldest.route != route:
+            if len(sessions) < self.endpoint.config.max_peers or route in self._at:
+                return ""
+            if oldest is None:
+                self.endpoint.counters.peers_crowded += 1
+                return f"already {len(sessions)} peers; raise Config.max_peers, or route elsewhere"
+        self._owner.lose(oldest, PeerError("the handshake was not completed", remedy="follow a Hello up"), now)
+        return ""
 
     def confirm(self, session: Session, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
         session.half_open = False
-        self._n_half_open -= 1
         older = self._at.get(session.route)
         self._at[session.route] = session
         if older is not None:
@@ -382,9 +342,7 @@ class HandshakeServer:
             return False
         if self._at.get(session.route) is session:
             del self._at[session.route]
-        if session.half_open:
-            self._n_half_open -= 1
-        else:
+        if not session.half_open:
             self.never_again(session.id)
         return True
 
@@ -408,7 +366,6 @@ def _agree(session: Session, welcome: m.Welcome, hello: m.Hello) -> None:
     session.aux = columns.share(welcome.columns, hello.columns)
     session.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
     session.tags_as_messages = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
-    session.lends_in_advance = m.ADVANCE_FEATURE in welcome.features and m.ADVANCE_FEATURE in hello.features
 
 
 def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:

@@ -20,9 +20,10 @@ scattered. So a lease may outlive its room, and rooms are not known here (I2, I1
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
@@ -54,7 +55,8 @@ class LeaseRequest:
     rects: tuple[Rect, ...]
     """None of a lease in advance whose tag has not come."""
     priority: int
-    waiting: bool = True
+    place: int = 0
+    """In line; 0 while it does not wait."""
 
     @property
     def claim(self) -> tuple[m.SessionId, int]:
@@ -63,79 +65,41 @@ class LeaseRequest:
 
 
 class RequestQueue:
-    """First come first served within a priority; sessions may be passed over.
-
-    Each session's requests are a heap, and one heap holds the front of each session. Stale entries are dropped when
-    they reach the top, or all at once when they are most of a heap.
-    """
+    """First come first served within a priority; sessions may be passed over."""
 
     def __init__(self) -> None:
         self._n_arrived = 0
-        self.n_waiting = 0
-        self._queues: dict[Session, list[tuple[int, int, LeaseRequest]]] = {}
-        self._counts: dict[Session, int] = {}
-        self._fronts: list[tuple[int, int, Session]] = []
-        self._front: dict[Session, tuple[int, int]] = {}
-        """The entry of each session in `_fronts` that counts: never behind its true front."""
+        self._lines: dict[Session, list[tuple[int, int, LeaseRequest]]] = {}
+        """The requests of each session: (priority, place in line, request), ascending."""
+
+    @property
+    def n_waiting(self) -> int:
+        return sum(map(len, self._lines.values()))
 
     @property
     def n_sessions(self) -> int:
-        return len(self._counts)
+        return len(self._lines)
 
     def add(self, request: LeaseRequest) -> None:
-        session = request.session
         self._n_arrived += 1
-        self.n_waiting += 1
-        self._counts[session] = self._counts.get(session, 0) + 1
-        place = (request.priority, self._n_arrived)
-        queue = self._queues.setdefault(session, [])
-        heapq.heappush(queue, (*place, request))
-        if len(queue) > 64 + 4 * self._counts[session]:
-            queue[:] = [entry for entry in queue if entry[2].waiting]
-            heapq.heapify(queue)
-        if session not in self._front or place < self._front[session]:
-            self._put_front(session, place)
+        request.place = self._n_arrived
+        insort(self._lines.setdefault(request.session, []), (request.priority, request.place, request))
 
     def remove(self, request: LeaseRequest) -> None:
-        session = request.session
-        request.waiting = False
-        self.n_waiting -= 1
-        self._counts[session] -= 1
-        if not self._counts[session]:
-            del self._counts[session], self._queues[session], self._front[session]
+        line = self._lines[request.session]
+        del line[bisect_left(line, (request.priority, request.place))]
+        request.place = 0
+        if not line:
+            del self._lines[request.session]
 
     def first(self, passed_over: Container[Session]) -> LeaseRequest | None:
-        """The first in line of the sessions not `passed_over`; those are few, the sessions that wait may be many."""
-        aside, found = [], None
-        while self._fronts and found is None:
-            priority, n, session = self._fronts[0]
-            if self._front.get(session) != (priority, n):
-                heapq.heappop(self._fronts)
-                continue
-            queue = self._queues[session]
-            while not queue[0][2].waiting:
-                heapq.heappop(queue)
-            if queue[0][:2] != (priority, n):
-                heapq.heappop(self._fronts)
-                self._put_front(session, queue[0][:2])
-            elif session in passed_over:
-                aside.append(heapq.heappop(self._fronts))
-            else:
-                found = queue[0][2]
-        for entry in aside:
-            heapq.heappush(self._fronts, entry)
-        return found
+        """The first in line of the sessions not `passed_over`."""
+        fronts = [line[0] for session, line in self._lines.items() if session not in passed_over]
+        return min(fronts)[2] if fronts else None
 
     def entries(self) -> Iterator[tuple[int, int, LeaseRequest]]:
         """(priority, place in line, request), in no order."""
-        return (entry for queue in self._queues.values() for entry in queue if entry[2].waiting)
-
-    def _put_front(self, session: Session, place: tuple[int, int]) -> None:
-        self._front[session] = place
-        heapq.heappush(self._fronts, (*place, session))
-        if len(self._fronts) > 64 + 4 * len(self._front):
-            self._fronts = [(*place, session) for session, place in self._front.items()]
-            heapq.heapify(self._fronts)
+        return chain.from_iterable(self._lines.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +180,7 @@ class LeaseTable:
     @property
     def contended(self) -> bool:
         """Something waits: a request for a lease, or a closed lease for its lane."""
-        return self.queue.n_waiting > 0 or any(self.closed)
+        return self.queue.n_sessions > 0 or any(self.closed)
 
     def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
@@ -238,7 +202,7 @@ class LeaseTable:
         self.queue.add(request)
 
     def forget(self, request: LeaseRequest) -> None:
-        if not request.waiting:
+        if not request.place:
             return
         self.queue.remove(request)
         self._forget_entry(request, request)
@@ -255,7 +219,6 @@ class LeaseTable:
         cursor = lane.cursor_of_next(request.nbytes)
         if cursor is None or cursor + request.nbytes > lane.watermark + lane.capacity // 2:
             return False
-        request.waiting = False
         self.advances[self._grant(request, number, now)] = None
         return True
 
@@ -562,7 +525,7 @@ class Lender:
     def grant_and_notify(self, now: float) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
         leases = self.leases
-        if leases.contended_at is None and not leases.queue.n_waiting and not any(leases.closed):
+        if leases.contended_at is None and not leases.queue.n_sessions and not any(leases.closed):
             return  # nothing waits, nor did the last time
         for granted in self.leases.grant_waiting(now):
             if isinstance(granted, Lease):

@@ -110,8 +110,8 @@ class PrefillCore:
         if ended is not None and not ended.begun:
             self.rooms.fail(room, given_up(room, ended.reason), now)
             self.rooms.ended[key].known.update(ended.known)
-        for destination in self.rooms.pending.take(key):
-            self.endpoint.timers.cancel(("parked", destination))
+        for destination in list(self.rooms.pending.get(key, ())):
+            self.rooms.unpark(destination)
             if room.ended:
                 self.rooms.turn_away(destination, str(room.error), now)
             else:
@@ -202,9 +202,9 @@ class PrefillCore:
         if open_wait_s is not None and ("open_wait", room) in self.endpoint.timers:
             room.open_wait_s = open_wait_s
             self.endpoint.timers.set(("open_wait", room), now + open_wait_s)
-        for session, epoch in self.rooms.take_askers(room.key):
-            if session.id in self.endpoint.sessions:
-                self.endpoint.send(session, m.Asking(epoch, True), now)
+        for session in self.sessions.values():
+            if room.key in session.asking:
+                self.endpoint.send(session, m.Asking(session.asking.pop(room.key), True), now)
         for destination in list(room.destinations.values()):
             if destination.phase is DestinationPhase.LIVE:
                 self.rooms.add_row(destination)
@@ -222,14 +222,14 @@ class PrefillCore:
     def drain(self, now: float) -> None:
         """No room begins any more: decode ranks that wait for one, or will, are told at once. Those begun go on."""
         self._draining = True
-        for destination in self.rooms.pending.waiting():
+        for destination in self.rooms.waiting():
             self.rooms.turn_away(destination, _ENDING, now)
 
     def close(self, now: float) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.rooms.by_key.values()):
             self.abort(room, "the node closes", now)
-        for destination in self.rooms.pending.waiting():
+        for destination in self.rooms.waiting():
             self.rooms.turn_away(destination, "the prefill node closes", now)
 
     @property
@@ -327,8 +327,8 @@ class PrefillCore:
         self._wanted_again(key, session, epoch, now)
         if room is not None and room.finished:
             return True
-        if self.rooms.askers.note(key, session, epoch):
-            self.endpoint.timers.set(("asked", key), now + 4 * HOLD_EVERY_S)
+        if len(session.asking) < m.MAX_WAITING:
+            session.asking[key] = epoch
         return False
 
     def _waited(self, key: bytes, now: float) -> PrefillRoom | None:
@@ -339,7 +339,10 @@ class PrefillCore:
         return room
 
     def _hold(self, session: Session, beat: m.Heartbeat, now: float) -> None:
-        """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost."""
+        """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost; about no
+        others: what it asked before is over.
+        """
+        session.asking.clear()
         for wanted in beat.asks:
             if self._asked(session, wanted.room, wanted.epoch, now):
                 self.endpoint.send(session, m.Asking(wanted.epoch, True), now)
@@ -409,8 +412,8 @@ class PrefillCore:
         A room that is not submitted yet fails when it is, for as long as its Open would have waited.
         """
         room, rank, mine = self.rooms.by_key.get(key), session.topology.group_rank, (session.id, abort.epoch)
-        later = max(self.rooms.pending.epoch_of(key, session), self.rooms.askers.epoch_of(key, session))
-        if later > abort.epoch:
+        named = [one.epoch for one in self.rooms.pending.get(key, ()) if one.session is session]
+        if max([*named, session.asking.get(key, -1)]) > abort.epoch:
             return
         ended = self.rooms.how_ended(key, now)
         if room is not None:
@@ -460,8 +463,6 @@ class PrefillCore:
                 self.rooms.turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}", now)
             case ("write", int() as ticket):
                 self.chunks.on_write_timer(ticket, now)
-            case ("asked", bytes() as room_key):
-                self.rooms.take_askers(room_key)
             case (("beat" | "silence") as kind, Session() as session):
                 self.endpoint.on_session_timer(kind, session, "decode", now)
 

@@ -15,7 +15,6 @@ When a write fails, the question is what may still land:
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict, deque
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
@@ -94,11 +93,9 @@ ChunkEffect: TypeAlias = Gather | Write | WriteDirect | WriteRow
 class Windows:
     """How far each session's lanes may be written, and the held chunks whose window is closed."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
+    def __init__(self) -> None:
         self.marks: dict[tuple[Session, int], int] = {}
-        self.closed: dict[tuple[Session, int], list[tuple[int, int, Chunk]]] = {}
-        """Heaps of (end of its lease, ticket, chunk)."""
+        self.closed: dict[tuple[Session, int], list[Chunk]] = {}
 
     def is_open(self, chunk: Chunk) -> bool:
         session = chunk.destination.session
@@ -107,26 +104,22 @@ class Windows:
 
     def wait(self, chunk: Chunk) -> None:
         """`chunk` waits here until `raise_mark` gives it."""
-        key = (chunk.destination.session, chunk.lane)
-        end = chunk.cursor + chunk.nbytes
-        heapq.heappush(self.closed.setdefault(key, []), (end, self.endpoint.ticket(), chunk))
+        self.closed.setdefault((chunk.destination.session, chunk.lane), []).append(chunk)
 
-    def raise_mark(self, session: Session, lane: int, watermark: int) -> Iterator[Chunk]:
+    def raise_mark(self, session: Session, lane: int, watermark: int) -> list[Chunk]:
         """The lane's watermark, which only rises; the held chunks whose window it opens."""
-        if not 0 <= lane < len(session.lanes):
+        if lane >= len(session.lanes):
             raise PeerError(f"a watermark of lane {lane}", remedy=f"Hello named {len(session.lanes)} lanes")
         key = (session, lane)
         if watermark <= self.marks.get(key, 0):
-            return
+            return []
         self.marks[key] = watermark
-        closed = self.closed.get(key)
-        limit = watermark + session.lanes[lane].nbytes
-        while closed and closed[0][0] <= limit:
-            end, _, chunk = heapq.heappop(closed)
-            if chunk.phase is ChunkPhase.HELD and (chunk.lane, chunk.cursor + chunk.nbytes) == (lane, end):
-                yield chunk
-        if not closed:
-            self.closed.pop(key, None)
+        held = [one for one in self.closed.pop(key, ()) if one.phase is ChunkPhase.HELD and one.lane == lane]
+        held.sort(key=lambda chunk: chunk.cursor)
+        n_open = sum(map(self.is_open, held))
+        if n_open < len(held):
+            self.closed[key] = held[n_open:]
+        return held[:n_open]
 
     def forget(self, session: Session) -> None:
         for lane in range(len(session.lanes)):
@@ -250,7 +243,7 @@ class ChunkSender:
     ) -> None:
         self.endpoint = endpoint
         self.buffers = SendBuffers(n_buffers)
-        self.windows = Windows(endpoint)
+        self.windows = Windows()
         self.flights: dict[int, tuple[Chunk, int]] = {}
         """Gathers and writes under way, by ticket: the chunk, and its buffer or -1."""
         self.orphans: dict[int, m.SessionId] = {}
@@ -265,8 +258,6 @@ class ChunkSender:
     # What peers say.
 
     def on_lease(self, session: Session, lease: m.Lease, now: float) -> None:
-        if not 0 <= lease.lane < len(session.lanes):
-            raise PeerError(f"a lease in lane {lease.lane}", remedy=f"Hello named {len(session.lanes)} lanes")
         self.raise_mark(session, lease.lane, lease.watermark)
         chunk = self._chunk(session, lease.epoch, lease.chunk)
         where = (lease.lane, lease.cursor)
@@ -280,7 +271,7 @@ class ChunkSender:
 
     def _take(self, chunk: Chunk, lease: m.Lease) -> None:
         nbytes = chunk.destination.session.lanes[lease.lane].nbytes
-        if lease.nbytes < chunk.nbytes or lease.cursor < 0 or lease.cursor % nbytes + chunk.nbytes > nbytes:
+        if lease.nbytes < chunk.nbytes or lease.cursor % nbytes + chunk.nbytes > nbytes:
             raise PeerError(
                 f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
             )

@@ -92,8 +92,6 @@ class Session:
     """The columns of aux rows that both have."""
     rows: RowSpan | None = None
     """The peer's aux rows, if they may be written in place."""
-    spare: bool = False
-    """It should end as soon as it is idle: another peer needs its place."""
     exposes_pool: bool = False
     """The peer's pages may be written in place; else only its staging memory."""
     in_place: bool = True
@@ -102,12 +100,14 @@ class Session:
     """Both sides offered them: staged chunks carry one."""
     tags_as_messages: bool = False
     """Both sides offered it: tags travel as messages."""
-    lends_in_advance: bool = False
-    """Both sides offered it: Open carries leases."""
     claims: dict[int, Any] = field(default_factory=dict)
     """What rooms hold under it, by epoch, until they are settled: at decode a `Writer`, at prefill a `Destination`."""
     common: Common = EVERYTHING
     """The tokens that both ranks hold of each component."""
+    asking: dict[bytes, int] = field(default_factory=dict)
+    """At prefill: the rooms that decode asks about, with the epochs in which it will open them."""
+    parked_nbytes: int = 0
+    """At prefill: of its Opens of rooms that are not here yet."""
     shares: set[tuple[Share, ...]] = field(default_factory=set)
     """What its rooms ask for, each checked once."""
     quiet: bool = False
@@ -290,7 +290,7 @@ class Endpoint:
         session.last_seq = seq
         session.received_at = now
         if not isinstance(message, Heartbeat):
-            session.used_at, session.spare = now, False
+            session.used_at = now
         return True
 
     # Outputs.
@@ -389,7 +389,7 @@ class Endpoint:
         """What a heartbeat says of the session. One that no room needs costs both ends memory and a connection."""
         if self._owner.in_use(session):
             return IN_USE
-        return SPARE if session.spare or now - session.used_at >= self.config.idle_s else IDLE
+        return SPARE if now - session.used_at >= self.config.idle_s else IDLE
 
     def _patience_s(self, session: Session) -> float:
         """A session that is only greeted expires after `hello_s`, whatever `max_silence_s` its peer promised."""
@@ -400,13 +400,12 @@ class Endpoint:
         self.timers.set(key, now + self.config.retry_s)
 
     def back_off(self, key: Hashable, now: float, n_tries: int, salt: int) -> None:
-        """As `repeat`, after `n_tries` in vain: twice as long each time up to `retry_cap_s`, less up to half of it.
+        """As `repeat`, after `n_tries` in vain: twice as long each time up to 20 times, less up to half of it.
 
         The jitter is drawn from `salt` and `n_tries` alone: a fleet that lost one peer does not ask in step, and a core
         does the same things again when it is given the same inputs.
         """
-        longest_s = max(self.config.retry_s, self.config.retry_cap_s)
-        wait_s = min(self.config.retry_s * 2.0 ** min(n_tries, 64), longest_s)
+        wait_s = self.config.retry_s * min(2 ** min(n_tries, 5), 20)
         self.timers.set(key, now + wait_s * (0.5 + 0.5 * drawn(salt + n_tries)))
 
 

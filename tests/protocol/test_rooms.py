@@ -10,7 +10,7 @@ import pytest
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol import wire
+from pdstage.protocol import prefill_rooms, wire
 from pdstage.protocol.decode_rooms import DecodeRoom, Writer
 from pdstage.protocol.destinations import Chunk, Destination, PrefillRoom, SubmittedChunk
 from pdstage.protocol.room import Room
@@ -310,14 +310,28 @@ def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> No
     world.check(again, 2)
 
 
-@pytest.mark.parametrize("limit", [{"max_parked": 3}, {"max_parked_nbytes": 2048, "path": "direct"}])
-def test_too_many_parked_rooms_are_refused(limit: dict[str, object]) -> None:
-    """I14."""
-    world = World(**limit)  # type: ignore[arg-type]
+@pytest.fixture
+def three_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session's Opens for three rooms of one page each may wait."""
+    monkeypatch.setattr(prefill_rooms, "MAX_PARKED_NBYTES", 3 * (prefill_rooms._OPEN_NBYTES + 4))
+
+
+@pytest.mark.usefixtures("three_parked")
+def test_too_many_parked_rooms_are_refused() -> None:
+    """I14. What was submitted makes place again; other decode ranks have places of their own."""
+    world = World(path="direct")
+    world.decode.append(other := world.make_decode(0, life=9))
+    other.name = b"D1"
     handles = [world.receive(room, 4, [room]) for room in range(5)]
     world.run()
     assert [handle.state for handle in handles[:3]] == [State.WAITING_FOR_INPUT] * 3
     assert all("too many rooms wait" in str(handle.error) for handle in handles[3:])
+    for room in range(3):
+        world.send(room, 4)
+    world.run()
+    handles += [world.receive(room, 4, [room], room // 8) for room in range(5, 11)]
+    world.run()
+    assert [handle.state for handle in handles[5:]] == [State.WAITING_FOR_INPUT] * 6
 
 
 def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
@@ -390,9 +404,10 @@ def test_a_node_that_drains_ends_what_it_began_and_tells_the_others() -> None:
     assert_flat(world)
 
 
+@pytest.mark.usefixtures("three_parked")
 def test_destinations_turned_away_still_count() -> None:
     """A peer that never agrees to the end of its rooms gets no place for more of them."""
-    world = World(max_parked=4, send_wait_s=1.0)
+    world = World(send_wait_s=1.0)
     opened(world)
     (prefill,) = world.prefill
     world.drop(lambda item: item.src is prefill and item.kind == "frame")
@@ -401,8 +416,8 @@ def test_destinations_turned_away_still_count() -> None:
         world.now += 1.5
         prefill.core.endpoint.tick(world.now)
         prefill.core.endpoint.take_effects()
-    assert len(prefill.core.rooms.pending) == 4
-    assert len(prefill.core.rooms.destinations) == 5, "those and the room that is open"
+    assert not prefill.core.rooms.pending
+    assert len(prefill.core.rooms.destinations) == 4, "three and the room that is open"
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
@@ -478,19 +493,3 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
         world.say(world.prefill[0], m.Refused(destination.epoch, number, 0, "too_big", 256))
     assert len(destination.chunks) == n_before
     assert not sent.ended
-
-
-def test_one_peer_that_parks_without_end_keeps_nobody_out() -> None:
-    """Where the cap is reached, who holds most makes room; who was turned away counts until it has agreed (I14)."""
-    world = World(max_parked=6, send_wait_s=50.0)
-    world.decode.append(greedy := world.make_decode(0, life=9))
-    greedy.name = b"D1"
-    for room in range(10):
-        world.receive(100 + room, 4, [room], 1)
-    world.run()
-    prefill = world.prefill[0].core
-    assert len(prefill.rooms.pending) == 6
-    handles = [world.receive(room, 4, [room]) for room in range(1, 4)]
-    world.run()
-    assert len(prefill.rooms.pending) == 6
-    assert not any(handle.ended for handle in handles)

@@ -324,8 +324,8 @@ MUTANTS = [
         "the last come is served first",
         "6 order, I12",
         "add",
-        "        place = (request.priority, self._n_arrived)\n",
-        "        place = (request.priority, -self._n_arrived)\n",
+        "        request.place = self._n_arrived\n",
+        "        request.place = -self._n_arrived\n",
         "tests/protocol/test_leases.py",
     ),
     Mutant(

@@ -194,11 +194,11 @@ MUTANTS = [
         "lose",
         """            if destination.in_flight == 0:
                 self.forget(destination)
-        for key""",
+""",
         """            self.chunks.fenced(session, now)
             if destination.in_flight == 0:
                 self.forget(destination)
-        for key""",
+""",
     ),
     Mutant(
         "the connection to a silent peer is kept",

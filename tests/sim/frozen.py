@@ -187,10 +187,6 @@ def _canonical_buffers(core: PrefillCore) -> None:
     numbers = iter(range(n_buffers))
     core.chunks.flights = {t: (chunk, next(numbers) if b >= 0 else b) for t, (chunk, b) in core.chunks.flights.items()}
     core.chunks.buffers.free = list(numbers)
-    for key, heap in core.chunks.windows.closed.items():
-        core.chunks.windows.closed[key] = [
-            (end, n, chunk) for n, (end, _, chunk) in enumerate(sorted(heap, key=lambda e: e[:2]))
-        ]
 
 
 def _canonical_leases(core: DecodeCore) -> None:
