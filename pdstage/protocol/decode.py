@@ -1,7 +1,7 @@
 """The decode core: what engine, driver and peers may say to a decode rank, and what follows.
 
 No socket, thread or clock: inputs are its public methods and those of its `Endpoint` (who talks), whose effects are the
-output. It has a `HandshakeClient` and its `Farewells` (with whom, and how long), a `LeaseTable` and its `Lender`
+output. It has a `HandshakeClient` (with whom, and how long), a `LeaseTable` and its `Lender`
 (staging memory), `DecodeRooms` (the room table) and a `ChunkReceiver` (the chunks). Room table and leases are apart: a
 room that ended may still be written to.
 """
@@ -15,7 +15,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, too_late
-from pdstage.protocol.handshake import Farewells, HandshakeClient, Peer, features
+from pdstage.protocol.handshake import HandshakeClient, features
 from pdstage.protocol.leases import LeaseTable, Lender
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Renew, Session, forgotten_at
@@ -66,7 +66,6 @@ class DecodeCore:
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.handshake = HandshakeClient(self.endpoint, hello, self)
-        self.farewells = Farewells(self.endpoint, self.handshake, self)
         self.leases = LeaseTable(lanes)
         self.lender = Lender(self.endpoint, self.leases)
         self.endpoint.settle = self.lender.grant_and_notify
@@ -266,7 +265,7 @@ class DecodeCore:
             case m.Opened() as message:
                 self._on_opened(session, message, now)
             case m.Heartbeat() as message:
-                self.farewells.on_heartbeat(session, message, now)
+                self.handshake.on_heartbeat(session, message, now)
             case m.Tagged() as message:
                 self.chunks.on_tagged(session, message, now)
             case m.Asking() as message:
@@ -311,8 +310,8 @@ class DecodeCore:
                         self.fenced(stranded, now)
                     else:  # another process, or the writer is in doubt: only the driver's `fenced` frees the memory
                         self._leave_stranded(stranded)
-                self.farewells.on_answer(route, frame.session)
-            case _ if not self.farewells.is_leaving(route, frame.session):  # else it has not heard our Bye yet
+                self.handshake.left(route, frame.session)
+            case _ if not self.handshake.is_leaving(route, frame.session):  # else it has not heard our Bye yet
                 self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
 
     def _on_bye(self, session: Session, now: float) -> None:
@@ -369,8 +368,8 @@ class DecodeCore:
         match key:
             case ("recalls",):
                 self.lender.recall_all(now)
-            case (str() as kind, Peer() as peer):
-                self.handshake.on_timer(kind, peer, now)
+            case (("hello" | "hello_until" | "bye" | "bye_until") as kind, thing):
+                self.handshake.on_timer(kind, thing, now)
             case ("asking", DecodeRoom() as room):
                 self.rooms.ask(room, now)
             case (str() as kind, DecodeRoom() as room):
@@ -384,8 +383,6 @@ class DecodeCore:
                     f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s"
                 )
                 self.lose(writer.session, late, now)
-            case (("bye" | "bye_until") as kind, Session() as session):
-                self.farewells.on_timer(kind, session, now)
             case ("linger", Writer() as writer):
                 self.rooms.abort_writer(writer, "finished", now)
             case ("stranded", Session() as session):
@@ -434,9 +431,9 @@ class DecodeCore:
 
     def needs(self, route: bytes) -> bool:
         """Whether a handshake, a session, a Bye or a lost session still needs the connection of `route`."""
-        if route in self.handshake.peers or route in self.farewells:
+        if route in self.handshake.peers:
             return True
-        return any(session.route == route for session in self._stranded.values())
+        return any(session.route == route for session in (*self.handshake.leaving.values(), *self._stranded.values()))
 
     def _ask_stranded(self, session: Session, now: float) -> None:
         """Asks a lost session's writer whether it still knows the session, at the pace of a heartbeat.

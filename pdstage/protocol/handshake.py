@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pdstage import columns
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pdstage.protocol.config import Config
-    from pdstage.protocol.session import Endpoint, Owner
+    from pdstage.protocol.decode import DecodeCore
+    from pdstage.protocol.prefill import PrefillCore
+    from pdstage.protocol.session import Endpoint
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _HELLOS_A_CONNECTION = 4
@@ -67,34 +69,16 @@ class Peer:
     """Rooms that ended before it answered: these are sent when it does."""
 
 
-class ClientOwner(Protocol):
-    """What a `HandshakeClient` and its `Farewells` ask of the decode core."""
-
-    def welcomed(self, peer: Peer, now: float) -> None:
-        """The peer agreed: its rooms may open."""
-
-    def fail(self, room: Any, error: PdstageError, now: float) -> None:  # noqa: ANN401  (a room is its core's own)
-        """The room's peer will never agree."""
-
-    def lose(self, session: Session, error: PdstageError, now: float) -> None: ...
-
-    def denied(self, session: Session, error: PdstageError, now: float) -> None:
-        """The session is lost: the process at its address does not know it."""
-
-    def in_use(self, session: Session) -> bool: ...
-
-    def needs(self, route: bytes) -> bool:
-        """Whether the connection to `route` is needed for anything."""
-
-
 class HandshakeClient:
-    """Decode's half: says Hello to each writer of a room, once."""
+    """Decode's half: says Hello to each writer of a room, once, and Bye where a session is idle."""
 
-    def __init__(self, endpoint: Endpoint, hello: m.Hello, owner: ClientOwner) -> None:
+    def __init__(self, endpoint: Endpoint, hello: m.Hello, owner: DecodeCore) -> None:
         self.endpoint = endpoint
         self.hello = hello
         self._stagings = Stagings(hello.layout)
         self.peers: dict[bytes, Peer] = {}
+        self.leaving: dict[m.SessionId, Session] = {}
+        """Those whose Bye is not answered yet."""
         self._owner = owner
         self._n_greeted = 0
 
@@ -181,34 +165,24 @@ class HandshakeClient:
     def _stop_greeting(self, peer: Peer) -> None:
         self.endpoint.timers.cancel_all(peer, ("hello", "hello_until"))
 
-    def on_timer(self, kind: str, peer: Peer, now: float) -> None:
-        if kind == "hello":
-            self._greet(peer, now)
-        else:
-            waited = self.endpoint.config.hello_s
-            self._refused(
-                peer, DeadlineExceeded(f"no answer from {peer.route!r} in {waited} s", remedy="is it up?"), now
-            )
+    def on_timer(self, kind: str, thing: Any, now: float) -> None:  # noqa: ANN401  (a peer, or a session that is left)
+        match kind:
+            case "hello":
+                self._greet(thing, now)
+            case "hello_until":
+                late = f"no answer from {thing.route!r} in {self.endpoint.config.hello_s} s"
+                self._refused(thing, DeadlineExceeded(late, remedy="is it up?"), now)
+            case "bye":
+                self._say_bye(thing, now)
+            case "bye_until":
+                self.left(thing.route, thing.id)
 
     def hang_up(self, route: bytes) -> None:
         """No handshake with `route` is under way: the connection may be closed, if nothing else needs it."""
         if not self._owner.needs(route):
             self.endpoint.effects.append(HangUp(route))
 
-
-class Farewells:
-    """Ends idle sessions in order at decode."""
-
-    def __init__(self, endpoint: Endpoint, handshake: HandshakeClient, owner: ClientOwner) -> None:
-        self.endpoint = endpoint
-        self._handshake = handshake
-        self._owner = owner
-        self._leaving: dict[bytes, tuple[Session, int]] = {}
-        """By route: a session whose Bye is not answered yet, and how often it was said."""
-
-    def __contains__(self, route: bytes) -> bool:
-        """Whether a session with that route has said Bye and waits for the answer."""
-        return route in self._leaving
+    # The end of sessions that neither side needs.
 
     def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
         if beat.idle == m.IN_USE or self._owner.in_use(session):
@@ -220,47 +194,32 @@ class Farewells:
         """Ends a session that neither side needs: Bye, until it is answered or the peer was silent for too long."""
         self.endpoint.counters.sessions_idle += 1
         session.said_bye = True
-        self._leaving[session.route] = session, 0
+        self.leaving[session.id] = session
         self._owner.lose(session, PeerError("neither side needed the session"), now)
         self.endpoint.timers.set(("bye_until", session), now + session.silence_s)
         self._say_bye(session, now)
 
     def _say_bye(self, session: Session, now: float) -> None:
-        if not self.is_leaving(session.route, session.id):  # the route was left again since
-            self.endpoint.timers.cancel(("bye_until", session))
-            return
-        _, n_byes = self._leaving[session.route]
-        self._leaving[session.route] = session, n_byes + 1
         self.endpoint.send(session, m.Bye(), now)
-        if n_byes:  # the answer may be what was lost: then the peer knows no such session, and says so
+        if session.n_byes:  # the answer may be what was lost: then the peer knows no such session, and says so
             self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
-        self.endpoint.back_off(("bye", session), now, n_byes, session.id.decode)
-
-    def on_timer(self, kind: str, session: Session, now: float) -> None:
-        if kind == "bye":
-            self._say_bye(session, now)
-        else:
-            self._left(session)
+        self.endpoint.back_off(("bye", session), now, session.n_byes, session.id.decode)
+        session.n_byes += 1
 
     def is_leaving(self, route: bytes, session_id: m.SessionId) -> bool:
-        return route in self._leaving and self._leaving[route][0].id == session_id
+        return session_id in self.leaving and self.leaving[session_id].route == route
 
-    def on_answer(self, route: bytes, session_id: m.SessionId) -> None:
-        """The peer answered our Bye, with whatever message."""
+    def left(self, route: bytes, session_id: m.SessionId) -> None:
+        """The peer answered our Bye, with whatever message, or its time is over."""
         if self.is_leaving(route, session_id):
-            self._left(self._leaving[route][0])
-
-    def _left(self, session: Session) -> None:
-        if self.is_leaving(session.route, session.id):
-            del self._leaving[session.route]
-        self.endpoint.timers.cancel_all(session, ("bye", "bye_until"))
-        self._handshake.hang_up(session.route)
+            self.endpoint.timers.cancel_all(self.leaving.pop(session_id), ("bye", "bye_until"))
+            self.hang_up(route)
 
 
 class HandshakeServer:
     """Prefill's half: answers Hello. A session is *half-open* until the first frame under it."""
 
-    def __init__(self, endpoint: Endpoint, welcome: m.Welcome, owner: Owner) -> None:
+    def __init__(self, endpoint: Endpoint, welcome: m.Welcome, owner: PrefillCore) -> None:
         self.endpoint = endpoint
         self.welcome = welcome
         self._stagings = Stagings(welcome.layout)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.columns import Span
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.plan import Rect
     from pdstage.protocol.destinations import PieceLength
+    from pdstage.protocol.prefill_rooms import PrefillRooms
     from pdstage.protocol.session import Endpoint, Session
 
 _MAX_PIECES = 1024
@@ -208,21 +209,6 @@ class SendBuffers:
             self.free.append(buffer)
 
 
-class ChunkOwner(Protocol):
-    """What a `ChunkSender` asks of the room table."""
-
-    def maybe_close(self, destination: Destination, now: float) -> None:
-        """A chunk of `destination` needs no write any more."""
-
-    def row_failed(self, destination: Destination, why: str) -> None:
-        """The aux row of `destination` cannot be written in place: it goes by message."""
-
-    def flight_ended(self, destination: Destination, now: float) -> None:
-        """A gather or write of `destination` ended, whatever became of it."""
-
-    def fail_destination(self, destination: Destination, error: PdstageError, now: float) -> None: ...
-
-
 class ChunkSender:
     """Chunks, from the first Reserve to the last completion.
 
@@ -234,7 +220,7 @@ class ChunkSender:
         self,
         endpoint: Endpoint,
         layout: Layout,
-        owner: ChunkOwner,
+        owner: PrefillRooms,
         *,
         n_buffers: int,
         buffer_nbytes: int,

@@ -9,7 +9,7 @@ Here are also the effects that both cores ask for; what only prefill or only dec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from pdstage.columns import NOTHING
 from pdstage.errors import DeadlineExceeded, PeerError
@@ -44,7 +44,7 @@ from pdstage.protocol.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable
 
     from pdstage.columns import Shared
     from pdstage.errors import PdstageError
@@ -54,7 +54,9 @@ if TYPE_CHECKING:
     from pdstage.plan.convert import StagedPair
     from pdstage.plan.ownership import Common
     from pdstage.protocol.config import Config
-    from pdstage.protocol.messages import RowSpan, Wanted
+    from pdstage.protocol.decode import DecodeCore
+    from pdstage.protocol.messages import RowSpan
+    from pdstage.protocol.prefill import PrefillCore
     from pdstage.protocol.room import Room
 
 
@@ -112,6 +114,7 @@ class Session:
     """What its rooms ask for, each checked once."""
     quiet: bool = False
     """Proved: nothing of this session is in flight."""
+    n_byes: int = 0
     said_bye: bool = False
     """The peer ended the session in order: nothing to complain of."""
     largest_lane: int = field(init=False)
@@ -172,34 +175,10 @@ CoreEffect: TypeAlias = Send | Attach | Detach | HangUp | Renew | Changed | Peer
 """What both cores ask of their driver."""
 
 
-class Owner(Protocol):
-    """What an `Endpoint` asks of the core that has it."""
-
-    def on_frame(self, route: bytes, session: Session | None, frame: Frame, now: float) -> None:
-        """Does what the message table says; `session` is None for a frame of no live session."""
-
-    def accepts(self, kind: type[AnyMessage], route: bytes) -> bool:
-        """Whether to read such a message, one of `OUTSIDE_A_SESSION`, from `route`."""
-
-    def on_other_version(self, route: bytes, error: OtherVersion) -> None:
-        """A greeting that this node cannot read."""
-
-    def on_timer(self, key: tuple[str, object], now: float) -> None: ...
-
-    def lose(self, session: Session, error: PdstageError, now: float) -> None:
-        """The session is over."""
-
-    def in_use(self, session: Session) -> bool:
-        """Whether a room of this side needs the session."""
-
-    def waiting(self, session: Session) -> Iterable[tuple[tuple[Wanted, ...], tuple[bytes, ...]]]:
-        """The rooms that the peer shall hold on, as the Heartbeats that say so: of each its `asks` and `waits`."""
-
-
 class Endpoint:
     """A core's live sessions, its timers, its counters, and the effects it asks for."""
 
-    def __init__(self, incarnation: int, config: Config, owner: Owner) -> None:
+    def __init__(self, incarnation: int, config: Config, owner: PrefillCore | DecodeCore) -> None:
         self.incarnation = incarnation
         self.config = config
         self.counters = Counters()

@@ -34,7 +34,7 @@ def strangers(world: World) -> bool:
     return all(
         not node.core.sessions and not len(node.core.endpoint.timers) and node.core.endpoint.timers.next_at() is None
         for node in world.nodes()
-    ) and not any(node.core.handshake.peers or node.core.farewells._leaving for node in world.decode)
+    ) and not any(node.core.handshake.peers or node.core.handshake.leaving for node in world.decode)
 
 
 def test_an_idle_session_ends_in_order_on_both_sides() -> None:

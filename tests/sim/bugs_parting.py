@@ -37,7 +37,7 @@ MUTANTS = [
         "Bye is not repeated",
         "parting, I4",
         "_say_bye",
-        """        self.endpoint.back_off(("bye", session), now, n_byes, session.id.decode)
+        """        self.endpoint.back_off(("bye", session), now, session.n_byes, session.id.decode)
 """,
         "",
     ),
