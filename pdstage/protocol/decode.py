@@ -456,14 +456,14 @@ class DecodeCore:
         """After `Detach`: nothing of that session lands any more, so all it held is free."""
         session.quiet = True
         self._leave_stranded(session)
-        self.lender.session_fenced(session, now)
+        self.lender.release_of(session, None, now)
         for writer in list(session.claims.values()):
             self.rooms.mark_quiet(writer)
         self.endpoint.settle(now)
 
     def holds(self, session: Session) -> bool:
         """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""
-        if self.leases.of_session(session):
+        if self.leases.of(session):
             return True
         return any(writer.phase is not WriterPhase.QUIET for writer in session.claims.values())
 

@@ -89,7 +89,6 @@ class ChunkReceiver:
         elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
         elif not isinstance(held, LeaseRequest) or held.attempt <= reserve.attempt:
-            writer.most_nbytes = max(writer.most_nbytes, reserve.nbytes)
             self._leases.enqueue(request)
 
     def _size_problem(self, writer: Writer, reserve: m.Reserve) -> str:
@@ -141,7 +140,6 @@ class ChunkReceiver:
                 return False
             if lease in self._leases.advances:
                 self._leases.know(lease, tag.rects, nbytes)
-                writer.most_nbytes = max(writer.most_nbytes, nbytes)
             self._leases.land(lease)
             span = self._leases.spans[lease.lane]
             ticket = self.endpoint.ticket()
@@ -226,9 +224,7 @@ class ChunkReceiver:
             if not writer.arrived.issuperset([w.chunk for w in close.written]):
                 self._begun(room, now)
                 return
-            if writer.owed_nbytes:
-                n_staged = sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written)
-                self._lender.learn(session, writer.owed_nbytes, n_staged, writer.most_nbytes)
+            session.stages = any(w.lane not in (m.DIRECT, m.AUX) for w in close.written)
             shortfall = self._shortfall(writer, close)
             if shortfall:
                 self._rooms.fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"), now)

@@ -133,8 +133,6 @@ class HandshakeClient:
     def _welcome_problem(self, welcome: m.Welcome) -> str:
         if problem := _apart(welcome, "prefill", self.hello, "decode"):
             return problem
-        if not 0 < welcome.max_silence_s < float("inf"):
-            return "no finite max_silence_s"
         problem = columns.problem(welcome.columns, columns.MAX_ROW_NBYTES)
         return problem or layout_problem(welcome.layout) or _misfit(welcome, self.hello)
 
@@ -261,10 +259,6 @@ class HandshakeServer:
     def _hello_problem(self, hello: m.Hello) -> str:
         if problem := _apart(hello, "decode", self.welcome, "prefill"):
             return problem
-        if not 0 < len(hello.lanes) < m.AUX or any(lane.nbytes < 1 for lane in hello.lanes):
-            return f"{len(hello.lanes)} lanes, or an empty one"
-        if not 0 < hello.max_silence_s < float("inf"):
-            return "no finite max_silence_s"
         return _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self.welcome, hello)
 
     def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:

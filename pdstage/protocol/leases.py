@@ -7,14 +7,14 @@
     it was copied  ChunkReceiver.scattered      LeaseTable.release        the watermark may rise; more may be granted
 
 A lease may be granted *in advance*, with Open and for no Reserve, while half of a lane is free and nothing waits
-(`Lender.lend_in_advance`): as its writer's last room of such a size was staged. What its chunk is, its tag says. Once
-something waits, leases in advance are the first to be recalled.
+(`Lender.lend_in_advance`): if the whole room is one small chunk. What its chunk is, its tag says. Once something waits,
+leases in advance are the first to be recalled.
 
 A lease ends without a tag when its writer returns it (`Lender.on_returned`, often because of a Recall), asks again with
 a newer attempt (`on_reserve`), or can no longer write for the room (`release_of`). If the room fails first, a lease
 that has not landed is quarantined (`quarantine_of`, called by `DecodeRooms.fail`) until its writer returns it or can no
 longer write for the room. If the session is lost, leases that may still be written are quarantined until it is fenced
-(`session_lost`, `session_fenced`); those that never may be are released at once, and landed ones once they are
+(`session_lost`, `release_of`); those that never may be are released at once, and landed ones once they are
 scattered. So a lease may outlive its room, and rooms are not known here (I2, I15).
 """
 
@@ -57,11 +57,6 @@ class LeaseRequest:
     priority: int
     place: int = 0
     """In line; 0 while it does not wait."""
-
-    @property
-    def claim(self) -> tuple[m.SessionId, int]:
-        """The claim that it is for: the session, and the room's epoch."""
-        return (self.session.id, self.epoch)
 
 
 class RequestQueue:
@@ -141,8 +136,8 @@ class LeaseTable:
     def __init__(self, spans: Iterable[m.LaneSpan]) -> None:
         self.spans = tuple(spans)
         self.lanes = [Lane(span.nbytes) for span in self.spans]
-        self._of_claim: dict[tuple[m.SessionId, int], dict[int, Lease | LeaseRequest]] = {}
-        """By session and epoch, then by chunk: its lease, or its request while that waits."""
+        self._of: dict[Session, dict[int, dict[int, Lease | LeaseRequest]]] = {}
+        """By session, epoch and chunk: its lease, or its request while that waits."""
         self.queue = RequestQueue()
         self._at: dict[tuple[int, int], Lease] = {}
         """Live leases, by lane and cursor."""
@@ -184,21 +179,19 @@ class LeaseTable:
 
     def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
-        chunks = self._of_claim.get((session.id, epoch))
-        return chunks.get(chunk) if chunks is not None else None
+        return self._of.get(session, {}).get(epoch, {}).get(chunk)
 
     def count(self, session: Session, epoch: int) -> int:
         """How many leases and waiting requests one epoch of a session has."""
-        return len(self._of_claim.get((session.id, epoch), ()))
+        return len(self._of.get(session, {}).get(epoch, ()))
 
     def enqueue(self, request: LeaseRequest) -> None:
         """Queues a request. If one of the same chunk waits already, this one takes its place in the line."""
-        chunks = self._of_claim.setdefault(request.claim, {})
-        older = chunks.get(request.chunk)
+        older = self.find(request.session, request.epoch, request.chunk)
         if isinstance(older, LeaseRequest):
             older.attempt, older.nbytes, older.rects = request.attempt, request.nbytes, request.rects
             return
-        chunks[request.chunk] = request
+        self._note(request, request)
         self.queue.add(request)
 
     def forget(self, request: LeaseRequest) -> None:
@@ -293,21 +286,23 @@ class LeaseTable:
         if rose:
             self._moved_at[lease.lane] = now
 
-    def of(self, session: Session, epoch: int) -> list[Lease]:
-        """Live leases of one epoch of a session."""
-        return [entry for entry in self._of_claim.get((session.id, epoch), {}).values() if isinstance(entry, Lease)]
-
-    def of_session(self, session: Session) -> list[Lease]:
-        """Live leases of a session."""
-        return [lease for lease in self._at.values() if lease.request.session is session]
+    def of(self, session: Session, epoch: int | None = None) -> list[Lease]:
+        """Live leases of a session, or of one of its epochs."""
+        return [entry for entry in self._entries(session, epoch) if isinstance(entry, Lease)]
 
     def forget_requests(self, session: Session, epoch: int | None = None) -> None:
         """Takes what waits out of the queue, for a session or one of its epochs."""
-        claims = [(session.id, epoch)] if epoch is not None else [c for c in self._of_claim if c[0] == session.id]
-        for claim in claims:
-            for entry in list(self._of_claim.get(claim, {}).values()):
-                if isinstance(entry, LeaseRequest):
-                    self.forget(entry)
+        for entry in self._entries(session, epoch):
+            if isinstance(entry, LeaseRequest):
+                self.forget(entry)
+
+    def _entries(self, session: Session, epoch: int | None) -> list[Lease | LeaseRequest]:
+        epochs = self._of.get(session, {})
+        held = epochs.values() if epoch is None else (epochs.get(epoch, {}),)
+        return [entry for chunks in held for entry in chunks.values()]
+
+    def _note(self, request: LeaseRequest, entry: Lease | LeaseRequest) -> None:
+        self._of.setdefault(request.session, {}).setdefault(request.epoch, {})[request.chunk] = entry
 
     def note_contention(self, now: float) -> float | None:
         """Since when something waits; None if nothing does."""
@@ -320,9 +315,12 @@ class LeaseTable:
     def snapshot(self) -> tuple[object, ...]:
         """Leases, requests and cursors, comparable and hashable."""
         leases = sorted(
-            (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.phase) for at, g in self._at.items()
+            (g.request.session.id, g.request.epoch, g.request.chunk, g.request.attempt, *at, g.phase)
+            for at, g in self._at.items()
         )
-        waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in self.queue.entries())
+        waiting = sorted(
+            (priority, n, r.session.id, r.epoch, r.chunk, r.attempt) for priority, n, r in self.queue.entries()
+        )
         return (tuple(leases), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
 
     def opened(self) -> Iterator[Lease]:
@@ -357,11 +355,14 @@ class LeaseTable:
         return wanted
 
     def _forget_entry(self, request: LeaseRequest, entry: Lease | LeaseRequest) -> None:
-        chunks = self._of_claim.get(request.claim)
-        if chunks is not None and chunks.get(request.chunk) is entry:
-            del chunks[request.chunk]
-            if not chunks:
-                del self._of_claim[request.claim]
+        if self.find(request.session, request.epoch, request.chunk) is not entry:
+            return
+        epochs = self._of[request.session]
+        del epochs[request.epoch][request.chunk]
+        if not epochs[request.epoch]:
+            del epochs[request.epoch]
+        if not epochs:
+            del self._of[request.session]
 
     def _late(self, lease: Lease, now: float, recall_after_s: float) -> bool:
         if self.contended_at is None or not self.is_open(lease):
@@ -411,7 +412,7 @@ class LeaseTable:
             self._moved_at[number] = now
         lease = Lease(request, number, cursor, now)
         self._at[number, cursor] = lease
-        self._of_claim.setdefault(request.claim, {})[request.chunk] = lease
+        self._note(request, lease)
         borrower = (request.session, number)
         self._lent_nbytes[borrower] = self._lent_nbytes.get(borrower, 0) + request.nbytes
         if not self.is_open(lease):
@@ -428,23 +429,11 @@ class Lender:
         self.endpoint = endpoint
         self.leases = leases
         self._marks_sent: dict[Session, dict[int, int]] = {}
-        self._staged: dict[Session, dict[int, tuple[int, int]]] = {}
-        """Of each session, by a room's size as a power of two: how many chunks its last such room staged, and the bytes
-        of the largest.
-        """
 
-    def lend_in_advance(
-        self, session: Session, epoch: int, owed_nbytes: int, priority: int, now: float, *, by_default: bool
-    ) -> None:
-        """Lends memory for the chunks that a writer will make of `owed_nbytes`, as it made them of its last room of
-        that size; without one it is one chunk, or none if not `by_default`.
-        """
-        first = (int(by_default and 0 < owed_nbytes <= LEAST_PIECE_NBYTES), owed_nbytes)
-        n, nbytes = self._staged.get(session, {}).get(owed_nbytes.bit_length(), first)
-        for chunk in range(min(n, m.MAX_ADVANCES)):
-            request = LeaseRequest(session, epoch, chunk, 0, min(nbytes, owed_nbytes), (), priority)
-            if not self.leases.lend_in_advance(request, now):
-                return
+    def lend_in_advance(self, session: Session, epoch: int, nbytes: int, priority: int, now: float) -> None:
+        """Lends memory for what a writer owes a room, if that makes one chunk."""
+        request = LeaseRequest(session, epoch, 0, 0, nbytes, (), priority)
+        if 0 < nbytes <= LEAST_PIECE_NBYTES and self.leases.lend_in_advance(request, now):
             self.endpoint.counters.leases_granted += 1
 
     def advances_of(self, session: Session, epoch: int) -> tuple[m.Advance, ...]:
@@ -459,10 +448,6 @@ class Lender:
             for lease in (self.leases.of(session, epoch) if self.leases.advances else ())
             if lease in self.leases.advances and not lease.recalled and lease.phase is LeasePhase.GRANTED
         )  # fmt: skip
-
-    def learn(self, session: Session, owed_nbytes: int, n_staged: int, most_nbytes: int) -> None:
-        """A writer closed a room of `owed_nbytes`: it staged so many chunks, of at most `most_nbytes`."""
-        self._staged.setdefault(session, {})[owed_nbytes.bit_length()] = n_staged, most_nbytes
 
     def send_lease(self, lease: Lease, now: float) -> None:
         request = lease.request
@@ -484,8 +469,10 @@ class Lender:
             self.endpoint.counters.leases_returned += 1
             self.leases.release(lease, now)
 
-    def release_of(self, session: Session, epoch: int, now: float) -> None:
-        """The writer can no longer write for this epoch: each of its leases whose tag has not come is free."""
+    def release_of(self, session: Session, epoch: int | None, now: float) -> None:
+        """The writer can no longer write for this epoch, or None, for any: each of its leases is free whose bytes do
+        not wait for their scatter.
+        """
         for lease in self.leases.of(session, epoch):
             if lease.phase is not LeasePhase.LANDED:
                 self.leases.release(lease, now)
@@ -506,21 +493,14 @@ class Lender:
         never open to it, and is free at once.
         """
         marks = self._marks_sent.pop(session, {})
-        self._staged.pop(session, None)
         self.leases.forget_requests(session)
-        for lease in self.leases.of_session(session):
+        for lease in self.leases.of(session):
             capacity = self.leases.lanes[lease.lane].capacity
             never_writable = lease.end > marks.get(lease.lane, 0) + capacity
             if lease.phase is not LeasePhase.LANDED and never_writable:
                 self.leases.release(lease, now)
             elif lease.phase is LeasePhase.GRANTED:
                 self._quarantine(lease, now)
-
-    def session_fenced(self, session: Session, now: float) -> None:
-        """Nothing of the session's writer can land any more: all it has is free, but for what waits for its scatter."""
-        for lease in self.leases.of_session(session):
-            if lease.phase is not LeasePhase.LANDED:
-                self.leases.release(lease, now)
 
     def grant_and_notify(self, now: float) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""

@@ -35,10 +35,6 @@ PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
 """What the prefill core asks of its driver."""
 
 
-_Confirms: TypeAlias = (
-    m.Ask | m.Open | m.Lease | m.Refused | m.Watermark | m.Recall | m.Closed | m.Abort | m.Heartbeat | m.Bye
-)
-"""The first of these under a session says that decode has heard Welcome."""
 _ENDING = "the prefill node takes no new rooms"
 
 
@@ -272,7 +268,7 @@ class PrefillCore:
         if session is None:
             self._on_stray(route, frame)
             return
-        if session.half_open and isinstance(message, _Confirms):
+        if session.half_open and not isinstance(message, m.NoSession):  # decode has heard Welcome
             self.handshake.confirm(session, now)
         match message:
             case m.Lease():

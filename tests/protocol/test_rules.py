@@ -77,7 +77,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     said = world.say(world.decode[0], m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),)))
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.leases.contended
-    assert [lease.phase for lease in decode.leases.of_session(session)] == ["quarantined"]
+    assert [lease.phase for lease in decode.leases.of(session)] == ["quarantined"]
 
 
 def test_a_writer_that_sent_all_succeeds_though_it_finishes_late() -> None:
@@ -106,9 +106,9 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     world.serve(2)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    assert [decode.leases.is_open(lease) for lease in decode.leases.of_session(session)] == [True, False]
+    assert [decode.leases.is_open(lease) for lease in decode.leases.of(session)] == [True, False]
     decode.lose(session, PeerError("the test says so"), world.now)
-    assert [(lease.phase, lease.cursor) for lease in decode.leases.of_session(session)] == [("quarantined", 0)]
+    assert [(lease.phase, lease.cursor) for lease in decode.leases.of(session)] == [("quarantined", 0)]
 
 
 def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
@@ -120,13 +120,13 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     (session,) = decode.sessions.values()
     decode.lose(session, PeerError("the test says so"), world.now)
     decode.fenced(session, world.now)
-    assert [lease.phase for lease in decode.leases.of_session(session)] == ["landed"]
+    assert [lease.phase for lease in decode.leases.of(session)] == ["landed"]
     assert not handle.released
     world.carry(world.decode[0])
     world.rules.clear()
     world.release_held()
     world.run()
-    assert not decode.leases.of_session(session)
+    assert not decode.leases.of(session)
     assert handle.released
 
 

@@ -39,7 +39,7 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     assert again.state is State.WAITING_FOR_INPUT, "a new session with the new process"
     core = world.decode[0].core
     if path == "staged":
-        (lease,) = core.leases.of_session(old_session)
+        (lease,) = core.leases.of(old_session)
         assert lease.phase == "quarantined"
         assert handle.released, "no page of the room was open to the writer"
     else:
@@ -118,7 +118,7 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     world.run(until=60.0)
     assert handle.state is sent.state is State.FAILED
     assert sent.released, "a failed post reads no more"
-    assert [lease.phase for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
+    assert [lease.phase for lease in world.decode[0].core.leases.of(session)] == ["quarantined"]
     world.decode[0].core.fenced(session, world.now)
     world.carry(world.decode[0])
     world.held.clear()
@@ -141,10 +141,10 @@ def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet
     world.carry(world.prefill[0])
     world.run(until=60.0)
     assert handle.state is State.FAILED
-    assert [lease.phase for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
+    assert [lease.phase for lease in world.decode[0].core.leases.of(session)] == ["quarantined"]
     world.free()
     world.run(until=120.0)
-    assert not world.decode[0].core.leases.of_session(session)
+    assert not world.decode[0].core.leases.of(session)
     assert_flat(world)
 
 
@@ -164,7 +164,7 @@ def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     world.carry(world.prefill[0])
     world.run(until=60.0)
     for node, session in zip(world.decode, sessions, strict=True):
-        assert [lease.phase for lease in node.core.leases.of_session(session)] == ["quarantined"]
+        assert [lease.phase for lease in node.core.leases.of(session)] == ["quarantined"]
 
 
 def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:

@@ -184,7 +184,7 @@ MUTANTS = [
         "a fenced session gives nothing back",
         "7 fences, I14",
         "fenced",
-        """        self.lender.session_fenced(session, now)
+        """        self.lender.release_of(session, None, now)
 """,
         "",
     ),
