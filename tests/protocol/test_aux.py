@@ -106,43 +106,6 @@ def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, oth
 # What goes wrong on the way.
 
 
-def test_close_that_overtakes_the_rows_tag_is_no_success() -> None:
-    """I5: the row may not be here yet, whatever the writer says."""
-    world = World(aux="rows")
-    world.hold(lambda item: item.kind == "tag" and is_row(item))
-    handle, _ = begin(world)
-    world.run(1.0)
-    writer = next(iter(handle.writers.values()))
-    assert writer.closing is not None
-    assert writer.coverage is not None
-    assert writer.coverage.complete
-    assert handle.state is State.TRANSFERRING
-    world.free()
-    world.run(2.0)
-    holds(world, handle)
-
-
-@pytest.mark.parametrize("fences", [True, False])
-def test_a_lost_session_keeps_the_row_until_it_is_fenced(fences: bool) -> None:
-    """I2: with staged chunks only the row is memory of the room that its writer was told of."""
-    world = World(aux="rows", fences=fences)
-    world.hold(lambda item: item.kind == "write" and is_row(item))
-    handle, _ = begin(world)
-    world.run()
-    session = next(iter(world.decode[0].core.sessions.values()))
-    world.decode[0].core.lose(session, TransportError("gone"), world.now)
-    assert handle.state is State.FAILED
-    assert not handle.released
-    world.prefill[0].alive = False  # nobody proves anything
-    world.carry(world.decode[0])
-    world.run(1.0)
-    assert handle.released == fences
-    assert world.decode[0].core.holds(session) != fences
-    if not fences:
-        world.free()
-        world.run(2.0)  # lands, and the room's part is still open
-
-
 @pytest.mark.parametrize("partly", [False, True])
 def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
     """Its post is settled, so nothing of it can land on what the message brings."""

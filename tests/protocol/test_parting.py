@@ -56,29 +56,6 @@ def test_an_idle_session_ends_in_order_on_both_sides() -> None:
     assert not world.decode[0].peer_warnings
 
 
-def test_rooms_keep_their_session_however_long_they_wait() -> None:
-    """Unbound, unsubmitted, half sent: a room's session is no idle one."""
-    world = served(wait_s=900.0, transfer_s=900.0, open_wait_s=900.0)
-    (session_id,) = world.decode[0].core.sessions
-    unbound = world.announce(2)
-    world.run(until=100.0)
-    world.bind(unbound, 8, [0, 1])
-    world.run(until=200.0)
-    sent = world.submit(2)
-    world.run(until=300.0)
-    world.chunk(sent, (0, 4))
-    world.run(until=400.0)
-    assert list(world.decode[0].core.sessions) == [session_id]
-    world.chunk(sent, (4, 8))
-    world.finish(sent)
-    world.run()
-    world.check(unbound, 2)
-    world.run(until=400.0 + IDLE_S - 0.1)
-    assert list(world.decode[0].core.sessions) == [session_id], "idle from its last room's end"
-    world.run(until=400.0 + IDLE_S + 2 * BEAT_S)
-    assert strangers(world)
-
-
 def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
     """A writer that owes nothing: decode is done with it when told, but its engine sends the room later (I10)."""
     world = World(prefill=2, decode=2, idle_s=IDLE_S, open_wait_s=900.0)
@@ -99,16 +76,6 @@ def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
     world.check(handles[1], 1, 8, 1)
     world.run(until=20 * IDLE_S)
     assert not late.sessions
-
-
-def test_a_room_that_waits_for_another_writer_keeps_its_sessions() -> None:
-    world = World(prefill=2, idle_s=IDLE_S, hello_s=900.0)
-    world.drop(lambda item: item.dst is world.prefill[1] or item.src is world.prefill[1])
-    handle = world.announce(1)
-    world.run(until=5 * IDLE_S)
-    (session,) = world.decode[0].core.sessions.values()
-    assert session.route == b"P0"
-    assert not handle.ended
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -4,66 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.prefill_chunks import SendBuffers
 from pdstage.protocol.state import ChunkPhase, State
-from tests.pair import World, assert_flat, is_kind, is_message, nth
+from tests.pair import World, is_kind, is_message
 
 LEASE = 512
-
-
-def not_lost(world: World) -> bool:
-    return all(node.core.counters.sessions_lost == 0 for node in world.nodes())
-
-
-@pytest.mark.parametrize("lost", [m.Abort, m.Drained])
-def test_abort_is_repeated_until_drained(lost: type) -> None:
-    """Long before drain_s, which would cost the session (I4)."""
-    world = World(drain_s=50.0)
-    world.hold(is_kind("write"))
-    handle, _ = world.serve(1)
-    world.drop(nth(0, is_message(lost)))
-    world.abort(world.decode[0], handle, "changed its mind")
-    world.release_held()
-    world.run(until=5.0)
-    assert handle.released
-    assert not_lost(world)
-
-
-def test_close_failed_is_repeated() -> None:
-    """Decode hears of the failure long before it would have to guess (I4, I10)."""
-    world = World(transfer_s=50.0, wait_s=50.0)
-    handle = world.receive(1)
-    sender = world.submit(1)
-    world.run()
-    world.drop(nth(0, is_message(m.CloseFailed)))
-    world.abort(world.prefill[0], sender, "out of memory")
-    world.run(until=5.0)
-    assert handle.state is State.FAILED
-    assert "out of memory" in str(handle.error)
-    assert handle.released
-    assert not_lost(world)
-
-
-def test_an_abort_that_overtakes_every_open_is_answered() -> None:
-    """Of an epoch that prefill never heard of nothing is in flight: Drained (I4, I10)."""
-    world = World(drain_s=50.0)
-    greeted = world.announce(0)
-    world.run()
-    world.drop(is_message(m.Open))
-    handle = world.receive(1)
-    world.run(until=1.0)
-    for room in (greeted, handle):
-        world.abort(world.decode[0], room, "changed its mind")
-    world.run(until=3.0)
-    assert handle.released
-    world.run(until=40.0)
-    assert not_lost(world)
-    assert_flat(world)
 
 
 def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:

@@ -271,7 +271,7 @@ MUTANTS = [
         """        self.endpoint.repeat(("abort", writer), now)
 """,
         "",
-        "tests/protocol/test_rules.py",
+        "tests/protocol/test_table.py",
     ),
     Mutant(
         "a writer that has not answered is never told that its room was given up",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.sim.mutants import Mutant
 
-_WINDOWS = "tests/protocol/test_windows.py"
-
 MUTANTS = [
     Mutant(
         "a writer's window is one view too wide",
