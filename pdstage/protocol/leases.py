@@ -350,7 +350,12 @@ class LeaseTable:
                     continue
                 early = lease in self.advances and now - lease.granted_at >= _ADVANCE_S
                 shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)
-                if early or cursor in in_the_way or shut_in or self._late(lease, now, recall_after_s):
+                late = (
+                    self.contended_at is not None
+                    and self.is_open(lease)
+                    and (now - max(lease.granted_at, self.contended_at) >= recall_after_s)
+                )
+                if early or cursor in in_the_way or shut_in or late:
                     wanted.append(lease)
         return wanted
 
@@ -363,11 +368,6 @@ class LeaseTable:
             del epochs[request.epoch]
         if not epochs:
             del self._of[request.session]
-
-    def _late(self, lease: Lease, now: float, recall_after_s: float) -> bool:
-        if self.contended_at is None or not self.is_open(lease):
-            return False
-        return now - max(lease.granted_at, self.contended_at) >= recall_after_s
 
     def _elsewhere(self, lease: Lease) -> bool:
         nbytes = lease.request.nbytes

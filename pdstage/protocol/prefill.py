@@ -15,7 +15,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.compat import check_open
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
 from pdstage.protocol.handshake import HandshakeServer, features
-from pdstage.protocol.prefill_chunks import ChunkEffect
+from pdstage.protocol.prefill_chunks import ChunkEffect, ChunkSender
 from pdstage.protocol.prefill_rooms import Ended, PrefillRooms
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import HOLD_EVERY_S, CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
@@ -76,10 +76,8 @@ class PrefillCore:
         self.on_other_version = self.handshake.on_other_version
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
-        self.rooms = PrefillRooms(
-            self.endpoint, welcome, rows, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose, piece=piece
-        )
-        self.chunks = self.rooms.chunks
+        self.chunks = ChunkSender(self.endpoint, n_buffers, buffer_nbytes, choose, piece)
+        self.rooms = PrefillRooms(self.endpoint, self.chunks, welcome, rows)
         self.endpoint.settle = self.chunks.start_ready
         self._direct = direct
         self._draining = False

@@ -30,7 +30,6 @@ from pdstage.protocol.state import CHUNK, ChunkEvent, ChunkPhase, DestinationPha
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pdstage.layout import Layout
     from pdstage.plan import Rect
     from pdstage.protocol.destinations import PieceLength
     from pdstage.protocol.prefill_rooms import PrefillRooms
@@ -219,9 +218,6 @@ class ChunkSender:
     def __init__(
         self,
         endpoint: Endpoint,
-        layout: Layout,
-        owner: PrefillRooms,
-        *,
         n_buffers: int,
         buffer_nbytes: int,
         choose: Callable[[Chunk], bool],
@@ -234,7 +230,8 @@ class ChunkSender:
         """Gathers and writes under way, by ticket: the chunk, and its buffer or -1."""
         self.orphans: dict[int, m.SessionId] = {}
         """Writes whose session was fenced before they ended, by ticket."""
-        self._owner = owner
+        self.rooms: PrefillRooms
+        """The table of the rooms whose chunks these are. Set by it."""
         self._buffer_nbytes = buffer_nbytes
         self._limit = min(buffer_nbytes, endpoint.config.chunk_nbytes)
         self._choose, self._piece = choose, piece
@@ -279,7 +276,7 @@ class ChunkSender:
             CHUNK.move(chunk, ChunkEvent.REFUSED)
             destination.unwritten -= 1
             if refused.why == "covered":
-                self._owner.maybe_close(destination, now)
+                self.rooms.maybe_close(destination, now)
             return
         most = refused.max_nbytes
         cut = split(chunk.rects, destination, most) if most > 0 else iter(())
@@ -296,7 +293,7 @@ class ChunkSender:
             self.endpoint.repeat(("reserve", chunk), now)
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
 
     def on_recall(self, session: Session, recall: m.Recall, now: float) -> None:
         self.raise_mark(session, recall.lane, recall.watermark)
@@ -361,7 +358,7 @@ class ChunkSender:
                 f"one row of {rects[0].component!r} does not fit a send buffer of {self._buffer_nbytes} bytes",
                 remedy="raise staging_nbytes at prefill",
             )
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
         elif advance is not None and nbytes <= advance.nbytes:
             chunk.attempt, chunk.waits_since = 0, now
             self.endpoint.repeat(("reserve", chunk), now)  # while its window is closed
@@ -408,8 +405,7 @@ class ChunkSender:
         if chunk.phase is not ChunkPhase.RESERVING:
             destination = chunk.destination
             returned = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
-            self.endpoint.counters.leases_returned += 1
-            self.endpoint.send(destination.session, returned, now)
+            self._give_back(destination.session, returned, now)
         self.endpoint.timers.cancel(("reserve", chunk))
         chunk.attempt += 1
         chunk.direct = True
@@ -417,7 +413,7 @@ class ChunkSender:
         self.endpoint.counters.chunks_fallen_back += 1
         self.advance(chunk)
 
-    def _give_back(self, session: Session, lease: m.Lease | m.Recall, now: float) -> None:
+    def _give_back(self, session: Session, lease: m.Lease | m.Recall | m.Returned, now: float) -> None:
         self.endpoint.counters.leases_returned += 1
         self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor), now)
 
@@ -544,8 +540,8 @@ class ChunkSender:
             self._go_direct(chunk, now)
         else:
             CHUNK.move(chunk, ChunkEvent.UNUSED)
-            self._owner.fail_destination(destination, error, now)
-        self._owner.flight_ended(destination, now)
+            self.rooms.fail_destination(destination, error, now)
+        self.rooms.flight_ended(destination, now)
         self.start_ready(now)
 
     def _written(self, chunk: Chunk, now: float, error: PdstageError | None) -> None:
@@ -553,12 +549,12 @@ class ChunkSender:
         if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
             CHUNK.move(chunk, ChunkEvent.BROKEN)
             destination.unwritten -= 1
-            self._owner.row_failed(destination, f"the write of an aux row failed: {error.what}")
-            self._owner.maybe_close(destination, now)
+            self.rooms.row_failed(destination, f"the write of an aux row failed: {error.what}")
+            self.rooms.maybe_close(destination, now)
             return
         if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
             CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
             return
         CHUNK.move(chunk, ChunkEvent.WRITTEN)
         self.endpoint.counters.bytes_written += chunk.nbytes
@@ -571,7 +567,7 @@ class ChunkSender:
         destination.written.append(m.Written(chunk.number, *chunk.where))
         destination.unwritten -= 1
         self.tell_tag(chunk, now)
-        self._owner.maybe_close(destination, now)
+        self.rooms.maybe_close(destination, now)
 
     def on_write_timer(self, ticket: int, now: float) -> None:
         chunk = self.flights[ticket][0]

@@ -14,15 +14,14 @@ from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import Slots, lacking
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
-from pdstage.protocol.prefill_chunks import ChunkSender
 from pdstage.protocol.session import Changed
 from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pdstage.errors import PdstageError
-    from pdstage.protocol.destinations import PieceLength
+    from pdstage.protocol.prefill_chunks import ChunkSender
     from pdstage.protocol.room import OwnRows
     from pdstage.protocol.session import Endpoint, Session
 
@@ -54,21 +53,10 @@ class PrefillRooms:
     is lost with nothing in flight.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        welcome: m.Welcome,
-        rows: OwnRows,
-        *,
-        n_buffers: int,
-        buffer_nbytes: int,
-        choose: Callable[[Chunk], bool],
-        piece: PieceLength | None,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, chunks: ChunkSender, welcome: m.Welcome, rows: OwnRows) -> None:
         self.endpoint = endpoint
-        self.chunks = ChunkSender(
-            endpoint, welcome.layout, self, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose, piece=piece
-        )
+        self.chunks = chunks
+        chunks.rooms = self
         self.by_key: dict[bytes, PrefillRoom] = {}
         self.destinations: dict[tuple[m.SessionId, int], Destination] = {}
         self.pending: dict[bytes, dict[Destination, None]] = {}

@@ -288,17 +288,14 @@ class Endpoint:
     def send(self, session: Session, message: AnyMessage, now: float) -> None:
         session.n_sent += 1
         session.sent_at = now
-        self.counters.frames_sent += 1
-        if machines.watch is not None:
-            machines.watch("said", (session.id, message), "", type(message).__name__, "")
-        self.effects.append(Send(session.route, encode(session.id, session.n_sent, message)))
+        self.send_loose(session.route, session.id, message, session.n_sent)
 
-    def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage) -> None:
-        """A frame outside any live session's order: greetings, and answers to strangers."""
+    def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage, seq: int = 0) -> None:
+        """A frame of no live session, whose `seq` is 0: greetings, and answers to strangers."""
         self.counters.frames_sent += 1
         if machines.watch is not None:
             machines.watch("said", (session_id, message), "", type(message).__name__, "")
-        self.effects.append(Send(route, encode(session_id, 0, message)))
+        self.effects.append(Send(route, encode(session_id, seq, message)))
 
     def warn_once(self, route: bytes, what: str, remedy: str) -> None:
         """A warning that would otherwise repeat for many rooms or peers."""

@@ -57,8 +57,8 @@ def test_a_room_that_was_staged_though_it_might_go_direct_lends_to_the_next() ->
     assert_flat(world)
 
 
-def test_a_tag_of_more_than_was_lent_is_stale() -> None:
-    """A writer that has it right cannot have written it there (I3)."""
+def test_a_tag_of_what_was_not_asked_is_stale() -> None:
+    """More than was lent: a writer that has it right cannot have written it there (I3)."""
     world = met(World())
     world.receive(1, 4, [1])
     world.run()

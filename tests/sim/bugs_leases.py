@@ -62,7 +62,7 @@ MUTANTS = [
         "6 written once, I15",
         "_written",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
             return
 """,
         """            chunk.phase = ChunkPhase.READY
@@ -75,11 +75,11 @@ MUTANTS = [
         "6 unknown outcome, I2",
         "_written",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
             return
 """,
         """            chunk.phase = ChunkPhase.DROPPED
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
             return
 """,
         "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",
@@ -166,8 +166,8 @@ MUTANTS = [
         "a tag of more than was lent in advance counts",
         "7 tags, I3",
         "_nbytes_in",
-        "return nbytes if nbytes <= request.nbytes else 0",
-        "return nbytes",
+        "return 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)",
+        "return writer.staged_nbytes(tag.rects)",
         "tests/protocol/test_advance.py",
     ),
     Mutant(
