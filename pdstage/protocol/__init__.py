@@ -43,8 +43,8 @@ checks the steps that name neither.
 
 * `messages`: its class with the next type number, and its name in `AnyMessage` (test_messages.py). Its bytes follow
   from the class.
-* `prefill`, `decode`: a case in the `on_frame` of each core; a side that may not receive it refuses it (mypy). The part
-  that receives it has an `on_...` method.
+* `prefill`, `decode`: a case in the `on_frame` of the core that may receive it; the other refuses it. The part that
+  receives it has an `on_...` method.
 * The part that sends it: `Endpoint.send`; if it is repeated a timer, with a case in `on_timer`.
 * If it may come outside a session: `wire.OUTSIDE_A_SESSION`, `accepts` and `_on_stray` of the core that receives it,
   and `Endpoint.send_loose`.

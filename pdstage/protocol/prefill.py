@@ -7,7 +7,7 @@ and `PrefillRooms` (the room table).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
@@ -216,15 +216,13 @@ class PrefillCore:
     def drain(self, now: float) -> None:
         """No room begins any more: decode ranks that wait for one, or will, are told at once. Those begun go on."""
         self._draining = True
-        for destination in self.rooms.waiting():
-            self.rooms.turn_away(destination, _ENDING, now)
+        self.rooms.turn_all_away(_ENDING, now)
 
     def close(self, now: float) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.rooms.by_key.values()):
             self.abort(room, "the node closes", now)
-        for destination in self.rooms.waiting():
-            self.rooms.turn_away(destination, "the prefill node closes", now)
+        self.rooms.turn_all_away("the prefill node closes", now)
 
     @property
     def quiet(self) -> bool:
@@ -293,13 +291,8 @@ class PrefillCore:
                 self._on_bye(session, now)
             case m.NoSession():
                 self.lose(session, forgotten_at("decode"), now)
-            case (
-                m.Welcome() | m.HelloRefused() | m.Asking() | m.Opened() | m.Reserve() | m.Returned() | m.CloseOk()
-                | m.CloseFailed() | m.Drained() | m.Tagged()
-            ):  # fmt: skip
-                raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
             case _:
-                assert_never(message)
+                raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
 
     def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
         return kind is m.Hello

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import PeerError, UsageError
@@ -18,8 +19,6 @@ from pdstage.protocol.session import Changed
 from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pdstage.errors import PdstageError
     from pdstage.protocol.prefill_chunks import ChunkSender
     from pdstage.protocol.room import OwnRows
@@ -319,10 +318,9 @@ class PrefillRooms:
         if not waiting:
             self.pending.pop(destination.open.room, None)
 
-    def waiting(self) -> Iterator[Destination]:
-        """The destinations without a room."""
-        for destinations in list(self.pending.values()):
-            yield from list(destinations)
+    def turn_all_away(self, reason: str, now: float) -> None:
+        for destination in list(chain.from_iterable(self.pending.values())):
+            self.turn_away(destination, reason, now)
 
     def turn_away(self, destination: Destination, reason: str, now: float) -> None:
         """The room of a pending destination will not be sent."""

@@ -9,7 +9,7 @@ Here are also the effects that both cores ask for; what only prefill or only dec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pdstage.columns import NOTHING
 from pdstage.errors import DeadlineExceeded, PeerError
@@ -206,7 +206,9 @@ class Endpoint:
             if held is None:
                 message = self._read_stray(route, data)
             elif held.route != route:
-                self._refuse_route()
+                # A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows.
+                self.counters.frames_stale += 1
+                raise PeerError("a frame of a session that another peer has", remedy="distrust this one")  # noqa: TRY301  (caught as any fault)
             else:
                 session = held
                 message = decode_body(data)
@@ -225,11 +227,6 @@ class Endpoint:
             if session is not None and not isinstance(error, UnknownMessage):
                 self._owner.lose(session, error, now)
         self.settle(now)
-
-    def _refuse_route(self) -> NoReturn:
-        """A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows."""
-        self.counters.frames_stale += 1
-        raise PeerError("a frame of a session that another peer has", remedy="distrust this one")
 
     def _read_stray(self, route: bytes, data: bytes | memoryview) -> AnyMessage | None:
         """The message of a frame of no live session. What anybody may say then is read only where it is of use, since
