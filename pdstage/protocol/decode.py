@@ -243,14 +243,6 @@ class DecodeCore:
     def memory_is_free(self) -> bool:
         return self.idle
 
-    def snapshot(self) -> tuple[object, ...]:
-        """Everything that may differ between two states of this core, comparable and hashable."""
-        rooms = []
-        for epoch, room in sorted(self.rooms.by_epoch.items()):
-            writers = tuple((session_id, writer.phase.name) for session_id, writer in sorted(room.writers.items()))
-            rooms.append((epoch, room.key, room.status, room.pending, writers))
-        return (tuple(rooms), self.leases.snapshot())
-
     # What peers say.
 
     def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:  # noqa: PLR0912  (a message each)

@@ -312,17 +312,6 @@ class LeaseTable:
             self.contended_at = now
         return self.contended_at
 
-    def snapshot(self) -> tuple[object, ...]:
-        """Leases, requests and cursors, comparable and hashable."""
-        leases = sorted(
-            (g.request.session.id, g.request.epoch, g.request.chunk, g.request.attempt, *at, g.phase)
-            for at, g in self._at.items()
-        )
-        waiting = sorted(
-            (priority, n, r.session.id, r.epoch, r.chunk, r.attempt) for priority, n, r in self.queue.entries()
-        )
-        return (tuple(leases), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
-
     def opened(self) -> Iterator[Lease]:
         """Leases that their lane's window has come to cover since the last call."""
         for closed in self.closed:

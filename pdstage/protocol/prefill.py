@@ -237,23 +237,6 @@ class PrefillCore:
     def memory_is_free(self) -> bool:
         return not self.chunks.flights
 
-    def snapshot(self) -> tuple[object, ...]:
-        """Everything that may differ between two states of this core, comparable and hashable."""
-        return (
-            tuple(sorted((key, room.status, room.in_flight) for key, room in self.rooms.by_key.items())),
-            tuple(
-                (
-                    session_id,
-                    epoch,
-                    r.phase.name,
-                    tuple((c.number, c.phase.name, c.attempt, c.lane, c.cursor) for c in r.chunks.values()),
-                )
-                for (session_id, epoch), r in sorted(self.rooms.destinations.items())
-            ),
-            tuple(sorted((session.id, lane, mark) for (session, lane), mark in self.chunks.windows.marks.items())),
-            tuple(sorted(self.chunks.buffers.free)),
-        )
-
     # What peers say.
 
     def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:  # noqa: PLR0912  (a message each)

@@ -15,7 +15,7 @@ from pdstage.protocol.decode_rooms import DecodeRoom, Writer
 from pdstage.protocol.destinations import Chunk, Destination, PrefillRoom, SubmittedChunk
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import ChunkPhase, State
-from tests.pair import World, assert_flat, is_kind, is_message, nth
+from tests.pair import World, assert_flat, is_kind, is_message, nth, snapshot
 
 LEASE = 512
 
@@ -156,11 +156,11 @@ def usage(world: World) -> dict[str, Callable[[], object]]:
 def test_a_callers_mistake_is_a_usage_error_and_changes_nothing(words: str) -> None:
     world = World()
     mistakes = usage(world)
-    before = [node.core.snapshot() for node in world.nodes()]
+    before = [snapshot(node.core) for node in world.nodes()]
     timers = [len(node.core.endpoint.timers) for node in world.nodes()]
     with pytest.raises(UsageError, match=words):
         mistakes[words]()
-    assert [node.core.snapshot() for node in world.nodes()] == before
+    assert [snapshot(node.core) for node in world.nodes()] == before
     assert [len(node.core.endpoint.timers) for node in world.nodes()] == timers
     assert not any(node.core.endpoint.take_effects() for node in world.nodes())
 
