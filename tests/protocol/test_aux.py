@@ -60,23 +60,6 @@ def counts(world: World) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("aux", ["packed", "rows"])
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_a_row_arrives(aux: str, path: str) -> None:
-    world = World(aux=aux, path=path)
-    handle, out = begin(world)
-    world.run(QUIET_S)
-    holds(world, handle)
-    assert out.state is State.SUCCESS
-    assert out.released
-    assert handle.released
-    assert counts(world) == (int(aux == "rows"), 0)
-    closes = [item for item in world.log if "CloseOk" in item]
-    assert any("packed=True" in line for line in closes) == (aux == "packed")
-    assert_flat(world)
-    assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
-
-
-@pytest.mark.parametrize("aux", ["packed", "rows"])
 def test_a_column_of_another_shape_is_left_out_and_named_by_both(aux: str) -> None:
     other = COLUMNS[1]._replace(shape=(6,))
     world = World(aux=aux, dst_columns=(COLUMNS[0], other))
