@@ -89,6 +89,7 @@ class ChunkReceiver:
         elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
         elif not isinstance(held, LeaseRequest) or held.attempt <= reserve.attempt:
+            writer.most_nbytes = max(writer.most_nbytes, reserve.nbytes)
             self._leases.enqueue(request)
 
     def _size_problem(self, writer: Writer, reserve: m.Reserve) -> str:
@@ -140,6 +141,7 @@ class ChunkReceiver:
                 return False
             if lease in self._leases.advances:
                 self._leases.know(lease, tag.rects, nbytes)
+                writer.most_nbytes = max(writer.most_nbytes, nbytes)
             self._leases.land(lease)
             span = self._leases.spans[lease.lane]
             ticket = self.endpoint.ticket()
@@ -224,7 +226,8 @@ class ChunkReceiver:
             if not writer.arrived.issuperset([w.chunk for w in close.written]):
                 self._begun(room, now)
                 return
-            session.stages = any(w.lane not in (m.DIRECT, m.AUX) for w in close.written)
+            if writer.owed_nbytes:
+                self._lender.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
             shortfall = self._shortfall(writer, close)
             if shortfall:
                 self._rooms.fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"), now)
@@ -270,5 +273,5 @@ def _nbytes_in(request: LeaseRequest, writer: Writer, tag: wire.Tag) -> int:
     if request.rects:
         return request.nbytes if request.rects == tag.rects else 0
     assert writer.coverage is not None
-    # In advance all that the writer owes was lent, so part of it has no more bytes.
-    return 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)
+    nbytes = 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)
+    return nbytes if nbytes <= request.nbytes else 0

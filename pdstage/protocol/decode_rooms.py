@@ -43,6 +43,10 @@ class Writer:
     shares: tuple[Share, ...]
     phase: WriterPhase = WriterPhase.UNOPENED
     coverage: Coverage | None = None
+    owed_nbytes: int = 0
+    """All that it owes, staged as one chunk."""
+    most_nbytes: int = 0
+    """Of its largest staged chunk."""
     arrived: set[int] = field(default_factory=set)
     closing: m.CloseOk | None = None
     has_aux: bool = False
@@ -183,9 +187,8 @@ class DecodeRooms:
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
-            if not writer.direct or writer.session.stages:  # so that a writer of little need not ask for memory
-                owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
-                self._lender.lend_in_advance(writer.session, room.epoch, owed_nbytes, room.priority, now)
+            writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
+            self._lender.lend_in_advance(writer, now)  # so that a writer of little need not ask for staging memory
             self.send_open(writer, now)
         self.maybe_complete(room, now)
 

@@ -7,8 +7,8 @@
     it was copied  ChunkReceiver.scattered      LeaseTable.release        the watermark may rise; more may be granted
 
 A lease may be granted *in advance*, with Open and for no Reserve, while half of a lane is free and nothing waits
-(`Lender.lend_in_advance`): if the whole room is one small chunk. What its chunk is, its tag says. Once something waits,
-leases in advance are the first to be recalled.
+(`Lender.lend_in_advance`): as its writer's last room of such a size was staged. What its chunk is, its tag says. Once
+something waits, leases in advance are the first to be recalled.
 
 A lease ends without a tag when its writer returns it (`Lender.on_returned`, often because of a Recall), asks again with
 a newer attempt (`on_reserve`), or can no longer write for the room (`release_of`). If the room fails first, a lease
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
     from pdstage.plan import Rect
+    from pdstage.protocol.decode_rooms import Writer
     from pdstage.protocol.session import Endpoint, Session
 
 MAX_UNASKED = 256
@@ -418,12 +419,28 @@ class Lender:
         self.endpoint = endpoint
         self.leases = leases
         self._marks_sent: dict[Session, dict[int, int]] = {}
+        self._staged: dict[Session, dict[int, tuple[int, int]]] = {}
+        """Of each session, by a room's size as a power of two: how many chunks its last such room staged, and the bytes
+        of the largest.
+        """
 
-    def lend_in_advance(self, session: Session, epoch: int, nbytes: int, priority: int, now: float) -> None:
-        """Lends memory for what a writer owes a room, if that makes one chunk."""
-        request = LeaseRequest(session, epoch, 0, 0, nbytes, (), priority)
-        if 0 < nbytes <= LEAST_PIECE_NBYTES and self.leases.lend_in_advance(request, now):
+    def lend_in_advance(self, writer: Writer, now: float) -> None:
+        """Lends memory for the chunks that a writer will make of what it owes a room, as it made them of its last room
+        of that size; without one it is one chunk, or none if it may go direct.
+        """
+        owed, room = writer.owed_nbytes, writer.room
+        first = (int(not writer.direct and 0 < owed <= LEAST_PIECE_NBYTES), owed)
+        n, nbytes = self._staged.get(writer.session, {}).get(owed.bit_length(), first)
+        for chunk in range(min(n, m.MAX_ADVANCES)):
+            request = LeaseRequest(writer.session, room.epoch, chunk, 0, min(nbytes, owed), (), room.priority)
+            if not self.leases.lend_in_advance(request, now):
+                return
             self.endpoint.counters.leases_granted += 1
+
+    def learn(self, writer: Writer, n_staged: int) -> None:
+        """A writer closed a room of which it staged so many chunks."""
+        sizes = self._staged.setdefault(writer.session, {})
+        sizes[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
 
     def advances_of(self, session: Session, epoch: int) -> tuple[m.Advance, ...]:
         """The leases in advance that a room's writer has, as Open says them. None that was recalled: a writer that had
@@ -482,6 +499,7 @@ class Lender:
         never open to it, and is free at once.
         """
         marks = self._marks_sent.pop(session, {})
+        self._staged.pop(session, None)
         self.leases.forget_requests(session)
         for lease in self.leases.of(session):
             capacity = self.leases.lanes[lease.lane].capacity

@@ -102,8 +102,6 @@ class Session:
     """Both sides offered them: staged chunks carry one."""
     tags_as_messages: bool = False
     """Both sides offered it: tags travel as messages."""
-    stages: bool = False
-    """At decode: its last room that closed was staged, though maybe not all might be."""
     claims: dict[int, Any] = field(default_factory=dict)
     """What rooms hold under it, by epoch, until they are settled: at decode a `Writer`, at prefill a `Destination`."""
     common: Common = EVERYTHING

@@ -45,26 +45,33 @@ def test_a_room_of_one_chunk_takes_two_messages_each_way(notifies: bool) -> None
     assert_flat(world)
 
 
-def test_a_room_that_was_staged_though_it_might_go_direct_lends_to_the_next() -> None:
-    world = World(path="auto", choose=lambda _: False)
+def test_the_second_room_of_a_size_asks_for_none_of_its_chunks() -> None:
+    """A room in chunks of 4 tokens, and then one as large in the same; a longer one asks for what the last was not."""
+    world = met(World(lane_nbytes=1 << 14))
     asked = []
-    for room in (1, 2):
+    for room in (1, 2, 3):
         first = len(world.log)
-        handle, _ = world.serve(room)
-        world.check(handle, room)
+        handle = world.receive(room, 24, [0, 1, 2, 3, 4, 5])
+        sent = world.send(room, 24, [0, 1, 2, 3, 4, 5], step=4)
+        world.run()
+        world.check(handle, room, 24)
+        assert sent.state is State.SUCCESS
         asked.append(said(world, first).count("P>D Reserve"))
-    assert asked == [1, 0]
+    assert asked == [5, 0, 0], "the first room's memory was lent for one chunk"
     assert_flat(world)
 
 
-def test_a_tag_of_what_was_not_asked_is_stale() -> None:
-    """More than was lent: a writer that has it right cannot have written it there (I3)."""
-    world = met(World())
-    world.receive(1, 4, [1])
+def test_a_tag_of_more_than_was_lent_is_stale() -> None:
+    """A writer that has it right cannot have written it there (I3)."""
+    world = met(World(lane_nbytes=1 << 14))
+    world.receive(1, 24, [0, 1, 2, 3, 4, 5])
+    world.send(1, 24, [0, 1, 2, 3, 4, 5], step=4)
+    world.run()
+    world.receive(2, 24, [0, 1, 2, 3, 4, 5])
     world.run()
     core = world.decode[0].core
     lease = next(iter(core.leases.advances))
-    tag = wire.Tag(lease.request.session.id, 2, 0, lease.lane, lease.cursor, (Rect("kv", 0, 24, 0, 2),))
+    tag = wire.Tag(lease.request.session.id, 3, 0, lease.lane, lease.cursor, (Rect("kv", 0, 24, 0, 2),))
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == 1
     assert lease.phase == "granted"

@@ -166,8 +166,8 @@ MUTANTS = [
         "a tag of more than was lent in advance counts",
         "7 tags, I3",
         "_nbytes_in",
-        "return 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)",
-        "return writer.staged_nbytes(tag.rects)",
+        "return nbytes if nbytes <= request.nbytes else 0",
+        "return nbytes",
         "tests/protocol/test_advance.py",
     ),
     Mutant(
