@@ -65,37 +65,33 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._n_arrived = 0
-        self._lines: dict[Session, list[tuple[int, int, LeaseRequest]]] = {}
+        self.lines: dict[Session, list[tuple[int, int, LeaseRequest]]] = {}
         """The requests of each session: (priority, place in line, request), ascending."""
 
     @property
     def n_waiting(self) -> int:
-        return sum(map(len, self._lines.values()))
-
-    @property
-    def n_sessions(self) -> int:
-        return len(self._lines)
+        return sum(map(len, self.lines.values()))
 
     def add(self, request: LeaseRequest) -> None:
         self._n_arrived += 1
         request.place = self._n_arrived
-        insort(self._lines.setdefault(request.session, []), (request.priority, request.place, request))
+        insort(self.lines.setdefault(request.session, []), (request.priority, request.place, request))
 
     def remove(self, request: LeaseRequest) -> None:
-        line = self._lines[request.session]
+        line = self.lines[request.session]
         del line[bisect_left(line, (request.priority, request.place))]
         request.place = 0
         if not line:
-            del self._lines[request.session]
+            del self.lines[request.session]
 
     def first(self, passed_over: Container[Session]) -> LeaseRequest | None:
         """The first in line of the sessions not `passed_over`."""
-        fronts = [line[0] for session, line in self._lines.items() if session not in passed_over]
+        fronts = [line[0] for session, line in self.lines.items() if session not in passed_over]
         return min(fronts)[2] if fronts else None
 
     def entries(self) -> Iterator[tuple[int, int, LeaseRequest]]:
         """(priority, place in line, request), in no order."""
-        return chain.from_iterable(self._lines.values())
+        return chain.from_iterable(self.lines.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +172,7 @@ class LeaseTable:
     @property
     def contended(self) -> bool:
         """Something waits: a request for a lease, or a closed lease for its lane."""
-        return self.queue.n_sessions > 0 or any(self.closed)
+        return bool(self.queue.lines) or any(self.closed)
 
     def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
@@ -227,7 +223,7 @@ class LeaseTable:
         """
         over: set[Session] = set()
         while True:
-            if self.queue.n_sessions == 1:  # nobody is left to share with
+            if len(self.queue.lines) == 1:  # nobody is left to share with
                 over.clear()
             request = self.queue.first(over)
             if request is None:
@@ -374,7 +370,7 @@ class LeaseTable:
 
         If no lane can serve it now, the first is None, and `limited` says whether only its session's share forbids it.
         """
-        others = self.queue.n_sessions > 1
+        others = len(self.queue.lines) > 1
         best: tuple[bool, int, int] | None = None
         limited = False
         for number, lane in enumerate(self.lanes):
@@ -512,7 +508,7 @@ class Lender:
     def grant_and_notify(self, now: float) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
         leases = self.leases
-        if leases.contended_at is None and not leases.queue.n_sessions and not any(leases.closed):
+        if leases.contended_at is None and not leases.queue.lines and not any(leases.closed):
             return  # nothing waits, nor did the last time
         for granted in self.leases.grant_waiting(now):
             if isinstance(granted, Lease):
