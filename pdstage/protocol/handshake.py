@@ -266,19 +266,19 @@ class HandshakeServer:
             self.endpoint.send(session, m.Heartbeat(m.IDLE), now)
 
     def _make_place(self, route: bytes, now: float) -> str:
-        """Why no peer more is taken, in words; empty if one is. A route's new Hello ends its half-open session. At the
-        limit the oldest half-open session makes place: an honest peer confirms its own within a round trip.
+        """Why no peer more is taken, in words; empty if one is. At the limit the oldest half-open session ends, of
+        this route or of all: an honest peer confirms its own within a round trip. A peer that greets anew is none more.
         """
         sessions = self.endpoint.sessions.values()
-        half_open = sorted([one for one in sessions if one.half_open], key=lambda session: session.route != route)
-        oldest = half_open[0] if half_open else None
-        if oldest is None or oldest.route != route:
-            if len(sessions) < self.endpoint.config.max_peers or route in self._at:
-                return ""
-            if oldest is None:
-                self.endpoint.counters.peers_crowded += 1
-                return f"already {len(sessions)} peers; raise Config.max_peers, or route elsewhere"
-        self._owner.lose(oldest, PeerError("the handshake was not completed", remedy="follow a Hello up"), now)
+        if len(sessions) < self.endpoint.config.max_peers:
+            return ""
+        half_open = [session for session in sessions if session.half_open]
+        if half_open:
+            oldest = min(half_open, key=lambda session: session.route != route)
+            self._owner.lose(oldest, PeerError("the handshake was not completed", remedy="follow a Hello up"), now)
+        elif route not in self._at:
+            self.endpoint.counters.peers_crowded += 1
+            return f"already {len(sessions)} peers; raise Config.max_peers, or route elsewhere"
         return ""
 
     def confirm(self, session: Session, now: float) -> None:
