@@ -41,11 +41,6 @@ N_INVARIANTS = 16
 CITED = re.compile(r"\bI(\d{1,2})\b")
 DEADLINES = {  # field: whose, what it bounds, what happens at its end
     "retry_s": ("both", "an unanswered question", "it is asked again"),
-    "retry_cap_s": (
-        "both",
-        "the pause between handshake attempts, which doubles with each",
-        "it is asked again, until `hello_s`",
-    ),
     "hello_s": ("both", "a handshake: its answer, or the first frame after it", "its rooms fail, or it is forgotten"),
     "open_s": ("decode", "from Open to every writer's Opened", "the room fails"),
     "wait_s": ("decode", "from Open to the first chunk", "the room fails"),

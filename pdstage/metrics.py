@@ -45,7 +45,7 @@ class Counters:
     sessions_fenced: int = 0
     """Of those lost: the peer was proved quiet or dead, by the transport, the kernel or an operator's word."""
     peers_crowded: int = 0
-    """New peers that arrived at `max_peers`: the idlest was asked to leave, or the new one was refused."""
+    """New peers that were refused at `max_peers`."""
     sessions_refused: int = 0
     peers_refused: int = 0
     """Connections, made from here or by peers, that failed because the keys did not match."""

@@ -792,6 +792,24 @@ def is_kind(*kinds: str) -> Callable[[Item], bool]:
     return lambda item: item.kind in kinds
 
 
+def snapshot(core: PrefillCore | DecodeCore) -> list[object]:
+    """Everything of rooms, leases and chunks that may differ between two states of a core."""
+    if isinstance(core, DecodeCore):
+        rooms = [
+            (room.epoch, room.status, room.pending, [(key, writer.phase) for key, writer in room.writers.items()])
+            for room in core.rooms.by_epoch.values()
+        ]
+        leases = [(lease, lease.request.attempt, lease.phase) for lease in core.leases.live()]
+        waiting = [(request, request.attempt) for *_, request in core.leases.queue.entries()]
+        return [rooms, leases, waiting, [(lane.head, lane.watermark) for lane in core.leases.lanes]]
+    destinations = [
+        (key, one.phase, [(chunk.number, chunk.phase, chunk.attempt, *chunk.where) for chunk in one.chunks.values()])
+        for key, one in core.rooms.destinations.items()
+    ]
+    handles = [(key, room.status, room.in_flight) for key, room in core.rooms.by_key.items()]
+    return [handles, destinations, dict(core.chunks.windows.marks), list(core.chunks.buffers.free)]
+
+
 def assert_flat(world: World) -> None:
     """Nothing is left of any room: no lease, request, claim or timer beyond the live sessions' own (I13, I14)."""
     for node in world.nodes():
@@ -801,13 +819,12 @@ def assert_flat(world: World) -> None:
         assert not left, (node.name, left)
         if isinstance(core, DecodeCore):
             assert core.idle and not core.rooms.by_key, (node.name, core.rooms.by_epoch)
-            leases = core.leases.snapshot()
-            assert leases[:2] == ((), ()), (node.name, leases)
+            assert not core.leases.live() and not core.leases.queue.n_waiting, (node.name, snapshot(core))
             assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.leases.lanes)
             assert all(peer.session is not None and not peer.rooms for peer in core.handshake.peers.values())
         else:
             rooms, chunks = core.rooms, core.chunks
             assert core.idle and not rooms.by_key and not rooms.destinations, (node.name, rooms.by_key)
             assert sorted(chunks.buffers.free) == list(range(world.n_buffers))
-            assert not rooms.pending and not rooms.askers and not chunks.flights and not chunks.orphans
+            assert not rooms.pending and not chunks.flights and not chunks.orphans
             assert chunks.buffers.idle

@@ -9,7 +9,7 @@ Read in this order; all are modules of this folder:
     prefill                     the prefill core, which has:
         destinations                chunks as the engine gave them, and as each destination gets them
         prefill_chunks              the chunks' way: lease, window, send buffer, gather, write
-        prefill_rooms               how rooms begin, close, fail and drain; `pending_opens`: those not submitted yet
+        prefill_rooms               how rooms begin, wait, close, fail and drain
     decode                      the decode core, which has:
         lane                        one lane of staging memory as a ring: leases in order, and the watermark
         leases                      which staging memory is lent to which chunk, and what writers are told of it
@@ -43,9 +43,8 @@ checks the steps that name neither.
 
 * `messages`: its class with the next type number, and its name in `AnyMessage` (test_messages.py). Its bytes follow
   from the class.
-* `prefill`, `decode`: a case in the `on_frame` of each core; a side that may not receive it refuses it (mypy). The part
-  that receives it has an `on_...` method. If decode sends it under a session, add it to `prefill._Confirms`:
-  the first of those proves that decode has received Welcome.
+* `prefill`, `decode`: a case in the `on_frame` of the core that may receive it; the other refuses it. The part that
+  receives it has an `on_...` method.
 * The part that sends it: `Endpoint.send`; if it is repeated a timer, with a case in `on_timer`.
 * If it may come outside a session: `wire.OUTSIDE_A_SESSION`, `accepts` and `_on_stray` of the core that receives it,
   and `Endpoint.send_loose`.

@@ -175,8 +175,6 @@ def check_open(opened: m.Open, session: Session, layout: Layout) -> None:
     if (opened.rank, opened.destinations) != (place.group_rank, place.group_size):
         what = f"Open from rank {opened.rank} of {opened.destinations}"
         raise PeerError(f"{what}, Hello said {place.group_rank} of {place.group_size}", remedy="check the peer")
-    if not 0 < opened.deadline_s < float("inf"):
-        raise PeerError("Open with an endless deadline", remedy="check the peer")
     if opened.items and not session.exposes_pool:
         raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
     if opened.row is not None and (session.rows is None or opened.row >= session.rows.n_rows):

@@ -14,8 +14,8 @@ from pdstage import arguments
 class Config:
     """Deadlines and limits of one node; both roles read their own.
 
-    `retry_s`: every repeated question; a greeting's, and a farewell's, doubles with each try up to `retry_cap_s`, less
-    up to half of it at random. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s`
+    `retry_s`: every repeated question; a greeting's, and a farewell's, doubles with each try up to 20 times, less up
+    to half of it at random. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s`
     without new coverage, `recall_after_s`, `stuck_after_s`, `drain_s`. Prefill: `open_wait_s` from send to the last
     Open, begun anew by each of decode's heartbeats while the room is announced there; `send_wait_s` from an Open to its
     room's send, `write_s` for one post, `fall_back_after_s` until a chunk that
@@ -25,7 +25,6 @@ class Config:
     """
 
     retry_s: float = 0.25
-    retry_cap_s: float = 5.0
     hello_s: float = 60.0
     open_s: float = 30.0
     wait_s: float = 300.0
@@ -41,11 +40,8 @@ class Config:
     idle_s: float = 300.0
     max_deadline_s: float = 3600.0
     """Prefill ends a room after this long, however long its destination wants to wait."""
-    max_parked: int = 65_536
-    max_parked_nbytes: int = 1 << 30
-    max_half_open: int = 1_024
     max_peers: int = 4_096
-    """Beyond it the idlest session is asked to end for each new peer; where all are in use, the new one is refused."""
+    """Beyond it a new peer is refused, until idle sessions have ended by `idle_s`."""
     max_aux_nbytes: int = 4 << 20
     chunk_nbytes: int = 64 << 20
     """The longest chunk. Prefill splits what it is given into such ones, or into shorter ones where by the transport's

@@ -1,21 +1,21 @@
 """The decode core: what engine, driver and peers may say to a decode rank, and what follows.
 
 No socket, thread or clock: inputs are its public methods and those of its `Endpoint` (who talks), whose effects are the
-output. It has a `HandshakeClient` and its `Farewells` (with whom, and how long), a `LeaseTable` and its `Lender`
+output. It has a `HandshakeClient` (with whom, and how long), a `LeaseTable` and its `Lender`
 (staging memory), `DecodeRooms` (the room table) and a `ChunkReceiver` (the chunks). Room table and leases are apart: a
 room that ended may still be written to.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, too_late
-from pdstage.protocol.handshake import Farewells, HandshakeClient, Peer, features
+from pdstage.protocol.handshake import HandshakeClient, features
 from pdstage.protocol.leases import LeaseTable, Lender
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Renew, Session, forgotten_at
@@ -66,7 +66,6 @@ class DecodeCore:
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.handshake = HandshakeClient(self.endpoint, hello, self)
-        self.farewells = Farewells(self.endpoint, self.handshake, self)
         self.leases = LeaseTable(lanes)
         self.lender = Lender(self.endpoint, self.leases)
         self.endpoint.settle = self.lender.grant_and_notify
@@ -94,7 +93,7 @@ class DecodeCore:
         will name. Greets those not known yet. `wait_s` is until its first chunk; None: as configured.
 
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
-        `max_peers` others and all in use.
+        more than `max_peers` peers with them.
         """
         if key in self.rooms.by_key:
             named = room_id(key)
@@ -102,7 +101,7 @@ class DecodeCore:
                 f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
             )
         if writers is not None:
-            self._admit(key, writers, now)
+            self._admit(key, writers)
         self._last_epoch += 1
         room = DecodeRoom(key, self._last_epoch)
         room.deadline_s = deadline_s
@@ -123,7 +122,7 @@ class DecodeCore:
         if self.rooms.by_key.get(room.key, room) is not room:
             return
         try:
-            self._admit(room.key, writers, now)
+            self._admit(room.key, writers)
         except UsageError as error:
             self.rooms.fail(room, error, now)
             return
@@ -134,8 +133,8 @@ class DecodeCore:
         else:
             self._greet(room, writers, now)
 
-    def _admit(self, key: bytes, writers: Mapping[int, bytes], now: float) -> None:
-        """Makes place for a room's writers; raises `UsageError` as `announce` says."""
+    def _admit(self, key: bytes, writers: Mapping[int, bytes]) -> None:
+        """Raises `UsageError` for a room's writers as `announce` says."""
         if not writers or len(set(writers.values())) != len(writers):
             named = room_id(key)
             raise UsageError(
@@ -143,7 +142,14 @@ class DecodeCore:
                 remedy="name each prefill rank once, at least one",
                 room=named,
             )
-        self.farewells.make_place(writers.values(), now)
+        n_peers, most = len(self.handshake.peers.keys() | set(writers.values())), self.endpoint.config.max_peers
+        if n_peers > most:
+            self.endpoint.counters.peers_crowded += 1
+            raise UsageError(
+                f"room {room_id(key)!r} would make {n_peers} peers of this node",
+                remedy=f"raise Config.max_peers, now {most}, or use fewer prefill ranks",
+                max_peers=most,
+            )
 
     def _greet(self, room: DecodeRoom, writers: Mapping[int, bytes], now: float) -> None:
         room.routes = dict(writers)
@@ -237,14 +243,6 @@ class DecodeCore:
     def memory_is_free(self) -> bool:
         return self.idle
 
-    def snapshot(self) -> tuple[object, ...]:
-        """Everything that may differ between two states of this core, comparable and hashable."""
-        rooms = []
-        for epoch, room in sorted(self.rooms.by_epoch.items()):
-            writers = tuple((session_id, writer.phase.name) for session_id, writer in sorted(room.writers.items()))
-            rooms.append((epoch, room.key, room.status, room.pending, writers))
-        return (tuple(rooms), self.leases.snapshot())
-
     # What peers say.
 
     def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:  # noqa: PLR0912  (a message each)
@@ -259,7 +257,7 @@ class DecodeCore:
             case m.Opened() as message:
                 self._on_opened(session, message, now)
             case m.Heartbeat() as message:
-                self.farewells.on_heartbeat(session, message, now)
+                self.handshake.on_heartbeat(session, message, now)
             case m.Tagged() as message:
                 self.chunks.on_tagged(session, message, now)
             case m.Asking() as message:
@@ -278,13 +276,8 @@ class DecodeCore:
                     self.fenced(session, now)
             case m.Welcome() | m.HelloRefused():
                 pass  # a greeting said twice was answered twice
-            case (
-                m.Hello() | m.Ask() | m.Open() | m.Lease() | m.Refused() | m.Watermark() | m.Recall() | m.Closed()
-                | m.Abort()
-            ) as message:  # fmt: skip
-                raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
             case message:
-                assert_never(message)
+                raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
 
     def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
         """Outside a session, any message but Hello, from a route that this node still needs."""
@@ -304,8 +297,8 @@ class DecodeCore:
                         self.fenced(stranded, now)
                     else:  # another process, or the writer is in doubt: only the driver's `fenced` frees the memory
                         self._leave_stranded(stranded)
-                self.farewells.on_answer(route, frame.session)
-            case _ if not self.farewells.is_leaving(route, frame.session):  # else it has not heard our Bye yet
+                self.handshake.left(route, frame.session)
+            case _ if not self.handshake.is_leaving(route, frame.session):  # else it has not heard our Bye yet
                 self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
 
     def _on_bye(self, session: Session, now: float) -> None:
@@ -362,8 +355,8 @@ class DecodeCore:
         match key:
             case ("recalls",):
                 self.lender.recall_all(now)
-            case (str() as kind, Peer() as peer):
-                self.handshake.on_timer(kind, peer, now)
+            case (("hello" | "hello_until" | "bye" | "bye_until") as kind, thing):
+                self.handshake.on_timer(kind, thing, now)
             case ("asking", DecodeRoom() as room):
                 self.rooms.ask(room, now)
             case (str() as kind, DecodeRoom() as room):
@@ -377,8 +370,6 @@ class DecodeCore:
                     f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s"
                 )
                 self.lose(writer.session, late, now)
-            case (("bye" | "bye_until") as kind, Session() as session):
-                self.farewells.on_timer(kind, session, now)
             case ("linger", Writer() as writer):
                 self.rooms.abort_writer(writer, "finished", now)
             case ("stranded", Session() as session):
@@ -427,9 +418,9 @@ class DecodeCore:
 
     def needs(self, route: bytes) -> bool:
         """Whether a handshake, a session, a Bye or a lost session still needs the connection of `route`."""
-        if route in self.handshake.peers or route in self.farewells:
+        if route in self.handshake.peers:
             return True
-        return any(session.route == route for session in self._stranded.values())
+        return any(session.route == route for session in (*self.handshake.leaving.values(), *self._stranded.values()))
 
     def _ask_stranded(self, session: Session, now: float) -> None:
         """Asks a lost session's writer whether it still knows the session, at the pace of a heartbeat.
@@ -451,14 +442,14 @@ class DecodeCore:
     def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: nothing of that session lands any more, so all it held is free."""
         self._leave_stranded(session)
-        self.lender.session_fenced(session, now)
+        self.lender.release_of(session, None, now)
         for writer in list(session.claims.values()):
             self.rooms.mark_quiet(writer)
         self.endpoint.settle(now)
 
     def holds(self, session: Session) -> bool:
         """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""
-        if self.leases.of_session(session):
+        if self.leases.of(session):
             return True
         return any(writer.phase is not WriterPhase.QUIET for writer in session.claims.values())
 

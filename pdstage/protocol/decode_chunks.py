@@ -224,8 +224,7 @@ class ChunkReceiver:
                 self._begun(room, now)
                 return
             if writer.owed_nbytes:
-                n_staged = sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written)
-                self._lender.learn(session, writer.owed_nbytes, n_staged, writer.most_nbytes)
+                self._lender.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
             shortfall = self._shortfall(writer, close)
             if shortfall:
                 self._rooms.fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"), now)

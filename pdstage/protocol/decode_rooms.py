@@ -59,6 +59,11 @@ class Writer:
         """Whether this writer was given addresses in the room's pages or aux row, which it writes without a lease."""
         return self.direct or (self.has_aux and self.room.row is not None)
 
+    @property
+    def asks(self) -> bool:
+        """Whether it is asked if its room is finished."""
+        return self.has_aux and not self.room.ready_to_bind
+
     def staged_nbytes(self, rects: tuple[Rect, ...]) -> int:
         """What a chunk of `rects` has in staging memory; 0 for none that could be one."""
         if len({rect.component for rect in rects}) != len(rects) or not rects:
@@ -67,37 +72,31 @@ class Writer:
         return session.stagings.of(self.shares, rects).nbytes(session.common.tokens(rects))
 
 
+@dataclass(slots=True, eq=False)
 class DecodeRoom(Room):
     """One room as its decode rank sees it. `items` are the engine's, opaque here."""
 
-    __slots__ = (
-        "asked", "aux", "bound", "deadline_s", "epoch", "items", "pending", "priority", "ready_to_bind", "routes",
-        "row", "shared", "wait_s", "waits_to_bind", "wire_items", "writers",
-    )  # fmt: skip
-
-    def __init__(self, key: bytes, epoch: int) -> None:
-        super().__init__(key)
-        self.epoch = epoch
-        self.routes: dict[int, bytes] = {}
-        """Of each writer, by its number; none while they are looked up."""
-        self.writers: dict[m.SessionId, Writer] = {}
-        self.bound = False
-        self.ready_to_bind: bool | None = None
-        """Whether prefill has finished it; None until it has answered."""
-        self.waits_to_bind = False
-        """Its engine looks whether prefill has finished it."""
-        self.items: Mapping[str, Any] = {}
-        self.wire_items: tuple[m.Items, ...] = ()
-        self.asked: tuple[m.Asked, ...] = ()
-        self.aux: bytes | None = None
-        self.row: int | None = None
-        """The number of the aux row that its writer may write."""
-        self.shared: Shared | None = None
-        """Once the aux is here, if it is a row: of which columns. Its bytes are in the row itself if `aux` is None."""
-        self.pending = 0
-        self.priority = 0
-        self.deadline_s = 0.0
-        self.wait_s = 0.0
+    epoch: int
+    routes: dict[int, bytes] = field(default_factory=dict)
+    """Of each writer, by its number; none while they are looked up."""
+    writers: dict[m.SessionId, Writer] = field(default_factory=dict)
+    bound: bool = False
+    ready_to_bind: bool | None = None
+    """Whether prefill has finished it; None until it has answered."""
+    waits_to_bind: bool = False
+    """Its engine looks whether prefill has finished it."""
+    items: Mapping[str, Any] = field(default_factory=dict)
+    wire_items: tuple[m.Items, ...] = ()
+    asked: tuple[m.Asked, ...] = ()
+    aux: bytes | None = None
+    row: int | None = None
+    """The number of the aux row that its writer may write."""
+    shared: Shared | None = None
+    """Once the aux is here, if it is a row: of which columns. Its bytes are in the row itself if `aux` is None."""
+    pending: int = 0
+    priority: int = 0
+    deadline_s: float = 0.0
+    wait_s: float = 0.0
 
 
 class DecodeRooms:
@@ -175,9 +174,8 @@ class DecodeRooms:
     def waiting(self, session: Session) -> Iterator[tuple[tuple[m.Wanted, ...], tuple[bytes, ...]]]:
         """The rooms of a session that are announced and not opened, as a Heartbeat says them."""
         unopened = [writer for writer in session.claims.values() if writer.phase is WriterPhase.UNOPENED]
-        asked = [writer.has_aux and not writer.room.ready_to_bind for writer in unopened]
-        asks = [m.Wanted(one.room.epoch, one.room.key) for one, asks in zip(unopened, asked, strict=True) if asks]
-        waits = [one.room.key for one, asks in zip(unopened, asked, strict=True) if not asks]
+        asks = [m.Wanted(one.room.epoch, one.room.key) for one in unopened if one.asks]
+        waits = [one.room.key for one in unopened if not one.asks]
         n = m.MAX_WAITING
         for at in range(0, max(len(asks), len(waits)), n):
             yield tuple(asks[at : at + n]), tuple(waits[at : at + n])
@@ -189,11 +187,8 @@ class DecodeRooms:
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
-            if writer.session.lends_in_advance:  # so that a writer of little need not ask for staging memory
-                writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
-                self._lender.lend_in_advance(
-                    writer.session, room.epoch, writer.owed_nbytes, room.priority, now, by_default=not writer.direct
-                )
+            writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
+            self._lender.lend_in_advance(writer, now)  # so that a writer of little need not ask for staging memory
             self.send_open(writer, now)
         self.maybe_complete(room, now)
 

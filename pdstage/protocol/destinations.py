@@ -95,6 +95,8 @@ class Destination:
     """What its CloseOk carries."""
     packed: bool = False
     reason: str = ""
+    parked_nbytes: int = 0
+    """What it counts for in its session while its room is not here."""
     epoch: int = field(init=False)
     advances: dict[int, Advance | None] = field(init=False)
     """Leases of chunks that do not exist yet, by their numbers; None: it was recalled."""
@@ -123,27 +125,21 @@ class GivenRow(NamedTuple):
     read: Callable[[], memoryview]
 
 
+@dataclass(slots=True, eq=False)
 class PrefillRoom(Room):
     """One room as its prefill rank sees it."""
 
-    __slots__ = (
-        "aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "open_wait_s", "slots",
-        "sources",
-    )  # fmt: skip
-
-    def __init__(self, key: bytes) -> None:
-        super().__init__(key)
-        self.sources: list[SubmittedChunk] = []
-        self.slots: dict[str, int] = {}
-        """Of components without positions, how many slots the engine gave; one it never named is not here."""
-        self.destinations: dict[int, Destination] = {}
-        self.n_destinations = 0
-        self.finished = False
-        self.aux: bytes | GivenRow | None = None
-        self.in_flight = 0
-        self.open_wait_s = 0.0
-        self.deadline_s = 0.0
-        """The last Open's. It holds for the engine too: a room that is never finished ends as well."""
+    sources: list[SubmittedChunk] = field(default_factory=list)
+    slots: dict[str, int] = field(default_factory=dict)
+    """Of components without positions, how many slots the engine gave; one it never named is not here."""
+    destinations: dict[int, Destination] = field(default_factory=dict)
+    n_destinations: int = 0
+    finished: bool = False
+    aux: bytes | GivenRow | None = None
+    in_flight: int = 0
+    open_wait_s: float = 0.0
+    deadline_s: float = 0.0
+    """The last Open's. It holds for the engine too: a room that is never finished ends as well."""
 
     @property
     def opened(self) -> bool:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pdstage import columns
-from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
 from pdstage.plan import Stagings, convert
 from pdstage.plan.convert import StagedPair
 from pdstage.plan.ownership import Common
@@ -26,10 +26,12 @@ from pdstage.protocol.compat import incompatible, layout_problem, other_model
 from pdstage.protocol.session import HangUp, PeerWarning, Renew, Session
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
 
     from pdstage.protocol.config import Config
-    from pdstage.protocol.session import Endpoint, Owner
+    from pdstage.protocol.decode import DecodeCore
+    from pdstage.protocol.prefill import PrefillCore
+    from pdstage.protocol.session import Endpoint
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _HELLOS_A_CONNECTION = 4
@@ -41,7 +43,7 @@ def features(config: Config, *, tags: bool, direct: bool = False) -> tuple[str, 
     """What a node offers: `tags` where its transport carries none, `direct` where its pages may be written."""
     offered = (
         (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
-        (m.TAGS_FEATURE, tags), (m.ADVANCE_FEATURE, True),
+        (m.TAGS_FEATURE, tags),
     )  # fmt: skip
     return tuple(name for name, offer in offered if offer)
 
@@ -67,34 +69,16 @@ class Peer:
     """Rooms that ended before it answered: these are sent when it does."""
 
 
-class ClientOwner(Protocol):
-    """What a `HandshakeClient` and its `Farewells` ask of the decode core."""
-
-    def welcomed(self, peer: Peer, now: float) -> None:
-        """The peer agreed: its rooms may open."""
-
-    def fail(self, room: Any, error: PdstageError, now: float) -> None:  # noqa: ANN401  (a room is its core's own)
-        """The room's peer will never agree."""
-
-    def lose(self, session: Session, error: PdstageError, now: float) -> None: ...
-
-    def denied(self, session: Session, error: PdstageError, now: float) -> None:
-        """The session is lost: the process at its address does not know it."""
-
-    def in_use(self, session: Session) -> bool: ...
-
-    def needs(self, route: bytes) -> bool:
-        """Whether the connection to `route` is needed for anything."""
-
-
 class HandshakeClient:
-    """Decode's half: says Hello to each writer of a room, once."""
+    """Decode's half: says Hello to each writer of a room, once, and Bye where a session is idle."""
 
-    def __init__(self, endpoint: Endpoint, hello: m.Hello, owner: ClientOwner) -> None:
+    def __init__(self, endpoint: Endpoint, hello: m.Hello, owner: DecodeCore) -> None:
         self.endpoint = endpoint
         self.hello = hello
         self._stagings = Stagings(hello.layout)
         self.peers: dict[bytes, Peer] = {}
+        self.leaving: dict[m.SessionId, Session] = {}
+        """Those whose Bye is not answered yet."""
         self._owner = owner
         self._n_greeted = 0
 
@@ -149,8 +133,6 @@ class HandshakeClient:
     def _welcome_problem(self, welcome: m.Welcome) -> str:
         if problem := _apart(welcome, "prefill", self.hello, "decode"):
             return problem
-        if not 0 < welcome.max_silence_s < float("inf"):
-            return "no finite max_silence_s"
         problem = columns.problem(welcome.columns, columns.MAX_ROW_NBYTES)
         return problem or layout_problem(welcome.layout) or _misfit(welcome, self.hello)
 
@@ -181,58 +163,24 @@ class HandshakeClient:
     def _stop_greeting(self, peer: Peer) -> None:
         self.endpoint.timers.cancel_all(peer, ("hello", "hello_until"))
 
-    def on_timer(self, kind: str, peer: Peer, now: float) -> None:
-        if kind == "hello":
-            self._greet(peer, now)
-        else:
-            waited = self.endpoint.config.hello_s
-            self._refused(
-                peer, DeadlineExceeded(f"no answer from {peer.route!r} in {waited} s", remedy="is it up?"), now
-            )
+    def on_timer(self, kind: str, thing: Any, now: float) -> None:  # noqa: ANN401  (a peer, or a session that is left)
+        match kind:
+            case "hello":
+                self._greet(thing, now)
+            case "hello_until":
+                late = f"no answer from {thing.route!r} in {self.endpoint.config.hello_s} s"
+                self._refused(thing, DeadlineExceeded(late, remedy="is it up?"), now)
+            case "bye":
+                self._say_bye(thing, now)
+            case "bye_until":
+                self.left(thing.route, thing.id)
 
     def hang_up(self, route: bytes) -> None:
         """No handshake with `route` is under way: the connection may be closed, if nothing else needs it."""
         if not self._owner.needs(route):
             self.endpoint.effects.append(HangUp(route))
 
-
-class Farewells:
-    """Ends sessions in order at decode: idle ones, and those whose place another peer needs."""
-
-    def __init__(self, endpoint: Endpoint, handshake: HandshakeClient, owner: ClientOwner) -> None:
-        self.endpoint = endpoint
-        self._handshake = handshake
-        self._owner = owner
-        self._leaving: dict[bytes, tuple[Session, int]] = {}
-        """By route: a session whose Bye is not answered yet, and how often it was said."""
-
-    def __contains__(self, route: bytes) -> bool:
-        """Whether a session with that route has said Bye and waits for the answer."""
-        return route in self._leaving
-
-    def make_place(self, routes: Collection[bytes], now: float) -> None:
-        """For peers at `routes`: beyond `max_peers` as many others, the idlest first, are asked to end their sessions.
-
-        Until they have answered there are that many too many. Raises `UsageError` where too many are in use.
-        """
-        peers, most = self._handshake.peers, self.endpoint.config.max_peers
-        n_new = sum(route not in peers for route in routes)
-        n_over = len(peers) + n_new - most
-        if not n_new or n_over <= 0:
-            return
-        self.endpoint.counters.peers_crowded += n_new
-        sessions = (peer.session for peer in peers.values() if peer.route not in routes)
-        unused = [session for session in sessions if session is not None and not self._owner.in_use(session)]
-        if len(unused) < n_over:
-            raise UsageError(
-                f"this node talks with {len(peers)} peers, {n_new} more are needed and {len(unused)} are idle",
-                remedy=f"raise Config.max_peers, now {most}, or use fewer prefill ranks",
-                max_peers=most,
-            )
-        asked = sorted((session for session in unused if not session.spare), key=lambda session: session.used_at)
-        for session in asked[: max(0, n_over - (len(unused) - len(asked)))]:
-            session.spare = True
-            self.endpoint.send(session, m.Heartbeat(m.SPARE), now)
+    # The end of sessions that neither side needs.
 
     def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
         if beat.idle == m.IN_USE or self._owner.in_use(session):
@@ -244,54 +192,38 @@ class Farewells:
         """Ends a session that neither side needs: Bye, until it is answered or the peer was silent for too long."""
         self.endpoint.counters.sessions_idle += 1
         session.said_bye = True
-        self._leaving[session.route] = session, 0
+        self.leaving[session.id] = session
         self._owner.lose(session, PeerError("neither side needed the session"), now)
         self.endpoint.timers.set(("bye_until", session), now + session.silence_s)
         self._say_bye(session, now)
 
     def _say_bye(self, session: Session, now: float) -> None:
-        if not self.is_leaving(session.route, session.id):  # the route was left again since
-            self.endpoint.timers.cancel(("bye_until", session))
-            return
-        _, n_byes = self._leaving[session.route]
-        self._leaving[session.route] = session, n_byes + 1
         self.endpoint.send(session, m.Bye(), now)
-        if n_byes:  # the answer may be what was lost: then the peer knows no such session, and says so
+        if session.n_byes:  # the answer may be what was lost: then the peer knows no such session, and says so
             self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
-        self.endpoint.back_off(("bye", session), now, n_byes, session.id.decode)
-
-    def on_timer(self, kind: str, session: Session, now: float) -> None:
-        if kind == "bye":
-            self._say_bye(session, now)
-        else:
-            self._left(session)
+        self.endpoint.back_off(("bye", session), now, session.n_byes, session.id.decode)
+        session.n_byes += 1
 
     def is_leaving(self, route: bytes, session_id: m.SessionId) -> bool:
-        return route in self._leaving and self._leaving[route][0].id == session_id
+        return session_id in self.leaving and self.leaving[session_id].route == route
 
-    def on_answer(self, route: bytes, session_id: m.SessionId) -> None:
-        """The peer answered our Bye, with whatever message."""
+    def left(self, route: bytes, session_id: m.SessionId) -> None:
+        """The peer answered our Bye, with whatever message, or its time is over."""
         if self.is_leaving(route, session_id):
-            self._left(self._leaving[route][0])
-
-    def _left(self, session: Session) -> None:
-        if self.is_leaving(session.route, session.id):
-            del self._leaving[session.route]
-        self.endpoint.timers.cancel_all(session, ("bye", "bye_until"))
-        self._handshake.hang_up(session.route)
+            self.endpoint.timers.cancel_all(self.leaving.pop(session_id), ("bye", "bye_until"))
+            self.hang_up(route)
 
 
 class HandshakeServer:
     """Prefill's half: answers Hello. A session is *half-open* until the first frame under it."""
 
-    def __init__(self, endpoint: Endpoint, welcome: m.Welcome, owner: Owner) -> None:
+    def __init__(self, endpoint: Endpoint, welcome: m.Welcome, owner: PrefillCore) -> None:
         self.endpoint = endpoint
         self.welcome = welcome
         self._stagings = Stagings(welcome.layout)
         self.lost: OrderedDict[m.SessionId, None] = OrderedDict()
         self._owner = owner
         self._at: dict[bytes, Session] = {}
-        self._n_half_open = 0
 
     def on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello, now: float) -> None:
         session_id = m.SessionId(frame.session.decode, self.endpoint.incarnation)
@@ -301,12 +233,7 @@ class HandshakeServer:
                 self.endpoint.counters.frames_stale += 1
                 return
             problem = self._hello_problem(hello)
-            n_peers = len(self.endpoint.sessions)
-            if not problem and n_peers >= self.endpoint.config.max_peers:
-                self.endpoint.counters.peers_crowded += 1
-                if self._ask_idlest(now):
-                    return  # when Hello is repeated there will be a place
-                problem = f"already {n_peers} peers, all in use; raise Config.max_peers, or route elsewhere"
+            problem = problem or self._make_place(route, now)
             if problem:
                 self.endpoint.counters.sessions_refused += 1
                 self.endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
@@ -314,7 +241,6 @@ class HandshakeServer:
                     PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
                 )
                 return
-            self._make_room(route, now)
             staged = staged_pair(self.welcome, hello)
             session = Session(
                 session_id, route, hello.layout, hello.topology, staged, self._stagings.of_layout(staged.offered),
@@ -323,7 +249,6 @@ class HandshakeServer:
             session.exposes_pool = m.DIRECT_FEATURE in hello.features
             session.rows = hello.rows
             _agree(session, self.welcome, hello)
-            self._n_half_open += 1
             self.endpoint.begin(session, m.offers(hello), now)
         self.endpoint.send(session, self.welcome, now)
 
@@ -334,43 +259,31 @@ class HandshakeServer:
     def _hello_problem(self, hello: m.Hello) -> str:
         if problem := _apart(hello, "decode", self.welcome, "prefill"):
             return problem
-        if not 0 < len(hello.lanes) < m.AUX or any(lane.nbytes < 1 for lane in hello.lanes):
-            return f"{len(hello.lanes)} lanes, or an empty one"
-        if not 0 < hello.max_silence_s < float("inf"):
-            return "no finite max_silence_s"
         return _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self.welcome, hello)
-
-    def _ask_idlest(self, now: float) -> bool:
-        """Asks the peer whose session was idle for longest to end it; False if there is none."""
-        unused = (
-            session
-            for session in self.endpoint.sessions.values()
-            if not session.half_open and not self._owner.in_use(session)
-        )
-        idlest = min(unused, key=lambda session: session.used_at, default=None)
-        if idlest is not None:
-            idlest.spare, idlest.used_at = True, now  # if it stays, the others are asked before it is asked again
-            self.endpoint.send(idlest, m.Heartbeat(m.SPARE), now)
-        return idlest is not None
 
     def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
         if beat.idle == m.SPARE and not self._owner.in_use(session):
             self.endpoint.send(session, m.Heartbeat(m.IDLE), now)
 
-    def _make_room(self, route: bytes, now: float) -> None:
-        """Ends one half-open session if there are too many: the oldest of this route, else the oldest of all.
-
-        An honest peer confirms its session within a round trip, so a flood of Hellos takes no honest peer's place.
+    def _make_place(self, route: bytes, now: float) -> str:
+        """Why no peer more is taken, in words; empty if one is. At the limit the oldest half-open session ends, of
+        this route or of all: an honest peer confirms its own within a round trip. A peer that greets anew is none more.
         """
-        if self._n_half_open >= self.endpoint.config.max_half_open:
-            half_open = [session for session in self.endpoint.sessions.values() if session.half_open]
-            oldest = next((session for session in half_open if session.route == route), half_open[0])
-            self._owner.lose(oldest, PeerError("too many half-open sessions", remedy="follow a Hello up"), now)
+        sessions = self.endpoint.sessions.values()
+        if len(sessions) < self.endpoint.config.max_peers:
+            return ""
+        half_open = [session for session in sessions if session.half_open]
+        if half_open:
+            oldest = min(half_open, key=lambda session: session.route != route)
+            self._owner.lose(oldest, PeerError("the handshake was not completed", remedy="follow a Hello up"), now)
+        elif route not in self._at:
+            self.endpoint.counters.peers_crowded += 1
+            return f"already {len(sessions)} peers; raise Config.max_peers, or route elsewhere"
+        return ""
 
     def confirm(self, session: Session, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
         session.half_open = False
-        self._n_half_open -= 1
         older = self._at.get(session.route)
         self._at[session.route] = session
         if older is not None:
@@ -382,9 +295,7 @@ class HandshakeServer:
             return False
         if self._at.get(session.route) is session:
             del self._at[session.route]
-        if session.half_open:
-            self._n_half_open -= 1
-        else:
+        if not session.half_open:
             self.never_again(session.id)
         return True
 
@@ -408,7 +319,6 @@ def _agree(session: Session, welcome: m.Welcome, hello: m.Hello) -> None:
     session.aux = columns.share(welcome.columns, hello.columns)
     session.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
     session.tags_as_messages = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
-    session.lends_in_advance = m.ADVANCE_FEATURE in welcome.features and m.ADVANCE_FEATURE in hello.features
 
 
 def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:

@@ -14,15 +14,16 @@ A lease ends without a tag when its writer returns it (`Lender.on_returned`, oft
 a newer attempt (`on_reserve`), or can no longer write for the room (`release_of`). If the room fails first, a lease
 that has not landed is quarantined (`quarantine_of`, called by `DecodeRooms.fail`) until its writer returns it or can no
 longer write for the room. If the session is lost, leases that may still be written are quarantined until it is fenced
-(`session_lost`, `session_fenced`); those that never may be are released at once, and landed ones once they are
+(`session_lost`, `release_of`); those that never may be are released at once, and landed ones once they are
 scattered. So a lease may outlive its room, and rooms are not known here (I2, I15).
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
     from pdstage.plan import Rect
+    from pdstage.protocol.decode_rooms import Writer
     from pdstage.protocol.session import Endpoint, Session
 
 MAX_UNASKED = 256
@@ -54,88 +56,42 @@ class LeaseRequest:
     rects: tuple[Rect, ...]
     """None of a lease in advance whose tag has not come."""
     priority: int
-    waiting: bool = True
-
-    @property
-    def claim(self) -> tuple[m.SessionId, int]:
-        """The claim that it is for: the session, and the room's epoch."""
-        return (self.session.id, self.epoch)
+    place: int = 0
+    """In line; 0 while it does not wait."""
 
 
 class RequestQueue:
-    """First come first served within a priority; sessions may be passed over.
-
-    Each session's requests are a heap, and one heap holds the front of each session. Stale entries are dropped when
-    they reach the top, or all at once when they are most of a heap.
-    """
+    """First come first served within a priority; sessions may be passed over."""
 
     def __init__(self) -> None:
         self._n_arrived = 0
-        self.n_waiting = 0
-        self._queues: dict[Session, list[tuple[int, int, LeaseRequest]]] = {}
-        self._counts: dict[Session, int] = {}
-        self._fronts: list[tuple[int, int, Session]] = []
-        self._front: dict[Session, tuple[int, int]] = {}
-        """The entry of each session in `_fronts` that counts: never behind its true front."""
+        self.lines: dict[Session, list[tuple[int, int, LeaseRequest]]] = {}
+        """The requests of each session: (priority, place in line, request), ascending."""
 
     @property
-    def n_sessions(self) -> int:
-        return len(self._counts)
+    def n_waiting(self) -> int:
+        return sum(map(len, self.lines.values()))
 
     def add(self, request: LeaseRequest) -> None:
-        session = request.session
         self._n_arrived += 1
-        self.n_waiting += 1
-        self._counts[session] = self._counts.get(session, 0) + 1
-        place = (request.priority, self._n_arrived)
-        queue = self._queues.setdefault(session, [])
-        heapq.heappush(queue, (*place, request))
-        if len(queue) > 64 + 4 * self._counts[session]:
-            queue[:] = [entry for entry in queue if entry[2].waiting]
-            heapq.heapify(queue)
-        if session not in self._front or place < self._front[session]:
-            self._put_front(session, place)
+        request.place = self._n_arrived
+        insort(self.lines.setdefault(request.session, []), (request.priority, request.place, request))
 
     def remove(self, request: LeaseRequest) -> None:
-        session = request.session
-        request.waiting = False
-        self.n_waiting -= 1
-        self._counts[session] -= 1
-        if not self._counts[session]:
-            del self._counts[session], self._queues[session], self._front[session]
+        line = self.lines[request.session]
+        del line[bisect_left(line, (request.priority, request.place))]
+        request.place = 0
+        if not line:
+            del self.lines[request.session]
 
     def first(self, passed_over: Container[Session]) -> LeaseRequest | None:
-        """The first in line of the sessions not `passed_over`; those are few, the sessions that wait may be many."""
-        aside, found = [], None
-        while self._fronts and found is None:
-            priority, n, session = self._fronts[0]
-            if self._front.get(session) != (priority, n):
-                heapq.heappop(self._fronts)
-                continue
-            queue = self._queues[session]
-            while not queue[0][2].waiting:
-                heapq.heappop(queue)
-            if queue[0][:2] != (priority, n):
-                heapq.heappop(self._fronts)
-                self._put_front(session, queue[0][:2])
-            elif session in passed_over:
-                aside.append(heapq.heappop(self._fronts))
-            else:
-                found = queue[0][2]
-        for entry in aside:
-            heapq.heappush(self._fronts, entry)
-        return found
+        """The first in line of the sessions not `passed_over`."""
+        fronts = [line[0] for session, line in self.lines.items() if session not in passed_over]
+        return min(fronts)[2] if fronts else None
 
     def entries(self) -> Iterator[tuple[int, int, LeaseRequest]]:
         """(priority, place in line, request), in no order."""
-        return (entry for queue in self._queues.values() for entry in queue if entry[2].waiting)
-
-    def _put_front(self, session: Session, place: tuple[int, int]) -> None:
-        self._front[session] = place
-        heapq.heappush(self._fronts, (*place, session))
-        if len(self._fronts) > 64 + 4 * len(self._front):
-            self._fronts = [(*place, session) for session, place in self._front.items()]
-            heapq.heapify(self._fronts)
+        return chain.from_iterable(self.lines.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -177,8 +133,8 @@ class LeaseTable:
     def __init__(self, spans: Iterable[m.LaneSpan]) -> None:
         self.spans = tuple(spans)
         self.lanes = [Lane(span.nbytes) for span in self.spans]
-        self._of_claim: dict[tuple[m.SessionId, int], dict[int, Lease | LeaseRequest]] = {}
-        """By session and epoch, then by chunk: its lease, or its request while that waits."""
+        self._of: dict[Session, dict[int, dict[int, Lease | LeaseRequest]]] = {}
+        """By session, epoch and chunk: its lease, or its request while that waits."""
         self.queue = RequestQueue()
         self._at: dict[tuple[int, int], Lease] = {}
         """Live leases, by lane and cursor."""
@@ -216,29 +172,27 @@ class LeaseTable:
     @property
     def contended(self) -> bool:
         """Something waits: a request for a lease, or a closed lease for its lane."""
-        return self.queue.n_waiting > 0 or any(self.closed)
+        return bool(self.queue.lines) or any(self.closed)
 
     def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
-        chunks = self._of_claim.get((session.id, epoch))
-        return chunks.get(chunk) if chunks is not None else None
+        return self._of.get(session, {}).get(epoch, {}).get(chunk)
 
     def count(self, session: Session, epoch: int) -> int:
         """How many leases and waiting requests one epoch of a session has."""
-        return len(self._of_claim.get((session.id, epoch), ()))
+        return len(self._of.get(session, {}).get(epoch, ()))
 
     def enqueue(self, request: LeaseRequest) -> None:
         """Queues a request. If one of the same chunk waits already, this one takes its place in the line."""
-        chunks = self._of_claim.setdefault(request.claim, {})
-        older = chunks.get(request.chunk)
+        older = self.find(request.session, request.epoch, request.chunk)
         if isinstance(older, LeaseRequest):
             older.attempt, older.nbytes, older.rects = request.attempt, request.nbytes, request.rects
             return
-        chunks[request.chunk] = request
+        self._note(request, request)
         self.queue.add(request)
 
     def forget(self, request: LeaseRequest) -> None:
-        if not request.waiting:
+        if not request.place:
             return
         self.queue.remove(request)
         self._forget_entry(request, request)
@@ -255,7 +209,6 @@ class LeaseTable:
         cursor = lane.cursor_of_next(request.nbytes)
         if cursor is None or cursor + request.nbytes > lane.watermark + lane.capacity // 2:
             return False
-        request.waiting = False
         self.advances[self._grant(request, number, now)] = None
         return True
 
@@ -270,7 +223,7 @@ class LeaseTable:
         """
         over: set[Session] = set()
         while True:
-            if self.queue.n_sessions == 1:  # nobody is left to share with
+            if len(self.queue.lines) == 1:  # nobody is left to share with
                 over.clear()
             request = self.queue.first(over)
             if request is None:
@@ -330,21 +283,23 @@ class LeaseTable:
         if rose:
             self._moved_at[lease.lane] = now
 
-    def of(self, session: Session, epoch: int) -> list[Lease]:
-        """Live leases of one epoch of a session."""
-        return [entry for entry in self._of_claim.get((session.id, epoch), {}).values() if isinstance(entry, Lease)]
-
-    def of_session(self, session: Session) -> list[Lease]:
-        """Live leases of a session."""
-        return [lease for lease in self._at.values() if lease.request.session is session]
+    def of(self, session: Session, epoch: int | None = None) -> list[Lease]:
+        """Live leases of a session, or of one of its epochs."""
+        return [entry for entry in self._entries(session, epoch) if isinstance(entry, Lease)]
 
     def forget_requests(self, session: Session, epoch: int | None = None) -> None:
         """Takes what waits out of the queue, for a session or one of its epochs."""
-        claims = [(session.id, epoch)] if epoch is not None else [c for c in self._of_claim if c[0] == session.id]
-        for claim in claims:
-            for entry in list(self._of_claim.get(claim, {}).values()):
-                if isinstance(entry, LeaseRequest):
-                    self.forget(entry)
+        for entry in self._entries(session, epoch):
+            if isinstance(entry, LeaseRequest):
+                self.forget(entry)
+
+    def _entries(self, session: Session, epoch: int | None) -> list[Lease | LeaseRequest]:
+        epochs = self._of.get(session, {})
+        held = epochs.values() if epoch is None else (epochs.get(epoch, {}),)
+        return [entry for chunks in held for entry in chunks.values()]
+
+    def _note(self, request: LeaseRequest, entry: Lease | LeaseRequest) -> None:
+        self._of.setdefault(request.session, {}).setdefault(request.epoch, {})[request.chunk] = entry
 
     def note_contention(self, now: float) -> float | None:
         """Since when something waits; None if nothing does."""
@@ -353,14 +308,6 @@ class LeaseTable:
         elif self.contended_at is None:
             self.contended_at = now
         return self.contended_at
-
-    def snapshot(self) -> tuple[object, ...]:
-        """Leases, requests and cursors, comparable and hashable."""
-        leases = sorted(
-            (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.phase) for at, g in self._at.items()
-        )
-        waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in self.queue.entries())
-        return (tuple(leases), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
 
     def opened(self) -> Iterator[Lease]:
         """Leases that their lane's window has come to cover since the last call."""
@@ -389,21 +336,24 @@ class LeaseTable:
                     continue
                 early = lease in self.advances and now - lease.granted_at >= _ADVANCE_S
                 shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)
-                if early or cursor in in_the_way or shut_in or self._late(lease, now, recall_after_s):
+                late = (
+                    self.contended_at is not None
+                    and self.is_open(lease)
+                    and (now - max(lease.granted_at, self.contended_at) >= recall_after_s)
+                )
+                if early or cursor in in_the_way or shut_in or late:
                     wanted.append(lease)
         return wanted
 
     def _forget_entry(self, request: LeaseRequest, entry: Lease | LeaseRequest) -> None:
-        chunks = self._of_claim.get(request.claim)
-        if chunks is not None and chunks.get(request.chunk) is entry:
-            del chunks[request.chunk]
-            if not chunks:
-                del self._of_claim[request.claim]
-
-    def _late(self, lease: Lease, now: float, recall_after_s: float) -> bool:
-        if self.contended_at is None or not self.is_open(lease):
-            return False
-        return now - max(lease.granted_at, self.contended_at) >= recall_after_s
+        if self.find(request.session, request.epoch, request.chunk) is not entry:
+            return
+        epochs = self._of[request.session]
+        del epochs[request.epoch][request.chunk]
+        if not epochs[request.epoch]:
+            del epochs[request.epoch]
+        if not epochs:
+            del self._of[request.session]
 
     def _elsewhere(self, lease: Lease) -> bool:
         nbytes = lease.request.nbytes
@@ -420,7 +370,7 @@ class LeaseTable:
 
         If no lane can serve it now, the first is None, and `limited` says whether only its session's share forbids it.
         """
-        others = self.queue.n_sessions > 1
+        others = len(self.queue.lines) > 1
         best: tuple[bool, int, int] | None = None
         limited = False
         for number, lane in enumerate(self.lanes):
@@ -448,7 +398,7 @@ class LeaseTable:
             self._moved_at[number] = now
         lease = Lease(request, number, cursor, now)
         self._at[number, cursor] = lease
-        self._of_claim.setdefault(request.claim, {})[request.chunk] = lease
+        self._note(request, lease)
         borrower = (request.session, number)
         self._lent_nbytes[borrower] = self._lent_nbytes.get(borrower, 0) + request.nbytes
         if not self.is_open(lease):
@@ -470,19 +420,23 @@ class Lender:
         of the largest.
         """
 
-    def lend_in_advance(
-        self, session: Session, epoch: int, owed_nbytes: int, priority: int, now: float, *, by_default: bool
-    ) -> None:
-        """Lends memory for the chunks that a writer will make of `owed_nbytes`, as it made them of its last room of
-        that size; without one it is one chunk, or none if not `by_default`.
+    def lend_in_advance(self, writer: Writer, now: float) -> None:
+        """Lends memory for the chunks that a writer will make of what it owes a room, as it made them of its last room
+        of that size; without one it is one chunk, or none if it may go direct.
         """
-        first = (int(by_default and 0 < owed_nbytes <= LEAST_PIECE_NBYTES), owed_nbytes)
-        n, nbytes = self._staged.get(session, {}).get(owed_nbytes.bit_length(), first)
+        owed, room = writer.owed_nbytes, writer.room
+        first = (int(not writer.direct and 0 < owed <= LEAST_PIECE_NBYTES), owed)
+        n, nbytes = self._staged.get(writer.session, {}).get(owed.bit_length(), first)
         for chunk in range(min(n, m.MAX_ADVANCES)):
-            request = LeaseRequest(session, epoch, chunk, 0, min(nbytes, owed_nbytes), (), priority)
+            request = LeaseRequest(writer.session, room.epoch, chunk, 0, min(nbytes, owed), (), room.priority)
             if not self.leases.lend_in_advance(request, now):
                 return
             self.endpoint.counters.leases_granted += 1
+
+    def learn(self, writer: Writer, n_staged: int) -> None:
+        """A writer closed a room of which it staged so many chunks."""
+        sizes = self._staged.setdefault(writer.session, {})
+        sizes[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
 
     def advances_of(self, session: Session, epoch: int) -> tuple[m.Advance, ...]:
         """The leases in advance that a room's writer has, as Open says them. None that was recalled: a writer that had
@@ -496,10 +450,6 @@ class Lender:
             for lease in (self.leases.of(session, epoch) if self.leases.advances else ())
             if lease in self.leases.advances and not lease.recalled and lease.phase is LeasePhase.GRANTED
         )  # fmt: skip
-
-    def learn(self, session: Session, owed_nbytes: int, n_staged: int, most_nbytes: int) -> None:
-        """A writer closed a room of `owed_nbytes`: it staged so many chunks, of at most `most_nbytes`."""
-        self._staged.setdefault(session, {})[owed_nbytes.bit_length()] = n_staged, most_nbytes
 
     def send_lease(self, lease: Lease, now: float) -> None:
         request = lease.request
@@ -521,8 +471,10 @@ class Lender:
             self.endpoint.counters.leases_returned += 1
             self.leases.release(lease, now)
 
-    def release_of(self, session: Session, epoch: int, now: float) -> None:
-        """The writer can no longer write for this epoch: each of its leases whose tag has not come is free."""
+    def release_of(self, session: Session, epoch: int | None, now: float) -> None:
+        """The writer can no longer write for this epoch, or None, for any: each of its leases is free whose bytes do
+        not wait for their scatter.
+        """
         for lease in self.leases.of(session, epoch):
             if lease.phase is not LeasePhase.LANDED:
                 self.leases.release(lease, now)
@@ -545,7 +497,7 @@ class Lender:
         marks = self._marks_sent.pop(session, {})
         self._staged.pop(session, None)
         self.leases.forget_requests(session)
-        for lease in self.leases.of_session(session):
+        for lease in self.leases.of(session):
             capacity = self.leases.lanes[lease.lane].capacity
             never_writable = lease.end > marks.get(lease.lane, 0) + capacity
             if lease.phase is not LeasePhase.LANDED and never_writable:
@@ -553,16 +505,10 @@ class Lender:
             elif lease.phase is LeasePhase.GRANTED:
                 self._quarantine(lease, now)
 
-    def session_fenced(self, session: Session, now: float) -> None:
-        """Nothing of the session's writer can land any more: all it has is free, but for what waits for its scatter."""
-        for lease in self.leases.of_session(session):
-            if lease.phase is not LeasePhase.LANDED:
-                self.leases.release(lease, now)
-
     def grant_and_notify(self, now: float) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
         leases = self.leases
-        if leases.contended_at is None and not leases.queue.n_waiting and not any(leases.closed):
+        if leases.contended_at is None and not leases.queue.lines and not any(leases.closed):
             return  # nothing waits, nor did the last time
         for granted in self.leases.grant_waiting(now):
             if isinstance(granted, Lease):

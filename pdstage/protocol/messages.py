@@ -7,6 +7,7 @@ with a default: docs/wire.md has the rules. Source: msgspec for the schema.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
@@ -29,11 +30,9 @@ MAX_WORD = 256
 MAX_FACTS = 64
 MAX_WAITING = 1 << 14
 """The most rooms of each kind in one Heartbeat; more take several."""
-FEATURES = DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE, ADVANCE_FEATURE = (
-    "direct", "checksum", "convert", "tags", "advance"
-)  # fmt: skip
+FEATURES = DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
 """What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum; formats are
-converted; tags travel as messages, since the transport carries none; Open carries leases.
+converted; tags travel as messages, since the transport carries none.
 """
 DIRECT = 0xFFFF
 """The lane number of a chunk written straight into the destination's pages."""
@@ -42,9 +41,12 @@ AUX = 0xFFFE
 IN_USE, IDLE, SPARE = 0, 1, 2
 """What a Heartbeat says of its session: the sender's rooms need it; none does; none does, and please end it."""
 
-# What a peer may say, by the schema: a number is a count, a cursor or an address of 63 bits; no list, name or text is
+# What a peer may say, by the schema: a number is a count, a cursor or an address of 63 bits; no time is
+# endless; no list, name or text is
 # longer than any honest peer's.
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Device: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFF)]
 Word: TypeAlias = Annotated[str, Meta(max_length=MAX_WORD)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
@@ -85,7 +87,7 @@ class LaneSpan(NamedTuple):
     """Where one lane lies in decode's staging memory: absolute address, bytes, and the memory's kind and device."""
 
     base: Number
-    nbytes: Number
+    nbytes: Size
     kind: Word = "cpu"
     device: Device = 0
 
@@ -152,8 +154,8 @@ class Hello(Message, frozen=True, tag=1):
     layout: Layout
     transport: Word
     description: Described
-    lanes: Annotated[tuple[LaneSpan, ...], Meta(max_length=1 << 17)]
-    max_silence_s: float
+    lanes: Annotated[tuple[LaneSpan, ...], Meta(min_length=1, max_length=AUX - 1)]
+    max_silence_s: Seconds
     features: Features
     columns: AuxColumns = ()
     rows: RowSpan | None = None
@@ -168,7 +170,7 @@ class Welcome(Message, frozen=True, tag=2):
     layout: Layout
     transport: Word
     description: Described
-    max_silence_s: float
+    max_silence_s: Seconds
     features: Features
     columns: AuxColumns = ()
     others: Offers = ()
@@ -234,7 +236,7 @@ class Open(Message, frozen=True, tag=6):
     destinations: Number
     aux: bool
     priority: int
-    deadline_s: float
+    deadline_s: Seconds
     row: Number | None = None
     advances: Annotated[tuple[Advance, ...], Meta(max_length=MAX_ADVANCES)] = ()
 

@@ -7,7 +7,7 @@ and `PrefillRooms` (the room table).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
@@ -15,7 +15,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.compat import check_open
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
 from pdstage.protocol.handshake import HandshakeServer, features
-from pdstage.protocol.prefill_chunks import ChunkEffect
+from pdstage.protocol.prefill_chunks import ChunkEffect, ChunkSender
 from pdstage.protocol.prefill_rooms import Ended, PrefillRooms
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import HOLD_EVERY_S, CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
@@ -35,10 +35,6 @@ PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
 """What the prefill core asks of its driver."""
 
 
-_Confirms: TypeAlias = (
-    m.Ask | m.Open | m.Lease | m.Refused | m.Watermark | m.Recall | m.Closed | m.Abort | m.Heartbeat | m.Bye
-)
-"""The first of these under a session says that decode has heard Welcome."""
 _ENDING = "the prefill node takes no new rooms"
 
 
@@ -80,10 +76,8 @@ class PrefillCore:
         self.on_other_version = self.handshake.on_other_version
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
-        self.rooms = PrefillRooms(
-            self.endpoint, welcome, rows, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose, piece=piece
-        )
-        self.chunks = self.rooms.chunks
+        self.chunks = ChunkSender(self.endpoint, n_buffers, buffer_nbytes, choose, piece)
+        self.rooms = PrefillRooms(self.endpoint, self.chunks, welcome, rows)
         self.endpoint.settle = self.chunks.start_ready
         self._direct = direct
         self._draining = False
@@ -110,8 +104,8 @@ class PrefillCore:
         if ended is not None and not ended.begun:
             self.rooms.fail(room, given_up(room, ended.reason), now)
             self.rooms.ended[key].known.update(ended.known)
-        for destination in self.rooms.pending.take(key):
-            self.endpoint.timers.cancel(("parked", destination))
+        for destination in list(self.rooms.pending.get(key, ())):
+            self.rooms.unpark(destination)
             if room.ended:
                 self.rooms.turn_away(destination, str(room.error), now)
             else:
@@ -202,9 +196,9 @@ class PrefillCore:
         if open_wait_s is not None and ("open_wait", room) in self.endpoint.timers:
             room.open_wait_s = open_wait_s
             self.endpoint.timers.set(("open_wait", room), now + open_wait_s)
-        for session, epoch in self.rooms.take_askers(room.key):
-            if session.id in self.endpoint.sessions:
-                self.endpoint.send(session, m.Asking(epoch, True), now)
+        for session in self.sessions.values():
+            if room.key in session.asking:
+                self.endpoint.send(session, m.Asking(session.asking.pop(room.key), True), now)
         for destination in list(room.destinations.values()):
             if destination.phase is DestinationPhase.LIVE:
                 self.rooms.add_row(destination)
@@ -222,15 +216,13 @@ class PrefillCore:
     def drain(self, now: float) -> None:
         """No room begins any more: decode ranks that wait for one, or will, are told at once. Those begun go on."""
         self._draining = True
-        for destination in self.rooms.pending.waiting():
-            self.rooms.turn_away(destination, _ENDING, now)
+        self.rooms.turn_all_away(_ENDING, now)
 
     def close(self, now: float) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.rooms.by_key.values()):
             self.abort(room, "the node closes", now)
-        for destination in self.rooms.pending.waiting():
-            self.rooms.turn_away(destination, "the prefill node closes", now)
+        self.rooms.turn_all_away("the prefill node closes", now)
 
     @property
     def quiet(self) -> bool:
@@ -245,23 +237,6 @@ class PrefillCore:
     def memory_is_free(self) -> bool:
         return not self.chunks.flights
 
-    def snapshot(self) -> tuple[object, ...]:
-        """Everything that may differ between two states of this core, comparable and hashable."""
-        return (
-            tuple(sorted((key, room.status, room.in_flight) for key, room in self.rooms.by_key.items())),
-            tuple(
-                (
-                    session_id,
-                    epoch,
-                    r.phase.name,
-                    tuple((c.number, c.phase.name, c.attempt, c.lane, c.cursor) for c in r.chunks.values()),
-                )
-                for (session_id, epoch), r in sorted(self.rooms.destinations.items())
-            ),
-            tuple(sorted((session.id, lane, mark) for (session, lane), mark in self.chunks.windows.marks.items())),
-            tuple(sorted(self.chunks.buffers.free)),
-        )
-
     # What peers say.
 
     def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:  # noqa: PLR0912  (a message each)
@@ -272,7 +247,7 @@ class PrefillCore:
         if session is None:
             self._on_stray(route, frame)
             return
-        if session.half_open and isinstance(message, _Confirms):
+        if session.half_open and not isinstance(message, m.NoSession):  # decode has heard Welcome
             self.handshake.confirm(session, now)
         match message:
             case m.Lease():
@@ -299,13 +274,8 @@ class PrefillCore:
                 self._on_bye(session, now)
             case m.NoSession():
                 self.lose(session, forgotten_at("decode"), now)
-            case (
-                m.Welcome() | m.HelloRefused() | m.Asking() | m.Opened() | m.Reserve() | m.Returned() | m.CloseOk()
-                | m.CloseFailed() | m.Drained() | m.Tagged()
-            ):  # fmt: skip
-                raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
             case _:
-                assert_never(message)
+                raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
 
     def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
         return kind is m.Hello
@@ -327,8 +297,8 @@ class PrefillCore:
         self._wanted_again(key, session, epoch, now)
         if room is not None and room.finished:
             return True
-        if self.rooms.askers.note(key, session, epoch):
-            self.endpoint.timers.set(("asked", key), now + 4 * HOLD_EVERY_S)
+        if len(session.asking) < m.MAX_WAITING:
+            session.asking[key] = epoch
         return False
 
     def _waited(self, key: bytes, now: float) -> PrefillRoom | None:
@@ -339,7 +309,10 @@ class PrefillCore:
         return room
 
     def _hold(self, session: Session, beat: m.Heartbeat, now: float) -> None:
-        """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost."""
+        """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost; about no
+        others: what it asked before is over.
+        """
+        session.asking.clear()
         for wanted in beat.asks:
             if self._asked(session, wanted.room, wanted.epoch, now):
                 self.endpoint.send(session, m.Asking(wanted.epoch, True), now)
@@ -409,8 +382,8 @@ class PrefillCore:
         A room that is not submitted yet fails when it is, for as long as its Open would have waited.
         """
         room, rank, mine = self.rooms.by_key.get(key), session.topology.group_rank, (session.id, abort.epoch)
-        later = max(self.rooms.pending.epoch_of(key, session), self.rooms.askers.epoch_of(key, session))
-        if later > abort.epoch:
+        named = [one.epoch for one in self.rooms.pending.get(key, ()) if one.session is session]
+        if max([*named, session.asking.get(key, -1)]) > abort.epoch:
             return
         ended = self.rooms.how_ended(key, now)
         if room is not None:
@@ -460,8 +433,6 @@ class PrefillCore:
                 self.rooms.turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}", now)
             case ("write", int() as ticket):
                 self.chunks.on_write_timer(ticket, now)
-            case ("asked", bytes() as room_key):
-                self.rooms.take_askers(room_key)
             case (("beat" | "silence") as kind, Session() as session):
                 self.endpoint.on_session_timer(kind, session, "decode", now)
 

@@ -15,10 +15,9 @@ When a write fails, the question is what may still land:
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict, deque
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.columns import Span
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
@@ -31,9 +30,9 @@ from pdstage.protocol.state import CHUNK, ChunkEvent, ChunkPhase, DestinationPha
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pdstage.layout import Layout
     from pdstage.plan import Rect
     from pdstage.protocol.destinations import PieceLength
+    from pdstage.protocol.prefill_rooms import PrefillRooms
     from pdstage.protocol.session import Endpoint, Session
 
 _MAX_PIECES = 1024
@@ -94,11 +93,9 @@ ChunkEffect: TypeAlias = Gather | Write | WriteDirect | WriteRow
 class Windows:
     """How far each session's lanes may be written, and the held chunks whose window is closed."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
+    def __init__(self) -> None:
         self.marks: dict[tuple[Session, int], int] = {}
-        self.closed: dict[tuple[Session, int], list[tuple[int, int, Chunk]]] = {}
-        """Heaps of (end of its lease, ticket, chunk)."""
+        self.closed: dict[tuple[Session, int], list[Chunk]] = {}
 
     def is_open(self, chunk: Chunk) -> bool:
         session = chunk.destination.session
@@ -107,26 +104,22 @@ class Windows:
 
     def wait(self, chunk: Chunk) -> None:
         """`chunk` waits here until `raise_mark` gives it."""
-        key = (chunk.destination.session, chunk.lane)
-        end = chunk.cursor + chunk.nbytes
-        heapq.heappush(self.closed.setdefault(key, []), (end, self.endpoint.ticket(), chunk))
+        self.closed.setdefault((chunk.destination.session, chunk.lane), []).append(chunk)
 
-    def raise_mark(self, session: Session, lane: int, watermark: int) -> Iterator[Chunk]:
+    def raise_mark(self, session: Session, lane: int, watermark: int) -> list[Chunk]:
         """The lane's watermark, which only rises; the held chunks whose window it opens."""
-        if not 0 <= lane < len(session.lanes):
+        if lane >= len(session.lanes):
             raise PeerError(f"a watermark of lane {lane}", remedy=f"Hello named {len(session.lanes)} lanes")
         key = (session, lane)
         if watermark <= self.marks.get(key, 0):
-            return
+            return []
         self.marks[key] = watermark
-        closed = self.closed.get(key)
-        limit = watermark + session.lanes[lane].nbytes
-        while closed and closed[0][0] <= limit:
-            end, _, chunk = heapq.heappop(closed)
-            if chunk.phase is ChunkPhase.HELD and (chunk.lane, chunk.cursor + chunk.nbytes) == (lane, end):
-                yield chunk
-        if not closed:
-            self.closed.pop(key, None)
+        held = [one for one in self.closed.pop(key, ()) if one.phase is ChunkPhase.HELD and one.lane == lane]
+        held.sort(key=lambda chunk: chunk.cursor)
+        n_open = sum(map(self.is_open, held))
+        if n_open < len(held):
+            self.closed[key] = held[n_open:]
+        return held[:n_open]
 
     def forget(self, session: Session) -> None:
         for lane in range(len(session.lanes)):
@@ -215,21 +208,6 @@ class SendBuffers:
             self.free.append(buffer)
 
 
-class ChunkOwner(Protocol):
-    """What a `ChunkSender` asks of the room table."""
-
-    def maybe_close(self, destination: Destination, now: float) -> None:
-        """A chunk of `destination` needs no write any more."""
-
-    def row_failed(self, destination: Destination, why: str) -> None:
-        """The aux row of `destination` cannot be written in place: it goes by message."""
-
-    def flight_ended(self, destination: Destination, now: float) -> None:
-        """A gather or write of `destination` ended, whatever became of it."""
-
-    def fail_destination(self, destination: Destination, error: PdstageError, now: float) -> None: ...
-
-
 class ChunkSender:
     """Chunks, from the first Reserve to the last completion.
 
@@ -240,9 +218,6 @@ class ChunkSender:
     def __init__(
         self,
         endpoint: Endpoint,
-        layout: Layout,
-        owner: ChunkOwner,
-        *,
         n_buffers: int,
         buffer_nbytes: int,
         choose: Callable[[Chunk], bool],
@@ -250,12 +225,13 @@ class ChunkSender:
     ) -> None:
         self.endpoint = endpoint
         self.buffers = SendBuffers(n_buffers)
-        self.windows = Windows(endpoint)
+        self.windows = Windows()
         self.flights: dict[int, tuple[Chunk, int]] = {}
         """Gathers and writes under way, by ticket: the chunk, and its buffer or -1."""
         self.orphans: dict[int, m.SessionId] = {}
         """Writes whose session was fenced before they ended, by ticket."""
-        self._owner = owner
+        self.rooms: PrefillRooms
+        """The table of the rooms whose chunks these are. Set by it."""
         self._buffer_nbytes = buffer_nbytes
         self._limit = min(buffer_nbytes, endpoint.config.chunk_nbytes)
         self._choose, self._piece = choose, piece
@@ -265,8 +241,6 @@ class ChunkSender:
     # What peers say.
 
     def on_lease(self, session: Session, lease: m.Lease, now: float) -> None:
-        if not 0 <= lease.lane < len(session.lanes):
-            raise PeerError(f"a lease in lane {lease.lane}", remedy=f"Hello named {len(session.lanes)} lanes")
         self.raise_mark(session, lease.lane, lease.watermark)
         chunk = self._chunk(session, lease.epoch, lease.chunk)
         where = (lease.lane, lease.cursor)
@@ -280,7 +254,7 @@ class ChunkSender:
 
     def _take(self, chunk: Chunk, lease: m.Lease) -> None:
         nbytes = chunk.destination.session.lanes[lease.lane].nbytes
-        if lease.nbytes < chunk.nbytes or lease.cursor < 0 or lease.cursor % nbytes + chunk.nbytes > nbytes:
+        if lease.nbytes < chunk.nbytes or lease.cursor % nbytes + chunk.nbytes > nbytes:
             raise PeerError(
                 f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
             )
@@ -302,7 +276,7 @@ class ChunkSender:
             CHUNK.move(chunk, ChunkEvent.REFUSED)
             destination.unwritten -= 1
             if refused.why == "covered":
-                self._owner.maybe_close(destination, now)
+                self.rooms.maybe_close(destination, now)
             return
         most = refused.max_nbytes
         cut = split(chunk.rects, destination, most) if most > 0 else iter(())
@@ -319,7 +293,7 @@ class ChunkSender:
             self.endpoint.repeat(("reserve", chunk), now)
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
 
     def on_recall(self, session: Session, recall: m.Recall, now: float) -> None:
         self.raise_mark(session, recall.lane, recall.watermark)
@@ -384,7 +358,7 @@ class ChunkSender:
                 f"one row of {rects[0].component!r} does not fit a send buffer of {self._buffer_nbytes} bytes",
                 remedy="raise staging_nbytes at prefill",
             )
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
         elif advance is not None and nbytes <= advance.nbytes:
             chunk.attempt, chunk.waits_since = 0, now
             self.endpoint.repeat(("reserve", chunk), now)  # while its window is closed
@@ -431,8 +405,7 @@ class ChunkSender:
         if chunk.phase is not ChunkPhase.RESERVING:
             destination = chunk.destination
             returned = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
-            self.endpoint.counters.leases_returned += 1
-            self.endpoint.send(destination.session, returned, now)
+            self._give_back(destination.session, returned, now)
         self.endpoint.timers.cancel(("reserve", chunk))
         chunk.attempt += 1
         chunk.direct = True
@@ -440,7 +413,7 @@ class ChunkSender:
         self.endpoint.counters.chunks_fallen_back += 1
         self.advance(chunk)
 
-    def _give_back(self, session: Session, lease: m.Lease | m.Recall, now: float) -> None:
+    def _give_back(self, session: Session, lease: m.Lease | m.Recall | m.Returned, now: float) -> None:
         self.endpoint.counters.leases_returned += 1
         self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor), now)
 
@@ -567,8 +540,8 @@ class ChunkSender:
             self._go_direct(chunk, now)
         else:
             CHUNK.move(chunk, ChunkEvent.UNUSED)
-            self._owner.fail_destination(destination, error, now)
-        self._owner.flight_ended(destination, now)
+            self.rooms.fail_destination(destination, error, now)
+        self.rooms.flight_ended(destination, now)
         self.start_ready(now)
 
     def _written(self, chunk: Chunk, now: float, error: PdstageError | None) -> None:
@@ -576,12 +549,12 @@ class ChunkSender:
         if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
             CHUNK.move(chunk, ChunkEvent.BROKEN)
             destination.unwritten -= 1
-            self._owner.row_failed(destination, f"the write of an aux row failed: {error.what}")
-            self._owner.maybe_close(destination, now)
+            self.rooms.row_failed(destination, f"the write of an aux row failed: {error.what}")
+            self.rooms.maybe_close(destination, now)
             return
         if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
             CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
             return
         CHUNK.move(chunk, ChunkEvent.WRITTEN)
         self.endpoint.counters.bytes_written += chunk.nbytes
@@ -594,7 +567,7 @@ class ChunkSender:
         destination.written.append(m.Written(chunk.number, *chunk.where))
         destination.unwritten -= 1
         self.tell_tag(chunk, now)
-        self._owner.maybe_close(destination, now)
+        self.rooms.maybe_close(destination, now)
 
     def on_write_timer(self, ticket: int, now: float) -> None:
         chunk = self.flights[ticket][0]

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import Slots, lacking
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
-from pdstage.protocol.pending_opens import Askers, PendingOpens
-from pdstage.protocol.prefill_chunks import ChunkSender
 from pdstage.protocol.session import Changed
 from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from pdstage.errors import PdstageError
-    from pdstage.protocol.destinations import PieceLength
+    from pdstage.protocol.prefill_chunks import ChunkSender
     from pdstage.protocol.room import OwnRows
     from pdstage.protocol.session import Endpoint, Session
 
 _MAX_ENDED = 4096
+MAX_PARKED_NBYTES = 64 << 20
+"""Of Opens of one session for rooms that are not submitted yet: any peer may name any room."""
+_OPEN_NBYTES = 4096
+"""What an Open takes here beside its items."""
 
 
 class Ended(NamedTuple):
@@ -51,25 +52,14 @@ class PrefillRooms:
     is lost with nothing in flight.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        welcome: m.Welcome,
-        rows: OwnRows,
-        *,
-        n_buffers: int,
-        buffer_nbytes: int,
-        choose: Callable[[Chunk], bool],
-        piece: PieceLength | None,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, chunks: ChunkSender, welcome: m.Welcome, rows: OwnRows) -> None:
         self.endpoint = endpoint
-        self.chunks = ChunkSender(
-            endpoint, welcome.layout, self, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose, piece=piece
-        )
+        self.chunks = chunks
+        chunks.rooms = self
         self.by_key: dict[bytes, PrefillRoom] = {}
         self.destinations: dict[tuple[m.SessionId, int], Destination] = {}
-        self.pending = PendingOpens(endpoint.config.max_parked, endpoint.config.max_parked_nbytes)
-        self.askers = Askers(endpoint.config.max_parked)
+        self.pending: dict[bytes, dict[Destination, None]] = {}
+        """Destinations that wait for their room, by its key."""
         self.ended: OrderedDict[bytes, Ended] = OrderedDict()
         self.slots = Slots(welcome.layout)
         self.layout = welcome.layout
@@ -252,7 +242,6 @@ class PrefillRooms:
 
     def _end(self, room: PrefillRoom) -> None:
         self.endpoint.timers.cancel_all(room, ("open_wait", "room"))
-        self.take_askers(room.key)
         if self.by_key.get(room.key) is room:
             del self.by_key[room.key]
         for source in room.sources:
@@ -268,7 +257,7 @@ class PrefillRooms:
     def drain(self, destination: Destination, now: float) -> None:
         self.chunks.drop(destination)
         self.endpoint.timers.cancel(("close", destination))
-        self._unpark(destination)
+        self.unpark(destination)
         DESTINATION.move(destination, DestinationEvent.ABORTED)
         self._maybe_drained(destination, now)
 
@@ -289,7 +278,7 @@ class PrefillRooms:
 
     def forget(self, destination: Destination) -> None:
         self.chunks.drop(destination)
-        self._unpark(destination)
+        self.unpark(destination)
         self.endpoint.timers.cancel(("close", destination))
         self.destinations.pop((destination.session.id, destination.epoch), None)
         destination.session.claims.pop(destination.epoch, None)
@@ -303,32 +292,42 @@ class PrefillRooms:
 
     def park(self, destination: Destination, now: float) -> bool:
         """Holds a destination of a room that is not here yet; False if there is no place for it."""
-        held, others = self.pending.add(destination)
-        for other in others:
-            self.endpoint.send(other.session, m.CloseFailed(other.epoch, "too many of its rooms wait for prefill"), now)
-            self.forget(other)
-        if held:
-            self.note(destination)
-            self.endpoint.timers.set(
-                ("parked", destination), now + min(destination.open.deadline_s, self.endpoint.config.send_wait_s)
-            )
-        return held
+        session, opened = destination.session, destination.open
+        nbytes = _OPEN_NBYTES + sum(len(items.data) for items in opened.items)
+        if session.parked_nbytes + nbytes > MAX_PARKED_NBYTES:
+            return False
+        session.parked_nbytes += nbytes
+        destination.parked_nbytes = nbytes
+        self.pending.setdefault(opened.room, {})[destination] = None
+        self.note(destination)
+        self.endpoint.timers.set(
+            ("parked", destination), now + min(opened.deadline_s, self.endpoint.config.send_wait_s)
+        )
+        return True
+
+    def unpark(self, destination: Destination) -> None:
+        """Its room is here, or it has agreed that it will not be: until then it counts."""
+        destination.session.parked_nbytes -= destination.parked_nbytes
+        destination.parked_nbytes = 0
+        self._wait_no_more(destination)
+
+    def _wait_no_more(self, destination: Destination) -> None:
+        self.endpoint.timers.cancel(("parked", destination))
+        waiting = self.pending.get(destination.open.room, {})
+        waiting.pop(destination, None)
+        if not waiting:
+            self.pending.pop(destination.open.room, None)
+
+    def turn_all_away(self, reason: str, now: float) -> None:
+        for destination in list(chain.from_iterable(self.pending.values())):
+            self.turn_away(destination, reason, now)
 
     def turn_away(self, destination: Destination, reason: str, now: float) -> None:
         """The room of a pending destination will not be sent."""
-        self.pending.turn_away(destination)
-        self.endpoint.timers.cancel(("parked", destination))
+        self._wait_no_more(destination)
         DESTINATION.move(destination, DestinationEvent.FAILED)
         destination.reason = reason
         self.close_failed(destination, now)
-
-    def _unpark(self, destination: Destination) -> None:
-        self.pending.remove(destination)
-        self.endpoint.timers.cancel(("parked", destination))
-
-    def take_askers(self, key: bytes) -> Iterable[tuple[Session, int]]:
-        self.endpoint.timers.cancel(("asked", key))
-        return self.askers.take(key)
 
     def lose(self, session: Session, error: PdstageError, now: float) -> None:
         """The session is over: rooms that its destinations still need fail, nothing further is sent under it."""
@@ -339,5 +338,3 @@ class PrefillRooms:
                 self.fail_destination(destination, error, now)
             if destination.in_flight == 0:
                 self.forget(destination)
-        for key in self.askers.drop(session):
-            self.endpoint.timers.cancel(("asked", key))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.arguments import shown
@@ -78,19 +79,17 @@ class OwnRows(NamedTuple):
 NO_ROWS = OwnRows()
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Room:
     """One room at one node: its state, why it failed, and whether its memory is safe to reuse.
 
     `status` is `state | released << 7`, one byte for arrays over many rooms. `ended`: its state is Success or Failed.
     """
 
-    __slots__ = ("ended", "error", "key", "status")
-
-    def __init__(self, key: bytes) -> None:
-        self.key = key
-        self.status: int = State.BOOTSTRAPPING
-        self.error: PdstageError | None = None
-        self.ended = False
+    key: bytes
+    status: int = field(default=State.BOOTSTRAPPING, init=False)
+    error: PdstageError | None = field(default=None, init=False)
+    ended: bool = field(default=False, init=False)
 
     @property
     def id(self) -> RoomId:

@@ -9,7 +9,7 @@ Here are also the effects that both cores ask for; what only prefill or only dec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pdstage.columns import NOTHING
 from pdstage.errors import DeadlineExceeded, PeerError
@@ -43,7 +43,7 @@ from pdstage.protocol.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable
 
     from pdstage.columns import Shared
     from pdstage.errors import PdstageError
@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     from pdstage.plan.convert import StagedPair
     from pdstage.plan.ownership import Common
     from pdstage.protocol.config import Config
-    from pdstage.protocol.messages import RowSpan, Wanted
+    from pdstage.protocol.decode import DecodeCore
+    from pdstage.protocol.messages import RowSpan
+    from pdstage.protocol.prefill import PrefillCore
     from pdstage.protocol.room import Room
 
 
@@ -91,8 +93,6 @@ class Session:
     """The columns of aux rows that both have."""
     rows: RowSpan | None = None
     """The peer's aux rows, if they may be written in place."""
-    spare: bool = False
-    """It should end as soon as it is idle: another peer needs its place."""
     exposes_pool: bool = False
     """The peer's pages may be written in place; else only its staging memory."""
     in_place: bool = True
@@ -101,14 +101,17 @@ class Session:
     """Both sides offered them: staged chunks carry one."""
     tags_as_messages: bool = False
     """Both sides offered it: tags travel as messages."""
-    lends_in_advance: bool = False
-    """Both sides offered it: Open carries leases."""
     claims: dict[int, Any] = field(default_factory=dict)
     """What rooms hold under it, by epoch, until they are settled: at decode a `Writer`, at prefill a `Destination`."""
     common: Common = EVERYTHING
     """The tokens that both ranks hold of each component."""
+    asking: dict[bytes, int] = field(default_factory=dict)
+    """At prefill: the rooms that decode asks about, with the epochs in which it will open them."""
+    parked_nbytes: int = 0
+    """At prefill: of its Opens of rooms that are not here yet."""
     shares: set[tuple[Share, ...]] = field(default_factory=set)
     """What its rooms ask for, each checked once."""
+    n_byes: int = 0
     said_bye: bool = False
     """The peer ended the session in order: nothing to complain of."""
     largest_lane: int = field(init=False)
@@ -169,34 +172,10 @@ CoreEffect: TypeAlias = Send | Attach | Detach | HangUp | Renew | Changed | Peer
 """What both cores ask of their driver."""
 
 
-class Owner(Protocol):
-    """What an `Endpoint` asks of the core that has it."""
-
-    def on_frame(self, route: bytes, session: Session | None, frame: Frame, now: float) -> None:
-        """Does what the message table says; `session` is None for a frame of no live session."""
-
-    def accepts(self, kind: type[AnyMessage], route: bytes) -> bool:
-        """Whether to read such a message, one of `OUTSIDE_A_SESSION`, from `route`."""
-
-    def on_other_version(self, route: bytes, error: OtherVersion) -> None:
-        """A greeting that this node cannot read."""
-
-    def on_timer(self, key: tuple[str, object], now: float) -> None: ...
-
-    def lose(self, session: Session, error: PdstageError, now: float) -> None:
-        """The session is over."""
-
-    def in_use(self, session: Session) -> bool:
-        """Whether a room of this side needs the session."""
-
-    def waiting(self, session: Session) -> Iterable[tuple[tuple[Wanted, ...], tuple[bytes, ...]]]:
-        """The rooms that the peer shall hold on, as the Heartbeats that say so: of each its `asks` and `waits`."""
-
-
 class Endpoint:
     """A core's live sessions, its timers, its counters, and the effects it asks for."""
 
-    def __init__(self, incarnation: int, config: Config, owner: Owner) -> None:
+    def __init__(self, incarnation: int, config: Config, owner: PrefillCore | DecodeCore) -> None:
         self.incarnation = incarnation
         self.config = config
         self.counters = Counters()
@@ -222,7 +201,9 @@ class Endpoint:
             if held is None:
                 message = self._read_stray(route, data)
             elif held.route != route:
-                self._refuse_route()
+                # A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows.
+                self.counters.frames_stale += 1
+                raise PeerError("a frame of a session that another peer has", remedy="distrust this one")  # noqa: TRY301  (caught as any fault)
             else:
                 session = held
                 message = decode_body(data)
@@ -241,11 +222,6 @@ class Endpoint:
             if session is not None and not isinstance(error, UnknownMessage):
                 self._owner.lose(session, error, now)
         self.settle(now)
-
-    def _refuse_route(self) -> NoReturn:
-        """A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows."""
-        self.counters.frames_stale += 1
-        raise PeerError("a frame of a session that another peer has", remedy="distrust this one")
 
     def _read_stray(self, route: bytes, data: bytes | memoryview) -> AnyMessage | None:
         """The message of a frame of no live session. What anybody may say then is read only where it is of use, since
@@ -287,7 +263,7 @@ class Endpoint:
         session.last_seq = seq
         session.received_at = now
         if not isinstance(message, Heartbeat):
-            session.used_at, session.spare = now, False
+            session.used_at = now
         return True
 
     # Outputs.
@@ -304,13 +280,12 @@ class Endpoint:
     def send(self, session: Session, message: AnyMessage, now: float) -> None:
         session.n_sent += 1
         session.sent_at = now
-        self.counters.frames_sent += 1
-        self.effects.append(Send(session.route, encode(session.id, session.n_sent, message)))
+        self.send_loose(session.route, session.id, message, session.n_sent)
 
-    def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage) -> None:
-        """A frame outside any live session's order: greetings, and answers to strangers."""
+    def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage, seq: int = 0) -> None:
+        """A frame of no live session, whose `seq` is 0: greetings, and answers to strangers."""
         self.counters.frames_sent += 1
-        self.effects.append(Send(route, encode(session_id, 0, message)))
+        self.effects.append(Send(route, encode(session_id, seq, message)))
 
     def warn_once(self, route: bytes, what: str, remedy: str) -> None:
         """A warning that would otherwise repeat for many rooms or peers."""
@@ -382,7 +357,7 @@ class Endpoint:
         """What a heartbeat says of the session. One that no room needs costs both ends memory and a connection."""
         if self._owner.in_use(session):
             return IN_USE
-        return SPARE if session.spare or now - session.used_at >= self.config.idle_s else IDLE
+        return SPARE if now - session.used_at >= self.config.idle_s else IDLE
 
     def _patience_s(self, session: Session) -> float:
         """A session that is only greeted expires after `hello_s`, whatever `max_silence_s` its peer promised."""
@@ -393,13 +368,12 @@ class Endpoint:
         self.timers.set(key, now + self.config.retry_s)
 
     def back_off(self, key: Hashable, now: float, n_tries: int, salt: int) -> None:
-        """As `repeat`, after `n_tries` in vain: twice as long each time up to `retry_cap_s`, less up to half of it.
+        """As `repeat`, after `n_tries` in vain: twice as long each time up to 20 times, less up to half of it.
 
         The jitter is drawn from `salt` and `n_tries` alone: a fleet that lost one peer does not ask in step, and a core
         does the same things again when it is given the same inputs.
         """
-        longest_s = max(self.config.retry_s, self.config.retry_cap_s)
-        wait_s = min(self.config.retry_s * 2.0 ** min(n_tries, 64), longest_s)
+        wait_s = self.config.retry_s * min(2 ** min(n_tries, 5), 20)
         self.timers.set(key, now + wait_s * (0.5 + 0.5 * drawn(salt + n_tries)))
 
 

@@ -59,7 +59,6 @@ def _of_prefill(node: PrefillNode) -> dict[str, int]:
         "posts": len(node.data_path.posts._writes),
         "send buffers": len(node.parts) - len(core.chunks.buffers.free),
         "parked rooms": len(core.rooms.pending),
-        "askers": len(core.rooms.askers),
         "marks": sum(session.id not in core.sessions for session, _ in core.chunks.windows.marks),
     }
 

@@ -25,7 +25,7 @@ from tests.processes import n_tasks
 from tests.rows import rows
 
 HASTE = Config(
-    retry_s=0.1, retry_cap_s=0.4, hello_s=4.0, open_s=20.0, drain_s=4.0, max_silence_s=3.0, idle_s=0.3, open_wait_s=6.0,
+    retry_s=0.1, hello_s=4.0, open_s=20.0, drain_s=4.0, max_silence_s=3.0, idle_s=0.3, open_wait_s=6.0,
     send_wait_s=6.0,
 )  # fmt: skip
 """What is silent is given up soon; not so soon that on a busy machine a turn of all peers takes as long."""

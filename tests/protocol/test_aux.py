@@ -60,23 +60,6 @@ def counts(world: World) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("aux", ["packed", "rows"])
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_a_row_arrives(aux: str, path: str) -> None:
-    world = World(aux=aux, path=path)
-    handle, out = begin(world)
-    world.run(QUIET_S)
-    holds(world, handle)
-    assert out.state is State.SUCCESS
-    assert out.released
-    assert handle.released
-    assert counts(world) == (int(aux == "rows"), 0)
-    closes = [item for item in world.log if "CloseOk" in item]
-    assert any("packed=True" in line for line in closes) == (aux == "packed")
-    assert_flat(world)
-    assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
-
-
-@pytest.mark.parametrize("aux", ["packed", "rows"])
 def test_a_column_of_another_shape_is_left_out_and_named_by_both(aux: str) -> None:
     other = COLUMNS[1]._replace(shape=(6,))
     world = World(aux=aux, dst_columns=(COLUMNS[0], other))
@@ -104,43 +87,6 @@ def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, oth
 
 
 # What goes wrong on the way.
-
-
-def test_close_that_overtakes_the_rows_tag_is_no_success() -> None:
-    """I5: the row may not be here yet, whatever the writer says."""
-    world = World(aux="rows")
-    world.hold(lambda item: item.kind == "tag" and is_row(item))
-    handle, _ = begin(world)
-    world.run(1.0)
-    writer = next(iter(handle.writers.values()))
-    assert writer.closing is not None
-    assert writer.coverage is not None
-    assert writer.coverage.complete
-    assert handle.state is State.TRANSFERRING
-    world.free()
-    world.run(2.0)
-    holds(world, handle)
-
-
-@pytest.mark.parametrize("fences", [True, False])
-def test_a_lost_session_keeps_the_row_until_it_is_fenced(fences: bool) -> None:
-    """I2: with staged chunks only the row is memory of the room that its writer was told of."""
-    world = World(aux="rows", fences=fences)
-    world.hold(lambda item: item.kind == "write" and is_row(item))
-    handle, _ = begin(world)
-    world.run()
-    session = next(iter(world.decode[0].core.sessions.values()))
-    world.decode[0].core.lose(session, TransportError("gone"), world.now)
-    assert handle.state is State.FAILED
-    assert not handle.released
-    world.prefill[0].alive = False  # nobody proves anything
-    world.carry(world.decode[0])
-    world.run(1.0)
-    assert handle.released == fences
-    assert world.decode[0].core.holds(session) != fences
-    if not fences:
-        world.free()
-        world.run(2.0)  # lands, and the room's part is still open
 
 
 @pytest.mark.parametrize("partly", [False, True])

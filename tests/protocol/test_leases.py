@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable, RequestQueue
+from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
 from pdstage.protocol.messages import LaneSpan, SessionId
 
 LANE = 2048
@@ -117,32 +117,3 @@ def test_recall_c_on_the_bytes_of_a_quarantined_span_one_lap_on() -> None:
     held.release(above, 0.0)
     assert not held.to_recall(0.0, 1000.0, 1000.0)
     assert held.lanes[0].watermark == other.cursor, "the watermark passed the stuck span as if padding"
-
-
-def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
-    """Rooms that give up while they wait leave nothing behind (I14)."""
-    held = leases()
-    grant(held, ask(A, 0, LANE), ask(A, 1, LANE), ask(A, 2, LANE))
-    for epoch in range(2, 2000):
-        held.enqueue(ask(A, 0, 256, epoch=epoch))
-        held.forget_requests(A, epoch)
-    assert len(held.queue._queues[A]) <= 64 + 4 * 2
-    held.forget_requests(A)
-    assert not held.queue._queues
-    assert not held.queue.n_waiting
-
-
-def test_urgent_requests_in_front_of_one_that_waits_leave_nothing_behind() -> None:
-    """Each is a new front of its session, and the one that waits is the front again after each (I14)."""
-    queue = RequestQueue()
-    queue.add(ask(A, 0, 256, priority=9))
-    blocker = ask(B, 1, 256, priority=5)
-    queue.add(blocker)
-    for chunk in range(2, 2000):
-        urgent = ask(A, chunk, 256)
-        queue.add(urgent)
-        assert queue.first(()) is urgent
-        queue.remove(urgent)
-        assert queue.first(()) is blocker
-    assert len(queue._fronts) <= 64 + 4 * 2
-    assert len(queue._queues[A]) <= 64 + 4 * 2

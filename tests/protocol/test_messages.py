@@ -87,14 +87,6 @@ def test_a_damaged_tag_raises_peer_error_only(tag: wire.Tag, data: st.DataObject
         assert str(error)
 
 
-@given(st.binary(max_size=100))
-def test_a_garbage_tag_raises_peer_error_only(data: bytes) -> None:
-    with pytest.raises(PeerError):
-        wire.tag_session(data)
-    with pytest.raises(PeerError):
-        wire.decode_tag(data, NAMES)
-
-
 def test_a_tag_about_an_unknown_component_is_refused() -> None:
     data = wire.encode_tag(wire.Tag(m.SessionId(1, 2), 3, 4, 5, 6, (Rect("swa", 0, 1, 0, 1),)), NAMES)
     with pytest.raises(PeerError, match="component number 2"):

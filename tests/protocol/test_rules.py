@@ -4,66 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.prefill_chunks import SendBuffers
 from pdstage.protocol.state import ChunkPhase, State
-from tests.pair import World, assert_flat, is_kind, is_message, nth
+from tests.pair import World, is_kind, is_message
 
 LEASE = 512
-
-
-def not_lost(world: World) -> bool:
-    return all(node.core.counters.sessions_lost == 0 for node in world.nodes())
-
-
-@pytest.mark.parametrize("lost", [m.Abort, m.Drained])
-def test_abort_is_repeated_until_drained(lost: type) -> None:
-    """Long before drain_s, which would cost the session (I4)."""
-    world = World(drain_s=50.0)
-    world.hold(is_kind("write"))
-    handle, _ = world.serve(1)
-    world.drop(nth(0, is_message(lost)))
-    world.abort(world.decode[0], handle, "changed its mind")
-    world.release_held()
-    world.run(until=5.0)
-    assert handle.released
-    assert not_lost(world)
-
-
-def test_close_failed_is_repeated() -> None:
-    """Decode hears of the failure long before it would have to guess (I4, I10)."""
-    world = World(transfer_s=50.0, wait_s=50.0)
-    handle = world.receive(1)
-    sender = world.submit(1)
-    world.run()
-    world.drop(nth(0, is_message(m.CloseFailed)))
-    world.abort(world.prefill[0], sender, "out of memory")
-    world.run(until=5.0)
-    assert handle.state is State.FAILED
-    assert "out of memory" in str(handle.error)
-    assert handle.released
-    assert not_lost(world)
-
-
-def test_an_abort_that_overtakes_every_open_is_answered() -> None:
-    """Of an epoch that prefill never heard of nothing is in flight: Drained (I4, I10)."""
-    world = World(drain_s=50.0)
-    greeted = world.announce(0)
-    world.run()
-    world.drop(is_message(m.Open))
-    handle = world.receive(1)
-    world.run(until=1.0)
-    for room in (greeted, handle):
-        world.abort(world.decode[0], room, "changed its mind")
-    world.run(until=3.0)
-    assert handle.released
-    world.run(until=40.0)
-    assert not_lost(world)
-    assert_flat(world)
 
 
 def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
@@ -77,7 +25,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     said = world.say(world.decode[0], m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),)))
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.leases.contended
-    assert [lease.phase for lease in decode.leases.of_session(session)] == ["quarantined"]
+    assert [lease.phase for lease in decode.leases.of(session)] == ["quarantined"]
 
 
 def test_a_writer_that_sent_all_succeeds_though_it_finishes_late() -> None:
@@ -106,9 +54,9 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     world.serve(2)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    assert [decode.leases.is_open(lease) for lease in decode.leases.of_session(session)] == [True, False]
+    assert [decode.leases.is_open(lease) for lease in decode.leases.of(session)] == [True, False]
     decode.lose(session, PeerError("the test says so"), world.now)
-    assert [(lease.phase, lease.cursor) for lease in decode.leases.of_session(session)] == [("quarantined", 0)]
+    assert [(lease.phase, lease.cursor) for lease in decode.leases.of(session)] == [("quarantined", 0)]
 
 
 def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
@@ -120,13 +68,13 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     (session,) = decode.sessions.values()
     decode.lose(session, PeerError("the test says so"), world.now)
     decode.fenced(session, world.now)
-    assert [lease.phase for lease in decode.leases.of_session(session)] == ["landed"]
+    assert [lease.phase for lease in decode.leases.of(session)] == ["landed"]
     assert not handle.released
     world.carry(world.decode[0])
     world.rules.clear()
     world.release_held()
     world.run()
-    assert not decode.leases.of_session(session)
+    assert not decode.leases.of(session)
     assert handle.released
 
 

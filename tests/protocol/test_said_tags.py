@@ -8,7 +8,7 @@ from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.state import State
-from tests.pair import World, assert_flat, is_kind, is_message, nth
+from tests.pair import World, is_kind, is_message, nth
 
 TAGGED = is_message(m.Tagged)
 
@@ -19,22 +19,6 @@ def saying(**shape: object) -> World:
 
 def said(world: World) -> int:
     return sum(" Tagged(" in line for line in world.log)
-
-
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_a_room_of_several_chunks(path: str) -> None:
-    """Each write's tag is said once, when it is done; with checksums, which travel in it (I5)."""
-    world = saying(prefill=2, decode=2, path=path, checksums=True)
-    rooms = [world.receive(1, 16, [0, 1, 2, 3], rank) for rank in range(2)]
-    for rank in range(2):
-        world.send(1, 16, [4, 5, 6, 7], rank, step=4)
-    world.run()
-    for rank, room in enumerate(rooms):
-        world.check(room, 1, 16, rank)
-    assert said(world) == 8
-    assert not any(line.startswith("tag ") for line in world.log)
-    assert sum(node.core.counters.tags_stale for node in world.decode) == 0
-    assert_flat(world)
 
 
 def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:

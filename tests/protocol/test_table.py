@@ -10,7 +10,7 @@ from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.state import State
-from tests.pair import World, assert_flat, is_kind, is_message
+from tests.pair import World, assert_flat, is_kind, is_message, snapshot
 
 LEASE = 512
 
@@ -109,10 +109,10 @@ UNKNOWN = [
 def test_what_is_answered_about_an_unknown_epoch(side: str, message: m.AnyMessage, answer: list[m.AnyMessage]) -> None:
     world = met(World())
     (node,) = getattr(world, side)
-    before = node.core.snapshot()
+    before = snapshot(node.core)
     for _ in range(2):  # as often as it is asked
         assert world.say(node, message) == answer
-    assert node.core.snapshot() == before
+    assert snapshot(node.core) == before
 
 
 def failed(world: World) -> tuple[int, State]:
@@ -174,7 +174,7 @@ def test_reserve_is_answered_by_its_attempt() -> None:
     assert reserve(0) == []
     (second,) = reserve(2)
     assert (second.attempt, second.cursor) == (2, first.cursor + LEASE)
-    assert len(node.core.leases.snapshot()[0]) == 1
+    assert len(node.core.leases.live()) == 1
 
 
 def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:

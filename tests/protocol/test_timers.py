@@ -7,21 +7,6 @@ import weakref
 from pdstage.protocol.timers import Timers
 
 
-def test_a_consumer_may_set_and_cancel_while_it_is_served() -> None:
-    timers = Timers()
-    for key in "abc":
-        timers.set(key, 1.0)
-    served = []
-    for key in timers.due(1.0):
-        served.append(key)
-        if key == "a":
-            timers.cancel("b")
-            timers.set("d", 0.5)
-            timers.set("a", 2.0)
-    assert served == ["a", "d", "c"]
-    assert timers.next_at() == 2.0
-
-
 def test_memory_is_of_live_moments_only() -> None:
     """A key set again and again, as a repeated question is, leaves nothing behind (I14)."""
     timers = Timers()

@@ -18,10 +18,6 @@ LEASE = 512
 """Staged bytes of 8 tokens of one rank's pool in these worlds: 4 views of 128 bytes."""
 
 
-def about(epoch: int, *kinds: type):
-    return lambda item: item.kind == "frame" and isinstance(item.message, kinds) and item.message.epoch == epoch
-
-
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path: str) -> None:
     """Its "nothing in flight" proves nothing for the old process, whose write may still land (I2, I6)."""
@@ -39,7 +35,7 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     assert again.state is State.WAITING_FOR_INPUT, "a new session with the new process"
     core = world.decode[0].core
     if path == "staged":
-        (lease,) = core.leases.of_session(old_session)
+        (lease,) = core.leases.of(old_session)
         assert lease.phase == "quarantined"
         assert handle.released, "no page of the room was open to the writer"
     else:
@@ -83,50 +79,6 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     assert_flat(world)
 
 
-def test_a_session_that_takes_its_lease_after_the_last_watermark_advance() -> None:
-    """It must still learn it: every Lease carries the mark, and a closed lease is asked about again (I4, I11)."""
-    world = World(prefill=2, instances=True, lane_nbytes=LEASE)
-    world.drop(is_message(m.Watermark))
-    world.hold(about(2, m.Lease))
-    world.hold(is_kind("scatter"))
-    handles = [world.receive(room, prefill=room - 1) for room in (1, 2)]
-    for room in (1, 2):
-        world.send(room, rank=room - 1)
-        world.run()
-    world.release_held(is_kind("scatter"))
-    world.run()
-    assert world.decode[0].core.leases.lanes[0].watermark == LEASE, "the last advance there will be"
-    world.rules = world.rules[:1]
-    world.release_held()
-    world.run()
-    assert not handles[1].ended, "its lease was granted closed, before the advance"
-    world.run(until=1.0)
-    for room, handle in enumerate(handles, 1):
-        world.check(handle, room)
-
-
-def test_bytes_of_a_failed_post_that_land_later() -> None:
-    """Drained and NoSession would be lies: what was lent stays carved out until the session is fenced (I2)."""
-    world = World(fences=False)
-    world.hold(is_kind("write"))
-    handle, sent = world.serve(1)
-    (session,) = world.decode[0].core.sessions.values()
-    core = world.prefill[0].core
-    (ticket,) = core.chunks.flights
-    core.chunks.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
-    world.carry(world.prefill[0])
-    world.run(until=60.0)
-    assert handle.state is sent.state is State.FAILED
-    assert sent.released, "a failed post reads no more"
-    assert [lease.phase for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
-    world.decode[0].core.fenced(session, world.now)
-    world.carry(world.decode[0])
-    world.held.clear()
-    world.run(until=120.0)
-    assert handle.released
-    assert_flat(world)
-
-
 def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet() -> None:
     """A gather may go straight into the lease, where that is mapped: it is a write like any other (I2)."""
     world = World(fences=False)
@@ -141,10 +93,10 @@ def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet
     world.carry(world.prefill[0])
     world.run(until=60.0)
     assert handle.state is State.FAILED
-    assert [lease.phase for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
+    assert [lease.phase for lease in world.decode[0].core.leases.of(session)] == ["quarantined"]
     world.free()
     world.run(until=120.0)
-    assert not world.decode[0].core.leases.of_session(session)
+    assert not world.decode[0].core.leases.of(session)
     assert_flat(world)
 
 
@@ -164,7 +116,7 @@ def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     world.carry(world.prefill[0])
     world.run(until=60.0)
     for node, session in zip(world.decode, sessions, strict=True):
-        assert [lease.phase for lease in node.core.leases.of_session(session)] == ["quarantined"]
+        assert [lease.phase for lease in node.core.leases.of(session)] == ["quarantined"]
 
 
 def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:

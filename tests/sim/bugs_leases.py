@@ -62,7 +62,7 @@ MUTANTS = [
         "6 written once, I15",
         "_written",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
             return
 """,
         """            chunk.phase = ChunkPhase.READY
@@ -75,11 +75,11 @@ MUTANTS = [
         "6 unknown outcome, I2",
         "_written",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
             return
 """,
         """            chunk.phase = ChunkPhase.DROPPED
-            self._owner.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error, now)
             return
 """,
         "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",
@@ -324,8 +324,8 @@ MUTANTS = [
         "the last come is served first",
         "6 order, I12",
         "add",
-        "        place = (request.priority, self._n_arrived)\n",
-        "        place = (request.priority, -self._n_arrived)\n",
+        "        request.place = self._n_arrived\n",
+        "        request.place = -self._n_arrived\n",
         "tests/protocol/test_leases.py",
     ),
     Mutant(

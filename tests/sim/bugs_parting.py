@@ -1,4 +1,4 @@
-"""Deliberate bugs in how sessions end that nobody needs, who makes place at the limit, and how greetings back off."""
+"""Deliberate bugs in how sessions end that nobody needs, how many there may be, and how greetings back off."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ MUTANTS = [
         "idle sessions never end",
         "parting, I14",
         "need_of",
-        "        return SPARE if session.spare or now - session.used_at >= self.config.idle_s else IDLE",
+        "        return SPARE if now - session.used_at >= self.config.idle_s else IDLE",
         "        return IDLE",
     ),
     _bug(
         "a session is idle from its beginning",
         "parting, idle_s",
         "_moves_on",
-        "            session.used_at, session.spare = now, False",
-        "            session.spare = False",
+        "            session.used_at = now",
+        "            pass",
     ),
     _bug(
         "Bye is not repeated",
         "parting, I4",
         "_say_bye",
-        """        self.endpoint.back_off(("bye", session), now, n_byes, session.id.decode)
+        """        self.endpoint.back_off(("bye", session), now, session.n_byes, session.id.decode)
 """,
         "",
     ),
@@ -49,25 +49,18 @@ MUTANTS = [
         "        if True:\n",
     ),
     _bug(
-        "at the limit prefill lets the latest go",
-        "max_peers",
-        "_ask_idlest",
-        "        idlest = min(unused",
-        "        idlest = max(unused",
-    ),
-    _bug(
         "decode has as many peers as it likes",
         "max_peers, I14",
-        "make_place",
-        "        if len(unused) < n_over:",
+        "_admit",
+        "        if n_peers > most:",
         "        if False:",
     ),
     _bug(
         "greetings do not back off",
-        "retry_cap_s",
+        "retry_s",
         "back_off",
-        "self.config.retry_s * 2.0 ** min(n_tries, 64)",
-        "self.config.retry_s",
+        "min(2 ** min(n_tries, 5), 20)",
+        "1",
     ),
     _bug(
         "greetings go on after hello_s",

@@ -122,9 +122,9 @@ MUTANTS = [
         "Open of a room not submitted yet is dropped",
         "7 Open, I11",
         "park",
-        """        held, others = self.pending.add(destination)
+        """        self.pending.setdefault(opened.room, {})[destination] = None
 """,
-        "        held, others = True, []\n",
+        "",
     ),
     Mutant(
         "Opened is not heard",
@@ -271,7 +271,7 @@ MUTANTS = [
         """        self.endpoint.repeat(("abort", writer), now)
 """,
         "",
-        "tests/protocol/test_rules.py",
+        "tests/protocol/test_table.py",
     ),
     Mutant(
         "a writer that has not answered is never told that its room was given up",
@@ -285,8 +285,8 @@ MUTANTS = [
         "an Abort of an earlier epoch gives up the room that is wanted again",
         "7 Abort, I6",
         "_give_up",
-        "        if later > abort.epoch:\n",
-        "        if later > abort.epoch and False:\n",
+        "session.asking.get(key, -1)]) > abort.epoch:\n",
+        "session.asking.get(key, -1)]) > abort.epoch and False:\n",
         "tests/protocol/test_given_up.py",
     ),
     Mutant(

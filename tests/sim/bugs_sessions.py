@@ -124,7 +124,7 @@ MUTANTS = [
         "an unanswered Ask is not asked again",
         "7 who asks again, I4",
         "waiting",
-        "asks = [m.Wanted(one.room.epoch, one.room.key) for one, asks in zip(unopened, asked, strict=True) if asks]",
+        "asks = [m.Wanted(one.room.epoch, one.room.key) for one in unopened if one.asks]",
         "asks = []",
         "tests/protocol/test_holds.py",
     ),
@@ -184,7 +184,7 @@ MUTANTS = [
         "a fenced session gives nothing back",
         "7 fences, I14",
         "fenced",
-        """        self.lender.session_fenced(session, now)
+        """        self.lender.release_of(session, None, now)
 """,
         "",
     ),
@@ -194,11 +194,11 @@ MUTANTS = [
         "lose",
         """            if destination.in_flight == 0:
                 self.forget(destination)
-        for key""",
+""",
         """            self.chunks.fenced(session, now)
             if destination.in_flight == 0:
                 self.forget(destination)
-        for key""",
+""",
     ),
     Mutant(
         "the connection to a silent peer is kept",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.sim.mutants import Mutant
 
-_WINDOWS = "tests/protocol/test_windows.py"
-
 MUTANTS = [
     Mutant(
         "a writer's window is one view too wide",
@@ -15,19 +13,19 @@ MUTANTS = [
         "<= mark + session.lanes[chunk.lane].nbytes + 128",
     ),
     Mutant(
-        "a rising watermark opens one view too much",
+        "a rising watermark opens what it does not reach",
         "6 window, I2",
         "Windows.raise_mark",
-        "        limit = watermark + session.lanes[lane].nbytes\n",
-        "        limit = watermark + session.lanes[lane].nbytes + 128\n",
+        "        n_open = sum(map(self.is_open, held))\n",
+        "        n_open = len(held)\n",
     ),
     Mutant(
         "the total of what waits for its room never falls",
         "10 limits, I14",
-        "PendingOpens.remove",
-        "        self._total -= nbytes\n",
+        "PrefillRooms.unpark",
+        "        destination.session.parked_nbytes -= destination.parked_nbytes\n",
         "",
-        "tests/protocol/test_pending_opens.py",
+        "tests/protocol/test_rooms.py",
     ),
     Mutant(
         "one dead way is taken for a dead peer",

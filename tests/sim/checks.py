@@ -16,7 +16,7 @@ from pdstage.protocol.lane import ALIGNMENT, Lane
 from pdstage.protocol.leases import Lease
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import State
-from tests.pair import Decode, Prefill, assert_flat
+from tests.pair import Decode, Prefill, assert_flat, snapshot
 from tests.sim.side import Side, Violation
 
 if TYPE_CHECKING:
@@ -180,9 +180,9 @@ class Checks:
         if not old or isinstance(message, ENDINGS) or not node.alive:
             yield
             return
-        before, n = node.core.snapshot(), node.core.counters.frames_stale
+        before, n = snapshot(node.core), node.core.counters.frames_stale
         yield
-        if node.core.snapshot() != before:
+        if snapshot(node.core) != before:
             raise Violation("I6", f"a stale {type(message).__name__} changed {node.name!r}")
         if node.core.counters.frames_stale != n + 1:
             raise Violation("I6", f"a stale {type(message).__name__} was not counted at {node.name!r}")
@@ -195,9 +195,9 @@ class Checks:
         if session is not None and room is not None and not room.ended:
             yield
             return
-        before, n = node.core.snapshot(), node.core.counters.tags_stale
+        before, n = snapshot(node.core), node.core.counters.tags_stale
         yield
-        if node.core.snapshot() != before or node.core.counters.tags_stale != n + 1:
+        if snapshot(node.core) != before or node.core.counters.tags_stale != n + 1:
             raise Violation("I6", f"a stale tag changed {node.name!r}, or was not counted")
 
     # Everything.

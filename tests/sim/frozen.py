@@ -28,7 +28,7 @@ from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import ChunkReceiver
 from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
 from pdstage.protocol.destinations import Chunk, Destination, PrefillRoom
-from pdstage.protocol.handshake import Farewells, HandshakeClient, HandshakeServer
+from pdstage.protocol.handshake import HandshakeClient, HandshakeServer
 from pdstage.protocol.leases import LeaseTable, Lender, RequestQueue
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkSender, Windows
@@ -43,7 +43,7 @@ Core = PrefillCore | DecodeCore
 Handle = DecodeRoom | PrefillRoom
 
 _PARTS = (
-    PrefillCore, DecodeCore, Endpoint, HandshakeServer, HandshakeClient, Farewells, LeaseTable, Lender, PrefillRooms,
+    PrefillCore, DecodeCore, Endpoint, HandshakeServer, HandshakeClient, LeaseTable, Lender, PrefillRooms,
     DecodeRooms, ChunkSender, ChunkReceiver, Windows,
 )  # fmt: skip
 """What a core is made of, itself among them: one of each."""
@@ -187,10 +187,6 @@ def _canonical_buffers(core: PrefillCore) -> None:
     numbers = iter(range(n_buffers))
     core.chunks.flights = {t: (chunk, next(numbers) if b >= 0 else b) for t, (chunk, b) in core.chunks.flights.items()}
     core.chunks.buffers.free = list(numbers)
-    for key, heap in core.chunks.windows.closed.items():
-        core.chunks.windows.closed[key] = [
-            (end, n, chunk) for n, (end, _, chunk) in enumerate(sorted(heap, key=lambda e: e[:2]))
-        ]
 
 
 def _canonical_leases(core: DecodeCore) -> None:

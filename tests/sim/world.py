@@ -351,7 +351,7 @@ class SimWorld(FabricWorld):
             self.carry(node)
 
     def detach(self, node: Prefill | Decode, session: Session) -> None:
-        if isinstance(node, Decode) and node.core.farewells.is_leaving(session.route, session.id):
+        if isinstance(node, Decode) and node.core.handshake.is_leaving(session.route, session.id):
             self.counts["idle"] += 1
         self.put(Item("fence", node, node, lambda: self.fence(node, session), session))
 

@@ -226,7 +226,7 @@ SECTIONS = {
             lambda status: [((name,), n) for name, n in status.sessions_over.items()], ("transport",),
         ),
         Metric(
-            "pdstage_peers_crowded_total", "New peers that arrived at `Config.max_peers`.", "counters.peers_crowded"
+            "pdstage_peers_crowded_total", "New peers refused at `Config.max_peers`.", "counters.peers_crowded"
         ),
         Metric(
             "pdstage_peers_refused_total", "Connections that failed because the keys did not match.",

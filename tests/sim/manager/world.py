@@ -30,7 +30,7 @@ from tests.sim.manager.scenario import Scenario
 from tests.sim.manager.scheduler import Process, Scheduler
 
 CONFIG = Config(
-    retry_s=0.05, retry_cap_s=0.4, hello_s=1.0, open_s=2.0, wait_s=3.0, transfer_s=2.0,
+    retry_s=0.05, hello_s=1.0, open_s=2.0, wait_s=3.0, transfer_s=2.0,
     recall_after_s=0.3, stuck_after_s=0.1, drain_s=1.0, open_wait_s=3.0, send_wait_s=3.0, write_s=2.0,
     fall_back_after_s=0.2, max_silence_s=0.6, idle_s=1.0, max_deadline_s=8.0,
 )  # fmt: skip
