@@ -165,9 +165,9 @@ def test_nobody_gets_in_where_the_handler_is_gone(make):
     """The domain is enforced: libzmq's legacy way lets every key in that knows the server's."""
     keys = fresh()
     server, client = make(keys=keys), make(keys=keys)
-    server._guard.socket.unbind("inproc://zeromq.zap.01")
+    server._guard.sockets[0].unbind("inproc://zeromq.zap.01")
     client.send(client.connect(server.endpoint), [MARKER])
-    told, monitor = 0, server._inflow._monitor
+    told, monitor = 0, server._guard.sockets[1]
     while told not in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_SUCCEEDED):
         assert monitor.poll(DEADLINE_S * 1000), "it did not come to pass"
         told = int.from_bytes(monitor.recv_multipart()[0][:2], sys.byteorder)

@@ -116,6 +116,8 @@ def run_answer(data: bytes) -> None:
 
 # Messages of any number of frames, through both ports.
 
+_MAX_FRAMES = 16
+
 
 class _Ports:
     """A stranger that says anything, and a ROUTER that hears it through the native and through the Python port."""
@@ -123,15 +125,14 @@ class _Ports:
     def __init__(self) -> None:
         self.context = zmq.Context()
         self.strangers, self.routers, self.ports = [], [], []
-        for native in (True, False):
+        for make in (open_port, ControlPort):
             router = self.context.socket(zmq.ROUTER)
             router.setsockopt(zmq.RCVHWM, 4096)
             port = router.bind_to_random_port("tcp://127.0.0.1")
             stranger = self.context.socket(zmq.DEALER)
             stranger.connect(f"tcp://127.0.0.1:{port}")
             bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            using = threading.Lock()
-            self.ports.append(open_port(router, bell, using) if native else ControlPort(router, bell, using))
+            self.ports.append(make(router, bell, threading.Lock(), _MAX_FRAMES))
             self.strangers.append(stranger)
             self.routers.append(router)
 
@@ -145,7 +146,6 @@ def message_seeds() -> list[bytes]:
     return [b"\x01\x00", b"\x02\x05hello\x00", b"\x00", bytes([40]) + bytes(40)]
 
 
-_MAX_FRAMES = 16
 _END = b"end of input"
 
 
@@ -162,7 +162,7 @@ def run_message(data: bytes) -> None:
         heard: list[list[bytes]] = []
         n_malformed = 0
         while not heard or heard[-1] != [_END]:
-            messages, bad = port.recv(64, _MAX_FRAMES, 1 << 20)
+            messages, bad = port.recv(64, 1 << 20)
             heard += [frames for _, frames in messages]
             n_malformed += bad
             if not messages:
