@@ -6,7 +6,6 @@ an address, which may also be etcd's.
 
 from __future__ import annotations
 
-import errno
 import http.client
 import os
 import threading
@@ -92,7 +91,7 @@ class BootstrapServer:
         self._serving = True
 
     def close(self) -> None:
-        """Stops answering and drops every connection. Idempotent. In a forked child it does nothing."""
+        """Stops answering. Idempotent. In a forked child it does nothing."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -100,7 +99,7 @@ class BootstrapServer:
             self._server.shutdown()
         if self._thread is not None:
             self._thread.join()
-        self._server.close()
+        self._server.server_close()
 
 
 class BootstrapClient:
@@ -189,12 +188,6 @@ class BootstrapClient:
             response = connection.getresponse()
             return response.status, response.read(MAX_ANSWER_NBYTES)
         except (OSError, UnicodeError) as error:  # UnicodeError: IDNA, for an invalid name
-            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-                raise TransportError(
-                    f"no file descriptor is left for a request to the bootstrap server at {self.address} ({error})",
-                    remedy="raise the limit of open files (`ulimit -n`), or find what holds them",
-                    address=str(self.address),
-                ) from error
             hung_up = "; if it has keys, pass keys= (--keys)" if isinstance(error, ConnectionResetError) else ""
             raise TransportError(
                 f"no bootstrap server answers at {self.address} ({error})",

@@ -172,9 +172,8 @@ class ControlSocket:
         self._targets_at: dict[bytes, str] = {}  # the same, by route
         self._targets: dict[str, bytes] = {}  # what is connected to, with the key found there
         self._renewed: dict[bytes, bytes] = {}  # libzmq's id of a renewed route
-        self._renewed_from: dict[bytes, bytes] = {}  # the same, by libzmq's id
-        self._let_go: list[bytes] = []
-        """Renewed connections that ended since the last `recv`, which may still give a message of each."""
+        self._renewed_from: dict[bytes, bytes] = {}
+        """The route by every id that a renewal has given it: messages of ended connections may still come."""
         self._gave_up = False
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -244,7 +243,7 @@ class ControlSocket:
             target = self._targets_at.get(route)
             if target is None:
                 return
-            self._drop(target, route)
+            self._drop(target)
             known_as = self._connect(target, Address.parse(target, "tcp"), self._targets[target])
             self._renewed[route], self._renewed_from[known_as] = known_as, route
         self._port.look_again()
@@ -299,11 +298,11 @@ class ControlSocket:
     def _disconnect(self, target: str) -> None:
         route = self._routes.pop(target)
         del self._targets_at[route], self._targets[target]
-        self._drop(target, route)
+        if self._renewed.pop(route, None) is not None:
+            self._renewed_from = {one: to for one, to in self._renewed_from.items() if to != route}
+        self._drop(target)
 
-    def _drop(self, target: str, route: bytes) -> None:
-        if (known_as := self._renewed.pop(route, None)) is not None:
-            self._let_go.append(known_as)
+    def _drop(self, target: str) -> None:
         if self._guard is not None:
             self._guard.forget(target)
         self._gave_up = True
@@ -338,14 +337,11 @@ class ControlSocket:
         """
         if self._guard is not None:
             self._guard.serve()
-        let_go, self._let_go = self._let_go, []
         messages, n_malformed = self._port.recv(_MAX_MESSAGES_A_RECV, MAX_MESSAGE_NBYTES)
         self.counters.malformed += n_malformed
         self.counters.received += len(messages)
         if self._renewed_from:
             messages = [(self._renewed_from.get(route, route), frames) for route, frames in messages]
-        for known_as in let_go:
-            self._renewed_from.pop(known_as, None)
         return messages
 
     def wait(self, timeout_s: float | None, extra_fds: Sequence[int] = ()) -> Ready:
@@ -389,15 +385,15 @@ class ControlSocket:
         """Ends the current or the next `wait`; does nothing once closed. Any thread may call it, cheaply."""
         self._port.wake()
 
-    def fileno(self) -> int:
-        """libzmq's descriptor, edge-triggered: after it turns readable, and after each send, `recv` until empty."""
-        return int(self._socket.getsockopt(zmq.FD))
-
     def filenos(self) -> tuple[int, ...]:
-        """The descriptors that an event loop watches instead of `wait`. After one turns readable, and after each send,
-        it calls `wait(0)` until that returns nothing.
+        """The descriptors that an event loop watches instead of `wait`. libzmq's own is edge-triggered: after one turns
+        readable, and after each send, it calls `wait(0)` until that returns nothing.
         """
-        return (self.fileno(), self._wake_fd, *(self._guard.fds if self._guard is not None else ()))
+        return (
+            int(self._socket.getsockopt(zmq.FD)),
+            self._wake_fd,
+            *(self._guard.fds if self._guard is not None else ()),
+        )
 
     @property
     def closed(self) -> bool:

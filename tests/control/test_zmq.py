@@ -119,22 +119,6 @@ def test_what_was_never_connected_is_not_let_go_of(make):
         node.disconnect(route)
 
 
-def test_disconnect_then_connect_again_at_once(make):
-    """libzmq ends the process when a routing id is used twice, even while the old connection is still closing."""
-    a, b = make(b"a"), make(b"b")
-    routes = set()
-    for _ in range(50):
-        route = a.connect(b.endpoint)
-        routes.add(route)
-        a.send(route, [b"x"])
-        a.disconnect(route)
-        a.disconnect(route)
-    assert len(routes) == 50
-    assert not a.send(route, [b"gone"])
-    # Both sockets live on. Not asked through `a`: see `disconnect` on what its next connection may meet.
-    still_works(b, make(b"c"))
-
-
 def test_a_reconnect_takes_over_its_name(make):
     """Two live connections of one name: the newer is answered, as after a half-open connection."""
     server, newer = make(b"server"), make(b"same")
@@ -233,13 +217,10 @@ def test_what_peers_do_not_take_is_refused_at_the_sender(make):
     ("keys", "garbage"),
     [
         (None, b"GET / HTTP/1.1\r\n\r\n"),
-        (None, b"\x00" * 1000),
-        (None, b"\xff" * 1000),
         (None, b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"),
         (KEYS, b"\x01\x00\x04\x00hell"),  # ZMTP 1.0, which knows no security
         (KEYS, b"\xff" + bytes(8) + b"\x7f\x01\x00\x04\x00hell"),  # 2.0
         (KEYS, b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)),
-        (KEYS, os.urandom(256)),
     ],
 )
 def test_older_protocols_and_garbage_get_nothing_in(make, keys, garbage):
@@ -419,7 +400,7 @@ def test_a_taken_port_is_named(make):
 
 
 def test_listening_beyond_loopback_must_be_asked_for(make):
-    with pytest.raises(UsageError, match="neither encrypted nor authenticated"):
+    with pytest.raises(UsageError, match="neither encrypted nor authenticated.*pdstage keys FILE.*keys=FILE"):
         make(bind="tcp://0.0.0.0:0")
     node = make(bind="tcp://*:0", insecure=True, advertise="127.0.0.1")
     assert node.endpoint.startswith("tcp://127.0.0.1:")
