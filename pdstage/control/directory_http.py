@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
@@ -33,12 +34,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(b"")
 
-    def do_DELETE(self) -> None:
-        self._answer(b"")
-
     def do_PUT(self) -> None:
+        given = self.headers.get("Content-Length", "")
         try:
-            nbytes = api.parse_number(self.headers.get("Content-Length", ""), "Content-Length")
+            nbytes = int(given) if re.fullmatch("[0-9]{1,20}", given) else -1
             api.check_body(nbytes)
         except PdstageError as error:
             self._send(*api.refusal(error))

@@ -265,8 +265,8 @@ def test_a_malformed_request_of_a_member_is_refused_in_words(make, cluster):
     for frames, said in (
         ([b"GET"], b"a request of 1 frames"),
         ([b"GET", b"/etc/passwd", b""], b"there is no resource at '/etc/passwd'"),
-        ([b"PUT", b"/v1/adverts", b"{}"], b"does not decode"),
-        ([b"PUT", b"/v1/adverts", bytes(65537)], b"an advert of 65537 bytes"),
+        ([b"PUT", b"/v1/ask", b"{}"], b"does not decode"),
+        ([b"PUT", b"/v1/ask", bytes(65537)], b"a request of 65537 bytes"),
         ([b"\xff\xfe", b"\xff[", b"\x00"], b"error"),
     ):
         node.send(route, frames)

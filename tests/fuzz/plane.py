@@ -12,7 +12,7 @@ import msgspec
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapClient
 from pdstage.control.directory import MAX_ADVERTS, Directory
-from pdstage.control.directory_api import Adverts
+from pdstage.control.directory_api import Adverts, Lookup, Publish, Withdraw
 from pdstage.control.directory_http import Handler
 from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout.topology import Topology
@@ -55,12 +55,13 @@ def _server() -> _Server:
 
 
 def request_seeds() -> list[bytes]:
-    body = msgspec.json.encode({"advert": _ADVERT, "ttl_s": 15.0})
-    put = b"PUT /v1/adverts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    asked = (
+        Publish(_ADVERT, 15.0), Withdraw("p0", 1, 1 << 60), Lookup(0, "p0"),
+    )  # fmt: skip
+    bodies = [msgspec.json.encode(one) for one in asked]
+    puts = [b"PUT /v1/ask HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(one), one) for one in bodies]
     return [
-        put + body,
-        b"DELETE /v1/adverts/p0/1/%d HTTP/1.1\r\n\r\n" % (1 << 60),
-        b"GET /v1/lookup?instance=p0&dp_rank=0 HTTP/1.1\r\n\r\n",
+        *puts,
         b"GET /v1/instances HTTP/1.1\r\n\r\n",
         b"GET http://[ HTTP/1.1\r\n\r\n",
         b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
