@@ -238,12 +238,9 @@ PYBIND11_MODULE(_native, module) {
 
     py::class_<pdstage::ControlPort>(module, "ControlPort", "The socket of a node; see pdstage.control.port.")
         .def(py::init<const std::string&, std::uintptr_t, int, std::size_t>(), py::arg("library"), py::arg("socket"),
-             py::arg("wake_fd"), py::arg("sealing_nbytes"))
+             py::arg("wake_fd"), py::arg("max_frames"))
         .def("send", &pdstage::ControlPort::send, py::arg("route"), py::arg("frames"))
-        .def("recv", &pdstage::ControlPort::recv, py::arg("max_messages"), py::arg("max_frames"),
-             py::arg("enough_nbytes"))
-        .def("taken", &pdstage::ControlPort::taken, py::arg("connection"))
-        .def("forget", &pdstage::ControlPort::forget, py::arg("connection"))
+        .def("recv", &pdstage::ControlPort::recv, py::arg("max_messages"), py::arg("enough_nbytes"))
         .def("wait", &pdstage::ControlPort::wait, py::arg("timeout_s"), py::arg("fds"))
         .def("wake", &pdstage::ControlPort::wake)
         .def("disconnect", &pdstage::ControlPort::disconnect)

@@ -13,7 +13,6 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -45,8 +44,8 @@ inline py::tuple recv_datagrams(int fd, const std::vector<std::int64_t>& uids, i
 // GIL is also the lock: every call that touches the socket holds it from its first to its last instruction.
 class ControlPort {
   public:
-    ControlPort(const std::string& library, std::uintptr_t socket, int wake_fd, std::size_t sealing_nbytes)
-        : socket_(library, reinterpret_cast<void*>(socket)), wake_fd_(wake_fd), sealing_nbytes_(sealing_nbytes) {}
+    ControlPort(const std::string& library, std::uintptr_t socket, int wake_fd, std::size_t max_frames)
+        : socket_(library, reinterpret_cast<void*>(socket)), wake_fd_(wake_fd), max_frames_(max_frames) {}
 
     int send(const py::bytes& route, const py::sequence& frames) {
         check_open();
@@ -59,27 +58,20 @@ class ControlPort {
         return error;
     }
 
-    py::tuple recv(int max_messages, std::size_t max_frames, std::size_t enough_nbytes) {
+    py::tuple recv(int max_messages, std::size_t enough_nbytes) {
         check_open();
         Received received = std::exchange(aside_, Received());
         for (int i = 0; i < max_messages && received.nbytes < enough_nbytes; ++i)
-            if (!take(received, max_frames)) break;
+            if (!take(received)) break;
         return py::make_tuple(received.messages, received.n_malformed);
     }
 
     // Ends a connection of this socket; 0 or the errno. What `has_message` has begun to take is taken whole before.
-    int disconnect(const std::string& endpoint, std::size_t max_frames) {
+    int disconnect(const std::string& endpoint) {
         check_open();
-        if (take(aside_, max_frames)) wake();
+        if (take(aside_)) wake();
         return socket_.disconnect(endpoint.c_str());
     }
-
-    std::uint64_t taken(int connection) const {
-        const auto found = taken_.find(connection);
-        return found == taken_.end() ? 0 : found->second;
-    }
-
-    void forget(int connection) { taken_.erase(connection); }
 
     py::tuple wait(double timeout_s, const std::vector<int>& fds) {
         using Clock = std::chrono::steady_clock;
@@ -142,18 +134,15 @@ class ControlPort {
     };
 
     // Adds the next message; false if there is none. All of its frames are read before Python may run another thread.
-    bool take(Received& received, std::size_t max_frames) {
+    bool take(Received& received) {
         std::deque<ZmqFrame> frames;
         do {
             const int error = socket_.recv(frames.emplace_back(socket_.api()));
             if (error == EAGAIN && frames.size() == 1) return false;
             if (error != 0) throw std::runtime_error("zmq_msg_recv failed with errno " + std::to_string(error));
         } while (frames.back().more());
-        std::size_t nbytes = 0;
-        for (std::size_t i = 1; i < frames.size(); ++i) nbytes += on_the_wire(frames[i].size() + sealing_nbytes_);
-        taken_[frames[0].connection()] += nbytes;
-        received.nbytes += nbytes;
-        if (frames.size() < 2 || frames.size() > max_frames + 1) {
+        for (std::size_t i = 1; i < frames.size(); ++i) received.nbytes += frames[i].size();
+        if (frames.size() < 2 || frames.size() > max_frames_ + 1) {
             ++received.n_malformed;
             return true;
         }
@@ -176,9 +165,6 @@ class ControlPort {
         return {data, static_cast<std::size_t>(nbytes)};
     }
 
-    // ZMTP 3, RFC 23: flags and a length of one byte, or of eight.
-    static std::size_t on_the_wire(std::size_t nbytes) { return nbytes + (nbytes > 255 ? 9 : 2); }
-
     // ppoll(2), but -1 only for an interrupt.
     static int poll(std::vector<pollfd>& watched, std::chrono::nanoseconds timeout, bool endless) {
         const auto n = static_cast<nfds_t>(watched.size());
@@ -192,8 +178,7 @@ class ControlPort {
 
     ZmqSocket socket_;
     int wake_fd_;
-    std::size_t sealing_nbytes_;
-    std::unordered_map<int, std::uint64_t> taken_;
+    std::size_t max_frames_;
     Received aside_;  // taken before a connection was ended, for the next `recv`
     int n_waiting_ = 0;
     bool wake_pending_ = false;

@@ -172,10 +172,6 @@ def metrics() -> str:
     return "\n".join(lines[1:])
 
 
-def left_out() -> str:
-    return "\n".join(f"* `{name}`: {why}." for name, why in catalogue.LEFT_OUT.items())
-
-
 def variables() -> str:
     """Every environment variable that is read, by whom, and what it may be."""
     head = ["| variable | may be | unset | what for | read by |", "|---|---|---|---|---|"]
@@ -207,7 +203,7 @@ PAGES = {
     TRANSPORTS_PAGE: {"traits": traits},
     ROOT / "docs" / "tune.md": {"tuning": tuning.table},
     ENVIRONMENT_PAGE: {"variables": variables},
-    METRICS_PAGE: {"metrics": metrics, "left-out": left_out},
+    METRICS_PAGE: {"metrics": metrics},
 }
 
 

@@ -32,7 +32,6 @@ struct ZmqApi {
         find(loaded, "zmq_msg_data", msg_data);
         find(loaded, "zmq_msg_size", msg_size);
         find(loaded, "zmq_msg_more", msg_more);
-        find(loaded, "zmq_msg_get", msg_get);
         find(loaded, "zmq_msg_close", msg_close);
         find(loaded, "zmq_errno", last_error);
         void (*version)(int*, int*, int*) = nullptr;
@@ -52,7 +51,6 @@ struct ZmqApi {
     void* (*msg_data)(ZmqMessage*) = nullptr;
     std::size_t (*msg_size)(const ZmqMessage*) = nullptr;
     int (*msg_more)(const ZmqMessage*) = nullptr;
-    int (*msg_get)(const ZmqMessage*, int) = nullptr;
     int (*msg_close)(ZmqMessage*) = nullptr;
     int (*last_error)() = nullptr;
 
@@ -75,13 +73,8 @@ class ZmqFrame {
     const char* data() { return static_cast<const char*>(api_.msg_data(&message_)); }
     std::size_t size() const { return api_.msg_size(&message_); }
     bool more() const { return api_.msg_more(&message_) != 0; }
-    // The descriptor of the connection it came by, which may be reused by now; negative if libzmq does not report
-    // it.
-    int connection() const { return api_.msg_get(&message_, kSrcFd); }
 
   private:
-    static constexpr int kSrcFd = 2;
-
     friend class ZmqSocket;
     const ZmqApi& api_;
     ZmqMessage message_;

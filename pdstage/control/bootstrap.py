@@ -6,13 +6,11 @@ an address, which may also be etcd's.
 
 from __future__ import annotations
 
-import errno
 import http.client
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Self, TypeAlias
-from urllib.parse import quote, urlencode
+from typing import Self, TypeAlias
 
 import msgspec
 
@@ -20,12 +18,19 @@ from pdstage import arguments
 from pdstage.control import directory_curve, directory_http, etcd
 from pdstage.control.address import Address
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
-from pdstage.control.directory_api import KINDS, MAX_ANSWER_NBYTES, UNREADABLE, Put, adverts_of, refusal_of
+from pdstage.control.directory_api import (
+    KINDS,
+    MAX_ANSWER_NBYTES,
+    UNREADABLE,
+    Asked,
+    Lookup,
+    Publish,
+    Withdraw,
+    adverts_of,
+    refusal_of,
+)
 from pdstage.control.keys import Keys, keys_of
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "DirectoryClient", "Incomplete", "client_of"]
 
@@ -39,7 +44,7 @@ class BootstrapServer:
     It listens from construction on. `start()` answers in its own thread until `close()`; `serve_forever()` answers in
     the caller's thread. `address` is the address for peers; with a wildcard host `advertise` names the host. With
     `keys`, a key file's path or `Keys`, it is encrypted and answers only nodes that its keys allow; `address` is then
-    `key@host:port`. Without keys it speaks plain HTTP. `clock` is monotonic seconds. Raises `UsageError` for a bad
+    `key@host:port`. Without keys it speaks plain HTTP. Raises `UsageError` for a bad
     address or key file, `TransportError` if it cannot bind.
     """
 
@@ -50,13 +55,12 @@ class BootstrapServer:
         advertise: str | None = None,
         insecure: bool = False,
         keys: Keys | str | os.PathLike[str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         address, held = Address.parse(bind, "http", listening=True), keys_of(keys)
         advertise = None if advertise is None else arguments.text("advertise", advertise)
         insecure = arguments.flag("insecure", insecure)
         address.check_exposure(insecure, held)
-        self.directory = Directory(clock)
+        self.directory = Directory(time.monotonic)
         self._server: directory_curve.Server | directory_http.Server
         if held is not None:
             self._server = directory_curve.Server(address, self.directory, held, advertise)
@@ -92,7 +96,7 @@ class BootstrapServer:
         self._serving = True
 
     def close(self) -> None:
-        """Stops answering and drops every connection. Idempotent. In a forked child it does nothing."""
+        """Stops answering. Idempotent. In a forked child it does nothing."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -100,7 +104,7 @@ class BootstrapServer:
             self._server.shutdown()
         if self._thread is not None:
             self._thread.join()
-        self._server.close()
+        self._server.server_close()
 
 
 class BootstrapClient:
@@ -139,18 +143,15 @@ class BootstrapClient:
 
     def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
         """Registers or renews a rank. Raises as `Directory.publish`."""
-        self._ask("PUT", "/v1/adverts", msgspec.json.encode(Put(advert, ttl_s)))
+        self._ask(Publish(advert, ttl_s))
 
     def withdraw(self, advert: Advert) -> None:
         """Removes the rank, if this incarnation still holds its place."""
-        place = f"{quote(advert.instance, safe='')}/{advert.topology.unique_rank}/{advert.incarnation}"
-        self._ask("DELETE", f"/v1/adverts/{place}")
+        self._ask(Withdraw(advert.instance, advert.topology.unique_rank, advert.incarnation))
 
     def lookup(self, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]:
         """All ranks of one dp replica, by group rank. Raises as `Directory.lookup`; after `Incomplete`, ask again."""
-        asked = {"dp_rank": dp_rank, "instance": instance}
-        query = urlencode({name: value for name, value in asked.items() if value is not None})
-        return self.read_adverts(self._ask("GET", f"/v1/lookup?{query}"))
+        return self.read_adverts(self._ask(Lookup(dp_rank, instance)))
 
     def read_adverts(self, answer: bytes) -> list[Advert]:
         """The adverts in an answer. Raises `PeerError` for an invalid answer."""
@@ -161,9 +162,12 @@ class BootstrapClient:
 
     def instances(self) -> bytes:
         """All live adverts as JSON, for people: by instance, each advert and the seconds left of its lease."""
-        return self._ask("GET", "/v1/instances")
+        return self._request("GET", "/v1/instances")
 
-    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+    def _ask(self, asked: Asked) -> bytes:
+        return self._request("PUT", "/v1/ask", msgspec.json.encode(asked))
+
+    def _request(self, method: str, path: str, body: bytes = b"") -> bytes:
         if self._keys is not None:
             status, answer = self._ask_curve(self._keys, (method, path, body))
         else:
@@ -189,12 +193,6 @@ class BootstrapClient:
             response = connection.getresponse()
             return response.status, response.read(MAX_ANSWER_NBYTES)
         except (OSError, UnicodeError) as error:  # UnicodeError: IDNA, for an invalid name
-            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-                raise TransportError(
-                    f"no file descriptor is left for a request to the bootstrap server at {self.address} ({error})",
-                    remedy="raise the limit of open files (`ulimit -n`), or find what holds them",
-                    address=str(self.address),
-                ) from error
             hung_up = "; if it has keys, pass keys= (--keys)" if isinstance(error, ConnectionResetError) else ""
             raise TransportError(
                 f"no bootstrap server answers at {self.address} ({error})",

@@ -17,8 +17,6 @@ class ControlCounters:
     """Not sent: the peer has stopped reading, and its queue is full."""
     refused: int = 0
     """Connections that failed, here or at the peer, because the keys did not match."""
-    ended: int = 0
-    """Connections ended because too many of their bytes waited for the end of a message."""
     malformed: int = 0
     """Received and dropped: no frames, or more than `zmq.MAX_FRAMES`."""
 

@@ -1,19 +1,16 @@
 """The directory's requests and answers, for any carrier: a method, a path and a body; a status and JSON.
 
-    PUT    /v1/adverts                                      {"advert": {...}, "ttl_s": 15}
-    DELETE /v1/adverts/{instance}/{unique_rank}/{incarnation}
-    GET    /v1/lookup?instance=NAME&dp_rank=N               both optional where there is one choice
-    GET    /v1/instances                                    everything live, for people
-    GET    /query                                           the same as vLLM's routers ask Mooncake's bootstrap
-    GET    /health
+    PUT  /v1/ask          {"type": "publish", "advert": {...}, "ttl_s": 15}, or of type withdraw or lookup
+    GET  /v1/instances    everything live, for people
+    GET  /query           the same as vLLM's routers ask Mooncake's bootstrap
+    GET  /health
 
 Refusals carry {"error": kind, "what": ..., "remedy": ..., "missing": [...]}; the client raises the same typed error.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from typing import Annotated, TypeAlias, assert_never
 
 import msgspec
 from msgspec import Meta
@@ -28,9 +25,25 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding untrusted JSON may raise: for text that is not UTF-8, for endless nesting, for anything else."""
 
 
-class Put(msgspec.Struct, frozen=True):
+class Publish(msgspec.Struct, frozen=True, tag="publish"):
     advert: Advert
     ttl_s: float
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    instance: str
+    unique_rank: int
+    incarnation: int
+
+
+class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
+    """Both may be left out where there is one choice."""
+
+    dp_rank: int | None = None
+    instance: str | None = None
+
+
+Asked: TypeAlias = Publish | Withdraw | Lookup
 
 
 class Adverts(msgspec.Struct, frozen=True):
@@ -55,7 +68,7 @@ KINDS: tuple[tuple[str, int, type[PdstageError]], ...] = (
 
 # Made before any thread decodes: two threads that decode a type for the first time at once end the process (msgspec
 # 0.22, a null pointer).
-_puts = msgspec.json.Decoder(Put)
+_asks: msgspec.json.Decoder[Asked] = msgspec.json.Decoder(Asked)
 adverts_of = msgspec.json.Decoder(Adverts)
 refusal_of = msgspec.json.Decoder(Refusal)
 
@@ -63,8 +76,7 @@ refusal_of = msgspec.json.Decoder(Refusal)
 def answer(directory: Directory, method: str, target: str, body: bytes) -> tuple[int, bytes]:
     """Status and body. Never raises, whatever the request."""
     try:
-        url = _parse_url(target)
-        return 200, msgspec.json.encode(_answer(directory, method, url.path, parse_qs(url.query), body))
+        return 200, msgspec.json.encode(_answer(directory, method, target, body))
     except PdstageError as error:
         return refusal(error)
 
@@ -75,7 +87,7 @@ def refusal(error: PdstageError) -> tuple[int, bytes]:
     return status, msgspec.json.encode(Refusal(kind, error.what, error.remedy, missing))
 
 
-def _answer(directory: Directory, method: str, path: str, query: dict[str, list[str]], body: bytes) -> object:
+def _answer(directory: Directory, method: str, path: str, body: bytes) -> object:
     match method, path:
         case "GET", "/health":
             return {"status": "ok"}
@@ -86,17 +98,26 @@ def _answer(directory: Directory, method: str, path: str, query: dict[str, list[
             }
         case "GET", "/query":
             return _engines(directory)
-        case "GET", "/v1/lookup":
-            dp_rank = query.get("dp_rank", [None])[0]
-            number = None if dp_rank is None else parse_number(dp_rank, "dp_rank")
-            return Adverts(directory.lookup(query.get("instance", [None])[0], number))
-        case "PUT", "/v1/adverts":
-            return _put(directory, body)
-    parts = path.split("/")
-    if method == "DELETE" and path.startswith("/v1/adverts/") and len(parts) == 6:
-        rank, incarnation = parse_number(parts[4], "unique_rank"), parse_number(parts[5], "incarnation")
-        return {"withdrawn": directory.withdraw(unquote(parts[3]), rank, incarnation)}
+        case "PUT", "/v1/ask":
+            return _carry_out(directory, body)
     raise UsageError(f"there is no resource at {path[:64]!r}", remedy="see the paths in pdstage.control.directory_api")
+
+
+def _carry_out(directory: Directory, body: bytes) -> object:
+    try:
+        asked = _asks.decode(body)
+    except UNREADABLE as error:
+        raise UsageError(f"the request does not decode ({error})", remedy="check the peer's version") from error
+    match asked:
+        case Publish(advert, ttl_s):
+            directory.publish(advert, ttl_s)
+            return {"ttl_s": ttl_s}
+        case Withdraw(instance, unique_rank, incarnation):
+            return {"withdrawn": directory.withdraw(instance, unique_rank, incarnation)}
+        case Lookup(dp_rank, instance):
+            return Adverts(directory.lookup(instance, dp_rank))
+        case _:
+            assert_never(asked)
 
 
 def _engines(directory: Directory) -> dict[str, object]:
@@ -117,28 +138,6 @@ def _engines(directory: Directory) -> dict[str, object]:
     return engines
 
 
-def _put(directory: Directory, body: bytes) -> object:
-    try:
-        put = _puts.decode(body)
-    except UNREADABLE as error:
-        raise UsageError(f"the advert does not decode ({error})", remedy="check the peer's version") from error
-    directory.publish(put.advert, put.ttl_s)
-    return {"ttl_s": put.ttl_s}
-
-
 def check_body(nbytes: int) -> None:
     if not 0 <= nbytes <= MAX_BODY_NBYTES:
-        raise UsageError(f"an advert of {nbytes} bytes", remedy=f"send at most {MAX_BODY_NBYTES}")
-
-
-def parse_number(text: str, name: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 20):
-        raise UsageError(f"{name} is {text[:32]!r}, not a number", remedy="send digits")
-    return int(text)
-
-
-def _parse_url(target: str) -> SplitResult:
-    try:
-        return urlsplit(target)
-    except ValueError as error:
-        raise UsageError(f"{target[:64]!r} is not a path ({error})", remedy="check the request") from error
+        raise UsageError(f"a request of {nbytes} bytes", remedy=f"send at most {MAX_BODY_NBYTES}")

@@ -53,7 +53,7 @@ class Server:
         self._stopping = True
         self._socket.wake()
 
-    def close(self) -> None:
+    def server_close(self) -> None:
         self._socket.close()
 
     def _answer(self, frames: list[bytes]) -> tuple[int, bytes]:

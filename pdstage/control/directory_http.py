@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import re
 import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
@@ -34,12 +34,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(b"")
 
-    def do_DELETE(self) -> None:
-        self._answer(b"")
-
     def do_PUT(self) -> None:
+        given = self.headers.get("Content-Length", "")
         try:
-            nbytes = api.parse_number(self.headers.get("Content-Length", ""), "Content-Length")
+            nbytes = int(given) if re.fullmatch("[0-9]{1,20}", given) else -1
             api.check_body(nbytes)
         except PdstageError as error:
             self._send(*api.refusal(error))
@@ -63,17 +61,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """A thread for each connection, and a close that ends them. It is for loopback and networks that are trusted, so it
-    limits only how long a connection may be silent.
+    """A thread for each connection. It is for loopback and networks that are trusted, so it limits only how long a
+    connection may be silent, and its end may wait for that long.
     """
 
-    daemon_threads = False  # so that closing joins them
+    daemon_threads = False  # so that its end joins them
     request_queue_size = 1024
     """All ranks of a rack may come at once."""
 
     def __init__(self, address: Address, directory: Directory, advertise: str | None) -> None:
         self.directory = directory
-        self._open: set[socket.socket] = set()
         self.address_family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
         host = "" if address.is_wildcard and not address.is_ipv6 else address.host
         try:
@@ -97,19 +94,5 @@ class Server(ThreadingHTTPServer):
         host, port = self.socket.getsockname()[:2]
         self.server_address = self.server_name, self.server_port = str(host), int(port)
 
-    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401  (the base's signature)
-        self._open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
-        self._open.discard(request)
-        super().shutdown_request(request)
-
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         log.debug("bootstrap: the connection from %s broke", client_address, exc_info=True)
-
-    def close(self) -> None:
-        for request in list(self._open):
-            with contextlib.suppress(OSError):  # it was gone already
-                request.shutdown(socket.SHUT_RDWR)  # its handler closes it
-        self.server_close()

@@ -25,7 +25,6 @@ import re
 import ssl
 import threading
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -159,15 +158,13 @@ class Cluster:
         ) from last
 
     def _post(self, member: str, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        for is_again in (False, True):
-            response = self._client.post(member + method, json=body, headers=self._headers(member))
-            try:
-                return _read(response)
-            except Refused as error:
-                if is_again or error.code != _UNAUTHENTICATED or not self.address.user:
-                    raise
-                self._token = ""  # they expire
-        raise AssertionError("the second try returned or raised")
+        try:
+            return _read(self._client.post(member + method, json=body, headers=self._headers(member)))
+        except Refused as error:
+            if error.code != _UNAUTHENTICATED or not self._token:
+                raise
+            self._token = ""  # it has expired
+            return _read(self._client.post(member + method, json=body, headers=self._headers(member)))
 
     def _headers(self, member: str) -> dict[str, str]:
         if not self.address.user:
@@ -188,18 +185,16 @@ class Cluster:
                 ) from error
         return {"Authorization": self._token}
 
-    @contextmanager
-    def watch(self, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """What a watch at the next member tells. Raises `_Quiet` inside after `_QUIET_S` without an event."""
+    def watch(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """What a watch at the next member tells. Raises `_Quiet` after `_QUIET_S` without an event."""
         self._watched += 1
         member = self._members[self._watched % len(self._members)]
         headers = {**self._headers(member), "Grpc-Metadata-hasleader": "true"}  # a member without a leader ends it
         patience = self._http.Timeout(self._timeout_s, read=_QUIET_S)
+        asked = {"json": body, "headers": headers, "timeout": patience}
         try:
-            with self._client.stream(
-                "POST", f"{member}watch", json=body, headers=headers, timeout=patience
-            ) as response:
-                yield (_result(msgspec.json.decode(line)) for line in response.iter_lines() if line)
+            with self._client.stream("POST", f"{member}watch", **asked) as response:
+                yield from (_result(msgspec.json.decode(line)) for line in response.iter_lines() if line)
         except self._http.ReadTimeout as error:
             raise _Quiet from error
 
@@ -287,14 +282,18 @@ class EtcdClient:
         self._prefix = self.address.prefix
         self._leases: dict[str, tuple[Advert, str]] = {}
         self._lock = threading.Lock()
-        self._mirror: Mirror | None = None
+        self._copy: _Copy | None = None
+        """What the watch keeps up to date, from the first look-up on."""
+        self._is_stale = False
+        """The copy must be read anew."""
+        self._heard_at = 0.0
+        self._n_restarts = 0
+        """How often the watch ended otherwise than by silence."""
+        self._closing = threading.Event()
 
     def close(self) -> None:
-        """Ends the watch. What was published stays until it is withdrawn or its lease ends."""
-        with self._lock:
-            mirror, self._mirror = self._mirror, None
-        if mirror is not None:
-            mirror.close()
+        """Ends the watch, within `_QUIET_S`. What was published stays until it is withdrawn or its lease ends."""
+        self._closing.set()
         self._cluster.close()
 
     def __enter__(self) -> Self:
@@ -407,18 +406,16 @@ class EtcdClient:
 
         Returns them by incarnation; those that were withdrawn or fenced before are not among them, nor those that come
         to `where` after this call began. A process counts as alive while it is registered, which is until its lease has
-        ended: 15 s, as nodes publish themselves. For up to `wait_s` seconds that is waited for, and etcd is asked again
-        while it does not answer; then raises `Conflict` or `TransportError`. `PeerError` is as for `publish`.
+        ended: 15 s, as nodes publish themselves. For up to `wait_s` seconds that is waited for; then raises `Conflict`.
+        `TransportError` and `PeerError` are as for `publish`.
         """
         where, end = arguments.text("where", where), time.monotonic() + arguments.number("wait_s", wait_s)
-        meant: set[int] | None = None
+        meant = {incarnation for incarnation, one in self._read().processes().items() if one.is_at(where)}
         fenced: dict[int, Process] = {}
         while True:
             try:
-                if meant is None:
-                    meant = {incarnation for incarnation, one in self._read().processes().items() if one.is_at(where)}
                 self._fence(where, meant, fenced)
-            except (Conflict, TransportError):
+            except Conflict:
                 left_s = end - time.monotonic()
                 if left_s <= 0:
                     raise
@@ -448,16 +445,15 @@ class EtcdClient:
 
     def has_ended(self, incarnation: int) -> bool:
         """Whether this process was fenced, as far as the watch has told; False before the first look-up."""
-        mirror = self._mirror
-        return mirror is not None and mirror.has_ended(incarnation)
+        copy = self._copy
+        return copy is not None and f"{incarnation:016x}" in copy.keys.get(_ENDED, ())
 
     @property
     def watched(self) -> tuple[float, int] | None:
         """When etcd last answered the watch (monotonic seconds; every 5 s where nothing changes), and how often the
         watch was taken up again; None before the first look-up.
         """
-        mirror = self._mirror
-        return (mirror.heard_at, mirror.n_restarts) if mirror is not None else None
+        return (self._heard_at, self._n_restarts) if self._copy is not None else None
 
     # Looking up.
 
@@ -467,10 +463,12 @@ class EtcdClient:
         Raises `TransportError` if etcd has not answered yet; once it has, what it told last is the answer.
         """
         with self._lock:
-            if self._mirror is None:
-                self._mirror = Mirror(self._cluster, self._prefix)
-            mirror = self._mirror
-        return replica(*mirror.find(instance), dp_rank)
+            if self._copy is None:
+                self._copy, self._heard_at = self._read(), time.monotonic()
+                threading.Thread(target=self._follow, name="pdstage-etcd", daemon=True).start()
+            name = choose(self._copy.names(), None) if instance is None else instance
+            held = self._copy.adverts(name)
+        return replica(name, held, dp_rank)
 
     def instances(self) -> bytes:
         """All live adverts as JSON, for people: by instance, each advert and the seconds left of its lease."""
@@ -483,75 +481,44 @@ class EtcdClient:
                 shown.setdefault(name, []).append(line)
         return msgspec.json.encode(shown)
 
-
-class Mirror:
-    """A copy of the keys under `prefix`, kept by a thread."""
-
-    def __init__(self, cluster: Cluster, prefix: str) -> None:
-        self._cluster, self._prefix = cluster, prefix
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._stale = False
-        """Whether the copy must be read anew."""
-        self.n_restarts = 0
-        """How often the watch ended otherwise than by silence."""
-        self._read()
-        self._thread = threading.Thread(target=self._run, name="pdstage-etcd", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """The thread ends within `_QUIET_S`; nobody waits for it."""
-        self._over.set()
-
-    def find(self, instance: str | None) -> tuple[str, dict[int, Advert]]:
-        """The instance that is meant, and its ranks. Raises as `choose`."""
-        with self._lock:
-            name = choose(self._copy.names(), None) if instance is None else instance
-            return name, self._copy.adverts(name)
-
-    def has_ended(self, incarnation: int) -> bool:
-        with self._lock:
-            return f"{incarnation:016x}" in self._copy.keys.get(_ENDED, ())
-
-    def _read(self) -> None:
-        copy = _Copy(self._cluster.ask("kv/range", _range(self._prefix)), self._prefix)
-        with self._lock:
-            self._copy = copy
-        self._stale, self.heard_at = False, time.monotonic()
-
-    def _run(self) -> None:
+    def _follow(self) -> None:
+        """The thread that keeps the copy up to date."""
         failed_at = 0.0
-        while not self._over.is_set():
+        while not self._closing.is_set():
             try:
-                if self._stale:
-                    self._read()
+                if self._is_stale:
+                    copy = self._read()
+                    with self._lock:
+                        self._copy = copy
+                    self._is_stale, self._heard_at = False, time.monotonic()
                 self._watch()
-                self.n_restarts += 1  # the member ended it in order
-                self._over.wait(_AGAIN_S)
+                self._n_restarts += 1  # the member ended it in order
+                self._closing.wait(_AGAIN_S)
             except _Quiet:
                 continue
             except Exception as error:  # noqa: BLE001  (whatever it is, the copy goes on answering)
-                if self._over.is_set():
+                if self._closing.is_set():
                     return
-                if self.heard_at > failed_at:  # else it is still away
-                    log.warning("the watch at %s ended, and is taken up again: %s", self._cluster.address, error)
-                    self.n_restarts += 1
+                if self._heard_at > failed_at:  # else it is still away
+                    log.warning("the watch at %s ended, and is taken up again: %s", self.address, error)
+                    self._n_restarts += 1
                 failed_at = time.monotonic()
-                self._over.wait(_AGAIN_S)
+                self._closing.wait(_AGAIN_S)
 
     def _watch(self) -> None:
-        create = {**_range(self._prefix), "start_revision": str(self._copy.revision + 1)}
-        with self._cluster.watch({"create_request": create}) as told:
-            for answer in told:
-                if self._over.is_set():
-                    return
-                if answer.get("canceled"):
-                    self._stale = True  # compacted, or without a leader
-                    raise TransportError(f"etcd ended it ({answer.get('cancel_reason', 'no reason given')})")
-                with self._lock:
-                    for event in answer.get("events", ()):
-                        self._copy.take(event["kv"], is_deleted=event.get("type") == "DELETE")
-                self.heard_at = time.monotonic()  # its first answer says only that the watch has begun
+        copy = self._copy
+        assert copy is not None
+        create = {**_range(self._prefix), "start_revision": str(copy.revision + 1)}
+        for answer in self._cluster.watch({"create_request": create}):
+            if self._closing.is_set():
+                return
+            if answer.get("canceled"):
+                self._is_stale = True  # compacted, or without a leader
+                raise TransportError(f"etcd ended it ({answer.get('cancel_reason', 'no reason given')})")
+            with self._lock:
+                for event in answer.get("events", ()):
+                    copy.take(event["kv"], is_deleted=event.get("type") == "DELETE")
+            self._heard_at = time.monotonic()  # its first answer says only that the watch has begun
 
 
 class _Copy:

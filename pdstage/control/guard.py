@@ -1,9 +1,9 @@
 """Who may connect to a CURVE socket, and why connections failed.
 
-libzmq asks a ZAP handler (RFC 27) of its context about every client key, and reports handshakes on a monitor socket
-(`inflow`). The thread that waits on the control socket serves both in between, so no extra thread can outlive the
-socket. libzmq's reports wait in a bounded queue. If nothing waits on the socket, the queue fills and libzmq's thread
-waits too. With an enforced ZAP domain, a missing handler lets nobody in.
+libzmq asks a ZAP handler (RFC 27) of its context about every client key, and reports handshakes on a monitor socket.
+The thread that waits on the control socket serves both in between, so no extra thread can outlive the socket. libzmq's
+reports wait in a bounded queue. If nothing waits on the socket, the queue fills and libzmq's thread waits too. With an
+enforced ZAP domain, a missing handler lets nobody in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import socket as sockets
+import struct
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,16 +31,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ZAP = "inproc://zeromq.zap.01"
+_MONITOR = "inproc://pdstage.monitor"
+_EVENT = struct.Struct("=HI")
+_MAX_AT_ONCE = 4096
 _DOMAIN = b"pdstage"
 _ACCEPTED, _GONE = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _GOOD = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _PROTOCOL, _AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
-HANDSHAKE_EVENTS = _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH
-"""The handshake events that `Guard.take_in` needs, beside those of connecting and closing."""
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
-_POLLIN = int(zmq.POLLIN)
 _BROKEN_OFF_IS_FINAL = 3
 """A server that expects another key of itself is silent: it closes the connection, as a server that ends does."""
 
@@ -66,13 +67,18 @@ class Guard:
     ) -> None:
         self._keys = keys
         self._targets = targets
-        self.socket = context.socket(zmq.ROUTER)  # a REP is stuck if a Ctrl-C comes between request and answer
-        self.socket.bind(_ZAP)
+        self._handler = context.socket(zmq.ROUTER)  # a REP is stuck if a Ctrl-C comes between request and answer
+        self._handler.bind(_ZAP)
+        socket.monitor(_MONITOR, _ACCEPTED | _GONE | _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.connect(_MONITOR)
+        self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing until it was found empty once
+        self.sockets = self._handler, self._monitor
+        self.fds = frozenset(int(one.getsockopt(zmq.FD)) for one in self.sockets)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self.fd = int(self.socket.getsockopt(zmq.FD))
         self.port = 0
         """Where the socket listens, once it does. libzmq reports an accepted connection by our end's address."""
         self.refusals: list[Refusal] = []
@@ -85,11 +91,19 @@ class Guard:
         """The socket no longer connects to `target`."""
         self._broken_off.pop(target, None)
 
-    def answer(self) -> None:
-        """Answers libzmq's requests until none is left."""
-        while int(self.socket.getsockopt(zmq.EVENTS)) & _POLLIN:
-            who, empty, *request = self.socket.recv_multipart()
-            self.socket.send_multipart([who, empty, *self._answer(request)])
+    def serve(self) -> None:
+        """Answers libzmq's requests and takes in its events until none is left."""
+        while _is_readable(self._handler):
+            who, empty, *request = self._handler.recv_multipart()
+            self._handler.send_multipart([who, empty, *self._answer(request)])
+        events: list[tuple[int, int, str]] = []
+        while _is_readable(self._monitor):
+            head, endpoint = self._monitor.recv_multipart()
+            events.append((*_EVENT.unpack(head), endpoint.decode()))
+            if len(events) == _MAX_AT_ONCE:
+                self._take_in(events)
+                events = []
+        self._take_in(events)
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """RFC 27: the request is version, id, domain, address, identity, mechanism and the client's key."""
@@ -100,7 +114,7 @@ class Guard:
         self._refuse(address.decode(errors="replace"), f"its key {key.hex()} is not let in here")
         return [version, number, b"400", b"", b"", b""]
 
-    def take_in(self, events: list[tuple[int, int, str]]) -> None:
+    def _take_in(self, events: list[tuple[int, int, str]]) -> None:
         """Takes in monitor events: kind of event, descriptor or reason, endpoint."""
         closed = {value for what, value, _ in events if what == _GONE}  # these descriptors may be reused by now
         for what, value, endpoint in events:
@@ -167,6 +181,10 @@ class Guard:
     def _warn(self, peer: str, error: PeerError) -> None:
         if text := self._log_limit.due(peer, str(error), time.monotonic()):
             log.warning("%s", text)
+
+
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN))
 
 
 def _why_theirs(what: int, value: int) -> str:

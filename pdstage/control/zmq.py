@@ -34,8 +34,7 @@ import zmq
 from pdstage.control.address import Address
 from pdstage.control.counters import ControlCounters
 from pdstage.control.guard import Guard
-from pdstage.control.inflow import Inflow
-from pdstage.control.port import ControlPort, open_port
+from pdstage.control.port import open_port
 from pdstage.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -173,29 +172,28 @@ class ControlSocket:
         self._targets_at: dict[bytes, str] = {}  # the same, by route
         self._targets: dict[str, bytes] = {}  # what is connected to, with the key found there
         self._renewed: dict[bytes, bytes] = {}  # libzmq's id of a renewed route
-        self._renewed_from: dict[bytes, bytes] = {}  # the same, by libzmq's id
-        self._let_go: list[bytes] = []
-        """Renewed connections that ended since the last `recv`, which may still give a message of each."""
+        self._renewed_from: dict[bytes, bytes] = {}
+        """The route by every id that a renewal has given it: messages of ended connections may still come."""
         self._gave_up = False
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        sealing_nbytes = _SEALING_NBYTES if keys is not None else 0
+        sealed_nbytes = max_frame_nbytes + (_SEALING_NBYTES if keys is not None else 0)
         try:
-            for option, value in _options(identity, max_frame_nbytes + sealing_nbytes).items():
+            for option, value in _options(identity, sealed_nbytes).items():
                 self._socket.setsockopt(option, value)
             self._guard = Guard(self._context, self._socket, keys, self._targets) if keys is not None else None
-            self._inflow = Inflow(self._context, self._socket, self._guard, self.counters)
             self.endpoint = self._bind(address, advertise) if address is not None else ""
         except BaseException:
             self._context.destroy(linger=0)
             raise
         # A context that is collected before its sockets waits for them for ever, and garbage is collected in no order.
         # A finalizer that holds them all makes an unclosed node harmless.
-        self._finalizer = weakref.finalize(self, _end, self._context, (self._socket, *self._inflow.sockets))
+        guarding = self._guard.sockets if self._guard is not None else ()
+        self._finalizer = weakref.finalize(self, _end, self._context, (self._socket, *guarding))
         self._finalizer.atexit = False  # at exit the process ends anyway, and a thread may still use them
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._using = threading.Lock()
-        self._port = open_port(self._socket, self._wake_fd, self._using, sealing_nbytes)
+        self._port = open_port(self._socket, self._wake_fd, self._using, MAX_FRAMES)
 
     def _bind(self, address: Address, advertise: str | None) -> str:
         self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
@@ -245,7 +243,7 @@ class ControlSocket:
             target = self._targets_at.get(route)
             if target is None:
                 return
-            self._drop(target, route)
+            self._drop(target)
             known_as = self._connect(target, Address.parse(target, "tcp"), self._targets[target])
             self._renewed[route], self._renewed_from[known_as] = known_as, route
         self._port.look_again()
@@ -300,15 +298,15 @@ class ControlSocket:
     def _disconnect(self, target: str) -> None:
         route = self._routes.pop(target)
         del self._targets_at[route], self._targets[target]
-        self._drop(target, route)
+        if self._renewed.pop(route, None) is not None:
+            self._renewed_from = {one: to for one, to in self._renewed_from.items() if to != route}
+        self._drop(target)
 
-    def _drop(self, target: str, route: bytes) -> None:
-        if (known_as := self._renewed.pop(route, None)) is not None:
-            self._let_go.append(known_as)
+    def _drop(self, target: str) -> None:
         if self._guard is not None:
             self._guard.forget(target)
         self._gave_up = True
-        if failed := self._port.disconnect(target, MAX_FRAMES):
+        if failed := self._port.disconnect(target):
             raise TransportError(f"{target} is not let go of ({zmq.strerror(failed)})", remedy="make a new node")
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
@@ -337,17 +335,13 @@ class ControlSocket:
         """What has arrived, as (route, frames), oldest first; empty if nothing. At most 1024 messages per call, and no
         more after 16 MiB.
         """
-        now = time.monotonic()
-        self._inflow.serve_sometimes(self._port, now)
-        let_go, self._let_go = self._let_go, []
-        messages, n_malformed = self._port.recv(_MAX_MESSAGES_A_RECV, MAX_FRAMES, MAX_MESSAGE_NBYTES)
-        self._inflow.look(self._port, now, drained=not messages)
+        if self._guard is not None:
+            self._guard.serve()
+        messages, n_malformed = self._port.recv(_MAX_MESSAGES_A_RECV, MAX_MESSAGE_NBYTES)
         self.counters.malformed += n_malformed
         self.counters.received += len(messages)
         if self._renewed_from:
             messages = [(self._renewed_from.get(route, route), frames) for route, frames in messages]
-        for known_as in let_go:
-            self._renewed_from.pop(known_as, None)
         return messages
 
     def wait(self, timeout_s: float | None, extra_fds: Sequence[int] = ()) -> Ready:
@@ -356,22 +350,19 @@ class ControlSocket:
         None waits without limit, 0 only checks. `messages` stays true while any is left. One wake-up is reported for
         all calls of `wake` before it. A refusal counts as a wake-up.
         """
-        now = time.monotonic()
-        until = math.inf if timeout_s is None else now + max(0.0, timeout_s)
-        inflow, guard = self._inflow, self._guard
+        until = math.inf if timeout_s is None else time.monotonic() + max(0.0, timeout_s)
+        guard = self._guard
+        guarding = guard.fds if guard is not None else frozenset()
         while True:
-            left_s = -1.0 if timeout_s is None else max(0.0, until - now)
-            pause_s = 0.0 if guard is not None and guard.refusals else inflow.pause_s(left_s)
-            messages, woken, fds = self._port.wait(pause_s, (*extra_fds, *inflow.fds))
-            now = time.monotonic()
-            if fds and not inflow.fds.isdisjoint(fds):
-                inflow.serve(self._port)
-                fds = tuple(fd for fd in fds if fd not in inflow.fds)
-            if not messages:
-                inflow.look(self._port, now, drained=True)
-            woken = woken or (guard is not None and bool(guard.refusals))
-            if messages or woken or fds or now >= until:
-                return Ready(messages, woken, fds)
+            refused = guard is not None and bool(guard.refusals)
+            left_s = 0.0 if refused else -1.0 if timeout_s is None else max(0.0, until - time.monotonic())
+            messages, woken, fds = self._port.wait(left_s, (*extra_fds, *guarding))
+            if guard is not None and not guarding.isdisjoint(fds):
+                guard.serve()
+                refused = bool(guard.refusals)
+                fds = tuple(fd for fd in fds if fd not in guarding)
+            if messages or woken or refused or fds or time.monotonic() >= until:
+                return Ready(messages, woken or refused, fds)
 
     def take_refusals(self) -> list[tuple[bytes, PeerError]]:
         """The connections that failed on keys since the last call: the route, if this node made it, and why.
@@ -393,15 +384,6 @@ class ControlSocket:
     def wake(self) -> None:
         """Ends the current or the next `wait`; does nothing once closed. Any thread may call it, cheaply."""
         self._port.wake()
-
-    @property
-    def is_native(self) -> bool:
-        """Whether messages go through the C++ extension; else through pyzmq, which is slower beside busy threads."""
-        return not isinstance(self._port, ControlPort)
-
-    def fileno(self) -> int:
-        """libzmq's descriptor, edge-triggered: after it turns readable, and after each send, `recv` until empty."""
-        return int(self._socket.getsockopt(zmq.FD))
 
     @property
     def closed(self) -> bool:

@@ -44,7 +44,6 @@ CAPPED = {
     "DecodeRooms._given_up": 4096,
     "Roster._ended": 65_536,  # for `completions`
     "LogLimit._windows": 1024,
-    "Inflow._open": 4096,  # by descriptor: libzmq does not say which it closed itself, and numbers are used again
 }
 """Tables that remember the last so many of what is over, by design."""
 

@@ -135,8 +135,8 @@ def test_a_compacted_watch_reads_the_table_anew(make, server, monkeypatch):
     client, reader = make(), make()
     client.publish(advert(0, tp=1))
     assert found(reader)
-    assert reader._mirror is not None
-    reader._mirror._copy.revision = 1  # as if it had been away since the beginning
+    assert reader._copy is not None
+    reader._copy.revision = 1  # as if it had been away since the beginning
     for n in range(2):
         client.publish(advert(0, tp=1, incarnation=n + 2))
     server.ask("kv/compaction", {"revision": revision_of(server)})
@@ -233,18 +233,6 @@ def test_a_process_that_comes_to_the_address_while_fencing_waits_is_neither_fenc
     assert list(operator.fence("10.0.0.7", wait_s=WAIT_S)) == [10]
     with pytest.raises(Conflict, match="1 of 1 processes at 10"):
         make().fence("10.0.0.7")
-
-
-def test_fencing_asks_again_while_etcd_is_away(tmp_path, monkeypatch):
-    """As it is while a leader is elected."""
-    with Servers(tmp_path) as servers, EtcdClient(servers.ready().address()) as client:
-        client.publish(at("tcp://10.0.0.8:5", tp=1, incarnation=12), ttl_s=1.0)
-        (member,) = servers.members
-        member.kill()
-        with pytest.raises(TransportError, match="no member of etcd answers"):
-            client.fence("10.0.0.8")
-        monkeypatch.setattr(etcd.time, "sleep", lambda _: member.start() if member.process is None else None)
-        assert list(client.fence("10.0.0.8", wait_s=WAIT_S)) == [12]
 
 
 def test_what_fencing_in_etcd_gives_back(server, monkeypatch):
@@ -354,7 +342,7 @@ def test_while_etcd_is_away_the_copy_answers_and_nodes_count(tmp_path, monkeypat
         reader.close()
 
 
-def test_a_full_etcd_is_said_and_goes_on_once_there_is_room(tmp_path):
+def test_a_full_etcd_is_said_and_ranks_that_are_there_stay(tmp_path):
     with Servers(tmp_path, 1, "--quota-backend-bytes", str(1 << 20)) as servers:
         servers.ready()
         client = EtcdClient(servers.address())
@@ -367,12 +355,6 @@ def test_a_full_etcd_is_said_and_goes_on_once_there_is_room(tmp_path):
             client.publish(advert(1, tp=2, instance="late"))
         assert "defragment" in caught.value.remedy
         client.publish(advert(0, tp=1))  # a renewal takes no room
-        revision = revision_of(servers)
-        servers.ask("kv/compaction", {"revision": revision, "physical": True})
-        servers.ask("maintenance/defragment")
-        for alarm in servers.ask("maintenance/alarm", {"action": "GET"})["alarms"]:
-            servers.ask("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
-        client.publish(advert(1, tp=2, instance="late"))
         client.close()
 
 
@@ -403,10 +385,6 @@ def test_users_and_their_rights(tmp_path, monkeypatch):
         reader._cluster._token = "expired.2"  # its next watch is refused, and it asks for nothing else
         writer.publish(advert(0, tp=1, incarnation=2))
         until(lambda: found(reader) == [advert(0, tp=1, incarnation=2)], "it is seen")
-        reader._cluster._token = "expired.3"
-        until(lambda: reader._cluster._token != "expired.3", "it is let in again")
-        writer.publish(advert(0, tp=1, incarnation=3))
-        until(lambda: found(reader) == [advert(0, tp=1, incarnation=3)], "and goes on watching")
         reader.close()
         with pytest.raises(UsageError, match="does not let user 'nobody' in") as caught:
             EtcdClient(servers.address(user="nobody")).publish(advert(0, tp=1))
@@ -415,8 +393,6 @@ def test_users_and_their_rights(tmp_path, monkeypatch):
         with pytest.raises(PeerError, match="permission denied") as denied:
             EtcdClient(servers.address(user="nobody")).publish(advert(0, tp=1))
         assert "grant" in denied.value.remedy
-        with pytest.raises(PdstageError, match="user name is empty|empty"):
-            EtcdClient(servers.address()).publish(advert(0, tp=1))
         writer.close()
 
 

@@ -29,9 +29,9 @@ advert = Advert(
     instance="p", topology=Topology(), endpoint="tcp://127.0.0.1:9", incarnation=1, layout="it", transports=("local",),
     version=1,
 )
-body = msgspec.json.encode(directory_api.Put(advert, 15.0))
+body = msgspec.json.encode(directory_api.Publish(advert, 15.0))
 directory = Directory(time.monotonic)
-together(lambda: directory_api.answer(directory, "PUT", "/v1/adverts", body))
+together(lambda: directory_api.answer(directory, "PUT", "/v1/ask", body))
 """
 DESCRIPTIONS = """
 one, others = open_transport("local"), [open_transport("local") for _ in range(16)]

@@ -26,10 +26,8 @@ TARGETS = {
     "messages": Target(wire.frame_seeds, wire.run_frame, 20_000, wire.alter_frame),
     "tags": Target(wire.tag_seeds, wire.run_tag, 20_000),
     "descriptions": Target(wire.description_seeds, wire.run_description, 10_000),
-    "datagrams": Target(wire.datagram_seeds, wire.run_datagram, 10_000),
     "requests": Target(plane.request_seeds, plane.run_request, 8_000),
     "answers": Target(plane.answer_seeds, plane.run_answer, 10_000),
-    "frames": Target(plane.message_seeds, plane.run_message, 600, max_nbytes=256),
     "nodes": Target(nodes.seeds, nodes.run, 60, max_nbytes=512),
     "attach": Target(attach.seeds, attach.run, 300, max_nbytes=64),
 }

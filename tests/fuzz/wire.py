@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import zlib
 from functools import cache
 
@@ -163,26 +162,17 @@ def run_tag(data: bytes) -> None:
     assert wire.tag_session(data) == tag.session
 
 
-# Descriptions and datagrams of the local transport.
+# Descriptions of the local transport.
 
-
-class _Ends:
-    """A transport that meets strangers, and an honest one beside it whose memory nobody may touch."""
-
-    def __init__(self) -> None:
-        self.memory = np.zeros(8192, np.uint8)
-        self.honest, self.victim = LocalTransport(), LocalTransport()
-        base = self.memory.ctypes.data
-        self.regions = [Region(base, 4096), Region(base + 4096, 4096)]
-        self.victim.register(self.regions[:1])
-        self.honest.register(self.regions[1:])
-        self.body = self.honest.describe()[4:]
-        self.sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+_MEMORY = np.zeros(4096, np.uint8)
 
 
 @cache
-def _ends() -> _Ends:
-    return _Ends()
+def _ends() -> tuple[LocalTransport, LocalTransport, Region]:
+    """One that meets strangers, an honest one beside it, and memory of the honest one."""
+    honest, region = LocalTransport(), Region(_MEMORY.ctypes.data, _MEMORY.nbytes)
+    honest.register([region])
+    return LocalTransport(), honest, region
 
 
 def description_seeds() -> list[bytes]:
@@ -191,34 +181,16 @@ def description_seeds() -> list[bytes]:
 
 def run_description(data: bytes) -> None:
     """`data`: choices that alter a true description, or, after a first byte of 0xff, the description itself."""
-    ends = _ends()
-    body = data[1:] if data[:1] == b"\xff" else altered_msgpack(ends.body, Draw(data))
-    told = zlib.crc32(body).to_bytes(4, "little") + body
-    if data[:1] == b"\xfe":
-        told = data
-    before = ends.memory.tobytes()
+    victim, honest, region = _ends()
+    body = data[1:] if data[:1] == b"\xff" else altered_msgpack(honest.describe()[4:], Draw(data))
+    described = data if data[:1] == b"\xfe" else zlib.crc32(body).to_bytes(4, "little") + body
     try:
-        ends.victim.connect("peer", told)
-        ends.victim.prepare("peer", ends.regions[1:])
+        victim.connect("peer", described)
+        victim.prepare("peer", [region])
     except PdstageError as error:
         assert len(str(error)) < 1 << 20
     else:
-        target = ends.victim.links["peer"].description
-        assert target.life == ends.honest._inbox.name, "connected to a transport that it was not told of"
+        life = victim.links["peer"].description.life
+        assert life == honest._inbox.name, "connected to a transport that it was not told of"
     finally:
-        ends.victim.disconnect("peer")
-    assert ends.memory.tobytes() == before
-
-
-def datagram_seeds() -> list[bytes]:
-    return [b"", b"tag", *tag_seeds()]
-
-
-def run_datagram(data: bytes) -> None:
-    """Anything may be sent to an inbox; it comes out as it went in, or not at all."""
-    ends = _ends()
-    ends.sender.sendto(data, "\0" + ends.victim._inbox.name)
-    tags = [event.tag for event in ends.victim.poll()]
-    assert tags == [data]
-    for tag in tags:
-        run_tag(tag)
+        victim.disconnect("peer")

@@ -286,8 +286,8 @@ SECTIONS = {
         ),
         Metric(
             "pdstage_control_connections_total",
-            "Connections of the control socket: ended because too much of their input had to be held.",
-            {"control.ended": "ended"}, ("what",),
+            "Connections of the control socket: refused because the keys did not match.",
+            {"control.refused": "refused"}, ("what",),
         ),
     ),
     "What the transport measured": (
@@ -309,9 +309,5 @@ SECTIONS = {
         ),
     ),
 }  # fmt: skip
-LEFT_OUT = {
-    "refused": "the same connections as `peers_refused`, which the core counts",
-}
-"""Counters that are not metrics, and why."""
 
 METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
