@@ -5,6 +5,8 @@ A backend that derives from `Backend` contains only the calls of its library.
 
 from __future__ import annotations
 
+import os
+import threading
 from abc import abstractmethod
 from collections import deque
 from contextlib import contextmanager
@@ -29,11 +31,13 @@ from pdstage.transport.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pdstage.plan.spans import Spans
     from pdstage.transport._peer import Identity, Target
     from pdstage.transport.base import Place
+
+_environment = threading.Lock()
 
 
 class Described(Protocol):
@@ -98,6 +102,23 @@ class Post(NamedTuple):
     tag: bytes
     src: Place
     dst: Place
+
+
+@contextmanager
+def environment_of(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Inside, where a library starts, variables have these values, or with None are not set. One block at a time: what
+    a library that starts elsewhere reads is not changed either.
+    """
+    with _environment:
+        before = {name: os.environ.pop(name, None) for name in changes}
+        os.environ.update({name: value for name, value in changes.items() if value is not None})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 @contextmanager

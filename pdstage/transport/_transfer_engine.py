@@ -20,12 +20,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdstage.errors import TransportError, UsageError
+from pdstage.transport._backend import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +81,9 @@ class Engine:
         self.host = host
         self._lives: dict[tuple[str, int], tuple[str, int]] = {}
         self.raw: Any = library.TransferEngine()
-        with _environment(protocol):
+        # The environment that makes the engine install `protocol` and nothing else.
+        unset = {name: None for names in PROTOCOLS.values() for name in names}
+        with environment_of(unset | dict.fromkeys(PROTOCOLS[protocol], "1")):
             code = self.raw.initialize(host, "P2PHANDSHAKE", protocol, devices)
         if code:
             what = f"Mooncake does not start with protocol {protocol!r}{said(code)}"
@@ -236,21 +238,6 @@ def check_protocol(protocol: str) -> None:
         raise UsageError(f"protocol 'rdma', and no device in {_NICS}", remedy="choose tcp", field="protocol")
     if protocol == "tcp" and os.environ.get("MC_TCP_PROTO") == "1":
         raise UsageError("MC_TCP_PROTO=1: writes would count as done before they have landed", remedy="unset it")
-
-
-@contextmanager
-def _environment(protocol: str) -> Iterator[None]:
-    """The environment that makes the engine install `protocol` and nothing else."""
-    names = [name for chosen in PROTOCOLS.values() for name in chosen]
-    before = {name: os.environ.pop(name, None) for name in names}
-    os.environ.update(dict.fromkeys(PROTOCOLS[protocol], "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def said(code: int) -> str:

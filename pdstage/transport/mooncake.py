@@ -26,7 +26,6 @@ from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport import _rails
 from pdstage.transport._backend import Backend, Link, Post, offered
 from pdstage.transport._fabric import device_ports, own_address
 from pdstage.transport._peer import Here, Identity, own_identity
@@ -66,7 +65,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
 
     `protocol`: "tcp", "rdma", "nvlink" (across nodes) or "nvlink_intra" (within one), the same on both sides. `host`:
     this host's address for peers; default: that of the default route. `devices`: RDMA devices by name, separated by
-    commas; "auto": those nearest to the memory that `near` names, "cuda:N" or "cpu"; empty: Mooncake finds them itself.
+    commas; empty: Mooncake finds them itself.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -85,7 +84,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
     description_type = _Description
     link_type = _Link
 
-    def __init__(self, *, protocol: str = "tcp", host: str = "", devices: str = "", near: str = "cpu") -> None:
+    def __init__(self, *, protocol: str = "tcp", host: str = "", devices: str = "") -> None:
         """Raises `UsageError` for a protocol that is unknown or that host or wheel lack, and for a device that is not
         here or down, else `TransportError`.
         """
@@ -93,7 +92,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
         check_protocol(protocol)
         if host and not _HOST.fullmatch(host):
             raise UsageError(f"host {host!r}", remedy="give an address or a name, without a port", field="host")
-        ports = _rails.auto(near) if devices == "auto" else device_ports(list(filter(None, devices.split(","))))
+        ports = device_ports(list(filter(None, devices.split(","))))
         chosen = ",".join(dict.fromkeys(port.partition(":")[0] for port in ports))  # it takes devices, no ports
         self._engine = Engine.take(protocol, host or own_address(), chosen)
         self._sending = self._engine

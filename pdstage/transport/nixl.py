@@ -98,11 +98,9 @@ class NixlTransport(Backend[_Link, _Description]):
     whole core even when idle.
 
     `devices`: the network devices to use ("mlx5_0", "mlx5_1:1", "eth0"), instead of those that UCX finds or
-    `UCX_NET_DEVICES` names; "auto": the RDMA devices nearest to the memory that `near` names, "cuda:N" or "cpu", and if
-    there are none what UCX finds. `rails`: UCX spreads a large write over at most so many of them; None: over two, as
-    NIXL sets it, or as `UCX_MAX_RMA_RAILS` says. `host`: an address of this machine. If nothing else chooses devices,
-    UCX uses RDMA, loopback and the interface that holds it. `telemetry`: measures each post, for `Done.figures` and
-    the node's metrics.
+    `UCX_NET_DEVICES` names. `host`: an address of this machine. If nothing else chooses devices, UCX uses RDMA,
+    loopback and the interface that holds it. `telemetry`: measures each post, for `Done.figures` and the node's
+    metrics.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -123,28 +121,13 @@ class NixlTransport(Backend[_Link, _Description]):
     link_type = _Link
     max_tag_nbytes = 16 << 20
 
-    def __init__(
-        self,
-        *,
-        devices: Sequence[str] = (),
-        near: str = "cpu",
-        rails: int | None = None,
-        host: str = "",
-        telemetry: bool = False,
-    ) -> None:
+    def __init__(self, *, devices: Sequence[str] = (), host: str = "", telemetry: bool = False) -> None:
         """Raises `UsageError` for a device that this host lacks or that is down, `TransportError` if NIXL's UCX
         plugin does not start.
         """
         super().__init__()
         self.life = f"pdstage.{secrets.token_hex(16)}"
-        self._agent: Any = start(
-            self.life,
-            devices=devices,
-            near=near,
-            rails=rails,
-            host=host,
-            telemetry=telemetry,
-        )
+        self._agent: Any = start(self.life, devices=devices, host=host, telemetry=telemetry)
         self._telemetry, self._warned = telemetry, False
         self.identity = own_identity()
         Here.lives[self.life] = self
