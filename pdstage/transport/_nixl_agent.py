@@ -24,7 +24,6 @@ from pdstage.transport.base import Figures
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pdstage.layout import Region
     from pdstage.transport.base import Ints, Place
 
 
@@ -100,41 +99,6 @@ def start(  # one keyword per choice that NIXL or UCX leaves to its user
     if "UCX" not in agent.backends:
         raise TransportError("NIXL has no UCX plugin here", remedy="install a NIXL with it, or set NIXL_PLUGIN_DIR")
     return agent
-
-
-class Memory:
-    """This process's registrations with NIXL."""
-
-    def __init__(self, agent: Any) -> None:  # noqa: ANN401
-        self._agent: Any = agent
-        self._held: dict[Region, Any] = {}
-
-    def register(self, regions: Sequence[Region]) -> None:
-        """Registers new regions; raises `TransportError` and registers none."""
-        done: dict[Region, Any] = {}
-        try:
-            for region in regions:
-                row = (region.base, region.nbytes, region.device, "")
-                done[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
-        except Errors as error:
-            for held in done.values():
-                attempt(self._agent.deregister_memory, held, ["UCX"])
-            what = f"cannot register {list(regions)}"
-            raise failed(what, error, "check the addresses, and `ulimit -l` for RDMA") from error
-        self._held |= done
-
-    def unregister(self, regions: Sequence[Region]) -> None:
-        for region in regions:
-            try:
-                self._agent.deregister_memory(self._held.pop(region), ["UCX"])
-            except Errors as error:
-                raise failed(f"cannot unregister {region}", error) from error
-
-    def close(self) -> None:
-        for held in self._held.values():
-            attempt(self._agent.deregister_memory, held, ["UCX"])
-        self._held.clear()
-        self._agent = None  # the last reference holds NIXL's thread and sockets
 
 
 def descriptors(addresses: Ints, nbytes: Ints, place: Place) -> Any:  # noqa: ANN401

@@ -81,8 +81,8 @@ def test_the_choice_for_a_node_s_pool_reaches_ucx(monkeypatch, host, options, wa
 
 def test_mooncake_gets_devices_without_their_ports(host):
     mooncake = pytest.importorskip("pdstage.transport.mooncake", exc_type=ImportError)
-    with mock.patch.object(mooncake.Engine, "take", side_effect=InterruptedError) as take:
+    with mock.patch.object(mooncake, "Engine", side_effect=InterruptedError) as start:
         for devices, wanted in (("mlx5_0,mlx5_1", "mlx5_0,mlx5_1"), ("", "")):
             with pytest.raises(InterruptedError):
                 open_transport("mooncake", host="127.0.0.1", devices=devices)
-            assert take.call_args.args == ("tcp", "127.0.0.1", wanted)
+            assert start.call_args.args == ("tcp", "127.0.0.1", wanted)

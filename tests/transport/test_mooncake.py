@@ -157,39 +157,6 @@ def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, p
             a.post("b", [(0, b.base, 5)], b"")
 
 
-@pytest.mark.full
-def test_short_lived_peers_leave_a_bounded_number_of_connections(a, peers, monkeypatch):
-    """I14: what the library keeps of them goes with an engine that wrote to some of them; the one that peers write to
-    stays.
-    """
-    monkeypatch.setattr(mooncake, "MAX_LEFT", 4)
-    told, n_sockets = a.describe(), []
-    for _ in range(24):
-        b = peers()
-        meet(a, b)
-        delivers(a, b, tag=b"")
-        a.disconnect("b")
-        b.kill()
-        b.shut()
-        Log(a).until(lambda: a.proved_dead("b"))
-        a.forget("b")
-        n_sockets.append(a.n_fds("socket"))
-    assert len(a.transport._engines) <= 3
-    assert max(n_sockets[12:]) <= max(n_sockets[:12]) + 8, n_sockets
-    assert a.describe() == told
-
-
-def test_an_engine_that_the_next_transport_takes_reaches_nobody():
-    """I14: else it would never end, with the connections of lives that it wrote to later."""
-    with open_transport("mooncake") as b:
-        with open_transport("mooncake") as a:
-            a.connect("b", b.describe())
-            engine = a._engine
-        with open_transport("mooncake") as a:
-            assert a._engine is engine, "no byte was written: it is kept"
-            assert engine.n_ways == 0
-
-
 def test_a_stopped_peer_keeps_no_other_waiting(a, peers):
     """Row of mooncake: post to a stopped peer.
 

@@ -13,13 +13,11 @@ import pytest
 from transport.conftest import VARIANTS, Pair
 from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, meet
 
-from tests import cuda_double
 from tests.cables import hosts, ip, two_hosts
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
 from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
 from pdstage.transport import PostFailed, open_transport
 from pdstage.transport._nixl_agent import descriptors, is_known
@@ -178,27 +176,6 @@ def test_altered_metadata_is_refused_before_nixl_reads_it(caplog):
     caplog.set_level("INFO")
     assert not is_known(b"nixlSerDes2|...", "pdstage.x")
     assert "is not checked" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("memory", "said"),
-    [
-        (lambda gpu: gpu.allocate(4096), False),
-        (lambda gpu: gpu.allocate(4096, how=cuda_double.POOL), True),
-        (lambda gpu: gpu.expandable([4096], FABRIC | DESCRIPTOR), False),
-        (lambda gpu: gpu.expandable([4096], DESCRIPTOR), True),
-    ],
-    ids=["cudaMalloc", "cudaMallocAsync", "with fabric handles", "without"],
-)
-def test_gpu_memory_that_ucx_moves_without_nvlink_is_warned_of_once(memory, said, monkeypatch, caplog):
-    with cuda_double.use() as gpu, contextlib.closing(open_transport("nixl")) as transport:
-        held = memory(gpu)
-        monkeypatch.setattr(transport._memory, "register", lambda _: None)
-        for address in (held.address, held.address + 64):
-            transport._register([Region(held.address, 64, "cuda"), Region(address, 64)])
-    records = [one.getMessage() for one in caplog.records if "NVLink" in one.getMessage()]
-    assert len(records) == said
-    assert all("expandable_segments:False" in one for one in records)
 
 
 def test_a_death_is_proved_only_once_the_sockets_are_read(monkeypatch):
