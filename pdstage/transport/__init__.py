@@ -5,8 +5,7 @@ A module `x` of this package that defines a class `TRANSPORT` is the transport "
     base                        the verbs, traits and events of every transport; registered ranges and their checks
     _backend                    the base class of the transports here: registrations, peers, tickets, events
     local                       copies within one host, which has:
-        _peer                       another process of this host: its identity, its end, and writes into its memory
-        _mapped                     peers in this process, and peers whose shared memory is mapped
+        _peer                       processes of this host: their identity, their end, and writes into their memory
         _datagrams                  tags between processes
         _device, _cuda_ipc          device memory: exported, mapped and copied
         _segments                   the same for memory of cuMemCreate

@@ -24,12 +24,12 @@ import threading
 import weakref
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import driver, virtual_memory
 from pdstage.transport import _segments
-from pdstage.transport._segments import Segments
+from pdstage.transport._segments import Export
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,15 +44,6 @@ _REMEDY = (
     "leave staging memory to the node, or give memory of cudaMalloc (torch without cudaMallocAsync), or let auto take "
     "another transport"
 )
-
-
-class Block(NamedTuple):
-    """An allocation that another process may open: a handle of 64 bytes, the GPU's UUID, its base and size here."""
-
-    handle: bytes
-    uuid: bytes
-    base: int
-    nbytes: int
 
 
 class Cuda:
@@ -74,8 +65,8 @@ class Cuda:
             context = self._contexts[device] = self.driver.primary(device)
         return driver.Current(self.driver, context)
 
-    def export(self, base: int, nbytes: int) -> Block | Segments:
-        """Exports memory of this process so that another can open it. The caller closes the descriptors of `Segments`.
+    def export(self, base: int, nbytes: int) -> Export:
+        """Exports memory of this process so that another can open it. The caller closes it.
 
         Raises `UsageError` with the reason if the memory cannot be exported.
         """
@@ -102,7 +93,7 @@ class Cuda:
             except driver.DriverError as error:
                 what = f"device memory at {base:#x} cannot be exported: {error}"
                 raise UsageError(what, remedy=_REMEDY) from error
-        return Block(handle, uuid, start, whole)
+        return Export(handle, uuid, start, [whole])
 
     def ordinal(self, uuid: bytes) -> int | None:
         """This process's number of a GPU; None if it is not visible, as with CUDA_VISIBLE_DEVICES of one GPU."""
@@ -120,46 +111,38 @@ class Cuda:
                 for start, whole in _segments.ranges(self.driver, base, nbytes):
                     self._calls.allow(start, whole, device)
 
-    def open(self, exported: Block | Segments, device: int, fetch: Callable[[int], int]) -> Mapping:
+    def open(self, export: Export, device: int, fetch: Callable[[int], int]) -> Mapping:
         """Maps another process's memory for kernels and copies of `device`. Memory that is open already is shared.
         `fetch` turns a descriptor number of that process into a descriptor of this one.
 
         Raises `TransportError` if the driver refuses.
         """
-        key = device, exported.name if isinstance(exported, Segments) else exported.handle
+        key = device, export.name
         with self._lock:
             opened = self._open.get(key)
             if opened is None:
-                opened = self._open[key] = (
-                    self._map_segments(exported, device, fetch)
-                    if isinstance(exported, Segments)
-                    else self._map(exported, device)
-                )
+                try:
+                    with self.on(device):
+                        opened = self._map_segments(export, device, fetch) if export.handles else self._map(export)
+                except driver.DriverError as error:
+                    remedy = "see cuda.h; fabric handles need one IMEX channel for both processes"
+                    raise TransportError(f"the driver does not map it: {error.what}", remedy=remedy) from error
+                self._open[key] = opened
             opened.n_users += 1
         return Mapping(opened.address, partial(self._give_back, device, key))
 
-    def _map_segments(self, segments: Segments, device: int, fetch: Callable[[int], int]) -> _Opened:
-        try:
-            with self.on(device):
-                address = _segments.map_here(self._calls, segments, device, fetch)
-        except driver.DriverError as error:
-            remedy = "see the driver's documentation; fabric handles need one IMEX channel for both processes"
-            raise TransportError(f"the driver does not map it: {error.what}", remedy=remedy) from error
-        return _Opened(address, lambda: virtual_memory.unmap_all(self._calls, address, segments.sizes))
+    def _map_segments(self, export: Export, device: int, fetch: Callable[[int], int]) -> _Opened:
+        address = _segments.map_here(self._calls, export, device, fetch)
+        return _Opened(address, lambda: virtual_memory.unmap_all(self._calls, address, export.sizes))
 
-    def _map(self, block: Block, device: int) -> _Opened:
-        try:
-            with self.on(device):
-                address = self.driver.ipc_open(block.handle)
-        except driver.DriverError as error:
-            raise TransportError(f"the driver does not map it: {error.what}", remedy="see cuda.h") from error
-        opened = _Opened(address, lambda: self.driver.ipc_close(address))
+    def _map(self, export: Export) -> _Opened:
+        address, (nbytes,) = self.driver.ipc_open(export.name), export.sizes
         whole = self.driver.attribute(driver.RANGE_NBYTES, address)  # 0 if the driver does not report it
-        if (address - block.base) % 256 or 0 < whole < block.nbytes:
-            self._unmap(device, opened)
-            what = f"{whole} bytes at {address:#x} for a block of {block.nbytes} at {block.base:#x}"
+        if (address - export.base) % 256 or 0 < whole < nbytes:
+            self.driver.ipc_close(address)
+            what = f"{whole} bytes at {address:#x} for a block of {nbytes} at {export.base:#x}"
             raise TransportError(f"the driver maps {what}", remedy="the peer described another allocation")
-        return opened
+        return _Opened(address, lambda: self.driver.ipc_close(address))
 
     def _give_back(self, device: int, key: tuple[int, bytes]) -> None:
         with self._lock:
@@ -167,14 +150,11 @@ class Cuda:
             opened.n_users -= 1
             if not opened.n_users:
                 del self._open[key]
-                self._unmap(device, opened)
-
-    def _unmap(self, device: int, opened: _Opened) -> None:
-        try:
-            with self.on(device):
-                opened.close()
-        except driver.DriverError as error:  # the device failed: the process's end closes it
-            log.warning("mapped device memory is not closed: %s", error)
+                try:
+                    with self.on(device):
+                        opened.close()
+                except driver.DriverError as error:  # the device failed: the process's end closes it
+                    log.warning("mapped device memory is not closed: %s", error)
 
     def copy_batch(self, spans: Spans, stream: int) -> bool:
         """Enqueues many copies by one call. False if the driver refuses; some copies may have begun then."""

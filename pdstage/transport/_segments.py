@@ -20,7 +20,7 @@ from pdstage.kernels import driver, virtual_memory
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from pdstage.kernels.driver import Cuda
     from pdstage.kernels.virtual_memory import Calls
@@ -32,34 +32,35 @@ _REMEDY = (
 )
 
 
-_MAX_NBYTES = 1 << 48
+_MAX_NBYTES, _HANDLE_NBYTES = 1 << 48, 64
 
 
-class Segments(NamedTuple):
-    """Allocations of `sizes` bytes, to be mapped one behind the other by another process. `name` is unique to this
-    export, `uuid` is the GPU's, and `base` is where the first allocation lies at its owner. One of the two lists of
-    handles has as many entries.
+class Export(NamedTuple):
+    """Device memory that another process may map: allocations of `sizes` bytes, one behind the other from `base` on at
+    their owner, on the GPU `uuid`. `name` is one export's: the handle of CUDA IPC, or for memory of cuMemCreate, which
+    has a descriptor or a fabric handle for each allocation in `handles`, something random.
     """
 
-    name: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    name: Annotated[bytes, Meta(min_length=16, max_length=64)]
     uuid: bytes
     base: int
     sizes: list[Annotated[int, Meta(gt=0, lt=_MAX_NBYTES)]]
-    descriptors: list[Annotated[int, Meta(ge=0, lt=1 << 31)]]
-    fabric: list[Annotated[bytes, Meta(min_length=64, max_length=64)]]
+    handles: list[
+        Annotated[int, Meta(ge=0, lt=1 << 31)]
+        | Annotated[bytes, Meta(min_length=_HANDLE_NBYTES, max_length=_HANDLE_NBYTES)]
+    ] = []  # noqa: RUF012  (nobody appends to it)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes)
+    def holds(self, base: int, nbytes: int) -> bool:
+        """Whether it is consistent, fits the address space, and has all these bytes of its owner's."""
+        whole = sum(self.sizes)
+        n = len(self.handles) or len(self.name) // _HANDLE_NBYTES
+        return n == len(self.sizes) and whole < _MAX_NBYTES and self.base <= base <= base + nbytes <= self.base + whole
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is consistent: one handle per size, and a total that fits the address space."""
-        return len(self.handles) == len(self.sizes) > 0 and self.nbytes < _MAX_NBYTES
-
-    @property
-    def handles(self) -> list[int] | list[bytes]:
-        return self.descriptors or self.fabric
+    def close(self) -> None:
+        """The owner closes its descriptors. No process can map the memory any more; existing mappings stay."""
+        for handle in self.handles:
+            if isinstance(handle, int):
+                os.close(handle)
 
 
 def ranges(library: Cuda, base: int, nbytes: int) -> list[tuple[int, int]]:
@@ -75,7 +76,7 @@ def ranges(library: Cuda, base: int, nbytes: int) -> list[tuple[int, int]]:
     return found
 
 
-def export(library: Cuda, calls: Calls, uuid: bytes, base: int, nbytes: int) -> Segments:
+def export(library: Cuda, calls: Calls, uuid: bytes, base: int, nbytes: int) -> Export:
     """What another process needs to map a region. Raises `UsageError` with the reason if it cannot be exported."""
     found, types = ranges(library, base, nbytes), DESCRIPTOR | FABRIC
     if not found:
@@ -84,8 +85,7 @@ def export(library: Cuda, calls: Calls, uuid: bytes, base: int, nbytes: int) -> 
         types &= library.attribute(driver.HANDLE_TYPES, start)
     if not types:
         raise UsageError(f"device memory at {base:#x} {NO_HANDLES}", remedy=_REMEDY, base=base)
-    descriptors: list[int] = []
-    fabric: list[bytes] = []
+    made = Export(secrets.token_bytes(16), uuid, found[0][0], [size for _, size in found], [])
     try:
         for start, _ in found:
             handle = calls.retain(start)
@@ -93,35 +93,26 @@ def export(library: Cuda, calls: Calls, uuid: bytes, base: int, nbytes: int) -> 
                 exported = calls.export(handle, DESCRIPTOR if types & DESCRIPTOR else FABRIC)
             finally:
                 calls.release(handle)
+            made.handles.append(exported)
             if isinstance(exported, int):
-                descriptors.append(exported)
                 os.set_inheritable(exported, False)
-            else:
-                fabric.append(exported)
     except driver.DriverError as error:
-        close_descriptors(descriptors)
-        place = len(descriptors or fabric) + 1
-        what = f"allocation {place} of {len(found)} of device memory at {base:#x} cannot be exported: {error.what}"
+        made.close()
+        which = f"allocation {len(made.handles) + 1} of {len(found)} of device memory at {base:#x}"
+        what = f"{which} cannot be exported: {error.what}"
         raise UsageError(what, remedy=f"allow a descriptor for each (ulimit -n), or {_REMEDY}", base=base) from error
-    return Segments(secrets.token_bytes(16), uuid, found[0][0], [size for _, size in found], descriptors, fabric)
+    return made
 
 
-def close_descriptors(descriptors: Iterable[int]) -> None:
-    """Closes exported descriptors. No process can map the memory any more; existing mappings stay."""
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-def map_here(calls: Calls, segments: Segments, device: int, fetch: Callable[[int], int]) -> int:
-    """Maps the segments for kernels and copies of `device`, and returns the address here. `fetch` turns a descriptor
+def map_here(calls: Calls, export: Export, device: int, fetch: Callable[[int], int]) -> int:
+    """Maps the allocations for kernels and copies of `device`, and returns the address here. `fetch` turns a descriptor
     number of the owner into a descriptor of this process.
 
     Raises what `fetch` raises, or `DriverError`; nothing stays mapped then.
     """
-    handles = segments.handles
 
     def handle_of(place: int) -> int:
-        exported = handles[place]
+        exported = export.handles[place]
         if isinstance(exported, bytes):
             return calls.adopt(exported)
         descriptor = fetch(exported)
@@ -130,4 +121,4 @@ def map_here(calls: Calls, segments: Segments, device: int, fetch: Callable[[int
         finally:
             os.close(descriptor)
 
-    return virtual_memory.map_all(calls, device, segments.sizes, handle_of)
+    return virtual_memory.map_all(calls, device, export.sizes, handle_of)

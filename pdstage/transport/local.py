@@ -28,8 +28,7 @@ from pdstage.transport import _cuda_ipc
 from pdstage.transport._backend import Backend, Link, Post, offered
 from pdstage.transport._datagrams import MAX_NBYTES, Bell, Inbox, Outbox
 from pdstage.transport._device import KIND, ON_DEVICE, Devices, ExportedRegion, Views
-from pdstage.transport._mapped import Here, There
-from pdstage.transport._peer import Identity, Process, Target, allow_writers, own_identity
+from pdstage.transport._peer import Here, Identity, Process, Target, allow_writers, own_identity
 from pdstage.transport.base import Done, Event, Inbound, Mapped, PostFailed, Ranges, Traits, write_description
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_lik
 class _Link(Link[_Description]):
     """A connected peer: its process, the memory there that may be written, and its tags."""
 
-    def __init__(self, peer: str, description: _Description, target: There | Here) -> None:
+    def __init__(self, peer: str, description: _Description, target: Process | Here) -> None:
         super().__init__(peer, description)
         self.target = target
         self.views = Views()
@@ -153,7 +152,7 @@ class LocalTransport(Backend[_Link, _Description]):
         return write_description(_Description(self.identity, self.life, regions, mappable, self._devices.exported()))
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
-        assert isinstance(target, There | Here)
+        assert isinstance(target, Process | Here)
         fresh = _Link(peer, description, target)
         try:
             fresh.check_alive()
@@ -162,7 +161,7 @@ class LocalTransport(Backend[_Link, _Description]):
             raise
         return fresh
 
-    def _target(self, peer: str, description: _Description) -> There | Here:
+    def _target(self, peer: str, description: _Description) -> Process | Here:
         description.identity.check_reachable_from(self.identity, peer)
         if description.identity == self.identity:
             return Here(description.life)
@@ -172,7 +171,7 @@ class LocalTransport(Backend[_Link, _Description]):
         except BaseException:
             target.close()
             raise
-        return There(target)
+        return target
 
     def _offers(self, link: _Link, region: Region) -> bool:
         known = link.offered_on_devices if region.kind == KIND else link.offered
@@ -182,7 +181,7 @@ class LocalTransport(Backend[_Link, _Description]):
         target = link.target
         views = self._views(link, prepared.regions)
         on_host = [region for region in prepared.regions if region.kind != KIND]
-        if isinstance(target, There):
+        if isinstance(target, Process):
             target.map(link.description.shared, on_host)
         for region in on_host:
             why_not = None if target.mapped(region.base, region.nbytes) else target.why_not_written(region.base)
@@ -211,7 +210,7 @@ class LocalTransport(Backend[_Link, _Description]):
         if link is None or not link.prepared.holds(address, nbytes):
             return None
         on_device = link.views.mapped(address, nbytes)
-        if on_device is not None and isinstance(link.target, There):
+        if on_device is not None and isinstance(link.target, Process):
             return on_device
         on_host = link.target.mapped(address, nbytes)
         return on_device if on_host is not None and on_device is not None else on_host
