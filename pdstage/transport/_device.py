@@ -141,7 +141,7 @@ class Devices:
             what = f"this rank has registered memory on {len(ours)} devices, and peer {peer!r} {len(wanted)} regions"
             raise PeerError(f"{what} of device memory", remedy="local needs one device here, and device memory there")
         (device,) = ours
-        holders = [next(one for one in offered if _inside(region, one)) for region in wanted]
+        holders = [self._holder(peer, region, offered) for region in wanted]
         cuda = self._load()
         try:
             distinct = {(one.base, one.nbytes): one for one in holders}.values()
@@ -150,6 +150,12 @@ class Devices:
         except DriverError as error:
             raise self._refused(peer, str(error)) from error
         return Views(views)
+
+    def _holder(self, peer: str, region: Region, offered: Sequence[ExportedRegion]) -> ExportedRegion:
+        for one in offered:
+            if one.base <= region.base and region.base + region.nbytes <= one.base + one.nbytes:
+                return one
+        raise PeerError(f"peer {peer!r} has no device memory at {region}", remedy="stop using that peer", peer=peer)
 
     def _view(
         self, peer: str, offered: ExportedRegion, cuda: Cuda, device: int, fetch: Callable[[int], int] | None
@@ -203,10 +209,6 @@ class Devices:
         self._copies = None
         self._regions.clear()
         self._exports.clear()
-
-
-def _inside(region: Region, offered: ExportedRegion) -> bool:
-    return offered.base <= region.base and region.base + region.nbytes <= offered.base + offered.nbytes
 
 
 class Ended(NamedTuple):

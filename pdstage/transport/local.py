@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import select
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -49,11 +49,7 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_lik
     """Registered device memory; `regions` contains none of it."""
 
     def offered(self, peer: str) -> Ranges:
-        """Its host memory."""
-        return offered(peer, (Region(*pair) for pair in self.regions))
-
-    def offered_on_devices(self, peer: str) -> Ranges:
-        return offered(peer, (one.region() for one in self.devices))
+        return offered(peer, [*(Region(*pair) for pair in self.regions), *(one.region() for one in self.devices)])
 
 
 class _Link(Link[_Description]):
@@ -64,13 +60,6 @@ class _Link(Link[_Description]):
         self.target = target
         self.views = Views()
         self.outbox = Outbox(description.life)
-
-    def learn(self, description: _Description) -> None:
-        """Keeps what is prepared, mapped or probed; the next `prepare` changes that."""
-        self.offered, self.offered_on_devices = (
-            description.offered(self.peer), description.offered_on_devices(self.peer),
-        )  # fmt: skip
-        self.description = description
 
     def check_alive(self) -> None:
         """Raises `TransportError` if the peer's process ended, even if its pid is in use again, or if it closed its
@@ -89,14 +78,6 @@ class _Link(Link[_Description]):
             remedy="fail its rooms; it may connect again",
             peer=self.peer,
         )
-
-
-class _Copy(NamedTuple):
-    """What to do when a copy of device memory is done."""
-
-    ticket: int
-    link: _Link
-    tag: bytes
 
 
 class LocalTransport(Backend[_Link, _Description]):
@@ -173,10 +154,6 @@ class LocalTransport(Backend[_Link, _Description]):
             raise
         return target
 
-    def _offers(self, link: _Link, region: Region) -> bool:
-        known = link.offered_on_devices if region.kind == KIND else link.offered
-        return known.holds(region.base, region.nbytes)
-
     def _prepare(self, link: _Link, prepared: Ranges) -> None:
         target = link.target
         views = self._views(link, prepared.regions)
@@ -235,7 +212,7 @@ class LocalTransport(Backend[_Link, _Description]):
         error = link.target.why_not(post.spans) if isinstance(link.target, Here) else None
         if error is not None:
             raise error
-        self._devices.start(_Copy(post.ticket, link, post.tag), post.spans, link.views)
+        self._devices.start((post.ticket, link, post.tag), post.spans, link.views)
 
     def _follow_copies(self) -> None:
         for (ticket, link, tag), error, settled in self._devices.ended():
