@@ -134,18 +134,6 @@ def test_shared_memory_is_written_where_no_process_may_write_another(stock, nati
         a.shut()
 
 
-def test_auto_takes_another_transport_where_no_process_may_write_another():
-    pytest.importorskip("nixl")
-    a, b = Remote("auto"), Remote("auto")
-    try:
-        a.forbid_writing_to_processes()
-        meet(a, b)
-        assert a.traits_of("b").name == "nixl"
-    finally:
-        a.kill()
-        b.kill()
-
-
 @as_root
 def test_two_processes_of_a_user_without_capabilities():
     a, b = Remote("local"), Remote("local+shared")

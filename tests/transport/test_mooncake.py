@@ -83,13 +83,6 @@ def test_a_start_that_fails_names_the_code(monkeypatch, tmp_path):
         open_transport("mooncake", protocol="rdma")
 
 
-def test_the_environment_is_as_it_was(monkeypatch):
-    monkeypatch.setenv("MC_FORCE_HCA", "1")
-    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
-    open_transport("mooncake", host="127.0.0.2").close()
-    assert (_transfer_engine.os.environ["MC_FORCE_HCA"], "MC_FORCE_TCP" in _transfer_engine.os.environ) == ("1", False)
-
-
 def test_a_missing_library_names_its_package(monkeypatch):
     """Row of mooncake: library missing. The wheel needs three libraries of the system, which pip cannot install."""
 

@@ -7,17 +7,14 @@ import sys
 from unittest import mock
 
 import msgspec
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transport import mori_double
 from transport.endpoint import NBYTES, Endpoint, Log, delivers, described, meet
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport import PostFailed, Spans, available, open_transport
-from pdstage.transport.base import Ranges, write_description
+from pdstage.transport import PostFailed, available, open_transport
+from pdstage.transport.base import write_description
 
 
 @pytest.fixture
@@ -175,21 +172,3 @@ def test_the_double_does_not_pass_for_the_library():
     """Row of mori: library missing."""
     assert "mori" not in sys.modules or "mori_double" not in str(sys.modules["mori.io"])
     assert available()["mori"] == "" or 'pip install "pdstage[mori]"' in available()["mori"]
-
-
-@given(st.lists(st.tuples(*[st.integers(0, 3), st.integers(0, 14)] * 2, st.integers(1, 2)), min_size=1, max_size=9))
-def test_batches_move_the_same_bytes_in_the_same_order_within_each_pair(rows):
-    """Of four regions on each side, of which two are neighbours."""
-    bases = [1000, 1064, 1200, 1300]
-    side = Ranges("these", [Region(base, 64) for base in bases])
-    want: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for i, src, j, dst, n in rows:
-        want.setdefault((bases[i], bases[j]), []).append((bases[i] + src, bases[j] + dst, n))
-    spans = [(bases[i] + src, bases[j] + dst, n) for i, src, j, dst, n in rows]
-    made = list(mori_double.module.batches(Spans(*np.array(spans, np.int64).T.copy()), side, side))
-    got = {}
-    for ours, theirs, *columns in made:
-        runs = zip(*columns, strict=True)
-        got[ours.base, theirs.base] = [(ours.base + src, theirs.base + dst, n) for src, dst, n in runs]
-    assert len(got) == len(made), "one batch a pair"
-    assert got == want
