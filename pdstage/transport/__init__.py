@@ -8,7 +8,6 @@ A module `x` of this package that defines a class `TRANSPORT` is the transport "
         _peer                       processes of this host: their identity, their end, and writes into their memory
         _datagrams                  tags between processes
         _device, _cuda_ipc          device memory: exported, mapped and copied
-        _segments                   the same for memory of cuMemCreate
     nixl, _nixl_agent           NIXL over UCX
         _sockets                    whether a dead peer's bytes are still in this process's sockets
     mooncake, _transfer_engine  Mooncake's Transfer Engine

@@ -53,7 +53,7 @@ class AutoTransport(Transport):
         self._ways = {way.traits.name: way for way in ways}
         self.traits = _weakest("auto", ways)  # type: ignore[misc]
         self._own = Ranges("this process's registered memory")
-        self._offers: dict[str, dict[str, bytes]] = {}
+        self._offers: dict[str, Mapping[str, bytes]] = {}
         self._over: dict[str, Transport] = {}
         self._met: dict[str, dict[str, Transport]] = {}
         self._closed = False

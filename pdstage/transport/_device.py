@@ -17,7 +17,7 @@ from msgspec import Meta
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.kernels.driver import DriverError
 from pdstage.layout import Region
-from pdstage.transport._segments import Export  # noqa: TC001  (msgspec resolves it at run time)
+from pdstage.transport._cuda_ipc import Export  # noqa: TC001  (msgspec resolves it at run time)
 from pdstage.transport.base import Mapped
 
 if TYPE_CHECKING:

@@ -39,11 +39,9 @@ from pdstage.transport._fabric import own_address
 from pdstage.transport.base import Done, PostFailed, Traits, write_description
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from pdstage.plan.spans import Spans
     from pdstage.transport._peer import Target
-    from pdstage.transport.base import Ranges
 
 _io: Any = import_module("mori.io")
 MAX_IN_FLIGHT = 2048
@@ -53,27 +51,13 @@ MAX_IN_FLIGHT = 2048
 _LOCATIONS = {"cpu": _io.MemoryLocationType.CPU, "cuda": _io.MemoryLocationType.GPU}
 
 
-class Batch(NamedTuple):
-    """Spans from one region into another, at offsets in them, as lists that C++ bindings take."""
+class _Batch(NamedTuple):
+    """Spans from one region into another by their session, at offsets in them, as lists that C++ bindings take."""
 
-    local: Region
-    remote: Region
+    session: Any
     local_offsets: list[int]
     remote_offsets: list[int]
     sizes: list[int]
-
-
-def batches(spans: Spans, local: Ranges, remote: Ranges) -> Iterator[Batch]:
-    """`spans` grouped by pair of regions, in order within each pair.
-
-    Every span must lie in one region of each side: see `Ranges.find`.
-    """
-    pairs = np.stack([local.index(spans.src), remote.index(spans.dst)], axis=1)
-    for pair in np.unique(pairs, axis=0):
-        held = (pairs == pair).all(axis=1)
-        ours, theirs = local.regions[pair[0]], remote.regions[pair[1]]
-        src_offsets, dst_offsets = spans.src[held] - ours.base, spans.dst[held] - theirs.base
-        yield Batch(ours, theirs, src_offsets.tolist(), dst_offsets.tolist(), spans.nbytes[held].tolist())
 
 
 class _Description(Description, frozen=True, tag="pdstage.mori.1", array_like=True):
@@ -118,9 +102,9 @@ class _Way(Link[_Description]):
 class _Post:
     """One ticket: its batches with their sessions, and the statuses of the batches that have begun."""
 
-    def __init__(self, ticket: int, way: _Way, writes: list[tuple[Any, Batch]]) -> None:
-        self.ticket, self.way, self.writes = ticket, way, writes
-        self.n_descriptors = sum(len(batch.sizes) for _, batch in writes)
+    def __init__(self, ticket: int, way: _Way, batches: list[_Batch]) -> None:
+        self.ticket, self.way, self.batches = ticket, way, batches
+        self.n_descriptors = sum(len(batch.sizes) for batch in batches)
         self.statuses: list[Any] = []
         self.error: TransportError | None = None
 
@@ -217,25 +201,33 @@ class MoriTransport(Backend[_Way, _Description]):
         self._engine.deregister_remote_engine(self._targets.pop(life).engine)
 
     def _write(self, link: _Way, post: Post) -> None:
-        try:
-            writes = [(self._session(link, batch), batch) for batch in batches(post.spans, self.own, link.offered)]
-        except RuntimeError as error:
-            raise _failed(f"peer {link.peer!r} cannot be reached", error, "look at its log") from error
+        spans = post.spans
+        pairs = np.stack([self.own.index(spans.src), link.offered.index(spans.dst)], axis=1)
+        batches = []
+        for pair in np.unique(pairs, axis=0):
+            held = (pairs == pair).all(axis=1)
+            local, remote = self.own.regions[pair[0]], link.offered.regions[pair[1]]
+            columns = spans.src[held] - local.base, spans.dst[held] - remote.base, spans.nbytes[held]
+            try:
+                session = self._session(link, local, remote)
+            except RuntimeError as error:
+                raise _failed(f"peer {link.peer!r} cannot be reached", error, "look at its log") from error
+            batches.append(_Batch(session, *(column.tolist() for column in columns)))
         self.keep(link.description.life)
-        link.target.waiting.append(_Post(post.ticket, link, writes))
+        link.target.waiting.append(_Post(post.ticket, link, batches))
         self._begin(link.target)
 
-    def _session(self, way: _Way, batch: Batch) -> Any:  # noqa: ANN401
-        pair = batch.local, batch.remote
+    def _session(self, way: _Way, local: Region, remote: Region) -> Any:  # noqa: ANN401
+        pair = local, remote
         if pair not in way.sessions:
-            theirs = _understood(way.peer, _io.MemoryDesc, way.memory[batch.remote])
+            theirs = _understood(way.peer, _io.MemoryDesc, way.memory[remote])
             if (theirs.engine_key, theirs.data, theirs.size) != (
                 way.engine.key,
-                batch.remote.base,
-                batch.remote.nbytes,
+                remote.base,
+                remote.nbytes,
             ):
                 raise PeerError(f"peer {way.peer!r} describes other memory than it offers", remedy="stop using it")
-            session = self._engine.create_session(self._memory[batch.local], theirs)
+            session = self._engine.create_session(self._memory[local], theirs)
             if session is None:
                 raise RuntimeError("no backend of MORI-IO connects these two memories")
             way.sessions[pair] = session
@@ -246,9 +238,9 @@ class MoriTransport(Backend[_Way, _Description]):
         while target.waiting and target.n_in_flight + target.waiting[0].n_descriptors <= MAX_IN_FLIGHT:
             post = target.waiting.popleft()
             try:
-                for session, batch in post.writes:
+                for session, *columns in post.batches:
                     uid = self._engine.allocate_transfer_uid()
-                    status = session.batch_write(batch.local_offsets, batch.remote_offsets, batch.sizes, uid)
+                    status = session.batch_write(*columns, uid)
                     post.statuses.append(status)
             except RuntimeError as error:
                 post.error = _failed(f"no write to peer {post.way.peer!r} can begin", error)
@@ -281,7 +273,7 @@ class MoriTransport(Backend[_Way, _Description]):
     def _shut(self) -> None:
         for post in self._flying:
             post.way.sessions.clear()
-            post.writes = []
+            post.batches = []
         for descriptor in self._memory.values():
             self._engine.deregister_memory(descriptor)
         self._engine.remove_backend(_io.BackendType.RDMA)  # joins the threads that write to the statuses
