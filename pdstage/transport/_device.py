@@ -61,17 +61,11 @@ class _View(NamedTuple):
     held: Mapping | None
 
 
-class Views:
+class Views(list[_View]):
     """Where the prepared device memory of one peer is mapped."""
 
-    def __init__(self, views: Iterable[_View] = ()) -> None:
-        self._views = tuple(views)
-
-    def __bool__(self) -> bool:
-        return bool(self._views)
-
     def mapped(self, address: int, nbytes: int) -> Mapped | None:
-        for view in self._views:
+        for view in self:
             if view.base <= address and address + nbytes <= view.base + view.nbytes:
                 return Mapped(address + view.shift, view.held, KIND)
         return None
@@ -82,7 +76,7 @@ class Views:
         """
         shifted = addresses.copy()
         held = []
-        for view in self._views:
+        for view in self:
             inside = (addresses >= view.base) & (addresses < view.base + view.nbytes)
             if inside.any():
                 shifted[inside] += view.shift
