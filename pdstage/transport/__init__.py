@@ -5,18 +5,15 @@ A module `x` of this package that defines a class `TRANSPORT` is the transport "
     base                        the verbs, traits and events of every transport; registered ranges and their checks
     _backend                    the base class of the transports here: registrations, peers, tickets, events
     local                       copies within one host, which has:
-        _peer                       another process of this host: its identity, its end, and writes into its memory
-        _mapped                     peers in this process, and peers whose shared memory is mapped
+        _peer                       processes of this host: their identity, their end, and writes into their memory
         _datagrams                  tags between processes
         _device, _cuda_ipc          device memory: exported, mapped and copied
-        _segments                   the same for memory of cuMemCreate
     nixl, _nixl_agent           NIXL over UCX
         _sockets                    whether a dead peer's bytes are still in this process's sockets
     mooncake, _transfer_engine  Mooncake's Transfer Engine
     mori                        AMD's MORI-IO
     _auto                       several transports as one
     _fabric                     network devices
-    _rails                      which NICs are near which memory, by sysfs
 """
 
 from __future__ import annotations
@@ -93,8 +90,7 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
 
     A value that is a mapping holds one value per device of a host ("cuda:0", or "cpu"), so that its ranks can share the
     setting; the value for `device` is used. `host` is where the control plane listens; transports with an option `host`
-    get it unless one is given. Empty means every interface. Transports with an option `near` get `device`, the memory
-    that `devices="auto"` chooses network devices for.
+    get it unless one is given. Empty means every interface.
     Raises `UsageError` if the setting names no transport, and what `open_transport` raises.
     """
     options: dict[str, object] = {}
@@ -117,8 +113,8 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
                 )
             options[option] = value[device]
     if name == "auto" and not options:
-        return _auto(host, device)
-    return open_transport(name, **(_placed(load(name), host, device) | options))
+        return _auto(host)
+    return open_transport(name, **(_placed(load(name), host) | options))
 
 
 def available() -> dict[str, str]:
@@ -210,13 +206,12 @@ def _importable() -> list[tuple[str, type[Transport]]]:
     return sorted(found, key=lambda one: -one[1].preference)
 
 
-def _placed(kind: type[Transport], host: str, device: str) -> dict[str, object]:
-    """Where its node is, as far as the transport has options for it: the control plane's host, the pool's device."""
-    known = {"host": host, "near": device}
-    return {name: value for name, value in known.items() if value and name in inspect.signature(kind).parameters}
+def _placed(kind: type[Transport], host: str) -> dict[str, object]:
+    """Where the control plane listens, if the transport has an option for it."""
+    return {"host": host} if host and "host" in inspect.signature(kind).parameters else {}
 
 
-def _auto(host: str = "", device: str = "") -> Transport:
+def _auto(host: str = "") -> Transport:
     """The transports that "auto" may choose, as one transport. Those that do not start are left out."""
     ways: list[Transport] = []
     for _, kind in _importable():
@@ -225,7 +220,7 @@ def _auto(host: str = "", device: str = "") -> Transport:
         if not kind.traits.notifies:  # both sides must know before connecting whether tags travel as messages
             continue
         try:
-            ways.append(kind(**_placed(kind, host, device)))
+            ways.append(kind(**_placed(kind, host)))
         except PdstageError as error:
             log.warning("auto leaves out transport %s: %s", kind.traits.name, error)
     if not ways:

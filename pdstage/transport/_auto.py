@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -31,7 +31,7 @@ from pdstage.transport.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pdstage.layout import Region
     from pdstage.plan.spans import Spans
@@ -53,7 +53,7 @@ class AutoTransport(Transport):
         self._ways = {way.traits.name: way for way in ways}
         self.traits = _weakest("auto", ways)  # type: ignore[misc]
         self._own = Ranges("this process's registered memory")
-        self._offers: dict[str, dict[str, bytes]] = {}
+        self._offers: dict[str, Mapping[str, bytes]] = {}
         self._over: dict[str, Transport] = {}
         self._met: dict[str, dict[str, Transport]] = {}
         self._closed = False
@@ -95,31 +95,53 @@ class AutoTransport(Transport):
         return write_description(_Description(dict(offers)))
 
     def connect(self, peer: str, description: bytes) -> None:
-        offers = self._read(peer, description)
+        self._settle(peer, self._read(peer, description), None)
+
+    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
+        self._link(peer)
+        check_kinds(regions, self.traits)
+        self._settle(peer, self._offers[peer], regions)
+
+    def _settle(self, peer: str, offers: Mapping[str, bytes], regions: Sequence[Region] | None) -> None:
+        """Reaches a peer by the first transport that connects and, unless None, prepares `regions`. The one that
+        reaches it now is tried first: a refreshed description of the same life keeps its transport.
+        """
         before, ways = self._over.get(peer), self._common(offers)
-        if before is not None and before in ways:  # a refreshed description of the same life keeps its transport
+        if before is not None and before in ways:
             ways = [before, *(way for way in ways if way is not before)]
+        kinds = {region.kind for region in (*regions, *self._own.regions)} if regions is not None else set()
         refused: list[PeerError] = []
         for way in ways:
             name = way.traits.name
+            if unmoved := kinds - way.traits.kinds:
+                what = f"{name} does not move {' and '.join(sorted(unmoved))} memory"
+                refused.append(PeerError(what, remedy="use memory of a kind that it moves"))
+                continue
             try:
-                way.connect(peer, offers[name])
+                self._meet(peer, way, way.connect, offers[name])
+                if regions is not None:
+                    way.prepare(peer, regions)
             except PeerError as error:
                 refused.append(error)
                 log.info("peer %s not over %s: %s", peer, name, error)
+                if way is not before:
+                    way.disconnect(peer)
                 continue
-            except TransportError:
-                self._note(peer, way)  # ended; this one's `proved_dead` may know
-                raise
             if before is not None and before is not way:
                 before.disconnect(peer)
             self._over[peer], self._offers[peer] = way, offers
-            self._note(peer, way)
             return
         raise _unreachable(peer, refused)
 
-    def _note(self, peer: str, way: Transport) -> None:
-        """This transport may know the peer's process from now on."""
+    def _meet(self, peer: str, way: Transport, verb: Callable[[str, bytes], None], offer: bytes) -> None:
+        """Connects or identifies a peer. Unless it is refused, this transport may know the peer's process from now on:
+        `forget` must reach it, and if the process has ended its `proved_dead` may know.
+        """
+        try:
+            verb(peer, offer)
+        except TransportError:
+            self._met.setdefault(peer, {})[way.traits.name] = way
+            raise
         self._met.setdefault(peer, {})[way.traits.name] = way
 
     def identify(self, peer: str, description: bytes) -> None:
@@ -128,14 +150,9 @@ class AutoTransport(Transport):
         ways = self._common(offers)
         for way in ways:
             try:
-                way.identify(peer, offers[way.traits.name])
+                self._meet(peer, way, way.identify, offers[way.traits.name])
             except PeerError as error:
                 refused.append(error)
-                continue
-            except TransportError:
-                self._note(peer, way)
-                raise
-            self._note(peer, way)
         if len(refused) == len(ways):
             raise _unreachable(peer, refused)
 
@@ -145,36 +162,6 @@ class AutoTransport(Transport):
 
     def _common(self, offers: Mapping[str, bytes]) -> list[Transport]:
         return [way for name, way in self._ways.items() if name in offers]
-
-    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
-        over = self._link(peer)
-        check_kinds(regions, self.traits)
-        offers = self._offers[peer]
-        kinds = {region.kind for region in (*regions, *self._own.regions)}
-        refused: list[PeerError] = []
-        for way in [over, *(way for way in self._common(offers) if way is not over)]:
-            name = way.traits.name
-            if not kinds <= way.traits.kinds:
-                what = f"{name} does not move {' and '.join(sorted(kinds - way.traits.kinds))} memory"
-                refused.append(PeerError(what, remedy="use memory of a kind that it moves"))
-                continue
-            try:
-                if way is not over:
-                    way.connect(peer, offers[name])
-                    self._note(peer, way)  # also if it is not chosen, so that `forget` reaches it
-                way.prepare(peer, regions)
-            except PeerError as error:
-                refused.append(error)
-                if way is not over:
-                    way.disconnect(peer)
-                continue
-            self._over[peer] = way
-            if way is not over:
-                over.disconnect(peer)
-            for why in refused:
-                log.info("peer %s over %s: %s", peer, name, why)
-            return
-        raise _unreachable(peer, refused)
 
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
         over = self._link(peer)
@@ -243,21 +230,17 @@ class AutoTransport(Transport):
         return ticket * len(self._ways) + list(self._ways.values()).index(way)
 
 
+_WEAKEST: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "notifies": all, "max_descriptors": min, "post_blocks": any, "fences": all, "stops_reads": all, "maps": any,
+    "polled": any,
+}  # fmt: skip
+
+
 def _weakest(name: str, ways: Iterable[Transport], peer: str | None = None) -> Traits:
     """The traits that hold over every one of `ways`; `kinds` is their union. The costs are those of the first."""
     all_traits = [way.traits if peer is None else way.traits_of(peer) for way in ways]
-    return replace(
-        all_traits[0],
-        name=name,
-        notifies=all(traits.notifies for traits in all_traits),
-        max_descriptors=min(traits.max_descriptors for traits in all_traits),
-        kinds=frozenset().union(*(traits.kinds for traits in all_traits)),
-        post_blocks=any(traits.post_blocks for traits in all_traits),
-        fences=all(traits.fences for traits in all_traits),
-        stops_reads=all(traits.stops_reads for traits in all_traits),
-        maps=any(traits.maps for traits in all_traits),
-        polled=any(traits.polled for traits in all_traits),
-    )
+    weakest = {trait: of(getattr(traits, trait) for traits in all_traits) for trait, of in _WEAKEST.items()}
+    return replace(all_traits[0], name=name, kinds=frozenset().union(*(one.kinds for one in all_traits)), **weakest)
 
 
 def _unreachable(peer: str, refused: Sequence[PeerError]) -> PeerError:

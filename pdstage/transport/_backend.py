@@ -5,8 +5,10 @@ A backend that derives from `Backend` contains only the calls of its library.
 
 from __future__ import annotations
 
+import os
+import threading
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, Protocol, TypeVar
@@ -29,11 +31,13 @@ from pdstage.transport.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pdstage.plan.spans import Spans
     from pdstage.transport._peer import Identity, Target
     from pdstage.transport.base import Place
+
+_environment = threading.Lock()
 
 
 class Described(Protocol):
@@ -101,6 +105,23 @@ class Post(NamedTuple):
 
 
 @contextmanager
+def environment_of(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Inside, where a library starts, variables have these values, or with None are not set. One block at a time: what
+    a library that starts elsewhere reads is not changed either.
+    """
+    with _environment:
+        before = {name: os.environ.pop(name, None) for name in changes}
+        os.environ.update({name: value for name, value in changes.items() if value is not None})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+@contextmanager
 def _as_typed(peer: str) -> Iterator[None]:
     """Turns a refusal by the system, such as no free descriptors, into `TransportError`, which costs one session."""
     try:
@@ -122,6 +143,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
     The public methods make every check that the contract demands before they call a hook. Events go to `self.events`.
     `description_type` is the class of its descriptions. `link_type` is the class of a connected peer: `Link` or a
     subclass. `life` is this transport's own, as its descriptions give it; `identity` its process, if they give that.
+    `users` counts what uses a peer's life: its labels, and what a backend adds by `keep`, such as posts in flight.
     """
 
     description_type: type[AnyDescription]
@@ -133,6 +155,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
     def __init__(self) -> None:
         self.own = Ranges("this process's registered memory")
         self.links: dict[str, AnyLink] = {}
+        self.users: Counter[str] = Counter()
         self.met = Met()
         self.events: deque[Event] = deque()
         self.closed = False
@@ -186,6 +209,9 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
     def _detach(self, link: AnyLink) -> None:
         """A peer was disconnected: no new post to it starts."""
 
+    def _leave(self, life: str) -> None:
+        """Nothing uses a peer's life any more."""
+
     @abstractmethod
     def _shut(self) -> None:
         """Releases everything. Called once, after all peers are disconnected."""
@@ -223,6 +249,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
             target.close()
             raise
         self.met.add(peer, target)
+        self.keep(given.life)
         self.disconnect(peer)
         self.links[peer] = fresh
 
@@ -261,6 +288,16 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         link = self.links.pop(peer, None)
         if link is not None:
             self._detach(link)
+            self.let_go(link.description.life)
+
+    def keep(self, life: str) -> None:
+        self.users[life] += 1
+
+    def let_go(self, life: str) -> None:
+        self.users[life] -= 1
+        if not self.users[life]:
+            del self.users[life]
+            self._leave(life)
 
     def proved_dead(self, peer: str) -> bool:
         return not self.closed and self.met.all_gone(peer)

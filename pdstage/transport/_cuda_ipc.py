@@ -11,25 +11,33 @@ and from the driver's header (cuda.h 13):
 * The memory may lie on a device that the opening process cannot see.
 * The opener closes it before its owner frees the memory.
 * Memory of cuMemCreate and of cudaMallocAsync has no such handle (CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE).
-  `_segments` handles the first kind.
 
 UCX (src/uct/cuda/cuda_ipc) finds base and capability the same way.
+
+Memory of cuMemCreate, such as torch's expandable segments, is exported otherwise. A region of it lies in several
+physical allocations, mapped one behind the other. Its owner exports each of them, and a peer maps them in the same
+order in one range of its own addresses. Each travels as a descriptor of its owner, which the peer duplicates by
+pidfd_getfd(2); opening it by its name in /proc would open another file. Memory that has no descriptors travels as
+fabric handles. The owner keeps its descriptors, and so the memory, open while its transport lives. A number in a
+description therefore never names another allocation.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import weakref
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from msgspec import Meta
 
 from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import driver, virtual_memory
-from pdstage.transport import _segments
-from pdstage.transport._segments import Segments
+from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,13 +54,40 @@ _REMEDY = (
 )
 
 
-class Block(NamedTuple):
-    """An allocation that another process may open: a handle of 64 bytes, the GPU's UUID, its base and size here."""
+_NO_HANDLES = "is memory of cuMemCreate (torch's expandable_segments?) without handles for other processes"
+_REMEDY_OF_SEGMENTS = (
+    "start the engine with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or with a torch whose segments other "
+    'processes may open, or choose path="staged", whose memory is the node\'s own'
+)
+_MAX_NBYTES, _HANDLE_NBYTES = 1 << 48, 64
 
-    handle: bytes
+
+class Export(NamedTuple):
+    """Device memory that another process may map: allocations of `sizes` bytes, one behind the other from `base` on at
+    their owner, on the GPU `uuid`. `name` is one export's: the handle of CUDA IPC, or for memory of cuMemCreate, which
+    has a descriptor or a fabric handle for each allocation in `handles`, something random.
+    """
+
+    name: Annotated[bytes, Meta(min_length=16, max_length=64)]
     uuid: bytes
     base: int
-    nbytes: int
+    sizes: list[Annotated[int, Meta(gt=0, lt=_MAX_NBYTES)]]
+    handles: list[
+        Annotated[int, Meta(ge=0, lt=1 << 31)]
+        | Annotated[bytes, Meta(min_length=_HANDLE_NBYTES, max_length=_HANDLE_NBYTES)]
+    ] = []  # noqa: RUF012  (nobody appends to it)
+
+    def holds(self, base: int, nbytes: int) -> bool:
+        """Whether it is consistent, fits the address space, and has all these bytes of its owner's."""
+        whole = sum(self.sizes)
+        n = len(self.handles) or len(self.name) // _HANDLE_NBYTES
+        return n == len(self.sizes) and whole < _MAX_NBYTES and self.base <= base <= base + nbytes <= self.base + whole
+
+    def close(self) -> None:
+        """The owner closes its descriptors. No process can map the memory any more; existing mappings stay."""
+        for handle in self.handles:
+            if isinstance(handle, int):
+                os.close(handle)
 
 
 class Cuda:
@@ -74,8 +109,8 @@ class Cuda:
             context = self._contexts[device] = self.driver.primary(device)
         return driver.Current(self.driver, context)
 
-    def export(self, base: int, nbytes: int) -> Block | Segments:
-        """Exports memory of this process so that another can open it. The caller closes the descriptors of `Segments`.
+    def export(self, base: int, nbytes: int) -> Export:
+        """Exports memory of this process so that another can open it. The caller closes it.
 
         Raises `UsageError` with the reason if the memory cannot be exported.
         """
@@ -96,13 +131,13 @@ class Cuda:
         uuid = self.driver.uuid(device)
         with self.on(device):
             if not capable:
-                return _segments.export(self.driver, self._calls, uuid, base, nbytes)
+                return _export_segments(self.driver, self._calls, uuid, base, nbytes)
             try:
                 handle = self.driver.ipc_handle(start)
             except driver.DriverError as error:
                 what = f"device memory at {base:#x} cannot be exported: {error}"
                 raise UsageError(what, remedy=_REMEDY) from error
-        return Block(handle, uuid, start, whole)
+        return Export(handle, uuid, start, [whole])
 
     def ordinal(self, uuid: bytes) -> int | None:
         """This process's number of a GPU; None if it is not visible, as with CUDA_VISIBLE_DEVICES of one GPU."""
@@ -117,49 +152,55 @@ class Cuda:
         with self.on(device):
             self.driver.enable_peer(peer)
             if not self.driver.attribute(driver.IPC_CAPABLE, base):  # virtual mappings are given access range by range
-                for start, whole in _segments.ranges(self.driver, base, nbytes):
+                for start, whole in _ranges(self.driver, base, nbytes):
                     self._calls.allow(start, whole, device)
 
-    def open(self, exported: Block | Segments, device: int, fetch: Callable[[int], int]) -> Mapping:
+    def open(self, export: Export, device: int, fetch: Callable[[int], int]) -> Mapping:
         """Maps another process's memory for kernels and copies of `device`. Memory that is open already is shared.
         `fetch` turns a descriptor number of that process into a descriptor of this one.
 
         Raises `TransportError` if the driver refuses.
         """
-        key = device, exported.name if isinstance(exported, Segments) else exported.handle
+        key = device, export.name
         with self._lock:
             opened = self._open.get(key)
             if opened is None:
-                opened = self._open[key] = (
-                    self._map_segments(exported, device, fetch)
-                    if isinstance(exported, Segments)
-                    else self._map(exported, device)
-                )
+                try:
+                    with self.on(device):
+                        opened = self._map_segments(export, device, fetch) if export.handles else self._map(export)
+                except driver.DriverError as error:
+                    remedy = "see cuda.h; fabric handles need one IMEX channel for both processes"
+                    raise TransportError(f"the driver does not map it: {error.what}", remedy=remedy) from error
+                self._open[key] = opened
             opened.n_users += 1
         return Mapping(opened.address, partial(self._give_back, device, key))
 
-    def _map_segments(self, segments: Segments, device: int, fetch: Callable[[int], int]) -> _Opened:
-        try:
-            with self.on(device):
-                address = _segments.map_here(self._calls, segments, device, fetch)
-        except driver.DriverError as error:
-            remedy = "see the driver's documentation; fabric handles need one IMEX channel for both processes"
-            raise TransportError(f"the driver does not map it: {error.what}", remedy=remedy) from error
-        return _Opened(address, lambda: virtual_memory.unmap_all(self._calls, address, segments.sizes))
+    def _map_segments(self, export: Export, device: int, fetch: Callable[[int], int]) -> _Opened:
+        """Maps the allocations one behind the other. Raises what `fetch` raises, or `DriverError`; nothing stays mapped
+        then.
+        """
 
-    def _map(self, block: Block, device: int) -> _Opened:
-        try:
-            with self.on(device):
-                address = self.driver.ipc_open(block.handle)
-        except driver.DriverError as error:
-            raise TransportError(f"the driver does not map it: {error.what}", remedy="see cuda.h") from error
-        opened = _Opened(address, lambda: self.driver.ipc_close(address))
+        def handle_of(place: int) -> int:
+            exported = export.handles[place]
+            if isinstance(exported, bytes):
+                return self._calls.adopt(exported)
+            descriptor = fetch(exported)
+            try:
+                return self._calls.adopt(descriptor)
+            finally:
+                os.close(descriptor)
+
+        address = virtual_memory.map_all(self._calls, device, export.sizes, handle_of)
+        return _Opened(address, lambda: virtual_memory.unmap_all(self._calls, address, export.sizes))
+
+    def _map(self, export: Export) -> _Opened:
+        address, (nbytes,) = self.driver.ipc_open(export.name), export.sizes
         whole = self.driver.attribute(driver.RANGE_NBYTES, address)  # 0 if the driver does not report it
-        if (address - block.base) % 256 or 0 < whole < block.nbytes:
-            self._unmap(device, opened)
-            what = f"{whole} bytes at {address:#x} for a block of {block.nbytes} at {block.base:#x}"
+        if (address - export.base) % 256 or 0 < whole < nbytes:
+            self.driver.ipc_close(address)
+            what = f"{whole} bytes at {address:#x} for a block of {nbytes} at {export.base:#x}"
             raise TransportError(f"the driver maps {what}", remedy="the peer described another allocation")
-        return opened
+        return _Opened(address, lambda: self.driver.ipc_close(address))
 
     def _give_back(self, device: int, key: tuple[int, bytes]) -> None:
         with self._lock:
@@ -167,14 +208,11 @@ class Cuda:
             opened.n_users -= 1
             if not opened.n_users:
                 del self._open[key]
-                self._unmap(device, opened)
-
-    def _unmap(self, device: int, opened: _Opened) -> None:
-        try:
-            with self.on(device):
-                opened.close()
-        except driver.DriverError as error:  # the device failed: the process's end closes it
-            log.warning("mapped device memory is not closed: %s", error)
+                try:
+                    with self.on(device):
+                        opened.close()
+                except driver.DriverError as error:  # the device failed: the process's end closes it
+                    log.warning("mapped device memory is not closed: %s", error)
 
     def copy_batch(self, spans: Spans, stream: int) -> bool:
         """Enqueues many copies by one call. False if the driver refuses; some copies may have begun then."""
@@ -183,6 +221,49 @@ class Cuda:
         if status:
             log.info("the driver refuses batches of copies (CUresult %d): copies are enqueued one by one", status)
         return self.has_batches
+
+
+def _ranges(library: Library, base: int, nbytes: int) -> list[tuple[int, int]]:
+    """The mappings that hold a region, each as (address, bytes); [] if the driver knows of none."""
+    found: list[tuple[int, int]] = []
+    at = base
+    while at < base + nbytes:
+        start, size = library.mapping(at)
+        if not (start <= at < start + size and (not found or start == at)):
+            return []
+        found.append((start, size))
+        at = start + size
+    return found
+
+
+def _export_segments(library: Library, calls: Calls, uuid: bytes, base: int, nbytes: int) -> Export:
+    """What another process needs to map a region. Raises `UsageError` with the reason if it cannot be exported."""
+    found, types = _ranges(library, base, nbytes), DESCRIPTOR | FABRIC
+    if not found:
+        raise UsageError(f"device memory at {base:#x} is not all mapped", remedy="give memory of a GPU", base=base)
+    for start, _ in found:
+        types &= library.attribute(driver.HANDLE_TYPES, start)
+    if not types:
+        raise UsageError(f"device memory at {base:#x} {_NO_HANDLES}", remedy=_REMEDY_OF_SEGMENTS, base=base)
+    made = Export(secrets.token_bytes(16), uuid, found[0][0], [size for _, size in found], [])
+    try:
+        for start, _ in found:
+            handle = calls.retain(start)
+            try:
+                exported = calls.export(handle, DESCRIPTOR if types & DESCRIPTOR else FABRIC)
+            finally:
+                calls.release(handle)
+            made.handles.append(exported)
+            if isinstance(exported, int):
+                os.set_inheritable(exported, False)
+    except driver.DriverError as error:
+        made.close()
+        which = f"allocation {len(made.handles) + 1} of {len(found)} of device memory at {base:#x}"
+        what = f"{which} cannot be exported: {error.what}"
+        raise UsageError(
+            what, remedy=f"allow a descriptor for each (ulimit -n), or {_REMEDY_OF_SEGMENTS}", base=base
+        ) from error
+    return made
 
 
 class _Opened:

@@ -25,7 +25,6 @@ class Inbox:
 
     def __init__(self) -> None:
         self.name = f"pdstage.{secrets.token_hex(16)}"
-        self.n_foreign = 0  # dropped: sent by another user, or cut short
         self._buffer = bytearray(MAX_NBYTES)
         self._socket = _socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -35,12 +34,13 @@ class Inbox:
         return self._socket.fileno()
 
     def receive(self) -> list[bytes]:
-        """The tags that have arrived, at most a few hundred; the descriptor stays readable for the rest."""
+        """The tags that have arrived, at most a few hundred; the descriptor stays readable for the rest. What another
+        user sent, or was cut short, is dropped.
+        """
         tags: list[bytes] = []
         ours = (0, os.geteuid())  # abstract names have no permissions: any user may send to them
         if native.ext is not None:
-            tags, n_foreign = native.ext.recv_datagrams(self._socket.fileno(), ours, _PER_RECEIVE, MAX_NBYTES)
-            self.n_foreign += n_foreign
+            tags, _ = native.ext.recv_datagrams(self._socket.fileno(), ours, _PER_RECEIVE, MAX_NBYTES)
             return tags
         room = socket.CMSG_SPACE(_CREDENTIALS.size)
         for _ in range(_PER_RECEIVE):
@@ -51,8 +51,6 @@ class Inbox:
             uid = _CREDENTIALS.unpack(extra[0][2])[1] if extra else -1
             if uid in ours and not flags & socket.MSG_TRUNC:
                 tags.append(bytes(memoryview(self._buffer)[:nbytes]))
-            else:
-                self.n_foreign += 1
         return tags
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ destination stays mapped until the event is done, even if the peer or the transp
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -18,8 +17,7 @@ from msgspec import Meta
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.kernels.driver import DriverError
 from pdstage.layout import Region
-from pdstage.transport._cuda_ipc import Block  # noqa: TC001  (msgspec resolves it at run time)
-from pdstage.transport._segments import Segments, close_descriptors
+from pdstage.transport._cuda_ipc import Export  # noqa: TC001  (msgspec resolves it at run time)
 from pdstage.transport.base import Mapped
 
 if TYPE_CHECKING:
@@ -42,16 +40,13 @@ _OTHER_WAY = "use another transport between the two (auto does), or fix the reas
 
 
 class ExportedRegion(msgspec.Struct, frozen=True, array_like=True):
-    """One region as its owner describes it. `block` opens the allocation that holds it, `segments` opens the several
-    allocations that hold it, or `why_not` says why it cannot be opened.
-    """
+    """One region as its owner describes it. `export` is what holds it, or `why_not` says why it cannot be opened."""
 
     base: int
     nbytes: Annotated[int, Meta(gt=0)]
     device: int
-    block: Block | None = None
+    export: Export | None = None
     why_not: str = ""
-    segments: Segments | None = None
 
     def region(self) -> Region:
         return Region(self.base, self.nbytes, KIND, self.device)
@@ -66,17 +61,11 @@ class _View(NamedTuple):
     held: Mapping | None
 
 
-class Views:
+class Views(list[_View]):
     """Where the prepared device memory of one peer is mapped."""
 
-    def __init__(self, views: Iterable[_View] = ()) -> None:
-        self._views = tuple(views)
-
-    def __bool__(self) -> bool:
-        return bool(self._views)
-
     def mapped(self, address: int, nbytes: int) -> Mapped | None:
-        for view in self._views:
+        for view in self:
             if view.base <= address and address + nbytes <= view.base + view.nbytes:
                 return Mapped(address + view.shift, view.held, KIND)
         return None
@@ -87,7 +76,7 @@ class Views:
         """
         shifted = addresses.copy()
         held = []
-        for view in self._views:
+        for view in self:
             inside = (addresses >= view.base) & (addresses < view.base + view.nbytes)
             if inside.any():
                 shifted[inside] += view.shift
@@ -101,9 +90,9 @@ class Devices:
     def __init__(self, load: Callable[[], Cuda]) -> None:
         self._load = load
         self._regions: dict[Region, ExportedRegion] = {}
-        self._segments: list[Segments] = []
+        self._exports: list[Export] = []
         """Includes regions that were unregistered: a description in use elsewhere may still name their descriptors."""
-        self._copies: dict[int, Copies] = {}
+        self._copies: Copies | None = None
         self._said: set[str] = set()
 
     def register(self, regions: Iterable[Region]) -> None:
@@ -111,19 +100,14 @@ class Devices:
         for region in regions:
             if region in self._regions or region.kind != KIND:
                 continue
-            block = segments = None
-            why_not = ""
+            export, why_not = None, ""
             try:
-                exported = self._load().export(region.base, region.nbytes)
-                if isinstance(exported, Segments):
-                    segments = exported
-                    self._segments.append(segments)
-                else:
-                    block = exported
+                export = self._load().export(region.base, region.nbytes)
+                self._exports.append(export)
             except (UsageError, TransportError) as error:
                 why_not = str(error)
                 log.info("peers cannot map %s: %s", region, error)
-            self._regions[region] = ExportedRegion(region.base, region.nbytes, region.device, block, why_not, segments)
+            self._regions[region] = ExportedRegion(region.base, region.nbytes, region.device, export, why_not)
 
     def unregister(self, regions: Iterable[Region]) -> None:
         for region in regions:
@@ -151,15 +135,21 @@ class Devices:
             what = f"this rank has registered memory on {len(ours)} devices, and peer {peer!r} {len(wanted)} regions"
             raise PeerError(f"{what} of device memory", remedy="local needs one device here, and device memory there")
         (device,) = ours
-        holders = [next(one for one in offered if _inside(region, one)) for region in wanted]
+        holders = [self._holder(peer, region, offered) for region in wanted]
         cuda = self._load()
         try:
             distinct = {(one.base, one.nbytes): one for one in holders}.values()
             views = [self._view(peer, one, cuda, device, fetch) for one in distinct]
-            self.copies(device)
+            self._copies = self._copies or Copies(cuda, device)
         except DriverError as error:
             raise self._refused(peer, str(error)) from error
         return Views(views)
+
+    def _holder(self, peer: str, region: Region, offered: Sequence[ExportedRegion]) -> ExportedRegion:
+        for one in offered:
+            if one.base <= region.base and region.base + region.nbytes <= one.base + one.nbytes:
+                return one
+        raise PeerError(f"peer {peer!r} has no device memory at {region}", remedy="stop using that peer", peer=peer)
 
     def _view(
         self, peer: str, offered: ExportedRegion, cuda: Cuda, device: int, fetch: Callable[[int], int] | None
@@ -169,20 +159,19 @@ class Devices:
                 self._check_access(peer, cuda, device, offered.device)
                 cuda.allow(device, offered.device, offered.base, offered.nbytes)
             return _View(offered.base, offered.nbytes, 0, None)
-        exported = offered.segments or offered.block
-        if exported is None:
+        export = offered.export
+        if export is None:
             raise self._refused(peer, offered.why_not or "it exports no device memory")
-        inside = exported.base <= offered.base <= offered.base + offered.nbytes <= exported.base + exported.nbytes
-        if not inside or (isinstance(exported, Segments) and not exported.is_whole):
+        if not export.holds(offered.base, offered.nbytes):
             raise PeerError(f"peer {peer!r} describes memory outside its allocation", remedy="stop using that peer")
-        seen = cuda.ordinal(exported.uuid)
+        seen = cuda.ordinal(export.uuid)
         if seen is not None:  # else only the driver knows, when it maps the memory
             self._check_access(peer, cuda, device, seen)
         try:
-            mapping = cuda.open(exported, device, fetch)
+            mapping = cuda.open(export, device, fetch)
         except TransportError as error:
             raise self._refused(peer, str(error)) from error
-        return _View(offered.base, offered.nbytes, mapping.address - exported.base, mapping)
+        return _View(offered.base, offered.nbytes, mapping.address - export.base, mapping)
 
     def _check_access(self, peer: str, cuda: Cuda, device: int, other: int) -> None:
         if not cuda.can_access(device, other):
@@ -194,38 +183,26 @@ class Devices:
             log.warning("device memory of peers is not mapped: %s", why)
         return PeerError(f"device memory of peer {peer!r} is not mapped: {why}", remedy=_OTHER_WAY, peer=peer)
 
-    def copies(self, device: int) -> Copies:
-        if device not in self._copies:
-            self._copies[device] = Copies(self._load(), device)
-        return self._copies[device]
-
     def start(self, word: object, spans: Spans, views: Views) -> None:
         """Starts a copy of device memory; `ended` returns `word`. Raises `TransportError` if nothing is copied."""
+        assert self._copies is not None, "device memory was prepared"
         dst, held = views.here(spans.dst)
-        (copies,) = self._copies.values()
-        copies.start(word, spans._replace(dst=dst), held)
+        self._copies.start(word, spans._replace(dst=dst), held)
 
     def ended(self) -> list[Ended]:
-        ended: list[Ended] = []
-        for copies in self._copies.values():
-            ended += copies.ended()
-        return ended
+        return self._copies.ended() if self._copies is not None else []
 
     def under_way(self) -> bool:
-        return any(copies.running for copies in self._copies.values())
+        return self._copies is not None and bool(self._copies.running)
 
     def close(self) -> None:
-        for copies in self._copies.values():
-            copies.close()
-        for segments in self._segments:
-            close_descriptors(segments.descriptors)
-        self._copies.clear()
+        if self._copies is not None:
+            self._copies.close()
+        for export in self._exports:
+            export.close()
+        self._copies = None
         self._regions.clear()
-        self._segments.clear()
-
-
-def _inside(region: Region, offered: ExportedRegion) -> bool:
-    return offered.base <= region.base and region.base + region.nbytes <= offered.base + offered.nbytes
+        self._exports.clear()
 
 
 class Ended(NamedTuple):
@@ -244,8 +221,7 @@ class _Running(NamedTuple):
 
 
 _orphans: list[Copies] = []
-"""Copies in flight of closed transports: their mappings stay until the copies end."""
-_orphans_lock = threading.Lock()
+"""Copies in flight of closed transports: until the process ends, so that nothing is unmapped that they write."""
 
 
 class Copies:
@@ -257,7 +233,6 @@ class Copies:
         self._spare: list[int] = []
         with cuda.on(device):
             self._stream = cuda.driver.new_stream()
-        reap()
 
     def start(self, word: object, spans: Spans, held: object) -> None:
         """Starts independent copies: by one call if the driver supports that, else one call per span.
@@ -307,10 +282,9 @@ class Copies:
         return ended
 
     def close(self) -> None:
-        """Releases the stream, or leaves that to `reap` while copies are in flight."""
+        """Releases the stream, unless copies are in flight."""
         if self.running:
-            with _orphans_lock:
-                _orphans.append(self)
+            _orphans.append(self)
             return
         try:
             with self._cuda.on(self._device):
@@ -319,15 +293,6 @@ class Copies:
                 self._cuda.driver.free_stream(self._stream)
         except DriverError as error:
             log.warning("a stream is not released: %s", error)
-
-
-def reap() -> None:
-    """Releases the streams and mappings of closed transports whose copies have ended."""
-    with _orphans_lock:
-        left, _orphans[:] = _orphans[:], []
-    for copies in left:
-        copies.ended()
-        copies.close()
 
 
 def _failed(error: Exception) -> TransportError:

@@ -1,30 +1,60 @@
 """The network devices of this host, to choose which of them a transport uses.
 
-RDMA devices are read by `_rails`. Plain devices are looked up by name, since sysfs may show another network
-namespace's.
+RDMA devices are read from sysfs (sysfs-class-infiniband in the kernel's documentation). Plain devices are looked up by
+name, since sysfs may show another network namespace's.
 """
 
 from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
-from pdstage.transport import _rails
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_SYS, _DEV = Path("/sys"), Path("/dev")
 _IF_INET6 = Path("/proc/thread-self/net/if_inet6")
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP = 1
 _IFREQ_NBYTES = 40
 _MAX_ADDRESSES = 4096
+
+
+class Port(NamedTuple):
+    """One port of an RDMA device. `state`, `link` and `rate` in the kernel's words, "unknown" where it has none."""
+
+    device: str
+    port: str
+    state: str
+    link: str
+    rate: str
+
+    @property
+    def active(self) -> bool:
+        return "ACTIVE" in self.state
+
+    @property
+    def name(self) -> str:
+        """As UCX names it: `mlx5_0:1`."""
+        return f"{self.device}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.state.partition(': ')[2] or self.state} ({self.link}, {self.rate})"
+
+
+def rdma_ports(root: Path | None = None) -> list[Port]:
+    """Every port of every RDMA device, by the sysfs below `root`; by default of this host."""
+    folders = sorted(((root or _SYS) / "class/infiniband").glob("*/ports/*"))
+    words = ("state", "link_layer", "rate")
+    return [Port(one.parts[-3], one.name, *(_text(one / word) or "unknown" for word in words)) for one in folders]
 
 
 def device_ports(devices: Sequence[str]) -> list[str]:
@@ -33,18 +63,17 @@ def device_ports(devices: Sequence[str]) -> list[str]:
     Raises `UsageError` for a device or port that this host does not have, or that is down.
     """
     if isinstance(devices, str):
-        remedy = f'give a list of names, such as [{devices!r}], or "auto"'
-        raise UsageError(f"devices={devices!r}", remedy=remedy, field="devices")
-    rdma = {nic.name: nic for nic in _rails.read().nics}
+        raise UsageError(f"devices={devices!r}", remedy=f"give a list of names, such as [{devices!r}]", field="devices")
+    rdma = rdma_ports()
     plain = sorted(name for _, name in socket.if_nameindex())
     found = []
     for device in devices:
         name, _, number = device.partition(":")
-        ports = [port for port in rdma[name].ports if number in ("", port.port)] if name in rdma else []
+        ports = [port for port in rdma if port.device == name and number in ("", port.port)]
         if not ports and device not in plain:
             raise UsageError(
                 f"no network device {device!r} on this host",
-                remedy=f"name some of {', '.join([*rdma, *plain]) or 'none'}",
+                remedy=f"name some of {', '.join([*dict.fromkeys(port.device for port in rdma), *plain]) or 'none'}",
                 field="devices",
             )
         usable = [port.name for port in ports if port.active] if ports else [device] * _is_up(device)
@@ -64,7 +93,7 @@ def devices_at(host: str) -> list[str]:
     use.
     """
     interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_of(host)
-    if not interface or (_rails.SYS / "class/net" / interface / "bridge").is_dir():
+    if not interface or (_SYS / "class/net" / interface / "bridge").is_dir():
         return []
     return [*dict.fromkeys(("lo", interface)), *_usable_ports()]
 
@@ -99,8 +128,18 @@ def own_address() -> str:
 
 def _usable_ports() -> list[str]:
     """The active ports of RDMA devices that this process may open. UCX complains about others if they are named."""
-    openable = _rails.openable_devices()
-    return [port.name for nic in _rails.read().nics if nic.name in openable for port in nic.active]
+    openable = set()
+    for folder in (_SYS / "class/infiniband_verbs").glob("uverbs*"):
+        if os.access(_DEV / "infiniband" / folder.name, os.R_OK | os.W_OK):
+            openable.add(_text(folder / "ibdev"))
+    return [port.name for port in rdma_ports() if port.active and port.device in openable]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # missing, or the kernel refuses
+        return ""
 
 
 def _is_up(interface: str) -> bool:

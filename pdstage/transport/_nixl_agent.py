@@ -10,23 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pdstage import arguments
 from pdstage.errors import TransportError
-from pdstage.transport import _rails
+from pdstage.transport._backend import environment_of
 from pdstage.transport._fabric import device_ports, devices_at
 from pdstage.transport.base import Figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pdstage.layout import Region
     from pdstage.transport.base import Ints, Place
 
 
@@ -63,28 +60,21 @@ Errors: tuple[type[Exception], ...] = tuple(
 _StartErrors: tuple[type[Exception], ...] = (*Errors, RuntimeError)
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 _NET_DEVICES = "UCX_NET_DEVICES"
-_RAILS, _MAX_RAILS = "UCX_MAX_RMA_RAILS", 64
 _TCP_GIVES_UP = "UCX_TCP_USER_TIMEOUT"
 _GIVES_UP_AFTER = "60s"
 """A post's deadline for TCP too: UCX's keepalive is silent while bytes wait for an answer, and Linux tries for 15 min.
 """
 log = logging.getLogger(__name__)
 
-_environment = threading.Lock()
-
 
 def start(  # one keyword per choice that NIXL or UCX leaves to its user
     name: str,
     *,
     devices: Sequence[str],
-    near: str,
-    rails: int | None,
     host: str,
     telemetry: bool,
 ) -> Any:  # noqa: ANN401  (NIXL's classes have no types)
     """A new agent with the UCX plugin. Raises `UsageError` for a choice that this host lacks, else `TransportError`."""
-    if rails is not None:
-        rails = arguments.integer("rails", rails, low=1, high=_MAX_RAILS)
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each start to stdout
     config = _api.nixl_agent_config(
@@ -93,14 +83,15 @@ def start(  # one keyword per choice that NIXL or UCX leaves to its user
         backends=["UCX"],
         sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
     )
-    if devices == "auto":
-        names = _rails.auto(near)
-        log.info('devices="auto" chooses %s for memory on %s', ", ".join(names) or "what UCX finds", near)
-    else:
-        names = device_ports(devices)
+    names = device_ports(devices)
     if not names and host and _NET_DEVICES not in os.environ:
         names = devices_at(host)
-    with _choices(names, rails):
+    # UCX reads its environment as it starts. NIXL 1.5.1 passes it one plain device, or several RDMA devices at their
+    # first port, silently ignores its own documented `ucx_devices`, and passes nothing about UCX's use of TCP.
+    choices: dict[str, str | None] = {_TCP_GIVES_UP: os.environ.get(_TCP_GIVES_UP, _GIVES_UP_AFTER)}
+    if names:
+        choices[_NET_DEVICES] = ",".join(names)
+    with environment_of(choices):
         try:
             agent = _api.nixl_agent(name, config)
         except _StartErrors as error:
@@ -108,67 +99,6 @@ def start(  # one keyword per choice that NIXL or UCX leaves to its user
     if "UCX" not in agent.backends:
         raise TransportError("NIXL has no UCX plugin here", remedy="install a NIXL with it, or set NIXL_PLUGIN_DIR")
     return agent
-
-
-@contextmanager
-def _choices(devices: list[str], rails: int | None) -> Iterator[None]:
-    """Makes UCX, which starts inside this block, use only these devices, and for a write at most so many of them,
-    whatever the environment says. An empty list and None keep the environment's choice.
-
-    The environment is the only way for devices: NIXL 1.5.1 passes UCX one plain device, or several RDMA devices at
-    their first port. It silently ignores its own documented `ucx_devices`, and passes nothing about UCX's use of TCP.
-    The environment also goes over the MAX_RMA_RAILS=2 that NIXL sets (src/plugins/ucx/ucx_utils.cpp, PR #367).
-    """
-    with _environment:  # also without a choice, so that another thread's choice is not used
-        wanted = {_TCP_GIVES_UP: os.environ.get(_TCP_GIVES_UP, _GIVES_UP_AFTER)}
-        if devices:
-            wanted[_NET_DEVICES] = ",".join(devices)
-        if rails is not None:
-            wanted[_RAILS] = str(rails)
-        before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                del os.environ[name]
-                if value is not None:
-                    os.environ[name] = value
-
-
-class Memory:
-    """This process's registrations with NIXL."""
-
-    def __init__(self, agent: Any) -> None:  # noqa: ANN401
-        self._agent: Any = agent
-        self._held: dict[Region, Any] = {}
-
-    def register(self, regions: Sequence[Region]) -> None:
-        """Registers new regions; raises `TransportError` and registers none."""
-        done: dict[Region, Any] = {}
-        try:
-            for region in regions:
-                row = (region.base, region.nbytes, region.device, "")
-                done[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
-        except Errors as error:
-            for held in done.values():
-                attempt(self._agent.deregister_memory, held, ["UCX"])
-            what = f"cannot register {list(regions)}"
-            raise failed(what, error, "check the addresses, and `ulimit -l` for RDMA") from error
-        self._held |= done
-
-    def unregister(self, regions: Sequence[Region]) -> None:
-        for region in regions:
-            try:
-                self._agent.deregister_memory(self._held.pop(region), ["UCX"])
-            except Errors as error:
-                raise failed(f"cannot unregister {region}", error) from error
-
-    def close(self) -> None:
-        for held in self._held.values():
-            attempt(self._agent.deregister_memory, held, ["UCX"])
-        self._held.clear()
-        self._agent = None  # the last reference holds NIXL's thread and sockets
 
 
 def descriptors(addresses: Ints, nbytes: Ints, place: Place) -> Any:  # noqa: ANN401

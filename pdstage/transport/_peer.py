@@ -1,4 +1,6 @@
-"""Another process of this host: its identity, whether it lives, and writes into its memory.
+"""The processes that a transport meets: their identity, whether they live, and writes into the memory of those here.
+
+Shared memory of another process of this host is mapped; its other memory is written by process id.
 
 A pid alone identifies no process, since the kernel reuses it. A process is a pid with its start time. Once identified
 it is held by a pidfd, which turns readable when that very process ends (pidfd_open(2)).
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import select
 import weakref
@@ -20,15 +23,23 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from pdstage import native
+from pdstage import native, shared
 from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.transport.base import Mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from numpy.typing import NDArray
+
+    from pdstage.layout import Region
     from pdstage.plan.spans import Spans
+    from pdstage.shared import Backing
     from pdstage.transport.base import Ints
 
+log = logging.getLogger(__name__)
+
+_AT_ONCE_NBYTES = 1 << 30
 _PR_SET_PTRACER = 0x59616D61
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PIDFD_GETFD = 438  # of Linux 5.6; the same on all its processors
@@ -76,11 +87,14 @@ def own_identity() -> Identity:
 
 
 class Process:
-    """Another process, held so that a successor with its pid is never taken for it."""
+    """Another process, held so that a successor with its pid is never taken for it, and its shared memory that is
+    mapped here.
+    """
 
     def __init__(self, identity: Identity, peer: str) -> None:
         """Raises `TransportError` if the process has ended."""
         self.pid, self._peer = identity.pid, peer
+        self._views: list[tuple[int, NDArray[np.uint8]]] = []
         try:
             self._pidfd = os.pidfd_open(identity.pid)
         except OSError as error:
@@ -126,8 +140,39 @@ class Process:
             os.close(self._pidfd)
             self._pidfd = -1
 
+    def unmap(self) -> None:
+        """Releases the mappings, except those that `mapped` has handed out."""
+        self._views = []
+
+    def map(self, backings: Iterable[tuple[int, Backing]], regions: Iterable[Region]) -> None:
+        """Maps the shareable ones of `regions` instead of the previous ones; `backings`: base and backing file.
+
+        All of their pages, up to `_AT_ONCE_NBYTES`: the other rooms of a node wait meanwhile.
+        """
+        self._views, left = [], _AT_ONCE_NBYTES
+        for base, backing in backings:
+            if not any(base <= region.base < base + backing.nbytes for region in regions):
+                continue
+            try:
+                at_once = backing.nbytes <= left
+                self._views.append((base, shared.attach(self.pid, backing, at_once=at_once)))
+                left -= backing.nbytes if at_once else 0
+            except OSError as error:  # it is then written as unshared memory
+                log.info("memory of process %s is not mapped: %s", self.pid, error)
+
+    def mapped(self, address: int, nbytes: int) -> Mapped | None:
+        for base, view in self._views:
+            if base <= address and address + nbytes <= base + view.nbytes:
+                return Mapped(view.ctypes.data + address - base, view)
+        return None
+
     def write(self, spans: Spans) -> tuple[int, TransportError | None]:
         """Writes the spans in order. Returns the bytes that landed, and the error that stopped it."""
+        if self._views and len(spans.nbytes) == 1:
+            here = self.mapped(int(spans.dst[0]), int(spans.nbytes[0]))
+            if here is not None:
+                copy(spans._replace(dst=np.array([here.address], np.int64)))
+                return int(spans.nbytes[0]), None
         if native.ext is not None:
             written, code = native.ext.write_peer(self.pid, *spans)
         else:
@@ -222,6 +267,32 @@ class Here:
     def close(self) -> None:
         pass
 
+    def write(self, spans: Spans) -> tuple[int, TransportError | None]:
+        error = self.why_not(spans)
+        if error is not None:
+            return 0, error
+        copy(spans)
+        return int(spans.nbytes.sum()), None
+
+    def why_not(self, spans: Spans) -> TransportError | None:
+        """Checks the spans: a stray write into another process fails safely, but here it would crash this process."""
+        try:
+            self.lives[self._life].own.find(spans.dst, spans.nbytes)
+        except UsageError as error:
+            return TransportError(str(error), remedy="the peer unregistered memory that was still being written")
+        return None
+
+    def why_not_written(self, address: int) -> TransportError | None:
+        del address
+        return None
+
+    def unmap(self) -> None:
+        pass
+
+    def mapped(self, address: int, nbytes: int) -> Mapped | None:
+        transport = self.lives.get(self._life)
+        return Mapped(address, None) if transport is not None and transport.own.holds(address, nbytes) else None
+
 
 class Met:
     """The processes identified as each peer, to tell when all of them have ended."""
@@ -248,6 +319,15 @@ class Met:
 def allow_writers() -> None:
     """Lets other processes of this user write here under Yama's ptrace_scope 1; has no effect otherwise."""
     _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
+
+
+def copy(spans: Spans) -> None:
+    """Copies spans within this process."""
+    if native.ext is not None:
+        native.ext.copy_spans(*spans)
+        return
+    for src, dst, nbytes in zip(spans.src.tolist(), spans.dst.tolist(), spans.nbytes.tolist(), strict=True):
+        ctypes.memmove(dst, src, nbytes)
 
 
 def _open_files(pid: int) -> Iterator[str]:

@@ -10,9 +10,7 @@ Seen with Mooncake 0.3.13.post1 over tcp, and the consequences here:
 * It caches a segment for ever, by name: a process that came back on the same port was written to at its predecessor's
   data port. A zero before the port is another name for the same place. So each life gets its own name.
 * It keeps four connections to each peer that it has sent to (MC_TCP_LANES_PER_PEER), also to dead peers, and closes
-  them only when it ends. That takes up to a second and holds the interpreter's lock. So an engine that met no peer is
-  kept for the next transport of this process. Over tcp, an engine that only sends needs no registered memory and starts
-  in a millisecond: mooncake.py takes a fresh one for new peers when many have gone, and ends it with its last peer.
+  them only when it ends. That takes up to a second and holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pdstage.errors import TransportError, UsageError
+from pdstage.transport._backend import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,41 +71,19 @@ _MEANINGS = {
 class Engine:
     """One Transfer Engine, and the life of a process that each of its segment names stands for."""
 
-    idle: ClassVar[dict[tuple[str, str, str], list[Engine]]] = {}
-
     def __init__(self, protocol: str, host: str, devices: str) -> None:
         """Raises `TransportError` if it does not start."""
-        self.key = (protocol, host, devices)
-        self.host = host
+        self.protocol, self.host = protocol, host
         self._lives: dict[tuple[str, int], tuple[str, int]] = {}
         self.raw: Any = library.TransferEngine()
-        with _environment(protocol):
+        # The environment that makes the engine install `protocol` and nothing else.
+        unset = {name: None for names in PROTOCOLS.values() for name in names}
+        with environment_of(unset | dict.fromkeys(PROTOCOLS[protocol], "1")):
             code = self.raw.initialize(host, "P2PHANDSHAKE", protocol, devices)
         if code:
             what = f"Mooncake does not start with protocol {protocol!r}{said(code)}"
             raise TransportError(what, remedy="see its log on stderr; MC_LOG_LEVEL=INFO says more", code=code)
         self.port: int = self.raw.get_rpc_port()
-        self.is_known = False
-        """Connections to or from peers may be open."""
-        self.n_ways = 0
-        """Lives of peers that it reaches now."""
-        self.n_left = 0
-        """Past lives of peers: over tcp it keeps connections to them."""
-
-    @classmethod
-    def take(cls, protocol: str, host: str, devices: str) -> Engine:
-        waiting = cls.idle.get((protocol, host, devices))
-        return waiting.pop() if waiting else cls(protocol, host, devices)
-
-    def leave(self) -> None:
-        """Nothing is registered with it any more. The next transport may take it, unless connections are open.
-
-        Then it ends here, even if something still holds this object, as the traceback of a room's error does.
-        """
-        if self.is_known:
-            self.raw = None
-        else:
-            self.idle.setdefault(self.key, []).append(self)
 
     def name_of(self, host: str, port: int, life: str) -> str:
         """The name for the peer's segment, so that nothing cached of an earlier life is used."""
@@ -126,7 +102,6 @@ class Transfer:
         self.peer = peer
         self.spans = zip(spans.src.tolist(), spans.dst.tolist(), spans.nbytes.tolist(), strict=True)
         self.n_under_way = 0
-        self.begun = False
         self.all_begun = False
         self.error: TransportError | None = None
         self.settled = True
@@ -138,22 +113,11 @@ class Way:
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
         self.name = name
-        self.n_labels = 0
         self.waiting: deque[Transfer] = deque()
         self._under_way: deque[tuple[int, Transfer]] = deque()
         self._is_open = False
         self._opener: threading.Thread | None = None
-        self._opened: tuple[int, int] | None = None
-        engine.n_ways += 1
-
-    def leave(self) -> None:
-        """Nothing uses this way any more."""
-        self._engine.n_ways -= 1
-        self._engine.n_left += 1
-
-    @property
-    def at_rest(self) -> bool:
-        return not self.waiting and not self._under_way and self._opener is None
+        self._opened = (0, 0)
 
     def move(self) -> Iterator[Transfer]:
         """Begins the transfers that may begin, and yields the posts that ended."""
@@ -162,7 +126,7 @@ class Way:
             if self._opener.is_alive():
                 return
             self._opener = None
-            yield from self._open()
+            self._open()
         while self.waiting and len(self._under_way) < WINDOW:
             post = self.waiting[0]
             span = None if post.error is not None else next(post.spans, None)
@@ -174,7 +138,6 @@ class Way:
             elif self._is_open:
                 self._begun(post, self._engine.raw.transfer_submit_write(self.name, *span))
             else:
-                self._engine.is_known = True
                 self._opener = threading.Thread(
                     target=self._probe, args=(self._engine.raw, *span), name="pdstage-mooncake", daemon=True
                 )
@@ -186,21 +149,19 @@ class Way:
         code = raw.send_probe(self.name)
         self._opened = (code, 0 if code else raw.transfer_submit_write(self.name, src, dst, nbytes))
 
-    def _open(self) -> Iterator[Transfer]:
-        code, transfer = self._opened or (0, 0)
+    def _open(self) -> None:
+        code, transfer = self._opened
         self._is_open = transfer not in _NO_TRANSFER
         if self._is_open:
             self._begun(self.waiting[0], transfer)
             return
         for post in self.waiting:
             post.error = post.error or failed(post.peer, f"does not answer a probe{said(code)}", "see whether it runs")
-        yield from ()
 
     def _begun(self, post: Transfer, transfer: int) -> None:
         if transfer in _NO_TRANSFER:
             post.error = failed(post.peer, "takes no transfer", "see Mooncake's log on stderr")
             return
-        post.begun = True
         post.n_under_way += 1
         self._under_way.append((transfer, post))
 
@@ -236,21 +197,6 @@ def check_protocol(protocol: str) -> None:
         raise UsageError(f"protocol 'rdma', and no device in {_NICS}", remedy="choose tcp", field="protocol")
     if protocol == "tcp" and os.environ.get("MC_TCP_PROTO") == "1":
         raise UsageError("MC_TCP_PROTO=1: writes would count as done before they have landed", remedy="unset it")
-
-
-@contextmanager
-def _environment(protocol: str) -> Iterator[None]:
-    """The environment that makes the engine install `protocol` and nothing else."""
-    names = [name for chosen in PROTOCOLS.values() for name in chosen]
-    before = {name: os.environ.pop(name, None) for name in names}
-    os.environ.update(dict.fromkeys(PROTOCOLS[protocol], "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def said(code: int) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import select
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -28,8 +28,7 @@ from pdstage.transport import _cuda_ipc
 from pdstage.transport._backend import Backend, Link, Post, offered
 from pdstage.transport._datagrams import MAX_NBYTES, Bell, Inbox, Outbox
 from pdstage.transport._device import KIND, ON_DEVICE, Devices, ExportedRegion, Views
-from pdstage.transport._mapped import Here, There
-from pdstage.transport._peer import Identity, Process, Target, allow_writers, own_identity
+from pdstage.transport._peer import Here, Identity, Process, Target, allow_writers, own_identity
 from pdstage.transport.base import Done, Event, Inbound, Mapped, PostFailed, Ranges, Traits, write_description
 
 if TYPE_CHECKING:
@@ -50,28 +49,17 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_lik
     """Registered device memory; `regions` contains none of it."""
 
     def offered(self, peer: str) -> Ranges:
-        """Its host memory."""
-        return offered(peer, (Region(*pair) for pair in self.regions))
-
-    def offered_on_devices(self, peer: str) -> Ranges:
-        return offered(peer, (one.region() for one in self.devices))
+        return offered(peer, [*(Region(*pair) for pair in self.regions), *(one.region() for one in self.devices)])
 
 
 class _Link(Link[_Description]):
     """A connected peer: its process, the memory there that may be written, and its tags."""
 
-    def __init__(self, peer: str, description: _Description, target: There | Here) -> None:
+    def __init__(self, peer: str, description: _Description, target: Process | Here) -> None:
         super().__init__(peer, description)
         self.target = target
         self.views = Views()
         self.outbox = Outbox(description.life)
-
-    def learn(self, description: _Description) -> None:
-        """Keeps what is prepared, mapped or probed; the next `prepare` changes that."""
-        self.offered, self.offered_on_devices = (
-            description.offered(self.peer), description.offered_on_devices(self.peer),
-        )  # fmt: skip
-        self.description = description
 
     def check_alive(self) -> None:
         """Raises `TransportError` if the peer's process ended, even if its pid is in use again, or if it closed its
@@ -90,14 +78,6 @@ class _Link(Link[_Description]):
             remedy="fail its rooms; it may connect again",
             peer=self.peer,
         )
-
-
-class _Copy(NamedTuple):
-    """What to do when a copy of device memory is done."""
-
-    ticket: int
-    link: _Link
-    tag: bytes
 
 
 class LocalTransport(Backend[_Link, _Description]):
@@ -153,7 +133,7 @@ class LocalTransport(Backend[_Link, _Description]):
         return write_description(_Description(self.identity, self.life, regions, mappable, self._devices.exported()))
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
-        assert isinstance(target, There | Here)
+        assert isinstance(target, Process | Here)
         fresh = _Link(peer, description, target)
         try:
             fresh.check_alive()
@@ -162,7 +142,7 @@ class LocalTransport(Backend[_Link, _Description]):
             raise
         return fresh
 
-    def _target(self, peer: str, description: _Description) -> There | Here:
+    def _target(self, peer: str, description: _Description) -> Process | Here:
         description.identity.check_reachable_from(self.identity, peer)
         if description.identity == self.identity:
             return Here(description.life)
@@ -172,17 +152,13 @@ class LocalTransport(Backend[_Link, _Description]):
         except BaseException:
             target.close()
             raise
-        return There(target)
-
-    def _offers(self, link: _Link, region: Region) -> bool:
-        known = link.offered_on_devices if region.kind == KIND else link.offered
-        return known.holds(region.base, region.nbytes)
+        return target
 
     def _prepare(self, link: _Link, prepared: Ranges) -> None:
         target = link.target
         views = self._views(link, prepared.regions)
         on_host = [region for region in prepared.regions if region.kind != KIND]
-        if isinstance(target, There):
+        if isinstance(target, Process):
             target.map(link.description.shared, on_host)
         for region in on_host:
             why_not = None if target.mapped(region.base, region.nbytes) else target.why_not_written(region.base)
@@ -211,7 +187,7 @@ class LocalTransport(Backend[_Link, _Description]):
         if link is None or not link.prepared.holds(address, nbytes):
             return None
         on_device = link.views.mapped(address, nbytes)
-        if on_device is not None and isinstance(link.target, There):
+        if on_device is not None and isinstance(link.target, Process):
             return on_device
         on_host = link.target.mapped(address, nbytes)
         return on_device if on_host is not None and on_device is not None else on_host
@@ -236,7 +212,7 @@ class LocalTransport(Backend[_Link, _Description]):
         error = link.target.why_not(post.spans) if isinstance(link.target, Here) else None
         if error is not None:
             raise error
-        self._devices.start(_Copy(post.ticket, link, post.tag), post.spans, link.views)
+        self._devices.start((post.ticket, link, post.tag), post.spans, link.views)
 
     def _follow_copies(self) -> None:
         for (ticket, link, tag), error, settled in self._devices.ended():

@@ -26,7 +26,6 @@ from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport import _rails
 from pdstage.transport._backend import Backend, Link, Post, offered
 from pdstage.transport._fabric import device_ports, own_address
 from pdstage.transport._peer import Here, Identity, own_identity
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
     from pdstage.transport._peer import Target
 
-MAX_LEFT = 16
-"""One engine may keep connections to this many dead lives, four each; then new peers get a new engine."""
 _HOST = re.compile(r"[0-9A-Za-z.:_-]{1,255}")
 
 
@@ -66,7 +63,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
 
     `protocol`: "tcp", "rdma", "nvlink" (across nodes) or "nvlink_intra" (within one), the same on both sides. `host`:
     this host's address for peers; default: that of the default route. `devices`: RDMA devices by name, separated by
-    commas; "auto": those nearest to the memory that `near` names, "cuda:N" or "cpu"; empty: Mooncake finds them itself.
+    commas; empty: Mooncake finds them itself.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -85,7 +82,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
     description_type = _Description
     link_type = _Link
 
-    def __init__(self, *, protocol: str = "tcp", host: str = "", devices: str = "", near: str = "cpu") -> None:
+    def __init__(self, *, protocol: str = "tcp", host: str = "", devices: str = "") -> None:
         """Raises `UsageError` for a protocol that is unknown or that host or wheel lack, and for a device that is not
         here or down, else `TransportError`.
         """
@@ -93,11 +90,9 @@ class MooncakeTransport(Backend[_Link, _Description]):
         check_protocol(protocol)
         if host and not _HOST.fullmatch(host):
             raise UsageError(f"host {host!r}", remedy="give an address or a name, without a port", field="host")
-        ports = _rails.auto(near) if devices == "auto" else device_ports(list(filter(None, devices.split(","))))
+        ports = device_ports(list(filter(None, devices.split(","))))
         chosen = ",".join(dict.fromkeys(port.partition(":")[0] for port in ports))  # it takes devices, no ports
-        self._engine = Engine.take(protocol, host or own_address(), chosen)
-        self._sending = self._engine
-        self._engines = {self._engine}  # and older engines that still reach a peer
+        self._engine = Engine(protocol, host or own_address(), chosen)
         self.life = secrets.token_hex(16)
         Here.lives[self.life] = self
         self.identity = own_identity()
@@ -125,11 +120,11 @@ class MooncakeTransport(Backend[_Link, _Description]):
         self.check_open()
         engine = self._engine
         return write_description(
-            _Description(engine.key[0], engine.host, engine.port, self.life, self.identity, list(self.own.regions))
+            _Description(engine.protocol, engine.host, engine.port, self.life, self.identity, list(self.own.regions))
         )
 
     def _check(self, peer: str, description: _Description) -> None:
-        ours = self._engine.key[0]
+        ours = self._engine.protocol
         if not _HOST.fullmatch(description.host) or description.protocol != ours:
             what = f"peer {peer!r} is at {description.host!r} with protocol {description.protocol!r}"
             remedy = "choose one protocol and an address for both sides"
@@ -137,57 +132,34 @@ class MooncakeTransport(Backend[_Link, _Description]):
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         link = _Link(peer, description)
-        way = self._ways.get(description.life)
-        if way is None:  # if the connection fails below, the next poll removes it
-            sending = self._fresh(self._engine)
-            name = sending.name_of(description.host, description.port, description.life)
-            way = self._ways[description.life] = Way(sending, name)
-        way.n_labels += 1
-        link.way, link.target = way, target
+        if description.life not in self._ways:
+            name = self._engine.name_of(description.host, description.port, description.life)
+            self._ways[description.life] = Way(self._engine, name)
+        link.way, link.target = self._ways[description.life], target
         return link
-
-    def _fresh(self, engine: Engine) -> Engine:
-        """The engine for writes to a new life: a new one if the last has left many connections behind.
-
-        Peers always write to `engine`, which `describe` names. RDMA keeps one engine: another would register memory
-        twice, and no such leftovers were seen.
-        """
-        before = self._sending
-        if before.n_left >= MAX_LEFT and engine.key[0] == "tcp":
-            self._sending = Engine.take(*engine.key)
-            self._engines.add(self._sending)
-        return self._sending
-
-    def identify(self, peer: str, description: bytes) -> None:
-        given = self._read(peer, description)
-        self._engine.is_known = True  # also to a process that has ended, which may have written here
-        self.met.add(peer, self._process(peer, given))
 
     def _write(self, link: _Link, post: Post) -> None:
         if link.target.gone():
             raise failed(link.peer, "has ended", "fail its rooms; it may connect again")
+        life = link.description.life
+        self.keep(life)
         link.way.waiting.append(Transfer(post.ticket, link.peer, post.spans))
-        self._move(link.way)
+        self._move(life)
 
     def _progress(self) -> None:
-        for life, way in list(self._ways.items()):
-            self._move(way)
-            if not way.n_labels and way.at_rest:
-                del self._ways[life]
-                way.leave()
-        if len(self._engines) > 1:
-            for engine in self._engines - {self._engine, self._sending}:
-                if not engine.n_ways:
-                    self._engines.remove(engine)
-                    engine.leave()
+        for life in list(self._ways):
+            self._move(life)
 
-    def _move(self, way: Way) -> None:
-        for post in way.move():
+    def _move(self, life: str) -> None:
+        for post in self._ways[life].move():
             over = Done(post.ticket) if post.error is None else PostFailed(post.ticket, post.error, post.settled)
             self.events.append(over)
+            self.let_go(life)
+
+    def _leave(self, life: str) -> None:
+        del self._ways[life]
 
     def _detach(self, link: _Link) -> None:
-        link.way.n_labels -= 1
         for post in link.way.waiting:
             if post.peer == link.peer:
                 post.error = post.error or failed(link.peer, "was disconnected before all was sent", "connect it again")
@@ -198,10 +170,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
     def _shut(self) -> None:
         for region in self.own.regions:
             self._engine.raw.unregister_memory(region.base)
-        for way in self._ways.values():
-            way.leave()
-        for each in self._engines:
-            each.leave()
+        self._engine.raw = None  # it ends here, even if a room's error holds this object
         self._ways.clear()
 
 

@@ -8,14 +8,13 @@ src/io/engine.cpp, src/io/rdma/). Version 1.0.0 has every call used here. What t
 here:
 
 * A transfer is `session.batch_write(local_offsets, remote_offsets, sizes, uid)`. A session joins one local and one
-  remote memory. So a post becomes one batch for each pair of memories, in runs as long as both sides allow; each pair's
-  session is made once.
+  remote memory. So a post becomes one batch for each pair of memories; each pair's session is made once.
 * `create_session` connects over TCP, may block and may raise: the first post of a pair calls it.
   `register_remote_engine` only notes an address: so `connect` never blocks.
 * The library writes to a status by its raw pointer: each is kept until it has ended, or the engine is gone.
 * Nothing announces completion: statuses are polled. `pop_inbound_transfer_status` tells the peer about one transfer id,
   which it would have to know, and carries no bytes. So `notifies` is false, and MORI's own notifications are off.
-* A batch that finds a send queue full waits 10 ms and fails, perhaps after posting a part. So at most `max_in_flight`
+* A batch that finds a send queue full waits 10 ms and fails, perhaps after posting a part. So at most `MAX_IN_FLIGHT`
   descriptors to a peer are in flight, and further posts wait here. No failure of a begun write is settled.
 * A failed queue pair stays failed: a peer is reached again in its next life, whose engine has another key.
 * Deregistering an engine ends no transfer: `fences` and `stops_reads` are false. No peer's death is proved here.
@@ -28,7 +27,6 @@ import os
 import secrets
 from collections import deque
 from importlib import import_module
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -41,45 +39,25 @@ from pdstage.transport._fabric import own_address
 from pdstage.transport.base import Done, PostFailed, Traits, write_description
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from pdstage.plan.spans import Spans
     from pdstage.transport._peer import Target
-    from pdstage.transport.base import Ranges
 
 _io: Any = import_module("mori.io")
+MAX_IN_FLIGHT = 2048
+"""Descriptors to one engine of a peer, over all labels that name it. The smallest send queue seen in the field takes
+4,351.
+"""
 _LOCATIONS = {"cpu": _io.MemoryLocationType.CPU, "cuda": _io.MemoryLocationType.GPU}
 
 
-class Batch(NamedTuple):
-    """Runs from one region into another, at offsets in them, as lists that C++ bindings take."""
+class _Batch(NamedTuple):
+    """Spans from one region into another by their session, at offsets in them, as lists that C++ bindings take."""
 
-    local: Region
-    remote: Region
+    session: Any
     local_offsets: list[int]
     remote_offsets: list[int]
     sizes: list[int]
-
-
-def batches(spans: Spans, local: Ranges, remote: Ranges) -> Iterator[Batch]:
-    """`spans` grouped by pair of regions, in order within each pair. Spans that are adjacent on both sides become one
-    run.
-
-    Every span must lie in one region of each side: see `Ranges.find`.
-    """
-    pairs = local.index(spans.src), remote.index(spans.dst)
-    order = np.lexsort(pairs[::-1])  # stable: spans keep their order within a pair
-    i, j, src, dst, nbytes = (column[order] for column in (*pairs, *spans))
-    pair_starts = np.r_[True, (np.diff(i) != 0) | (np.diff(j) != 0)]
-    gaps = (src[1:] != src[:-1] + nbytes[:-1]) | (dst[1:] != dst[:-1] + nbytes[:-1])
-    runs = np.flatnonzero(pair_starts | np.r_[True, gaps])
-    sizes = np.add.reduceat(nbytes, runs)
-    bounds = [*np.flatnonzero(pair_starts[runs]).tolist(), runs.size]
-    for first, last in pairwise(bounds):
-        starts = runs[first:last]
-        ours, theirs = local.regions[i[starts[0]]], remote.regions[j[starts[0]]]
-        src_offsets, dst_offsets = src[starts] - ours.base, dst[starts] - theirs.base
-        yield Batch(ours, theirs, src_offsets.tolist(), dst_offsets.tolist(), sizes[first:last].tolist())
 
 
 class _Description(Description, frozen=True, tag="pdstage.mori.1", array_like=True):
@@ -94,7 +72,6 @@ class _Target:
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401
         self.engine = engine
-        self.n_users = 0  # labels, and posts that have not ended
         self.waiting: deque[_Post] = deque()
         self.n_in_flight = 0  # descriptors
 
@@ -125,9 +102,9 @@ class _Way(Link[_Description]):
 class _Post:
     """One ticket: its batches with their sessions, and the statuses of the batches that have begun."""
 
-    def __init__(self, ticket: int, way: _Way, writes: list[tuple[Any, Batch]]) -> None:
-        self.ticket, self.way, self.writes = ticket, way, writes
-        self.n_descriptors = sum(len(batch.sizes) for _, batch in writes)
+    def __init__(self, ticket: int, way: _Way, batches: list[_Batch]) -> None:
+        self.ticket, self.way, self.batches = ticket, way, batches
+        self.n_descriptors = sum(len(batch.sizes) for batch in batches)
         self.statuses: list[Any] = []
         self.error: TransportError | None = None
 
@@ -139,7 +116,7 @@ class MoriTransport(Backend[_Way, _Description]):
     """Transport `mori`.
 
     `host`: this host's address for peers; default: that of its default route. `qp_per_transfer`: queue pairs to each
-    peer. `max_in_flight`: the most descriptors in flight to one engine of a peer, over all labels that name it.
+    peer.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -159,12 +136,9 @@ class MoriTransport(Backend[_Way, _Description]):
     description_type = _Description
     link_type = _Way
 
-    def __init__(self, *, host: str = "", qp_per_transfer: int = 1, max_in_flight: int = 2048) -> None:
-        """Raises `UsageError` for impossible options, `TransportError` if MORI-IO does not start (no RDMA device)."""
+    def __init__(self, *, host: str = "", qp_per_transfer: int = 1) -> None:
+        """Raises `TransportError` if MORI-IO does not start (no RDMA device)."""
         super().__init__()
-        least = self.traits.max_descriptors
-        if max_in_flight < least:
-            raise UsageError(f"max_in_flight={max_in_flight}", remedy=f"give at least {least}, one post")
         if os.environ.get("MORI_DISABLE_AUTO_XGMI", "").startswith("0"):
             raise UsageError(
                 "MORI_DISABLE_AUTO_XGMI=0 adds a backend whose transfers cannot be polled", remedy="unset it"
@@ -176,7 +150,6 @@ class MoriTransport(Backend[_Way, _Description]):
             self._engine.create_backend(_io.BackendType.RDMA, config)
         except RuntimeError as error:
             raise _failed("MORI-IO does not start", error, "it needs an RDMA device: see ibv_devices") from error
-        self._max_in_flight = max_in_flight
         self._memory: dict[Region, Any] = {}
         self._targets: dict[str, _Target] = {}
         self._flying: list[_Post] = []
@@ -209,11 +182,10 @@ class MoriTransport(Backend[_Way, _Description]):
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Way:
         link = _Way(peer, description)
-        if link.engine.key not in self._targets:
+        if description.life not in self._targets:
             self._engine.register_remote_engine(link.engine)
-            self._targets[link.engine.key] = _Target(link.engine)
-        link.target = self._targets[link.engine.key]
-        link.target.n_users += 1
+            self._targets[description.life] = _Target(link.engine)
+        link.target = self._targets[description.life]
         return link
 
     def _detach(self, link: _Way) -> None:
@@ -224,41 +196,51 @@ class MoriTransport(Backend[_Way, _Description]):
                 continue
             post.error = TransportError(f"peer {link.peer!r} was disconnected before this write began")
             self._end(post)
-        self._let_go(link.target)
+
+    def _leave(self, life: str) -> None:
+        self._engine.deregister_remote_engine(self._targets.pop(life).engine)
 
     def _write(self, link: _Way, post: Post) -> None:
-        try:
-            writes = [(self._session(link, batch), batch) for batch in batches(post.spans, self.own, link.offered)]
-        except RuntimeError as error:
-            raise _failed(f"peer {link.peer!r} cannot be reached", error, "look at its log") from error
-        link.target.n_users += 1
-        link.target.waiting.append(_Post(post.ticket, link, writes))
+        spans = post.spans
+        pairs = np.stack([self.own.index(spans.src), link.offered.index(spans.dst)], axis=1)
+        batches = []
+        for pair in np.unique(pairs, axis=0):
+            held = (pairs == pair).all(axis=1)
+            local, remote = self.own.regions[pair[0]], link.offered.regions[pair[1]]
+            columns = spans.src[held] - local.base, spans.dst[held] - remote.base, spans.nbytes[held]
+            try:
+                session = self._session(link, local, remote)
+            except RuntimeError as error:
+                raise _failed(f"peer {link.peer!r} cannot be reached", error, "look at its log") from error
+            batches.append(_Batch(session, *(column.tolist() for column in columns)))
+        self.keep(link.description.life)
+        link.target.waiting.append(_Post(post.ticket, link, batches))
         self._begin(link.target)
 
-    def _session(self, way: _Way, batch: Batch) -> Any:  # noqa: ANN401
-        pair = batch.local, batch.remote
+    def _session(self, way: _Way, local: Region, remote: Region) -> Any:  # noqa: ANN401
+        pair = local, remote
         if pair not in way.sessions:
-            theirs = _understood(way.peer, _io.MemoryDesc, way.memory[batch.remote])
+            theirs = _understood(way.peer, _io.MemoryDesc, way.memory[remote])
             if (theirs.engine_key, theirs.data, theirs.size) != (
                 way.engine.key,
-                batch.remote.base,
-                batch.remote.nbytes,
+                remote.base,
+                remote.nbytes,
             ):
                 raise PeerError(f"peer {way.peer!r} describes other memory than it offers", remedy="stop using it")
-            session = self._engine.create_session(self._memory[batch.local], theirs)
+            session = self._engine.create_session(self._memory[local], theirs)
             if session is None:
                 raise RuntimeError("no backend of MORI-IO connects these two memories")
             way.sessions[pair] = session
         return way.sessions[pair]
 
     def _begin(self, target: _Target) -> None:
-        """Begins the posts that wait for a peer's engine, as many as fit into `max_in_flight`."""
-        while target.waiting and target.n_in_flight + target.waiting[0].n_descriptors <= self._max_in_flight:
+        """Begins the posts that wait for a peer's engine, as many as fit into `MAX_IN_FLIGHT`."""
+        while target.waiting and target.n_in_flight + target.waiting[0].n_descriptors <= MAX_IN_FLIGHT:
             post = target.waiting.popleft()
             try:
-                for session, batch in post.writes:
+                for session, *columns in post.batches:
                     uid = self._engine.allocate_transfer_uid()
-                    status = session.batch_write(batch.local_offsets, batch.remote_offsets, batch.sizes, uid)
+                    status = session.batch_write(*columns, uid)
                     post.statuses.append(status)
             except RuntimeError as error:
                 post.error = _failed(f"no write to peer {post.way.peer!r} can begin", error)
@@ -286,18 +268,12 @@ class MoriTransport(Backend[_Way, _Description]):
             self.events.append(Done(post.ticket))
         else:
             self.events.append(PostFailed(post.ticket, post.error, settled=not post.statuses))
-        self._let_go(post.way.target)
-
-    def _let_go(self, target: _Target) -> None:
-        target.n_users -= 1
-        if not target.n_users:
-            del self._targets[target.engine.key]
-            self._engine.deregister_remote_engine(target.engine)
+        self.let_go(post.way.description.life)
 
     def _shut(self) -> None:
         for post in self._flying:
             post.way.sessions.clear()
-            post.writes = []
+            post.batches = []
         for descriptor in self._memory.values():
             self._engine.deregister_memory(descriptor)
         self._engine.remove_backend(_io.BackendType.RDMA)  # joins the threads that write to the statuses

@@ -29,21 +29,17 @@ Seen with NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in flight), a
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
-from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from pdstage.errors import PeerError
-from pdstage.kernels import driver, virtual_memory
 from pdstage.transport._backend import Backend, Link, Post
 from pdstage.transport._nixl_agent import (
     MEMORY,
     Errors,
-    Memory,
     attempt,
     check_metadata,
     descriptors,
@@ -64,11 +60,6 @@ if TYPE_CHECKING:
 
 _Unreadable: tuple[type[Exception], ...] = (*Errors, ValueError)
 """`ValueError` comes from `check_metadata`, and from a name that is not UTF-8."""
-
-
-log = logging.getLogger(__name__)
-
-_WITH_NVLINK = "where NVLink joins GPUs, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and no cudaMallocAsync"
 
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.nixl.1", array_like=True):
@@ -98,11 +89,9 @@ class NixlTransport(Backend[_Link, _Description]):
     whole core even when idle.
 
     `devices`: the network devices to use ("mlx5_0", "mlx5_1:1", "eth0"), instead of those that UCX finds or
-    `UCX_NET_DEVICES` names; "auto": the RDMA devices nearest to the memory that `near` names, "cuda:N" or "cpu", and if
-    there are none what UCX finds. `rails`: UCX spreads a large write over at most so many of them; None: over two, as
-    NIXL sets it, or as `UCX_MAX_RMA_RAILS` says. `host`: an address of this machine. If nothing else chooses devices,
-    UCX uses RDMA, loopback and the interface that holds it. `telemetry`: measures each post, for `Done.figures` and
-    the node's metrics.
+    `UCX_NET_DEVICES` names. `host`: an address of this machine. If nothing else chooses devices, UCX uses RDMA,
+    loopback and the interface that holds it. `telemetry`: measures each post, for `Done.figures` and the node's
+    metrics.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -123,55 +112,46 @@ class NixlTransport(Backend[_Link, _Description]):
     link_type = _Link
     max_tag_nbytes = 16 << 20
 
-    def __init__(
-        self,
-        *,
-        devices: Sequence[str] = (),
-        near: str = "cpu",
-        rails: int | None = None,
-        host: str = "",
-        telemetry: bool = False,
-    ) -> None:
+    def __init__(self, *, devices: Sequence[str] = (), host: str = "", telemetry: bool = False) -> None:
         """Raises `UsageError` for a device that this host lacks or that is down, `TransportError` if NIXL's UCX
         plugin does not start.
         """
         super().__init__()
         self.life = f"pdstage.{secrets.token_hex(16)}"
-        self._agent: Any = start(
-            self.life,
-            devices=devices,
-            near=near,
-            rails=rails,
-            host=host,
-            telemetry=telemetry,
-        )
-        self._telemetry, self._warned = telemetry, False
+        self._agent: Any = start(self.life, devices=devices, host=host, telemetry=telemetry)
+        self._telemetry = telemetry
         self.identity = own_identity()
         Here.lives[self.life] = self
         self._knows_metadata = is_known(self._agent.get_agent_metadata(), self.life)
-        self._memory = Memory(self._agent)
+        self._memory: dict[Region, Any] = {}
         self._flights: dict[int, _InFlight] = {}
-        self._users: Counter[str] = Counter()  # users of a remote agent: peers' labels and posts in flight
 
     def describe(self) -> bytes:
         self.check_open()
         return write_description(_Description(self.life, self._agent.get_agent_metadata(), self.identity))
 
     def _register(self, regions: Sequence[Region]) -> None:
-        self._memory.register(regions)
-        slow = next((region.base for region in regions if region.kind == "cuda" and _goes_without_nvlink(region)), 0)
-        if slow and not self._warned:
-            self._warned = True
-            log.warning(
-                "UCX moves device memory at %#x without NVLink, for lack of fabric handles: %s", slow, _WITH_NVLINK
-            )
+        done: dict[Region, Any] = {}
+        try:
+            for region in regions:
+                row = (region.base, region.nbytes, region.device, "")
+                done[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
+        except Errors as error:
+            for held in done.values():
+                attempt(self._agent.deregister_memory, held, ["UCX"])
+            what = f"cannot register {list(regions)}"
+            raise failed(what, error, "check the addresses, and `ulimit -l` for RDMA") from error
+        self._memory |= done
 
     def _unregister(self, regions: Sequence[Region]) -> None:
-        self._memory.unregister(regions)
+        for region in regions:
+            try:
+                self._agent.deregister_memory(self._memory.pop(region), ["UCX"])
+            except Errors as error:
+                raise failed(f"cannot unregister {region}", error) from error
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         self._add_agent(peer, description)
-        self._users[description.life] += 1
         return _Link(peer, description)
 
     def _refresh(self, link: _Link, description: _Description) -> None:
@@ -195,7 +175,7 @@ class NixlTransport(Backend[_Link, _Description]):
         except Errors as error:
             raise failed(f"no write to peer {link.peer!r} can begin", error) from error
         self._flights[post.ticket] = _InFlight(handle, link.peer, name)
-        self._users[name] += 1
+        self.keep(name)
         try:
             state = self._agent.transfer(handle)
         except Errors as error:
@@ -217,9 +197,6 @@ class NixlTransport(Backend[_Link, _Description]):
         except Errors as error:
             raise failed("NIXL cannot read its notifications", error) from error
 
-    def _detach(self, link: _Link) -> None:
-        self._let_go(link.description.life)
-
     def proved_dead(self, peer: str) -> bool:
         if not super().proved_dead(peer):
             return False
@@ -230,12 +207,13 @@ class NixlTransport(Backend[_Link, _Description]):
         agent, self._agent = self._agent, None
         for flight in self._flights.values():
             attempt(flight.handle.release)
-        for name in self._users:
+        for name in self.users:
             attempt(agent.remove_remote_agent, name)
-        self._memory.close()
+        for held in self._memory.values():
+            attempt(agent.deregister_memory, held, ["UCX"])
+        self._memory.clear()
         self._flights.clear()
-        self._users.clear()
-        del agent
+        self.users.clear()
 
     def _add_agent(self, peer: str, description: _Description) -> None:
         """Loads a peer's metadata, newer over older. Raises `PeerError` if NIXL refuses it or `check_metadata` does."""
@@ -245,7 +223,7 @@ class NixlTransport(Backend[_Link, _Description]):
             named = self._agent.add_remote_agent(description.metadata)
             name = named.decode() if isinstance(named, bytes) else named
         except _Unreadable as error:
-            if description.life not in self._users:
+            if description.life not in self.users:
                 with contextlib.suppress(*Errors):  # a partly loaded agent would block its owner's metadata
                     self._agent.remove_remote_agent(description.life)
             raise PeerError(
@@ -254,7 +232,7 @@ class NixlTransport(Backend[_Link, _Description]):
                 peer=peer,
             ) from error
         if name != description.life:
-            if name not in self._users:
+            if name not in self.users:
                 attempt(self._agent.remove_remote_agent, name)
             raise PeerError(
                 f"peer {peer!r} is {description.life} but describes {name}", remedy="stop using it", peer=peer
@@ -273,24 +251,11 @@ class NixlTransport(Backend[_Link, _Description]):
             unknown = failed(f"a write to peer {flight.peer!r} failed", error)
             self.events.append(PostFailed(ticket, unknown, settled=False))
         attempt(flight.handle.release)
-        self._let_go(flight.agent)
+        self.let_go(flight.agent)
 
-    def _let_go(self, name: str) -> None:
-        """Removes the remote agent with its last user. An earlier removal would hide how its posts end."""
-        self._users[name] -= 1
-        if not self._users[name]:
-            del self._users[name]
-            attempt(self._agent.remove_remote_agent, name)
-
-
-def _goes_without_nvlink(region: Region) -> bool:
-    """Whether UCX's cuda_ipc does not take this memory: it takes legacy handles and fabric handles (UCX 1.23)."""
-    try:
-        attribute = driver.cuda().attribute
-    except OSError:
-        return False
-    capable, types = attribute(driver.IPC_CAPABLE, region.base), attribute(driver.HANDLE_TYPES, region.base)
-    return not capable and not types & virtual_memory.FABRIC
+    def _leave(self, life: str) -> None:
+        """An earlier removal would hide how its posts end."""
+        attempt(self._agent.remove_remote_agent, life)
 
 
 TRANSPORT = NixlTransport

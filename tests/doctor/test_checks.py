@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -15,17 +16,11 @@ from pdstage.tools.doctor import gpu, host, report
 from pdstage.tools.doctor.probe import Asked, Outcome, Site
 from tests import cuda_double
 from tests.doctor.conftest import ROOT, doctor
-from tests.transport.sysfs import build, machine
+from tests.transport.sysfs import nic
 
 SITE = Site(Asked())
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))"
 SECCOMP = "from tests.transport.endpoint import Endpoint\nEndpoint.forbid_writing_to_processes(None)"
-FAR = """
-pci0000:00 node=0
-  0000:00:01.0 32x16 gpu
-pci0000:40 node=1
-  0000:40:01.0 32x16 nic mlx5_0 InfiniBand {} 400
-"""
 H100 = {"name": "H100", "nbytes": 80 << 30, "capability": 90, "address": "0000:1b:00.0"}
 
 
@@ -104,43 +99,27 @@ def test_the_report_is_what_the_schema_says():
     ("states", "node", "level", "said"),
     [
         ([], False, "warn", "no RDMA device"),
-        (["4: ACTIVE"], True, "ok", "mlx5_0:1 ACTIVE (InfiniBand, 400 Gb/sec (4X NDR))"),
-        (["4: ACTIVE", "1: DOWN"], True, "warn", "mlx5_1:1 DOWN"),
-        (["1: DOWN"], True, "fail", "no RDMA port is active"),
-        (["4: ACTIVE"], False, "fail", "uverbs"),
+        (["ACTIVE"], True, "ok", "mlx5_0:1 ACTIVE (InfiniBand, 400 Gb/sec (4X NDR))"),
+        (["ACTIVE", "DOWN"], True, "warn", "mlx5_1:1 DOWN"),
+        (["DOWN"], True, "fail", "no RDMA port is active"),
+        (["ACTIVE"], False, "fail", "uverbs"),
     ],
 )
 def test_rdma_devices(tmp_path, states, node, level, said):
     for number, state in enumerate(states):
-        port = tmp_path / f"sys/class/infiniband/mlx5_{number}/ports/1"
-        port.mkdir(parents=True)
-        for name, held in {"state": state, "link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}.items():
-            (port / name).write_text(held)
-    if node:
-        (tmp_path / "dev/infiniband").mkdir(parents=True)
-        (tmp_path / "dev/infiniband/uverbs0").touch()
+        nic(tmp_path, f"mlx5_{number}", state)
+    if not node:
+        shutil.rmtree(tmp_path / "dev", ignore_errors=True)
     result = host.rdma(SITE, tmp_path)
     assert result.level == level and said in result.says
     assert bool(result.remedy) == (level != "ok")
 
 
-@pytest.mark.parametrize(
-    ("name", "level", "said"),
-    [
-        ("dgx-h100", "ok", "GPU 0000:1b:00.0: mlx5_0 (400 Gb/s) at PXB; GPU 0000:3d:00.0: mlx5_3 (400 Gb/s)"),
-        (FAR.format("ACTIVE"), "warn", "GPU 0000:00:01.0: mlx5_0 (400 Gb/s) at SYS"),
-        (FAR.format("DOWN"), "warn", "GPU 0000:00:01.0: no active NIC"),
-    ],
-)
-def test_the_nics_of_each_gpu(tmp_path, name, level, said):
-    (build if "\n" in name else machine)(name, tmp_path / "sys")
-    line = host.rails(SITE, tmp_path)
-    assert line.level == level and said in line.says and bool(line.remedy) == (level == "warn")
+GPU = "sys/bus/pci/devices/0000:00:05.0"
 
 
 def test_a_host_without_nics_or_gpus_has_no_line_on_them(tmp_path):
-    build("pci0000:00 node=0\n  0000:00:01.0 32x16 gpu\n", tmp_path / "sys")
-    assert host.rails(SITE, tmp_path) is host.gpudirect(SITE, tmp_path) is None
+    assert host.gpudirect(SITE, tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -153,13 +132,14 @@ def test_a_host_without_nics_or_gpus_has_no_line_on_them(tmp_path):
     ],
 )
 def test_the_way_between_nics_and_gpu_memory(tmp_path, has_peermem, version, iommu, level, said):
-    root = machine("vm", tmp_path / "sys")
+    nic(tmp_path, "mlx5_0", "ACTIVE")
     for module in ("nvidia", *(["nvidia_peermem"] if has_peermem else [])):
-        (root / "module" / module).mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia/version").write_text(version)
-    (root / "devices/pci0000:00/0000:00:05.0/iommu_group").mkdir()
-    (root / "devices/pci0000:00/0000:00:05.0/iommu_group/type").write_text(f"{iommu}\n")
+        (tmp_path / "sys/module" / module).mkdir(parents=True)
+    files = {"vendor": "0x10de", "class": "0x030200", "iommu_group/type": iommu}
+    files = {f"{GPU}/{name}": text for name, text in files.items()} | {"proc/driver/nvidia/version": version}
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{text}\n")
     line = host.gpudirect(SITE, tmp_path)
     assert (line.level, bool(line.remedy)) == (level, level == "warn") and said in line.says
 

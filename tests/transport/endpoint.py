@@ -130,7 +130,7 @@ class Endpoint:
 
     def n_agents(self) -> int:
         """Remote agents that a NIXL transport has not let go of."""
-        return len(self.transport._users)
+        return len(self.transport.users)
 
     def n_fds(self, part: str = "") -> int:
         return descriptors.count(part)

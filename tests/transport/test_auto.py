@@ -162,19 +162,6 @@ def test_tickets_of_different_ways_are_different(ends):
     assert len(set(tickets)) == 6
 
 
-def test_ranks_of_one_host_use_local_and_death_is_proved_by_each_that_may_have_written():
-    a, b = Endpoint("auto"), Remote("auto")
-    meet(a, b)
-    assert a.traits_of("b").name == "local"
-    a.identify("b", b.describe())
-    assert not a.proved_dead("b")
-    b.kill()
-    Log(a).until(lambda: a.proved_dead("b"))
-    a.forget("b")
-    assert not a.proved_dead("b")
-    a.close()
-
-
 @pytest.mark.parametrize("dead", ["local", "far"])
 def test_one_way_on_which_a_peer_is_dead_proves_nothing(dead, monkeypatch):
     """It may have written by the other, where its bytes may still be on their way."""

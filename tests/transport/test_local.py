@@ -11,8 +11,6 @@ import socket
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, described, meet
 
 from pdstage import native
@@ -144,7 +142,7 @@ def test_of_another_user_it_is_said_what_allows_it():
 
 
 @as_root
-def test_tags_of_another_user_are_dropped_and_counted():
+def test_tags_of_another_user_are_dropped():
     b = Endpoint("local")
     address = "\0" + b.transport._inbox.name
     child = os.fork()
@@ -155,7 +153,7 @@ def test_tags_of_another_user_are_dropped_and_counted():
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert b.poll() == []
-    assert b.transport._inbox.n_foreign == 1
+    assert not b.readable(0), "it was read"
     b.close()
 
 
@@ -175,23 +173,6 @@ def test_memory_that_the_peer_unmapped_fails_the_post_and_nothing_else(ends):
     assert failed.ticket == ticket
     assert "EFAULT" in str(failed.error)
     assert b.poll() == []
-
-
-@pytest.mark.parametrize("write_peer", WRITERS)
-@given(data=st.data())
-def test_write_peer_copies_in_order(write_peer, data):
-    spans = data.draw(
-        st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 56)), min_size=1, max_size=40)
-    )
-    repeat = data.draw(st.sampled_from([1, 1, 40]))  # 40 times 40 is more than one call of the kernel takes
-    src = np.arange(256, dtype=np.uint8)
-    dst, want = np.zeros(256, np.uint8), np.zeros(256, np.uint8)
-    rows = np.array(spans * repeat, np.int64)
-    for s, d, n in rows:
-        want[d : d + n] = src[s : s + n]
-    columns = rows[:, 0] + src.ctypes.data, rows[:, 1] + dst.ctypes.data, rows[:, 2].copy()
-    assert write_peer(os.getpid(), *columns) == (rows[:, 2].sum(), 0)
-    assert dst.tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("write_peer", WRITERS)

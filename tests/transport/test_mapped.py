@@ -13,7 +13,7 @@ from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers,
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
-from pdstage.transport import _mapped
+from pdstage.transport import _peer
 from pdstage.transport.local import _Description
 from tests import descriptors
 
@@ -53,7 +53,7 @@ def test_bytes_written_there_are_the_peers_when_their_tag_comes(ends):
 @pytest.mark.parametrize(("limit", "n_faults"), [(1 << 30, range(64)), (NBYTES // 2, range(NBYTES >> 16, NBYTES))])
 def test_its_pages_are_mapped_at_once_up_to_a_limit(stock, monkeypatch, limit, n_faults):
     """Else the first writes to them, in the midst of a room, wait for the kernel."""
-    monkeypatch.setattr(_mapped, "_AT_ONCE_NBYTES", limit)
+    monkeypatch.setattr(_peer, "_AT_ONCE_NBYTES", limit)
     stock.renew()
     a = Endpoint("local")
     meet(a, stock)
@@ -132,18 +132,6 @@ def test_shared_memory_is_written_where_no_process_may_write_another(stock, nati
         delivers(a, b)  # what was prepared before stands
     finally:
         a.shut()
-
-
-def test_auto_takes_another_transport_where_no_process_may_write_another():
-    pytest.importorskip("nixl")
-    a, b = Remote("auto"), Remote("auto")
-    try:
-        a.forbid_writing_to_processes()
-        meet(a, b)
-        assert a.traits_of("b").name == "nixl"
-    finally:
-        a.kill()
-        b.kill()
 
 
 @as_root

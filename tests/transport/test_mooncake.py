@@ -83,13 +83,6 @@ def test_a_start_that_fails_names_the_code(monkeypatch, tmp_path):
         open_transport("mooncake", protocol="rdma")
 
 
-def test_the_environment_is_as_it_was(monkeypatch):
-    monkeypatch.setenv("MC_FORCE_HCA", "1")
-    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
-    open_transport("mooncake", host="127.0.0.2").close()
-    assert (_transfer_engine.os.environ["MC_FORCE_HCA"], "MC_FORCE_TCP" in _transfer_engine.os.environ) == ("1", False)
-
-
 def test_a_missing_library_names_its_package(monkeypatch):
     """Row of mooncake: library missing. The wheel needs three libraries of the system, which pip cannot install."""
 
@@ -155,39 +148,6 @@ def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, p
         b.kill()
         with pytest.raises(TransportError, match="'b' has ended"):
             a.post("b", [(0, b.base, 5)], b"")
-
-
-@pytest.mark.full
-def test_short_lived_peers_leave_a_bounded_number_of_connections(a, peers, monkeypatch):
-    """I14: what the library keeps of them goes with an engine that wrote to some of them; the one that peers write to
-    stays.
-    """
-    monkeypatch.setattr(mooncake, "MAX_LEFT", 4)
-    told, n_sockets = a.describe(), []
-    for _ in range(24):
-        b = peers()
-        meet(a, b)
-        delivers(a, b, tag=b"")
-        a.disconnect("b")
-        b.kill()
-        b.shut()
-        Log(a).until(lambda: a.proved_dead("b"))
-        a.forget("b")
-        n_sockets.append(a.n_fds("socket"))
-    assert len(a.transport._engines) <= 3
-    assert max(n_sockets[12:]) <= max(n_sockets[:12]) + 8, n_sockets
-    assert a.describe() == told
-
-
-def test_an_engine_that_the_next_transport_takes_reaches_nobody():
-    """I14: else it would never end, with the connections of lives that it wrote to later."""
-    with open_transport("mooncake") as b:
-        with open_transport("mooncake") as a:
-            a.connect("b", b.describe())
-            engine = a._engine
-        with open_transport("mooncake") as a:
-            assert a._engine is engine, "no byte was written: it is kept"
-            assert engine.n_ways == 0
 
 
 def test_a_stopped_peer_keeps_no_other_waiting(a, peers):

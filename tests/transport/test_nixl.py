@@ -13,13 +13,11 @@ import pytest
 from transport.conftest import VARIANTS, Pair
 from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, meet
 
-from tests import cuda_double
 from tests.cables import hosts, ip, two_hosts
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
 from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
 from pdstage.transport import PostFailed, open_transport
 from pdstage.transport._nixl_agent import descriptors, is_known
@@ -111,20 +109,11 @@ def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
 
 
 @as_root
-@pytest.mark.parametrize(
-    ("n_devices", "options", "n_used"),
-    [
-        (2, {}, 2),
-        (2, {"rails": 1}, 1),
-        (3, {}, 2),  # MAX_RMA_RAILS as NIXL sets it
-        (3, {"rails": 3}, 3),
-    ],
-)
-def test_a_large_write_uses_the_devices_it_was_given(n_devices, options, n_used):
-    """As many of them as `rails` says, each for an equal share."""
+def test_a_large_write_uses_the_devices_it_was_given():
+    """Each for an equal share, and no other that is here."""
     with hosts(3) as spaces:
         ends = [
-            Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(n_devices)], **options)
+            Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(2)])
             for side, space in zip("ab", spaces, strict=True)
         ]
         a, b = ends
@@ -135,9 +124,7 @@ def test_a_large_write_uses_the_devices_it_was_given(n_devices, options, n_used)
             log = Log(a, b)
             log.until(lambda: sorted(log.done(a)) == tickets)
             assert b.read(0, NBYTES) == data
-            sent = [a.n_sent(f"a{i}") > NBYTES for i in range(3)]
-            assert sum(sent) == n_used
-            assert not any(sent[n_devices:])
+            assert [a.n_sent(f"a{i}") > NBYTES for i in range(3)] == [True, True, False]
         finally:
             for end in ends:
                 end.shut()
@@ -189,27 +176,6 @@ def test_altered_metadata_is_refused_before_nixl_reads_it(caplog):
     caplog.set_level("INFO")
     assert not is_known(b"nixlSerDes2|...", "pdstage.x")
     assert "is not checked" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("memory", "said"),
-    [
-        (lambda gpu: gpu.allocate(4096), False),
-        (lambda gpu: gpu.allocate(4096, how=cuda_double.POOL), True),
-        (lambda gpu: gpu.expandable([4096], FABRIC | DESCRIPTOR), False),
-        (lambda gpu: gpu.expandable([4096], DESCRIPTOR), True),
-    ],
-    ids=["cudaMalloc", "cudaMallocAsync", "with fabric handles", "without"],
-)
-def test_gpu_memory_that_ucx_moves_without_nvlink_is_warned_of_once(memory, said, monkeypatch, caplog):
-    with cuda_double.use() as gpu, contextlib.closing(open_transport("nixl")) as transport:
-        held = memory(gpu)
-        monkeypatch.setattr(transport._memory, "register", lambda _: None)
-        for address in (held.address, held.address + 64):
-            transport._register([Region(held.address, 64, "cuda"), Region(address, 64)])
-    records = [one.getMessage() for one in caplog.records if "NVLink" in one.getMessage()]
-    assert len(records) == said
-    assert all("expandable_segments:False" in one for one in records)
 
 
 def test_a_death_is_proved_only_once_the_sockets_are_read(monkeypatch):

@@ -111,6 +111,8 @@ def test_auto_goes_without_what_does_not_start(monkeypatch, caplog):
         raise TransportError("no device", remedy="plug it in")
 
     pytest.importorskip("nixl")
+    with open_transport("auto") as both:
+        assert list(both.offers()) == ["local", "nixl"], "the most preferred first"
     nixl = importlib.import_module("pdstage.transport.nixl").NixlTransport
     monkeypatch.setattr(nixl, "__init__", broken)
     transport = open_transport("auto")

@@ -26,7 +26,7 @@ from pdstage.manager import calibration
 from pdstage.manager.options import DEFAULTS
 from pdstage.protocol.wire import OLDEST, VERSION
 from pdstage.tools.doctor.report import Result, fail, ok, warn
-from pdstage.transport._rails import Distance, Port, read
+from pdstage.transport._fabric import rdma_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,11 +134,6 @@ def may_lock() -> bool:
     return bool(int(held, 16) >> _CAP_IPC_LOCK & 1)
 
 
-def rdma_ports(root: Path = Path("/sys")) -> list[Port]:
-    """Every port of every RDMA device of this host."""
-    return [port for nic in read(root).nics for port in nic.ports]
-
-
 def rdma(_: Site, root: Path = Path("/")) -> Result:
     """RDMA ports, and whether this process may open their devices."""
     found = rdma_ports(root / "sys")
@@ -158,36 +153,18 @@ def rdma(_: Site, root: Path = Path("/")) -> Result:
     return ok(says, **facts)
 
 
-def rails(_: Site, root: Path = Path("/")) -> Result | None:
-    """The NICs of each GPU's memory, as `devices="auto"` takes them, and how near they are."""
-    tree = read(root / "sys")
-    if not tree.gpus or not tree.nics:
-        return None
-    says, facts, bad = [], {}, False
-    for gpu in tree.gpus:
-        found, where = tree.of_gpu(gpu), gpu.place.address
-        facts[where] = {"chosen": found.ports, "gbps": found.gbps, "bound_gbps": found.bound_gbps}
-        bad = bad or found.distance in (None, Distance.SYS)
-        near = f" ({found.gbps:.0f} Gb/s) at {found.distance.name}" if found.distance is not None else "no active NIC"
-        says.append(f"GPU {where}: {', '.join(nic.name for nic in found.nics)}{near}")
-    if bad:
-        remedy = "bring links up, see ibstat; at SYS bytes cross the interconnect between sockets, see lspci -tv"
-        return warn("; ".join(says), remedy, rails=facts)
-    return ok("; ".join(says), rails=facts)
-
-
 def gpudirect(_: Site, root: Path = Path("/")) -> Result | None:
     """Whether NICs may reach the memory of NVIDIA's GPUs: by nvidia-peermem or dma-buf, and past an IOMMU."""
-    tree = read(root / "sys")
-    if not tree.gpus or not tree.nics or not (root / "sys/module/nvidia").is_dir():
+    gpus = [one for one in sorted((root / "sys/bus/pci/devices").glob("*")) if _is_nvidia_gpu(one)]
+    if not gpus or not rdma_ports(root / "sys") or not (root / "sys/module/nvidia").is_dir():
         return None
     has_peermem = (root / "sys/module/nvidia_peermem").is_dir()
     driver = root / "proc/driver/nvidia/version"
     is_open = driver.is_file() and "Open Kernel Module" in driver.read_text()
     kinds = {}
-    for gpu in tree.gpus:
-        group = root / "sys/bus/pci/devices" / gpu.place.address / "iommu_group/type"
-        kinds[gpu.place.address] = group.read_text().strip() if group.is_file() else "none"
+    for gpu in gpus:
+        group = gpu / "iommu_group/type"
+        kinds[gpu.name] = group.read_text().strip() if group.is_file() else "none"
     facts = {"nvidia_peermem": has_peermem, "open_kernel_module": is_open, "iommu": kinds}
     if not has_peermem and not is_open:
         says = "no way for NICs to GPU memory: nvidia-peermem is not loaded, and the driver's modules have no dma-buf"
@@ -198,6 +175,11 @@ def gpudirect(_: Site, root: Path = Path("/")) -> Result | None:
         remedy = "iommu=pt on the kernel's command line; and see that ACS is off on the switches (lspci -vvv)"
         return warn(says, remedy, **facts)
     return ok(f"NICs reach GPU memory by {how}; ACS on the switches is not asked", **facts)
+
+
+def _is_nvidia_gpu(device: Path) -> bool:
+    """Whether that PCI device is one of NVIDIA's display or 3D controllers."""
+    return (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith("0x03")
 
 
 def address(_: Site) -> Result:
@@ -227,6 +209,5 @@ CHECKS: list[tuple[str, str, Callable[[Site], Result | None]]] = [
     ("host", "calibration", prices),
     ("network", "address", address),
     ("network", "rdma", rdma),
-    ("network", "rails", rails),
     ("network", "gpudirect", gpudirect),
 ]

@@ -14,9 +14,9 @@ import msgspec
 
 from pdstage.errors import UsageError
 from pdstage.tools.calibrate.about import Side
-from pdstage.tools.doctor.host import rdma_ports
 from pdstage.tools.doctor.report import Moved, PeerReport, Result, Stage, Verdict, fail, ok, warn
 from pdstage.transport import names
+from pdstage.transport._fabric import rdma_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
