@@ -10,7 +10,6 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from pdstage.errors import UsageError
 from pdstage.integrations.options import check_exposure
 from pdstage.integrations.sglang import manager
-from pdstage.integrations.sglang import staging as kernels
 from tests.engines.sglang import setups
 from tests.engines.sglang.fleet import Child
 
@@ -160,11 +159,3 @@ def test_the_cards_that_sglang_gives_a_gpu(cards, gpu, devices):
 def test_cards_of_another_transport_are_left_aside_in_words(caplog, transport):
     assert manager.over_devices(transport, "mlx5_0", 0) == transport
     assert "--disaggregation-ib-device mlx5_0 is ignored" in caplog.text
-
-
-def test_a_bad_switch_of_the_staging_kernels(monkeypatch):
-    monkeypatch.setenv("PDSTAGE_SGLANG_STAGING", "maybe")
-    with pytest.raises(UsageError, match="PDSTAGE_SGLANG_STAGING") as refused:
-        kernels.plugin()
-    assert "maybe" in str(refused.value)
-    assert refused.value.remedy
