@@ -17,7 +17,6 @@ Read in this order:
     writers          the proof of that layout by vLLM's own cache writes
     worker           the workers' side: nodes, rooms and their results
     stats            counters for vLLM's log and its Prometheus endpoint
-    request_spans    spans in a request's trace
     connector        the class that vLLM loads, which only forwards calls
 
 **How the two sides find each other.** As with vLLM's own connectors, the proxy sends a request to prefill first, with

@@ -27,7 +27,6 @@ from pdstage.integrations.vllm.metadata import (
     Send,
     Want,
 )
-from pdstage.integrations.vllm.request_spans import RequestSpans
 from pdstage.integrations.vllm.streams import Streams
 from pdstage.integrations.vllm.turns import kept_tokens, n_common
 from pdstage.manager import PrefillNode
@@ -71,7 +70,6 @@ class SchedulerSide:
             )
         self._all_whole = all(group.is_whole for group in self._groups)
         self._streams = Streams(self._groups)
-        self._spans = RequestSpans()
         self._news = PdStageMetadata()
         self._local: dict[str, int] = {}  # tokens that decode had when it asked for this engine's
         self._loads = Loads()
@@ -118,8 +116,7 @@ class SchedulerSide:
             self._server.directory.publish(advert, None)
 
     def close(self) -> None:
-        """Ends the directory and the open spans."""
-        self._spans.close()
+        """Ends the directory."""
         self._address = ""
         if self._first is not None:
             self._first.close()
@@ -140,7 +137,6 @@ class SchedulerSide:
         room = params.get("transfer_id")
         if room and self._address and self._streams.begin(request, room):
             self._news.arrived[request.request_id] = room
-            self._spans.begin("kv_transfer.send", request, room)
 
     def _cut(self, request: Request, params: dict[str, Any]) -> None:
         left = self._left
@@ -184,7 +180,6 @@ class SchedulerSide:
             self._news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
         else:
             self._news.withdrawn.append(request.request_id)
-        self._spans.end("kv_transfer.send", {request.request_id}, failed={request.request_id})
         return stream.has_begun, None
 
     def _hand_over(
@@ -202,11 +197,8 @@ class SchedulerSide:
         else:
             self._n_rooms += 1
             room, says = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}", None
-            if turns is None:
-                self._spans.begin("kv_transfer.send", request, room)
-            else:
+            if turns is not None:
                 self._kept.add(request.request_id)
-        self._spans.computed(request.request_id, n_tokens)
         ttl_s = turns.ttl_s if turns is not None else None
         self._news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
         host, port = self._address.rsplit(":", 1)
@@ -319,7 +311,6 @@ class SchedulerSide:
             says = self._says(n_tokens, _adapter_of(request.lora_request)) if remote.is_early else None
             self._news.receives[request.request_id] = Receive(remote, held, says)
             self._loads.begin(request.request_id)
-            self._spans.begin("kv_transfer.receive", request, remote.room, n_external)
         _mark_read(params)
 
     def _leave(self, request: Request) -> None:
@@ -336,8 +327,6 @@ class SchedulerSide:
             self._loads.held(output.kv_connector_worker_meta.held)
         self._loads.ended(output.finished_recving or ())
         self._kept.difference_update(output.finished_sending or ())
-        self._spans.end("kv_transfer.receive", output.finished_recving or (), output.failed_recving)
-        self._spans.end("kv_transfer.send", output.finished_sending or ())
 
     # Both.
 

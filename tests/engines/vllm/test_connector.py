@@ -51,26 +51,19 @@ def blocks_of(*ids: list[int], n_cached: int = 0) -> KVCacheBlocks:
     return KVCacheBlocks(groups)
 
 
-def request(
-    params: dict[str, Any] | None, *, name: str = "req-1", lora: str | None = None, headers: Any = None
-) -> Request:
+def request(params: dict[str, Any] | None, *, name: str = "req-1", lora: str | None = None) -> Request:
     adapter = LoRARequest(lora, 1, f"/no/{lora}") if lora is not None else None
     sampling = SamplingParams(max_tokens=1)
-    made = Request(name, list(range(N_TOKENS)), sampling, None, lora_request=adapter, trace_headers=headers)
+    made = Request(name, list(range(N_TOKENS)), sampling, None, lora_request=adapter)
     made.kv_transfer_params = params
     return made
 
 
 def answered(src: Side, *, lora: str | None = None) -> dict[str, Any]:
-    """What a prefill engine answers for a request that it has computed."""
+    """What a prefill engine answers for a request that it has computed, through JSON as a proxy passes it on."""
     done = request({"do_remote_decode": True, "do_remote_prefill": False}, lora=lora)
     src.scheduler.on_new_request(done)
-    return finished(src, done)
-
-
-def finished(src: Side, done: Request, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED) -> dict[str, Any]:
-    """The answer, through JSON as a proxy passes it on."""
-    done.num_computed_tokens, done.status = done.num_prompt_tokens, status
+    done.num_computed_tokens, done.status = done.num_prompt_tokens, RequestStatus.FINISHED_LENGTH_CAPPED
     _, params = src.scheduler.request_finished_all_groups(done, tuple(BLOCKS))
     return json.loads(json.dumps(params))
 
@@ -95,9 +88,9 @@ def failed(dst: Side, told: PdStageMetadata) -> set[str]:
     return ended_with.failed_recving
 
 
-def allocate(dst: Side, wanted: Request, n: int, *, n_cached: int = 0) -> PdStageMetadata:
+def allocate(dst: Side, wanted: Request, n: int) -> PdStageMetadata:
     """vLLM has given the request blocks, and `n` tokens are to come; what the workers are told."""
-    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9], n_cached=n_cached), n)
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), n)
     return dst.scheduler.build_connector_meta(None)
 
 
