@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdstage import Config, environment
+from pdstage.arguments import flag
 from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, PrefillNode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _OURS = {
     "pool", "topology", "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "staging",
     "bind",
 }  # fmt: skip
 """Arguments that the adapter sets itself."""
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 def node_options(
@@ -26,10 +28,9 @@ def node_options(
     """Arguments for a node of that kind: those of `given`, which the operator wrote at `where`, over PDSTAGE_NODE's.
 
     `deadlines` are fields of `Config` that apply unless the operator sets them. Raises `UsageError` for an argument
-    that neither kind of node has, that operators may not set, or whose type differs from its default's.
+    that neither kind of node has or that operators may not set; the node itself checks the values.
     """
-    defaults = {name: default for each in (PrefillNode, DecodeNode) for name, default in _arguments(each).items()}
-    known = set(defaults) - _OURS
+    known = {name for each in (PrefillNode, DecodeNode) for name in inspect.signature(each).parameters} - _OURS
     merged: dict[str, Any] = {}
     config: dict[str, Any] = dict(deadlines)
     from_environment = dict(environment.NODE.read() or {})
@@ -42,14 +43,11 @@ def node_options(
                 f"{source} has {', '.join(sorted(unknown))}",
                 remedy=f"known are {', '.join(sorted(known))}, and config with the fields of pdstage.Config",
             )
-        for name, value in options.items():
-            if name != "transport" or not isinstance(value, Mapping):  # a transport checks its own options
-                _check_kind(f"{name} of {source}", value, defaults[name])
-        for field in fields(Config):
-            _check_kind(f"config's {field.name} of {source}", own.get(field.name, field.default), field.default)
         merged |= options
         config |= own
-    return {name: merged[name] for name in _arguments(kind) if name in merged} | {"config": Config(**config)}
+    return {name: merged[name] for name in inspect.signature(kind).parameters if name in merged} | {
+        "config": Config(**config)
+    }
 
 
 def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") -> bool:
@@ -58,8 +56,7 @@ def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") ->
     """
     trusts = False
     for source, options in ((environment.NODE.name, environment.NODE.read()), (where, given)):
-        trusts = (options or {}).get("trust_layout", trusts)
-        _check_kind(f"trust_layout of {source}", trusts, default=False)
+        trusts = flag(f"trust_layout of {source}", (options or {}).get("trust_layout", trusts))
     return trusts
 
 
@@ -81,14 +78,3 @@ def check_exposure(bind: str, options: Mapping[str, Any]) -> None:
             f"{keyed}; if the network itself is trusted, with {trusted}",
             **error.fields,
         ) from None
-
-
-def _arguments(kind: type[PrefillNode | DecodeNode]) -> dict[str, object]:
-    return {name: one.default for name, one in inspect.signature(kind).parameters.items()}
-
-
-def _check_kind(what: str, value: object, default: object) -> None:
-    """Checks the type: a string instead of a switch would switch it on, whatever it contains."""
-    kind = type(default)
-    if kind in _KINDS and type(value) is not kind and (kind, type(value)) != (float, int):
-        raise UsageError(f"{what} is {value!r}", remedy=f"give {_KINDS[kind]}")

@@ -10,6 +10,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +19,7 @@ from tests.e2e import load, servers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tests.e2e.load import Prompt
+    from tests.e2e.load import Answer, Prompt
     from tests.e2e.servers import Server
 
 SAVING = (sys.executable, "-P", str(Path(__file__).with_name("models.py")))
@@ -37,6 +38,8 @@ class Spec(Protocol):
     def name(self) -> str: ...
     @property
     def role(self) -> str: ...
+    @property
+    def near(self) -> float: ...
     def server(self, folder: Path, logs: Path) -> Server: ...
 
 
@@ -100,18 +103,27 @@ class Fleet:
         return server
 
     def right(
-        self, reference: Spec, prompts: Iterable[Prompt], n_tokens: int = load.N_TOKENS, *, at_a_time: int = 16
-    ) -> dict[Prompt, tuple[int, ...]]:
-        """What the engine `reference` answers to each prompt, asked so many at a time."""
-        known = self._right.setdefault((reference, n_tokens), {})
+        self, reference: Spec, prompts: Iterable[Prompt], n_tokens: int = load.N_TOKENS, *, at_a_time: int = 16,
+        as_text: bool = False,
+    ) -> dict[Prompt, tuple[int, ...]]:  # fmt: skip
+        """What the engine `reference` answers to each prompt, asked so many at a time.
+
+        Where the logarithms of its two best tokens' probabilities are nearer than `reference.near`, the order in which
+        sums are rounded chooses: how many requests are in a batch, into which chunks a prompt is cut, how many ranks
+        add up. So an answer ends here at the first such place.
+        """
+        known = self._right.setdefault((reference, n_tokens, as_text), {})
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
         if new:
             (server,) = self.up(reference)
             with self.timed(f"{reference.name}: {len(new)} right answers"):
-                answers = load.ask_all(load.to(server.url, n_tokens=n_tokens), new, at_a_time)
+                more = {"logprobs": 2} if reference.near else {}
+                ask = load.to(server.url, as_text=as_text, n_tokens=n_tokens, **more)
+                answers = load.ask_all(ask, new, at_a_time)
             lost = [one for one in answers if not one.is_ok]
             assert not lost, f"{server.name} did not answer: {lost[0].body}\n{server.tail()}"
-            known.update({one.prompt: one.tokens for one in answers})
+            known.update({one.prompt: one.tokens[: _n_decided(one, reference.near)] for one in answers})
+            self.note(f"{reference.name}: {sum(len(known[one]) for one in new)} of {len(new) * n_tokens} are decided")
         return known
 
     def fresh(self, *specs: Spec) -> list[Server]:
@@ -127,3 +139,11 @@ class Fleet:
             server = self._servers.pop(spec, None)
             if server is not None:
                 server.stop()
+
+
+def _n_decided(answer: Answer, near: float) -> int:
+    """The tokens of an answer before the first whose place was nearly another's."""
+    if not near:
+        return len(answer.tokens)
+    best = (sorted(one.values()) for one in answer.body["choices"][0]["logprobs"]["top_logprobs"])
+    return len(list(takewhile(lambda two: two[-1] - two[-2] >= near, best)))

@@ -55,6 +55,11 @@ class Engine:
     """PDSTAGE_NODE."""
 
     @property
+    def near(self) -> float:
+        """What fp32 rounding was seen to change lay within 0.0004."""
+        return {"float32": 0.002, "bfloat16": 0.1}[self.dtype]
+
+    @property
     def name(self) -> str:
         """All in which it is not as usual."""
         return servers.name_of(self)

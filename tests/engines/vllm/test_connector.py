@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import socket
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
@@ -14,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import TypeAdapter
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import EngineEntry
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
@@ -33,7 +32,6 @@ from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote,
 from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
 from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.caches import Side, attention, transfer, until
-from tests.engines.vllm.models import PRODUCER, config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -319,18 +317,6 @@ def test_what_an_operator_says(sides, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(node.path, node.config.drain_s, node.config.hello_s) for node in nodes] == [("staged", 7, 4.0)] * 2
     with pytest.raises(UsageError, match="kv_connector_extra_config has pah"):
         sides("kv_producer", extra={"pah": "staged"})
-
-
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_ranks_that_vllm_deals_tokens_to_otherwise_are_refused(src: Side, kind: str) -> None:
-    """Here no rank has a group for it, though the configuration says so."""
-    made = config(replace(PRODUCER, tp=2), src.path)
-    made.parallel_config.rank = 0
-    setattr(made.parallel_config, f"{kind}_context_parallel_size", 2)
-    worker = PdStageConnector(made, KVConnectorRole.WORKER, src.plan)
-    with pytest.raises(UsageError, match=rf"rank 0 of 2 of {kind} context parallelism, and vLLM has \(1, 0\)"):
-        worker.register_kv_caches(src.caches[0])
-    worker.shutdown()
 
 
 def test_stats_add_up_and_reach_prometheus(src: Side, dst: Side) -> None:
