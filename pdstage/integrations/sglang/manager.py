@@ -37,7 +37,7 @@ from pdstage.integrations.options import check_exposure, node_options, trusts_la
 from pdstage.integrations.sglang import adapters
 from pdstage.integrations.sglang.gauges import Gauges
 from pdstage.integrations.sglang.memory import pool_of
-from pdstage.integrations.sglang.pools import Pools, check_known
+from pdstage.integrations.sglang.pools import Pools
 from pdstage.integrations.sglang.writers import probes_of
 from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
@@ -156,17 +156,9 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.node = kind(pool, place, bind=bind, progress="thread", **options)
 
     def _prove(self, pool: Pool) -> None:
-        """Raises `UsageError` unless the memory is laid out as the pool's views say, or if nothing is known of it."""
-        pools = Pools.of(self.kv_args)
-        if pools is None:
-            raise UsageError(
-                "SGLang did not say which pools it hands over",
-                remedy="run the SGLang release that pdstage was tested with",
-            )
-        check_known(pools)
-        log.info(
-            "KV memory: %s", prove_layout(pool.layout, probes_of(pool.layout, pools), trust_layout=trusts_layout())
-        )
+        """Raises `UsageError` unless the memory is laid out as the pool's views say."""
+        probes = probes_of(pool.layout, Pools.of(self.kv_args))
+        log.info("KV memory: %s", prove_layout(pool.layout, probes, trust_layout=trusts_layout()))
 
     def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
         """The node. Raises `UsageError` while SGLang's memory is released: then only the request fails."""

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from pdstage.integrations.sglang.pools import HEADS, LATENTS, inner, name_of
+from pdstage.integrations.sglang.pools import HOSTS, LATENTS, inner, name_of
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def probes_of(layout: Layout, pools: Pools) -> list[LayerProbe]:
         number = drafts.index(layer) + getattr(pool, "start_layer", 0) if is_draft else layer
         if pools.on_host and component == "kv" and not is_draft:
             pool = pools.owner
-            write: Writer | None = _host_rows(pool, number, views)
+            write = _host_rows(pool, number, views)
         else:
             write = _attention(component, pool, number, views) or _stored(component, views, pools, layout)
         name = f"{component} of {_DRAFT * is_draft}layer {layer}"
@@ -63,8 +64,10 @@ def _attention(
     """None if the pool's class has no known writer."""
     roles = {view.key.role.removeprefix(_DRAFT) for view in views}
     held = inner(pool, window=component == "swa")
-    if roles == {"k", "v"} and type(held) in HEADS:
+    if roles == {"k", "v"} and type(held) is MHATokenToKVPool and not held.is_quantized_kv_cache:
         return _heads(pool, held, layer, views)
+    if isinstance(pool, SWAKVPool):  # over latents, whose index keys SGLang does not name
+        return None
     if roles == {"latent"} and type(held) in LATENTS and not getattr(held, "dsa_kv_cache_store_fp8", False):
         return _latents(pool, held, layer, views[0])
     return None
@@ -72,9 +75,13 @@ def _attention(
 
 def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout) -> Writer | None:
     """None if the views are in no tensor in which a pool stores states or index keys."""
-    tensors = list(_tensors(component, pools))
-    found = {view.key: held for view in views if (held := _holder(view, tensors, layout)) is not None}
-    return _items(views, found, layout) if len(found) == len(views) else None
+    tensors, found = list(_tensors(component, pools)), {}
+    for view in views:
+        at = layout.regions[view.region].base + view.offset
+        for tensor in tensors:
+            if len(tensor) and 0 <= at - tensor.data_ptr() < tensor[0].nbytes:
+                found[view.key] = tensor, at - tensor.data_ptr()
+    return _entries(views, found) if len(found) == len(views) else None
 
 
 def _heads(pool: Any, held: Any, layer: int, views: Sequence[View]) -> Writer:  # noqa: ANN401
@@ -108,38 +115,32 @@ def _latents(pool: Any, held: Any, layer: int, view: View) -> Writer:  # noqa: A
     return write
 
 
-def _host_rows(pool: Any, layer: int, views: Sequence[View]) -> Writer:  # noqa: ANN401
-    """Rows of a layer, `[slot, head, element]`, in one of `pools.HOSTS`."""
+def _host_rows(pool: Any, layer: int, views: Sequence[View]) -> Writer | None:  # noqa: ANN401
+    """Rows of a layer, `[slot, head, element]`, in one of `pools.HOSTS`; None if they are in another order."""
+    if type(pool) not in HOSTS or pool.layout != "layer_first":
+        return None
     names = {"k": "k_data_refs", "v": "v_data_refs", "latent": "data_refs"}
-    of_views = {view.key: getattr(pool, names[view.key.role])[layer - pool.start_layer] for view in views}
+    rows = {view.key: (getattr(pool, names[view.key.role])[layer - pool.start_layer], 0) for view in views}
+    return _entries(views, rows, n_tokens=pool.page_size)
+
+
+def _entries(views: Sequence[View], places: Mapping[Key, tuple[torch.Tensor, int]], n_tokens: int = 1) -> Writer:
+    """Each view's first byte is in the first entry of a tensor that the pool stores into, `[item times n_tokens, ...]`,
+    at that offset.
+    """
 
     def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        slots = torch.tensor([cell.item * pool.page_size + cell.token for cell in cells])
-        stored = {}
-        for key, rows in of_views.items():
-            values = _draw(rng, (len(cells), *rows.shape[1:]), rows.dtype)
-            rows[slots] = values
-            stored[key] = _bytes(values)
-        return stored
-
-    return write
-
-
-def _items(views: Sequence[View], tensors: Mapping[Key, torch.Tensor], layout: Layout) -> Writer:
-    """Whole items, stored where the pool's own tensors `[item, ...]` are."""
-
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        items: dict[int, NDArray[np.uint8]] = {}
-        for tensor in tensors.values():
-            if tensor.data_ptr() not in items:
+        at = torch.tensor([cell.item * n_tokens + cell.token for cell in cells])
+        entries: dict[int, NDArray[np.uint8]] = {}
+        for tensor, _ in places.values():
+            if tensor.data_ptr() not in entries:
                 values = _draw(rng, (len(cells), *tensor.shape[1:]), tensor.dtype)
-                tensor[torch.tensor([cell.item for cell in cells], device=tensor.device)] = values.to(tensor.device)
-                items[tensor.data_ptr()] = _bytes(values).reshape(len(cells), -1)
+                tensor[at.to(tensor.device)] = values.to(tensor.device)
+                entries[tensor.data_ptr()] = _bytes(values).reshape(len(cells), -1)
         stored = {}
         for view in views:
-            tensor = tensors[view.key]
-            within = _address(view, layout) - tensor.data_ptr() + _places(view)
-            stored[view.key] = items[tensor.data_ptr()][:, within]
+            tensor, offset = places[view.key]
+            stored[view.key] = entries[tensor.data_ptr()][:, offset + _places(view)]
         return stored
 
     return write
@@ -153,19 +154,6 @@ def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:
         entries = getattr(pools.states(), "_iter_transfer_state_entries", None)
         for _, tensor, _, _ in () if entries is None else entries():
             yield tensor
-
-
-def _holder(view: View, tensors: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor | None:
-    """The tensor that the view's first item is in."""
-    at = _address(view, layout)
-    for tensor in tensors:
-        if len(tensor) and tensor.data_ptr() <= at < tensor.data_ptr() + tensor[0].nbytes:
-            return tensor
-    return None
-
-
-def _address(view: View, layout: Layout) -> int:
-    return layout.regions[view.region].base + view.offset
 
 
 def _places(view: View) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from pdstage.integrations.vllm.backends import Backend, Pages
+from pdstage.integrations.vllm.caches import Backend, Pages
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:

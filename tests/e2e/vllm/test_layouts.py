@@ -21,7 +21,6 @@ from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
 
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm import caches as believed
-from pdstage.integrations.vllm.backends import KNOWN
 from pdstage.tensors import vllm_blocks
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from pdstage.tensors import Part
 
 HEADS, DIM, LAYERS = 4, 64, 2
-CPU_ATTN = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 
 
 class Worker:
@@ -150,9 +148,3 @@ def test_a_backend_without_a_writer_is_refused_unless_trusted(tmp_path: Path, mo
     worker.register(trust_layout=True)
     with pytest.raises(UsageError, match="trust_layout of kv_connector_extra_config is 'yes'"):
         worker.register(trust_layout="yes")
-
-
-def test_a_known_backend_of_other_pages_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KNOWN, CPU_ATTN, KNOWN["vllm.v1.attention.backends.rocm_attn.RocmAttentionBackend"])
-    with pytest.raises(UsageError, match="CPU_ATTN keeps K and V packed in vectors of 16 bytes"):
-        Worker(tmp_path).register(trust_layout=True)
