@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,6 @@ from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
 from pdstage.arguments import quotient
 from pdstage.errors import DeadlineExceeded, PdstageError
 from pdstage.integrations.model import facts
-from pdstage.integrations.task_thread import TaskThread
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, PdStageWorkerMeta
 from pdstage.integrations.vllm.stats import NOW, PdStageStats
@@ -30,7 +31,8 @@ from pdstage.integrations.vllm.writers import probes_of
 from pdstage.probe import prove_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
 
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -47,6 +49,47 @@ _EARLY_S = 600.0
 """How long prefill may take to compute a request whose room it has begun, until its first chunk."""
 _LONGEST_S = 86_400.0
 """How long a request may wait for blocks here, and its load last: vLLM ends it, if nothing else does."""
+
+
+class Tasks:
+    """Makes calls in order, in one thread: those to nodes, for which the forward pass must not wait. The node's own
+    thread may hold its lock for milliseconds, and a call to a node sends its messages itself. After a call that raises
+    none is made.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "pdstage-vllm-worker", _as_batch_thread)
+        self._failure: Exception | None = None
+
+    def put(self, task: Callable[[], None]) -> Future[None]:
+        """Queues `task`, and returns at once."""
+        return self._thread.submit(self._call, task)
+
+    def check(self) -> None:
+        """Raises the error of an earlier call."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Makes the calls that are queued, then ends."""
+        self._thread.shutdown()
+
+    def _call(self, task: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                task()
+            except Exception as error:
+                log.exception("a task of a worker's step failed")
+                self._failure = error
+
+
+def _as_batch_thread() -> None:
+    """Waking this thread must not cost the worker its processor. If all are busy, a waking thread preempts a running
+    one, often the one that woke it, for milliseconds; under Linux's SCHED_BATCH it does not (sched(7)).
+    """
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has it, and a sandbox may refuse it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0: this thread
 
 
 class WorkerSide:
@@ -86,7 +129,7 @@ class WorkerSide:
         """Bytes and descriptors that were reported."""
         self._lasting: tuple[int, ...] = ()
         """The gauges as last reported."""
-        self._tasks = TaskThread("pdstage-vllm-worker")
+        self._tasks = Tasks()
         self._stats = PdStageStats()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -126,7 +169,8 @@ class WorkerSide:
     def preempted(self, metadata: PdStageMetadata) -> None:
         """Called before anything else of this step, which may write the blocks of preempted requests."""
         if metadata.preempted:
-            self._tasks.run(partial(self._preempt, metadata.preempted))
+            self._tasks.put(partial(self._preempt, metadata.preempted)).result()
+            self._tasks.check()
 
     def _preempt(self, names: Mapping[str, bool]) -> None:
         for name, is_overwritten in names.items():

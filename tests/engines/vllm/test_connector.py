@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import socket
+import threading
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
@@ -30,6 +32,7 @@ from pdstage.integrations.vllm import PdStageConnector
 from pdstage.integrations.vllm.groups import Group, recomputed_tokens
 from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send
 from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
+from pdstage.integrations.vllm.worker import Tasks
 from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.caches import Side, attention, transfer, until
 
@@ -284,6 +287,22 @@ def test_a_node_that_failed_ends_the_worker_and_leaves_no_request_waiting(src: S
     src.workers[0].worker_side.prefill.driver.fail(RuntimeError("a bug"))
     with pytest.raises(UsageError, match="this node failed before"):
         src.step()
+
+
+def test_a_call_that_raises_ends_the_worker_and_no_later_one_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls are made by a thread whose waking takes no processor from the worker, and which nobody waits for."""
+    tasks, may, made = Tasks(), threading.Event(), []
+    tasks.put(lambda: made.append(may.wait(PATIENCE_S)))
+    tasks.put(lambda: made.append(os.sched_getscheduler(0)))
+    tasks.put(lambda: made.remove("a mistake"))
+    tasks.put(lambda: made.append("later"))
+    tasks.check()
+    may.set()
+    tasks.close()
+    assert made == [True, os.SCHED_BATCH]
+    with pytest.raises(ValueError, match="not in list"):
+        tasks.check()
+    assert "a task of a worker's step failed" in caplog.text
 
 
 def test_decode_never_goes_on_from_less_than_it_asked_for(src: Side, dst: Side) -> None:
