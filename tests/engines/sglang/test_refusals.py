@@ -89,11 +89,7 @@ def rank(installed):
         ("{", "PDSTAGE_NODE"),
         ('{"transport": "pigeon"}', "pigeon"),
         ('{"transport": {"name": "nixl", "devices": {"cuda:7": []}}}', "not for cuda:1"),
-        ('{"path": "sideways"}', "sideways"),
         ('{"config": {"drain_s": "long"}}', "drain_s"),
-        ('{"staging_nbytes": "much"}', "staging_nbytes"),
-        ('{"insecure": "no"}', "insecure"),
-        ('{"keys": "/nowhere/cluster.key"}', "/nowhere/cluster.key"),
     ],
 )
 def test_a_setting_of_the_node(rank, node, culprit):
