@@ -52,20 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def saving() -> tuple[str, ...]:
-    from tests.e2e.fleet import SAVING  # noqa: PLC0415  (as in `fleet`)
-
-    return SAVING
-
-
-@pytest.fixture(scope="session")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, saving: tuple[str, ...]) -> object:
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> object:
     """The session's servers."""
     from tests.e2e.fleet import MOST, Fleet  # noqa: PLC0415  (what it imports is in an engine's environment only)
 
     place = request.config.getoption("--e2e-logs") or tmp_path_factory.mktemp("e2e")
     place.mkdir(parents=True, exist_ok=True)
-    made = Fleet(place.resolve(), saving, tmp_path_factory.mktemp("journals"))
+    made = Fleet(place.resolve(), tmp_path_factory.mktemp("journals"))
     request.config.stash[NOTES] = made.notes
     try:
         wanted = _rows(request.session)

@@ -11,19 +11,19 @@ import subprocess
 import sys
 import time
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.e2e import load, servers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from tests.e2e.load import Answer, Prompt
     from tests.e2e.servers import Server
 
-SAVING = (sys.executable, "-P", str(Path(__file__).with_name("models.py")))
-"""The command that saves a model; its name and a folder are put behind it. An engine may have its own."""
+SAVING = (sys.executable, "-m", "tests.e2e.sglang.run", "tests.e2e.models")
+"""The command that saves a model, whatever libraries of a GPU are missing; its name and a folder are put behind it."""
 
 MOST = 4
 """Servers at a time: more have no memory, and those that idle cost time."""
@@ -44,13 +44,10 @@ class Spec(Protocol):
 
 
 class Fleet:
-    """`place` holds models and logs; `save` is the command that saves a model, given its name and a folder. With
-    `journals`, a folder, the nodes of all servers write theirs there.
-    """
+    """`place` holds models and logs. With `journals`, a folder, the nodes of all servers write theirs there."""
 
-    def __init__(self, place: Path, save: Sequence[str], journals: Path | None = None) -> None:
+    def __init__(self, place: Path, journals: Path | None = None) -> None:
         self.place, self.journals = place, journals
-        self._save = save
         self._servers: dict[Any, Server] = {}  # least recently used first
         self._folders: dict[str, Path] = {}
         self.roles: set[str] = set()
@@ -73,7 +70,7 @@ class Fleet:
     def folder(self, model: str) -> Path:
         if model not in self._folders:
             folder = self.place / model
-            subprocess.run([*self._save, model, folder], check=True)
+            subprocess.run([*SAVING, model, folder], check=True)
             self._folders[model] = folder
         return self._folders[model]
 
@@ -133,12 +130,10 @@ class Fleet:
             server.post("/reset_prefix_cache")
         return found
 
-    def stop(self, *specs: Spec) -> None:
-        """Ends those servers; all, where none is named."""
-        for spec in specs or tuple(self._servers):
-            server = self._servers.pop(spec, None)
-            if server is not None:
-                server.stop()
+    def stop(self) -> None:
+        """Ends all servers."""
+        for server in self._servers.values():
+            server.stop()
 
 
 def _n_decided(answer: Answer, near: float) -> int:

