@@ -139,7 +139,7 @@ class Caches:
                     )
                 naming: Naming = {"component": group.component, "layers": (_number(name),)}
                 if isinstance(spec, MambaSpec):
-                    made = state_parts(name, cache, spec, layers.get(name), tp=tp, n_groups=n_groups, naming=naming)
+                    made = state_parts(cache, spec, tp=tp, n_groups=n_groups, naming=naming)
                 else:
                     encoding = _format(cache, spec, config.cache_config.cache_dtype)
                     heads = _total_heads(spec, n_heads, tp)
@@ -157,7 +157,8 @@ class Caches:
         shard = TokenShard.by(topology, config.parallel_config.cp_kv_cache_interleave_size)
         dealt = {group.component: shard for group in groups if group.n_shards > 1}
         layout = build(*parts, slots=states, exact=states, owned=dealt)
-        return Caches(layout, _device_of(kv_caches), keys, n_pages, paged, numbers)
+        device = next((one.device for one in kv_caches.values() if one.device.type != "cpu"), torch.device("cpu"))
+        return Caches(layout, device, keys, n_pages, paged, numbers)
 
     def own(self, held: Mapping[str, Held]) -> dict[str, Held]:
         """`held` without the groups of which this pipeline stage has no layer."""
@@ -178,14 +179,6 @@ class Caches:
         for cache in self.paged[component]:
             for page in self.pages(component, blocks):
                 cache[int(page)].zero_()
-
-
-def _device_of(kv_caches: Mapping[str, torch.Tensor]) -> torch.device:
-    """That of all caches that are not in host memory. Raises `UsageError` for several."""
-    devices = {cache.device for cache in kv_caches.values() if cache.device.type != "cpu"}
-    if len(devices) > 1:
-        raise UsageError(f"caches on {' and '.join(sorted(map(str, devices)))}", remedy="a worker's are on one device")
-    return next(iter(devices), torch.device("cpu"))
 
 
 def _pages_per_block(name: str, cache: torch.Tensor, spec: KVCacheSpec, n_blocks: int) -> int:

@@ -185,7 +185,7 @@ class SchedulerSide:
         self, request: Request, blocks: Sequence[Sequence[int]], stream: Stream | None, turns: Turns | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keeps the request's blocks for decode or, with `turns`, for prefill in the conversation's next turn."""
-        n_tokens = max(0, request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
+        n_tokens = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         if not self._address:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
             return False, None
