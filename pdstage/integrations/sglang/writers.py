@@ -15,17 +15,18 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from pdstage.integrations import stores
 from pdstage.integrations.sglang.pools import HOSTS, LATENTS, inner, name_of
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from pdstage.integrations.sglang.pools import Pools
@@ -75,13 +76,13 @@ def _attention(
 
 def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout) -> Writer | None:
     """None if the views are in no tensor in which a pool stores states or index keys."""
-    tensors, found = list(_tensors(component, pools)), {}
+    tensors, found = list(_tensors(component, pools)), []
     for view in views:
         at = layout.regions[view.region].base + view.offset
         for tensor in tensors:
             if len(tensor) and 0 <= at - tensor.data_ptr() < tensor[0].nbytes:
-                found[view.key] = tensor, at - tensor.data_ptr()
-    return _entries(views, found) if len(found) == len(views) else None
+                found.append((view, tensor, at - tensor.data_ptr()))
+    return stores.into(found) if len(found) == len(views) else None
 
 
 def _heads(pool: Any, held: Any, layer: int, views: Sequence[View]) -> Writer:  # noqa: ANN401
@@ -120,30 +121,8 @@ def _host_rows(pool: Any, layer: int, views: Sequence[View]) -> Writer | None:  
     if type(pool) not in HOSTS or pool.layout != "layer_first":
         return None
     names = {"k": "k_data_refs", "v": "v_data_refs", "latent": "data_refs"}
-    rows = {view.key: (getattr(pool, names[view.key.role])[layer - pool.start_layer], 0) for view in views}
-    return _entries(views, rows, n_tokens=pool.page_size)
-
-
-def _entries(views: Sequence[View], places: Mapping[Key, tuple[torch.Tensor, int]], n_tokens: int = 1) -> Writer:
-    """Each view's first byte is in the first entry of a tensor that the pool stores into, `[item times n_tokens, ...]`,
-    at that offset.
-    """
-
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        at = torch.tensor([cell.item * n_tokens + cell.token for cell in cells])
-        entries: dict[int, NDArray[np.uint8]] = {}
-        for tensor, _ in places.values():
-            if tensor.data_ptr() not in entries:
-                values = _draw(rng, (len(cells), *tensor.shape[1:]), tensor.dtype)
-                tensor[at.to(tensor.device)] = values.to(tensor.device)
-                entries[tensor.data_ptr()] = _bytes(values).reshape(len(cells), -1)
-        stored = {}
-        for view in views:
-            tensor, offset = places[view.key]
-            stored[view.key] = entries[tensor.data_ptr()][:, offset + _places(view)]
-        return stored
-
-    return write
+    rows = [(view, getattr(pool, names[view.key.role])[layer - pool.start_layer], 0) for view in views]
+    return stores.into(rows, n_tokens=pool.page_size)
 
 
 def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:
@@ -156,18 +135,9 @@ def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def _places(view: View) -> NDArray[np.int64]:
-    """The position of each byte of a view in an item, `[shard, byte]`."""
-    shards, segs, width = (np.arange(n, dtype=np.int64) for n in (view.shards, view.segs, view.width))
-    found = shards[:, None, None] * view.shard_stride + segs[:, None] * view.seg_stride + width
-    return found.reshape(view.shards, -1)
-
-
 def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Distinct values, of a dtype that is stored unchanged."""
-    if dtype.is_floating_point:
-        return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
-    return torch.from_numpy(rng.integers(1, 120, shape)).to(dtype)
+    return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
 
 
 def _bytes(values: torch.Tensor) -> NDArray[np.uint8]:

@@ -26,8 +26,8 @@ from pdstage import Topology
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.caches import Caches
 from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, attention, full, transfer
-from tests.engines.vllm.model import heads_of
 from tests.engines.vllm.models import LLAMA
+from tests.engines.vllm.workers import heads_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
