@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from pdstage import Config, environment
 from pdstage.arguments import flag
-from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, PrefillNode
 
@@ -58,23 +57,3 @@ def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") ->
     for source, options in ((environment.NODE.name, environment.NODE.read()), (where, given)):
         trusts = flag(f"trust_layout of {source}", (options or {}).get("trust_layout", trusts))
     return trusts
-
-
-def check_exposure(bind: str, options: Mapping[str, Any]) -> None:
-    """Refuses an address that other machines can reach without keys, as a node bound to `bind` would.
-
-    Raises `UsageError` with the operator's remedy: PDSTAGE_NODE, not an argument of the node.
-    """
-    try:
-        address = Address.parse(bind, "tcp", listening=True)
-        address.check_exposure(bool(options.get("insecure")), options.get("keys"))
-    except UsageError as error:
-        keyed, trusted = (
-            f"{environment.NODE.name}='{{{said}}}'" for said in ('"keys": "cluster.key"', '"insecure": true')
-        )
-        raise UsageError(
-            error.what,
-            remedy="make a key file with `pdstage keys cluster.key`, put it on every host, and start each engine with "
-            f"{keyed}; if the network itself is trusted, with {trusted}",
-            **error.fields,
-        ) from None

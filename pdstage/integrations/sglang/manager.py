@@ -33,7 +33,7 @@ from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
 from pdstage.integrations.model import facts, overridden
-from pdstage.integrations.options import check_exposure, node_options, trusts_layout
+from pdstage.integrations.options import node_options, trusts_layout
 from pdstage.integrations.sglang import adapters
 from pdstage.integrations.sglang.gauges import Gauges
 from pdstage.integrations.sglang.memory import pool_of
@@ -147,10 +147,10 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         log.info("KV memory: %s", prove_layout(pool.layout, probes, trust_layout=trusts_layout()))
         if pool.on_host:  # HiSparse's: bytes land on the GPU, and a kernel scatters them
             options.setdefault("path", "staged")
-        may_prefill = self.is_prefill or get_disagg().enable_pd_role_switch
-        check_exposure(self._bind(is_prefill=may_prefill), options)
-        bind = self._bind(is_prefill=self.is_prefill)
-        self.node = kind(pool, place, bind=bind, progress="thread", **options)
+        if get_disagg().enable_pd_role_switch:  # a switch that fails ends the engine
+            later = Address.parse(self._bind(is_prefill=True), "tcp", listening=True)
+            later.check_exposure(bool(options.get("insecure")), options.get("keys"))
+        self.node = kind(pool, place, bind=self._bind(is_prefill=self.is_prefill), progress="thread", **options)
 
     def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
         """The node. Raises `UsageError` while SGLang's memory is released: then only the request fails."""

@@ -8,7 +8,6 @@ import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pdstage.errors import UsageError
-from pdstage.integrations.options import check_exposure
 from pdstage.integrations.sglang import manager
 from tests.engines.sglang import setups
 from tests.engines.sglang.fleet import Child
@@ -129,18 +128,6 @@ def test_a_decode_engine_that_may_become_prefill_wants_keys_at_once(installed, o
     child.close()
     assert (said is not None) == refused
     assert not refused or "10.1.2.9:0 can be reached from other machines" in said[1]
-
-
-def test_what_others_can_reach_wants_keys_in_the_operators_words():
-    """SGLang's operator gives a node no arguments: the remedy is what can be written down."""
-    for options in ({}, {"insecure": False}):
-        with pytest.raises(UsageError, match=r"10\.1\.2\.9:0 can be reached from other machines") as refused:
-            check_exposure("tcp://10.1.2.9:0", options)
-        assert """PDSTAGE_NODE='{"keys": "cluster.key"}'""" in refused.value.remedy
-        assert """PDSTAGE_NODE='{"insecure": true}'""" in refused.value.remedy
-    for options in ({"insecure": True}, {"keys": "cluster.key"}):
-        check_exposure("tcp://10.1.2.9:0", options)
-    check_exposure("tcp://127.0.0.1:0", {})
 
 
 @pytest.mark.parametrize(
