@@ -109,11 +109,6 @@ ETCD_PASSWORD = Variable(
     "The password of the user in an address `etcd://USER@...`.",
     "a node with such an address, `pdstage instances`, `pdstage fence`",
 )  # fmt: skip
-SGLANG_STAGING = Variable(
-    "PDSTAGE_SGLANG_STAGING", _one_of("0", "1"), "`1` or `0`", "SGLang's own",
-    "Whether SGLang's staging functions are replaced by those on pdstage's kernels.",
-    "SGLang's loader of plugins, in each of its processes",
-)  # fmt: skip
 DEVICE_MEMORY = Variable(
     "PDSTAGE_DEVICE_MEMORY", _one_of("cudaMalloc", "cuMemCreate"), "`cudaMalloc` or `cuMemCreate`", "`cudaMalloc`",
     "How a node allocates memory on an NVIDIA GPU, its staging memory above all. NVLink between hosts (IMEX) needs "
@@ -141,8 +136,7 @@ GPU_TESTS = Variable(
 
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, SGLANG_STAGING, NODE, DEVICE_MEMORY,
-    TEST_TRANSPORTS, GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, NODE, DEVICE_MEMORY, TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

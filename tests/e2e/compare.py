@@ -13,8 +13,8 @@ Reference = "Mapping[Prompt, tuple[int, ...]]"
 
 
 def wrong(answers: Iterable[Answer], right: Reference) -> list[Answer]:
-    """Those with status 200 whose tokens are not the right ones."""
-    return [one for one in answers if one.is_ok and one.tokens != right[one.prompt]]
+    """Those with status 200 whose tokens are not the right ones, as far as these go."""
+    return [one for one in answers if one.is_ok and one.tokens[: len(right[one.prompt])] != right[one.prompt]]
 
 
 def summary(answers: Sequence[Answer], right: Reference) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -49,35 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def saving() -> tuple[str, ...]:
-    from tests.e2e.fleet import SAVING  # noqa: PLC0415  (as in `fleet`)
-
-    return SAVING
-
-
-@pytest.fixture(scope="session")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, saving: tuple[str, ...]) -> object:
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> object:
     """The session's servers."""
-    from tests.e2e.fleet import MOST, Fleet  # noqa: PLC0415  (what it imports is in an engine's environment only)
+    from tests.e2e.fleet import Fleet  # noqa: PLC0415  (what it imports is in an engine's environment only)
 
     place = request.config.getoption("--e2e-logs") or tmp_path_factory.mktemp("e2e")
     place.mkdir(parents=True, exist_ok=True)
-    made = Fleet(place.resolve(), saving)
+    made = Fleet(place.resolve())
     request.config.stash[NOTES] = made.notes
     try:
-        wanted = _rows(request.session)
-        if len(wanted) <= MOST:  # what starts together is up sooner than one after the other
-            made.up(*wanted)
         yield made
     finally:
         made.stop()
-
-
-def _rows(session: pytest.Session) -> dict[Any, None]:
-    """The engines of all rows that the tests of this session are parametrized with."""
-    items = [item for item in session.items if hasattr(item, "callspec") and not item.get_closest_marker("skip")]
-    values = [value for item in items for value in item.callspec.params.values()]
-    return dict.fromkeys(engine for value in values for engine in getattr(value, "engines", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -96,11 +96,12 @@ async def post(session: aiohttp.ClientSession, url: str, prompt: Prompt, told: M
         return Answer(prompt, 0, (), time.monotonic() - began, repr(error))
 
 
-def to(url: str, **more: Any) -> Ask:
-    """Asks the one server at `url`."""
+def to(url: str, *, as_text: bool = False, **more: Any) -> Ask:
+    """Asks the one server at `url`; `as_text`: by one word a token."""
 
     async def ask(session: aiohttp.ClientSession, prompt: Prompt) -> Answer:
-        return await post(session, url, prompt, body(prompt, **more))
+        text = {"prompt": " ".join(f"w{number}" for number in prompt)} if as_text else {}
+        return await post(session, url, prompt, body(prompt, **more, **text))
 
     return ask
 

@@ -3,8 +3,7 @@
 A model is sharp: weights of queries and keys are drawn large, so that attention picks few tokens, and one wrong byte of
 KV changes what is generated. The weights are a function of the model's name alone.
 
-`python -P tests/e2e/models.py NAME FOLDER` saves one, in a process that does not see this repository's `kernels/`,
-which transformers would take for the package of that name.
+`python -m tests.e2e.sglang.run tests.e2e.models NAME FOLDER` saves one.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tests.e2e import models
 from tests.e2e.conftest import ENGINES
-from tests.e2e.fleet import SAVING, Fleet
+from tests.e2e.fleet import Fleet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ def vllm(given: argparse.Namespace, logs: Path) -> tuple[Fleet, Server]:
     from tests.e2e.vllm.engines import pair  # noqa: PLC0415
     from tests.e2e.vllm.proxies import toy  # noqa: PLC0415
 
-    fleet = Fleet(logs, SAVING)
+    fleet = Fleet(logs)
     row = pair((given.prefill_tp, 128), (given.decode_tp, 128), model=given.model, transport=given.transport)
     prefill, decode = fleet.up(row.prefill, row.decode)
     return fleet, toy(prefill, decode, logs)
@@ -50,10 +50,9 @@ def vllm(given: argparse.Namespace, logs: Path) -> tuple[Fleet, Server]:
 
 def sglang(given: argparse.Namespace, logs: Path) -> tuple[Fleet, Server]:
     """Two SGLang servers, and SGLang's router, which is not up yet."""
-    from tests.e2e.sglang.engines import SAVING as SGLANG_SAVING  # noqa: PLC0415
     from tests.e2e.sglang.engines import WINDOWS_WHOLE, pair, router  # noqa: PLC0415
 
-    fleet = Fleet(logs, SGLANG_SAVING)
+    fleet = Fleet(logs)
     options = WINDOWS_WHOLE * (given.model == "gemma3")
     node = f'{{"transport": "{given.transport}"}}'
     row = pair({"tp": given.prefill_tp}, {"tp": given.decode_tp}, model=given.model, options=options, node=node)

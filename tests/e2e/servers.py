@@ -78,15 +78,15 @@ class Server:
         self.was_up = False
         return self
 
-    def wait(self, deadline_s: float = UP_S) -> Server:
+    def wait(self) -> Server:
         """Waits until it answers `ready` with 200. Raises AssertionError, with the log's end, if it dies or is late."""
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + UP_S
         while not self.was_up:
             assert self.process is not None, f"{self.name} was not started"
             if self.process.poll() is not None:
                 raise AssertionError(f"{self.name} ended with {self.process.returncode} at start\n{self.tail()}")
             if time.monotonic() > end:
-                raise AssertionError(f"{self.name} is not up after {deadline_s:.0f} s\n{self.tail()}")
+                raise AssertionError(f"{self.name} is not up after {UP_S:.0f} s\n{self.tail()}")
             with contextlib.suppress(OSError):  # HTTPError and refused connections are one
                 urllib.request.urlopen(self.url + self.ready, timeout=5).close()
                 self.was_up = True
@@ -137,14 +137,14 @@ class Server:
         """Whether its log has `words`."""
         return words in self.log.read_text(errors="replace")
 
-    def metrics(self, **labels: str) -> dict[str, float]:
-        """Its /metrics: each sample's sum over labels, by name; of those with these `labels`."""
+    def metrics(self) -> dict[str, float]:
+        """Its /metrics: each sample's sum over labels, by name."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=30) as answer:
             text = answer.read().decode()
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if "le" not in sample.labels and labels.items() <= sample.labels.items():
+                if "le" not in sample.labels:
                     sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         return sums
 
@@ -153,7 +153,7 @@ class Server:
         urllib.request.urlopen(urllib.request.Request(self.url + path, method="POST"), timeout=60).close()
 
 
-def up(servers: Iterable[Server], deadline_s: float = UP_S) -> None:
+def up(servers: Iterable[Server]) -> None:
     """Starts those that do not run, all at once, and waits for all."""
     wanted = list(servers)
     for one in wanted:
@@ -161,7 +161,7 @@ def up(servers: Iterable[Server], deadline_s: float = UP_S) -> None:
             one.process = None
             one.start()
     for one in wanted:
-        one.wait(deadline_s)
+        one.wait()
 
 
 def wait_until(true: Callable[[], object], deadline_s: float, *, every_s: float = 0.2) -> bool:

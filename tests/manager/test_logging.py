@@ -18,7 +18,7 @@ from tests.manager.engine import Rank, drive
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 30
 PAGE = (ROOT / "docs" / "environment.md").read_text()
-HANDS_ON = "pdstage.integrations.logs"  # it says nothing of its own: it shows in an engine's log what others say
+HANDS_ON = "pdstage.integrations.vllm.connector"  # it says nothing: it hands what others say to vLLM's logger
 DOCUMENTED = set(re.findall(r"^\| `(pdstage[.\w]*)` \| `(.*?)` \|", PAGE, re.MULTILINE))
 
 

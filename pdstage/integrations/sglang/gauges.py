@@ -75,28 +75,23 @@ class Gauges:
         while not self._over.wait(EVERY_S):
             self._tell(self._node_of())
         self._tell(self._node_of())
-        self._set(dict.fromkeys(NOW, 0.0))
+        self._tell(None)
 
     def _tell(self, node: PrefillNode | DecodeNode | None) -> None:
         if node is not self._node:
             self._node, self._counted = node, {}
-        if node is None:
-            self._set(dict.fromkeys(NOW, 0.0))
-            return
-        status, oldest = node.status(), node.oldest_rooms(1)
-        over = status.rooms["success"] + status.rooms["failed"]
-        self._set(
-            {
+        values = dict.fromkeys(NOW, 0.0)
+        if node is not None:
+            status, oldest = node.status(), node.oldest_rooms(1)
+            over = status.rooms["success"] + status.rooms["failed"]
+            values = {
                 "rooms": sum(status.rooms.values()) - over,
                 "rooms_held": over,
                 "oldest_room_seconds": oldest[0].age_s if oldest else 0.0,
                 "unfenced_peers": status.n_unfenced,
             }
-        )
-        for name, (counter, _) in TOTALS.items():
-            self._totals[name].labels(**self._labels).inc(status.counters[counter] - self._counted.get(counter, 0))
-        self._counted = status.counters
-
-    def _set(self, values: dict[str, float]) -> None:
+            for name, (counter, _) in TOTALS.items():
+                self._totals[name].labels(**self._labels).inc(status.counters[counter] - self._counted.get(counter, 0))
+            self._counted = status.counters
         for name, value in values.items():
             self._now[name].labels(**self._labels).set(value)

@@ -33,11 +33,11 @@ from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
 from pdstage.integrations.model import facts, overridden
-from pdstage.integrations.options import check_exposure, node_options, trusts_layout
+from pdstage.integrations.options import node_options, trusts_layout
 from pdstage.integrations.sglang import adapters
 from pdstage.integrations.sglang.gauges import Gauges
 from pdstage.integrations.sglang.memory import pool_of
-from pdstage.integrations.sglang.pools import Pools, check_known
+from pdstage.integrations.sglang.pools import Pools
 from pdstage.integrations.sglang.writers import probes_of
 from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
-    from pdstage.kernels import Pool
     from pdstage.manager import Receiver
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Event, Origin
@@ -130,7 +129,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             "wait_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         }
         options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's settings
-        if cards := getattr(self.kv_args, "ib_device", None):
+        if cards := self.kv_args.ib_device:
             options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
         model = process_model_config()
         scales = _kv_scales(model.hf_text_config) if self.kv_cache_dtype_str == "fp8_e4m3" else None
@@ -139,34 +138,19 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         if self.is_prefill:
             options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
             options |= {"observers": [self] if self.pp_rank else []}
-        total_heads = getattr(self.kv_args, "total_kv_head_num", None)
-        if total_heads is None and not self.is_mla_backend:
-            total_heads = model.get_total_num_kv_heads()
         place = self._place()
         pool = pool_of(
-            self.kv_args, place, is_mla=bool(self.is_mla_backend), total_heads=total_heads or 1,
-            device=str(get_device().device),
+            self.kv_args, place, is_mla=bool(self.is_mla_backend), device=str(get_device().device),
+            total_heads=1 if self.is_mla_backend else model.get_total_num_kv_heads(),
         )  # fmt: skip
-        self._prove(pool)
+        probes = probes_of(pool.layout, Pools.of(self.kv_args))
+        log.info("KV memory: %s", prove_layout(pool.layout, probes, trust_layout=trusts_layout()))
         if pool.on_host:  # HiSparse's: bytes land on the GPU, and a kernel scatters them
             options.setdefault("path", "staged")
-        bind = self._bind(is_prefill=self.is_prefill)
-        becomes_prefill = get_disagg().enable_pd_role_switch
-        check_exposure(self._bind(is_prefill=self.is_prefill or becomes_prefill), options)
-        self.node = kind(pool, place, bind=bind, progress="thread", **options)
-
-    def _prove(self, pool: Pool) -> None:
-        """Raises `UsageError` unless the memory is laid out as the pool's views say, or if nothing is known of it."""
-        pools = Pools.of(self.kv_args)
-        if pools is None:
-            raise UsageError(
-                "SGLang did not say which pools it hands over",
-                remedy="run the SGLang release that pdstage was tested with",
-            )
-        check_known(pools)
-        log.info(
-            "KV memory: %s", prove_layout(pool.layout, probes_of(pool.layout, pools), trust_layout=trusts_layout())
-        )
+        if get_disagg().enable_pd_role_switch:  # a switch that fails ends the engine
+            later = Address.parse(self._bind(is_prefill=True), "tcp", listening=True)
+            later.check_exposure(bool(options.get("insecure")), options.get("keys"))
+        self.node = kind(pool, place, bind=self._bind(is_prefill=self.is_prefill), progress="thread", **options)
 
     def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
         """The node. Raises `UsageError` while SGLang's memory is released: then only the request fails."""

@@ -41,34 +41,33 @@ def pool_of(args: KVArgs, place: Topology, *, is_mla: bool, total_heads: int, de
     Raises `UsageError` for states that this backend does not support.
     """
     where, pools = (device, args.gpu_id if device != "cpu" else 0), Pools.of(args)
-    on_host = pools is not None and pools.on_host
-    parts = list(_caches(args, place, is_mla, total_heads, ("cpu", 0) if on_host else where))
+    replicated = is_mla or args.is_hybrid_mla_backend
+    axis = REPLICATED if replicated else shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
+    caches = _caches(args, pools, axis, ("cpu", 0) if pools.on_host else where)
     states = StateComponents((place.tp_size, place.tp_rank), where)
     for number in range(len(args.state_types)):
         _append_state(states, args, number, place, total_heads)
-    layout = build(*parts, *states.parts)
+    layout = build(caches, *states.parts)
     return Pool.of(layout, device if device == "cpu" else f"{device}:{args.gpu_id}")
 
 
-def _caches(args: KVArgs, place: Topology, is_mla: bool, total_heads: int, where: tuple[str, int]) -> list[Part]:
+def _caches(args: KVArgs, pools: Pools, axis: Axis, where: tuple[str, int]) -> Part:
     """The target model's caches, and the draft model's under other roles of one component: they share pages."""
-    replicated = is_mla or args.is_hybrid_mla_backend
-    axis = REPLICATED if replicated else shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
+    names = ("latent",) if axis is REPLICATED else ("k", "v")
     n_target = len(args.kv_data_ptrs) - args.num_draft_entries
-    roles, pools = {}, Pools.of(args)
+    roles = {}
     for prefix, low, high in (("", 0, n_target), ("draft_", n_target, len(args.kv_data_ptrs))):
-        n_roles = 1 if replicated else 2
-        each = quotient("the number of KV buffers, K and V of each layer,", high - low, n_roles)
-        for i, role in enumerate(("latent",) if replicated else ("k", "v")):
+        each = quotient("the number of KV buffers, K and V of each layer,", high - low, len(names))
+        for i, role in enumerate(names):
             held = slice(low + i * each, low + (i + 1) * each)
-            numbers = layer_ids(pools.kv, each) if pools is not None and not prefix else None
+            numbers = None if prefix else layer_ids(pools.kv, each)
             layers = args.kv_layer_ids[held] or numbers or list(range(each))
             roles[prefix + role] = Buffers(
                 args.kv_data_ptrs[held], args.kv_data_lens[held], args.kv_item_lens[held], layers
             )
     roles = {role: held for role, held in roles.items() if held.data_ptrs}
-    format = args.kv_cache_dtype_str if pools is None else _format(inner(pools.kv).dtype)
-    return [kv_pages(roles, page_size=args.page_size, axis=axis, format=format, device=where)]
+    format = _format(inner(pools.kv).dtype)
+    return kv_pages(roles, page_size=args.page_size, axis=axis, format=format, device=where)
 
 
 def _format(*dtypes: torch.dtype) -> str:
@@ -85,17 +84,15 @@ def _append_state(states: StateComponents, args: KVArgs, number: int, place: Top
     layers, pools = args.state_layer_ids[number], Pools.of(args)
     if kind is StateType.SWA and args.swa_kv_cache_layout == "nhd":
         each = quotient("the number of buffers with a window, K and V of each layer,", len(ptrs), 2)
-        numbers = layer_ids(pools.kv, each, window=True) if pools is not None else None
-        layers = layers or [*(numbers or range(each))] * 2
+        layers = layers or [*(layer_ids(pools.kv, each, window=True) or range(each))] * 2
         roles = {
             role: Buffers(ptrs[half], lens[half], items[half], layers[half])
             for role, half in (("k", slice(0, each)), ("v", slice(each, 2 * each)))
         }
-        held = None if pools is None else inner(pools.kv, window=True)
+        held = inner(pools.kv, window=True)
         window = kv_pages(
             roles, page_size=args.page_size, axis=_window_heads(held, place, total_heads),
-            format=args.kv_cache_dtype_str if held is None else _format(held.dtype), component=kind.value,
-            device=states.device,
+            format=_format(held.dtype), component=kind.value, device=states.device,
         )  # fmt: skip
         states.add(kind.value, window)
         return
@@ -106,7 +103,7 @@ def _append_state(states: StateComponents, args: KVArgs, number: int, place: Top
         "slice_outer_counts": args.state_slice_outer_counts[number] or None,
     }
     format = "bytes"
-    if kind is StateType.MAMBA and pools is not None and (pool := pools.states()) is not None:
+    if kind is StateType.MAMBA and (pool := pools.states()) is not None:
         layers = layers or pool.get_state_layer_ids()
         format = _format(*(held.dtype for held in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)))
         if place.tp_size > 1 and _is_of_unknown_parts(pool):
@@ -124,7 +121,7 @@ def _append_state(states: StateComponents, args: KVArgs, number: int, place: Top
 def _window_heads(pool: Any, place: Topology, total_heads: int) -> Axis:  # noqa: ANN401  (SGLang's)
     """The heads of the layers with a window; a model may have another number of them there."""
     heads = shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
-    if pool is None or pool.head_num == heads.count:
+    if pool.head_num == heads.count:
         return heads
     if place.tp_size > 1:
         raise UsageError(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     HybridLinearKVPool,
-    MHATokenToKVPool,
     MLATokenToKVPool,
 )
 from sglang.srt.mem_cache.pool_host.mha import HiSparseMHATokenToKVPoolHost
@@ -23,16 +22,6 @@ from pdstage.errors import UsageError
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
-
-_WRONG = {
-    "MLATokenToKVPoolFP4": "packed latents with block scales that SGLang does not name to a transfer backend",
-    "MHATokenToKVPoolFP4": "packed K and V with block scales that SGLang does not name to a transfer backend",
-    "NoOpMHATokenToKVPool": "no KV cache",
-    "PageMajorMHATokenToKVPool": "all layers of a page together",
-    "MiniMaxM3Nvfp4KVPool": "K, V and their scales in one row of a page",
-    "DeepSeekV4TokenToKVPool": "latents of several compression ratios, with padding in a page",
-}
-"""Classes that pdstage's views would misread, and what they hold."""
 
 
 class Pools(NamedTuple):
@@ -47,10 +36,15 @@ class Pools(NamedTuple):
     owner: Any
 
     @staticmethod
-    def of(args: KVArgs) -> Pools | None:
-        """None for a KVArgs that SGLang's schedulers did not make."""
+    def of(args: KVArgs) -> Pools:
+        """Raises `UsageError` if the plugin's hooks did not see how SGLang made `args`."""
         given = getattr(args, "pdstage_pools", None)
-        return None if given is None else Pools(*given)
+        if given is None:
+            raise UsageError(
+                "SGLang did not say which pools it hands over",
+                remedy="run the SGLang release that pdstage was tested with",
+            )
+        return Pools(*given)
 
     @property
     def on_host(self) -> bool:
@@ -89,48 +83,7 @@ def layer_ids(pool: Any, n: int, *, window: bool = False) -> list[int] | None:  
     return None if start is None else list(range(start, start + n))
 
 
-def check_known(pools: Pools) -> None:
-    """Raises `UsageError` for pools that pdstage's views would misread, whatever an operator claims."""
-    if pools.on_host and (type(pools.owner) not in HOSTS or pools.owner.layout != "layer_first"):
-        raise UsageError(
-            f"SGLang's {name_of(pools.owner)} cannot be handed over: its pages in host memory are not known",
-            remedy="run without --enable-hisparse, or use another transfer backend",
-            pool=name_of(pools.owner),
-        )
-    for pool in (pools.kv, pools.draft):
-        if pool is None:
-            continue
-        for held in {id(one): one for one in (pool, inner(pool), inner(pool, window=True))}.values():
-            if what := _wrong(held) or _wrong_inside(pool, held):
-                raise UsageError(
-                    f"SGLang's {name_of(pool)} cannot be handed over: it keeps {what}",
-                    remedy="use another KV cache dtype or attention backend, or another transfer backend",
-                    pool=name_of(pool),
-                )
-
-
-def _wrong(pool: Any) -> str:  # noqa: ANN401
-    """What makes a pool unreadable for the views here; empty if nothing is known."""
-    for kind in type(pool).__mro__:
-        if kind.__name__ in _WRONG:
-            return _WRONG[kind.__name__]
-    if getattr(pool, "is_quantized_kv_cache", False):
-        return "quantised K and V with block scales that SGLang does not name to a transfer backend"
-    layout = getattr(pool, "kv_cache_layout", "nhd")
-    return "" if layout == "nhd" else f'pages in the order "{layout}"'
-
-
-def _wrong_inside(pool: Any, held: Any) -> str:  # noqa: ANN401
-    if pool is held:
-        return ""
-    if isinstance(pool, HybridLinearKVPool) and type(held).__name__ == "MHATokenToKVPoolMXFP8":
-        return "block scales that SGLang does not name to a transfer backend"
-    if isinstance(pool, SWAKVPool) and isinstance(held, MLATokenToKVPool):
-        return "latents with a sliding window, whose index keys SGLang does not name to a transfer backend"
-    return ""
-
-
-HEADS, LATENTS = (MHATokenToKVPool,), (MLATokenToKVPool, DSATokenToKVPool)
+LATENTS = (MLATokenToKVPool, DSATokenToKVPool)
 """Classes whose writers run wherever the pool is, and store the given values unchanged."""
 HOSTS = (HiSparseMHATokenToKVPoolHost, MLATokenToKVPoolHost)
 """Classes of pools in host memory in which HiSparse keeps all pages of a decode rank."""

@@ -15,16 +15,18 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from pdstage.integrations.sglang.pools import HEADS, LATENTS, inner, name_of
+from pdstage.integrations import stores
+from pdstage.integrations.sglang.pools import HOSTS, LATENTS, inner, name_of
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from pdstage.integrations.sglang.pools import Pools
@@ -46,7 +48,7 @@ def probes_of(layout: Layout, pools: Pools) -> list[LayerProbe]:
         number = drafts.index(layer) + getattr(pool, "start_layer", 0) if is_draft else layer
         if pools.on_host and component == "kv" and not is_draft:
             pool = pools.owner
-            write: Writer | None = _host_rows(pool, number, views)
+            write = _host_rows(pool, number, views)
         else:
             write = _attention(component, pool, number, views) or _stored(component, views, pools, layout)
         name = f"{component} of {_DRAFT * is_draft}layer {layer}"
@@ -63,8 +65,10 @@ def _attention(
     """None if the pool's class has no known writer."""
     roles = {view.key.role.removeprefix(_DRAFT) for view in views}
     held = inner(pool, window=component == "swa")
-    if roles == {"k", "v"} and type(held) in HEADS:
+    if roles == {"k", "v"} and type(held) is MHATokenToKVPool and not held.is_quantized_kv_cache:
         return _heads(pool, held, layer, views)
+    if isinstance(pool, SWAKVPool):  # over latents, whose index keys SGLang does not name
+        return None
     if roles == {"latent"} and type(held) in LATENTS and not getattr(held, "dsa_kv_cache_store_fp8", False):
         return _latents(pool, held, layer, views[0])
     return None
@@ -72,9 +76,13 @@ def _attention(
 
 def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout) -> Writer | None:
     """None if the views are in no tensor in which a pool stores states or index keys."""
-    tensors = list(_tensors(component, pools))
-    found = {view.key: held for view in views if (held := _holder(view, tensors, layout)) is not None}
-    return _items(views, found, layout) if len(found) == len(views) else None
+    tensors, found = list(_tensors(component, pools)), []
+    for view in views:
+        at = layout.regions[view.region].base + view.offset
+        for tensor in tensors:
+            if len(tensor) and 0 <= at - tensor.data_ptr() < tensor[0].nbytes:
+                found.append((view, tensor, at - tensor.data_ptr()))
+    return stores.into(found) if len(found) == len(views) else None
 
 
 def _heads(pool: Any, held: Any, layer: int, views: Sequence[View]) -> Writer:  # noqa: ANN401
@@ -108,41 +116,13 @@ def _latents(pool: Any, held: Any, layer: int, view: View) -> Writer:  # noqa: A
     return write
 
 
-def _host_rows(pool: Any, layer: int, views: Sequence[View]) -> Writer:  # noqa: ANN401
-    """Rows of a layer, `[slot, head, element]`, in one of `pools.HOSTS`."""
+def _host_rows(pool: Any, layer: int, views: Sequence[View]) -> Writer | None:  # noqa: ANN401
+    """Rows of a layer, `[slot, head, element]`, in one of `pools.HOSTS`; None if they are in another order."""
+    if type(pool) not in HOSTS or pool.layout != "layer_first":
+        return None
     names = {"k": "k_data_refs", "v": "v_data_refs", "latent": "data_refs"}
-    of_views = {view.key: getattr(pool, names[view.key.role])[layer - pool.start_layer] for view in views}
-
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        slots = torch.tensor([cell.item * pool.page_size + cell.token for cell in cells])
-        stored = {}
-        for key, rows in of_views.items():
-            values = _draw(rng, (len(cells), *rows.shape[1:]), rows.dtype)
-            rows[slots] = values
-            stored[key] = _bytes(values)
-        return stored
-
-    return write
-
-
-def _items(views: Sequence[View], tensors: Mapping[Key, torch.Tensor], layout: Layout) -> Writer:
-    """Whole items, stored where the pool's own tensors `[item, ...]` are."""
-
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        items: dict[int, NDArray[np.uint8]] = {}
-        for tensor in tensors.values():
-            if tensor.data_ptr() not in items:
-                values = _draw(rng, (len(cells), *tensor.shape[1:]), tensor.dtype)
-                tensor[torch.tensor([cell.item for cell in cells], device=tensor.device)] = values.to(tensor.device)
-                items[tensor.data_ptr()] = _bytes(values).reshape(len(cells), -1)
-        stored = {}
-        for view in views:
-            tensor = tensors[view.key]
-            within = _address(view, layout) - tensor.data_ptr() + _places(view)
-            stored[view.key] = items[tensor.data_ptr()][:, within]
-        return stored
-
-    return write
+    rows = [(view, getattr(pool, names[view.key.role])[layer - pool.start_layer], 0) for view in views]
+    return stores.into(rows, n_tokens=pool.page_size)
 
 
 def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:
@@ -155,31 +135,9 @@ def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def _holder(view: View, tensors: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor | None:
-    """The tensor that the view's first item is in."""
-    at = _address(view, layout)
-    for tensor in tensors:
-        if len(tensor) and tensor.data_ptr() <= at < tensor.data_ptr() + tensor[0].nbytes:
-            return tensor
-    return None
-
-
-def _address(view: View, layout: Layout) -> int:
-    return layout.regions[view.region].base + view.offset
-
-
-def _places(view: View) -> NDArray[np.int64]:
-    """The position of each byte of a view in an item, `[shard, byte]`."""
-    shards, segs, width = (np.arange(n, dtype=np.int64) for n in (view.shards, view.segs, view.width))
-    found = shards[:, None, None] * view.shard_stride + segs[:, None] * view.seg_stride + width
-    return found.reshape(view.shards, -1)
-
-
 def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Distinct values, of a dtype that is stored unchanged."""
-    if dtype.is_floating_point:
-        return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
-    return torch.from_numpy(rng.integers(1, 120, shape)).to(dtype)
+    return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
 
 
 def _bytes(values: torch.Tensor) -> NDArray[np.uint8]:

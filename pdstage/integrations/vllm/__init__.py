@@ -12,12 +12,10 @@ Read in this order:
     turns            what decode keeps of a conversation for its next turn
     loads            the rooms that requests load, from their arrival on
     scheduler        the scheduler's side: requests in, metadata out
-    caches, states   the workers' KV cache tensors and recurrent states as a pdstage layout
-    backends         attention backends with other pages than rows of tokens
+    caches, states   the workers' KV cache tensors and recurrent states as a pdstage layout, by their attention backend
     writers          the proof of that layout by vLLM's own cache writes
     worker           the workers' side: nodes, rooms and their results
     stats            counters for vLLM's log and its Prometheus endpoint
-    request_spans    spans in a request's trace
     connector        the class that vLLM loads, which only forwards calls
 
 **How the two sides find each other.** As with vLLM's own connectors, the proxy sends a request to prefill first, with

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from vllm.v1.kv_cache_interface import (
 
 from pdstage.arguments import quotient
 from pdstage.errors import UsageError
-from pdstage.integrations.vllm.backends import Backend, Pages, Unknown
 from pdstage.integrations.vllm.groups import Group, groups_of
 from pdstage.integrations.vllm.states import groups_of_states, state_parts
 from pdstage.layout import Key, TokenShard
@@ -44,6 +44,42 @@ if TYPE_CHECKING:
     from pdstage.tensors import Naming, Part
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+class Pages(Enum):
+    """How an attention backend lays out a page."""
+
+    ROWS = auto()  # one row per token: each head's K, then its V; or a latent
+    CPU = auto()  # all K of a head, then all its V, ordered for the CPU's instruction set
+    SLOTS = auto()  # two "heads": one with all heads' K, one with all heads' V
+    INDEX = auto()  # all keys of a page, then all their scales
+
+
+PAGES = {
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend": Pages.CPU,
+    "vllm.v1.attention.backends.b12x.B12xPagedAttentionBackend": Pages.SLOTS,
+    "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerBackend": Pages.INDEX,
+}
+"""By the class's module and name, as several share a `get_name()`, and a subclass may store otherwise. All others are
+taken as rows, and proved like these (`writers`). docs/attention-backends.md has every backend of vLLM 0.33.
+"""
+
+
+class Backend(NamedTuple):
+    """A layer's backend: vLLM's name for it, and its page layout."""
+
+    name: str
+    pages: Pages
+
+    @staticmethod
+    def of(layer: Any) -> Backend:  # noqa: ANN401  (a layer of vLLM's `static_forward_context`, or None)
+        """Rows, named "unknown", if there is no layer to ask."""
+        ask = getattr(layer, "get_attn_backend", None)
+        if ask is None:
+            return Backend("unknown", Pages.ROWS)
+        backend = ask()
+        pages = PAGES.get(f"{backend.__module__}.{backend.__qualname__}", Pages.ROWS)
+        return Backend(str(backend.get_name()), pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +139,11 @@ class Caches:
                     )
                 naming: Naming = {"component": group.component, "layers": (_number(name),)}
                 if isinstance(spec, MambaSpec):
-                    made = state_parts(name, cache, spec, layers.get(name), tp=tp, n_groups=n_groups, naming=naming)
+                    made = state_parts(cache, spec, tp=tp, n_groups=n_groups, naming=naming)
                 else:
                     encoding = _format(cache, spec, config.cache_config.cache_dtype)
                     heads = _total_heads(spec, n_heads, tp)
-                    _check_known(name, cache, spec, layers.get(name))
+                    _check_heads(name, cache, spec, layers.get(name))
                     paged.setdefault(group.component, []).append(cache)
                     numbers[name] = _number(name)
                     naming["format"] = encoding
@@ -121,7 +157,8 @@ class Caches:
         shard = TokenShard.by(topology, config.parallel_config.cp_kv_cache_interleave_size)
         dealt = {group.component: shard for group in groups if group.n_shards > 1}
         layout = build(*parts, slots=states, exact=states, owned=dealt)
-        return Caches(layout, _device_of(kv_caches), keys, n_pages, paged, numbers)
+        device = next((one.device for one in kv_caches.values() if one.device.type != "cpu"), torch.device("cpu"))
+        return Caches(layout, device, keys, n_pages, paged, numbers)
 
     def own(self, held: Mapping[str, Held]) -> dict[str, Held]:
         """`held` without the groups of which this pipeline stage has no layer."""
@@ -144,14 +181,6 @@ class Caches:
                 cache[int(page)].zero_()
 
 
-def _device_of(kv_caches: Mapping[str, torch.Tensor]) -> torch.device:
-    """That of all caches that are not in host memory. Raises `UsageError` for several."""
-    devices = {cache.device for cache in kv_caches.values() if cache.device.type != "cpu"}
-    if len(devices) > 1:
-        raise UsageError(f"caches on {' and '.join(sorted(map(str, devices)))}", remedy="a worker's are on one device")
-    return next(iter(devices), torch.device("cpu"))
-
-
 def _pages_per_block(name: str, cache: torch.Tensor, spec: KVCacheSpec, n_blocks: int) -> int:
     """How many of the cache's pages are one of vLLM's blocks: one, or several if a kernel wants smaller ones.
 
@@ -172,14 +201,12 @@ def _pages_per_block(name: str, cache: torch.Tensor, spec: KVCacheSpec, n_blocks
     return int(n)
 
 
-def _check_known(name: str, cache: torch.Tensor, spec: AttentionSpec, layer: object) -> None:
-    """Raises `UsageError` for pages that no view here describes, whatever a writer or an operator claims."""
+def _check_heads(name: str, cache: torch.Tensor, spec: AttentionSpec, layer: object) -> None:
+    """Raises `UsageError` for pages of a shape that no view here has."""
     backend = Backend.of(layer)
     n_slots = 2 if backend.pages is Pages.SLOTS else 1 if _is_latent(spec) else spec.num_kv_heads
     what = ""
-    if isinstance(backend.pages, Unknown):
-        what = backend.pages.what
-    elif cache.shape[1] != n_slots:
+    if cache.shape[1] != n_slots:
         what = f"{cache.shape[1]} slots where {n_slots} heads are"
     elif spec.tokens_per_state < 1 and not _is_latent(spec):
         what = f"{spec.tokens_per_state} tokens in a row"

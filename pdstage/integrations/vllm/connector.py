@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -12,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from pdstage.integrations import logs
 from pdstage.integrations.vllm.scheduler import SchedulerSide
 from pdstage.integrations.vllm.settings import Settings
 from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
@@ -33,6 +33,16 @@ if TYPE_CHECKING:
     from pdstage.integrations.vllm.metadata import PdStageMetadata, PdStageWorkerMeta
 
 
+def _show_log() -> None:
+    """vLLM has handlers at its own logger only. From now on they show pdstage's lines too, from vLLM's level on, unless
+    logging is configured for pdstage: by its logger, or by the root.
+    """
+    ours = logging.getLogger("pdstage")
+    if not logging.root.handlers and all(isinstance(handler, logging.NullHandler) for handler in ours.handlers):
+        ours.parent = logging.getLogger("vllm")
+        ours.setLevel(ours.level)  # forgets which levels were enabled
+
+
 class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's KV connector on pdstage. It accepts every cache layout, so `get_required_kvcache_layout` stays None."""
 
@@ -40,7 +50,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        logs.show("vllm")
+        _show_log()
         settings = Settings.of(vllm_config)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
@@ -97,9 +107,6 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.ended(connector_output)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, (block_ids,))
-
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -115,9 +122,6 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         self._scheduler.serve(metadata)
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self._scheduler.serve({(0, tp_rank): advert for tp_rank, advert in metadata.items()})
 
     # The workers' side.
 

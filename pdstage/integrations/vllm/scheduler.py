@@ -27,7 +27,6 @@ from pdstage.integrations.vllm.metadata import (
     Send,
     Want,
 )
-from pdstage.integrations.vllm.request_spans import RequestSpans
 from pdstage.integrations.vllm.streams import Streams
 from pdstage.integrations.vllm.turns import kept_tokens, n_common
 from pdstage.manager import PrefillNode
@@ -58,9 +57,8 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
-        self._parallel = vllm_config.parallel_config
         self._settings = settings
-        self._groups = groups_of(kv_cache_config, self._parallel.decode_context_parallel_size)
+        self._groups = groups_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
         self._left = recomputed_tokens(self._groups, vllm_config.num_prefill_lookahead_tokens)
         self._has_state = any(group.is_state for group in self._groups)
         if settings.turns is not None and any(one.is_state and one.spec.num_speculative_blocks for one in self._groups):
@@ -71,7 +69,6 @@ class SchedulerSide:
             )
         self._all_whole = all(group.is_whole for group in self._groups)
         self._streams = Streams(self._groups)
-        self._spans = RequestSpans()
         self._news = PdStageMetadata()
         self._local: dict[str, int] = {}  # tokens that decode had when it asked for this engine's
         self._loads = Loads()
@@ -118,8 +115,7 @@ class SchedulerSide:
             self._server.directory.publish(advert, None)
 
     def close(self) -> None:
-        """Ends the directory and the open spans."""
-        self._spans.close()
+        """Ends the directory."""
         self._address = ""
         if self._first is not None:
             self._first.close()
@@ -140,7 +136,6 @@ class SchedulerSide:
         room = params.get("transfer_id")
         if room and self._address and self._streams.begin(request, room):
             self._news.arrived[request.request_id] = room
-            self._spans.begin("kv_transfer.send", request, room)
 
     def _cut(self, request: Request, params: dict[str, Any]) -> None:
         left = self._left
@@ -184,14 +179,13 @@ class SchedulerSide:
             self._news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
         else:
             self._news.withdrawn.append(request.request_id)
-        self._spans.end("kv_transfer.send", {request.request_id}, failed={request.request_id})
         return stream.has_begun, None
 
     def _hand_over(
         self, request: Request, blocks: Sequence[Sequence[int]], stream: Stream | None, turns: Turns | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keeps the request's blocks for decode or, with `turns`, for prefill in the conversation's next turn."""
-        n_tokens = max(0, request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
+        n_tokens = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         if not self._address:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
             return False, None
@@ -202,11 +196,8 @@ class SchedulerSide:
         else:
             self._n_rooms += 1
             room, says = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}", None
-            if turns is None:
-                self._spans.begin("kv_transfer.send", request, room)
-            else:
+            if turns is not None:
                 self._kept.add(request.request_id)
-        self._spans.computed(request.request_id, n_tokens)
         ttl_s = turns.ttl_s if turns is not None else None
         self._news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
         host, port = self._address.rsplit(":", 1)
@@ -221,9 +212,6 @@ class SchedulerSide:
             "remote_room": room,
             "remote_num_tokens": n_tokens,
             "remote_adapter": adapter,
-            "tp_size": self._parallel.tensor_parallel_size,
-            "pp_size": self._parallel.pipeline_parallel_size,
-            "transfer_mode": "pdstage",
             **({"transfer_id": room} if stream is not None else {}),
             **(kept_tokens(request, n_tokens) if turns is not None else {}),
         }
@@ -319,7 +307,6 @@ class SchedulerSide:
             says = self._says(n_tokens, _adapter_of(request.lora_request)) if remote.is_early else None
             self._news.receives[request.request_id] = Receive(remote, held, says)
             self._loads.begin(request.request_id)
-            self._spans.begin("kv_transfer.receive", request, remote.room, n_external)
         _mark_read(params)
 
     def _leave(self, request: Request) -> None:
@@ -336,8 +323,6 @@ class SchedulerSide:
             self._loads.held(output.kv_connector_worker_meta.held)
         self._loads.ended(output.finished_recving or ())
         self._kept.difference_update(output.finished_sending or ())
-        self._spans.end("kv_transfer.receive", output.finished_recving or (), output.failed_recving)
-        self._spans.end("kv_transfer.send", output.finished_sending or ())
 
     # Both.
 

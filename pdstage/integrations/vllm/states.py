@@ -13,7 +13,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from pdstage.arguments import quotient
-from pdstage.errors import UsageError
 from pdstage.tensors import Section, mamba_conv, mamba_ssm, slot_states
 
 if TYPE_CHECKING:
@@ -27,17 +26,10 @@ _KINDS = MambaAttentionBackendEnum
 
 
 def state_parts(
-    name: str,
-    cache: torch.Tensor,
-    spec: MambaSpec,
-    layer: object,
-    *,
-    tp: tuple[int, int],
-    n_groups: int | None,
-    naming: Naming,
+    cache: torch.Tensor, spec: MambaSpec, *, tp: tuple[int, int], n_groups: int | None, naming: Naming
 ) -> list[Part]:
-    """The states of the layer `name`. `n_groups` are the groups of B and C in the whole model, if known. States of
-    unknown kinds are transferred whole, between equal TP sizes only. Raises `UsageError` as `_window` does.
+    """A layer's states. `n_groups` are the groups of B and C in the whole model, if known. States of unknown kinds are
+    transferred whole, between equal TP sizes only.
     """
     states = _apart(cache, spec)
     if spec.tp_replicated:
@@ -51,7 +43,7 @@ def state_parts(
         ]
     first = is_conv_state_dim_first()
     conv = mamba_conv(
-        [states[0]], sections=sections, tp=tp, channels_last=not first, window=_window(name, spec, layer), whole=True,
+        [states[0]], sections=sections, tp=tp, channels_last=not first, window=_window(spec), whole=True,
         role="conv" if first else "conv_sd", **naming,
     )  # fmt: skip
     heads = states[1].shape[1] * tp[0]
@@ -74,23 +66,12 @@ def _apart(cache: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor]:
     return found
 
 
-def _window(name: str, spec: MambaSpec, layer: object) -> int:
+def _window(spec: MambaSpec) -> int:
     """The rows of a conv state without those for speculation, which are last: a prefill leaves the state in the leading
     rows (causal_conv1d.py). Mamba-1 has none.
-
-    Raises `UsageError` if they are not one less than the width of the layer's kernel.
     """
-    rows = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
-    n_speculative = 0 if spec.mamba_type is _KINDS.MAMBA1 else spec.num_speculative_blocks
-    width = getattr(layer, "conv_kernel_size", getattr(layer, "conv_size", rows - n_speculative + 1))
-    if not 0 < rows - n_speculative == width - 1:
-        raise UsageError(
-            f"the conv state of layer {name!r} has {rows} rows, {n_speculative} of them for speculation, and a kernel "
-            f"of {width}",
-            remedy="this is not vLLM 0.33's conv state: use the pdstage release for your vLLM",
-            layer=name,
-        )
-    return int(rows - n_speculative)
+    rows: int = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
+    return rows if spec.mamba_type is _KINDS.MAMBA1 else rows - spec.num_speculative_blocks
 
 
 def groups_of_states(hf_config: object) -> int | None:

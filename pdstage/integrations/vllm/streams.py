@@ -194,14 +194,13 @@ class EarlySender:
         self._waiting.clear()
         if not self.given:
             return
-        if is_overwritten:
-            log.warning("request %s is preempted, and not sent: its blocks are being written already", request_id)
-            self.sender.abort("the request was preempted at prefill")
-            return
-        try:
-            self.sender.wait_carried(_CARRIED_S)
-        except TimeoutError:
-            log.warning(
-                "request %s is preempted, and not sent: its blocks were not read in %s s", request_id, _CARRIED_S
-            )
-            self.sender.abort("the request was preempted at prefill")
+        why = "are being written already"
+        if not is_overwritten:
+            try:
+                self.sender.wait_carried(_CARRIED_S)
+            except TimeoutError:
+                why = f"were not read in {_CARRIED_S} s"
+            else:
+                return
+        log.warning("request %s is preempted, and not sent: its blocks %s", request_id, why)
+        self.sender.abort("the request was preempted at prefill")

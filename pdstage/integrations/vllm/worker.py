@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,17 +17,12 @@ import msgspec
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import (
-    get_dcp_world_size_and_rank,
-    get_pcp_group,
-    model_parallel_is_initialized,
-)
+from vllm.distributed.parallel_state import get_dcp_world_size_and_rank, get_pcp_group
 
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
 from pdstage.arguments import quotient
-from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
+from pdstage.errors import DeadlineExceeded, PdstageError
 from pdstage.integrations.model import facts
-from pdstage.integrations.task_thread import TaskThread
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, PdStageWorkerMeta
 from pdstage.integrations.vllm.stats import NOW, PdStageStats
@@ -35,7 +31,8 @@ from pdstage.integrations.vllm.writers import probes_of
 from pdstage.probe import prove_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
 
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -52,6 +49,47 @@ _EARLY_S = 600.0
 """How long prefill may take to compute a request whose room it has begun, until its first chunk."""
 _LONGEST_S = 86_400.0
 """How long a request may wait for blocks here, and its load last: vLLM ends it, if nothing else does."""
+
+
+class Tasks:
+    """Makes calls in order, in one thread: those to nodes, for which the forward pass must not wait. The node's own
+    thread may hold its lock for milliseconds, and a call to a node sends its messages itself. After a call that raises
+    none is made.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "pdstage-vllm-worker", _as_batch_thread)
+        self._failure: Exception | None = None
+
+    def put(self, task: Callable[[], None]) -> Future[None]:
+        """Queues `task`, and returns at once."""
+        return self._thread.submit(self._call, task)
+
+    def check(self) -> None:
+        """Raises the error of an earlier call."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Makes the calls that are queued, then ends."""
+        self._thread.shutdown()
+
+    def _call(self, task: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                task()
+            except Exception as error:
+                log.exception("a task of a worker's step failed")
+                self._failure = error
+
+
+def _as_batch_thread() -> None:
+    """Waking this thread must not cost the worker its processor. If all are busy, a waking thread preempts a running
+    one, often the one that woke it, for milliseconds; under Linux's SCHED_BATCH it does not (sched(7)).
+    """
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has it, and a sandbox may refuse it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0: this thread
 
 
 class WorkerSide:
@@ -71,23 +109,15 @@ class WorkerSide:
         self.decode: DecodeNode | None = None
         self._caches: Caches | None = None
         self._computed: CudaEvent | None = None
-        # The task thread fills these four and the worker's thread empties them, by atomic calls.
-        self._sending: dict[str, Sender] = {}
-        self._receiving: dict[str, Receiver] = {}
+        # The task thread fills these three and the worker's thread empties them, by atomic calls.
+        self._sending: dict[str, Sender | None] = {}
+        """By request; None for a room that could not begin."""
+        self._receiving: dict[str, tuple[Receiver | None, bytes | None]] = {}
+        """The same, and the statement required of prefill; None: any."""
+        self._turns: dict[Remote, tuple[Receiver | None, bool | None]] = {}
+        """Announced rooms of turns, or None where that was refused, and what was told of each."""
         self._announced: dict[Remote, Receiver] = {}
         """Rooms whose requests wait for blocks. Only the task thread uses it."""
-        self._asked: deque[tuple[Remote, Receiver | None]] = deque()
-        """Of these, rooms of turns that were announced; None where that was refused. Filled by the task thread."""
-        self._turns: dict[Remote, tuple[Receiver, bool | None]] = {}
-        """The same, and what was told of each. Only the worker's thread uses it."""
-        self._expected: dict[str, bytes] = {}
-        """The statement required of prefill, for each request that is being received."""
-        self._begun: deque[tuple[Handle, str, str]] = deque()
-        """The rooms that were begun, whether to be "sent" or "received", and of which request."""
-        self._rooms: dict[Handle, tuple[str, str]] = {}
-        """The same, until a room's result is told. Only the worker's thread uses it."""
-        self._ended: dict[Handle, None] = {}
-        """Of these, rooms that ended and whose memory is still in use."""
         self._early: dict[str, EarlySender] = {}
         """Requests that are sent while they are computed. Only the task thread uses it."""
         self._chunks: Mapping[str, Chunk] = {}
@@ -95,24 +125,16 @@ class WorkerSide:
         self._groups = LayerGroups({})
         self._held: dict[str, tuple[int, float]] = {}
         """For each request that is being sent: how many blocks it holds, and since when. The oldest come first."""
-        self._n_held_blocks = 0
         self._written: tuple[int, int] = (0, 0)
         """Bytes and descriptors that were reported."""
         self._lasting: tuple[int, ...] = ()
         """The gauges as last reported."""
-        self._not_begun: deque[tuple[str, str]] = deque()
-        self._tasks = TaskThread("pdstage-vllm-worker")
+        self._tasks = Tasks()
         self._stats = PdStageStats()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Registers vLLM's caches, by layer; rooms may come from now on. Raises `UsageError` for unsupported caches."""
-        _check_place(self.topology, self._config.parallel_config)
         self._caches = Caches.of(kv_caches, self._kv_cache_config, self._config, self.topology)
-        if self._caches.device.type != "cpu" and self._transfer.kv_buffer_device == "cpu":
-            raise UsageError(
-                'kv_buffer_device is "cpu" for caches on the device',
-                remedy="leave it out: pdstage sends from the caches themselves",
-            )
         probes = probes_of(self._caches, self._config)
         proof = prove_layout(self._caches.layout, probes, trust_layout=self._settings.trust_layout)
         log.info("KV cache layout of rank %d: %s", self.topology.tp_rank, proof)
@@ -147,7 +169,8 @@ class WorkerSide:
     def preempted(self, metadata: PdStageMetadata) -> None:
         """Called before anything else of this step, which may write the blocks of preempted requests."""
         if metadata.preempted:
-            self._tasks.run(partial(self._preempt, metadata.preempted))
+            self._tasks.put(partial(self._preempt, metadata.preempted)).result()
+            self._tasks.check()
 
     def _preempt(self, names: Mapping[str, bool]) -> None:
         for name, is_overwritten in names.items():
@@ -189,7 +212,6 @@ class WorkerSide:
             for request_id, send in metadata.sends.items():
                 n_blocks = sum(len(one.blocks) for one in send.held.values())
                 self._held[request_id] = n_blocks, time.monotonic()
-                self._n_held_blocks += n_blocks
             self._clear(metadata)
             # Launched kernels may still zero or read the blocks to be loaded.
             after = self._event() if metadata.receives else None
@@ -216,7 +238,8 @@ class WorkerSide:
         for request_id, receive in metadata.receives.items():
             self._receive(request_id, receive, after)
         for request_id in metadata.aborted:
-            if (receiver := self._receiving.get(request_id)) is not None:
+            receiver, _ = self._receiving.get(request_id, (None, None))
+            if receiver is not None:
                 receiver.abort("the request ended at decode")
         for request_id in metadata.withdrawn:
             if (early := self._early.pop(request_id, None)) is not None:
@@ -267,12 +290,9 @@ class WorkerSide:
                 sender.finish(send.says, states=states or None, ready=computed, open_wait_s=hold_s)
         except PdstageError as error:
             log.warning("request %s is not sent: %s", request_id, error)
-            if sender is None:
-                self._not_begun.append(("sent", request_id))
-                return
-            sender.abort(str(error))
+            if sender is not None:
+                sender.abort(str(error))
         self._sending[request_id] = sender
-        self._begun.append((sender, "sent", request_id))
 
     def _receive(self, request_id: str, receive: Receive, after: CudaEvent | None) -> None:
         receiver = None
@@ -282,14 +302,9 @@ class WorkerSide:
             receiver.bind(items | states, tokens, after=after)
         except PdstageError as error:
             log.warning("request %s is not received: %s", request_id, error)
-            if receiver is None:
-                self._not_begun.append(("received", request_id))
-                return
-            receiver.abort(str(error))
-        if receive.says is not None:
-            self._expected[request_id] = receive.says
-        self._receiving[request_id] = receiver
-        self._begun.append((receiver, "received", request_id))
+            if receiver is not None:
+                receiver.abort(str(error))
+        self._receiving[request_id] = receiver, receive.says
 
     def _want(self, remote: Remote) -> None:
         """Announces a room whose request waits here for blocks: its sender holds it on. Where that is refused, its
@@ -299,7 +314,7 @@ class WorkerSide:
         with contextlib.suppress(PdstageError):
             receiver = self._announced[remote] = self._announce(remote)
         if remote.is_turn:
-            self._asked.append((remote, receiver))
+            self._turns[remote] = receiver, None
 
     def _abandon(self, remote: Remote) -> None:
         """A room that asks for nothing succeeds at once, and frees prefill's blocks."""
@@ -340,77 +355,48 @@ class WorkerSide:
     def results(self) -> KVConnectorTransferResults:
         """The results of rooms whose memory became free since the last call."""
         self._tasks.check()
+        for node in (self.prefill, self.decode):
+            if node is not None:
+                node.progress_inline()  # raises if it has failed: its rooms would never end
         results = KVConnectorTransferResults()
-        while self._not_begun:
-            what, request_id = self._not_begun.popleft()
-            self._stats.add(f"not_{what}", 1)
-            self._tell(results, what, request_id, failed=True)
-        for handle in self._take_released():
-            what, request_id = self._rooms.pop(handle)
-            is_right = what == "sent" or self._is_as_expected(self._receiving[request_id], request_id)
-            (self._sending if what == "sent" else self._receiving).pop(request_id)
-            self._note(handle, request_id, what)
-            self._tell(results, what, request_id, failed=handle.state is not State.SUCCESS or not is_right)
+        for request_id, sender in list(self._sending.items()):
+            if sender is None or sender.released:
+                del self._sending[request_id], self._held[request_id]
+                self._note(sender, request_id, "sent")
+                results.finished_sending.add(request_id)
+        for request_id, (receiver, says) in list(self._receiving.items()):
+            if receiver is None or receiver.released:
+                del self._receiving[request_id]
+                is_right = _is_as_expected(receiver, says, request_id)
+                results.finished_recving.add(request_id)
+                if not (self._note(receiver, request_id, "received") and is_right):
+                    results.failed_recving.add(request_id)
         return results
 
     def turns(self) -> PdStageWorkerMeta | None:
         """What is new of announced rooms of turns: whether their senders have them."""
         held: dict[Remote, bool] = {}
-        while self._asked:
-            room, receiver = self._asked.popleft()
-            if receiver is None:
-                held[room] = False
-            else:
-                self._turns[room] = receiver, None
         for room, (receiver, told) in list(self._turns.items()):
-            is_held = False if receiver.state is State.FAILED else receiver.ready_to_bind
+            is_over = receiver is None or receiver.state is State.FAILED
+            is_held = False if receiver is None or is_over else receiver.ready_to_bind
             if is_held is not told and is_held is not None:
                 held[room] = is_held
                 self._turns[room] = receiver, is_held
-            if receiver.bound or receiver.state is State.FAILED:
+            if receiver is None or is_over or receiver.bound:
                 del self._turns[room]
         return PdStageWorkerMeta(held) if held else None
 
-    def _take_released(self) -> list[Handle]:
-        """The rooms that are released since the last call. Looks only at those that ended: many more may be waiting."""
-        while self._begun:
-            handle, what, request_id = self._begun.popleft()
-            self._rooms[handle] = what, request_id
-            if handle.state in (State.SUCCESS, State.FAILED):  # `completions` may have told of it before
-                self._ended[handle] = None
-        for node in (self.prefill, self.decode):
-            if node is not None:
-                self._ended |= dict.fromkeys(one for one in node.completions() if one in self._rooms)
-        released = [handle for handle in self._ended if handle.released]
-        for handle in released:
-            del self._ended[handle]
-        return released
-
-    def _tell(self, results: KVConnectorTransferResults, what: str, request_id: str, *, failed: bool) -> None:
-        if what == "sent":
-            self._n_held_blocks -= self._held.pop(request_id)[0]
-            results.finished_sending.add(request_id)
-            return
-        results.finished_recving.add(request_id)
-        if failed:
-            results.failed_recving.add(request_id)
-
-    def _is_as_expected(self, receiver: Receiver, request_id: str) -> bool:
-        """Whether prefill's statement of an arrived room is what decode expects. If not, logs it and returns false."""
-        expected, said = self._expected.pop(request_id, None), receiver.aux
-        if receiver.state is State.SUCCESS and expected is not None and said != expected:
-            log.warning("request %s is not received: prefill sent %r, not %r", request_id, said, expected)
-            return False
-        return True
-
-    def _note(self, handle: Handle, request_id: str, what: str) -> None:
-        if handle.state is State.SUCCESS:
+    def _note(self, handle: Handle | None, request_id: str, what: str) -> bool:
+        """Counts a room that is over, or that could not begin; whether it succeeded."""
+        if handle is not None and handle.state is State.SUCCESS:
             self._stats.add(f"{what}_s", time.monotonic() - handle.began_at)
-        else:
+            return True
+        self._stats.add(f"not_{what}", 1)
+        if handle is not None:
             log.warning("request %s was not %s: %s", request_id, what, handle.error)
-            self._stats.add(f"not_{what}", 1)
             if what == "sent" and isinstance(handle.error, DeadlineExceeded):
                 self._stats.add("num_kv_expired_reqs", 1)
+        return False
 
     def stats(self) -> PdStageStats | None:
         """Counts since the last call, and gauges; None if there is nothing to report."""
@@ -419,7 +405,7 @@ class WorkerSide:
             for name, total, was in zip(("bytes_transferred", "num_descriptors"), self._written, before, strict=True):
                 if total > was:
                     self._stats.add(name, total - was)
-        lasting = (len(self._held), len(self._receiving), self._n_held_blocks)
+        lasting = (len(self._held), len(self._receiving), sum(n_blocks for n_blocks, _ in self._held.values()))
         if self._stats.is_empty() and not any(lasting) and lasting == self._lasting:
             return None
         self._lasting = lasting
@@ -446,35 +432,20 @@ def topology_of(parallel: ParallelConfig) -> Topology:
     parallelism: a group shares the tokens. Without such groups, ranks that share a prompt's computation each keep all
     of its KV: they are replicas here, as tensor-parallel ranks are of a latent.
     """
-    tp_size, pcp_size, cp_size, pp_size = (
-        parallel.tensor_parallel_size,
-        parallel.prefill_context_parallel_size,
-        parallel.decode_context_parallel_size,
-        parallel.pipeline_parallel_size,
-    )
-    at = parallel.rank % tp_size * pcp_size + _pcp_rank(parallel)
+    tp_size, pcp_size = parallel.tensor_parallel_size, parallel.prefill_context_parallel_size
+    pcp_rank = get_pcp_group().rank_in_group if pcp_size > 1 else 0
+    cp_size, cp_rank = get_dcp_world_size_and_rank()
     n_groups = quotient("tensor times prefill context parallel size", tp_size * pcp_size, cp_size)
     return Topology(
-        tp_size=n_groups, tp_rank=at // cp_size, cp_size=cp_size, cp_rank=at % cp_size,
-        pp_size=pp_size, pp_rank=parallel.rank // (tp_size * pcp_size) % pp_size,
+        tp_size=n_groups, tp_rank=(parallel.rank % tp_size * pcp_size + pcp_rank) // cp_size,
+        cp_size=cp_size, cp_rank=cp_rank, pp_size=parallel.pipeline_parallel_size,
+        pp_rank=parallel.rank // (tp_size * pcp_size) % parallel.pipeline_parallel_size,
     )  # fmt: skip
 
 
-def _pcp_rank(parallel: ParallelConfig) -> int:
-    rank: int = parallel.rank // parallel.tensor_parallel_size % parallel.prefill_context_parallel_size
-    return rank
-
-
-def _check_place(topology: Topology, parallel: ParallelConfig) -> None:
-    """Raises `UsageError` if vLLM distributes tokens otherwise than `topology_of` assumes."""
-    prefill = get_pcp_group() if model_parallel_is_initialized() else None
-    there = (prefill.world_size, prefill.rank_in_group) if prefill is not None else (1, 0)
-    for what, ours, theirs in (
-        ("decode", (topology.cp_size, topology.cp_rank), get_dcp_world_size_and_rank()),
-        ("prefill", (parallel.prefill_context_parallel_size, _pcp_rank(parallel)), there),
-    ):
-        if ours[0] > 1 and ours != theirs:
-            raise UsageError(
-                f"this is rank {ours[1]} of {ours[0]} of {what} context parallelism, and vLLM has {theirs}",
-                remedy="use the pdstage release for your vLLM",
-            )
+def _is_as_expected(receiver: Receiver | None, expected: bytes | None, request_id: str) -> bool:
+    """Whether prefill's statement of an arrived room is what decode expects. If not, logs it and returns false."""
+    if receiver is None or receiver.state is not State.SUCCESS or expected is None or receiver.aux == expected:
+        return True
+    log.warning("request %s is not received: prefill sent %r, not %r", request_id, receiver.aux, expected)
+    return False

@@ -16,7 +16,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from pdstage.integrations.vllm.backends import Backend, Pages
+from pdstage.integrations import stores
+from pdstage.integrations.vllm.caches import Backend, Pages
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:
@@ -158,46 +159,13 @@ def _index_keys(layer: Any, view: View, device: torch.device) -> Writer:  # noqa
 
 def _states(given: Sequence[torch.Tensor], views: Sequence[View]) -> Writer:
     """A recurrent layer's states, stored where the layer itself indexes them; of a conv state its window."""
-    conv = next((view for view in views if _role(view).startswith("conv")), None)
-    states = [*given]
-    if conv is not None and _role(conv).startswith("conv_sd"):
-        states[0] = given[0][:, : conv.segs]
-    elif conv is not None:
-        states[0] = given[0][:, :, : conv.width // given[0].element_size()]
-
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        drawn = [
-            torch.from_numpy(rng.standard_normal((len(cells), *state.shape[1:]))).to(state.dtype) for state in states
-        ]
-        for state, values in zip(states, drawn, strict=True):
-            state[torch.tensor([cell.item for cell in cells], device=state.device)] = values.to(state.device)
-        stored: dict[Key, NDArray[np.uint8]] = {}
-        channel = 0
-        for view in views:
-            role = _role(view)
-            if role.startswith("conv"):
-                values, n = _channels(drawn[0], view, channel)
-                channel += n
-            else:
-                values = drawn[1] if role.startswith("ssm") else drawn[int(_PLACE.findall(role)[0])]
-            rows = values.contiguous().flatten(1).view(torch.uint8)
-            stored[view.key] = rows.reshape(len(cells), view.shards, view.shard_nbytes).numpy()
-        return stored
-
-    return write
+    numbers = [_number_of_state(_role(view)) for view in views]
+    starts = {n: min(view.offset for view, other in zip(views, numbers, strict=True) if other == n) for n in numbers}
+    return stores.into([(view, given[n], view.offset - starts[n]) for view, n in zip(views, numbers, strict=True)])
 
 
-def _channels(conv: torch.Tensor, view: View, first: int) -> tuple[torch.Tensor, int]:
-    """A section of conv states, `[cell, shard, ...]` from channel `first` on, and how many channels that are.
-
-    The states are `[cell, channels, rows]`, or `[cell, rows, channels]` where vLLM keeps channels last ("SD").
-    """
-    if _role(view).startswith("conv_sd"):
-        n = view.width // conv.element_size() * view.shards
-        section = conv[:, :, first : first + n]
-        return section.reshape(*section.shape[:2], view.shards, -1).transpose(1, 2), n
-    n = view.segs * view.shards
-    return conv[:, first : first + n], n
+def _number_of_state(role: str) -> int:
+    return 0 if role.startswith("conv") else 1 if role.startswith("ssm") else int(_PLACE.findall(role)[0])
 
 
 def _slots(cells: Sequence[Cell], view: View, device: torch.device) -> torch.Tensor:

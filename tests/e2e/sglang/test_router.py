@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import aiohttp
 import pytest
 
-from tests.e2e import load
-from tests.e2e.sglang import right
+from tests.e2e import compare, load
 from tests.e2e.sglang.engines import CHUNKED, check_free, pair, router
 
 PAIR = pair({"tp": 2, "options": CHUNKED}, {})
@@ -17,19 +15,14 @@ def test_answers_through_the_router(fleet):
     """The router knows prompts as text."""
     asked = load.prompts(100, seed=301, longest=300)
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
-    answered = right.tokens(fleet, PAIR.reference, asked, as_text=True)
+    right = fleet.right(PAIR.reference, asked, as_text=True)
     front = router(prefill, decode, fleet.place).start()
     try:
         front.wait()
-
-        async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
-            told = load.body(prompt) | {"prompt": right.text_of(prompt)}
-            return await load.post(session, front.url, prompt, told)
-
         with fleet.timed(f"router: {len(asked)} prompts, 16 at a time"):
-            answers = load.ask_all(ask, asked, 16)
-        fleet.note(f"router: {right.summary(answers, answered)}")
-        right.check(answers, answered)
+            answers = load.ask_all(load.to(front.url, as_text=True), asked, 16)
+        fleet.note(f"router: {compare.summary(answers, right)}")
+        compare.check(answers, right)
         check_free(prefill, decode)
     finally:
         front.stop()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e import load
-from tests.e2e.sglang import right
+from tests.e2e import compare, load
 from tests.e2e.sglang.engines import CHUNKED, WINDOWS_WHOLE, Pair, check_free, handed_over, pair
 
 LOCAL, STAGED = '{"transport": "local"}', '{"transport": "nixl", "path": "staged"}'
@@ -36,13 +35,13 @@ def test_answers_are_those_of_one_engine(fleet, request: pytest.FixtureRequest, 
     n = 100 if request.config.getoption("--full") else 15
     asked = {at_a_time: load.prompts(n, seed=at_a_time) for at_a_time in (8, 16)}
     prefill, decode, _ = fleet.up(row.prefill, row.decode, row.reference)
-    answered = right.tokens(fleet, row.reference, [prompt for some in asked.values() for prompt in some])
+    right = fleet.right(row.reference, [prompt for some in asked.values() for prompt in some])
     answers = []
     for at_a_time, some in asked.items():
         with fleet.timed(f"{row.name}: {n} prompts, {at_a_time} at a time"):
             answers += load.ask_all(handed_over(prefill, decode), some, at_a_time)
-    fleet.note(f"{row.name}: {right.summary(answers, answered)}")
-    right.check(answers, answered)
+    fleet.note(f"{row.name}: {compare.summary(answers, right)}")
+    compare.check(answers, right)
     check_free(prefill, decode)
 
 
@@ -52,13 +51,13 @@ def test_decode_keeps_prefixes(fleet):
     row = pair({}, {"radix": True, "options": ("--enable-cache-report",)})
     asked = load.prompts(60, seed=31, shortest=200, shared=160)
     prefill, decode, _ = fleet.up(row.prefill, row.decode, row.reference)
-    answered = right.tokens(fleet, row.reference, asked)
+    right = fleet.right(row.reference, asked)
     hits = []
     for at_a_time in (8, 16):
         answers = load.ask_all(handed_over(prefill, decode), asked, at_a_time)
-        right.check(answers, answered)
+        compare.check(answers, right)
         hits.append(sum(_cached(one) for one in answers))
-    fleet.note(f"{row.name}: {right.summary(answers, answered)}; {hits} tokens were decode's already")
+    fleet.note(f"{row.name}: {compare.summary(answers, right)}; {hits} tokens were decode's already")
     assert hits[1] > 0, "decode's cache was never hit"
 
 

@@ -7,13 +7,13 @@ import json
 import sys
 import uuid
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tests.e2e import load, servers
-from tests.e2e.servers import Server, free_port
+from tests.e2e.servers import Server, free_port, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     import aiohttp
@@ -85,6 +85,8 @@ class Engine:
     """The port of its directory, 0 for any."""
     offloads: bool = False
     """Whether vLLM's MultiConnector has pdstage's beside its own ExampleConnector, which keeps prompts' KV in files."""
+    near: ClassVar[float] = 0.0
+    """Its tokens are the same whatever is in a batch."""
 
     @property
     def name(self) -> str:
@@ -180,10 +182,14 @@ def pair(
     )
 
 
-def n_known(server: Server) -> float:
-    """Requests that a server's engine has, running or waiting."""
-    told = server.metrics()
-    return told["vllm:num_requests_running"] + told["vllm:num_requests_waiting"]
+FREE_S = 15.0
+"""All blocks of both sides are free by then, after whatever happened."""
+
+
+def check_free(*used: Server) -> None:
+    """Fails if a server has blocks in use, and goes on to."""
+    busy = [server for server in used if not wait_until(lambda one=server: not one.metrics()[USAGE], FREE_S)]
+    assert not busy, "\n".join(f"{server.name} is not free after {FREE_S:.0f} s\n{server.tail(20)}" for server in busy)
 
 
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -243,22 +249,6 @@ def at_once(prefill: Server, decode: Server, directory: int) -> load.Ask:
         _, answer = await asyncio.gather(
             load.post(session, prefill.url, prompt, load.body(prompt, n_tokens=1, kv_transfer_params=to_prefill)),
             load.post(session, decode.url, prompt, load.body(prompt, kv_transfer_params=to_decode)),
-        )
-        return answer
-
-    return ask
-
-
-def swapped(prefill: Server, decode: Server, twins: Mapping[load.Prompt, load.Prompt]) -> load.Ask:
-    """Asks for a prompt with the cache of its twin, another prompt of the same length; and for the twin with the
-    prompt's, so that no room is left behind. Decode then has wrong KV in its prefix cache.
-    """
-
-    async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
-        twin = twins[prompt]
-        of_prompt, of_twin = await asyncio.gather(*(prefilled(session, prefill.url, one) for one in (prompt, twin)))
-        answer, _ = await asyncio.gather(
-            decoded(session, decode.url, prompt, of_twin), decoded(session, decode.url, twin, of_prompt)
         )
         return answer
 

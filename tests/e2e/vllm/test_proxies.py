@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e import compare, faults, load
+from tests.e2e import compare, load
 from tests.e2e.servers import wait_until
-from tests.e2e.vllm.engines import DIRECTORY_PORT, RECEIVED, USAGE, pair
+from tests.e2e.vllm.engines import DIRECTORY_PORT, RECEIVED, check_free, pair
 from tests.e2e.vllm.proxies import KNOWS, PROXIES
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def proxy(request: pytest.FixtureRequest, fleet) -> Iterator[Server]:
         pytest.skip("vllm-router is not installed: it is in tests/engines/requirements-vllm-cpu.txt")
     prefill, decode, _ = fleet.up(*PAIR.engines)
     server = PROXIES[request.param](prefill, decode, fleet.place)
-    server.start().wait(60)
+    server.start().wait()
     assert request.param != "early" or wait_until(lambda: server.says(KNOWS), 60)
     yield server
     server.stop()
@@ -46,5 +46,5 @@ def test_answers_through_a_proxy(fleet, request: pytest.FixtureRequest, proxy: S
         answers = load.ask_all(load.to(proxy.url), asked, 16)
     fleet.note(f"{proxy.name}: {compare.summary(answers, right)}")
     compare.check(answers, right)
-    faults.check_free([prefill, decode], USAGE)
+    check_free(prefill, decode)
     assert decode.metrics()[RECEIVED] - before[RECEIVED] == n

@@ -25,7 +25,6 @@ from sglang.srt.disaggregation import decode, prefill, role_switch, utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.lora.lora_registry import LoRARef
-from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
@@ -75,8 +74,7 @@ class Event(torch.cuda.Event):
 
     launched: frozenset[str] = frozenset()
 
-    def record(self, stream: Stream | None = None) -> None:
-        stream = stream or Stream.running
+    def record(self, stream: Stream) -> None:
         super().record(stream)
         self.launched = stream.launched
 
@@ -88,7 +86,6 @@ class Stream(torch.cuda.Stream):
     """A scheduler's stream. Beside the device's work there is some that is over when the test says so."""
 
     under_way: ClassVar[set[str]] = set()
-    running: ClassVar[Stream]
     launched: frozenset[str] = frozenset()
 
     def launch(self, work: str) -> None:
@@ -99,13 +96,6 @@ class Stream(torch.cuda.Stream):
         event = event or Event()
         event.record(self)
         return event
-
-    def wait_event(self, event: Event) -> None:
-        super().wait_event(event)
-        self.launched |= event.launched
-
-    def wait_stream(self, stream: Stream) -> None:
-        self.wait_event(stream.record_event())
 
 
 class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
@@ -311,23 +301,6 @@ class Rank:
         """The scheduler launches `work` on that stream of its device."""
         getattr(self.scheduler, stream).launch(work)
 
-    def load(self, work: str) -> None:
-        """HiCache launches `work`, a load from the host, and then the scheduler a step that reads every layer: both by
-        SGLang's own counter and pool.
-        """
-        cache_controller.device_module = SimpleNamespace(Event=Event, current_stream=lambda: Stream.running)
-        pool, Stream.running = self.memory.pool, Stream(stubs.DEVICE)
-        counter = cache_controller.LayerDoneCounter(pool.layer_num)
-        pool.register_layer_transfer_counter(counter)
-        Stream.running.launch(work)
-        producer = counter.update_producer()
-        for layer in range(pool.layer_num):
-            counter.events[producer].complete(layer)
-        Stream.running = self.scheduler.forward_stream
-        counter.set_consumer(producer)
-        for layer in range(pool.layer_num):
-            pool.get_kv_buffer(pool.start_layer + layer)
-
     def end(self, work: str) -> None:
         """It is over, and what was computed is in the caches."""
         self.scheduler.forward_stream.synchronize()
@@ -391,13 +364,11 @@ class Rank:
         """The step's result is there: `process_batch_result_disagg_prefill` waits for it."""
         self.scheduler.forward_stream.synchronize()
 
-    def cached(self, room: int, n_tokens: int, stop: int, loads: bool) -> int:
-        """`run_batch` of a request whose tokens up to `stop` were in the cache; up to where it was sent. `loads`:
-        HiCache began to load pages for the same batch.
-        """
+    def cached(self, room: int, n_tokens: int, stop: int) -> int:
+        """`run_batch` of a request whose tokens up to `stop` were in the cache; up to where it was sent."""
         request = self._in_chunks(room, n_tokens)
         request.prefix_len = stop
-        self.scheduler.maybe_send_cached_prefix_chunk(request, allow_send=not loads)
+        self.scheduler.maybe_send_cached_prefix_chunk(request, allow_send=True)
         return request.start_send_idx
 
     def _in_chunks(self, room: int, n_tokens: int) -> Request:

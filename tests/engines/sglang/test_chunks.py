@@ -58,22 +58,9 @@ def test_a_chunk_whose_result_is_in_does_not_wait_for_the_next_step(fleet):
     fleet.finish(2, TOKENS)
 
 
-@pytest.mark.parametrize("writer", ["step", "HiCache"])
-def test_a_cached_prefix_is_read_when_the_step_before_is_over(fleet, writer):
-    """Which may still write it, or wait until HiCache has loaded it from the host."""
-    room = 3 + (writer == "HiCache")
-    fleet.open(room, TOKENS)
-    if writer == "step":
-        fleet.prefill.each("launch", "forward_stream", "step")
-    else:
-        fleet.prefill.each("load", "step")
-    assert fleet.prefill.each("cached", room, TOKENS, 48, False) == [48]
-    goes_on(fleet, room, 48)
-
-
-def test_a_prefix_that_hicache_loads_for_the_same_step_is_not_sent_before(fleet):
-    fleet.open(5, TOKENS)
-    assert fleet.prefill.each("cached", 5, TOKENS, 48, True) == [0]
-    fleet.compute(5, 0, TOKENS, True)
-    fleet.finish(5, TOKENS)
-    fleet.forgets_all()
+def test_a_cached_prefix_is_read_when_the_step_before_is_over(fleet):
+    """Which may still write it."""
+    fleet.open(3, TOKENS)
+    fleet.prefill.each("launch", "forward_stream", "step")
+    assert fleet.prefill.each("cached", 3, TOKENS, 48) == [48]
+    goes_on(fleet, 3, 48)

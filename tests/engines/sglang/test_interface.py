@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +22,7 @@ CLASSES = {
     PdStageKVReceiver: conn.CommonKVReceiver,
     PdStageKVBootstrapServer: conn.CommonKVBootstrapServer,
 }
-MANAGER, SENDER, RECEIVER = {"kv_manager", "kv_mgr", "km"}, {"disagg_kv_sender", "sender"}, {"kv_receiver"}
+MANAGER, SENDER, RECEIVER = "kv_manager|kv_mgr|km", "disagg_kv_sender|sender", "kv_receiver"
 NEVER = {
     "_prefetch_staging_reqs",  # of SGLang's own staging, which is refused
     "set_kv_buffer_tensors",  # the same
@@ -31,26 +31,13 @@ NEVER = {
 """What SGLang asks for before it uses it, and this backend has not."""
 
 
-def used(names: set[str]) -> list[str]:
+def used(names: str) -> list[str]:
     """The attributes that SGLang's queues and schedulers use of what has one of these names."""
     (root,) = find_spec("sglang").submodule_search_locations
     srt = Path(root, "srt")
-    found = set()
-    for path in (*(srt / "disaggregation").glob("*.py"), *(srt / "managers").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr=attribute):
-                    pass
-                case ast.Call(
-                    func=ast.Name(id="getattr" | "hasattr"),
-                    args=[ast.Name(id=name) | ast.Attribute(attr=name), ast.Constant(value=attribute), *_],
-                ):
-                    pass
-                case _:
-                    continue
-            if name in names:
-                found.add(attribute)
-    return sorted(found)
+    pattern = re.compile(rf'\b(?:{names})\.(\w+)|attr\(\s*[\w.]*\b(?:{names}),\s*"(\w+)"')
+    sources = (*(srt / "disaggregation").glob("*.py"), *(srt / "managers").rglob("*.py"))
+    return sorted({name for path in sources for pair in pattern.findall(path.read_text()) for name in pair if name})
 
 
 def test_the_classes_have_all_that_sglang_uses(installed):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from threading import Lock
 from types import SimpleNamespace
 
 import pytest
 
-from pdstage.integrations.sglang.manager import PdStageKVManager
 from pdstage.integrations.sglang.plugin import polled
 from pdstage.integrations.sglang.receiver import PdStageKVReceiver
 from pdstage.integrations.sglang.sender import PdStageKVSender
@@ -151,28 +149,6 @@ def test_only_a_room_that_was_told_of_memory_is_held(bound):
     one._room = SimpleNamespace(state=State.FAILED, released=False, bound=bound)
     one._give_up("decode gave it up")
     assert held == ([20] if bound else [])
-
-
-def test_held_memory_is_looked_through_by_one_thread_at_a_time():
-    """SGLang aborts a request from a thread of its own too, when prefill does not compute a retracted one again."""
-    manager = object.__new__(PdStageKVManager)
-    manager._unsafe, manager._unsafe_lock, manager.node = {}, Lock(), None
-    looks = []
-
-    class Held:
-        @property
-        def released(self) -> bool:
-            looks.append(manager._unsafe_lock.locked())
-            return False
-
-    for room in (1, 2, 2):
-        manager.hold(room, Held())
-    assert not manager.is_abort_release_safe(2, 1)
-    for room in (1, 2, 2):
-        manager.clear_deferred_abort_state(room)
-    assert manager.is_abort_release_safe(2, 1)
-    assert looks == [True] * len(looks)
-    assert len(looks) > 6
 
 
 def test_a_room_that_is_held_leaves_its_name_to_the_next(fleet):

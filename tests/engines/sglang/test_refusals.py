@@ -8,9 +8,7 @@ import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pdstage.errors import UsageError
-from pdstage.integrations.options import check_exposure
 from pdstage.integrations.sglang import manager
-from pdstage.integrations.sglang import staging as kernels
 from tests.engines.sglang import setups
 from tests.engines.sglang.fleet import Child
 
@@ -90,11 +88,7 @@ def rank(installed):
         ("{", "PDSTAGE_NODE"),
         ('{"transport": "pigeon"}', "pigeon"),
         ('{"transport": {"name": "nixl", "devices": {"cuda:7": []}}}', "not for cuda:1"),
-        ('{"path": "sideways"}', "sideways"),
         ('{"config": {"drain_s": "long"}}', "drain_s"),
-        ('{"staging_nbytes": "much"}', "staging_nbytes"),
-        ('{"insecure": "no"}', "insecure"),
-        ('{"keys": "/nowhere/cluster.key"}', "/nowhere/cluster.key"),
     ],
 )
 def test_a_setting_of_the_node(rank, node, culprit):
@@ -136,18 +130,6 @@ def test_a_decode_engine_that_may_become_prefill_wants_keys_at_once(installed, o
     assert not refused or "10.1.2.9:0 can be reached from other machines" in said[1]
 
 
-def test_what_others_can_reach_wants_keys_in_the_operators_words():
-    """SGLang's operator gives a node no arguments: the remedy is what can be written down."""
-    for options in ({}, {"insecure": False}):
-        with pytest.raises(UsageError, match=r"10\.1\.2\.9:0 can be reached from other machines") as refused:
-            check_exposure("tcp://10.1.2.9:0", options)
-        assert """PDSTAGE_NODE='{"keys": "cluster.key"}'""" in refused.value.remedy
-        assert """PDSTAGE_NODE='{"insecure": true}'""" in refused.value.remedy
-    for options in ({"insecure": True}, {"keys": "cluster.key"}):
-        check_exposure("tcp://10.1.2.9:0", options)
-    check_exposure("tcp://127.0.0.1:0", {})
-
-
 @pytest.mark.parametrize(
     ("cards", "gpu", "devices"),
     [("mlx5_0, mlx5_1", 3, ["mlx5_0", "mlx5_1"]), ('{"0": "mlx5_0", "3": "mlx5_6,mlx5_7"}', 3, ["mlx5_6", "mlx5_7"])],
@@ -160,11 +142,3 @@ def test_the_cards_that_sglang_gives_a_gpu(cards, gpu, devices):
 def test_cards_of_another_transport_are_left_aside_in_words(caplog, transport):
     assert manager.over_devices(transport, "mlx5_0", 0) == transport
     assert "--disaggregation-ib-device mlx5_0 is ignored" in caplog.text
-
-
-def test_a_bad_switch_of_the_staging_kernels(monkeypatch):
-    monkeypatch.setenv("PDSTAGE_SGLANG_STAGING", "maybe")
-    with pytest.raises(UsageError, match="PDSTAGE_SGLANG_STAGING") as refused:
-        kernels.plugin()
-    assert "maybe" in str(refused.value)
-    assert refused.value.remedy

@@ -48,12 +48,3 @@ def test_an_engine_that_switches_keeps_nothing_of_its_last_role(installed):
         for _ in range(3):
             switch_twice()
         eventually(lambda: np.all(np.array(kept()) <= before))
-
-
-def test_a_decode_engine_goes_on_with_a_prefill_engine_that_was_away(installed):
-    with Fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}', options=SWITCH) as fleet:
-        fleet.run(1, TOKENS)
-        for _ in range(2):
-            assert fleet.prefill.each("switch") == [None]
-        fleet.run(2, TOKENS)
-        fleet.forgets_all()

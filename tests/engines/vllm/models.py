@@ -117,7 +117,6 @@ def config(side: Side, model: Path) -> VllmConfig:
             kv_connector="PdStageConnector",
             kv_connector_module_path="pdstage.integrations.vllm",
             kv_role=side.role,  # type: ignore[arg-type]
-            kv_buffer_device=stubs.DEVICE.partition(":")[0],
             kv_connector_extra_config={
                 "transport": "nixl",
                 "staging_nbytes": 4 << 20,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,12 +24,10 @@ from vllm.v1.kv_cache_interface import (
 
 from pdstage import Topology
 from pdstage.errors import UsageError
-from pdstage.integrations.vllm.caches import Caches, _device_of
-from pdstage.integrations.vllm.states import state_parts
-from tests.engines.stubs import DEVICE
+from pdstage.integrations.vllm.caches import Caches
 from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, attention, full, transfer
-from tests.engines.vllm.model import heads_of
 from tests.engines.vllm.models import LLAMA
+from tests.engines.vllm.workers import heads_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -214,13 +211,6 @@ def test_recurrent_states_at_unequal_tp(pair, conv_order: None, kind: str, src: 
     check(*pair({"tp": src}, {"tp": dst, "block_size": 32}, recurrent(kind, 2 * (src == 2)), recurrent(kind, src)))
 
 
-def test_a_conv_state_whose_window_is_not_the_layers_is_refused() -> None:
-    spec = recurrent("MAMBA2", 2)(1, 16)["model.layers.2.mixer"]
-    state, wrong = torch.zeros(4, 1, 1, spec.page_size_bytes, dtype=torch.int8), SimpleNamespace(conv_kernel_size=5)
-    with pytest.raises(UsageError, match="model.layers.2.mixer.*5 rows, 2 of them for speculation, and a kernel of 5"):
-        state_parts("model.layers.2.mixer", state, spec, wrong, tp=(1, 0), n_groups=None, naming={})
-
-
 def test_states_of_unknown_order_move_whole_at_equal_tp(pair) -> None:
     check(*pair({"tp": 2}, {"tp": 2}, recurrent("LINEAR")))
     src, dst = pair({"tp": 2, "extra": {"config": {"open_wait_s": 1.0}}}, {"tp": 1}, recurrent("LINEAR"))
@@ -251,34 +241,22 @@ def caches_of(src: Side, n_pages: int, rows: int, plan: KVCacheConfig) -> Caches
     return Caches.of(tensors, plan, src.configs[0], Topology())
 
 
-def test_a_group_with_blocks_of_its_own_number_has_one_page_a_block(src: Side) -> None:
-    """HiSparse's group in host memory, whose blocks another manager counts."""
+@pytest.mark.parametrize("host_resident", [False, True])
+def test_the_pages_of_a_block(src: Side, host_resident: bool) -> None:
+    """HiSparse's group in host memory has blocks of its own number. kvcached's tensors span what they may grow to:
+    memory that is only reserved makes no block larger.
+    """
     n_blocks, groups, tensors = src.plan.num_blocks, src.plan.kv_cache_groups, src.plan.kv_cache_tensors
     plan = replace(
         src.plan, hisparse_host_num_blocks=3 * n_blocks,
-        kv_cache_groups=[replace(group, host_resident=True) for group in groups],
-        kv_cache_tensors=[replace(tensor, host_resident=True) for tensor in tensors],
+        kv_cache_groups=[replace(group, host_resident=host_resident) for group in groups],
+        kv_cache_tensors=[replace(tensor, host_resident=host_resident) for tensor in tensors],
     )  # fmt: skip
-    assert caches_of(src, 3 * n_blocks, 16, plan).pages("kv", [5]).tolist() == [5]
-    with pytest.raises(UsageError, match=f"whole pages for {3 * n_blocks} blocks of 16 tokens"):
-        caches_of(src, n_blocks, 16, plan)
-
-
-def test_memory_that_is_only_reserved_makes_no_block_larger(src: Side) -> None:
-    """As kvcached's tensors, which span what they may grow to."""
-    n_blocks = src.plan.num_blocks
-    assert caches_of(src, 2 * n_blocks, 16, src.plan).pages("kv", [3]).tolist() == [3]
-    assert caches_of(src, 4 * n_blocks, 8, src.plan).pages("kv", [3]).tolist() == [6, 7]
-
-
-@pytest.mark.parametrize(("n_pages", "rows"), [(-1, 16), (0, 12), (0, 32), (0, 8)])
-def test_pages_that_are_not_whole_blocks_are_refused(src: Side, n_pages: int, rows: int) -> None:
-    with pytest.raises(UsageError, match="model.layers.0.self_attn.attn.*not .pages, heads, rows, content. with whole"):
-        caches_of(src, src.plan.num_blocks + n_pages, rows, src.plan)
-
-
-@pytest.mark.skipif(DEVICE != "cuda:1", reason="the double has two devices")
-def test_caches_on_two_devices_are_refused() -> None:
-    held = {f"layer {n}": torch.empty(1, device=f"cuda:{n}") for n in range(2)}
-    with pytest.raises(UsageError, match="caches on cuda:0 and cuda:1"):
-        _device_of(held)
+    n_blocks *= 3 if host_resident else 1
+    assert caches_of(src, 2 * n_blocks, 16, plan).pages("kv", [3]).tolist() == [3]
+    assert caches_of(src, 4 * n_blocks, 8, plan).pages("kv", [3]).tolist() == [6, 7]
+    for n_pages, rows in ((n_blocks - 1, 16), (n_blocks, 12), (n_blocks, 32), (n_blocks, 8)):
+        with pytest.raises(
+            UsageError, match=f"model.layers.0.self_attn.attn.* whole pages for {n_blocks} blocks of 16"
+        ):
+            caches_of(src, n_pages, rows, plan)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import socket
-from dataclasses import replace
+import threading
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
@@ -14,7 +15,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import TypeAdapter
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import EngineEntry
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
@@ -31,9 +32,9 @@ from pdstage.integrations.vllm import PdStageConnector
 from pdstage.integrations.vllm.groups import Group, recomputed_tokens
 from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send
 from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
+from pdstage.integrations.vllm.worker import Tasks
 from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.caches import Side, attention, transfer, until
-from tests.engines.vllm.models import PRODUCER, config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,26 +52,19 @@ def blocks_of(*ids: list[int], n_cached: int = 0) -> KVCacheBlocks:
     return KVCacheBlocks(groups)
 
 
-def request(
-    params: dict[str, Any] | None, *, name: str = "req-1", lora: str | None = None, headers: Any = None
-) -> Request:
+def request(params: dict[str, Any] | None, *, name: str = "req-1", lora: str | None = None) -> Request:
     adapter = LoRARequest(lora, 1, f"/no/{lora}") if lora is not None else None
     sampling = SamplingParams(max_tokens=1)
-    made = Request(name, list(range(N_TOKENS)), sampling, None, lora_request=adapter, trace_headers=headers)
+    made = Request(name, list(range(N_TOKENS)), sampling, None, lora_request=adapter)
     made.kv_transfer_params = params
     return made
 
 
 def answered(src: Side, *, lora: str | None = None) -> dict[str, Any]:
-    """What a prefill engine answers for a request that it has computed."""
+    """What a prefill engine answers for a request that it has computed, through JSON as a proxy passes it on."""
     done = request({"do_remote_decode": True, "do_remote_prefill": False}, lora=lora)
     src.scheduler.on_new_request(done)
-    return finished(src, done)
-
-
-def finished(src: Side, done: Request, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED) -> dict[str, Any]:
-    """The answer, through JSON as a proxy passes it on."""
-    done.num_computed_tokens, done.status = done.num_prompt_tokens, status
+    done.num_computed_tokens, done.status = done.num_prompt_tokens, RequestStatus.FINISHED_LENGTH_CAPPED
     _, params = src.scheduler.request_finished_all_groups(done, tuple(BLOCKS))
     return json.loads(json.dumps(params))
 
@@ -95,9 +89,9 @@ def failed(dst: Side, told: PdStageMetadata) -> set[str]:
     return ended_with.failed_recving
 
 
-def allocate(dst: Side, wanted: Request, n: int, *, n_cached: int = 0) -> PdStageMetadata:
+def allocate(dst: Side, wanted: Request, n: int) -> PdStageMetadata:
     """vLLM has given the request blocks, and `n` tokens are to come; what the workers are told."""
-    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9], n_cached=n_cached), n)
+    dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), n)
     return dst.scheduler.build_connector_meta(None)
 
 
@@ -295,6 +289,22 @@ def test_a_node_that_failed_ends_the_worker_and_leaves_no_request_waiting(src: S
         src.step()
 
 
+def test_a_call_that_raises_ends_the_worker_and_no_later_one_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls are made by a thread whose waking takes no processor from the worker, and which nobody waits for."""
+    tasks, may, made = Tasks(), threading.Event(), []
+    tasks.put(lambda: made.append(may.wait(PATIENCE_S)))
+    tasks.put(lambda: made.append(os.sched_getscheduler(0)))
+    tasks.put(lambda: made.remove("a mistake"))
+    tasks.put(lambda: made.append("later"))
+    tasks.check()
+    may.set()
+    tasks.close()
+    assert made == [True, os.SCHED_BATCH]
+    with pytest.raises(ValueError, match="not in list"):
+        tasks.check()
+    assert "a task of a worker's step failed" in caplog.text
+
+
 def test_decode_never_goes_on_from_less_than_it_asked_for(src: Side, dst: Side) -> None:
     sent, wanted = src.held(BLOCKS, N_TOKENS - 1), dst.held(BLOCKS, N_TOKENS)
     assert transfer(src, dst, "r", sent, wanted) == {"r"}
@@ -326,18 +336,6 @@ def test_what_an_operator_says(sides, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(node.path, node.config.drain_s, node.config.hello_s) for node in nodes] == [("staged", 7, 4.0)] * 2
     with pytest.raises(UsageError, match="kv_connector_extra_config has pah"):
         sides("kv_producer", extra={"pah": "staged"})
-
-
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_ranks_that_vllm_deals_tokens_to_otherwise_are_refused(src: Side, kind: str) -> None:
-    """Here no rank has a group for it, though the configuration says so."""
-    made = config(replace(PRODUCER, tp=2), src.path)
-    made.parallel_config.rank = 0
-    setattr(made.parallel_config, f"{kind}_context_parallel_size", 2)
-    worker = PdStageConnector(made, KVConnectorRole.WORKER, src.plan)
-    with pytest.raises(UsageError, match=rf"rank 0 of 2 of {kind} context parallelism, and vLLM has \(1, 0\)"):
-        worker.register_kv_caches(src.caches[0])
-    worker.shutdown()
 
 
 def test_stats_add_up_and_reach_prometheus(src: Side, dst: Side) -> None:

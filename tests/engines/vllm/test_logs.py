@@ -21,8 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import configure_logging
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from pdstage.integrations.vllm import PdStageConnector
-from tests.rows import rows
-
 made = VllmConfig(
     device_config=DeviceConfig("cpu"),
     kv_transfer_config=KVTransferConfig(
@@ -30,6 +28,8 @@ made = VllmConfig(
     ),
 )
 one = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+if OPERATOR:
+    logging.basicConfig(format="operator %(message)s")
 if EARLY:
     configure_logging(made.logging_config)  # as the first thing of each process of an engine
 PdStageConnector(made, KVConnectorRole.WORKER, one)
@@ -41,11 +41,11 @@ log.warning("peer %s: %s", "10.0.0.1:5000", "was silent")
 """
 
 
-def said(*, early: bool = True, **environment: str) -> list[str]:
+def said(*, early: bool = True, operator: bool = False, **environment: str) -> list[str]:
     """The lines of its output that are about what pdstage said."""
     done = subprocess.run(
-        [sys.executable, "-c", f"EARLY = {early}\n{ENGINE}"], cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        [sys.executable, "-c", f"EARLY, OPERATOR = {early}, {operator}\n{ENGINE}"], cwd=ROOT, capture_output=True,
+        text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = (done.stdout + done.stderr).splitlines()
@@ -56,8 +56,12 @@ def said(*, early: bool = True, **environment: str) -> list[str]:
 def test_without_configuration_infos_and_warnings_are_in_vllm_s_log(early: bool) -> None:
     info, warning = said(early=early)
     assert " INFO " in info
-    assert "pdstage: session with decode rank tp 0 of 1" in info
+    assert "session with decode rank tp 0 of 1" in info
     assert " WARNING " in warning
-    assert "pdstage: peer 10.0.0.1:5000: was silent" in warning
+    assert "peer 10.0.0.1:5000: was silent" in warning
     (warning,) = said(VLLM_LOGGING_LEVEL="WARNING")
     assert "was silent" in warning, "vLLM's level is pdstage's"
+
+
+def test_what_an_operator_configured_is_left_alone() -> None:
+    assert said(operator=True) == ["operator peer 10.0.0.1:5000: was silent"]

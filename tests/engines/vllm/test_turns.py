@@ -146,18 +146,6 @@ def test_tokens_that_came_back_otherwise_are_computed(conversation):
         pair.rests()
 
 
-def test_prefill_loads_what_another_engine_has_computed_alone(conversation):
-    """Nobody handed that engine anything: rooms go either way between two engines that are both."""
-    with conversation() as pair:
-        (new,) = prompts(200, seed=67)
-        pair.d.add("alone", new, 40, {"do_remote_prefill": False, "do_remote_decode": False})
-        pair.until(lambda: "alone" in pair.d.ended, what="an answer")
-        prompt = [*new, *pair.d.tokens["alone"], 5, 6, 7]
-        pair.turn("next", prompt, "alone")
-        assert pair.computed("next", len(prompt)) == 4
-        pair.rests()
-
-
 def test_states_that_are_decoded_speculatively_are_kept_for_no_turn(sides) -> None:
     """After an answer the state may be in the block of any draft token."""
     with pytest.raises(UsageError, match="bidirectional_kv_xfer for a model with recurrent states"):
