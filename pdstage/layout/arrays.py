@@ -60,8 +60,7 @@ class Naming(TypedDict, total=False):
     """How a part's views are named; everything is optional."""
 
     component: str  # "kv"
-    first_layer: int  # 0; the first tensor's layer number, as on a later pipeline stage
-    layers: Sequence[int]  # the tensors' layer numbers, if they are not consecutive
+    layers: Sequence[int]  # the tensors' layer numbers, if they are not 0, 1, ...
     format: str  # from the dtype: "bf16", "fp16", "fp8_e4m3", ...
 
 
@@ -270,19 +269,13 @@ def check_heads(array: Array, heads: int, axis: Axis) -> None:
         )
 
 
-def layers_of(naming: Naming, n: int) -> Sequence[int]:
-    """The layer numbers of `n` tensors."""
-    start = naming.get("first_layer", 0)
-    return naming.get("layers", range(start, start + n))
-
-
 def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = "kv") -> Part:
     """The views of `roles`, each a list of one piece per layer; `component` is the default name.
 
-    A format is the naming's, else the piece's, else the dtype's.
+    A format is the piece's, else the naming's, else the dtype's.
     """
     first_role, first = next(iter(roles.items()))
-    layers = layers_of(naming, len(first))
+    layers = naming.get("layers", range(len(first)))
     for what, n_layers in (*((role, len(pieces)) for role, pieces in roles.items()), ("layers", len(layers))):
         if n_layers != len(first):
             raise UsageError(
@@ -300,7 +293,7 @@ def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = 
             twin = seen.setdefault(piece.array.address + piece.at, piece.array)
             if twin is not piece.array:
                 raise refused(piece.array.name, f"is the same memory as {twin.name}", "pass each cache once")
-            encoding = naming.get("format") or piece.format or format_of(piece.array)
+            encoding = piece.format or naming.get("format") or format_of(piece.array)
             views.append(_view(piece, Key(name, role, layer), regions.index(piece.array.region), encoding))
     return Part(tuple(regions), tuple(views))
 

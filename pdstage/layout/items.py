@@ -25,8 +25,6 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from pdstage.layout.state_shapes import Ring
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
@@ -83,19 +81,6 @@ def window_items(
     slots, first = _one_a_page(row, max(held, len(row) - window, 0), page_size)
     translated = slots if mapping is None else np.asarray(mapping[slots])
     return Items(translated // page_size, first)
-
-
-def ring_items(slot: int, ring: Ring, *, stop: int, window: int) -> Items:
-    """Rows of slot `slot` of a ring for the last `window` tokens before `stop`, in position order; the token at
-    position p is in row `p % ring.rows`. Raises `UsageError` for a window that the ring cannot hold.
-    """
-    positions = np.arange(max(0, stop - window), stop)
-    if len(positions) > ring.rows:
-        raise UsageError(
-            f"a window of {len(positions)} tokens in a ring of {ring.rows} rows", remedy="give at most the ring's rows"
-        )
-    first = int(positions[0]) if len(positions) else stop
-    return Items(slot * ring.slot_step + positions % ring.rows * ring.row_step, first)
 
 
 def _row(token_slots: npt.ArrayLike, stop: int | None) -> npt.NDArray[np.integer[Any]]:
