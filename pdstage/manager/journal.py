@@ -28,7 +28,6 @@ from pdstage.arguments import sayable
 from pdstage.errors import UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import state as states
-from pdstage.protocol.coverage import of_writer
 from pdstage.protocol.decode_rooms import Writer
 from pdstage.protocol.destinations import Chunk, Destination
 from pdstage.protocol.leases import Lease
@@ -302,7 +301,7 @@ def _owed(writer: Writer, event: str) -> dict[str, object]:
     session = writer.session
     fields: dict[str, object] = {"direct": writer.direct, "row": writer.has_aux}
     if event == states.WriterEvent.OPEN.name:
-        asked = {ask.component: ask for ask in of_writer(writer.room.asked, session.common)}
+        asked = {ask.component: ask for ask in writer.room.asked}
         needs = {
             Piece(share.component, *share.layers, *_numbers(session, share.component, ask.start, ask.stop))
             for share in writer.shares

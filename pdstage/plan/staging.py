@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Key, Layout, TokenShard, View
 from pdstage.layout.topology import Axis, shard_axis, shard_range
-from pdstage.plan.ownership import meets
+from pdstage.plan.ownership import CommonTokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -164,10 +164,11 @@ def token_parts(held: tuple[TokenShard, ...], wanted: TokenShard, component: str
     missing = ALL_TOKENS
     for size, interleave in sorted({(owned.size, owned.interleave) for owned in held}):
         parts = [TokenShard(size, rank, interleave) for rank in range(size)]
-        lacking = next((part for part in parts if part not in held and meets(part, wanted)), None)
-        if lacking is None:
-            return tuple(part for part in parts if part in held and meets(part, wanted))
-        missing = lacking
+        needed = tuple(part for part in parts if CommonTokens.of(part, wanted).per_period)
+        lacking = [part for part in needed if part not in held]
+        if not lacking:
+            return needed
+        missing = lacking[0]
     raise UsageError(
         f"prefill ranks hold of {component!r} {', '.join(map(str, sorted(held, key=astuple)))}; "
         f"decode holds {wanted}, and nobody sends {missing}",
