@@ -8,7 +8,7 @@ region.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -20,39 +20,13 @@ from pdstage.layout.views import Key, Layout, Region, RowLevel, View
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import torch
     from numpy.typing import NDArray
 
     from pdstage.layout.views import TokenShard
 
 
-class _Device(Protocol):
-    @property
-    def type(self) -> str: ...
-    @property
-    def index(self) -> int | None: ...
-
-
-class _Storage(Protocol):
-    def data_ptr(self) -> int: ...
-    def nbytes(self) -> int: ...
-
-
-class StridedTensor(Protocol):
-    """The part of a torch tensor that is used."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> object: ...
-    @property
-    def device(self) -> _Device: ...
-    def stride(self) -> tuple[int, ...]: ...
-    def data_ptr(self) -> int: ...
-    def element_size(self) -> int: ...
-    def untyped_storage(self) -> _Storage: ...
-
-
-TensorLike: TypeAlias = "StridedTensor | NDArray[np.generic]"
+TensorLike: TypeAlias = "torch.Tensor | NDArray[np.generic]"
 Tensors: TypeAlias = "Iterable[TensorLike] | NDArray[np.generic]"
 
 

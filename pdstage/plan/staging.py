@@ -31,31 +31,6 @@ HEAD_MAJOR = "head"
 Tokens: TypeAlias = "Mapping[str, tuple[int, int]]"
 
 
-class ShardSlice(NamedTuple):
-    """Local shards `[src_start, src_start + count)` of the source rank are `[dst_start, ...)` of the destination."""
-
-    src_start: int
-    dst_start: int
-    count: int  # type: ignore[assignment]  # the field's name, over tuple.count
-
-
-def shard_overlap(
-    total: int, src_tp: int, src_rank: int, dst_tp: int, dst_rank: int, *, turn: int = 0
-) -> ShardSlice | None:
-    """What `src_rank` sends to `dst_rank` when both sides shard `total` by `shard_range`; None for nothing.
-
-    Each destination shard has exactly one owner among the source replicas that hold it. Replicas are distributed over
-    the destinations as evenly as `shard_range` allows. If a destination has several, `turn` (a layer, say) picks one.
-    """
-    src, dst = (shard_axis("", total, tp, rank) for tp, rank in ((src_tp, src_rank), (dst_tp, dst_rank)))
-    first, stop = max(src.first, dst.first), min(src.first + src.count, dst.first + dst.count)
-    if first >= stop:
-        return None
-    if owner_of(_replicas(total, src_tp, first), _replicas(total, dst_tp, first), dst_rank, turn) != src_rank:
-        return None
-    return ShardSlice(first - src.first, first - dst.first, stop - first)
-
-
 def _replicas(total: int, tp: int, shard: int) -> range:
     """The ranks of `tp` that hold `shard`: one when tp <= total, else consecutive ones."""
     # rank*total//tp == shard exactly when shard*tp <= rank*total < (shard+1)*tp; with tp <= total one rank spans it.
