@@ -100,41 +100,34 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
     views = layout.by_key()
     _check_complete(views, given)
     memory: dict[int, Memory] = {}
+    proved: list[str] = []
+    verified: list[str] = []
+    trusted: list[str] = []
     try:
-        outcome = _outcome(layout, views, given, memory, trust_layout=trust_layout, seed=seed)
+        for number, probe in enumerate(given):
+            if probe.write is not None:
+                held = [views[key] for key in probe.keys]
+                for view in held:
+                    if view.region not in memory:
+                        memory[view.region] = _bytes_of(layout.regions[view.region])
+                _prove(probe, held, memory, (seed, number))
+                proved.append(probe.name)
+            elif probe.verified:
+                verified.append(probe.name)
+            elif trust_layout:
+                trusted.append(probe.name)
+            else:
+                raise UsageError(
+                    f"nothing proves how attention backend {probe.backend} keeps layer {probe.name!r}: it has no "
+                    "writer that runs here, and is not in the table of verified layouts",
+                    remedy="use another attention backend, or set trust_layout after comparing this engine's answers "
+                    "with those of one engine that serves alone",
+                    layer=probe.name,
+                    backend=probe.backend,
+                )
     finally:
         _wait(memory.values())
-    return Proof(*(tuple(names) for names in outcome.values()))
-
-
-def _outcome(
-    layout: Layout, views: Mapping[Key, View], given: Sequence[LayerProbe], memory: dict[int, Memory], *,
-    trust_layout: bool, seed: int,
-) -> dict[str, list[str]]:  # fmt: skip
-    """Which layers were verified how; `memory` is filled with that of regions, by number."""
-    outcome: dict[str, list[str]] = {"proved": [], "verified": [], "trusted": []}
-    for number, probe in enumerate(given):
-        if probe.write is not None:
-            held = [views[key] for key in probe.keys]
-            for view in held:
-                if view.region not in memory:
-                    memory[view.region] = _bytes_of(layout.regions[view.region])
-            _prove(probe, held, memory, (seed, number))
-            outcome["proved"].append(probe.name)
-        elif probe.verified:
-            outcome["verified"].append(probe.name)
-        elif trust_layout:
-            outcome["trusted"].append(probe.name)
-        else:
-            raise UsageError(
-                f"nothing proves how attention backend {probe.backend} keeps layer {probe.name!r}: it has no "
-                "writer that runs here, and is not in the table of verified layouts",
-                remedy="use another attention backend, or set trust_layout after comparing this engine's answers with "
-                "those of one engine that serves alone",
-                layer=probe.name,
-                backend=probe.backend,
-            )
-    return outcome
+    return Proof(tuple(proved), tuple(verified), tuple(trusted))
 
 
 def _wait(memory: Iterable[Memory]) -> None:

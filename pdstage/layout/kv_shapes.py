@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 from pdstage.errors import UsageError
@@ -99,42 +100,39 @@ def vllm_cpu_blocks(
                 + " in whole tiles" * packed,
                 "pass the cache as vLLM allocated it",
             )  # fmt: skip
-        held = _packed_rows(tokens, dim, size) if packed else _transposed_rows(tokens, dim, size)
-        for role, one in held.items():
-            roles.setdefault(role, []).append(
-                Piece(
-                    array=array, at=one.at, n_items=blocks, item_stride=block, tokens_per_item=tokens, rows=one.rows,
-                    shard_stride=head, segs=one.segs, seg_stride=one.seg_stride, width=one.width, axis=axis,
-                )
-            )  # fmt: skip
+        base = Piece(
+            array=array,
+            n_items=blocks,
+            item_stride=block,
+            tokens_per_item=tokens,
+            shard_stride=head,
+            width=size,
+            axis=axis,
+        )
+        for role, piece in (_packed if packed else _transposed)(base, tokens, dim).items():
+            roles.setdefault(role, []).append(piece)
     return part(roles, naming)
 
 
-class _Rows(NamedTuple):
-    """Where a token's row lies in a head's block of CPU_ATTN; the fields mean the same as `Piece`'s."""
-
-    at: int
-    rows: tuple[RowLevel, ...]
-    segs: int
-    seg_stride: int
-    width: int
-
-
-def _transposed_rows(tokens: int, dim: int, size: int) -> dict[str, _Rows]:
+def _transposed(base: Piece, tokens: int, dim: int) -> dict[str, Piece]:
+    """Where K and V lie in a head's block of CPU_ATTN; `base` has the width of an element."""
+    size = base.width
     return {
-        "k": _Rows(0, (RowLevel(1, size),), dim, tokens * size, size),
-        "v": _Rows(tokens * dim * size, (RowLevel(1, dim * size),), 1, 0, dim * size),
+        "k": replace(base, rows=(RowLevel(1, size),), segs=dim, seg_stride=tokens * size),
+        "v": replace(base, at=tokens * dim * size, rows=(RowLevel(1, dim * size),), width=dim * size),
     }
 
 
-def _packed_rows(tokens: int, dim: int, size: int) -> dict[str, _Rows]:
-    values = tokens * dim * size
-    return {"k": _Rows(0, (RowLevel(16, 16 * dim * size), RowLevel(1, 2 * size)), dim // 2, 32 * size, 2 * size)} | {
-        f"v.{at}": _Rows(
-            values + at * 16 * tokens * size, (RowLevel(2, 32 * size), RowLevel(1, size)), 16, 2 * size, size
+def _packed(base: Piece, tokens: int, dim: int) -> dict[str, Piece]:
+    size = base.width
+    rows = (RowLevel(16, 16 * dim * size), RowLevel(1, 2 * size))
+    return {"k": replace(base, rows=rows, segs=dim // 2, seg_stride=32 * size, width=2 * size)} | {
+        f"v.{at}": replace(
+            base, at=(dim + at * 16) * tokens * size, rows=(RowLevel(2, 32 * size), RowLevel(1, size)), segs=16,
+            seg_stride=2 * size,
         )
         for at in range(dim // 16)
-    }
+    }  # fmt: skip
 
 
 def mla(
@@ -218,8 +216,6 @@ def dsa_index(
     *,
     page_size: int,
     block_size: int = 64,
-    key_nbytes: int = 128,
-    scale_nbytes: int = 4,
     tokens_per_row: int = 1,
     **naming: Unpack[Naming],
 ) -> Part:
@@ -228,7 +224,7 @@ def dsa_index(
     `block_size` tokens form a kernel's page. Pooled index keys have one row per `tokens_per_row` tokens. Sources:
     SGLang's DSATokenToKVPool (keys fp8, one fp32 scale per 128); vLLM's indexer cache, whose block is the page.
     """
-    fields = Field("index_k", key_nbytes, "fp8_e4m3"), Field("index_scale", scale_nbytes, "fp32")
+    fields = Field("index_k", 128, "fp8_e4m3"), Field("index_scale", 4, "fp32")
     named: Naming = {"component": "dsa", **naming}
     return block_pages(
         caches, fields=fields, page_size=page_size, block_size=block_size, tokens_per_row=tokens_per_row, **named

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 from pdstage.layout.arrays import Piece, arrays_of, check_heads, part, refused
@@ -57,63 +57,38 @@ def mamba_conv(
     first, and both sides must have the same order. Sources: SGLang's MambaPool (channels first; last for Kimi); vLLM's
     MambaSpec ("DS" and "SD"), where causal_conv1d leaves the state in the leading rows.
     """
+    channel, row = (2, 1) if channels_last else (1, 2)
+    axes = [section.axis(tp) for section in sections]
     roles: dict[str, list[Piece]] = {}
     for array in arrays_of("states", states, "slots, rows, channels" if channels_last else "slots, channels, rows"):
-        conv = _Conv.of(array, channels_last, window)
-        first, axes = 0, [section.axis(tp) for section in sections]
+        rows, first = array.shape[row] if window is None else window, 0
+        if not 1 <= rows <= array.shape[row]:
+            raise refused(
+                array.name, f"has {array.shape[row]} rows, not the {window} of window", "give the kernel's width less 1"
+            )
         for section, axis in zip(sections, axes, strict=True):
-            for name, piece in conv.pieces(first, section.unit(), axis, whole=whole):
+            unit, step = section.unit(), array.strides[channel]
+            base = Piece(
+                array=array, at=first * step, n_items=array.shape[0], item_stride=array.strides[0],
+                shard_stride=unit * step, segs=unit, seg_stride=step, width=array.itemsize, axis=axis,
+            )  # fmt: skip
+            first += unit * axis.count
+            if not whole:
+                pieces = {str(n): replace(base, at=base.at + n * array.strides[row]) for n in range(rows)}
+            elif channels_last:
+                width = unit * array.itemsize
+                pieces = {"rows": replace(base, segs=rows, seg_stride=array.strides[row], width=width)}
+            else:
+                pieces = {"channels": replace(base, width=rows * array.itemsize)}
+            for name, piece in pieces.items():
                 roles.setdefault(f"{role}.{section.name}.{name}", []).append(piece)
-            first += section.unit() * axis.count
-        if first != conv.channels:
+        if first != array.shape[channel]:
             held = ", ".join(f"{s.name} {s.unit() * a.count}" for s, a in zip(sections, axes, strict=True))
             raise refused(
-                array.name, f"has {conv.channels} channels, this rank's sections {first} ({held})",
+                array.name, f"has {array.shape[channel]} channels, this rank's sections {first} ({held})",
                 "correct the sections or tp",
             )  # fmt: skip
     return part(roles, naming, component="mamba")
-
-
-@dataclass(frozen=True, slots=True)
-class _Conv:
-    """An array of conv states by the meaning of its axes; steps are byte strides."""
-
-    array: Array
-    channels: int
-    channel_step: int
-    row_step: int
-    window: int
-    channels_last: bool
-
-    @classmethod
-    def of(cls, array: Array, channels_last: bool, window: int | None) -> _Conv:
-        channel, row = (2, 1) if channels_last else (1, 2)
-        rows = array.shape[row]
-        if window is not None and not 1 <= window <= rows:
-            raise refused(array.name, f"has {rows} rows, not the {window} of window", "give the kernel's width less 1")
-        return cls(
-            array, array.shape[channel], array.strides[channel], array.strides[row], window or rows, channels_last
-        )
-
-    def pieces(self, first: int, unit: int, axis: Axis, *, whole: bool) -> list[tuple[str, Piece]]:
-        """Channels from `first` on, `unit` per shard, as one piece or one per row; with the suffixes of their roles."""
-        size, array = self.array.itemsize, self.array
-        held = first + unit * axis.count
-        if held > self.channels:
-            raise refused(array.name, f"has {self.channels} channels, the sections {held}", "correct sections or tp")
-
-        def piece(row: int, segs: int, seg_stride: int, width: int) -> Piece:
-            return Piece(
-                array=array, at=first * self.channel_step + row * self.row_step, n_items=array.shape[0],
-                item_stride=array.strides[0], shard_stride=unit * self.channel_step, segs=segs, seg_stride=seg_stride,
-                width=width, axis=axis,
-            )  # fmt: skip
-
-        if not whole:
-            return [(str(row), piece(row, unit, self.channel_step, size)) for row in range(self.window)]
-        if self.channels_last:
-            return [("rows", piece(0, self.window, self.row_step, unit * size))]
-        return [("channels", piece(0, unit, self.channel_step, self.window * size))]
 
 
 def mamba_ssm(
