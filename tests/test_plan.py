@@ -22,7 +22,6 @@ from pdstage.plan import (
     Share,
     Staging,
     Stagings,
-    selects,
     shares,
     tokens_of,
     wire_order,
@@ -141,15 +140,6 @@ def test_shares_name_the_shard_nobody_holds():
     assert refused.value.fields == {"key": Key("kv", "k", 3), "shard": 0}
     with pytest.raises(UsageError, match="holds shard 2 of"):
         shares({0: model(4, 2, 0, range(4), [])}, whole, (1, 0))
-
-
-def test_selects_keeps_to_the_chunk():
-    layout = model(4, 2, 1, range(6), range(6))
-    owned = (Share("kv", "k", (0, 6, 2), 3, 1), Share("latent", "latent", (1, 6, 2), 0, 1))
-    assert selects(layout, owned, [Rect("kv", 0, 8, 1, 5)]) == (
-        Select(Key("kv", "k", 2), 1, 1),
-        Select(Key("kv", "k", 4), 1, 1),
-    )
 
 
 @st.composite
