@@ -11,7 +11,6 @@
 The names of `staging` that others need are here too.
 """
 
-from pdstage.layout.topology import shard_range
 from pdstage.plan.staging import (
     HEAD_MAJOR,
     TOKEN_MAJOR,
@@ -43,7 +42,6 @@ __all__ = [
     "layers_of",
     "rows_of",
     "selects",
-    "shard_range",
     "shares",
     "tokens_of",
     "wire_order",
