@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import strategies as st
 
 from pdstage.layout import Layout, TokenShard
@@ -21,15 +20,6 @@ def held(owned: TokenShard, n: int) -> list[int]:
 def place_of(owned: TokenShard, n: int) -> dict[int, int]:
     """Where among its items' tokens a rank stores each token it holds."""
     return {t: place for place, t in enumerate(held(owned, n))}
-
-
-def items_for(owned: TokenShard, n: int, page: int, numbers: np.ndarray, since: int = 0) -> tuple[np.ndarray, int]:
-    """Pages for the tokens a rank holds of `[since, n)`, out of `numbers`, and what the first page starts with."""
-    places = [place for token, place in place_of(owned, n).items() if token >= since]
-    if not places:
-        return numbers[:0], 0
-    first = min(places) // page
-    return numbers[: max(places) // page + 1 - first], first * page
 
 
 def all_ranks(size: int, interleave: int) -> list[TokenShard]:
