@@ -1,8 +1,8 @@
 """The `pdstage` command: demo, bench, top, plot, calibrate, doctor, bootstrap, instances, drain, fence,
 keys, sim.
 
-It parses arguments and prints. Each command's module is imported only for that command, so that `--help` needs no
-package.
+It parses arguments and prints; `COMMANDS` is the table of both. Each command's module is imported only for that
+command, so that `--help` needs no package.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import sys
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import pdstage
 from pdstage.bench import BENCHES
 from pdstage.errors import PdstageError, UsageError
+from pdstage.tools.demo import options as demo
+from pdstage.tools.doctor import AREAS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pdstage.control.keys import Keys
     from pdstage.tools.calibrate.peer import Peer
 
-DEFAULT_BIND = "127.0.0.1:8998"
 _ANSWER_S = 20.0
 """How long a person waits for a directory: on a busy host it may need seconds."""
 
@@ -42,104 +43,16 @@ def parser() -> Parser:
     top = Parser(prog="pdstage", description="Moves KV caches between prefill and decode ranks of different layouts.")
     top.add_argument("--version", action="version", version=f"pdstage {pdstage.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    _add_demo(commands.add_parser("demo", help="move a real model's KV cache between ranks and go on decoding from it"))
-    bench = commands.add_parser("bench", help="measure one part against its baselines")
-    bench.add_argument("name", metavar="NAME", help=f"one of {', '.join(BENCHES)}")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
-    bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
-    bench.add_argument("--scale", type=int, metavar="N", help="kv-transfer: keep 1 of N of a model's layers")
-    bench.add_argument("--transport", metavar="NAME", help="kv-transfer: measure only this transport")
-    bench.add_argument(
-        "--device", metavar="DEVICE", help="where pools are; kv-transfer: cpu or cuda:N; rooms: also double"
-    )
-    _add_trace(bench)
-    bench.set_defaults(run=_bench)
-    _add_top(commands.add_parser("top", help="watch running nodes in the terminal, by their metrics endpoints"))
-    _add_plot(commands.add_parser("plot", help="say where the time of a trace's rooms went, and merge traces"))
-    _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
-    _add_doctor(commands.add_parser("doctor", help="say what this node can do, and whether it can work with another"))
-    bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
-    bootstrap.add_argument(
-        "--bind", default=DEFAULT_BIND, metavar="HOST:PORT", help="default %(default)s; port 0: a free one"
-    )
-    bootstrap.add_argument("--advertise", metavar="HOST", help="the host peers are told, where --bind names a wildcard")
-    bootstrap.add_argument("--insecure", action="store_true", help="allow a bind that other machines can reach")
-    _add_keys_options(bootstrap)
-    bootstrap.set_defaults(run=_bootstrap)
-    instances = commands.add_parser("instances", help="print what a bootstrap directory holds, as JSON")
-    instances.add_argument("address", metavar="ADDRESS", help="as the directory or the prefill node printed it")
-    _add_keys_options(instances)
-    instances.set_defaults(run=_instances)
-    drain = commands.add_parser(
-        "drain", help="ask running nodes to begin no room any more, and wait until none is left"
-    )
-    drain.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="a node's control socket: tcp://HOST:PORT")
-    drain.add_argument("--wait", type=float, default=60.0, metavar="S", help="for rooms to end; default %(default)s")
-    _add_keys_options(drain)
-    drain.set_defaults(run=_drain)
-    fence = commands.add_parser("fence", help="say in etcd that a host's processes have ended: every node hears it")
-    fence.add_argument("address", metavar="ADDRESS", help="of the directory: etcd://...")
-    fence.add_argument("where", metavar="HOST", help="the host that was ended, or one node's endpoint")
-    fence.add_argument("--wait", type=float, default=30.0, metavar="S", help="for leases to end; default %(default)s")
-    fence.set_defaults(run=_fence)
-    keys = commands.add_parser("keys", help="make the key file of a cluster or of a node")
-    keys.add_argument("file", type=Path, metavar="FILE", help="a new file; with --public one that exists")
-    keys.add_argument("--public", action="store_true", help="print the public key of FILE instead")
-    keys.set_defaults(run=_keys)
-    _add_sim(commands.add_parser("sim", help="run the real cores under simulated faults; only in a checkout"))
+    for name, (run, text, arguments) in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(run=run)
+        for argument, how in arguments:
+            command.add_argument(argument, **how)
     return top
 
 
-def _add_keys_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--keys", type=Path, metavar="FILE", help="encrypt, and trust who holds this key file's key")
-    command.add_argument("--allow", type=Path, metavar="FILE", help="with --keys: public keys of others to trust")
-
-
-def _add_trace(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a trace to FILE, for Perfetto or pdstage plot"
-    )
-
-
-def _add_demo(demo: argparse.ArgumentParser) -> None:
-    from pdstage.tools.demo import options as known  # noqa: PLC0415
-
-    plain = known.Options()
-    demo.add_argument("--model", choices=known.MODELS, default=plain.model, help="default %(default)s")
-    demo.add_argument("--transport", choices=known.TRANSPORTS, help="default: nixl where it starts, else local")
-    demo.add_argument("--path", choices=known.PATHS, default=plain.path, help="default %(default)s")
-    demo.add_argument(
-        "--aux", choices=known.AUX, default=plain.aux, help="how first tokens travel: by message or by the transport"
-    )
-    for name, value, text in (
-        ("--prefill-tp", plain.prefill_tp, "prefill ranks"),
-        ("--decode-tp", plain.decode_tp, "decode ranks"),
-        ("--prefill-pp", plain.prefill_pp, "pipeline stages at prefill, each of that many ranks"),
-        ("--decode-pp", plain.decode_pp, "pipeline stages at decode"),
-        ("--prefill-page", plain.prefill_page, "tokens a page at prefill"),
-        ("--decode-page", plain.decode_page, "tokens a page at decode"),
-        ("--requests", plain.requests, "prompts"),
-        ("--seed", plain.seed, "of weights, prompts and page order"),
-    ):
-        demo.add_argument(name, type=int, default=value, metavar="N", help=f"{text}; default %(default)s")
-    demo.add_argument(
-        "--device",
-        default=plain.device,
-        metavar="DEVICE",
-        help="all ranks share it: cpu or cuda:N; default %(default)s",
-    )
-    for side, layout in (("prefill", plain.prefill_layout), ("decode", plain.decode_layout)):
-        text = f"memory order of a page's tokens and heads at {side}; default %(default)s"
-        demo.add_argument(f"--{side}-layout", choices=known.LAYOUTS, default=layout, help=text)
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
-    _add_trace(demo)
-    demo.set_defaults(run=_demo)
-
-
 def _demo(given: argparse.Namespace) -> int:
-    from pdstage.tools.demo.options import Options  # noqa: PLC0415
-
-    options = Options(**{name: value for name, value in vars(given).items() if name in Options.__slots__})
+    options = demo.Options(**{name: value for name, value in vars(given).items() if name in demo.Options.__slots__})
     try:
         from pdstage.tools.demo.run import is_good, run  # noqa: PLC0415
     except ModuleNotFoundError as missing:
@@ -161,31 +74,10 @@ def _bench(given: argparse.Namespace) -> int:
     return 0
 
 
-def _add_top(top: argparse.ArgumentParser) -> None:
-    top.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="HOST:PORT or PORT, where metrics are served")
-    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds a frame; default %(default)s")
-    top.add_argument("--once", action="store_true", help="print one frame and end; 1 if an endpoint did not answer")
-    top.set_defaults(run=_top)
-
-
 def _top(given: argparse.Namespace) -> int:
     from pdstage.tools.watch.top import run  # noqa: PLC0415
 
     return run(given.endpoints, interval_s=given.interval, once=given.once)
-
-
-def _add_plot(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "traces",
-        type=Path,
-        nargs="+",
-        metavar="TRACE",
-        help="what --trace wrote; files of several processes are merged",
-    )
-    command.add_argument("--room", metavar="ROOM", help="the time of this room alone")
-    command.add_argument("--merged", type=Path, metavar="FILE", help="write the merged trace to FILE")
-    command.add_argument("--steps", action="store_true", help="print where rooms' time went; the default")
-    command.set_defaults(run=_plot)
 
 
 def _plot(given: argparse.Namespace) -> int:
@@ -197,21 +89,6 @@ def _plot(given: argparse.Namespace) -> int:
     if given.steps or given.merged is None:
         print(steps.table(trace, given.room))
     return 0
-
-
-def _add_calibrate(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--transport", default="all", metavar="NAME", help="one, or all that can be used; the default")
-    command.add_argument("--out", type=Path, metavar="FILE", help="write the numbers to FILE, for PDSTAGE_CALIBRATION")
-    command.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    command.add_argument("--serve", metavar="ADDRESS", help="be the decode side, at tcp://HOST:PORT, until interrupted")
-    command.add_argument("--peer", metavar="ADDRESS", help="the decode side elsewhere; default: a process of its own")
-    command.add_argument(
-        "--bind", default="tcp://127.0.0.1:0", metavar="ADDRESS", help="of this side's node; default %(default)s"
-    )
-    command.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu or cuda:N; default %(default)s")
-    command.add_argument("--insecure", action="store_true", help="allow addresses that other machines can reach")
-    _add_keys_options(command)
-    command.set_defaults(run=_calibrate)
 
 
 def _calibrate(given: argparse.Namespace) -> int:
@@ -239,30 +116,6 @@ def _serve(peer: Peer) -> int:
         print(f"serving at {peer.endpoint}", flush=True)
         peer.serve()
     return 0
-
-
-def _add_doctor(command: argparse.ArgumentParser) -> None:
-    from pdstage.tools.doctor import AREAS  # noqa: PLC0415
-
-    command.add_argument("--json", action="store_true", help="print the report as JSON (docs/doctor.md)")
-    command.add_argument(
-        "--only", metavar="AREA,...", default=",".join(AREAS), help="of %(default)s; default: all of them"
-    )
-    command.add_argument(
-        "--transport",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="one that must work; default: what is installed",
-    )
-    command.add_argument("--device", default="cpu", metavar="DEVICE", help="where pools lie: cpu or cuda:N")
-    command.add_argument("--serve", metavar="HOST:PORT", help="be the other side of --peer, until interrupted")
-    command.add_argument("--peer", default="", metavar="HOST:PORT", help="work with the node that --serve runs on")
-    command.add_argument("--bind", default="", metavar="ADDRESS", help="of this side's node; default: towards the peer")
-    command.add_argument("--deadline", type=float, default=60.0, metavar="S", help="of a probe; default %(default)s")
-    command.add_argument("--insecure", action="store_true", help="allow addresses that other machines can reach")
-    _add_keys_options(command)
-    command.set_defaults(run=_doctor)
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -359,20 +212,6 @@ def _keys_given(given: argparse.Namespace) -> Keys | None:
     return Keys.load(given.keys, given.allow) if given.keys is not None else None
 
 
-def _add_sim(sim: argparse.ArgumentParser) -> None:
-    for name, value, text in (
-        ("--seeds", 2000, "how many seeds"),
-        ("--first", 0, "the first seed"),
-        ("--steps", 500, "steps a seed before its faults end"),
-        ("--workers", 2, "processes"),
-    ):
-        sim.add_argument(name, type=int, default=value, metavar="N", help=f"{text}; default %(default)s")
-    sim.add_argument("--seed", type=int, metavar="N", help="this seed alone")
-    sim.add_argument("--replay", action="store_true", help="with --seed: print every step in words")
-    sim.add_argument("--shrink", type=float, default=30.0, metavar="S", help="seconds to shrink; default %(default)s")
-    sim.set_defaults(run=_sim)
-
-
 def _sim(given: argparse.Namespace) -> int:
     root = Path(__file__).resolve().parent.parent
     if not (root / "tests" / "sim" / "run.py").is_file():
@@ -381,6 +220,134 @@ def _sim(given: argparse.Namespace) -> int:
     names = ("seed", "seeds", "first", "steps", "replay", "workers")
     options = {name: getattr(given, name) for name in names}
     return int(import_module("tests.sim.run").main(**options, shrink_s=given.shrink))
+
+
+_Option: TypeAlias = tuple[str, dict[str, Any]]
+
+
+def _option(name: str, text: str, metavar: str | None = None, **how: Any) -> _Option:  # noqa: ANN401  (argparse's)
+    """An argument as argparse takes it; a flag if nothing follows its text."""
+    if metavar is not None:
+        how["metavar"] = metavar
+    elif not how:
+        how["action"] = "store_true"
+    return name, {"help": text, **how}
+
+
+def _number(name: str, default: int, text: str) -> _Option:
+    return _option(name, f"{text}; default %(default)s", "N", type=int, default=default)
+
+
+_PLAIN = demo.Options()
+_DEVICE = _option("--device", "where pools lie: cpu or cuda:N; default %(default)s", "DEVICE", default="cpu")
+_INSECURE = _option("--insecure", "allow addresses that other machines can reach")
+_KEYS = (
+    _option("--keys", "encrypt, and trust who holds this key file's key", "FILE", type=Path),
+    _option("--allow", "with --keys: public keys of others to trust", "FILE", type=Path),
+)
+_TRACE = _option("--trace", "write a trace to FILE, for Perfetto or pdstage plot", "FILE", type=Path)
+_LAYOUT = "memory order of a page's tokens and heads at"
+
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, tuple[_Option, ...]]] = {
+    "demo": (_demo, "move a real model's KV cache between ranks and go on decoding from it", (
+        _option("--model", "default %(default)s", choices=demo.MODELS, default=_PLAIN.model),
+        _option("--transport", "default: nixl where it starts, else local", choices=demo.TRANSPORTS),
+        _option("--path", "default %(default)s", choices=demo.PATHS, default=_PLAIN.path),
+        _option("--aux", "how first tokens travel: by message or by the transport", choices=demo.AUX,
+                default=_PLAIN.aux),
+        _number("--prefill-tp", _PLAIN.prefill_tp, "prefill ranks"),
+        _number("--decode-tp", _PLAIN.decode_tp, "decode ranks"),
+        _number("--prefill-pp", _PLAIN.prefill_pp, "pipeline stages at prefill, each of that many ranks"),
+        _number("--decode-pp", _PLAIN.decode_pp, "pipeline stages at decode"),
+        _number("--prefill-page", _PLAIN.prefill_page, "tokens a page at prefill"),
+        _number("--decode-page", _PLAIN.decode_page, "tokens a page at decode"),
+        _number("--requests", _PLAIN.requests, "prompts"),
+        _number("--seed", _PLAIN.seed, "of weights, prompts and page order"),
+        _DEVICE,
+        _option("--prefill-layout", f"{_LAYOUT} prefill; default %(default)s", choices=demo.LAYOUTS,
+                default=_PLAIN.prefill_layout),
+        _option("--decode-layout", f"{_LAYOUT} decode; default %(default)s", choices=demo.LAYOUTS,
+                default=_PLAIN.decode_layout),
+        _option("--json", "write the result to FILE", "FILE", type=Path),
+        _TRACE,
+    )),
+    "bench": (_bench, "measure one part against its baselines", (
+        _option("name", f"one of {', '.join(BENCHES)}", "NAME"),
+        _option("--json", "write the numbers to FILE", "FILE", type=Path),
+        _option("--quick", "fewer repetitions: a look, not a measurement"),
+        _option("--scale", "kv-transfer: keep 1 of N of a model's layers", "N", type=int),
+        _option("--transport", "kv-transfer: measure only this transport", "NAME"),
+        _option("--device", "where pools are; kv-transfer: cpu or cuda:N; rooms: also double", "DEVICE"),
+        _TRACE,
+    )),
+    "top": (_top, "watch running nodes in the terminal, by their metrics endpoints", (
+        _option("endpoints", "HOST:PORT or PORT, where metrics are served", "ENDPOINT", nargs="+"),
+        _option("--interval", "seconds a frame; default %(default)s", "S", type=float, default=1.0),
+        _option("--once", "print one frame and end; 1 if an endpoint did not answer"),
+    )),
+    "plot": (_plot, "say where the time of a trace's rooms went, and merge traces", (
+        _option("traces", "what --trace wrote; files of several processes are merged", "TRACE", type=Path, nargs="+"),
+        _option("--room", "the time of this room alone", "ROOM"),
+        _option("--merged", "write the merged trace to FILE", "FILE", type=Path),
+        _option("--steps", "print where rooms' time went; the default"),
+    )),
+    "calibrate": (_calibrate, "measure what each transport costs here, for path auto", (
+        _option("--transport", "one, or all that can be used; the default", "NAME", default="all"),
+        _option("--out", "write the numbers to FILE, for PDSTAGE_CALIBRATION", "FILE", type=Path),
+        _option("--quick", "fewer sizes and repetitions"),
+        _option("--serve", "be the decode side, at tcp://HOST:PORT, until interrupted", "ADDRESS"),
+        _option("--peer", "the decode side elsewhere; default: a process of its own", "ADDRESS"),
+        _option("--bind", "of this side's node; default %(default)s", "ADDRESS", default="tcp://127.0.0.1:0"),
+        _DEVICE,
+        _INSECURE,
+        *_KEYS,
+    )),
+    "doctor": (_doctor, "say what this node can do, and whether it can work with another", (
+        _option("--json", "print the report as JSON (docs/doctor.md)"),
+        _option("--only", "of %(default)s; default: all of them", "AREA,...", default=",".join(AREAS)),
+        _option("--transport", "one that must work; default: what is installed", "NAME", action="append", default=[]),
+        _DEVICE,
+        _option("--serve", "be the other side of --peer, until interrupted", "HOST:PORT"),
+        _option("--peer", "work with the node that --serve runs on", "HOST:PORT", default=""),
+        _option("--bind", "of this side's node; default: towards the peer", "ADDRESS", default=""),
+        _option("--deadline", "of a probe; default %(default)s", "S", type=float, default=60.0),
+        _INSECURE,
+        *_KEYS,
+    )),
+    "bootstrap": (_bootstrap, "run the directory in which prefill ranks announce themselves", (
+        _option("--bind", "default %(default)s; port 0: a free one", "HOST:PORT", default="127.0.0.1:8998"),
+        _option("--advertise", "the host peers are told, where --bind names a wildcard", "HOST"),
+        _INSECURE,
+        *_KEYS,
+    )),
+    "instances": (_instances, "print what a bootstrap directory holds, as JSON", (
+        _option("address", "as the directory or the prefill node printed it", "ADDRESS"),
+        *_KEYS,
+    )),
+    "drain": (_drain, "ask running nodes to begin no room any more, and wait until none is left", (
+        _option("endpoints", "a node's control socket: tcp://HOST:PORT", "ENDPOINT", nargs="+"),
+        _option("--wait", "for rooms to end; default %(default)s", "S", type=float, default=60.0),
+        *_KEYS,
+    )),
+    "fence": (_fence, "say in etcd that a host's processes have ended: every node hears it", (
+        _option("address", "of the directory: etcd://...", "ADDRESS"),
+        _option("where", "the host that was ended, or one node's endpoint", "HOST"),
+        _option("--wait", "for leases to end; default %(default)s", "S", type=float, default=30.0),
+    )),
+    "keys": (_keys, "make the key file of a cluster or of a node", (
+        _option("file", "a new file; with --public one that exists", "FILE", type=Path),
+        _option("--public", "print the public key of FILE instead"),
+    )),
+    "sim": (_sim, "run the real cores under simulated faults; only in a checkout", (
+        _number("--seeds", 2000, "how many seeds"),
+        _number("--first", 0, "the first seed"),
+        _number("--steps", 500, "steps a seed before its faults end"),
+        _number("--workers", 2, "processes"),
+        _option("--seed", "this seed alone", "N", type=int),
+        _option("--replay", "with --seed: print every step in words"),
+        _option("--shrink", "seconds to shrink; default %(default)s", "S", type=float, default=30.0),
+    )),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

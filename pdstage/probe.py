@@ -100,41 +100,34 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
     views = layout.by_key()
     _check_complete(views, given)
     memory: dict[int, Memory] = {}
+    proved: list[str] = []
+    verified: list[str] = []
+    trusted: list[str] = []
     try:
-        outcome = _outcome(layout, views, given, memory, trust_layout=trust_layout, seed=seed)
+        for number, probe in enumerate(given):
+            if probe.write is not None:
+                held = [views[key] for key in probe.keys]
+                for view in held:
+                    if view.region not in memory:
+                        memory[view.region] = _bytes_of(layout.regions[view.region])
+                _prove(probe, held, memory, (seed, number))
+                proved.append(probe.name)
+            elif probe.verified:
+                verified.append(probe.name)
+            elif trust_layout:
+                trusted.append(probe.name)
+            else:
+                raise UsageError(
+                    f"nothing proves how attention backend {probe.backend} keeps layer {probe.name!r}: it has no "
+                    "writer that runs here, and is not in the table of verified layouts",
+                    remedy="use another attention backend, or set trust_layout after comparing this engine's answers "
+                    "with those of one engine that serves alone",
+                    layer=probe.name,
+                    backend=probe.backend,
+                )
     finally:
         _wait(memory.values())
-    return Proof(*(tuple(names) for names in outcome.values()))
-
-
-def _outcome(
-    layout: Layout, views: Mapping[Key, View], given: Sequence[LayerProbe], memory: dict[int, Memory], *,
-    trust_layout: bool, seed: int,
-) -> dict[str, list[str]]:  # fmt: skip
-    """Which layers were verified how; `memory` is filled with that of regions, by number."""
-    outcome: dict[str, list[str]] = {"proved": [], "verified": [], "trusted": []}
-    for number, probe in enumerate(given):
-        if probe.write is not None:
-            held = [views[key] for key in probe.keys]
-            for view in held:
-                if view.region not in memory:
-                    memory[view.region] = _bytes_of(layout.regions[view.region])
-            _prove(probe, held, memory, (seed, number))
-            outcome["proved"].append(probe.name)
-        elif probe.verified:
-            outcome["verified"].append(probe.name)
-        elif trust_layout:
-            outcome["trusted"].append(probe.name)
-        else:
-            raise UsageError(
-                f"nothing proves how attention backend {probe.backend} keeps layer {probe.name!r}: it has no "
-                "writer that runs here, and is not in the table of verified layouts",
-                remedy="use another attention backend, or set trust_layout after comparing this engine's answers with "
-                "those of one engine that serves alone",
-                layer=probe.name,
-                backend=probe.backend,
-            )
-    return outcome
+    return Proof(tuple(proved), tuple(verified), tuple(trusted))
 
 
 def _wait(memory: Iterable[Memory]) -> None:
@@ -231,15 +224,12 @@ class _Saved:
         return int(differ.sum()) if differ.any() else 0
 
 
-def _on_host(part: Memory) -> NDArray[np.uint8]:
-    return part if isinstance(part, np.ndarray) else part.cpu().numpy()
-
-
 def _read(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, Memory]) -> dict[Key, NDArray[np.uint8]]:
     """Each view's bytes of the cells, `[cell, shard, byte]`."""
     found = {}
     for view in views:
-        rows = np.stack([_on_host(_cell(memory[view.region], view, cell)) for cell in cells])
+        held = (_cell(memory[view.region], view, cell) for cell in cells)
+        rows = np.stack([one if isinstance(one, np.ndarray) else one.cpu().numpy() for one in held])
         found[view.key] = rows.reshape(len(cells), view.shards, view.shard_nbytes)
     return found
 
@@ -292,24 +282,22 @@ def _compare(
     stored: Mapping[Key, NDArray[np.uint8]],
     memory: Mapping[int, Memory],
 ) -> None:
-    wrong: list[tuple[View, Cell, int]] = []
-    first: tuple[bytes, bytes] = b"", b""
-    n_rows = 0
-    for view, found in zip(views, _read(views, cells, memory).values(), strict=True):
-        n_rows += len(cells) * view.shards
-        for at, shard in zip(*np.nonzero((found != stored[view.key]).any(axis=2)), strict=True):
-            if not wrong:
-                first = stored[view.key][at, shard].tobytes(), found[at, shard].tobytes()
-            wrong.append((view, cells[at], int(shard)))
+    read = _read(views, cells, memory)
+    wrong = [
+        (view, at, int(shard))
+        for view in views
+        for at, shard in zip(*np.nonzero((read[view.key] != stored[view.key]).any(axis=2)), strict=True)
+    ]
     if not wrong:
         return
-    view, cell, shard = wrong[0]
-    expected, held = first
-    at = next(i for i, (one, other) in enumerate(zip(expected, held, strict=True)) if one != other)
+    view, at, shard = wrong[0]
+    cell, n_rows = cells[at], len(cells) * sum(one.shards for one in views)
+    expected, held = (rows[view.key][at, shard].tobytes() for rows in (stored, read))
+    byte = next(i for i, (one, other) in enumerate(zip(expected, held, strict=True)) if one != other)
     raise UsageError(
         f"layer {probe.name!r} is not laid out as pdstage believes: attention backend {probe.backend} was given "
-        f"{_words(view, cell, shard)} as {_hex(expected, at)}, and there it is {_hex(held, at)} from byte {at} on "
-        f"({len(wrong)} of {n_rows} rows differ; {_explained(held, views, cells, stored)})",
+        f"{_words(view, cell, shard)} as {_hex(expected, byte)}, and there it is {_hex(held, byte)} from byte {byte} "
+        f"on ({len(wrong)} of {n_rows} rows differ; {_explained(held, views, cells, stored)})",
         remedy="nothing was moved: use another attention backend, or the pdstage release for this engine's version",
         layer=probe.name,
         backend=probe.backend,

@@ -16,15 +16,11 @@ layer numbers: page sizes, strides and head counts may differ.
 | `vllm_blocks` | `[blocks, heads, block_size, K and V of a head]`, raw bytes | vLLM 0.33 |
 | `vllm_cpu_blocks` | `[blocks, heads, block_size, 2 * dim]`, in CPU_ATTN's orders | vLLM on the CPU |
 | `mla` | `[pages, rows, dim]`, or `[slots, 1, dim]` given `page_size` | MLA pools, compressed caches |
-| `kv_scales` | scales in the shape of k and v | fp8 by token and head, flat MXFP8, NVFP4 |
-| `mxfp8_scales` | `[pages, heads, 32, page_size / 32, n]` | FlashAttention 4 |
-| `block_pages` | pages of `[field][field]...` blocks | |
+| `block_pages` | pages of `[field][field]...` blocks | DeepSeek-V4's `[latents][scales][padding]` |
 | `dsa_index` | pages of `[keys][scales]` blocks | DeepSeek sparse attention |
-| `deepseek_v4_latent` | pages `[latents][scales][padding]` | DeepSeek-V4 |
 | `mamba_conv` | `[slots, channels, rows]` or `[slots, rows, channels]` | SGLang's MambaPool, vLLM's MambaSpec |
-| `mamba_ssm` | `[slots, heads, head_dim, state]`, or the last two exchanged | the same |
+| `mamba_ssm` | `[slots, heads, head_dim, state]` | the same |
 | `slot_states` | `[slots, ...]` | request rows, pending groups |
-| `rings` | `[slots, rows, ...]` | unified SWA rings, compress tails, vLLM's CircularBufferSpec |
 
 Each raises `UsageError`, naming the tensor, for a wrong shape, stride, device or dtype, for page counts or sizes that
 differ between layers, and for a head count other than `tp` gives this rank. `addressed` makes parts for engines that
@@ -39,46 +35,31 @@ from pdstage.layout.arrays import Naming, Part, TensorLike, Tensors, build
 from pdstage.layout.kv_shapes import (
     Field,
     block_pages,
-    deepseek_v4_latent,
     dsa_index,
-    kv_scales,
     mla,
-    mxfp8_scales,
     paged_hnd,
     paged_nhd,
     sglang_mha,
     vllm_blocks,
     vllm_cpu_blocks,
 )
-from pdstage.layout.state_shapes import (
-    Ring,
-    Section,
-    mamba_conv,
-    mamba_ssm,
-    rings,
-    slot_states,
-)
+from pdstage.layout.state_shapes import Section, mamba_conv, mamba_ssm, slot_states
 
 __all__ = [
     "Field",
     "Naming",
     "Part",
-    "Ring",
     "Section",
     "TensorLike",
     "Tensors",
     "block_pages",
     "build",
-    "deepseek_v4_latent",
     "dsa_index",
-    "kv_scales",
     "mamba_conv",
     "mamba_ssm",
     "mla",
-    "mxfp8_scales",
     "paged_hnd",
     "paged_nhd",
-    "rings",
     "sglang_mha",
     "slot_states",
     "vllm_blocks",

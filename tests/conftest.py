@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 _SHOWN_NBYTES = 256  # of longer strings pytest's own difference takes minutes, and screens
-_SHOWN_RUNS = 4
 _MAY_OUTLIVE = "pdstage-mooncake"
 """A question to a peer that does not answer, which nothing ends."""
 _ENDS_S = 240.0
@@ -103,7 +102,7 @@ def _skip_without_devices(items: list[pytest.Item]) -> None:
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Where two long strings of bytes differ, as runs [start, stop), and how the first of them begins."""
+    """Where two long strings of bytes first differ."""
     if op != "==" or not (isinstance(left, bytes) and isinstance(right, bytes)):
         return None
     if max(len(left), len(right)) <= _SHOWN_NBYTES:
@@ -111,12 +110,9 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
     if len(left) != len(right):
         return [f"{len(left):,} bytes == {len(right):,} bytes"]
     wrong = np.frombuffer(left, np.uint8) != np.frombuffer(right, np.uint8)
-    edges = np.flatnonzero(np.diff(wrong, prepend=False, append=False)).reshape(-1, 2)
-    runs = ", ".join(f"[{start:,}, {stop:,})" for start, stop in edges[:_SHOWN_RUNS])
-    start = int(edges[0][0])
+    start = int(wrong.argmax())
     return [
-        f"{len(left):,} bytes == as many others",
-        f"{np.count_nonzero(wrong):,} differ, in {len(edges):,} runs: {runs}{', ...' * (len(edges) > _SHOWN_RUNS)}",
+        f"{len(left):,} bytes == as many others, of which {np.count_nonzero(wrong):,} differ",
         f"at {start:,}: {left[start : start + 16]!r} != {right[start : start + 16]!r}",
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import strategies as st
 
 from pdstage.layout import Layout, TokenShard
@@ -10,34 +9,17 @@ from pdstage.layout import Layout, TokenShard
 INTERLEAVES = (1, 16, 64)
 
 
-def holds(owned: TokenShard, token: int, n: int) -> bool:
-    """Whether a rank holds `token` of a sequence of `n`."""
-    if owned.size == 1:
-        return True
-    if owned.interleave:
-        return token // owned.interleave % owned.size == owned.rank
-    return owned.rank * n // owned.size <= token < (owned.rank + 1) * n // owned.size
+def holds(owned: TokenShard, token: int) -> bool:
+    return owned.size == 1 or token // owned.interleave % owned.size == owned.rank
 
 
 def held(owned: TokenShard, n: int) -> list[int]:
-    return [token for token in range(n) if holds(owned, token, n)]
+    return [token for token in range(n) if holds(owned, token)]
 
 
 def place_of(owned: TokenShard, n: int) -> dict[int, int]:
-    """Where among its items' tokens a rank stores each token it holds: in order of its own, or where the sequence has
-    it.
-    """
-    mine = held(owned, n)
-    return {t: t for t in mine} if owned.interleave == 0 else {t: place for place, t in enumerate(mine)}
-
-
-def items_for(owned: TokenShard, n: int, page: int, numbers: np.ndarray, since: int = 0) -> tuple[np.ndarray, int]:
-    """Pages for the tokens a rank holds of `[since, n)`, out of `numbers`, and what the first page starts with."""
-    places = [place for token, place in place_of(owned, n).items() if token >= since]
-    if not places:
-        return numbers[:0], 0
-    first = min(places) // page
-    return numbers[: max(places) // page + 1 - first], first * page
+    """Where among its items' tokens a rank stores each token it holds."""
+    return {t: place for place, t in enumerate(held(owned, n))}
 
 
 def all_ranks(size: int, interleave: int) -> list[TokenShard]:
@@ -45,13 +27,13 @@ def all_ranks(size: int, interleave: int) -> list[TokenShard]:
 
 
 def every_way(interleaves: tuple[int, ...] = INTERLEAVES) -> list[tuple[int, int]]:
-    """(size, interleave) of one side: whole, contiguous parts and interleaved ones, by up to 4 ranks."""
-    return [(1, 0), *((size, by) for size in range(2, 5) for by in (0, *interleaves))]
+    """(size, interleave) of one side: whole, or dealt to up to 4 ranks."""
+    return [(1, 0), *((size, by) for size in range(2, 5) for by in interleaves)]
 
 
 def ways():
     """(size, interleave) of one side."""
-    return st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 1, 2, 3, 4, 16, 64]))
+    return st.tuples(st.integers(1, 4), st.sampled_from([1, 1, 2, 3, 4, 16, 64]))
 
 
 def with_owned(layout: Layout, owned: TokenShard) -> Layout:

@@ -104,14 +104,13 @@ def truth(layer: int, role: str, token: int, head: int, room: int) -> np.ndarray
 
 def place(layout: Layout, token: int) -> int:
     """Where among its items' tokens a rank keeps `token`."""
-    owned = layout.components[0].owned
-    return token if owned.contiguous else place_of(owned, token + 1)[token]
+    return place_of(layout.components[0].owned, token + 1)[token]
 
 
 def common(src: Layout, dst: Layout, rect: Rect) -> list[int]:
     """The tokens of `rect` that both ranks hold."""
     owned = [layout.components[0].owned for layout in (src, dst)]
-    return [t for t in range(rect.start, rect.stop) if all(o.contiguous or holds(o, t, 0) for o in owned)]
+    return [t for t in range(rect.start, rect.stop) if all(holds(o, t) for o in owned)]
 
 
 def staged(

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from pdstage import transport
 from pdstage.transport import available
+from tests.docs.test_generated import load
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate = load()
+generate = load("generate")
 
 
 def test_every_invariant_is_cited() -> None:

@@ -8,20 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from pools import (
-    FUSED,
-    HND,
-    NHD,
-    Logical,
-    Stored,
-    hold,
-    indexes,
-    logicals,
-    moved,
-    ranges,
-    storages,
-)
+from pools import FUSED, HND, NHD, Logical, Stored, hold, moved, transfers
 from rigs import HOST_CODES, host_code
 
 from pdstage.errors import UsageError
@@ -37,53 +24,25 @@ def carry_out(spans):
         ctypes.memmove(dst, src, nbytes)
 
 
-@st.composite
-def transfers(draw):
-    """Two pools that store the same thing, often alike, and tokens to move."""
-    of = draw(logicals())
-    src = draw(storages(of))
-    dst = src if draw(st.booleans()) else draw(storages(of))
-    tokens = draw(ranges(src, dst))
-    held = hold([src], 1), hold([dst], 2)
-    count = draw(st.integers(1, of.shards))
-    keys = [key for key in of.view_keys() if draw(st.booleans())] or of.view_keys()[:1]
-    selects = tuple([Select(key, draw(st.integers(0, of.shards - count)), count) for key in keys] for _ in held)
-    index = tuple({"kv": draw(indexes(one, tokens, repeat))} for one, repeat in ((src, True), (dst, False)))
-    return held, selects, index, {"kv": tokens}
-
-
 @settings(max_examples=drawn(100, full=300), deadline=None)
-@given(case=transfers())
-def test_descriptors_move_the_tokens_and_nothing_else(case):
-    (src, dst), (src_select, dst_select), (src_index, dst_index), tokens = case
-    expected = moved(src, src_select, src_index, dst, dst_select, dst_index, tokens)
+@given(t=transfers())
+def test_descriptors_move_the_tokens_and_nothing_else(t):
+    expected = moved(t.src, t.src_select, t.src_index, t.dst, t.dst_select, t.dst_index, t.tokens)
     found = []
     for code in HOST_CODES:
         with host_code(code):
-            plan = DirectPlan(src.layout, src_select, dst.layout, dst_select)
-            found.append(plan.spans(tokens, src_index, dst_index))
+            plan = DirectPlan(t.src.layout, t.src_select, t.dst.layout, t.dst_select)
+            found.append(plan.spans(t.tokens, t.src_index, t.dst_index))
     for spans in found[1:]:
         for a, b in zip(found[0], spans, strict=True):
             np.testing.assert_array_equal(a, b)
     carry_out(found[0])
-    for a, b in zip(expected, dst.memory, strict=True):
+    for a, b in zip(expected, t.dst.memory, strict=True):
         np.testing.assert_array_equal(a, b)
-    for held, starts in ((src, found[0].src), (dst, found[0].dst)):
+    for held, starts in ((t.src, found[0].src), (t.dst, found[0].dst)):
         for start, nbytes in zip(starts, found[0].nbytes, strict=True):
             inside = [r for r in held.layout.regions if r.base <= start and start + nbytes <= r.base + r.nbytes]
             assert len(inside) == 1
-
-
-def _n(src, dst, tokens, items, *, shards=None, first=0):
-    """Descriptors between two stored pools, with as many items as given, and the estimate."""
-    of = src.of
-    held = hold([src]), hold([dst])
-    select = [Select(key, 0, shards or of.shards) for key in of.view_keys()]
-    plan = DirectPlan(held[0].layout, select, held[1].layout, select)
-    index = {"kv": Index.of(np.array(items[0]), first)}, {"kv": Index.of(np.array(items[1]), first)}
-    spans = plan.spans({"kv": tokens}, *index)
-    assert spans.nbytes.sum() == (tokens[1] - tokens[0]) * sum(s.count for s in select) * of.segs * of.width
-    return spans.nbytes.size, plan.n_descriptors({"kv": tokens})
 
 
 OF = Logical(roles=2, shards=4, width=16)
@@ -108,9 +67,15 @@ NEAR = [0, 1, 2, 3], [4, 5, 6, 7]
         pytest.param(FUSED, NHD, {}, FAR, 4, 128, 128, id="fused to split"),
     ],
 )
-def test_as_few_descriptors_as_both_sides_allow(src, dst, pads, items, shards, n, estimate):
+@pytest.mark.parametrize("code", HOST_CODES)
+def test_as_few_descriptors_as_both_sides_allow(code, src, dst, pads, items, shards, n, estimate):
     stored = [Stored(OF, n_items=8, rows_per_item=4, order=order, pads=pads) for order in (src, dst)]
-    assert _n(*stored, (0, 16), items, shards=shards) == (n, estimate)
+    held = [hold([one]) for one in stored]
+    select = [Select(key, 0, shards) for key in OF.view_keys()]
+    index = [{"kv": Index.of(np.array(side))} for side in items]
+    with host_code(code):
+        plan = DirectPlan(held[0].layout, select, held[1].layout, select)
+        assert (plan.spans({"kv": (0, 16)}, *index).nbytes.size, plan.n_descriptors({"kv": (0, 16)})) == (n, estimate)
 
 
 @pytest.mark.parametrize("code", HOST_CODES)
@@ -164,12 +129,10 @@ def test_layouts_that_do_not_match_are_refused_in_words():
         DirectPlan(held.layout, select, held.layout, [s._replace(count=3) for s in select])
 
 
-@settings(max_examples=drawn(70, full=200), deadline=None)
-@given(sizes=st.lists(st.integers(1, 40), max_size=20), most=st.integers(1, 6))
-def test_batches_hold_every_byte_in_order_and_keep_their_limit(sizes, most):
-    nbytes = np.array(sizes, np.int64)
-    spans = Spans(np.arange(nbytes.size) * 1000, np.arange(nbytes.size) * 1000 + 500000, nbytes)
-    batches = list(split(spans, most))
+def test_batches_hold_every_byte_in_order_and_keep_their_limit():
+    nbytes = np.arange(1, 15)
+    spans = Spans(nbytes * 1000, nbytes * 1000 + 500000, nbytes)
+    batches = list(split(spans, 6))
     assert [row for b in batches for row in zip(*b, strict=True)] == list(zip(*spans, strict=True))
-    assert [b.nbytes.size for b in batches[:-1]] == [most] * (len(batches) - 1)
-    assert len(batches) == -(-len(sizes) // most)
+    assert [b.nbytes.size for b in batches] == [6, 6, 2]
+    assert not list(split(Spans(*(side[:0] for side in spans)), 6))

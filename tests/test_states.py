@@ -1,335 +1,362 @@
-"""State kinds of SGLang 0.5.23 and vLLM 0.33, one for each way to lie in memory, emulated at both sides of unequal TP.
+"""Kinds of state: their names, the constructors of their views, the items of each kind, and helpers for addresses.
 
-What a decode rank's memory must hold, every byte, is what its own engine would have written there.
+Views are held to the tensors' own contents; that such views arrive at unequal TP is for tests/any_layout to see.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
-from emulator import sglang, vllm
+import torch
 
-from pdstage.kernels import Pool
-from pdstage.layout.addresses import Paging, StateComponents, append_state_component
-from pdstage.layout.items import prefix_items, ring_items, slot_items, window_items
-from pdstage.plan import Rect, selects, shares, wire_order
-from pdstage.plan.tables import Index
+from pdstage.errors import UsageError
+from pdstage.layout import Key, Layout
+from pdstage.layout.addresses import Buffers, Paging, StateComponents, append_state_component, kv_pages
+from pdstage.layout.items import Items, prefix_items, slot_items, window_items
+from pdstage.layout.states import StateType, canonical, kind_of, registered
+from pdstage.layout.topology import REPLICATED, Axis, shard_axis
+from pdstage.manager import items as checking
 from pdstage.tensors import (
-    Ring,
+    Field,
     Section,
+    block_pages,
     build,
-    deepseek_v4_latent,
     dsa_index,
-    kv_scales,
     mamba_conv,
     mamba_ssm,
     mla,
-    mxfp8_scales,
-    paged_hnd,
-    paged_nhd,
-    rings,
     sglang_mha,
     slot_states,
-    vllm_blocks,
 )
+from tests.test_tensors import as_bytes, contents, filled
 
-WINDOW = 13
+SLOTS, WINDOW = 5, 3
 
-
-def sections(e):
-    return [Section(*section) for section in e.sections]
-
-
-def mamba(e, whole=False):
-    tp = (e.tp, e.rank)
-    return [
-        mamba_conv(
-            e.conv, sections=sections(e), tp=tp, channels_last=e.kimi, window=e.window, whole=whole, format="bf16"
-        ),
-        mamba_ssm(e.temporal, total_heads=e.heads, tp=tp, format="fp32"),
-    ]
+# Names.
 
 
-def mha(e, component="kv"):
-    tp = {"total_heads": e.heads, "tp": (e.tp, e.rank), "component": component, "format": "bf16"}
-    return [paged_hnd(e.k, e.v, **tp) if e.hnd else sglang_mha(e.k, e.v, page_size=e.page_size, **tp)]
+def test_a_kind_has_one_name_on_both_sides():
+    assert StateType.of("nsa") is StateType.of("DSA") is StateType.DSA is StateType.NSA
+    assert canonical("nsa") == canonical("dsa") == StateType.NSA.component == "dsa"
+    pool = np.zeros((4, 64 * 132), np.uint8)
+    by_alias, by_name = (build(dsa_index([pool], page_size=64, component=name)) for name in ("nsa", "dsa"))
+    assert by_alias == by_name
+    assert by_alias.component("nsa") is by_alias.component("dsa")
+    views = [view.__class__(**{**fields(view), "key": view.key._replace(component="nsa")}) for view in by_name.views()]
+    assert Layout.of(by_name.regions, views) == by_name, "views made by hand meet too"
+    for name in ("nsa", "dsa"):
+        found = checking.check(by_name, {name: [2, 1]}, {"nsa": (0, 100)}, unique=True)
+        assert [(one.component, one.start, one.stop) for one in found.values()] == [("dsa", 0, 100)]
 
 
-def mxfp8(e, component="kv"):
-    tp = {"total_heads": e.heads, "tp": (e.tp, e.rank), "component": component}
-    k, v = e.scales["k"], e.scales["v"]
-    return [
-        sglang_mha(e.data["k"], e.data["v"], page_size=e.page_size, format="mxfp8", **tp),
-        mxfp8_scales(k, v, format="ue8m0", **tp)
-        if e.interleaved
-        else kv_scales(k, v, page_size=e.page_size, format="ue8m0", **tp),
-    ]
+def fields(view):
+    return {name: getattr(view, name) for name in view.__slots__}
 
 
-def nvfp4(e):
-    tp = {"total_heads": e.heads, "tp": (e.tp, e.rank)}
-    if isinstance(e, sglang.Nvfp4):
-        data, scale = (e.data["k"], e.data["v"]), (e.scales["k"], e.scales["v"])
-        return [
-            sglang_mha(*data, page_size=e.page_size, format="nvfp4", **tp),
-            kv_scales(*scale, page_size=e.page_size, format="fp8_e4m3", **tp),
-        ]
-    (data_k, data_v), (scale_k, scale_v) = ([[e.parts[name, what]] for name in "kv"] for what in ("data", "scale"))
-    pages = paged_hnd if e.hnd else paged_nhd
-    return [
-        pages(data_k, data_v, format="nvfp4", **tp),
-        kv_scales(scale_k, scale_v, heads_first=e.hnd, format="fp8_e4m3", **tp),
-    ]
+def test_an_unknown_kind_is_refused_naming_what_there_is():
+    with pytest.raises(UsageError, match=r"unknown state kind 'rwkv'; registered are 'none', 'mamba', 'swa', 'nsa' \("):
+        StateType.of("rwkv")
+    with pytest.raises(UsageError, match="'none' has no component"):
+        _ = StateType.NONE.component
 
 
-def dsa(e):
-    return [
-        dsa_index(
-            e.index, page_size=e.page_size, block_size=e.kernel_page * e.pool, tokens_per_row=e.pool, component="nsa"
-        )
-    ]
+def test_more_kinds_can_be_registered():
+    kind = StateType("test_rwkv", ("test_rwkv",), positional=False, exact=True, aliases=("test_rwkv7",))
+    assert StateType.register(kind) is kind
+    assert StateType.register(kind) in registered()
+    assert StateType.of("test_rwkv7") is kind_of("test_rwkv7") is kind
+    layout = build(slot_states([np.zeros((3, 8), np.float32)], component="test_rwkv7"))
+    assert [(c.name, c.positional, c.exact) for c in layout.components] == [("test_rwkv", False, True)]
+    for claim in ("mamba", "nsa", "test_rwkv"):
+        with pytest.raises(UsageError, match=f"'test_other' claims the name '{claim}' of"):
+            StateType.register(StateType("test_other", ("test_other",), aliases=(claim,)))
 
 
-def ring_parts(component):
-    def parts(e):
-        rows = e.rows if e.flat else None
-        return [
-            rings([b[: e.n_slots * e.rows] if e.flat else b for b in e.buffers[name]], rows=rows, role=name,
-                  component=component, format="bf16")
-            for name in e.names
-        ]  # fmt: skip
-
-    return parts
-
-
-def ring_list(component, window):
-    def items(e):
-        first = next(iter(e.buffers.values()))[0]
-        ring = Ring.of(first[: e.n_slots * e.rows] if e.flat else first, e.rows if e.flat else None)
-        return {component: ring_items(e.slot, ring, stop=e.n_tokens, window=window)}
-
-    return items
+def test_the_table_of_kinds_is_true():
+    """docs/states.md has a row for each registered kind, with its rules."""
+    page = (Path(__file__).parent.parent / "docs" / "states.md").read_text()
+    table = page.split("| kind |")[1].split("\n\n")[0]
+    said = {}
+    for line in table.splitlines()[2:]:
+        names, _, _, positions, exact, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        name, *alias = re.findall(r"`(\w+)`", names)
+        said[name] = tuple(alias), positions == "yes", exact == "yes"
+    kinds = [kind for kind in registered() if kind.components and not kind.name.startswith("test_")]
+    assert said == {kind.name: (kind.aliases, kind.positional, kind.exact) for kind in kinds}
 
 
-def qsa_pending(e):
-    ring = [keys.reshape(e.n_slots, e.ratio, 2, 8) for keys in e.keys]
-    return [
-        slot_states(ring, role="key", component="qsa_pending", format="bf16"),
-        slot_states([e.rope.reshape(e.n_slots, e.ratio, 3)], role="rope", component="qsa_pending"),
-    ]
+# Views.
+
+DELTA_NET = [Section("q", 4, 8), Section("k", 4, 8), Section("v", 8, 4)]
+STATE_SPACE = [Section("x", 8, 4), Section("B", 1, 6), Section("C", 3, 2, replicated=True)]
 
 
-def window_mla(e):
-    if e.packed:
-        return [deepseek_v4_latent(e.raw, page_size=e.page_size, component="swa")]
-    return [mla(e.blocks, component="swa", format="fp8")]
+def conv_states(sections, tp, *, channels_last):
+    """Conv states `[slot, channel, row]`, a page's padding apart as in vLLM's blocks; and each section's shards."""
+    axes = [REPLICATED if s.replicated else shard_axis("conv_head", s.heads, *tp) for s in sections]
+    units = [s.heads * s.head_dim if s.replicated else s.head_dim for s in sections]
+    channels, rows = sum(axis.count * unit for axis, unit in zip(axes, units, strict=True)), WINDOW + 2
+    inner = (rows, channels) if channels_last else (channels, rows)
+    held = filled(SLOTS, channels * rows + 7)[:, :-7].unflatten(1, inner)
+    states = held.transpose(1, 2) if channels_last else held
+    parts = states.split([axis.count * unit for axis, unit in zip(axes, units, strict=True)], 1)
+    shards = [part.unflatten(1, (axis.count, unit)) for part, axis, unit in zip(parts, axes, units, strict=True)]
+    return held, axes, shards
 
 
-def qsa_compressed(e):
-    keys = [k.reshape(len(k), 1, -1) for k in e.keys]
-    named = {"role": "index_k", "component": "qsa_compressed", "format": "bf16"}
-    return [mla(keys, page_size=e.page_size, tokens_per_row=e.ratio, **named)]
+def rows_of(shards):
+    """`[slot, shard, ...]` as the bytes of a view of slots."""
+    return as_bytes(shards).reshape(SLOTS, 1, shards.shape[1], -1)
 
 
-def deepseek_v4(e):
-    return [deepseek_v4_latent(e.pools, page_size=e.page_size, tokens_per_row=e.ratio)]
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("tp", [(1, 0), (2, 1), (4, 3)], ids=str)
+@pytest.mark.parametrize("sections", [DELTA_NET, STATE_SPACE], ids=["delta net", "state space"])
+def test_conv_states(sections, tp, channels_last):
+    """A view for each section and row of the window, alike in both orders; or, whole, one for each section."""
+    held, axes, shards = conv_states(sections, tp, channels_last=channels_last)
+    how = {"sections": sections, "tp": tp, "channels_last": channels_last, "window": WINDOW}
+    for section, axis, part in zip(sections, axes, shards, strict=True):
+        layout = build(mamba_conv([held], **how))
+        for row in range(WINDOW):
+            key = Key("mamba", f"conv.{section.name}.{row}", 0)
+            np.testing.assert_array_equal(contents(layout, key), rows_of(part[..., row]))
+            assert layout.by_key()[key].axis == axis
+        whole = build(mamba_conv([held], whole=True, **how))
+        key = Key("mamba", f"conv.{section.name}.{'rows' if channels_last else 'channels'}", 0)
+        part = part[..., :WINDOW]  # noqa: PLW2901
+        np.testing.assert_array_equal(
+            contents(whole, key), rows_of(part.transpose(2, 3) if channels_last else part)
+        )  # fmt: skip
 
 
-def per_token_head(e):
-    tp = {"total_heads": e.heads, "tp": (e.tp, e.rank)}
-    return [vllm_blocks(e.caches, key_nbytes=e.dim + 4, format="fp8_e4m3_scaled", **tp)]
+@pytest.mark.parametrize("shape", [(2, 4, 6), (8, 6)], ids=["heads", "channels"])
+def test_ssm_states(shape):
+    states = filled(SLOTS, *shape, dtype=torch.float32)
+    layout = build(mamba_ssm([states], total_heads=8, tp=(4, 2), layers=[7]))
+    key = Key("mamba", "ssm", 7)
+    np.testing.assert_array_equal(contents(layout, key), rows_of(states.reshape(SLOTS, 2, -1)))
+    assert layout.by_key()[key].axis == shard_axis("ssm_head", 8, 4, 2)
+    assert [(c.positional, c.exact) for c in layout.components] == [(False, True)]
+
+
+def test_states_that_every_rank_holds():
+    states = filled(SLOTS, 4, 3)
+    layout = build(slot_states([states]))
+    np.testing.assert_array_equal(
+        contents(layout, Key("request_row", "state", 0)), rows_of(states.reshape(SLOTS, 1, -1))
+    )
+
+
+@pytest.mark.parametrize(("page", "block", "pool", "pad"), [(128, 64, 1, 0), (64, 64, 1, 12), (256, 128, 4, 100)])
+def test_index_pages_of_keys_and_scales(page, block, pool, pad):
+    """Pages of `[keys][scales]` blocks, a row for `pool` tokens."""
+    rows = block // pool
+    cache = filled(SLOTS, page // pool * 132 + pad, dtype=torch.uint8)
+    layout = build(dsa_index([cache], page_size=page, block_size=block, tokens_per_row=pool))
+    blocks = cache.numpy()[:, : page // pool * 132].reshape(SLOTS, page // block, rows * 132)
+    for role, part, width in (
+        ("index_k", blocks[..., : rows * 128], 128),
+        ("index_scale", blocks[..., rows * 128 :], 4),
+    ):
+        by_token = np.repeat(part.reshape(SLOTS, page // pool, width), pool, 1)[:, :, None]
+        np.testing.assert_array_equal(contents(layout, Key("dsa", role, 0)), by_token)
+    assert [view.format for view in layout.views()] == ["fp8_e4m3", "fp32"]
+
+
+# Addresses.
 
 
 def told(tensors, item=1):
     """A pool as SGLang's transfer code sees it: addresses, lengths and item lengths of tensors of items."""
-    return [t.ctypes.data for t in tensors], [t.nbytes for t in tensors], [t[:item].nbytes for t in tensors]
+    nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    items = [n // len(tensor) * item for n, tensor in zip(nbytes, tensors, strict=True)]
+    return [tensor.data_ptr() for tensor in tensors], nbytes, items
 
 
-def appended(e, kind, infos, **how):
-    states = StateComponents((e.tp, e.rank))
+def appended(kind="mamba", *infos, tp=(2, 1), **changes):
+    states = StateComponents(tp)
+    given = dict(zip(("data_ptrs", "data_lens", "item_lens"), infos or ([4096], [960], [96]), strict=True)) | changes
     for _ in range(2):  # what two paths lead to is there once
-        append_state_component(states, kind, *infos, **how)
-    return states.parts
+        append_state_component(states, kind, **given)
+    return build(*states.parts)
 
 
-def addressed_mamba(e):
-    """Tensor-major, as MambaPool tells them."""
-    n, groups = e.n_layers, [total * dim for _, total, dim in e.sections]
-    return appended(
-        e, "mamba", told([*e.conv, *e.temporal]), layer_ids=[*range(n)] * 2,
-        dim_per_tensor=[len(e.channels)] * n + [e.temporal.shape[2]] * n,
-        slice_outer_counts=[e.window if e.kimi else 1] * n + [1] * n, conv_shard_groups=[groups] * n + [None] * n,
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_addressed_states_are_sliced_by_groups(channels_last):
+    tp, (held, _, shards) = (4, 1), conv_states(DELTA_NET, (4, 1), channels_last=channels_last)
+    held, temporal = held.contiguous(), filled(SLOTS, 2, 4, 6, dtype=torch.float32)
+    layout = appended(
+        "mamba", *told([held, temporal]), tp=tp, layer_ids=[3, 3], dim_per_tensor=[24, 2],
+        slice_outer_counts=[WINDOW + 2 if channels_last else 1, 1], conv_shard_groups=[[32, 32, 32], None],
+    )  # fmt: skip
+    for number, part in enumerate(shards):
+        channels = part.flatten(1, 2).unsqueeze(2)  # a shard is one channel: 32 of a group are 32 units
+        np.testing.assert_array_equal(contents(layout, Key("mamba", f"state.0.{number}", 3)), rows_of(channels))
+    np.testing.assert_array_equal(contents(layout, Key("mamba", "state.1", 3)), rows_of(temporal))
+    assert layout.by_key()["mamba", "state.0.2", 3].axis == shard_axis("unit", 32, *tp)
+
+
+def test_addressed_pages_of_tokens():
+    """Rows of heads by token; without a word on what is in a page, pages move whole."""
+    pool = filled(8 * 4, 2, 8)
+    layout = appended("swa", *told([pool], 4), tp=(2, 0), dim_per_tensor=[2], paging=Paging(4, by_token=True))
+    np.testing.assert_array_equal(contents(layout, Key("swa", "state.0", 0)), as_bytes(pool).reshape(8, 4, 2, -1))
+    layout = appended("nsa", *told([pool], 4), paging=Paging(4))
+    np.testing.assert_array_equal(contents(layout, Key("dsa", "state.0", 0))[:, 3, 0], as_bytes(pool).reshape(8, -1))
+
+
+@pytest.mark.parametrize("tp", [(4, 3), (2, 0), (8, 5), (1, 0)])
+def test_addressed_caches_are_those_of_tensors(tp):
+    axis = shard_axis("kv_head", 4, *tp)
+    k, v = ([filled(8 * 16, axis.count, dim) for _ in range(2)] for dim in (32, 16))  # heads of K and V may differ
+    roles = {role: Buffers(*told(pools, 16), [3, 7]) for role, pools in (("k", k), ("v", v))}
+    by_address = build(kv_pages(roles, page_size=16, axis=axis, format="bf16"))
+    by_tensor = build(sglang_mha(k, v, page_size=16, total_heads=4, tp=tp, layers=[3, 7]))
+    assert by_address.digest() == by_tensor.digest()
+    for key in by_tensor.by_key():
+        np.testing.assert_array_equal(contents(by_address, key), contents(by_tensor, key))
+
+
+def test_two_pools_for_one_layer_are_refused():
+    states = StateComponents((2, 0))
+    append_state_component(states, "mamba", [4096], [960], [96])
+    with pytest.raises(UsageError, match=r"state\.0.* layer=0\) is at 0x1000 and at 0x2000"):
+        append_state_component(states, "mamba", [8192], [960], [96])
+
+
+def test_a_component_of_no_buffers_is_one_with_nothing_to_send():
+    states = StateComponents((1, 0))
+    append_state_component(states, "swa", [], [], [], paging=Paging(4))
+    append_state_component(states, "mamba", [4096], [0], [0])
+    assert (states.parts, states.names) == ([], ["swa", "mamba"])
+
+
+@pytest.mark.parametrize("total", [4096, 10240, 2688, 136, 134])
+def test_every_tp_size_up_to_32_that_divides_a_dimension_slices_it(total):
+    axes = []
+    for tp in (tp for tp in range(1, 33) if total % tp == 0):
+        dim = total // tp
+        view = next(appended(tp=(tp, 0), data_lens=[dim * 4], item_lens=[dim * 4], dim_per_tensor=[dim]).views())
+        axes.append(view.axis._replace(count=0))
+        assert view.shards * view.width == dim * 4
+    assert len(set(axes)) == 1
+
+
+# Items.
+
+ROW = np.array([40, 41, 42, 43, 52, 53, 54, 55, 36, 37])
+
+
+def test_items_of_a_prefix():
+    assert list(prefix_items(ROW, page_size=4).pages) == [10, 13, 9]
+    held = prefix_items(ROW, page_size=4, held=6)
+    assert (list(held.pages), held.first_token) == ([13, 9], 4)
+    assert not len(prefix_items(ROW[:0], page_size=4).pages)
+
+
+@pytest.mark.parametrize(("window", "held", "first"), [(4, 0, 4), (2, 0, 8), (100, 0, 0), (6, 0, 4), (100, 9, 8)])
+def test_a_window_starts_with_a_page_and_has_slots_of_its_own(window, held, first):
+    mapping = np.zeros(60, np.int64)
+    mapping[ROW] = np.arange(4, 14)  # pages 1, 2, 3
+    for given in (mapping, torch.from_numpy(mapping)):
+        items = window_items(ROW, page_size=4, window=window, held=held, mapping=given)
+        assert (list(items.pages), items.first_token) == ([1, 2, 3][first // 4 :], first)
+    assert list(window_items(ROW, page_size=4, window=window, held=held).pages) == [10, 13, 9][first // 4 :]
+
+
+def test_what_lies_before_a_window_is_not_looked_at():
+    """Engines free a window's slots behind it, and map freed ones to slot 0."""
+    row = np.array([99, 99, 99, 43, 52, 53, 54, 55])
+    mapping = np.zeros(100, np.int64)
+    mapping[[43, 52, 53, 54, 55]] = [7, 12, 13, 14, 15]
+    assert list(window_items(row, page_size=4, window=5, mapping=mapping).pages) == [1, 3]
+    assert list(prefix_items(row, page_size=4, held=3).pages) == [10, 13]
+    assert list(prefix_items(row[:4], page_size=4, held=4).pages) == []
+    assert list(prefix_items(row[:6], page_size=4, held=6).pages) == [13]
+
+
+def test_no_items_are_nothing_to_move():
+    """Also of a component that this rank, a pipeline stage say, does not have; but not one item of it."""
+    layout = build(slot_states([np.zeros(4)], format="fp64"))
+    found = checking.check(layout, {"request_row": slot_items(), "mamba": slot_items(), "kv": []}, None, unique=True)
+    (said,) = checking.rects_of(layout, found, None)
+    assert said.component == "request_row"
+    assert said.start == said.stop, "of slots it is said that there are none"
+    with pytest.raises(UsageError, match="no component 'mamba'"):
+        checking.check(layout, {"mamba": slot_items(1)}, None, unique=True)
+    with pytest.raises(UsageError, match="tokens of 'swa' without its items"):
+        checking.check(layout, {"mamba": Items([])}, {"swa": (0, 1)}, unique=True)
+
+
+# Misuse.
+
+
+def conv(shape=(2, 24, 3), **changes):
+    given = {"sections": [Section("q", 2, 4), Section("k", 2, 4), Section("v", 2, 4)], "tp": (1, 0), **changes}
+    return mamba_conv([np.zeros(shape, np.float32)], **given)
+
+
+def ssm(*shape):
+    return mamba_ssm([np.zeros(shape, np.float32)], total_heads=4, tp=(2, 1))
+
+
+def blocks(block_size):
+    return block_pages(
+        [np.zeros((4, 960), np.uint8)], fields=[Field("a", 10, "x")], page_size=96, block_size=block_size
     )  # fmt: skip
 
 
-def addressed_swa(e):
-    dims = [len(e.k[0][0])] * 2 * e.n_layers
-    how = {"dim_per_tensor": dims, "layer_ids": [*range(e.n_layers)] * 2, "paging": Paging(e.page_size, by_token=True)}
-    return appended(e, "swa", told([*e.k, *e.v], e.page_size), **how)
+def compressed(page_size, per_row):
+    return mla([np.zeros((8, 1, 4), np.float32)], page_size=page_size, tokens_per_row=per_row)
 
 
-def addressed_dsa(e):
-    """Without a word on what is in a page, pages move whole; layers without rows are passed over."""
-    ptrs, lens, _ = told(e.index)
-    items = [e.page_size * 132 if len(index) else 0 for index in e.index]
-    return appended(e, "nsa", (ptrs, lens, items), paging=Paging(e.page_size))
-
-
-def pages(component):
-    return lambda e: {component: prefix_items(e.token_slots, page_size=e.page_size)}
-
-
-def slots(component):
-    return lambda e: {component: slot_items(e.slot)}
-
-
-def window(e):
-    return {"swa": window_items(e.token_slots, page_size=e.page_size, window=WINDOW)}
-
-
-def translated(e):
-    """As SGLang does: the request's row names slots of the full pool."""
-    return {
-        "swa": window_items(e.full_slots, page_size=e.page_size, window=WINDOW, mapping=e.full_to_swa)
-    }  # fmt: skip
-
-
-@dataclass
-class Kind:
-    """A pool, how its engine describes it to the library, and pairs of settings for the two sides."""
-
-    pool: type
-    parts: object
-    items: object
-    sides: list = field(default_factory=lambda: [({}, {})])
-    decode: type | None = None  # another engine's pool
-
-
-def sides(name, *pairs, **common):
-    """Settings of the two sides that differ in one."""
-    return [({name: a, **common}, {name: b, **common}) for a, b in pairs]
-
-
-PAGE_SIZES = sides("page_size", (4, 8), (8, 4))
-ORDERS = [
-    ({"hnd": a, "page_size": p}, {"hnd": b, "page_size": q})
-    for a, b, p, q in [(0, 1, 4, 4), (1, 0, 8, 4), (1, 1, 4, 4), (1, 1, 4, 8), (0, 0, 1, 4)]
-]
-GROUPS = {"sections": (("x", 8, 4), ("B", 1, 6), ("C", 1, 6))}
-CONV = [
-    *itertools.product([{}, {"kimi": True}], repeat=2),
-    ({"extra": 0, "kimi": True}, {"extra": 3, "kimi": False}),
-    ({"extra": 2, "kimi": False}, {"extra": 0, "kimi": True}),
-    (GROUPS, {**GROUPS, "kimi": True}),
-]
-LATENT_ROPE = {"flat": True, "names": ("latent", "rope")}
-SHORT = {"n_tokens": 150, "n_layers": 1}
-KINDS = {
-    "mamba": Kind(sglang.Mamba, mamba, slots("mamba"), CONV),
-    "mamba whole": Kind(
-        sglang.Mamba,
-        lambda e: mamba(e, whole=True),
-        slots("mamba"),
-        [*sides("extra", (0, 3), (2, 0)), *sides("extra", (0, 3), kimi=True)],
+MISUSES = {
+    "kind": (lambda: appended("rwkv"), "unknown state kind 'rwkv'"),
+    "paging": (lambda: appended("swa"), "'swa' has token positions"),
+    "entries": (lambda: appended(layer_ids=[1, 2]), "layer_ids has 2 entries, data_ptrs has 1"),
+    "part of an item": (lambda: appended(data_lens=[1000]), r"data_ptrs\[0\] has items of 96 bytes in 1000"),
+    "dimension": (lambda: appended(dim_per_tensor=[36]), r"has 96 bytes for 1 rows of 36"),
+    "groups": (
+        lambda: appended(dim_per_tensor=[24], conv_shard_groups=[[8, 8, 8]]),
+        r"1 rows of 24, a part of \[8, 8, 8\] over TP 2",
     ),
-    "mamba addressed": Kind(sglang.Mamba, addressed_mamba, slots("mamba"), sides("kimi", (0, 0), (1, 1))),
-    "qsa_pending": Kind(sglang.QsaPending, qsa_pending, slots("qsa_pending")),
-    "qsa_compressed": Kind(sglang.QsaCompressed, qsa_compressed, pages("qsa_compressed"), PAGE_SIZES),
-    "swa": Kind(sglang.Swa, lambda e: mha(e, "swa"), translated, [*PAGE_SIZES, *ORDERS]),
-    "swa addressed": Kind(sglang.Swa, addressed_swa, translated, PAGE_SIZES),
-    "dsa": Kind(sglang.Dsa, dsa, pages("nsa"), [*sides("page_size", (128, 128), (64, 128)),
-                                                *sides("page_size", (256, 512), pool=4)]),
-    "dsa addressed": Kind(sglang.Dsa, addressed_dsa, pages("nsa"), sides("n_tokens", (256, 256))),
-    "dsa_tail": Kind(sglang.Ring, ring_parts("dsa_tail"), ring_list("dsa_tail", 3),
-                     sides("rows", (4, 4), (4, 7), (9, 4))),
-    "minimax_dense_kv": Kind(sglang.Mha, lambda e: mha(e, "minimax_dense_kv"), pages("minimax_dense_kv"), ORDERS),
-    "swa_ring": Kind(sglang.Ring, ring_parts("swa_ring"), ring_list("swa_ring", WINDOW),
-                     [*sides("rows", (16, 16), (16, 14), **LATENT_ROPE),
-                      ({"behind": 5, "rows": 13, **LATENT_ROPE}, {"behind": 2, "rows": 19, **LATENT_ROPE})]),
-    "block_scale": Kind(sglang.Mxfp8, mxfp8, pages("kv"),
-                        sides("page_size", (16, 16), (16, 128), (128, 64), (128, 128), **SHORT)),
-    "block_scale_swa": Kind(sglang.Mxfp8, lambda e: mxfp8(e, "swa"), window, sides("page_size", (4, 16))),
-    "nvfp4": Kind(sglang.Nvfp4, nvfp4, pages("kv"), PAGE_SIZES),
-    "nvfp4 to vLLM": Kind(sglang.Nvfp4, nvfp4, pages("kv"), [({}, {"hnd": True}), ({}, {"hnd": False, "page_size": 8})],
-                          vllm.Nvfp4Blocks),
-    "deepseek_v4": Kind(sglang.DeepseekV4, deepseek_v4, pages("kv"),
-                        [*sides("page_size", (32, 32), (64, 32)), *sides("page_size", (32, 64), ratio=16)]),
-    "vLLM mamba": Kind(vllm.MambaBlocks, mamba, slots("mamba"), [*CONV, *sides("padding", (0, 128))]),
-    "vLLM mamba to SGLang": Kind(vllm.MambaBlocks, mamba, slots("mamba"), [({"extra": 2}, {})], sglang.Mamba),
-    "vLLM sliding window MLA": Kind(vllm.WindowMla, window_mla, window,
-                                    [*PAGE_SIZES, *sides("alignment", (576, 512), packed=True)]),
-    "vLLM per token and head": Kind(vllm.PerTokenHead, per_token_head, pages("kv"), ORDERS),
+    "groups that do not divide": (
+        lambda: appended(dim_per_tensor=[24], conv_shard_groups=[[15, 33]]), r"cannot slice 15 over TP 2 evenly",
+    ),
+    "tokens of a page": (lambda: appended("swa", paging=Paging(5, by_token=True)), "pages of 96 bytes for 5 tokens"),
+    "heads of a page": (
+        lambda: kv_pages({"v": Buffers([4096], [15360], [1536], [0])}, page_size=16, axis=Axis("kv_head", 20, 0, 5),
+                         format="uint8"),
+        r"v\[0\] has pages of 1536 bytes for 16 tokens of 5 heads",
+    ),
+    "sections": (lambda: conv(sections=[Section("q", 2, 8)]), r"has 24 channels, this rank's sections 16 \(q 16\)"),
+    "too many sections": (lambda: conv(sections=[Section("q", 2, 20)]), r"this rank's sections 40 \(q 40\)"),
+    "window": (lambda: conv(window=4), "has 3 rows, not the 4 of window"),
+    "conv axes": (lambda: conv((2, 24)), r"not \[slots, channels, rows\]"),
+    "ssm heads": (lambda: ssm(3, 4, 2, 2), r"has 4 heads, but this rank holds 2 of 4 \(from head 2\)"),
+    "ssm channels": (lambda: ssm(3, 5, 2), "has 5 channels for 2 heads"),
+    "gaps in a state": (lambda: slot_states([np.zeros((4, 8, 4), np.uint8)[:, :, :2]]), "entries are not dense"),
+    "index page": (
+        lambda: dsa_index([np.zeros((4, 64 * 128), np.uint8)], page_size=64),
+        "has 8192 bytes a page, not 64 tokens in blocks of 64 at 132 bytes for every 1",
+    ),
+    "blocks of a page": (lambda: blocks(64), "not 96 tokens in blocks of 64"),
+    "blocks of nothing": (lambda: blocks(0), "not 96 tokens in blocks of 0"),
+    "rows of no tokens": (lambda: compressed(8, 0), "not a whole number of rows of 0"),
+    "compressed page": (lambda: compressed(6, 4), "a page of 6 tokens is not a whole number of rows of 4"),
+    "prefix of no pages": (lambda: prefix_items(ROW, page_size=0), "page_size is 0"),
+    "slots of two requests": (lambda: prefix_items([ROW, ROW], page_size=4), r"token slots of shape \(2, 10\)"),
+    "less than nothing held": (lambda: prefix_items(ROW, page_size=4, held=-3), "held is -3"),
+    "no window": (lambda: window_items(ROW, page_size=4, window=0), "window is 0"),
 }  # fmt: skip
 
 
-def ranges(layout, *sides):
-    """The tokens that all sides' items cover: what they have in common, the last page's to the end of the sequence."""
-    found = {}
-    for component in layout.components:
-        held = [items[component.name] for _, items in sides]
-        if component.positional:
-            found[component.name] = max(item.first_token for item in held), sides[0][0].n_tokens
-        else:
-            found[component.name] = 0, len(held[0].pages) * component.tokens_per_item
-    return found
-
-
-def move(writers, destination, dst_tp, tokens, backend="host"):
-    """Each writer's part, gathered and scattered. `writers` and `destination` are (layout, items)."""
-    layout, dst_items = destination
-    dealt = shares(dict(enumerate(src for src, _ in writers)), layout, dst_tp)
-    for number, owned in dealt.items():
-        src, src_items = writers[number]
-        wire = wire_order(src, layout)
-        rects = [Rect(name, *span, 0, 1000) for name, span in tokens.items()]
-        plans = [
-            Pool.of(side).plan(selects(side, owned, rects), wire, backend) for side in (src, layout)
-        ]  # fmt: skip
-        staged = np.empty(plans[0].nbytes(tokens) + 128, np.uint8)
-        assert plans[0].nbytes(tokens) == plans[1].nbytes(tokens)
-        indexes = [
-            {name: Index.of(np.array(items.pages, np.int64), items.first_token) for name, items in held.items()}
-            for held in (src_items, dst_items)
-        ]
-        at = staged.ctypes.data
-        plans[0].gather(at, staged.size, indexes[0], tokens)
-        plans[1].scatter(at, staged.size, indexes[1], tokens)
-
-
-def check(kind, src_tp, dst_tp, src_settings, dst_settings, backend="host"):
-    """Moves a request from all prefill ranks to every decode rank and compares every byte of the decode pools."""
-    sources = [kind.pool(tp=src_tp, rank=rank, seed=rank, **src_settings) for rank in range(src_tp)]
-    writers = [described(kind, e) for e in sources]
-    for rank in range(dst_tp):
-        ours, twin = (
-            (kind.decode or kind.pool)(tp=dst_tp, rank=rank, seed=100 + rank, **dst_settings) for _ in range(2)
-        )
-        layout, items = described(kind, ours)
-        tokens = ranges(layout, (ours, items), *((e, held) for e, (_, held) in zip(sources, writers, strict=True)))
-        span = next(iter(tokens.values())) if layout.components[0].positional else ()
-        for e in (*sources, twin):
-            e.store(*span)
-        assert any((a != b).any() for a, b in zip(ours.memory, twin.memory, strict=True)), "nothing to move"
-        move(writers, (layout, items), (dst_tp, rank), tokens, backend)
-        for number, (a, b) in enumerate(zip(ours.memory, twin.memory, strict=True)):
-            np.testing.assert_array_equal(a, b, err_msg=f"memory {number} of rank {rank}")
-
-
-def described(kind, e):
-    """The layout over an emulated pool and its request's items, by the components' canonical names."""
-    layout = build(*kind.parts(e), slots=[])
-    return layout, {layout.component(name).name: given for name, given in kind.items(e).items()}
-
-
-TPS = list(itertools.product([1, 2, 4], repeat=2))
-
-
-@pytest.mark.parametrize("tp", TPS, ids=str)
-@pytest.mark.parametrize("name", KINDS)
-def test_a_request_arrives_as_its_engine_would_have_written_it(name, tp):
-    kind = KINDS[name]
-    for src_settings, dst_settings in kind.sides:
-        check(kind, *tp, src_settings, dst_settings)
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_refused_by_name(name):
+    misuse, words = MISUSES[name]
+    with pytest.raises(UsageError, match=words):
+        misuse()

@@ -13,7 +13,7 @@ import pytest
 from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.layout.topology import Axis
-from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
+from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR
 from pdstage.plan.ownership import Common
 from pdstage.plan.spans import Index
 from pdstage.plan.token_slices import Pair, tokens_problem
@@ -94,15 +94,3 @@ def test_pages_and_rows_in_descending_order_are_numbered_from_the_lowest():
     pages = [cut.offset + number * cut.item_stride for number in lists["kv"].keep.tolist()]
     assert pages == [7 * 16, 3 * 128 + 7 * 16], "tokens 0 and 8: the first rows of pages 3 and 0"
     assert min(lists["kv"].keep) >= 0 and cut.n_items == 8
-
-
-def test_views_of_other_steps_take_lists_of_their_own():
-    """Keys and scales of one page: sixteen bytes a token, and two."""
-    views = [view("k", item=1024), view("scale", item=1024, row=2, base=512), view("v", item=1024, base=256)]
-    pair = pair_of(views, views, dst=TokenShard(2, 0, 1))
-    select = [(v.key, 0, 1) for v in sorted(views, key=lambda v: v.key)]
-    runs = pair.src.runs([Select(*one) for one in select])
-    assert [(n, [s.key.role for s in run]) for n, run in runs] == [(0, ["k"]), (1, ["scale"]), (0, ["v"])]
-    lists = pair.src.indexes({"kv": Index.of(np.array([2]), 0)}, {"kv": (0, 2)})
-    assert lists.of(0)["kv"].keep.tolist() == [2 * 64, 2 * 64 + 2]
-    assert lists.of(1)["kv"].keep.tolist() == [2 * 512, 2 * 512 + 2]

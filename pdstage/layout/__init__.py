@@ -6,7 +6,7 @@
     items            which pages or slots of a component a room names
     arrays           the parts that constructors make of tensors, and `build`, which makes a layout of parts
     kv_shapes        constructors for the shapes of KV caches; `pdstage.tensors` exports them
-    state_shapes     the same for states: convolution, SSM, rings
+    state_shapes     the same for states: convolution, SSM
     addresses        parts for engines that give only addresses and item lengths
 
 The names of `views` are here too.

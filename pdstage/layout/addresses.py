@@ -69,19 +69,6 @@ def kv_pages(
     return Part(tuple(regions), tuple(views))
 
 
-class Slicing(NamedTuple):
-    """How a buffer's items are sliced over TP, in the terms of SGLang's KVArgs.
-
-    `dim` is this rank's size of the sliced dimension (`state_dim_per_tensor`; 0 for a state that every rank holds
-    whole). `outer` is how many rows precede that dimension (`state_slice_outer_counts`). `groups` are the whole model's
-    sizes of the parts of the dimension, each sliced separately (`state_conv_shard_groups`).
-    """
-
-    dim: int = 0
-    outer: int = 1
-    groups: Sequence[int] | None = None
-
-
 class Paging(NamedTuple):
     """Items that are pages of `tokens` tokens. Pages with one row per token (`by_token`) match pages of any size;
     others, such as `[keys][scales]`, are transferred whole.
@@ -182,8 +169,8 @@ def append_state_component(
             raise refused(f"data_ptrs[{i}]", f"has items of {item} bytes in {nbytes}", "correct the lengths")
         region = Region(ptr, nbytes, *states.device)
         array = Array(f"data_ptrs[{i}]", (nbytes // item, item), (item, 1), ptr, 1, format, region)
-        slicing = Slicing(dims[i], outers[i], groups[i])
-        for name, piece in _pieces(array, slicing, states.tp, paging, whole).items():
+        pieces = _pieces(array, dims[i], outers[i], groups[i], tp=states.tp, paging=paging, whole=whole)
+        for name, piece in pieces.items():
             made = part({role + name: [piece]}, {"component": known.component, "layers": [layers[i]]})
             states.add(known.component, made)
 
@@ -192,16 +179,20 @@ _MAX_UNITS = 128
 
 
 def _pieces(
-    array: Array, slicing: Slicing, tp: tuple[int, int], paging: Paging | None, whole: Axis
-) -> dict[str, Piece]:
-    """The pieces of a buffer's items by the suffixes of their roles: one, or one per group."""
+    array: Array, dim: int, outer: int, groups: Sequence[int] | None, *, tp: tuple[int, int], paging: Paging | None,
+    whole: Axis,
+) -> dict[str, Piece]:  # fmt: skip
+    """The pieces of a buffer's items by the suffixes of their roles: one, or one per group.
+
+    `dim` is this rank's size of the sliced dimension; 0 for a state that every rank holds whole. `outer` is how many
+    rows precede that dimension. `groups` are the whole model's sizes of its parts, each sliced separately.
+    """
     n_items, item = array.shape
     tokens, by_token = paging or (1, False)
     if by_token and item % tokens:
         raise refused(array.name, f"has pages of {item} bytes for {tokens} tokens", "correct paging")
     row = item // tokens if by_token else item
     rows = (RowLevel(1, row),) if by_token else (RowLevel(tokens, 0),)
-    dim, outer, groups = slicing
     if not dim:
         return {"": Piece(array=array, n_items=n_items, item_stride=item, tokens_per_item=tokens, rows=rows, width=row,
                           axis=whole, format=array.dtype)}  # fmt: skip

@@ -8,7 +8,7 @@ region.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -20,39 +20,13 @@ from pdstage.layout.views import Key, Layout, Region, RowLevel, View
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import torch
     from numpy.typing import NDArray
 
     from pdstage.layout.views import TokenShard
 
 
-class _Device(Protocol):
-    @property
-    def type(self) -> str: ...
-    @property
-    def index(self) -> int | None: ...
-
-
-class _Storage(Protocol):
-    def data_ptr(self) -> int: ...
-    def nbytes(self) -> int: ...
-
-
-class StridedTensor(Protocol):
-    """The part of a torch tensor that is used."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> object: ...
-    @property
-    def device(self) -> _Device: ...
-    def stride(self) -> tuple[int, ...]: ...
-    def data_ptr(self) -> int: ...
-    def element_size(self) -> int: ...
-    def untyped_storage(self) -> _Storage: ...
-
-
-TensorLike: TypeAlias = "StridedTensor | NDArray[np.generic]"
+TensorLike: TypeAlias = "torch.Tensor | NDArray[np.generic]"
 Tensors: TypeAlias = "Iterable[TensorLike] | NDArray[np.generic]"
 
 
@@ -60,8 +34,7 @@ class Naming(TypedDict, total=False):
     """How a part's views are named; everything is optional."""
 
     component: str  # "kv"
-    first_layer: int  # 0; the first tensor's layer number, as on a later pipeline stage
-    layers: Sequence[int]  # the tensors' layer numbers, if they are not consecutive
+    layers: Sequence[int]  # the tensors' layer numbers, if they are not 0, 1, ...
     format: str  # from the dtype: "bf16", "fp16", "fp8_e4m3", ...
 
 
@@ -270,19 +243,13 @@ def check_heads(array: Array, heads: int, axis: Axis) -> None:
         )
 
 
-def layers_of(naming: Naming, n: int) -> Sequence[int]:
-    """The layer numbers of `n` tensors."""
-    start = naming.get("first_layer", 0)
-    return naming.get("layers", range(start, start + n))
-
-
 def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = "kv") -> Part:
     """The views of `roles`, each a list of one piece per layer; `component` is the default name.
 
-    A format is the naming's, else the piece's, else the dtype's.
+    A format is the piece's, else the naming's, else the dtype's.
     """
     first_role, first = next(iter(roles.items()))
-    layers = layers_of(naming, len(first))
+    layers = naming.get("layers", range(len(first)))
     for what, n_layers in (*((role, len(pieces)) for role, pieces in roles.items()), ("layers", len(layers))):
         if n_layers != len(first):
             raise UsageError(
@@ -300,7 +267,7 @@ def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = 
             twin = seen.setdefault(piece.array.address + piece.at, piece.array)
             if twin is not piece.array:
                 raise refused(piece.array.name, f"is the same memory as {twin.name}", "pass each cache once")
-            encoding = naming.get("format") or piece.format or format_of(piece.array)
+            encoding = piece.format or naming.get("format") or format_of(piece.array)
             views.append(_view(piece, Key(name, role, layer), regions.index(piece.array.region), encoding))
     return Part(tuple(regions), tuple(views))
 

@@ -25,8 +25,6 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from pdstage.layout.state_shapes import Ring
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
@@ -53,13 +51,12 @@ def slot_items(*slots: int) -> Items:
     return Items(np.array(slots, np.int64))
 
 
-def prefix_items(token_slots: npt.ArrayLike, *, page_size: int, stop: int | None = None, held: int = 0) -> Items:
-    """Pages of the whole prefix `[0, stop)` (all of `token_slots` if None), for caches and index keys (NSA).
+def prefix_items(token_slots: npt.ArrayLike, *, page_size: int, held: int = 0) -> Items:
+    """Pages of the whole prefix, for caches and index keys (NSA).
 
     If the destination has tokens `[0, held)` already, only the pages from that of token `held` on.
     """
-    row = _row(token_slots, stop)
-    slots, first = _one_a_page(row, held, page_size)
+    slots, first = _one_a_page(_row(token_slots), held, page_size)
     return Items(slots // page_size, first)
 
 
@@ -68,43 +65,27 @@ def window_items(
     *,
     page_size: int,
     window: int,
-    stop: int | None = None,
     held: int = 0,
     mapping: Any = None,  # noqa: ANN401  (anything that can be indexed: an array, or a tensor)
 ) -> Items:
-    """Pages of the last `window` tokens before `stop`, from the page in which the window starts.
+    """Pages of the last `window` tokens, from the page in which the window starts.
 
     `mapping`, indexed by slots of the full pool, gives the slots of the sliding-window pool, if that is separate. The
     destination has the tokens below `held` already.
     """
     if window < 1:
         raise UsageError(f"window is {window}", remedy="give the tokens of a window", window=window)
-    row = _row(token_slots, stop)
+    row = _row(token_slots)
     slots, first = _one_a_page(row, max(held, len(row) - window, 0), page_size)
     translated = slots if mapping is None else np.asarray(mapping[slots])
     return Items(translated // page_size, first)
 
 
-def ring_items(slot: int, ring: Ring, *, stop: int, window: int) -> Items:
-    """Rows of slot `slot` of a ring for the last `window` tokens before `stop`, in position order; the token at
-    position p is in row `p % ring.rows`. Raises `UsageError` for a window that the ring cannot hold.
-    """
-    positions = np.arange(max(0, stop - window), stop)
-    if len(positions) > ring.rows:
-        raise UsageError(
-            f"a window of {len(positions)} tokens in a ring of {ring.rows} rows", remedy="give at most the ring's rows"
-        )
-    first = int(positions[0]) if len(positions) else stop
-    return Items(slot * ring.slot_step + positions % ring.rows * ring.row_step, first)
-
-
-def _row(token_slots: npt.ArrayLike, stop: int | None) -> npt.NDArray[np.integer[Any]]:
+def _row(token_slots: npt.ArrayLike) -> npt.NDArray[np.integer[Any]]:
     row = np.asarray(token_slots)
-    if row.ndim != 1 or (stop is not None and not 0 <= stop <= len(row)):
-        raise UsageError(
-            f"token slots of shape {row.shape} for {stop} tokens", remedy="give one slot for each token of the request"
-        )
-    return row[:stop]
+    if row.ndim != 1:
+        raise UsageError(f"token slots of shape {row.shape}", remedy="give one slot for each token of the request")
+    return row
 
 
 def _one_a_page(

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 from pdstage.errors import UsageError
-from pdstage.layout.arrays import Piece, arrays_of, check_heads, layers_of, pages, part, refused
+from pdstage.layout.arrays import Piece, arrays_of, check_heads, pages, part, refused
 from pdstage.layout.topology import REPLICATED, shard_axis
 from pdstage.layout.views import RowLevel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdstage.layout.arrays import Array, Naming, Part, TensorLike, Tensors
+    from pdstage.layout.arrays import Array, Naming, Part, Tensors
 
 
 def sglang_mha(
@@ -99,99 +100,39 @@ def vllm_cpu_blocks(
                 + " in whole tiles" * packed,
                 "pass the cache as vLLM allocated it",
             )  # fmt: skip
-        held = _packed_rows(tokens, dim, size) if packed else _transposed_rows(tokens, dim, size)
-        for role, one in held.items():
-            roles.setdefault(role, []).append(
-                Piece(
-                    array=array, at=one.at, n_items=blocks, item_stride=block, tokens_per_item=tokens, rows=one.rows,
-                    shard_stride=head, segs=one.segs, seg_stride=one.seg_stride, width=one.width, axis=axis,
-                )
-            )  # fmt: skip
+        base = Piece(
+            array=array,
+            n_items=blocks,
+            item_stride=block,
+            tokens_per_item=tokens,
+            shard_stride=head,
+            width=size,
+            axis=axis,
+        )
+        for role, piece in (_packed if packed else _transposed)(base, tokens, dim).items():
+            roles.setdefault(role, []).append(piece)
     return part(roles, naming)
 
 
-class _Rows(NamedTuple):
-    """Where a token's row lies in a head's block of CPU_ATTN; the fields mean the same as `Piece`'s."""
-
-    at: int
-    rows: tuple[RowLevel, ...]
-    segs: int
-    seg_stride: int
-    width: int
-
-
-def _transposed_rows(tokens: int, dim: int, size: int) -> dict[str, _Rows]:
+def _transposed(base: Piece, tokens: int, dim: int) -> dict[str, Piece]:
+    """Where K and V lie in a head's block of CPU_ATTN; `base` has the width of an element."""
+    size = base.width
     return {
-        "k": _Rows(0, (RowLevel(1, size),), dim, tokens * size, size),
-        "v": _Rows(tokens * dim * size, (RowLevel(1, dim * size),), 1, 0, dim * size),
+        "k": replace(base, rows=(RowLevel(1, size),), segs=dim, seg_stride=tokens * size),
+        "v": replace(base, at=tokens * dim * size, rows=(RowLevel(1, dim * size),), width=dim * size),
     }
 
 
-def _packed_rows(tokens: int, dim: int, size: int) -> dict[str, _Rows]:
-    values = tokens * dim * size
-    return {"k": _Rows(0, (RowLevel(16, 16 * dim * size), RowLevel(1, 2 * size)), dim // 2, 32 * size, 2 * size)} | {
-        f"v.{at}": _Rows(
-            values + at * 16 * tokens * size, (RowLevel(2, 32 * size), RowLevel(1, size)), 16, 2 * size, size
+def _packed(base: Piece, tokens: int, dim: int) -> dict[str, Piece]:
+    size = base.width
+    rows = (RowLevel(16, 16 * dim * size), RowLevel(1, 2 * size))
+    return {"k": replace(base, rows=rows, segs=dim // 2, seg_stride=32 * size, width=2 * size)} | {
+        f"v.{at}": replace(
+            base, at=(dim + at * 16) * tokens * size, rows=(RowLevel(2, 32 * size), RowLevel(1, size)), segs=16,
+            seg_stride=2 * size,
         )
         for at in range(dim // 16)
-    }
-
-
-def kv_scales(
-    k: Tensors,
-    v: Tensors,
-    *,
-    total_heads: int,
-    tp: tuple[int, int],
-    page_size: int | None = None,
-    heads_first: bool = False,
-    **naming: Unpack[Naming],
-) -> Part:
-    """The scales of a quantized cache, one or several per token and head, as views beside its K and V.
-
-    They belong to the same component, so they are transferred with the data, at any TP. Shapes are those of the cache
-    with the scales in place of `dim`: `[slots, heads, n]` given `page_size`, else `[pages, page_size, heads, n]`, or
-    `[pages, heads, page_size, n]` if `heads_first`. Heads and scales may be one axis, as in SGLang's NVFP4 `[slots,
-    heads * n]`, and an axis of n = 1 may be omitted, as in per-token-head `[slots, heads]`. Sources: SGLang's
-    MHATokenToKVPoolMXFP8 (blocks of 32, page_size other than 128) and MHATokenToKVPoolFP4 (16); vLLM's
-    nvfp4_split_data_scale and per-token-head scales.
-    """
-    slots = page_size is not None
-    axes = "slots, heads, n" if slots else f"pages, {'heads, page_size' if heads_first else 'page_size, heads'}, n"
-    count = shard_axis("", total_heads, *tp).count
-    roles: dict[str, list[Array]] = {}
-    for role, given in (("k_scale", k), ("v_scale", v)):
-        held = [_scales_apart(array, axes, count, heads_first) for array in arrays_of(role, given, axes, fewer=True)]
-        if page_size is not None:
-            roles[role] = [_paginated(array, page_size) for array in held]
-        else:
-            roles[role] = [_rows_first(array) if heads_first else array for array in held]
-    return _heads(roles, total_heads, tp, naming)
-
-
-def mxfp8_scales(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]) -> Part:
-    """MXFP8 scales as FlashAttention 4 reads them: `[pages, heads, 32, page_size / 32, n]`, token t of a page at `[t %
-    32, t // 32]`. They match `kv_scales` of any shape. Source: SGLang's MHATokenToKVPoolMXFP8, page_size 128.
-    """
-    axis = shard_axis("kv_head", total_heads, *tp)
-    roles: dict[str, list[Piece]] = {"k_scale": [], "v_scale": []}
-    for role, given in (("k_scale", k), ("v_scale", v)):
-        for array in arrays_of(role, given, "pages, heads, 32, page_size / 32, n"):
-            (n_pages, heads, block, chunks, n), (page, head, within, chunk, _) = array.shape, array.strides
-            check_heads(array, heads, axis)
-            if block != 32:
-                raise refused(
-                    array.name, f"has shape {list(array.shape)}: {block} tokens, not 32, on its third axis",
-                    "pass the scales as the engine allocated them",
-                )  # fmt: skip
-            roles[role].append(
-                Piece(
-                    array=array, n_items=n_pages, item_stride=page, tokens_per_item=block * chunks,
-                    rows=(RowLevel(block, chunk), RowLevel(1, within)), shard_stride=head,
-                    width=n * array.itemsize, axis=axis,
-                )
-            )  # fmt: skip
-    return part(roles, naming)
+    }  # fmt: skip
 
 
 def mla(
@@ -275,75 +216,25 @@ def dsa_index(
     *,
     page_size: int,
     block_size: int = 64,
-    key_nbytes: int = 128,
-    scale_nbytes: int = 4,
     tokens_per_row: int = 1,
     **naming: Unpack[Naming],
 ) -> Part:
     """Index keys of DeepSeek sparse attention with their scales, component "dsa": pages of `[keys][scales]` blocks.
 
-    `block_size` tokens form a kernel's page. Layers that share another layer's index have no rows: they are left out,
-    with their numbers. Pooled index keys have one row per `tokens_per_row` tokens. Sources: SGLang's DSATokenToKVPool
-    (keys fp8, one fp32 scale per 128); vLLM's indexer cache, whose block is the page.
+    `block_size` tokens form a kernel's page. Pooled index keys have one row per `tokens_per_row` tokens. Sources:
+    SGLang's DSATokenToKVPool (keys fp8, one fp32 scale per 128); vLLM's indexer cache, whose block is the page.
     """
-    fields = Field("index_k", key_nbytes, "fp8_e4m3"), Field("index_scale", scale_nbytes, "fp32")
-    held, numbers = _with_rows(caches, naming)
+    fields = Field("index_k", 128, "fp8_e4m3"), Field("index_scale", 4, "fp32")
+    named: Naming = {"component": "dsa", **naming}
     return block_pages(
-        held, fields=fields, page_size=page_size, block_size=block_size, tokens_per_row=tokens_per_row,
-        component=naming.get("component", "dsa"), layers=numbers,
-    )  # fmt: skip
-
-
-def deepseek_v4_latent(
-    caches: Tensors,
-    *,
-    page_size: int,
-    data_nbytes: int = 576,
-    scale_nbytes: int = 8,
-    tokens_per_row: int = 1,
-    **naming: Unpack[Naming],
-) -> Part:
-    """DeepSeek-V4's pages `[latents][scales][padding]`: 448 fp8 + 64 bf16 per row, then 7 scales and a byte of padding.
-
-    Compressed layers have one row per `tokens_per_row` tokens (4 or 128); `page_size` counts tokens. Sources: SGLang's
-    DeepSeekV4SingleKVPool (pages padded to 576 bytes); vLLM's fp8_ds_mla of model version deepseek_v4.
-    """
-    fields = Field("latent", data_nbytes, "fp8_bf16_ds4"), Field("latent_scale", scale_nbytes, "ue8m0")
-    return block_pages(caches, fields=fields, page_size=page_size, tokens_per_row=tokens_per_row, **naming)
+        caches, fields=fields, page_size=page_size, block_size=block_size, tokens_per_row=tokens_per_row, **named
+    )
 
 
 def _heads(roles: Mapping[str, Sequence[Array]], total_heads: int, tp: tuple[int, int], naming: Naming) -> Part:
     """Views of arrays `[pages, page_size, heads, dim]` that are sliced by KV heads."""
     axis = shard_axis("kv_head", total_heads, *tp)
     return part({role: [pages(array, axis) for array in held] for role, held in roles.items()}, naming)
-
-
-def _with_rows(caches: Tensors, naming: Naming) -> tuple[list[TensorLike], list[int]]:
-    """The tensors that have rows, and their layers' numbers."""
-    given = list(caches)
-    numbers = layers_of(naming, len(given))
-    if len(numbers) != len(given):
-        raise UsageError(
-            f"layers has {len(numbers)} entries, caches has {len(given)}",
-            remedy="give one entry a layer",
-            argument="layers",
-        )
-    held = [(cache, number) for cache, number in zip(given, numbers, strict=True) if cache.shape[0]]
-    return [cache for cache, _ in held], [number for _, number in held]
-
-
-def _scales_apart(array: Array, axes: str, heads: int, heads_first: bool) -> Array:
-    """An array of scales with its heads and its n scales on separate axes."""
-    missing = len(axes.split(", ")) - len(array.shape)
-    if not missing:
-        return array
-    last, stride = array.shape[-1], array.strides[-1]
-    if heads_first:
-        return array.seen((*array.shape, 1), (*array.strides, array.itemsize))
-    if last % heads:
-        raise refused(array.name, f"has {last} scales a token, not a number for each of {heads} heads", "check tp")
-    n = last // heads
-    return array.seen((*array.shape[:-1], heads, n), (*array.strides[:-1], n * stride, stride))
 
 
 def _paginated(array: Array, page_size: int) -> Array:

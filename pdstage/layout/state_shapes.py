@@ -1,22 +1,20 @@
-"""Constructors for states that a request has once: convolution windows, SSM states, rings.
+"""Constructors for states that a request has once: convolution windows and SSM states.
 
 `tensors` has the table of all constructors.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 from pdstage.layout.arrays import Piece, arrays_of, check_heads, part, refused
 from pdstage.layout.topology import REPLICATED, Axis, shard_axis
-from pdstage.layout.views import RowLevel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.layout.arrays import Array, Naming, Part, TensorLike, Tensors
+    from pdstage.layout.arrays import Array, Naming, Part, Tensors
 
 
 class Section(NamedTuple):
@@ -59,63 +57,38 @@ def mamba_conv(
     first, and both sides must have the same order. Sources: SGLang's MambaPool (channels first; last for Kimi); vLLM's
     MambaSpec ("DS" and "SD"), where causal_conv1d leaves the state in the leading rows.
     """
+    channel, row = (2, 1) if channels_last else (1, 2)
+    axes = [section.axis(tp) for section in sections]
     roles: dict[str, list[Piece]] = {}
     for array in arrays_of("states", states, "slots, rows, channels" if channels_last else "slots, channels, rows"):
-        conv = _Conv.of(array, channels_last, window)
-        first, axes = 0, [section.axis(tp) for section in sections]
+        rows, first = array.shape[row] if window is None else window, 0
+        if not 1 <= rows <= array.shape[row]:
+            raise refused(
+                array.name, f"has {array.shape[row]} rows, not the {window} of window", "give the kernel's width less 1"
+            )
         for section, axis in zip(sections, axes, strict=True):
-            for name, piece in conv.pieces(first, section.unit(), axis, whole=whole):
+            unit, step = section.unit(), array.strides[channel]
+            base = Piece(
+                array=array, at=first * step, n_items=array.shape[0], item_stride=array.strides[0],
+                shard_stride=unit * step, segs=unit, seg_stride=step, width=array.itemsize, axis=axis,
+            )  # fmt: skip
+            first += unit * axis.count
+            if not whole:
+                pieces = {str(n): replace(base, at=base.at + n * array.strides[row]) for n in range(rows)}
+            elif channels_last:
+                width = unit * array.itemsize
+                pieces = {"rows": replace(base, segs=rows, seg_stride=array.strides[row], width=width)}
+            else:
+                pieces = {"channels": replace(base, width=rows * array.itemsize)}
+            for name, piece in pieces.items():
                 roles.setdefault(f"{role}.{section.name}.{name}", []).append(piece)
-            first += section.unit() * axis.count
-        if first != conv.channels:
+        if first != array.shape[channel]:
             held = ", ".join(f"{s.name} {s.unit() * a.count}" for s, a in zip(sections, axes, strict=True))
             raise refused(
-                array.name, f"has {conv.channels} channels, this rank's sections {first} ({held})",
+                array.name, f"has {array.shape[channel]} channels, this rank's sections {first} ({held})",
                 "correct the sections or tp",
             )  # fmt: skip
     return part(roles, naming, component="mamba")
-
-
-@dataclass(frozen=True, slots=True)
-class _Conv:
-    """An array of conv states by the meaning of its axes; steps are byte strides."""
-
-    array: Array
-    channels: int
-    channel_step: int
-    row_step: int
-    window: int
-    channels_last: bool
-
-    @classmethod
-    def of(cls, array: Array, channels_last: bool, window: int | None) -> _Conv:
-        channel, row = (2, 1) if channels_last else (1, 2)
-        rows = array.shape[row]
-        if window is not None and not 1 <= window <= rows:
-            raise refused(array.name, f"has {rows} rows, not the {window} of window", "give the kernel's width less 1")
-        return cls(
-            array, array.shape[channel], array.strides[channel], array.strides[row], window or rows, channels_last
-        )
-
-    def pieces(self, first: int, unit: int, axis: Axis, *, whole: bool) -> list[tuple[str, Piece]]:
-        """Channels from `first` on, `unit` per shard, as one piece or one per row; with the suffixes of their roles."""
-        size, array = self.array.itemsize, self.array
-        held = first + unit * axis.count
-        if held > self.channels:
-            raise refused(array.name, f"has {self.channels} channels, the sections {held}", "correct sections or tp")
-
-        def piece(row: int, segs: int, seg_stride: int, width: int) -> Piece:
-            return Piece(
-                array=array, at=first * self.channel_step + row * self.row_step, n_items=array.shape[0],
-                item_stride=array.strides[0], shard_stride=unit * self.channel_step, segs=segs, seg_stride=seg_stride,
-                width=width, axis=axis,
-            )  # fmt: skip
-
-        if not whole:
-            return [(str(row), piece(row, unit, self.channel_step, size)) for row in range(self.window)]
-        if self.channels_last:
-            return [("rows", piece(0, self.window, self.row_step, unit * size))]
-        return [("channels", piece(0, unit, self.channel_step, self.window * size))]
 
 
 def mamba_ssm(
@@ -123,40 +96,27 @@ def mamba_ssm(
     *,
     total_heads: int,
     tp: tuple[int, int],
-    state_first: bool = False,
-    by_element: bool = False,
     role: str = "ssm",
     **naming: Unpack[Naming],
 ) -> Part:
-    """SSM states `[slots, heads, head_dim, state]` sliced by heads, or `[slots, heads, state, head_dim]` if
-    `state_first`; component "mamba".
+    """SSM states `[slots, heads, head_dim, state]` sliced by heads; component "mamba".
 
     Mamba-1's `[slots, channels, state]` works too: `total_heads` cuts the channels into equal pieces. Both sides must
-    have the same order, unless both set `by_element`, which moves element by element, as a separate component
-    "mamba_ssm" with the same slots. A state that every rank holds gets `tp=(1, 0)`. Sources: SGLang's MambaPool
-    (temporal, ReplaySSM rings), vLLM's MambaSpec.
+    have the same order of the inner axes: another order takes another `role`, so that the two are refused. A state that
+    every rank holds gets `tp=(1, 0)`. Sources: SGLang's MambaPool (temporal, ReplaySSM rings), vLLM's MambaSpec.
     """
     axis = shard_axis("ssm_head", total_heads, *tp)
     pieces = []
     for array in arrays_of("states", states, "slots, heads, head_dim, state", fewer=True):
         held = _by_heads(array, axis)
-        (slots, _, rows, columns), (slot, head, row, column) = held.shape, held.strides
-        size = array.itemsize
-        if not by_element:
-            piece = Piece(
+        (slots, _, rows, columns), (slot, head, row, _) = held.shape, held.strides
+        pieces.append(
+            Piece(
                 array=array, n_items=slots, item_stride=slot, shard_stride=head, segs=rows, seg_stride=row,
-                width=columns * size, axis=axis,
-            )  # fmt: skip
-        else:
-            (dims, dim), (items, item) = ((columns, column), (rows, row))[:: 1 if state_first else -1]
-            piece = Piece(
-                array=array, n_items=slots, item_stride=slot, tokens_per_item=items, rows=(RowLevel(1, item),),
-                shard_stride=head, segs=dims, seg_stride=dim, width=size, axis=axis,
-            )  # fmt: skip
-        pieces.append(piece)
-    if by_element:
-        return part({f"{role}.elements": pieces}, naming, component="mamba_ssm")
-    return part({f"{role}.state_first" if state_first else role: pieces}, naming, component="mamba")
+                width=columns * array.itemsize, axis=axis,
+            )
+        )  # fmt: skip
+    return part({role: pieces}, naming, component="mamba")
 
 
 def _by_heads(array: Array, axis: Axis) -> Array:
@@ -187,63 +147,3 @@ def slot_states(states: Tensors, *, role: str = "state", **naming: Unpack[Naming
         ]
     }  # fmt: skip
     return part(roles, naming, component="request_row")
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """The numbers of ring-buffer rows as items: position p of slot s is item `s * slot_step + p % rows * row_step`.
-
-    Each item is one token, so rings of unequal size match by position; `pdstage.layout.items.ring_items` lists them.
-    """
-
-    rows: int
-    slot_step: int
-    row_step: int = 1
-
-    @classmethod
-    def of(cls, tensor: TensorLike, rows: int | None = None) -> Ring:
-        """The numbering that `rings` uses for such a tensor."""
-        return _ring(_ring_arrays([tensor], rows)[0])
-
-
-def rings(buffers: Tensors, *, rows: int | None = None, role: str = "ring", **naming: Unpack[Naming]) -> Part:
-    """Replicated ring buffers `[slots, rows, ...]`, or flat `[slots * rows, ...]` given `rows`; a row is a token.
-
-    A component with positions, by default "swa_ring"; each row is an item numbered by `Ring`. Several rings that are
-    indexed together take several calls with one component. Sources: SGLang's unified SWA ring and DSATokenToKVPool's
-    compress tail; vLLM's CircularBufferSpec, one block per request.
-    """
-    held = _ring_arrays(buffers, rows)
-    numbering = _ring(held[0])
-    pieces = []
-    for array in held:
-        slots, n_rows = array.shape[:2]
-        step = math.gcd(*array.strides[:2])
-        if _ring(array) != numbering:
-            raise refused(array.name, f"is numbered as {_ring(array)}, not as {numbering}", "make two components")
-        last = (slots - 1) * numbering.slot_step + (n_rows - 1) * numbering.row_step
-        pieces.append(Piece(array=array, n_items=last + 1, item_stride=step, width=array.shape[2], axis=REPLICATED))
-    return part({role: pieces}, naming, component="swa_ring")
-
-
-def _ring_arrays(buffers: Tensors, rows: int | None) -> list[Array]:
-    """Rings as bytes `[slots, rows, row]`."""
-    axes = "slots, rows, ..." if rows is None else "slots * rows, ..."
-    held = []
-    for array in arrays_of("buffers", buffers, axes):
-        if rows is None:
-            (slots, n_rows), (slot, row) = array.shape[:2], array.strides[:2]
-        elif rows < 1 or array.shape[0] % rows:
-            raise refused(array.name, f"has {array.shape[0]} rows, not a multiple of {rows}", "correct rows")
-        else:
-            slots, n_rows, row = array.shape[0] // rows, rows, array.strides[0]
-            slot = rows * row
-        nbytes = array.dense_nbytes(2 if rows is None else 1)
-        held.append(replace(array, shape=(slots, n_rows, nbytes), strides=(slot, row, 1)))
-    return held
-
-
-def _ring(array: Array) -> Ring:
-    slot, row = array.strides[:2]
-    step = math.gcd(slot, row)
-    return Ring(array.shape[1], slot // step, row // step)

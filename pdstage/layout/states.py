@@ -104,8 +104,7 @@ def _described(kind: StateType | None) -> str:
 
 
 StateType.NONE = StateType.register(StateType("none"))
-# "mamba_ssm" holds SSM states by element, for two sides that keep their two inner axes in different orders.
-StateType.MAMBA = StateType.register(StateType("mamba", ("mamba", "mamba_ssm"), positional=False, exact=True))
+StateType.MAMBA = StateType.register(StateType("mamba", ("mamba",), positional=False, exact=True))
 StateType.SWA = StateType.register(StateType("swa", ("swa",)))
 StateType.NSA = StateType.DSA = StateType.register(StateType("nsa", ("dsa",), aliases=("dsa",)))
 

@@ -155,11 +155,8 @@ class TokenShard:
     """The tokens of a sequence that a rank holds under context parallelism; with `size` 1, all of them.
 
     Of `size` ranks, `rank` holds every token t with `t // interleave % size == rank`: the interleaved ownership of DCP
-    and PCP. `interleave` 0 means contiguous parts: of a sequence of n tokens, `[rank*n // size, (rank+1)*n // size)`.
-
-    A rank with interleaved tokens stores only its own, one after the other, and `Items.first_token` counts these: token
-    t of the sequence has the number t minus the tokens before t that other ranks hold. A rank with a contiguous part
-    stores it at absolute positions; its first page is the one that holds its first token.
+    and PCP. A rank stores only its own tokens, one after the other, and `Items.first_token` counts these: token t has
+    the number t minus the tokens before t that other ranks hold.
     """
 
     size: int = 1
@@ -168,38 +165,21 @@ class TokenShard:
 
     def __post_init__(self) -> None:
         in_range = 1 <= self.size <= _MAX_RANKS and 0 <= self.rank < self.size
-        if not in_range or not 0 <= self.interleave <= _MAX_INTERLEAVE:
+        if not in_range or not (self.size == 1 or 1 <= self.interleave <= _MAX_INTERLEAVE):
             raise UsageError(
                 f"rank {self.rank} of {self.size} holds tokens by blocks of {self.interleave}",
-                remedy=f"give 1 <= size <= {_MAX_RANKS}, 0 <= rank < size, 0 <= interleave <= {_MAX_INTERLEAVE}",
+                remedy=f"give 1 <= size <= {_MAX_RANKS}, 0 <= rank < size, 1 <= interleave <= {_MAX_INTERLEAVE}",
             )
         if self.size == 1:  # all are equal, whatever the interleave
             object.__setattr__(self, "interleave", 0)
 
     @classmethod
     def by(cls, topology: Topology, interleave: int = 1) -> TokenShard:
-        """What rank `topology.cp_rank` of `topology.cp_size` ranks holds in engines; `interleave` 0 for contiguous."""
+        """What rank `topology.cp_rank` of `topology.cp_size` ranks holds in engines."""
         return cls(topology.cp_size, topology.cp_rank, interleave)
 
-    @property
-    def interleaved(self) -> bool:
-        """Whether ranks alternate, `interleave` tokens at a time."""
-        return self.size > 1 and self.interleave > 0
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether each rank holds one run of the sequence."""
-        return self.size > 1 and self.interleave == 0
-
-    def part_of(self, n: int) -> tuple[int, int]:
-        """The contiguous part `[start, stop)` of a sequence of `n` tokens."""
-        return self.rank * n // self.size, (self.rank + 1) * n // self.size
-
     def __str__(self) -> str:
-        if self.size == 1:
-            return "all tokens"
-        how = f"blocks of {self.interleave}" if self.interleave else "contiguous"
-        return f"part {self.rank} of {self.size} ({how})"
+        return "all tokens" if self.size == 1 else f"part {self.rank} of {self.size} (blocks of {self.interleave})"
 
 
 ALL_TOKENS = TokenShard()
@@ -239,7 +219,7 @@ class Component:
                     remedy="views indexed together share item count and page size; make two components",
                 )
             per, owned = view.tokens_per_row, self.owned
-            if per > 1 and owned.size > 1 and (owned.contiguous or owned.interleave % per):
+            if per > 1 and owned.size > 1 and owned.interleave % per:
                 raise UsageError(
                     f"a row of view {view.key} covers {per} tokens, yet the rank holds {owned} of a sequence",
                     remedy="interleave by a multiple of what a row covers",

@@ -86,8 +86,7 @@ class Receiver(Handle):
         aux: AuxRow | None = None,
     ) -> None:
         """Publishes where the room's state goes: `tokens` (start, stop, by component; all that `items` cover if None).
-        A rank that holds part of the tokens gives the whole range, and items for its own; where parts are contiguous,
-        on either side, they are those of a sequence of `stop` tokens.
+        A rank that holds part of the tokens gives the whole range, and items for its own.
 
         Of components with positions, tokens below `prefix_tokens` are here already and are not sent. `after` is an
         event; until it is done the engine may still use the pages, and nothing is opened. Lower `priority` goes first.

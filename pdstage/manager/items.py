@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pdstage.layout import Component, Layout, TokenShard
+    from pdstage.layout import Component, Layout
 
 
 _FEW = 256
@@ -131,10 +131,9 @@ def _check_one(
     name, per_item = component.name, component.tokens_per_item
     own = CommonTokens.of(component.owned)
     end = first + len(given) * per_item
-    start, stop = span if span is not None else _covered(component.owned, first, end, unique=unique)
+    start, stop = span if span is not None else _covered(own, first, end)
     fields = {"component": name}
-    wanted = component.owned.part_of(stop) if unique and component.owned.contiguous else (start, stop)
-    low, high = own.count(max(start, wanted[0])), own.count(min(stop, wanted[1]))
+    low, high = own.count(start), own.count(stop)
     holds_none = component.owned.size > 1 and high <= low
     if start > stop or not (holds_none or first <= low <= high <= end):
         remedy = f"give the items of every {per_item} tokens, from first_token on"
@@ -155,14 +154,8 @@ def _check_one(
     return Checked(pages, start, stop, Index.of(pages, first))
 
 
-def _covered(owned: TokenShard, first: int, end: int, *, unique: bool) -> tuple[int, int]:
+def _covered(own: CommonTokens, first: int, end: int) -> tuple[int, int]:
     """The tokens that the rank's own numbers `[first, end)` stand for."""
-    if unique and owned.contiguous:
-        raise UsageError(
-            f"a destination that holds {owned} is bound without a token range",
-            remedy="give `tokens`: the parts are those of a sequence that ends at its stop",
-        )
-    own = CommonTokens.of(owned)
     return own.token(first), own.token(end - 1) + 1 if end > first else own.token(first)
 
 

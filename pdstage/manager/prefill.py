@@ -68,9 +68,7 @@ class Sender(Handle):
 
     @property
     def prefix_tokens(self) -> int | None:
-        """The first token that any destination asks for, of this rank's part if parts are contiguous; None before all
-        have opened.
-        """
+        """The first token that any destination asks for; None before all have opened."""
         return self._prefix_tokens({one.name for one in self._node.pool.layout.components if one.positional})
 
     def prefix_tokens_of(self, component: str) -> int | None:
@@ -110,7 +108,7 @@ class Sender(Handle):
         ready: CudaEvent | None = None,
     ) -> None:
         """More of the room: `tokens` (absolute, start and stop, by component) stored in `items`, of `layers` or of all.
-        A rank that holds part of the tokens gives ranges as if it held all, but for contiguous parts: those it has.
+        A rank that holds part of the tokens gives ranges as if it held all.
 
         `ready` is an event after which the data exists; leases are sought meanwhile. Raises `UsageError` for items that
         are out of range or do not cover the tokens; nothing is sent then.

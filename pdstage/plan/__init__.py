@@ -11,7 +11,6 @@
 The names of `staging` that others need are here too.
 """
 
-from pdstage.layout.topology import shard_range
 from pdstage.plan.staging import (
     HEAD_MAJOR,
     TOKEN_MAJOR,
@@ -25,7 +24,6 @@ from pdstage.plan.staging import (
     layers_of,
     rows_of,
     selects,
-    shard_overlap,
     shares,
     tokens_of,
     wire_order,
@@ -44,8 +42,6 @@ __all__ = [
     "layers_of",
     "rows_of",
     "selects",
-    "shard_overlap",
-    "shard_range",
     "shares",
     "tokens_of",
     "wire_order",

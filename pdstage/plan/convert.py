@@ -15,10 +15,11 @@ the conversion. A format that can be converted names its scales:
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from pdstage.errors import UsageError
 from pdstage.layout import Key, Layout, View, with_views
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 BF16 = "bf16"
 E4M3 = "fp8_e4m3"
 BLOCK = 32
+_LOWEST, _HIGHEST = 2.0**-126, 2.0**126  # of scales; both are float32
 
 TENSOR, TOKEN_HEAD, MX = "tensor", "token_head", "mx32"
 INLINE, DATA, SCALE = "inline", "data", "scale"
@@ -81,7 +83,7 @@ class Encoding:
     @property
     def scale_bits(self) -> int:
         """`scale` as the 32 bits of a float32."""
-        return int(struct.unpack("<I", struct.pack("<f", self.scale))[0])
+        return int(np.float32(self.scale).view(np.uint32))
 
     def nbytes(self, n: int) -> int:
         """Bytes of `n` encoded values; 0 if `n` is impossible."""
@@ -99,10 +101,9 @@ def fp8_tensor(scale: float, rule: str = "divide") -> str:
     `rule`: "divide" rounds the float32 quotient, as vLLM does. "bf16" multiplies by the reciprocal and rounds to bf16
     first, as a GPU does when it divides a bf16 tensor by a number, and so does SGLang.
     """
-    rounded = _float32(scale)
-    if not 2.0**-126 <= rounded <= 2.0**126:
+    if not _LOWEST <= scale <= _HIGHEST:
         raise UsageError(f"an fp8 scale of {scale}", remedy="give a positive, finite float32")
-    return str(_checked(Encoding(TENSOR, rule, rounded)))
+    return str(_checked(Encoding(TENSOR, rule, float(np.float32(scale)))))
 
 
 def fp8_token_head(part: str = INLINE, of: str = "") -> str:
@@ -300,17 +301,10 @@ def _checked(encoding: Encoding) -> Encoding:
     return encoding
 
 
-def _float32(number: float) -> float:
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", number))[0])
-    except OverflowError:
-        return math.inf
-
-
 def _scale_of(word: str) -> float:
     """A scale as written by `float.hex`; NaN for any other text."""
     try:
         scale = float.fromhex(word)
     except (ValueError, OverflowError):
         return math.nan
-    return scale if 2.0**-126 <= scale <= 2.0**126 and _float32(scale) == scale else math.nan
+    return scale if _LOWEST <= scale <= _HIGHEST and float(np.float32(scale)) == scale else math.nan

@@ -3,9 +3,6 @@
 The tokens of a component that two ranks both hold are *numbered* in order, from 0. Staged bytes, leases and kernels use
 these numbers. Rectangles, tags and coverage use absolute positions: `[start, stop)` means the tokens in it that both
 ranks hold. If both hold every token the two are the same.
-
-Contiguous parts need no numbers. They depend on a sequence's length, which is the `stop` of decode's request, and limit
-what a writer sends: see `Common.part`.
 """
 
 from __future__ import annotations
@@ -33,20 +30,22 @@ class CommonTokens:
     """The tokens that two ranks both hold of any sequence, numbered in order from 0.
 
     They repeat every `period` tokens, `per_period` in each, in pieces of `grain` tokens that start at multiples of
-    `grain`. `starts` lists the first token of each piece of a period. Contiguous parts count as all tokens.
+    `grain`. `starts` lists the first token of each piece of a period.
     """
 
     def __init__(self, src: TokenShard, dst: TokenShard) -> None:
-        cycles = [owned.size * owned.interleave for owned in (src, dst) if owned.interleaved]
-        self.grain = math.gcd(*(owned.interleave for owned in (src, dst) if owned.interleaved)) or 1
-        self.period = math.lcm(*cycles)
+        parts = [owned for owned in (src, dst) if owned.size > 1]
+        self.grain = math.gcd(*(owned.interleave for owned in parts)) or 1
+        self.period = math.lcm(*(owned.size * owned.interleave for owned in parts))
         if self.period // self.grain > _MAX_GRAINS:
             raise UsageError(
                 f"{src} at prefill, {dst} at decode: this repeats after {self.period} tokens only",
                 remedy=f"make the interleaves multiples of each other: at most {_MAX_GRAINS} pieces are kept",
             )
         grains = np.arange(0, self.period, self.grain, dtype=np.int64)
-        held = _holds(src, grains) & _holds(dst, grains)
+        held = np.ones(len(grains), np.bool_)
+        for owned in parts:
+            held &= grains // owned.interleave % owned.size == owned.rank
         self.starts: NDArray[np.int64] = grains[held]
         self.per_period = len(self.starts) * self.grain
         self._first: list[int] = self.starts.tolist()
@@ -84,21 +83,7 @@ class CommonTokens:
         return n // self.per_period * self.period + n % self.per_period
 
 
-def _holds(owned: TokenShard, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-    if not owned.interleaved:
-        return np.ones(len(tokens), np.bool_)
-    held: NDArray[np.bool_] = tokens // owned.interleave % owned.size == owned.rank
-    return held
-
-
 _EVERY_TOKEN = CommonTokens(ALL_TOKENS, ALL_TOKENS)
-
-
-def meets(src: TokenShard, dst: TokenShard) -> bool:
-    """Whether both hold a token of some sequence."""
-    if src.contiguous and dst.contiguous:
-        return src.rank * dst.size < (dst.rank + 1) * src.size and dst.rank * src.size < (src.rank + 1) * dst.size
-    return CommonTokens.of(src, dst).per_period > 0
 
 
 class TokenRange(Protocol):
@@ -115,14 +100,11 @@ class TokenRange(Protocol):
 class Common:
     """By component, the tokens that a prefill rank and a decode rank both hold."""
 
-    __slots__ = ("_contiguous", "_numberings")
+    __slots__ = ("_numberings",)
 
     def __init__(self, pairs: Mapping[str, tuple[TokenShard, TokenShard]]) -> None:
         numberings = {component: CommonTokens.of(*pair) for component, pair in pairs.items()}
         self._numberings = {component: numbers for component, numbers in numberings.items() if not numbers.whole}
-        self._contiguous = {
-            component: tuple(owned for owned in pair if owned.contiguous) for component, pair in pairs.items()
-        }
 
     @classmethod
     def of(cls, src: Layout, dst: Layout) -> Common:
@@ -131,9 +113,7 @@ class Common:
         Raises `UsageError` as `CommonTokens` does.
         """
         theirs = {component.name: component.owned for component in src.components}
-        # A component that only the destination has has no common tokens: its own tokens are numbered.
-        wanted = (c for c in dst.components if c.name in theirs or c.owned.contiguous)
-        pairs = {c.name: (theirs.get(c.name, ALL_TOKENS), c.owned) for c in wanted}
+        pairs = {c.name: (theirs[c.name], c.owned) for c in dst.components if c.name in theirs}
         parted = {name: pair for name, pair in pairs.items() if pair != (ALL_TOKENS, ALL_TOKENS)}
         return cls(parted) if parted else EVERYTHING
 
@@ -146,19 +126,6 @@ class Common:
             return {rect.component: (rect.start, rect.stop) for rect in rects}
         numbered = ((rect, self.numbers(rect.component)) for rect in rects)
         return {rect.component: (numbers.count(rect.start), numbers.count(rect.stop)) for rect, numbers in numbered}
-
-    @property
-    def parted(self) -> bool:
-        """Whether `part` is ever less than all."""
-        return any(self._contiguous.values())
-
-    def part(self, component: str, start: int, stop: int) -> tuple[int, int]:
-        """The part of `[start, stop)` that lies in both ranks' contiguous parts of a sequence of `stop` tokens."""
-        low, high = start, stop
-        for owned in self._contiguous.get(component, ()):
-            first, end = owned.part_of(stop)
-            low, high = max(low, first), min(high, end)
-        return low, max(low, high)
 
 
 EVERYTHING = Common({})

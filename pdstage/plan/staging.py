@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Key, Layout, TokenShard, View
 from pdstage.layout.topology import Axis, shard_axis, shard_range
-from pdstage.plan.ownership import meets
+from pdstage.plan.ownership import CommonTokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -29,31 +29,6 @@ TOKEN_MAJOR = "token"
 HEAD_MAJOR = "head"
 
 Tokens: TypeAlias = "Mapping[str, tuple[int, int]]"
-
-
-class ShardSlice(NamedTuple):
-    """Local shards `[src_start, src_start + count)` of the source rank are `[dst_start, ...)` of the destination."""
-
-    src_start: int
-    dst_start: int
-    count: int  # type: ignore[assignment]  # the field's name, over tuple.count
-
-
-def shard_overlap(
-    total: int, src_tp: int, src_rank: int, dst_tp: int, dst_rank: int, *, turn: int = 0
-) -> ShardSlice | None:
-    """What `src_rank` sends to `dst_rank` when both sides shard `total` by `shard_range`; None for nothing.
-
-    Each destination shard has exactly one owner among the source replicas that hold it. Replicas are distributed over
-    the destinations as evenly as `shard_range` allows. If a destination has several, `turn` (a layer, say) picks one.
-    """
-    src, dst = (shard_axis("", total, tp, rank) for tp, rank in ((src_tp, src_rank), (dst_tp, dst_rank)))
-    first, stop = max(src.first, dst.first), min(src.first + src.count, dst.first + dst.count)
-    if first >= stop:
-        return None
-    if owner_of(_replicas(total, src_tp, first), _replicas(total, dst_tp, first), dst_rank, turn) != src_rank:
-        return None
-    return ShardSlice(first - src.first, first - dst.first, stop - first)
 
 
 def _replicas(total: int, tp: int, shard: int) -> range:
@@ -164,10 +139,11 @@ def token_parts(held: tuple[TokenShard, ...], wanted: TokenShard, component: str
     missing = ALL_TOKENS
     for size, interleave in sorted({(owned.size, owned.interleave) for owned in held}):
         parts = [TokenShard(size, rank, interleave) for rank in range(size)]
-        lacking = next((part for part in parts if part not in held and meets(part, wanted)), None)
-        if lacking is None:
-            return tuple(part for part in parts if part in held and meets(part, wanted))
-        missing = lacking
+        needed = tuple(part for part in parts if CommonTokens.of(part, wanted).per_period)
+        lacking = [part for part in needed if part not in held]
+        if not lacking:
+            return needed
+        missing = lacking[0]
     raise UsageError(
         f"prefill ranks hold of {component!r} {', '.join(map(str, sorted(held, key=astuple)))}; "
         f"decode holds {wanted}, and nobody sends {missing}",

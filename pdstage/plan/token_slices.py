@@ -87,11 +87,7 @@ class _Pieces:
             block, rows = rows[0].stride, rows[1:]
         if self.per_item > 1:
             piece = view.row_offset(grain)
-        return self._counted(view, rows, (view.item_stride, block, piece), per_block)
-
-    def _counted(
-        self, view: View, rows: tuple[Any, ...], strides: tuple[int, int, int], per_block: int
-    ) -> tuple[View, int]:
+        strides = view.item_stride, block, piece
         most = (view.n_items - 1, -(-self.per_item // per_block) - 1, min(per_block, self.per_item) - 1)
         used = tuple(stride if n else 0 for stride, n in zip(strides, most, strict=True))
         unit = math.gcd(*used) or 1

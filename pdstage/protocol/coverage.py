@@ -47,14 +47,6 @@ class Intervals:
         return reached if reached < stop else None
 
 
-def of_writer(asked: tuple[Asked, ...], common: Common) -> tuple[Asked, ...]:
-    """What a room asks for, of a writer with which the destination has `common`: less, where parts are contiguous."""
-    if not common.parted:
-        return asked
-    parts = ((ask, *common.part(ask.component, ask.start, ask.stop)) for ask in asked)
-    return tuple(ask._replace(start=start, stop=stop) for ask, start, stop in parts)
-
-
 class _Need:
     """One component's tokens `[start, stop)` over a writer's layers, in bands of layers that arrived alike."""
 
@@ -132,7 +124,7 @@ class Coverage:
             layers.setdefault(share.component, set()).update(range(*share.layers))
         self._needs = {
             ask.component: _Need(sorted(layers[ask.component]), ask.start, ask.stop, common.numbers(ask.component))
-            for ask in of_writer(asked, common)
+            for ask in asked
             if ask.component in layers
         }
         self._uncounted = {component for component in self._needs if component in exact}

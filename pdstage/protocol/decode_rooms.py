@@ -14,7 +14,7 @@ from pdstage.layout import merged
 from pdstage.plan import Share, shares
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import Slots, lacking
-from pdstage.protocol.coverage import Coverage, of_writer
+from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.room import Room
 from pdstage.protocol.session import Changed, Session
 from pdstage.protocol.state import WRITER, RoomEvent, State, WriterEvent, WriterPhase
@@ -198,7 +198,7 @@ class DecodeRooms:
             room.epoch,
             room.key,
             writer.shares,
-            of_writer(room.asked, writer.session.common),
+            room.asked,
             room.wire_items if writer.direct else (),
             topology.group_rank,
             topology.group_size,

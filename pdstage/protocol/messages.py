@@ -220,7 +220,7 @@ class Advance(NamedTuple):
 class Open(Message, frozen=True, tag=6):
     """D>P until Opened, CloseOk or CloseFailed. One destination rank wants its `shares` of a room, now.
 
-    `asked`: the ranges wanted from this writer; of contiguous parts of the tokens, only those that both ranks hold.
+    `asked`: the ranges wanted from this writer, of which it sends the tokens that both ranks hold.
     `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room
     with this writer; `rank` is the asking one's number among its group. `aux`: this writer brings the request's aux:
     in its CloseOk, or by a write into `row`, the number of one of Hello's `rows`. `advances`: leases that the writer

@@ -95,9 +95,8 @@ class Meeting:
     """A writer and a destination: what of the destination's claim is the writer's, and how their memories meet."""
 
     def __init__(self, src: Node, dst: Node, owned: tuple[plan.Share, ...], asked: dict[str, tuple[int, int]]) -> None:
-        self.src, self.dst, self.shares = src, dst, owned
+        self.src, self.dst, self.shares, self.asked = src, dst, owned, asked
         self.common = Common.of(src.layout, dst.layout)
-        self.asked = {name: self.common.part(name, *span) for name, span in asked.items()}
         self.session = SimpleNamespace(common=self.common, stagings=src.stagings)
         self.pair = Pair(src.layout, dst.layout, self.common)
 

@@ -67,9 +67,7 @@ class Side:
     uneven: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     cp: int = 1
     parted: dict[str, int] = field(default_factory=dict)
-    """Components of which each of the `cp` ranks holds a part of the tokens: blocks of so many in turn, or 0 for
-    contiguous parts.
-    """
+    """Components of which each of the `cp` ranks holds a part of the tokens: blocks of so many in turn."""
 
     @property
     def pp(self) -> int:

@@ -150,10 +150,10 @@ def _sides(
 
 
 def _interleave(draws: Draws, of: Logical) -> int:
-    """Tokens of a block: no row of several is split between ranks. 0 for contiguous parts."""
+    """Tokens of a block: no row of several is split between ranks."""
     if of.tokens_per_row > 1:
         return of.tokens_per_row * draws.pick(1, 2, 4)
-    return draws.pick(1, 0, 16, 64, 3, 4)
+    return draws.pick(1, 16, 64, 3, 4)
 
 
 def _logical(draws: Draws, kind: str, n_layers: int) -> Logical:

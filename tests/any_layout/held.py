@@ -100,9 +100,7 @@ class Part:
     nbytes: int
     items: list[int]
     owner: tuple[int, int, int] = (1, 0, 0)
-    """Of how many parts of the tokens this is which, and the tokens of a block, or 0 for contiguous parts."""
-    n_tokens: int = 0
-    """The sequence's, of which contiguous parts are parts."""
+    """Of how many parts of the tokens this is which, and the tokens of a block."""
     start: int = 0
     cells: tuple[np.ndarray, ...] = ()
 
@@ -150,7 +148,7 @@ def _part(case: Case, side: Side, of: Logical, rank: Rank, rng: random.Random, g
     how = side.stored[of.name]
     stop = case.asked[of.name][1]
     owner = (side.cp, rank.cp_rank, side.parted[of.name]) if of.name in side.parted else (1, 0, 0)
-    _, places_held = held_rows(owner, stop, how.first_token, stop, 1)
+    _, places_held = held_rows(owner, how.first_token, stop, 1)
     reach = int(places_held[-1]) + 1 if len(places_held) else how.first_token
     needed = -(-(reach - how.first_token) // how.page)
     most = -(-(stop - how.first_token) // how.page)
@@ -161,12 +159,10 @@ def _part(case: Case, side: Side, of: Logical, rank: Rank, rng: random.Random, g
     if key not in geometry:
         geometry[key] = placed(of, how, high - low, n_items, counts)
     places, nbytes = geometry[key]
-    return Part(of, how, low, high, owned, places, nbytes, rng.sample(range(n_items), needed), owner, stop)
+    return Part(of, how, low, high, owned, places, nbytes, rng.sample(range(n_items), needed), owner)
 
 
-def held_rows(
-    owner: tuple[int, int, int], n_tokens: int, start: int, stop: int, per: int
-) -> tuple[np.ndarray, np.ndarray]:
+def held_rows(owner: tuple[int, int, int], start: int, stop: int, per: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of `per` tokens that `[start, stop)` of a sequence touches and one owner holds, and the places of their
     first tokens among the tokens that it stores.
     """
@@ -175,9 +171,6 @@ def held_rows(
     tokens = rows * per
     if size == 1:
         return rows, tokens
-    if not block:
-        mine = (number * n_tokens // size <= tokens) & (tokens < (number + 1) * n_tokens // size)
-        return rows[mine], tokens[mine]
     mine = tokens // block % size == number
     tokens = tokens[mine]
     return rows[mine], tokens // (block * size) * block + tokens % block
@@ -188,7 +181,7 @@ def write(one: Part, cells: tuple[np.ndarray, ...] | list[np.ndarray], start: in
     n = 0
     for role, (first, count), into in zip(one.of.roles, one.owned, cells, strict=True):
         per, block = role.tokens_per_row, one.how.block or one.how.page
-        rows, place = held_rows(one.owner, one.n_tokens, start, stop, per)
+        rows, place = held_rows(one.owner, start, stop, per)
         if not len(rows):
             continue
         page, within = np.divmod(place - one.how.first_token, one.how.page)
@@ -209,6 +202,6 @@ def chunk_nbytes(one: Part, chunk, asked: tuple[int, int]) -> int:
         layers = sum(span.layer_start <= layer < span.layer_stop for layer in one.of.layers[one.low : one.high])
         if start < stop:
             for role, (_, count) in zip(one.of.roles, one.owned, strict=True):
-                rows, _ = held_rows(one.owner, one.n_tokens, start, stop, role.tokens_per_row)
+                rows, _ = held_rows(one.owner, start, stop, role.tokens_per_row)
                 n += layers * len(rows) * count * role.segs * role.width
     return n

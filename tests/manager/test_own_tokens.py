@@ -8,7 +8,7 @@ from pdstage import Items, TokenShard, UsageError
 from pdstage.manager.items import check
 from tests.manager.engine import Rank
 
-INTERLEAVED, CONTIGUOUS = TokenShard(2, 1, 2), TokenShard(2, 1)
+INTERLEAVED = TokenShard(2, 1, 2)
 
 
 def checked(owned, items, tokens, *, destination=False):
@@ -38,17 +38,3 @@ def test_a_range_without_an_own_token_needs_no_items():
 def test_without_a_range_the_items_say_which_tokens():
     one = checked(INTERLEAVED, Items([5, 6], 4), None, destination=True)
     assert (one.start, one.stop) == (10, 24)
-    one = checked(CONTIGUOUS, Items([5, 6], 4), None)
-    assert (one.start, one.stop) == (4, 12)
-
-
-def test_a_contiguous_destination_names_the_whole_sequence_and_stores_its_part():
-    """Of 21 tokens rank 1 of 2 holds 10..21, in the pages from token 8 on."""
-    one = checked(CONTIGUOUS, Items([1, 2, 3, 4], 8), (0, 21), destination=True)
-    assert (one.start, one.stop) == (0, 21)
-    with pytest.raises(UsageError, match="its own 10..21"):
-        checked(CONTIGUOUS, Items([1, 2, 3], 12), (0, 21), destination=True)
-    with pytest.raises(UsageError, match="bound without a token range"):
-        checked(CONTIGUOUS, Items([1, 2, 3, 4], 8), None, destination=True)
-    with pytest.raises(UsageError, match="not in items that cover"):
-        checked(CONTIGUOUS, Items([1, 2, 3, 4], 8), (0, 21))

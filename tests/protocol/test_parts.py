@@ -69,8 +69,7 @@ def transfer(world: Parts, *, room: int = 1, step: int = 5, prefix: int = 0) -> 
 
 WAYS = [
     ((2, 1), (1, 0)), ((1, 0), (2, 1)), ((2, 16), (2, 16)), ((2, 1), (2, 1)), ((2, 16), (3, 1)), ((4, 1), (2, 16)),
-    ((2, 0), (1, 0)), ((1, 0), (3, 0)), ((3, 0), (2, 0)), ((2, 0), (2, 0)), ((3, 0), (2, 4)), ((2, 3), (2, 0)),
-    ((2, 64), (1, 0)), ((3, 2), (4, 3)),
+    ((2, 3), (2, 4)), ((2, 64), (1, 0)), ((3, 2), (4, 3)),
 ]  # fmt: skip
 
 
@@ -106,15 +105,6 @@ def test_a_writer_that_holds_none_of_a_rectangle_may_not_deliver_it():
     assert not coverage.complete and "layer 0 from token 99" in coverage.missing()
     coverage.add([Rect("kv", 99, 100, 0, 2)])
     assert coverage.complete and coverage.covers([Rect("kv", 0, 100, 0, 2)])
-
-
-def test_contiguous_parts_are_of_what_is_asked():
-    common = Common({"kv": (TokenShard(2, 1), TokenShard(3, 1))})
-    shares = (Share("kv", "k", (0, 1, 1), 0, 1),)
-    coverage = Coverage(shares, (m.Asked("kv", 10, 60),), common)
-    assert "outside 30..40" in coverage.problem([Rect("kv", 29, 31, 0, 1)])
-    assert not coverage.problem([Rect("kv", 30, 40, 0, 1)])
-    assert Coverage(shares, (m.Asked("kv", 45, 60),), common).complete
 
 
 @pytest.mark.parametrize(("n_items", "first", "fits"), [(2, 0, True), (1, 0, False), (1, 4, False), (2, 4, False)])
