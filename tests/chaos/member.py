@@ -24,11 +24,10 @@ class Member:
     def __init__(self, job: Job) -> None:
         self.job, self.name = job, f"{job.engine.name} {job.rank}"
         self.state = "down"
-        self.busy = self.rests = self.is_killed = False
-        """A fault is being done to it; no room is sent to it; its life before was ended, and not by itself."""
+        self.busy = self.rests = False
+        """A fault is being done to it; no room is sent to it."""
         self.life = -1
         self.endpoint = ""
-        self.fds_at_start = 0
         self.last_report: dict = {}
         self._asked = False
         self.closed: tuple | None = None
@@ -47,7 +46,7 @@ class Member:
         self._process.start()
         theirs.close()
         self.state, self.closed, self.last_report, self._asked = "starting", None, {}, False
-        self.busy = self.is_killed = False
+        self.busy = False
         self.pids.append(self._process.pid)
 
     @property
@@ -75,7 +74,7 @@ class Member:
                 said.append(("gone", self._reap()))
                 break
             if kind == "ready":
-                self.endpoint, self.fds_at_start = value
+                self.endpoint = value
                 self.state = "up" if self.state == "starting" else self.state
             elif kind == "report":
                 self.last_report, self._asked = value | {"life": self.life}, False

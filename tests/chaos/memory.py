@@ -1,25 +1,22 @@
-"""One rank's KV pool and aux rows, all of which the engine knows at any time, but for what is lent to a room under way.
+"""One rank's KV pool, all of which the engine knows at any time, but for what is lent to a room under way.
 
 What every byte of a room must be is a function of its serial number, layer, role, token and head. A shadow holds what
 each known page must be. So a write into a page that was given back is seen, whatever it wrote and whoever has the page
 by then: at the next sweep, at the latest before the page is lent again. Pages are reused last in, first out, and
-refilled at once. So are aux rows.
+refilled at once.
 """
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 
-from pdstage import AuxRow, Column, MetadataBuffers, Pool
+from pdstage import Pool
 from pdstage.layout.topology import shard_range
-from pdstage.metadata import RowInUse
 from pdstage.tensors import build, paged_hnd, paged_nhd
 
 LAYERS, HEADS, DIM = 2, 4, 64
 ROLES = "kv"
-N_ROWS, _AUX_NBYTES = 32, 52
+_AUX_NBYTES = 52
 
 
 def rows_of(serial: int, layer: int, role: int, tokens: range, heads: range) -> np.ndarray:
@@ -112,10 +109,6 @@ class Pages:
         self.free += pages
         return wrong
 
-    def untouched(self, page: int) -> bool:
-        """Whether a page is as the engine left it."""
-        return bool(np.array_equal(self._mem[:, :, page], self._must[:, :, page]))
-
     def sweep(self) -> list[str]:
         """Compares every known page with what it must be."""
         mem, must = self._mem.view(np.uint64), self._must.view(np.uint64)
@@ -135,38 +128,3 @@ class Pages:
         if self.hnd:
             paged = paged.transpose(0, 2, 1, 3)
         return paged.reshape(-1, len(self.heads), DIM).copy()
-
-
-def make_rows() -> MetadataBuffers:
-    return MetadataBuffers([Column("aux", "uint8", (_AUX_NBYTES,))], N_ROWS)
-
-
-class Rows:
-    """A node's aux rows: filled anew whenever one is free, so that whoever writes or reads a free one is found out."""
-
-    def __init__(self, held: MetadataBuffers, rng: random.Random) -> None:
-        self._held, self._rng = held, rng
-        self._free: dict[int, tuple[np.ndarray, int]] = {}
-        """By number: the memory of rows that were given back, and the byte they must hold."""
-
-    def take(self) -> AuxRow | None:
-        """A row for every other room, while there are any; the others' aux is bytes."""
-        if not self._held.n_free or self._rng.random() < 0.5:
-            return None
-        row = self._held.allocate()
-        self._free.pop(row.number, None)
-        return row
-
-    def give_back(self, row: AuxRow) -> list[str]:
-        try:
-            self._held.free(row)
-        except RowInUse as error:
-            return [f"a room is released, and not its row: {error}"]
-        byte = self._rng.randrange(256)
-        row.memory[:] = byte
-        self._free[row.number] = (row.memory, byte)
-        return []
-
-    def sweep(self) -> list[str]:
-        bad = [number for number, (memory, byte) in self._free.items() if not (memory == byte).all()]
-        return [f"aux row {number} was written while it was free" for number in bad]

@@ -1,8 +1,4 @@
-"""What a round draws from its seed and number alone: a site, and the faults that befall it. Two sites are known.
-
-`small`: a few ranks and a bootstrap server, a fault a second. `large`: a cluster on three etcd servers, every rank in a
-network of its own, ranks drained, lost and slow, and etcd's servers too.
-"""
+"""What a round draws from its seed and number alone: a site, which is a few ranks and a directory, and its faults."""
 
 from __future__ import annotations
 
@@ -16,38 +12,30 @@ CONFIG = Config(
     retry_s=0.05, hello_s=6.0, open_s=4.0, wait_s=5.0, transfer_s=4.0, recall_after_s=0.3,
     stuck_after_s=0.2, drain_s=2.0, open_wait_s=6.0, send_wait_s=6.0, write_s=3.0, max_silence_s=1.5,
 )  # fmt: skip
-_PATIENT = Config(
-    max_silence_s=8.0, hello_s=30.0, open_s=15.0, open_wait_s=25.0, send_wait_s=25.0, transfer_s=20.0, drain_s=10.0,
-    write_s=20.0,
-)  # fmt: skip
-N_ETCD = 3
+ROOM_S = 8.0
+"""`deadline_s` of every room."""
+HUNG_AFTER_S = 2.5 * (CONFIG.hello_s + CONFIG.open_wait_s + ROOM_S)
+"""The longest path through the deadlines (a lookup, a greeting, a room), 2.5 times over, in time awake."""
 
 
 class Kind(NamedTuple):
-    """How often it befalls a small and a large site, of all faults, and for how long, in units of `max_silence_s`."""
+    """How often it befalls a rank, of all faults, and for how long, in units of `max_silence_s`."""
 
-    small: int
-    large: int
+    often: int
     shortest: float
     longest: float
 
 
 KINDS = {
-    "kill": Kind(30, 8, 0.0, 0.8),
-    "stop": Kind(44, 8, 0.01, 2.2),
-    "stop, then kill": Kind(8, 2, 0.0, 1.6),
-    "cut": Kind(10, 8, 0.1, 2.5),
-    "cut, one way": Kind(5, 5, 0.1, 1.7),
-    "cut from one": Kind(4, 8, 0.1, 2.5),
-    "slow": Kind(3, 10, 0.5, 5.0),
-    "restart": Kind(4, 5, 0.0, 0.2),
-    "drain": Kind(2, 10, 0.0, 2.0),
-    "kill of etcd": Kind(0, 4, 0.2, 2.5),
-    "stop of etcd": Kind(0, 4, 0.2, 2.5),
-    "cut of etcd": Kind(0, 3, 0.2, 2.5),
-    "etcd without majority": Kind(0, 1, 0.7, 0.8),
+    "kill": Kind(30, 0.0, 0.8),
+    "stop": Kind(44, 0.01, 2.2),
+    "stop, then kill": Kind(8, 0.0, 1.6),
+    "cut": Kind(10, 0.1, 2.5),
+    "cut, one way": Kind(5, 0.1, 1.7),
+    "cut from one": Kind(4, 0.1, 2.5),
+    "restart": Kind(4, 0.0, 0.2),
+    "drain": Kind(2, 0.0, 2.0),
 }
-"""All but the last are of one rank or of one of etcd's servers."""
 
 
 class Engine(NamedTuple):
@@ -74,22 +62,11 @@ class Site:
     path: str = "auto"
     n_lanes: int = 1
     checksums: bool = False
-    network: str = ""
-    """"apart": each rank in a namespace of its own; "shared": all in one; "": where the supervisor is, uncut."""
+    apart: bool = False
+    """Each rank in a network namespace of its own; else they are where the supervisor is, and uncut."""
     fabric: str = ""
     faults: dict[str, float] = field(default_factory=dict)
     """Of a rank's transport in its first life (`transport.faults.Faults`). They end before the round."""
-    large: bool = False
-    config: Config = field(default=CONFIG, repr=False)
-    room_s: float = 8.0
-    """`deadline_s` of every room."""
-    window: int = 12
-    """Rooms at a time."""
-
-    @property
-    def hung_after_s(self) -> float:
-        """The longest path through the deadlines (a lookup, a greeting, a room), 2.5 times over, in time awake."""
-        return 2.5 * (self.config.hello_s + self.config.open_wait_s + self.room_s)
 
 
 class Fault(NamedTuple):
@@ -103,10 +80,10 @@ class Fault(NamedTuple):
     same_port: bool
 
 
-def small(seed: int, number: int, transport: str, seconds: float, *, namespaces: bool) -> Site:
+def draw_site(seed: int, number: int, transport: str, seconds: float, *, namespaces: bool) -> Site:
     rng = random.Random(f"site {seed} {number}")
     transport = rng.choice(("local", "nixl")) if transport == "both" else transport
-    network = "" if not namespaces else "apart" if transport == "nixl" else "shared"
+    apart = namespaces and transport == "nixl"
     path = rng.choice(("staged", "direct", "auto", "direct"))
     engines = [
         Engine(f"{role} {n}", role, rng.choice((1, 2)), rng.choice((8, 16)), rng.random() < 0.5,
@@ -120,26 +97,9 @@ def small(seed: int, number: int, transport: str, seconds: float, *, namespaces:
         faults |= {"delay": rng.choice((0.0, 0.1)), "delay_s": rng.choice((0.01, 0.5))}
         faults |= {"seed": number, "for_s": 0.8 * seconds}
     return Site(
-        engines=tuple(engines), transport=transport, path=path, n_lanes=rng.choice((1, 2, 3)), network=network,
+        engines=tuple(engines), transport=transport, path=path, n_lanes=rng.choice((1, 2, 3)), apart=apart,
         checksums=rng.random() < 0.3 and path != "direct", faults=faults,
-        # Within one network shared memory would go around every cut.
-        fabric="tcp,self" if network == "apart" or (transport == "nixl" and rng.random() < 0.5) else "",
-    )  # fmt: skip
-
-
-def large(seed: int, n_ranks: int) -> Site:
-    rng = random.Random(f"site {seed}")
-    engines = []
-    for role in ("prefill", "decode"):
-        left = n_ranks // 2
-        while left:
-            tp = min(rng.choice((1, 2, 4)), 1 << left.bit_length() - 1)
-            left -= tp
-            name = f"{role} {len(engines)}"
-            engines.append(Engine(name, role, tp, rng.choice((8, 16)), rng.random() < 0.5, "thread"))
-    return Site(
-        engines=tuple(engines), transport="nixl", network="apart", fabric="tcp,self", large=True, config=_PATIENT,
-        room_s=60.0, window=20,
+        fabric="tcp,self" if apart or (transport == "nixl" and rng.random() < 0.5) else "",
     )  # fmt: skip
 
 
@@ -147,14 +107,13 @@ def draw_faults(seed: int, number: int, site: Site, seconds: float) -> list[Faul
     """Those that find their rank busy with another are missed."""
     rng = random.Random(f"faults {seed} {number}")
     kinds = list(KINDS)
-    weights = [kind.large if site.large else kind.small for kind in KINDS.values()]
+    weights = [kind.often for kind in KINDS.values()]
     ranks = [rank for engine in site.engines for rank in engine.ranks]
-    every_s = 3.0 if site.large else 0.5
     faults = []
     at_s = 0.3
-    while (at_s := at_s + rng.expovariate(1 / every_s)) < seconds:
+    while (at_s := at_s + rng.expovariate(2.0)) < seconds:
         kind = rng.choices(kinds, weights)[0]
-        whom, peer = rng.sample([f"etcd {n}" for n in range(N_ETCD)] if "etcd" in kind else ranks, 2)
-        for_s = site.config.max_silence_s * rng.uniform(KINDS[kind].shortest, KINDS[kind].longest)
+        whom, peer = rng.sample(ranks, 2)
+        for_s = CONFIG.max_silence_s * rng.uniform(KINDS[kind].shortest, KINDS[kind].longest)
         faults.append(Fault(at_s, kind, whom, peer, for_s, rng.random() < 0.75))
     return faults

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import math
 import os
 import random
 import signal
@@ -25,7 +26,7 @@ from pdstage.transport import open_from_config
 from tests import descriptors, processes
 from tests.chaos import account, plan
 from tests.chaos.engine import DecodeEngine, Engine, PrefillEngine
-from tests.chaos.memory import Pages, make_rows
+from tests.chaos.memory import Pages
 from tests.transport.faults import faulty
 
 state.strict = True
@@ -34,6 +35,7 @@ importlib.import_module("pdstage.transport.local")
 
 _PAUSE_S = 0.003
 _START_S = 15.0
+_N_TOKENS, _STAGING_NBYTES = 12_288, 768 << 10
 _WATCH_S = 0.5
 _ENDS_S = 6.0
 """A watch of etcd ends within 5 s."""
@@ -48,14 +50,12 @@ class Job:
     rank: int
     directory: str
     log: Path
-    seed: str = ""
-    host: str = "127.0.0.1"
-    where: str = ""
+    seed: str
+    host: str
+    where: str
     life: int = 0
     port: int = 0
     traces: Path | None = None
-    n_tokens: int = 12_288
-    staging_nbytes: int = 768 << 10
 
 
 def run(job: Job, pipe: Connection) -> None:
@@ -76,7 +76,7 @@ def run(job: Job, pipe: Connection) -> None:
     trace = job.traces and job.traces / f"{job.engine.name} {job.rank} {job.life}.json"
     with tracing(trace) as observers:
         engine = _engine(job, lambda *what: pipe.send(what), observers)
-        pipe.send(("ready", (engine.node.socket.endpoint, descriptors.count())))
+        pipe.send(("ready", engine.node.socket.endpoint))
         inline = job.engine.progress == "inline"
         while _obey(engine, pipe, 0 if inline else _PAUSE_S):
             engine.step()
@@ -90,7 +90,7 @@ def run(job: Job, pipe: Connection) -> None:
 def _engine(job: Job, say, observers: tuple[Observer, ...]) -> Engine:
     shape = job.engine
     rng = random.Random(f"{job.seed} {shape.name} {job.rank} {job.life}")
-    pages = Pages(shape.tp, job.rank, page=shape.page, n_pages=job.n_tokens // shape.page, hnd=shape.hnd)
+    pages = Pages(shape.tp, job.rank, page=shape.page, n_pages=_N_TOKENS // shape.page, hnd=shape.hnd)
     until = time.monotonic() + _START_S
     while True:
         try:
@@ -104,8 +104,8 @@ def _engine(job: Job, say, observers: tuple[Observer, ...]) -> Engine:
         else:
             break
     if isinstance(node, PrefillNode):
-        return PrefillEngine(node, pages, rng, say, job.site)
-    return DecodeEngine(node, pages, rng, say, job.site, directory=job.directory)
+        return PrefillEngine(node, pages, rng, say)
+    return DecodeEngine(node, pages, rng, say, directory=job.directory)
 
 
 def _node(job: Job, pages: Pages, observers: tuple[Observer, ...]) -> PrefillNode | DecodeNode:
@@ -115,9 +115,9 @@ def _node(job: Job, pages: Pages, observers: tuple[Observer, ...]) -> PrefillNod
         transport = faulty(open_from_config(transport, "cpu", job.host), **site.faults)
     common = {
         "transport": transport,
-        "path": site.path, "config": replace(site.config, checksums=site.checksums), "aux": "rdma",
-        "bind": f"tcp://{job.host}:{job.port}", "insecure": bool(job.where), "staging_nbytes": job.staging_nbytes,
-        "metadata": make_rows(), "observers": observers, "progress": job.engine.progress,
+        "path": site.path, "config": replace(plan.CONFIG, checksums=site.checksums),
+        "bind": f"tcp://{job.host}:{job.port}", "insecure": bool(job.where), "staging_nbytes": _STAGING_NBYTES,
+        "observers": observers, "progress": job.engine.progress,
     }  # fmt: skip
     if job.engine.role == "decode":
         return DecodeNode(pages.pool, place, n_lanes=site.n_lanes, **common)
@@ -139,9 +139,12 @@ def _obey(engine: Engine, pipe: Connection, pause_s: float) -> bool:
             case "fence":
                 for endpoint in engine.node.unfenced():
                     engine.node.fence(endpoint)
+            case "drain":
+                engine.node.drain(0.0)
+                engine.ends_at = engine.now + 3 * plan.ROOM_S  # then also with rooms that lost sessions keep
             case "close":
                 return False
-    return True
+    return engine.now < engine.ends_at and bool(engine.ends_at == math.inf or engine.rooms or engine.waiting)
 
 
 def _report(engine: Engine) -> dict[str, object]:
@@ -153,13 +156,7 @@ def _report(engine: Engine) -> dict[str, object]:
         "rooms kept": max(0, len(engine.rooms) - held.get("stranded rooms", 0)),
         "pages astray": out - sum(len(room.pages) for room in engine.rooms),
     }
-    return {
-        "held": held,
-        "carved": max(account.carved(engine.node), engine.kept_back(engine.site.config.drain_s)),
-        "fds": descriptors.count(),
-        "sessions": len(engine.node.core.sessions),
-        "fences": engine.node.transport.traits.fences,
-    }
+    return {"held": held, "fences": engine.node.transport.traits.fences}
 
 
 def _left(before: tuple[Counter[str], Counter[str]], *, free: bool) -> list[Counter[str]]:
@@ -172,7 +169,7 @@ def _left(before: tuple[Counter[str], Counter[str]], *, free: bool) -> list[Coun
 
 def _close(engine: Engine, before: tuple[Counter[str], Counter[str]]) -> tuple[bool, list[dict[str, int]]]:
     """Closes the node in order, and tells what it left behind. Memory it gave back is used at once, and watched."""
-    free = engine.node.close(2 * engine.site.config.drain_s)
+    free = engine.node.close(2 * plan.CONFIG.drain_s)
     until = time.monotonic() + _ENDS_S
     while any(left := _left(before, free=free)) and time.monotonic() < until:
         time.sleep(_WATCH_S / 10)  # a library may end its own a moment later

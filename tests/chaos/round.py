@@ -7,40 +7,35 @@ import itertools
 import json
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from pdstage.bench.etcd_servers import Host, Servers
 from pdstage.control.bootstrap import BootstrapServer, client_of
 from pdstage.tools.trace import load
 from tests.chaos import account
 from tests.chaos.engine import Order
 from tests.chaos.member import Member
-from tests.chaos.network import Network, SharedNetwork
-from tests.chaos.plan import N_ETCD, Engine, Fault, Site, draw_faults
+from tests.chaos.network import Network
+from tests.chaos.plan import CONFIG, HUNG_AFTER_S, Engine, Fault, Site, draw_faults
 from tests.chaos.rank import Job
 from tests.judge import judge
 
 _START_S = 240.0
 _STEP_S = 0.02
 _ASK_S = 0.3
-_FDS = {"mooncake": (130, 70)}  # docs/transports.md, mooncake: Resources
-_FDS_ELSE = (0, 10)
-"""What a node may have more than at first: at all, and for each session."""
 _REORDERED = 0.25
 _STALE = 0.01
 """How often a room is sent to an engine with a rank down, as routers do not know at once."""
-_RECYCLE_AT = 0.5
 _TRIES = 6
+_WINDOW = 12
+"""Rooms at a time."""
 _WAIT_S = 120.0
 Act = Callable[[], object]
 
@@ -51,17 +46,16 @@ class Room:
     pair: tuple[Engine, Engine]
     awaited: set[tuple[Member, int]]
     """Ranks that have not said how it ended, and their lives."""
-    reasons: list[str] = field(default_factory=list)
+    failed: bool = False
 
 
 class Round:
-    """`wrong` holds what must not be; `counts` and `reasons` what happened."""
+    """`wrong` holds what must not be, `counts` what happened."""
 
     def __init__(self, seed: int, number: int, site: Site, seconds: float) -> None:
         self.seed, self.number, self.site, self.seconds = seed, number, site, seconds
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
         self.members: dict[str, Member] = {}
         self._rng = random.Random(f"router {seed} {number}")
         self._pairs = [
@@ -72,12 +66,10 @@ class Round:
         self._rooms: dict[str, Room] = {}
         self._again: list[Order] = []
         self._window = 0
-        self._calm = self._etcd_is_down = False
-        self._hung_after_s = site.hung_after_s
+        self._calm = False
         self._began_at = time.monotonic()
         self._ask_at = 0.0
         self._agenda: list[tuple[float, int, Act]] = []
-        self._commands: list[tuple[subprocess.Popen[str], Act]] = []
         self._numbers = itertools.count(1)
 
     # What happens, in order.
@@ -96,18 +88,12 @@ class Round:
 
     def _build(self, stack: ExitStack) -> None:
         site = self.site
-        etcd = [f"etcd {n}" for n in range(N_ETCD)] if site.large else []
         ranks = [rank for engine in site.engines for rank in engine.ranks]
-        hosts = ["operator", *etcd, *ranks] if site.network else []
-        self._net = stack.enter_context(Network(hosts) if site.network == "apart" else SharedNetwork(hosts))
+        hosts = ["operator", *ranks] if site.apart else []
+        self._net = stack.enter_context(Network(hosts))
         with self._net.inside("operator"):
-            if etcd:
-                at = [Host(self._net.address(host), 2379, 2380, self._net.command(host)) for host in etcd]
-                self._servers = stack.enter_context(Servers(self._folder, N_ETCD, hosts=at)).ready()
-                self._directory = self._servers.address()
-            else:
-                bind = f"{self._net.address('operator')}:0"
-                self._directory = stack.enter_context(BootstrapServer(bind, insecure=bool(hosts))).address
+            bind = f"{self._net.address('operator')}:0"
+            self._directory = stack.enter_context(BootstrapServer(bind, insecure=bool(hosts))).address
         traces = self._folder / "traces"
         traces.mkdir()
         for engine in site.engines:
@@ -124,15 +110,15 @@ class Round:
             member.start()
         self._until(self._all_up, _START_S, "the ranks start")
         self._began_at = time.monotonic()
-        self._window = self.site.window
+        self._window = _WINDOW
         for fault in draw_faults(self.seed, self.number, self.site, self.seconds):
             self._at(self._began_at + fault.at_s, partial(self._befall, fault))
         ends_at = self._began_at + self.seconds
-        idle = lambda: time.monotonic() > ends_at and not self._agenda and not self._commands  # noqa: E731
+        idle = lambda: time.monotonic() > ends_at and not self._agenda  # noqa: E731
         self._until(idle, self.seconds + 2 * _WAIT_S, "the faults are over")
         self._until(self._all_up, _START_S, "every rank is up again")
         self._window = 0
-        self._until(lambda: not self._rooms, self._hung_after_s, "every room ends")
+        self._until(lambda: not self._rooms, HUNG_AFTER_S, "every room ends")
         self._healthy()
         self._at_rest()
         self._shut()
@@ -143,8 +129,8 @@ class Round:
         for n in range(_TRIES):
             for pair in [pair for pair in self._pairs if pair not in self._moved]:
                 self._order(self._new_order(), pair)
-                self._until(lambda: len(self._rooms) < self.site.window, self._hung_after_s, "calm rooms end")
-            self._until(lambda: not self._rooms, self._hung_after_s, "the last rooms end")
+                self._until(lambda: len(self._rooms) < _WINDOW, HUNG_AFTER_S, "calm rooms end")
+            self._until(lambda: not self._rooms, HUNG_AFTER_S, "the last rooms end")
             if len(self._moved) == len(self._pairs):
                 return
             self.counts["tries before all was well"] = n + 1
@@ -156,20 +142,12 @@ class Round:
 
     def _at_rest(self) -> None:
         """Everything is given back, but for what lost sessions of living peers keep; and the directory is right."""
-        more, a_session = _FDS.get(self.site.transport, _FDS_ELSE)
         for member in self.members.values():
             member.last_report = {}
-        # An operator has said in etcd who was killed: so nothing is stranded there.
-        self._until(lambda: self._holds_nothing(stranded=not self.site.large), self._hung_after_s, "all nodes rest")
-        for name, member in self.members.items():
-            report = member.last_report
-            if not report:  # it died, or never answered: that was said already
-                continue
+        self._until(lambda: self._holds_nothing(stranded=True), HUNG_AFTER_S, "all nodes rest")
+        for member in self.members.values():
             for kind in account.STRANDED:
-                self.counts[kind] += report["held"].get(kind, 0)
-            fds, most = report["fds"], member.fds_at_start + more + a_session * report["sessions"]
-            if fds > most:
-                self.wrong.append(f"{name} has {fds} descriptors and {report['sessions']} sessions, at most {most}")
+                self.counts[kind] += member.last_report.get("held", {}).get(kind, 0)
         living = {(m.name, m.endpoint) for m in self.members.values() if m.job.engine.role == "prefill"}
         self._until(lambda: self._listed() == living, _WAIT_S, "the directory lists the living prefill ranks")
 
@@ -182,33 +160,19 @@ class Round:
         for role in ("prefill", "decode"):
             group = [one for one in self.members.values() if one.job.engine.role == role and one.alive]
             if role == "decode":
-                for member in group if self.site.network == "apart" else ():
+                for member in group if self.site.apart else ():
                     member.send("fence")
-                self._until(
-                    lambda: self._holds_nothing(stranded=False), self._hung_after_s, "what was stranded is back"
-                )
+                self._until(lambda: self._holds_nothing(stranded=False), HUNG_AFTER_S, "what was stranded is back")
             for member in group:
                 member.close()
-            ends_s = 10.0 + 3 * self.site.config.drain_s
+            ends_s = 10.0 + 3 * CONFIG.drain_s
             self._until(lambda group=group: not any(one.alive for one in group), ends_s, f"{role} closes")
         self._until(lambda: not self._listed(), _WAIT_S, "the directory is empty")
-        if self.site.large:
-            self._fence_the_rest()
-
-    def _fence_the_rest(self) -> None:
-        """What processes left in etcd that ended while it was out of their reach: all of it can be fenced."""
-        with self._net.inside("operator"), client_of(self._directory) as client:
-            for name in self.members:
-                fenced = client.fence(self._net.address(name), wait_s=60.0)
-                self.counts["processes fenced at the end"] += len(fenced)
 
     def _leave_nothing(self) -> None:
         for member in self.members.values():
             if member.alive:
                 member.kill()
-        for process, _ in self._commands:
-            process.kill()
-            process.communicate()
         paths = {Path(f"/proc/{pid}") for member in self.members.values() for pid in member.pids}
         until = time.monotonic() + 5.0
         while (left := [path.name for path in paths if path.exists()]) and time.monotonic() < until:
@@ -249,17 +213,17 @@ class Round:
 
     def _ended(self, member: Member, room: Room, reason: str) -> None:
         room.awaited.discard((member, member.life))
-        room.reasons.append(reason)
+        if reason:
+            room.failed = True
+            self._note(f"{member.name}: {room.order.key} failed: {reason}")
         if room.awaited:
             return
         del self._rooms[room.order.key]
-        failed = set(filter(None, room.reasons))
-        if not failed:
+        if not room.failed:
             self.counts["rooms succeeded"] += 1
             self._moved.add(room.pair)
             return
         self.counts["rooms failed"] += 1
-        self.reasons.update(failed)
         if not self._calm and self._rng.random() < _REORDERED:
             self._again.append(room.order)
 
@@ -277,37 +241,22 @@ class Round:
     def _at(self, at: float, what: Act) -> None:
         heapq.heappush(self._agenda, (at, next(self._numbers), what))
 
-    def _run(self, *command: str, then: Act) -> None:
-        """A command of pdstage, which must succeed, as the operator gives it."""
-        self.counts[f"pdstage {command[0]}"] += 1
-        line = [*self._net.command("operator"), sys.executable, "-m", "pdstage", *command, "--wait", str(_WAIT_S)]
-        pipe = subprocess.PIPE
-        self._commands.append((subprocess.Popen(line, stdout=pipe, stderr=subprocess.STDOUT, text=True), then))
-
     def _befall(self, fault: Fault) -> None:
-        member = self.members.get(fault.whom)
-        needs = {"slow": ("apart",)}.get(fault.kind, ("apart", "shared") if "cut" in fault.kind else None)
-        free = not self._etcd_is_down if member is None else member.state == "up" and not member.busy
-        if not free or (needs and self.site.network not in needs):
+        member = self.members[fault.whom]
+        if member.state != "up" or member.busy or ("cut" in fault.kind and not self.site.apart):
             self.counts["faults missed"] += 1
             return
         self.counts[fault.kind] += 1
         self._note(f"{fault.kind} of {fault.whom} for {fault.for_s:.2f} s")
-        if member is None:
-            self._etcd_is_down = True
-            acts = self._acts_on_etcd(fault)
-        else:
-            member.busy = True
-            acts = [self._act(fault, member)]
-        for begin, end in acts:
-            begin()
-            self._at(time.monotonic() + fault.for_s, end)
+        member.busy = True
+        begin, end = self._act(fault, member)
+        begin()
+        self._at(time.monotonic() + fault.for_s, end)
 
     def _act(self, fault: Fault, member: Member) -> tuple[Act, Act]:
         """What begins it, and what ends it."""
         whom, net = fault.whom, self._net
         start, heal = partial(self._start, member, fault.same_port), partial(self._heal, member)
-        slow = {"delay_s": self._rng.uniform(0.0, 0.01), "loss": self._rng.choice((0.0, 0.002, 0.01))}
         return {
             "kill": (partial(self._kill, member), start),
             "stop": (member.stop, partial(self._resume, member)),
@@ -315,42 +264,27 @@ class Round:
             "cut": (partial(net.cut, whom), heal),
             "cut, one way": (partial(net.cut, whom, one_way=True), heal),
             "cut from one": (partial(net.cut, whom, fault.peer), heal),
-            "slow": (lambda: net.link(whom, **slow), heal),
             "restart": (member.close, start),
             "drain": (partial(self._drain, member), start),
         }[fault.kind]
-
-    def _acts_on_etcd(self, fault: Fault) -> list[tuple[Act, Act]]:
-        one, other = (self._servers.members[int(name[-1])] for name in (fault.whom, fault.peer))
-        over = partial(setattr, self, "_etcd_is_down", False)
-        acts: dict[str, list[tuple[Act, Act]]] = {
-            "kill of etcd": [(one.kill, one.start)],
-            "stop of etcd": [(one.stop, one.resume)],
-            "cut of etcd": [(partial(self._net.cut, fault.whom), partial(self._net.heal, fault.whom))],
-            "etcd without majority": [(one.kill, one.start), (other.stop, other.resume)],
-        }
-        return [*acts[fault.kind], (lambda: None, over)]
 
     def _kill(self, member: Member) -> None:
         if member.alive:
             for kind, value in member.kill():
                 self._hear(member, kind, value)
             self._gone(member)
-            member.busy = member.is_killed = True
+            member.busy = True
 
     def _drain(self, member: Member) -> None:
         member.rests = True
-        self._run("drain", member.endpoint, then=lambda: member.close() if member.alive else None)
+        member.send("drain")
 
     def _start(self, member: Member, same_port: bool) -> None:
-        """Again, once it has ended. Who was killed is fenced first, where there is etcd to say so in."""
+        """Again, once it has ended."""
         if member.state == "closing" or member.rests:
             self._at(time.monotonic() + 0.05, partial(self._start, member, same_port))
         elif member.alive:
             pass  # it died by itself, and was started for that
-        elif member.is_killed and self.site.large:
-            member.is_killed = False
-            self._run("fence", self._directory, member.job.host, then=partial(self._start, member, same_port))
         else:
             self._note(f"{member.name} is started, life {member.life + 1}")
             member.start(same_port=same_port)
@@ -378,13 +312,6 @@ class Round:
                 member.ask()
         while self._agenda and self._agenda[0][0] <= time.monotonic():
             heapq.heappop(self._agenda)[2]()
-        for command in [one for one in self._commands if one[0].poll() is not None]:
-            self._commands.remove(command)
-            process, then = command
-            said, _ = process.communicate()
-            if process.returncode:
-                self.wrong.append(f"{process.args} failed: {said}")
-            then()
         self._route()
 
     def _hear(self, member: Member, kind: str, value: object) -> None:
@@ -396,12 +323,6 @@ class Round:
                     self._ended(member, room, value[1])
             case "wrong":
                 self.wrong.append(f"{member.name}, life {member.life}: {value}")
-            case "report":
-                if value["carved"] > _RECYCLE_AT and member.state == "up" and not member.busy:
-                    member.busy = True
-                    self.counts["ranks recycled for their stranded memory"] += 1
-                    member.close()
-                    self._start(member, same_port=True)
             case "closed":
                 free, kinds = value
                 self.counts["nodes closed that could not free their memory"] += not free
