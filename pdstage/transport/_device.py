@@ -8,6 +8,7 @@ destination stays mapped until the event is done, even if the peer or the transp
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -221,7 +222,8 @@ class _Running(NamedTuple):
 
 
 _orphans: list[Copies] = []
-"""Copies in flight of closed transports: until the process ends, so that nothing is unmapped that they write."""
+"""Copies in flight of closed transports: their mappings stay until the copies end."""
+_orphans_lock = threading.Lock()
 
 
 class Copies:
@@ -233,6 +235,7 @@ class Copies:
         self._spare: list[int] = []
         with cuda.on(device):
             self._stream = cuda.driver.new_stream()
+        reap()
 
     def start(self, word: object, spans: Spans, held: object) -> None:
         """Starts independent copies: by one call if the driver supports that, else one call per span.
@@ -282,9 +285,10 @@ class Copies:
         return ended
 
     def close(self) -> None:
-        """Releases the stream, unless copies are in flight."""
+        """Releases the stream, or leaves that to `reap` while copies are in flight."""
         if self.running:
-            _orphans.append(self)
+            with _orphans_lock:
+                _orphans.append(self)
             return
         try:
             with self._cuda.on(self._device):
@@ -293,6 +297,15 @@ class Copies:
                 self._cuda.driver.free_stream(self._stream)
         except DriverError as error:
             log.warning("a stream is not released: %s", error)
+
+
+def reap() -> None:
+    """Releases the streams and mappings of closed transports whose copies have ended."""
+    with _orphans_lock:
+        left, _orphans[:] = _orphans[:], []
+    for copies in left:
+        copies.ended()
+        copies.close()
 
 
 def _failed(error: Exception) -> TransportError:

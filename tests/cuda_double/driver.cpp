@@ -41,21 +41,17 @@ using std::string;
 // Settings, calls and broken rules.
 
 const std::map<string, long> DEFAULTS{
-    {"devices", 2},      // that the machine has
     {"apart", 0},        // no device can access another
     {"held", 0},         // streams stand still
     {"timed", 0},        // work takes the time below; else it takes a question
     {"copy_us", 10},     // of a copy or kernel, before its first byte
     {"copy_gbps", 283},
-    {"link_gbps", 0},    // of copies that are no kernels, if not as those: a transport's writes
     {"moves", 1L << 60},  // copies and kernels of more bytes move none
     {"broken", 0},       // the status that a failed device gives to everything
     {"strict", 0},       // a call that breaks another thread's recording is a broken rule whether one records or not
-    {"batches", 1},      // the driver has cuMemcpyBatchAsync
-    {"batch_status", 0}, // what it answers to one of which it began the first copy
+    {"batch_status", 0}, // what cuMemcpyBatchAsync answers to a batch of which it began the first copy
     {"breaks_in_batch", 0},
     {"memory", 1L << 40},
-    {"n_sms", 4},
     {"has_virtual", 1},
     {"has_fabric", 1},
     {"fabric_status", 0},
@@ -157,18 +153,7 @@ CUresult entered(const char* call, int care) {
 
 std::vector<int>& visible() {
     auto& numbers = state().visible;
-    if (numbers.empty()) {
-        if (const char* named = getenv("CUDA_VISIBLE_DEVICES")) {
-            for (const char* at = named; *at;) {
-                char* end;
-                numbers.push_back(int(strtol(at, &end, 10)));
-                if (end == at) break;
-                at = *end ? end + 1 : end;
-            }
-        } else {
-            for (int number = 0; number < setting("devices"); number++) numbers.push_back(number);
-        }
-    }
+    if (numbers.empty()) numbers = {0, 1};  // the machine has two
     return numbers;
 }
 
@@ -436,10 +421,7 @@ void put(CUstream_st& stream, Work work, double us = 0) {
     stream.work.push_back(std::move(work));
 }
 
-double us_of(size_t nbytes, bool is_kernel = false) {
-    const long gbps = setting("link_gbps") && !is_kernel ? setting("link_gbps") : setting("copy_gbps");
-    return double(setting("copy_us")) + double(nbytes) / (1e3 * double(gbps));
-}
+double us_of(size_t nbytes) { return double(setting("copy_us")) + double(nbytes) / (1e3 * double(setting("copy_gbps"))); }
 
 CUresult copy(uintptr_t dst, uintptr_t src, size_t nbytes, CUstream handle) {
     STREAM(handle);
@@ -521,7 +503,7 @@ void launch(CUmod_st* module, const std::vector<char>& params, unsigned grid, un
 
 int attribute(CUdevice_attribute which, int ordinal) {
     switch (which) {
-        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: return int(setting("n_sms"));
+        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: return 4;
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: return 9;
         case CU_DEVICE_ATTRIBUTE_WARP_SIZE: return 32;
         case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: return 1024;
@@ -618,7 +600,6 @@ long cuda_double_get(const char* name) {
         return n;
     }
     if (what == "n_streams") return long(streams.size());
-    if (what == "n_events") return long(events.size());
     if (what == "n_handles") return long(handles.size());
     if (what == "n_reserved") return long(reservations.size());
     if (what == "n_locked") {
@@ -722,7 +703,7 @@ void cuda_double_drop_work() {
 
 CUresult cuInit(unsigned flags) {
     ENTER(FREE);
-    return flags ? CUDA_ERROR_INVALID_VALUE : visible().empty() ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS;
+    return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 CUresult cuDriverGetVersion(int* version) {
@@ -1335,20 +1316,11 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUst
     return copy(dst, src, nbytes, stream);
 }
 
-static CUresult copy_now(uintptr_t dst, uintptr_t src, size_t nbytes) {
-    const CUresult status = copy(dst, src, nbytes, nullptr);
-    if (!status) drain(*stream_of(nullptr));
-    return status;
-}
-
 CUresult cuMemcpyHtoD(CUdeviceptr dst, const void* src, size_t nbytes) {
     ENTER(UNSAFE | NEEDS_DEVICE | NEEDS_CONTEXT);
-    return copy_now(dst, uintptr_t(src), nbytes);
-}
-
-CUresult cuMemcpyDtoH(void* dst, CUdeviceptr src, size_t nbytes) {
-    ENTER(UNSAFE | NEEDS_DEVICE | NEEDS_CONTEXT);
-    return copy_now(uintptr_t(dst), src, nbytes);
+    const CUresult status = copy(dst, uintptr_t(src), nbytes, nullptr);
+    if (!status) drain(*stream_of(nullptr));
+    return status;
 }
 
 // In no order, and with a NULL stream not at all. CUDA 12.8 had it under this name with one argument more.
@@ -1358,7 +1330,6 @@ CUresult cuMemcpyBatchAsync_v2(CUdeviceptr* dst, CUdeviceptr* src, size_t* nbyte
     if (stream == nullptr || n_attributes != 1 || firsts[0] != 0) return CUDA_ERROR_INVALID_VALUE;
     if (attributes->srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || attributes->srcLocHint.id || attributes->dstLocHint.id)
         return CUDA_ERROR_INVALID_VALUE;
-    if (!setting("batches")) return CUDA_ERROR_NOT_SUPPORTED;
     if (CUstream_st* to = stream_of(stream); to == nullptr || to->context != bound) {
         broke("a batch in another device's stream");
         return CUDA_ERROR_INVALID_HANDLE;
@@ -1417,7 +1388,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned, unsigned, 
     work.call = [module, grid, threads, nbytes, held = std::move(held)] {
         if (nbytes <= size_t(setting("moves"))) launch(module, held, grid, threads);
     };
-    put(*stream, std::move(work), us_of(nbytes, true));
+    put(*stream, std::move(work), us_of(nbytes));
     return CUDA_SUCCESS;
 }
 

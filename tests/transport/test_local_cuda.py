@@ -141,6 +141,21 @@ def test_a_copy_in_flight_ends_after_disconnect_and_its_mapping_stays_so_long(a,
     assert a.traits_of("b").stops_reads
 
 
+def test_what_a_closed_transport_left_in_flight_is_given_back_when_it_has_ended(a, b, gpu):
+    meet(a, b)
+    gpu["held"] = 1
+    a.post("b", [(0, b.base, 4)], b"tag")
+    a.close()
+    assert gpu["n_open"] == 1, "closed while a copy writes it"
+    gpu["held"] = 0
+    for _ in range(3):
+        other = Endpoint("local+cuda")
+        meet(other, b)
+        other.close()
+        gc.collect()
+    assert not gpu["n_open"]
+
+
 def test_a_gather_may_go_straight_into_a_peers_memory(a, b, gpu):
     meet(a, b)
     mapped = a.mapped("b", b.base + 128, 64)
