@@ -162,9 +162,7 @@ def _bench(given: argparse.Namespace) -> int:
 
 
 def _add_top(top: argparse.ArgumentParser) -> None:
-    top.add_argument(
-        "endpoints", nargs="+", metavar="ENDPOINT", help="HOST:PORT or PORT, where metrics are served"
-    )
+    top.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="HOST:PORT or PORT, where metrics are served")
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds a frame; default %(default)s")
     top.add_argument("--once", action="store_true", help="print one frame and end; 1 if an endpoint did not answer")
     top.set_defaults(run=_top)
