@@ -95,7 +95,9 @@ class Memory:
         if field.kept == SLOT:
             self._tokens[key] = held[:, None]
         else:
-            self._tokens[key] = held.unflatten(0, (-1, self._page)) if self._is_nhd else held.transpose(1, 2)
+            self._tokens[key] = (
+                held.view(n_items, self._page, n_parts, *field.inner) if self._is_nhd else held.transpose(1, 2)
+            )
 
     def _described(self, component: str, layers: list[int], fields: tuple[Field, ...]) -> list[Part]:
         """The same for pdstage."""
@@ -172,6 +174,8 @@ class _Rank(ranks.Actor):
 class PrefillRank(_Rank):
     """Sends rooms one at a time, so that the counters show what each moved. Rooms are numbers."""
 
+    _node: PrefillNode
+
     def __init__(self, options: Options, place: Topology, lengths: list[int], directory: str) -> None:
         super().__init__(options, options.prefill, place, lengths, 0)
         self._node = PrefillNode(self._memory.pool, place, bootstrap=directory, **self._given)
@@ -202,6 +206,8 @@ class PrefillRank(_Rank):
 
 class DecodeRank(_Rank):
     """Requests rooms, each into its own pages. Of a prompt it knows the length alone: all else came with the caches."""
+
+    _node: DecodeNode
 
     def __init__(self, options: Options, place: Topology, lengths: list[int], directory: str) -> None:
         super().__init__(options, options.decode, place, lengths, 500)
