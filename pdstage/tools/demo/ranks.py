@@ -95,7 +95,9 @@ class Memory:
         if field.kept == SLOT:
             self._tokens[key] = held[:, None]
         else:
-            self._tokens[key] = held.unflatten(0, (-1, self._page)) if self._is_nhd else held.transpose(1, 2)
+            self._tokens[key] = (
+                held.view(n_items, self._page, n_parts, *field.inner) if self._is_nhd else held.transpose(1, 2)
+            )
 
     def _described(self, component: str, layers: list[int], fields: tuple[Field, ...]) -> list[Part]:
         """The same for pdstage."""
@@ -137,9 +139,6 @@ class Memory:
     def items(self, room: int) -> dict[str, Items]:
         return {name: Items(table.items, table.first_token) for name, table in self.rooms[room].items()}
 
-    def spans(self, room: int) -> Spans:
-        return {name: table.span for name, table in self.rooms[room].items()}
-
     def launched(self) -> CudaEvent | None:
         """An event after all that this rank has launched on its GPU; None on the CPU, where it is done."""
         if self._device == "cpu":
@@ -175,6 +174,8 @@ class _Rank(ranks.Actor):
 class PrefillRank(_Rank):
     """Sends rooms one at a time, so that the counters show what each moved. Rooms are numbers."""
 
+    _node: PrefillNode
+
     def __init__(self, options: Options, place: Topology, lengths: list[int], directory: str) -> None:
         super().__init__(options, options.prefill, place, lengths, 0)
         self._node = PrefillNode(self._memory.pool, place, bootstrap=directory, **self._given)
@@ -202,24 +203,11 @@ class PrefillRank(_Rank):
         self._rows.free(row)
         return {name: count - self._before.get(name, 0) for name, count in self._node.stats().items()}, told
 
-    def again(self, path: str, move: int) -> tuple[float, int, int]:
-        """Sends all rooms on `path`, once each is requested; returns when it began, descriptors and bytes."""
-        began_at, before, senders = time.monotonic(), self._node.stats(), []
-        self._node.path = path
-        for room in range(len(self._memory.rooms)):
-            sender = self._node.send(f"room-{room}, move {move}")
-            sender.chunk(self._memory.items(room), tokens=self._memory.spans(room), ready=self._memory.launched())
-            sender.finish()
-            senders.append(sender)
-        for sender in senders:
-            sender.wait(WAIT_S)
-            sender.wait_released(WAIT_S)
-        now = self._node.stats()
-        return began_at, now["descriptors"] - before["descriptors"], now["bytes_written"] - before["bytes_written"]
-
 
 class DecodeRank(_Rank):
     """Requests rooms, each into its own pages. Of a prompt it knows the length alone: all else came with the caches."""
+
+    _node: DecodeNode
 
     def __init__(self, options: Options, place: Topology, lengths: list[int], directory: str) -> None:
         super().__init__(options, options.decode, place, lengths, 500)
@@ -227,17 +215,15 @@ class DecodeRank(_Rank):
         self._node = DecodeNode(self._memory.pool, place, **self._given)
         self._receivers: list[Receiver] = []
 
-    def expect(self, move: int | None = None) -> None:
-        """Requests all rooms, or all once more, without rows."""
-        self._receivers.clear()
-        for room in range(len(self._memory.rooms)):
-            name = f"room-{room}" if move is None else f"room-{room}, move {move}"
-            receiver = self._node.receive(name, prefill=self._directory)
+    def expect(self) -> None:
+        """Requests all rooms."""
+        for room, tables in enumerate(self._memory.rooms):
+            receiver = self._node.receive(f"room-{room}", prefill=self._directory)
             receiver.bind(
                 self._memory.items(room),
-                tokens=self._memory.spans(room),
-                aux=self._rows.allocate() if move is None else None,
-                after=self._memory.launched(),  # what still fills or reads these pages
+                tokens={name: table.span for name, table in tables.items()},
+                aux=self._rows.allocate(),
+                after=self._memory.launched(),  # what still fills these pages
             )
             self._receivers.append(receiver)
 
@@ -247,11 +233,6 @@ class DecodeRank(_Rank):
         row, at = self._receivers[room].aux, time.monotonic()
         assert isinstance(row, AuxRow), "a Success without the row that prefill gave"
         return at, int(row["output_ids"][0]), digest(row)
-
-    def all_arrived(self) -> float:
-        for receiver in self._receivers:
-            receiver.wait(WAIT_S)
-        return time.monotonic()
 
     def load(self, room: int) -> States:
         return self._memory.load(room)

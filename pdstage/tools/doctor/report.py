@@ -104,14 +104,9 @@ def fail(says: str, remedy: str, **facts: object) -> Result:
     return Result(level="fail", says=says, remedy=remedy, facts=facts)
 
 
-def _line(level: str, text: str) -> str:
-    """For grep: level, area/name, sentence."""
-    return f"{level:5} {text}"
-
-
 def line(found: Found) -> str:
     """One check's result and, below it, the remedy."""
-    said = _line(found.level, f"{found.area}/{found.name}: {found.says}")
+    said = f"{found.level:5} {found.area}/{found.name}: {found.says}"
     return said if found.level == "ok" else f"{said}\n      -> {found.remedy}"
 
 
@@ -119,12 +114,12 @@ def summary(report: Report) -> Iterator[str]:
     """The last lines: each transport, the peer's stages, the verdict."""
     levels = {found.name: found.level for found in report.checks if found.area == "transports"}
     for name, verdict in report.transports.items():
-        yield _line(levels[name], f"transport {name}: {verdict.says}")
+        yield f"{levels[name]:5} transport {name}: {verdict.says}"
     if report.peer is not None:
         yield from _peer(report.peer)
     bad, odd = (sum(found.level == level for found in report.checks) for level in ("fail", "warn"))
-    said = f"verdict: {_WORDS[report.verdict]} ({bad} failed, {odd} to look at, of {len(report.checks)})"
-    yield _line(report.verdict, said)
+    counted = f"{bad} failed, {odd} to look at, of {len(report.checks)}"
+    yield f"{report.verdict:5} verdict: {_WORDS[report.verdict]} ({counted})"
 
 
 def _peer(peer: PeerReport) -> Iterator[str]:
@@ -134,6 +129,6 @@ def _peer(peer: PeerReport) -> Iterator[str]:
             says = f"{side.host}, pdstage {side.pdstage}, wire {side.wire}, Python {side.python}, {side.host_code}"
             yield f"{where}: {says}; {transports}; offers {', '.join(side.features)}"
     for stage in peer.stages:
-        yield _line(stage.level, f"peer {stage.name}: {stage.seconds * 1e3:.0f} ms, {stage.says}")
+        yield f"{stage.level:5} peer {stage.name}: {stage.seconds * 1e3:.0f} ms, {stage.says}"
     if peer.failed_at:
         yield f"-> {peer.remedy}"

@@ -7,7 +7,7 @@ chunks of the room, or other rooms, cost it is in its waits: for memory, and for
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pdstage.errors import UsageError
 
@@ -32,16 +32,8 @@ STEPS = {
 _NEVER = (None, None)
 
 
-class Waterfall(NamedTuple):
-    """The seconds of each of `STEPS`, in their order; they add up to `whole_s`."""
-
-    room: str
-    whole_s: float
-    steps_s: tuple[float, ...]
-
-
-def waterfalls(trace: Trace) -> Iterator[Waterfall]:
-    """One for each room that succeeded at a decode rank and whose last chunk is in the trace."""
+def waterfalls(trace: Trace) -> Iterator[tuple[RoomLife, list[float]]]:
+    """Each room that succeeded at a decode rank and whose last chunk is in the trace, and its seconds by `STEPS`."""
     chunks: dict[str, list[list[Stage]]] = {}
     for stages in trace.chunks().values():
         chunks.setdefault(stages[0].room, []).append(stages)
@@ -60,10 +52,10 @@ def waterfalls(trace: Trace) -> Iterator[Waterfall]:
                 mine.append(stages)
         if mine:
             last = max(mine, key=lambda stages: stages[-1].began_at)
-            yield _waterfall(life, life.ended_at, last, lives.get((last[0].incarnation, life.room), ()))
+            yield life, _waterfall(life, life.ended_at, last, lives.get((last[0].incarnation, life.room), ()))
 
 
-def _waterfall(life: RoomLife, ended_at: float, chunk: list[Stage], prefill: Iterable[RoomLife]) -> Waterfall:
+def _waterfall(life: RoomLife, ended_at: float, chunk: list[Stage], prefill: Iterable[RoomLife]) -> list[float]:
     by_kind = {stage.kind: (stage.began_at, stage.ended_at) for stage in chunk}
     write = by_kind.get("write") or by_kind.get("direct") or _NEVER
     wait, gather, scatter = (by_kind.get(kind, _NEVER) for kind in ("lease_wait", "gather", "scatter"))
@@ -79,25 +71,25 @@ def _waterfall(life: RoomLife, ended_at: float, chunk: list[Stage], prefill: Ite
         at = min(max(reached, reached if moment is None else moment), ended_at)
         steps.append(at - reached)
         reached = at
-    return Waterfall(life.room, ended_at - life.opened_at, tuple(steps))
+    return steps
 
 
 def table(trace: Trace, room: str | None = None) -> str:
     """The medians over all rooms, or those of one name, each step's part of all their time, and what it is. Raises
     `UsageError` where no room's chunks are known.
     """
-    found = [one for one in waterfalls(trace) if room in (None, one.room)]
+    found = [steps for life, steps in waterfalls(trace) if room in (None, life.room)]
     if not found:
         raise UsageError(
             "no room of which both sides are in this trace", remedy="give both sides' files", field="trace"
         )
-    whole_s = sum(one.whole_s for one in found)
-    medians = statistics.median(one.whole_s for one in found) * 1e6
+    whole_s = sum(map(sum, found))
+    median = statistics.median(map(sum, found)) * 1e6
     lines = [
-        f"{len(found)} rooms, median {medians:.0f} us from receive to Success",
+        f"{len(found)} rooms, median {median:.0f} us from receive to Success",
         f"{'step':<16} {'us':>8} {'part':>6}",
     ]
     for n, (name, what) in enumerate(STEPS.items()):
-        each = [one.steps_s[n] for one in found]
+        each = [steps[n] for steps in found]
         lines.append(f"{name:<16} {statistics.median(each) * 1e6:>8.0f} {sum(each) / whole_s:>6.1%}  {what}")
     return "\n".join(lines)
