@@ -93,6 +93,11 @@ def test_each_model_goes_on_token_for_token(model, capsys):
     assert (told["aux_rows"], told["aux_fallbacks"]) == (2 * decode_ranks, 0), "each decode rank gets each row once"
     if "path" in given:
         assert told["path"] == given["path"]
+    else:
+        assert [move["path"] for move in told["moves"]] == ["direct", "staged"] * 3
+        assert len({move["bytes_moved"] for move in told["moves"]}) == 1
+        assert told["moves"][0]["descriptors"] > told["moves"][1]["descriptors"]
+        assert "times as fast as direct" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(
@@ -113,7 +118,7 @@ def test_what_is_not_the_same_is_said(capsys):
     room.moved.update(bytes_written=2_064_384, descriptors=18, chunks_staged=3)
     report = {"transport": "nixl", "path": "staged", "model": "llama", "bytes_moved": 2_064_384, "descriptors": 18,
               "seconds": 1.0, "new_tokens": 2, "tokens_identical": False, "rows_identical": True, "aux_rows": 0,
-              "aux_fallbacks": 0, "negative_control_caught": True}  # fmt: skip
+              "aux_fallbacks": 0, "negative_control_caught": True, "moves": []}  # fmt: skip
     demo.show(Options(), report, [room])
     said = capsys.readouterr().out
     (line,) = (line.split() for line in said.splitlines() if line.split()[:1] == ["0"])

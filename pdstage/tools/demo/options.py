@@ -17,6 +17,7 @@ LAYOUTS = ("nhd", "hnd")
 TRANSPORTS = ("auto", "nixl", "local", "mooncake")
 PATHS = ("auto", "direct", "staged")
 AUX = ("tcp", "rdma")
+ROUNDS = 3
 _MAX_RANKS, _MAX_PAGE, _MAX_SEED = 32, 1024, (1 << 32) - 1
 _MAX_REQUESTS = 256  # all prompts differ in length, so this is at most the number of lengths
 _SHORTEST_PROMPT, _LONGEST_PROMPT = 40, 360
@@ -99,6 +100,11 @@ class Options:
     @property
     def family(self) -> Family:
         return FAMILIES[self.model]
+
+    @property
+    def moves(self) -> tuple[str, ...]:
+        """The paths of the transfers at the end of the run, in order; empty if one path is selected, or a trace."""
+        return ("direct", "staged") * ROUNDS if self.path == "auto" and self.trace is None else ()
 
     def prompts(self) -> list[list[int]]:
         """Random prompts of different lengths."""

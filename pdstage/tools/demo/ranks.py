@@ -139,6 +139,9 @@ class Memory:
     def items(self, room: int) -> dict[str, Items]:
         return {name: Items(table.items, table.first_token) for name, table in self.rooms[room].items()}
 
+    def spans(self, room: int) -> Spans:
+        return {name: table.span for name, table in self.rooms[room].items()}
+
     def launched(self) -> CudaEvent | None:
         """An event after all that this rank has launched on its GPU; None on the CPU, where it is done."""
         if self._device == "cpu":
@@ -203,6 +206,21 @@ class PrefillRank(_Rank):
         self._rows.free(row)
         return {name: count - self._before.get(name, 0) for name, count in self._node.stats().items()}, told
 
+    def again(self, path: str, move: int) -> tuple[float, int, int]:
+        """Sends all rooms on `path`, once each is requested; returns when it began, descriptors and bytes."""
+        began_at, before, senders = time.monotonic(), self._node.stats(), []
+        self._node.path = path
+        for room in range(len(self._memory.rooms)):
+            sender = self._node.send(f"room-{room}, move {move}")
+            sender.chunk(self._memory.items(room), tokens=self._memory.spans(room), ready=self._memory.launched())
+            sender.finish()
+            senders.append(sender)
+        for sender in senders:
+            sender.wait(WAIT_S)
+            sender.wait_released(WAIT_S)
+        now = self._node.stats()
+        return began_at, now["descriptors"] - before["descriptors"], now["bytes_written"] - before["bytes_written"]
+
 
 class DecodeRank(_Rank):
     """Requests rooms, each into its own pages. Of a prompt it knows the length alone: all else came with the caches."""
@@ -215,15 +233,17 @@ class DecodeRank(_Rank):
         self._node = DecodeNode(self._memory.pool, place, **self._given)
         self._receivers: list[Receiver] = []
 
-    def expect(self) -> None:
-        """Requests all rooms."""
-        for room, tables in enumerate(self._memory.rooms):
-            receiver = self._node.receive(f"room-{room}", prefill=self._directory)
+    def expect(self, move: int | None = None) -> None:
+        """Requests all rooms, or all once more, without rows."""
+        self._receivers.clear()
+        for room in range(len(self._memory.rooms)):
+            name = f"room-{room}" if move is None else f"room-{room}, move {move}"
+            receiver = self._node.receive(name, prefill=self._directory)
             receiver.bind(
                 self._memory.items(room),
-                tokens={name: table.span for name, table in tables.items()},
-                aux=self._rows.allocate(),
-                after=self._memory.launched(),  # what still fills these pages
+                tokens=self._memory.spans(room),
+                aux=self._rows.allocate() if move is None else None,
+                after=self._memory.launched(),  # what still fills or reads these pages
             )
             self._receivers.append(receiver)
 
@@ -233,6 +253,11 @@ class DecodeRank(_Rank):
         row, at = self._receivers[room].aux, time.monotonic()
         assert isinstance(row, AuxRow), "a Success without the row that prefill gave"
         return at, int(row["output_ids"][0]), digest(row)
+
+    def all_arrived(self) -> float:
+        for receiver in self._receivers:
+            receiver.wait(WAIT_S)
+        return time.monotonic()
 
     def load(self, room: int) -> States:
         return self._memory.load(room)

@@ -23,7 +23,7 @@ from pdstage.tools.watch.progress import progress
 from pdstage.transport import available, load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdstage.tools.demo.options import Options
 
@@ -31,9 +31,11 @@ Report: TypeAlias = dict[str, Any]
 """The run's JSON. `new_tokens` counts those of all rooms; `seconds`: first chunk to last room.
 
 `rows_identical`: for each room every decode rank has the aux row that prefill gave. The transport wrote `aux_rows` of
-them; `aux_fallbacks` should have gone that way, and came by message.
+them; `aux_fallbacks` should have gone that way, and came by message. `moves`: the same rooms afterwards, on each path
+in turn; their `seconds` are from the first rank's sending until every decode rank had all.
 """
 _OVER = "sessions_over_"
+_COLUMNS = ("path", "bytes", "descriptors", "ms", "GB/s")
 _SAME = ("prefill_tp", "decode_tp", "prefill_pp", "decode_pp", "requests", "device")
 
 
@@ -73,7 +75,7 @@ def run(options: Options) -> Report:
         with ExitStack() as stack:
             if options.trace is not None:
                 stack.enter_context(traced(Path(folder)))
-            rooms, caught = _conducted(options, stack)
+            rooms, caught, moves = _conducted(options, stack)
         if options.trace is not None:
             merge_files(Path(folder).iterdir(), options.trace)
     moved: Counter[str] = Counter()
@@ -94,6 +96,7 @@ def run(options: Options) -> Report:
         "rows_identical": all(len(room.rows) == 1 for room in rooms),
         "aux_rows": moved["aux_rows"],
         "aux_fallbacks": moved["aux_fallbacks"],
+        "moves": moves,
     }
     show(options, report, rooms)
     if options.json is not None:
@@ -111,8 +114,8 @@ def _each(ranks: Sequence[Rank], method: str, *args: object) -> list[Any]:
     return [rank.result() for rank in ranks]
 
 
-def _conducted(options: Options, stack: ExitStack) -> tuple[list[Room], bool]:
-    """The rooms, and whether the negative control was caught."""
+def _conducted(options: Options, stack: ExitStack) -> tuple[list[Room], bool, list[Report]]:
+    """The rooms, whether the negative control was caught, and the moves."""
     rooms, family = [Room(prompt) for prompt in options.prompts()], options.family
     lengths = [len(room.prompt) for room in rooms]
     directory = stack.enter_context(BootstrapServer()).address
@@ -122,7 +125,7 @@ def _conducted(options: Options, stack: ExitStack) -> tuple[list[Room], bool]:
         stack.callback(rank.close)
     torch.set_num_threads(1)  # the ranks use the other cores, and two threads here would wait for them
     model = Model(options)
-    advance = stack.enter_context(progress("rooms", len(rooms)))
+    advance = stack.enter_context(progress("rooms and moves", len(rooms) + len(options.moves)))
     for rank in (*prefill, *decode):
         rank.ready()
     _each(decode, "expect")
@@ -138,7 +141,11 @@ def _conducted(options: Options, stack: ExitStack) -> tuple[list[Room], bool]:
         room.tokens = model.go_on_from(states, len(room.prompt), room.tokens[0], options.new_tokens)
     first = rooms[0]
     wrong = [model.go_on_from(one, len(first.prompt), first.tokens[0], options.new_tokens) for one in controls]
-    return rooms, first.tokens == first.truth and first.truth not in wrong
+    moves = []
+    for number, path in enumerate(options.moves):
+        moves.append(_move_again(path, number, prefill, decode))
+        advance()
+    return rooms, first.tokens == first.truth and first.truth not in wrong, moves
 
 
 def _move(
@@ -170,6 +177,21 @@ def _move(
     return lambda: model.go_on(cache, token, options.new_tokens)
 
 
+def _move_again(path: str, move: int, prefill: list[Rank], decode: list[Rank]) -> Report:
+    """All rooms once more, whole and at once, on the idle machine, into the pages that hold them already."""
+    _each(decode, "expect", move)
+    for rank in decode:
+        rank.begin("all_arrived")
+    began_at, descriptors, nbytes = zip(*_each(prefill, "again", path, move), strict=True)
+    seconds = max(rank.result() for rank in decode) - min(began_at)
+    return {"path": path, "descriptors": sum(descriptors), "bytes_moved": sum(nbytes), "seconds": seconds}
+
+
+def _print(*rows: Iterable[object]) -> None:
+    for row in rows:
+        print("".join(f"{cell!s:>13}" for cell in row))
+
+
 def _cells(path: str, nbytes: int, descriptors: int, seconds: float) -> tuple[str, ...]:
     return path, f"{nbytes:,}", f"{descriptors:,}", f"{seconds * 1e3:.1f}", f"{nbytes / seconds / 1e9:.3f}"
 
@@ -177,19 +199,15 @@ def _cells(path: str, nbytes: int, descriptors: int, seconds: float) -> tuple[st
 def show(options: Options, report: Report, rooms: Sequence[Room]) -> None:
     """Prints the table and, below it, what was checked."""
     print(f"{options.model}: prefill {options.prefill} -> decode {options.decode} over {report['transport']}\n")
-    rows: list[tuple[object, ...]] = [
-        ("room", "prompt", "path", "bytes", "descriptors", "ms", "GB/s", "wait", "tokens")
-    ]
+    _print(("room", "prompt", *_COLUMNS, "wait", "tokens"))
     for number, room in enumerate(rooms):
         nbytes, descriptors = room.moved["bytes_written"], room.moved["descriptors"]
         cells = _cells(_path(room.moved), nbytes, descriptors, room.came_at - room.began_at)
         wait = f"{max(0.0, room.came_at - room.handed_at) * 1e3:.1f}"
         same = "identical" if room.tokens == room.truth else "different"
-        rows.append((number, len(room.prompt), *cells, wait, same))
+        _print((number, len(room.prompt), *cells, wait, same))
     whole = _cells(report["path"], report["bytes_moved"], report["descriptors"], report["seconds"])
-    rows.append(("all", sum(len(room.prompt) for room in rooms), *whole))
-    for row in rows:
-        print("".join(f"{cell!s:>13}" for cell in row))
+    _print(("all", sum(len(room.prompt) for room in rooms), *whole))
     said = {name: "yes" if good else "NO" for name, good in report.items() if isinstance(good, bool)}
     print(
         "\nms: from the first chunk until every decode rank has the room; later chunks are computed meanwhile",
@@ -202,3 +220,19 @@ def show(options: Options, report: Report, rooms: Sequence[Room]) -> None:
         f"{said['negative_control_caught']}",
         sep="\n",
     )
+    if report["moves"]:
+        _show_moves(report["moves"])
+
+
+def _show_moves(moves: Sequence[Report]) -> None:
+    """The two paths side by side, each by its median transfer."""
+    print("\nthe same caches once more, whole, with nothing else going on:")
+    _print(_COLUMNS)
+    took = {}
+    for path in ("direct", "staged"):
+        of_path = sorted((move for move in moves if move["path"] == path), key=lambda move: float(move["seconds"]))
+        middle = of_path[len(of_path) // 2]
+        took[path] = middle["seconds"]
+        _print(_cells(path, middle["bytes_moved"], middle["descriptors"], middle["seconds"]))
+    said = f"staged moved them {took['direct'] / took['staged']:.1f} times as fast as direct"
+    print(f"{said} (medians of {len(moves) // 2} moves, in turn)")
