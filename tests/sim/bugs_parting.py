@@ -7,36 +7,32 @@ from tests.sim.mutants import Mutant
 _FILE = "tests/protocol/test_parting.py"
 
 
-def _bug(name: str, rule: str, function: str, old: str, new: str) -> Mutant:
-    return Mutant(name, rule, function, old, new, _FILE)
+def _bug(name: str, rule: str, old: str, new: str) -> Mutant:
+    return Mutant(name, rule, old, new, _FILE)
 
 
 MUTANTS = [
     _bug(
         "decode ends a session that prefill still needs",
         "parting, I10",
-        "on_heartbeat",
         "if beat.idle == m.IN_USE or self._owner.in_use(session):",
         "if self._owner.in_use(session):",
     ),
     _bug(
         "idle sessions never end",
         "parting, I14",
-        "need_of",
         "        return SPARE if session.spare or now - session.used_at >= self.config.idle_s else IDLE",
         "        return IDLE",
     ),
     _bug(
         "a session is idle from its beginning",
         "parting, idle_s",
-        "_moves_on",
         "            session.used_at, session.spare = now, False",
         "            session.spare = False",
     ),
     _bug(
         "Bye is not repeated",
         "parting, I4",
-        "_say_bye",
         """        self.endpoint.back_off(("bye", session), now, n_byes, session.id.decode)
 """,
         "",
@@ -44,35 +40,30 @@ MUTANTS = [
     _bug(
         "Bye is answered while a write is in flight",
         "parting, I2",
-        "_on_bye",
         "        if not self.chunks.in_flight(session.id):\n",
         "        if True:\n",
     ),
     _bug(
         "at the limit prefill lets the latest go",
         "max_peers",
-        "_ask_idlest",
         "        idlest = min(unused",
         "        idlest = max(unused",
     ),
     _bug(
         "decode has as many peers as it likes",
         "max_peers, I14",
-        "make_place",
         "        if len(unused) < n_over:",
         "        if False:",
     ),
     _bug(
         "greetings do not back off",
         "retry_cap_s",
-        "back_off",
         "self.config.retry_s * 2.0 ** min(n_tries, 64)",
         "self.config.retry_s",
     ),
     _bug(
         "greetings go on after hello_s",
         "hello_s, I14",
-        "_stop_greeting",
         '("hello", "hello_until")',
         '("hello_until",)',
     ),
