@@ -37,9 +37,7 @@ for seed in range(int(sys.argv[2])):
     except BaseException as error:
         raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0])
 """
-_MAIN = "import pdstage, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
-"""The package first: pytest puts the checkout in front."""
-PYTEST = ("-c", _MAIN, "-x", "-q", "--no-header", "--tb=line")
+PYTEST = ("-m", "pytest", "-x", "-q", "--no-header", "--tb=line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +101,17 @@ def tried(changed: tuple[str, str] | None, command: Sequence[str], limit_s: floa
     nothing did.
     """
     with TemporaryDirectory() as folder:
+        for path in ROOT.iterdir():  # its tests and what they read, which find the copy, in processes they start too
+            if path != PACKAGE and not path.name.startswith("."):
+                Path(folder, path.name).symlink_to(path)
         shutil.copytree(PACKAGE, Path(folder, "pdstage"), ignore=shutil.ignore_patterns("__pycache__"))
         if changed is not None:
             Path(folder, "pdstage", changed[0]).write_text(changed[1])
-        env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
         try:
             done = subprocess.run(
-                [sys.executable, "-P", *command],
-                check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s,
+                [sys.executable, *command],
+                check=False, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True,
+                timeout=limit_s,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"it takes over {limit_s} s"
