@@ -110,12 +110,10 @@ test-e2e: $(WHOLE_ENGINES:%=$(ENGINE_VENVS)/%-cpu/.pdstage-setup)  ## Test real 
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
-# Given arguments, they are the simulator's. Else what CI runs: seeds, of cores and of whole nodes, then small worlds in all
-# their states.
-sim: $(STAMP)  ## Simulate 2,000 seeds of faults, 1,000 of whole nodes, and explore small worlds (ARGS="--seed 7 --replay").
+# Given arguments, they are the simulator's. Else seeds of cores, then of whole nodes.
+sim: $(STAMP)  ## Simulate 2,000 seeds of faults, and 1,000 of whole nodes (ARGS="--seed 7 --replay").
 	$(BIN)/pdstage sim $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m tests.sim.manager --seeds 1000)
-	$(if $(ARGS),,$(BIN)/python -m tests.sim.explore)
 
 mutants: $(STAMP)  ## Try every deliberate bug of the protocol, each of which something must see (ARGS="NAME").
 	$(BIN)/python -m tests.sim.mutants $(ARGS)

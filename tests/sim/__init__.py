@@ -15,8 +15,6 @@ process. `pdstage sim` runs many, and shrinks, explains and replays what fails.
 
 Beside it, each with a module of its own that runs by `python -m`:
 
-    explore     every state of small worlds, breadth first (steps, network: what may come next; nodes, facts, frozen:
-                the states of one core)
     manager     whole nodes, with their threads: what drivers, handles and look-ups do to each other (a package)
     mutants     deliberate bugs and who sees them (bugs_leases, bugs_rooms, bugs_sessions, bugs_engine, bugs_aux,
                 bugs_nodes)

@@ -8,7 +8,6 @@ MUTANTS = [
     Mutant(
         "an idle lane begins again at 0",
         "6 cursors, I4",
-        "_advance",
         """        self.watermark = next(iter(self._ahead), self.head)
 """,
         """        if not self._ahead and not self._passed:
@@ -19,14 +18,12 @@ MUTANTS = [
     Mutant(
         "a lease straddles the end of its lane",
         "6 contiguous, I3",
-        "_first_fit",
         "                if cursor + size <= base + stop:",
         "                if cursor + size <= base + stop or (cursor < base + stop == base + self.capacity):",
     ),
     Mutant(
         "padding waits for a release of its own",
         "6 padding, I13",
-        "Lane.grant",
         """        self._ahead[cursor] = _Lease(cursor, size, LeasePhase.GRANTED)
 """,
         """        if cursor > self.head:
@@ -37,7 +34,6 @@ MUTANTS = [
     Mutant(
         "an idle lane's watermark stays behind its head",
         "6 watermark, I13",
-        "_advance",
         """        self.watermark = next(iter(self._ahead), self.head)
 """,
         """        self.watermark = next(iter(self._ahead), self.watermark)
@@ -46,21 +42,18 @@ MUTANTS = [
     Mutant(
         "leases are granted two laps ahead",
         "6 window, I2",
-        "cursor_of_next",
         "return cursor if cursor + size <= self.watermark + 2 * self.capacity else None",
         "return cursor if cursor + size <= self.watermark + 3 * self.capacity else None",
     ),
     Mutant(
         "the window is not checked before a write",
         "6 window, I2",
-        "is_open",
         "        return chunk.cursor + chunk.nbytes <= mark + session.lanes[chunk.lane].nbytes",
         "        return chunk.cursor + chunk.nbytes <= mark + 2 * session.lanes[chunk.lane].nbytes",
     ),
     Mutant(
         "a failed post is tried again",
         "6 written once, I15",
-        "_written",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
             self.rooms.fail_destination(destination, error, now)
             return
@@ -73,7 +66,6 @@ MUTANTS = [
     Mutant(
         "a failed post's lease is given back as unused",
         "6 unknown outcome, I2",
-        "_written",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
             self.rooms.fail_destination(destination, error, now)
             return
@@ -87,7 +79,6 @@ MUTANTS = [
     Mutant(
         "the lease of a chunk that is dropped while it is gathered is given back",
         "6 used lease, I2",
-        "_chunk",
         "e.UNUSED: p.DROPPED, e.DROP: None},",
         "e.UNUSED: p.DROPPED, e.DROP: p.DROPPED},",
         "tests/protocol/test_rules.py::test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended",
@@ -95,15 +86,12 @@ MUTANTS = [
     Mutant(
         "Reserve is not repeated",
         "6 who asks again, I4",
-        "_send_reserve",
-        """        self.endpoint.repeat(("reserve", chunk), now)
-""",
-        "",
+        '        )\n        self.endpoint.repeat(("reserve", chunk), now)\n',
+        "        )\n",
     ),
     Mutant(
         "Lease does not carry the watermark",
         "6 who asks again, I11",
-        "send_lease",
         """        mark = self._mark_to_send(request.session, lease.lane)
         answer""",
         """        mark = self._marks_sent.get(request.session, {}).get(lease.lane, 0)
@@ -112,14 +100,12 @@ MUTANTS = [
     Mutant(
         "a watermark from Lease is not taken",
         "6 who asks again, I11",
-        "on_lease",
         "        self.raise_mark(session, lease.lane, lease.watermark)\n",
         "",
     ),
     Mutant(
         "nothing is recalled",
         "6 recall (a), I12",
-        "recall_all",
         """            if lease.request.session.id in self.endpoint.sessions:
                 self._recall(lease, now)""",
         "            pass",
@@ -127,7 +113,6 @@ MUTANTS = [
     Mutant(
         "recall forgets leases shut in behind a stuck head",
         "6 recall (b), I12",
-        "to_recall",
         "shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)",
         "shut_in = False",
         "tests/protocol/test_leases.py",
@@ -135,7 +120,6 @@ MUTANTS = [
     Mutant(
         "recall forgets leases on quarantined bytes",
         "6 recall (c), I12",
-        "to_recall",
         "if early or cursor in in_the_way or shut_in or",
         "if early or shut_in or",
         "tests/protocol/test_leases.py",
@@ -143,21 +127,18 @@ MUTANTS = [
     Mutant(
         "a lease in advance is offered again after its Recall",
         "6 recall, I2",
-        "advances_of",
         "if lease in self.leases.advances and not lease.recalled and lease.phase",
         "if lease in self.leases.advances and lease.phase",
     ),
     Mutant(
         "a lease in advance is given back and taken all the same",
         "6 recall, I2",
-        "on_recall",
         "            destination.advances[recall.chunk] = None",
         "            pass",
     ),
     Mutant(
         "leases in advance stay when something waits",
         "6 recall, I12",
-        "to_recall",
         "early = lease in self.advances and now - lease.granted_at >= _ADVANCE_S",
         "early = False",
         "tests/protocol/test_advance.py",
@@ -165,7 +146,6 @@ MUTANTS = [
     Mutant(
         "a tag of more than was lent in advance counts",
         "7 tags, I3",
-        "_nbytes_in",
         "return nbytes if nbytes <= request.nbytes else 0",
         "return nbytes",
         "tests/protocol/test_advance.py",
@@ -173,7 +153,6 @@ MUTANTS = [
     Mutant(
         "decode frees on sending Recall",
         "6 recall, I2",
-        "_recall",
         """        self.endpoint.send(request.session, recall, now)
 """,
         """        self.endpoint.send(request.session, recall, now)
@@ -184,7 +163,6 @@ MUTANTS = [
     Mutant(
         "no attempts: Returned is not final",
         "6 recall, I15",
-        "_recalled",
         """        chunk.attempt += 1
         self.endpoint.timers.cancel(("reserve", chunk))
 """,
@@ -194,21 +172,18 @@ MUTANTS = [
     Mutant(
         "a lease of any attempt is taken",
         "6 recall, I15",
-        "on_lease",
         "if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:",
         "if chunk is not None and not chunk.direct:",
     ),
     Mutant(
         "a lease is given back after its write began",
         "6 recall, I2",
-        "on_recall",
         "            if chunk.begun or chunk.phase is ChunkPhase.READY:",
         "            if chunk.phase is ChunkPhase.READY:",
     ),
     Mutant(
         "a recalled chunk asks again before its data exists",
         "6 recall, I16",
-        "_recalled",
         """        if chunk.source.ready:
             self.reserve(chunk, now)
         else:
@@ -220,7 +195,6 @@ MUTANTS = [
     Mutant(
         "leases nobody wants are not given back",
         "6 recall, I13",
-        "_give_back",
         "        self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor), now)",
         "        _ = session",
         "tests/protocol/test_table.py",
@@ -228,7 +202,6 @@ MUTANTS = [
     Mutant(
         "a higher attempt does not free the old lease",
         "6 life, I14",
-        "on_reserve",
         """            self._leases.release(held, now)
         problem""",
         """        problem""",
@@ -237,7 +210,6 @@ MUTANTS = [
     Mutant(
         "a failed room's leases are free at once",
         "6 quarantine, I2",
-        "quarantine_of",
         """            if lease.phase is LeasePhase.GRANTED:
                 self._quarantine(lease, now)
 """,
@@ -248,7 +220,6 @@ MUTANTS = [
     Mutant(
         "a failed room's leases stay granted",
         "6 quarantine, I12",
-        "quarantine_of",
         """            if lease.phase is LeasePhase.GRANTED:
                 self._quarantine(lease, now)
 """,
@@ -259,7 +230,6 @@ MUTANTS = [
     Mutant(
         "what landed is free before its scatter is done",
         "6 life, I2",
-        "_on_tag",
         """            self._leases.land(lease)
             span""",
         """            self._leases.land(lease)
@@ -269,7 +239,6 @@ MUTANTS = [
     Mutant(
         "quarantined bytes are not carved out",
         "6 carve-out, I3",
-        "quarantine",
         """        self._lease(cursor, LeasePhase.GRANTED).state = LeasePhase.QUARANTINED
         self._gaps = None
 """,
@@ -279,7 +248,6 @@ MUTANTS = [
     Mutant(
         "the watermark waits for a quarantined span",
         "6 carve-out, I12",
-        "_advance",
         "            if first.state != LeasePhase.QUARANTINED or self._is_blocked(first):",
         "            if True:",
         "tests/protocol/test_leases.py",
@@ -287,14 +255,12 @@ MUTANTS = [
     Mutant(
         "the watermark passes quarantine under a live lease",
         "6 carve-out, I2",
-        "_advance",
         "            if first.state != LeasePhase.QUARANTINED or self._is_blocked(first):",
         "            if first.state != LeasePhase.QUARANTINED:",
     ),
     Mutant(
         "a quiet span does not return to its lane",
         "6 carve-out, I14",
-        "release",
         """        if lease.state == LeasePhase.QUARANTINED:
             self._gaps = None
 """,
@@ -303,7 +269,6 @@ MUTANTS = [
     Mutant(
         "too_big waits instead of being refused",
         "6 too_big, I12",
-        "grant_waiting",
         """            if request.nbytes > self.largest():
                 self.forget(request)
 """,
@@ -315,7 +280,6 @@ MUTANTS = [
     Mutant(
         "one session may take the whole lane",
         "6 half of a lane",
-        "_lane_for",
         "if others and lent_nbytes and not idle and lent_nbytes + request.nbytes > lane.capacity // 2:",
         "if False:",
         "tests/protocol/test_leases.py",
@@ -323,7 +287,6 @@ MUTANTS = [
     Mutant(
         "the last come is served first",
         "6 order, I12",
-        "add",
         "        request.place = self._n_arrived\n",
         "        request.place = -self._n_arrived\n",
         "tests/protocol/test_leases.py",
@@ -331,14 +294,12 @@ MUTANTS = [
     Mutant(
         "a send buffer waits for a closed window",
         "6 send buffers, I11",
-        "advance",
         "chunk.source.ready and (chunk.direct or self.windows.is_open(chunk)):",
         "chunk.source.ready:",
     ),
     Mutant(
         "one destination may have every send buffer",
         "6 send buffers, I12",
-        "__init__",
         "_Turns(max(1, n_buffers - 1))",
         "_Turns(n_buffers)",
         "tests/protocol/test_rules.py",
@@ -346,7 +307,6 @@ MUTANTS = [
     Mutant(
         "a send buffer is free once its write began",
         "6 send buffers, I8",
-        "gathered",
         """        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 """,
         """        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
@@ -356,7 +316,6 @@ MUTANTS = [
     Mutant(
         "a write may take for ever",
         "6 write_s, I10",
-        "on_timer",
         """                self.chunks.on_write_timer(ticket, now)
 """,
         """                pass
@@ -366,8 +325,19 @@ MUTANTS = [
     Mutant(
         "source memory is given back before the last completion",
         "6 send buffers, I8",
-        "_maybe_release",
         "        if room.ended and room.in_flight == 0 and room.release():",
         "        if room.ended and room.release():",
+    ),
+    Mutant(
+        "a writer's window is one view too wide",
+        "6 window, I2",
+        "<= mark + session.lanes[chunk.lane].nbytes",
+        "<= mark + session.lanes[chunk.lane].nbytes + 128",
+    ),
+    Mutant(
+        "a rising watermark opens what it does not reach",
+        "6 window, I2",
+        "        n_open = sum(map(self.is_open, held))\n",
+        "        n_open = len(held)\n",
     ),
 ]

@@ -8,42 +8,36 @@ MUTANTS = [
     Mutant(
         "one chunk of each writer counts as all",
         "7 fan-in, I5",
-        "maybe_complete",
         "            if writer.coverage is None or not writer.coverage.complete:\n",
         "            if writer.coverage is None or not writer.arrived:\n",
     ),
     Mutant(
         "chunks are counted, not what they cover",
         "7 fan-in, I5",
-        "maybe_complete",
         "            if writer.coverage is None or not writer.coverage.complete:\n",
         "            if writer.coverage is None or len(writer.arrived) < 4:\n",
     ),
     Mutant(
         "the first layer stands for all",
         "7 fan-in, I5",
-        "gap",
         "            if token is not None and begin < end:",
         "            if token is not None and begin < 1:",
     ),
     Mutant(
         "Success before the scatters are done",
         "7 fan-in, I5",
-        "maybe_complete",
         "        if room.ended or not room.bound or room.pending:",
         "        if room.ended or not room.bound:",
     ),
     Mutant(
         "Success before aux is here",
         "7 fan-in, I5",
-        "maybe_complete",
         "            if writer.has_aux and writer.phase is not WriterPhase.QUIET:\n                return\n",
         "",
     ),
     Mutant(
         "Success without a writer that is still to deliver",
         "7 fan-in, I5",
-        "maybe_complete",
         """            if writer.coverage is None or not writer.coverage.complete:
                 return
             if""",
@@ -54,7 +48,6 @@ MUTANTS = [
     Mutant(
         "Failed is overwritten by Success",
         "7 states, I1",
-        "_room",
         "        State.FAILED: over,\n",
         "        State.FAILED: {**over, e.COMPLETED: State.SUCCESS},\n",
         "tests/protocol/test_room.py",
@@ -62,35 +55,30 @@ MUTANTS = [
     Mutant(
         "released when one writer is quiet",
         "7 released, I2",
-        "maybe_release",
         "        if all(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):",
         "        if not room.writers or any(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):",
     ),
     Mutant(
         "released before its own scatters are done",
         "7 released, I2",
-        "maybe_release",
         "        if not room.ended or room.pending or room.status >= 0x80:",
         "        if not room.ended or room.released:",
     ),
     Mutant(
         "a failed room is released at once",
         "7 released, I2",
-        "abort_writer",
         "            writer.reason = reason\n",
         "            writer.phase, writer.reason = WriterPhase.QUIET, reason\n",
     ),
     Mutant(
         "an epoch is used again",
         "7 epoch, I6",
-        "DecodeCore.announce",
         "        self._last_epoch += 1\n",
         "        self._last_epoch = 1 + max(self.rooms.by_epoch, default=0)\n",
     ),
     Mutant(
         "a writer is found by its epoch alone",
         "7 keyed by session",
-        "ChunkReceiver._on_tag",
         "session.claims.get(tag.epoch)",
         """next(
             iter(self._rooms.by_epoch[tag.epoch].writers.values() if tag.epoch in self._rooms.by_epoch else ()), None
@@ -99,21 +87,18 @@ MUTANTS = [
     Mutant(
         "a tag counts whatever its lease's state",
         "7 tags, I7",
-        "_on_tag",
         "            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.request.session is not session:",
         "            if lease is None or lease.request.session is not session:",
     ),
     Mutant(
         "a tag counts after its room ended",
         "7 tags, I6",
-        "_on_tag",
         "        if writer is None or writer.room.ended or writer.coverage is None:\n            return False",
         "        if writer is None or writer.coverage is None:\n            return False",
     ),
     Mutant(
         "Open is not repeated",
         "7 Open, I4",
-        "send_open",
         """        self.endpoint.repeat(("open", writer), now)
 """,
         "",
@@ -121,7 +106,6 @@ MUTANTS = [
     Mutant(
         "Open of a room not submitted yet is dropped",
         "7 Open, I11",
-        "park",
         """        self.pending.setdefault(opened.room, {})[destination] = None
 """,
         "",
@@ -129,7 +113,6 @@ MUTANTS = [
     Mutant(
         "Opened is not heard",
         "7 Opened, I4",
-        "_on_opened",
         """            return
         self.rooms.open_answered(writer)
         if not writer.shares""",
@@ -139,14 +122,12 @@ MUTANTS = [
     Mutant(
         "a repeated Open makes another destination",
         "7 Open, I7",
-        "_on_open",
         "        if destination is None:\n            check_open",
         "        if destination is None or destination.room is not None:\n            check_open",
     ),
     Mutant(
         "Reserve of what is granted is not answered",
         "7 Reserve, I4",
-        "on_reserve",
         """                self._lender.send_lease(held, now)
                 return""",
         "                return",
@@ -154,7 +135,6 @@ MUTANTS = [
     Mutant(
         "Reserve is granted after its room ended",
         "7 Reserve, I14",
-        "on_reserve",
         "if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:",
         "if writer is None or writer.coverage is None:",
         "tests/protocol/test_rules.py",
@@ -162,14 +142,12 @@ MUTANTS = [
     Mutant(
         "Close is sent before the last completion",
         "7 Close, I5",
-        "maybe_close",
         "if destination.phase is not DestinationPhase.LIVE or room is None or destination.unwritten:",
         "if destination.phase is not DestinationPhase.LIVE or room is None:",
     ),
     Mutant(
         "fewer slots at prefill are waited for",
         "8 I9",
-        "_shortfall",
         "                writer.coverage.count(name, given[name])\n",
         "                writer.coverage.count(name, stop)\n",
         "tests/protocol/test_slots.py",
@@ -177,7 +155,6 @@ MUTANTS = [
     Mutant(
         "Success before the number of slots was told",
         "8 I5, I9",
-        "complete",
         "            self._complete = not self._uncounted and all(",
         "            self._complete = all(",
         "tests/protocol/test_slots.py",
@@ -185,7 +162,6 @@ MUTANTS = [
     Mutant(
         "a writer that holds nothing is waited for",
         "7 released, I14",
-        "_on_opened",
         """        if not writer.shares and not writer.has_aux:  # it never writes, so no CloseOk of it is waited for
             self.rooms.mark_quiet(writer)
 """,
@@ -195,7 +171,6 @@ MUTANTS = [
     Mutant(
         "a writer that holds nothing fails the room it gives up",
         "7 fan-in, I10",
-        "_on_close_failed",
         """        if writer is None or writer.phase is WriterPhase.QUIET:
             self.endpoint.send(session, m.Abort(""",
         """        if writer is None:
@@ -205,7 +180,6 @@ MUTANTS = [
     Mutant(
         "Close is not repeated",
         "7 Close, I4",
-        "_close",
         """        self.endpoint.send(destination.session, close, now)
         self.endpoint.repeat(("close", destination), now)
 """,
@@ -215,7 +189,6 @@ MUTANTS = [
     Mutant(
         "the writer forgets before Closed",
         "7 Close, I2",
-        "maybe_close",
         """        self._close(destination, now)
         self.maybe_complete(room)""",
         """        self._close(destination, now)
@@ -225,7 +198,6 @@ MUTANTS = [
     Mutant(
         "Close without its list: unlisted leases stay",
         "7 Close, I14",
-        "on_close_ok",
         """        self._lender.release_of(session, close.epoch, now)
         self.endpoint.send(session, m.Closed(close.epoch), now)
 """,
@@ -235,14 +207,12 @@ MUTANTS = [
     Mutant(
         "Close that overtakes a tag frees delivered data",
         "7 Close, I5",
-        "on_close_ok",
         "            if not writer.arrived.issuperset([w.chunk for w in close.written]):\n                self._begun(room, now)\n                return\n",
         "",
     ),
     Mutant(
         "Close of an unknown epoch is not answered",
         "7 Close, I14",
-        "on_close_ok",
         """            self.endpoint.send(session, m.Closed(close.epoch), now)
             return
 """,
@@ -251,7 +221,6 @@ MUTANTS = [
     Mutant(
         "the destination stays after Closed",
         "7 Closed, I14",
-        "_on_closed",
         """        if destination is not None and destination.phase is DestinationPhase.CLOSING:
             self.rooms.forget(destination)""",
         "        if destination is not None and destination.phase is DestinationPhase.CLOSING:\n            pass",
@@ -259,7 +228,6 @@ MUTANTS = [
     Mutant(
         "Close(failed) is taken as proof of quiet",
         "7 Close, I2",
-        "_on_close_failed",
         'gave the room up: {close.reason}"), now)\n',
         'gave the room up: {close.reason}"), now)\n'
         "            self.lender.release_of(session, close.epoch, now)\n            self.rooms.mark_quiet(writer)\n",
@@ -267,7 +235,6 @@ MUTANTS = [
     Mutant(
         "Abort is not repeated",
         "7 Abort, I4",
-        "send_abort",
         """        self.endpoint.repeat(("abort", writer), now)
 """,
         "",
@@ -276,7 +243,6 @@ MUTANTS = [
     Mutant(
         "a writer that has not answered is never told that its room was given up",
         "7 Abort, I10",
-        "give_up",
         "                peer.given_up[abort.room] = abort\n",
         "                pass\n",
         "tests/protocol/test_given_up.py",
@@ -284,7 +250,6 @@ MUTANTS = [
     Mutant(
         "an Abort of an earlier epoch gives up the room that is wanted again",
         "7 Abort, I6",
-        "_give_up",
         "session.asking.get(key, -1)]) > abort.epoch:\n",
         "session.asking.get(key, -1)]) > abort.epoch and False:\n",
         "tests/protocol/test_given_up.py",
@@ -292,7 +257,6 @@ MUTANTS = [
     Mutant(
         "a room given up is never forgotten",
         "7 Abort, I14",
-        "_give_up",
         """begun=False, until=now + self.endpoint.config.open_wait_s)
 """,
         "begun=False)\n",
@@ -301,21 +265,18 @@ MUTANTS = [
     Mutant(
         "what has not begun is not cancelled",
         "7 Abort, I8",
-        "drop",
         "                CHUNK.move(chunk, ChunkEvent.DROP)\n",
         "",
     ),
     Mutant(
         "Drained before the last completion",
         "7 Drained, I2",
-        "_maybe_drained",
         "        if destination.phase is DestinationPhase.DRAINING and destination.in_flight == 0:",
         "        if destination.phase is DestinationPhase.DRAINING:",
     ),
     Mutant(
         "Drained frees nothing",
         "7 Drained, I14",
-        "_on_drained",
         """        self.lender.release_of(session, drained.epoch, now)
 """,
         "",
@@ -323,7 +284,6 @@ MUTANTS = [
     Mutant(
         "Abort after Success fails a writer that sent all",
         "7 drain_s",
-        "_on_abort",
         "done = destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten)",
         "done = destination.phase is DestinationPhase.CLOSING",
         "tests/protocol/test_rules.py",
@@ -331,7 +291,6 @@ MUTANTS = [
     Mutant(
         "nobody asks a writer that does not close",
         "7 drain_s, I10",
-        "maybe_complete",
         """                    self.endpoint.timers.set(("linger", writer), now + self.endpoint.config.drain_s)
 """,
         "                    pass\n",
@@ -340,7 +299,6 @@ MUTANTS = [
     Mutant(
         "no deadline of a room ends it at decode",
         "7 deadlines, I10",
-        "on_timer",
         """                self.rooms.fail(room, too_late(kind, room, self.endpoint.config), now)
 """,
         "                pass\n",
@@ -348,22 +306,18 @@ MUTANTS = [
     Mutant(
         "no deadline of a room ends it at prefill",
         "7 deadlines, I10",
-        "PrefillCore.on_timer",
-        """                self.rooms.fail(room, error, now)
-""",
-        "                pass\n",
+        "                )\n                self.rooms.fail(room, error, now)\n",
+        "                )\n",
     ),
     Mutant(
         "another checksum is ignored",
         "7 checksums, I5",
-        "scattered",
         "landing.writer.session.checksums and checksum != landing.checksum:",
         "landing.writer.session.checksums and not checksum:",
     ),
     Mutant(
         "a tag that was lost is not said again with CloseOk",
         "7 tags by message, I10",
-        "close_again",
         """        for chunk in destination.chunks.values():
             self.chunks.tell_tag(chunk, now)
         self._close(""",
@@ -372,7 +326,6 @@ MUTANTS = [
     Mutant(
         "a tag that was lost is not said again to a Recall",
         "7 tags by message, I12",
-        "on_recall",
         """                self.tell_tag(chunk, now)
                 return
 """,
@@ -382,7 +335,6 @@ MUTANTS = [
     Mutant(
         "a tag is said before its write is done",
         "7 tags by message, I5",
-        "gathered",
         """        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 """,
         """        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
@@ -393,7 +345,6 @@ MUTANTS = [
     Mutant(
         "a tag is said under a session that is lost",
         "7 a lost session",
-        "tell_tag",
         """        if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
 """,
         "        if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN:\n",
@@ -402,7 +353,6 @@ MUTANTS = [
     Mutant(
         "a tag is said of a write that failed",
         "7 tags by message, I5",
-        "tell_tag",
         """        if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
 """,
         """        if session.tags_as_messages and chunk.begun and session.id in self.endpoint.sessions:
@@ -411,9 +361,15 @@ MUTANTS = [
     Mutant(
         "who says a tag may name any session",
         "7 tags by message, I6",
-        "on_tagged",
         "        if not session.tags_as_messages or tag.session != session.id:\n",
         "        if not session.tags_as_messages:\n",
         "tests/protocol/test_said_tags.py",
+    ),
+    Mutant(
+        "the total of what waits for its room never falls",
+        "10 limits, I14",
+        "        destination.session.parked_nbytes -= destination.parked_nbytes\n",
+        "",
+        "tests/protocol/test_rooms.py",
     ),
 ]

@@ -8,7 +8,6 @@ MUTANTS = [
     Mutant(
         "what prefill has beyond decode is no misfit",
         "7 Hello, I5",
-        "incompatible",
         '(("prefill", src_place), ("decode", dst_place))',
         '(("prefill", src_place),)',
         "tests/protocol/test_fit.py",
@@ -16,14 +15,12 @@ MUTANTS = [
     Mutant(
         "no seq: frames count again and in any order",
         "7 seq, I4",
-        "_moves_on",
         "        if seq <= session.last_seq:",
         "        if False:",
     ),
     Mutant(
         "a frame of an old session is taken for the new one's",
         "7 session, I6",
-        "Endpoint.receive",
         "            held = self.sessions.get(session_id)",
         "            held = self.sessions.get(session_id) or next((\n"
         "                k for k in self.sessions.values() if k.route == route), None)",
@@ -31,7 +28,6 @@ MUTANTS = [
     Mutant(
         "Hello is not repeated",
         "7 Hello, I4",
-        "_greet",
         """        self.endpoint.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
 """,
         "",
@@ -39,7 +35,6 @@ MUTANTS = [
     Mutant(
         "Welcome of another greeting is taken",
         "7 Welcome, I6",
-        "on_welcome",
         "        if peer is None or session_id.decode != peer.nonce:\n            return\n",
         "        if peer is None:\n            return\n",
         "tests/protocol/test_session.py",
@@ -47,7 +42,6 @@ MUTANTS = [
     Mutant(
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
-        "on_hello",
         """            self.endpoint.begin(session, m.offers(hello), now)
 """,
         """            self.endpoint.begin(session, m.offers(hello), now)
@@ -58,7 +52,6 @@ MUTANTS = [
     Mutant(
         "the old session stays beside the new one",
         "7 half-open, I14",
-        "confirm",
         """        if older is not None:
             self._owner.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"), now)
 """,
@@ -68,7 +61,6 @@ MUTANTS = [
     Mutant(
         "a new session begins with the old one's watermarks",
         "6 cursors of a session",
-        "confirm",
         """        if older is not None:
             self._owner.lose(older""",
         """        if older is not None:
@@ -82,7 +74,6 @@ MUTANTS = [
     Mutant(
         "NoSession of another process is taken as proof",
         "7 NoSession, I6",
-        "DecodeCore._on_stray",
         "                    if isinstance(answer, m.Bye) or answer.incarnation == stranded.id.writer:\n",
         "                    if True:\n",
         "tests/protocol/test_traces.py",
@@ -90,7 +81,6 @@ MUTANTS = [
     Mutant(
         "NoSession is said while a write is in flight",
         "7 NoSession, I2",
-        "_on_stray",
         "        if self.chunks.in_flight(frame.session):",
         "        if False:",
         "tests/protocol/test_traces.py",
@@ -98,7 +88,6 @@ MUTANTS = [
     Mutant(
         "NoSession is not said",
         "7 NoSession, I10",
-        "_on_stray",
         """        self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 """,
         "        pass\n",
@@ -107,7 +96,6 @@ MUTANTS = [
     Mutant(
         "no heartbeat",
         "7 silence, I4",
-        "_beat",
         "            self.send(session, Heartbeat(self.need_of(session, now)), now)\n",
         "            pass\n",
         "tests/protocol/test_traces.py",
@@ -115,7 +103,6 @@ MUTANTS = [
     Mutant(
         "a room that decode waits with is not held",
         "7 open_wait_s, I4",
-        "_waited",
         'self.endpoint.timers.set(("open_wait", room), now + max(room.open_wait_s, 3 * HOLD_EVERY_S))',
         "pass",
         "tests/protocol/test_holds.py",
@@ -123,7 +110,6 @@ MUTANTS = [
     Mutant(
         "an unanswered Ask is not asked again",
         "7 who asks again, I4",
-        "waiting",
         "asks = [m.Wanted(one.room.epoch, one.room.key) for one in unopened if one.asks]",
         "asks = []",
         "tests/protocol/test_holds.py",
@@ -131,7 +117,6 @@ MUTANTS = [
     Mutant(
         "silence is never noticed",
         "7 silence, I10",
-        "on_session_timer",
         """            self.timers.set(("silence", session), silent_at)
             return False
         late = DeadlineExceeded(f"{peer} was silent for {session.silence_s} s", remedy="look at that node")
@@ -148,7 +133,6 @@ MUTANTS = [
     Mutant(
         "a late turn does not push its deadlines",
         "7 late turns",
-        "tick",
         "        if excess > 0:\n            self.timers.delay(excess)",
         "        if False:\n            self.timers.delay(excess)",
         "tests/protocol/test_session.py",
@@ -156,7 +140,6 @@ MUTANTS = [
     Mutant(
         "a lost session's closed leases are kept",
         "7 lost, I14",
-        "session_lost",
         "            if lease.phase is not LeasePhase.LANDED and never_writable:",
         "            if False:",
         "tests/protocol/test_rules.py",
@@ -164,14 +147,12 @@ MUTANTS = [
     Mutant(
         "pages are free before the fence",
         "7 lost, I2",
-        "lose",
         "            if not writer.writes_in_place:  # it can write",
         "            if True:  # it can write",
     ),
     Mutant(
         "a lost session counts as fenced",
         "7 fences, I2",
-        "lose",
         """        self.endpoint.effects.append(Detach(session))
         if self.holds(session):
 """,
@@ -183,7 +164,6 @@ MUTANTS = [
     Mutant(
         "a fenced session gives nothing back",
         "7 fences, I14",
-        "fenced",
         """        self.lender.release_of(session, None, now)
 """,
         "",
@@ -191,7 +171,6 @@ MUTANTS = [
     Mutant(
         "prefill gives memory back before its fence",
         "7 fences, I8",
-        "lose",
         """            if destination.in_flight == 0:
                 self.forget(destination)
 """,
@@ -203,7 +182,6 @@ MUTANTS = [
     Mutant(
         "the connection to a silent peer is kept",
         "8 routes, I10",
-        "on_timer",
         "                    self.endpoint.effects.append(Renew(session.route))\n",
         "                    pass\n",
         "tests/protocol/test_session.py::test_the_connection_to_a_peer_that_was_silent_is_made_anew",

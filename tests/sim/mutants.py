@@ -1,12 +1,10 @@
 """Deliberate bugs, one rule of DESIGN 6 to 8 broken by each, and who notices: `python -m tests.sim.mutants [NAME ...]`.
 
-A mutant is a patch of a named function of pdstage, wherever that stands. It is tried in a process of its own, on a copy
-of the package that has it.
+A mutant is a patch of one place of pdstage. It is tried in a process of its own, on a copy of the package that has it.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import os
 import re
@@ -16,10 +14,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pdstage"
@@ -41,100 +37,49 @@ for seed in range(int(sys.argv[2])):
     except BaseException as error:
         raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0])
 """
-_MAIN = "import pdstage, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
-"""The package first: pytest puts the checkout in front."""
-PYTEST = ("-c", _MAIN, "-x", "-q", "--no-header", "--tb=line")
+PYTEST = ("-m", "pytest", "-x", "-q", "--no-header", "--tb=line")
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`old`, found once in the one `function` of that name that has it, becomes `new`; that breaks `rule`.
+    """`old`, a text found once in pdstage, becomes `new`; that breaks `rule`.
 
-    `function` may be a class, a constant of a module, or `Class.method` where the method's name alone names several.
     The search must see it; or, where no schedule can or only one in hundreds does, the test file `shown_by`. With
     `NODES` there the search of whole nodes must.
     """
 
     name: str
     rule: str
-    function: str
     old: str
     new: str
     shown_by: str = ""
 
-    def place(self) -> Place:
-        """Where it stands now. Raises `LookupError` if that is nowhere or not one place: then it must follow."""
-        found = [place for place in definitions(self.function.split(".")[-1]) if place.is_(self.function)]
-        n = sum(place.text.count(self.old) for place in found)
-        if n != 1 or self.old == self.new:
-            where = ", ".join(f"{place.path.relative_to(PACKAGE.parent)}:{place.name}" for place in found)
-            raise LookupError(f"mutant {self.name!r}: its old text is found {n} times in {where or self.function}")
-        return next(place for place in found if self.old in place.text)
-
     def patched(self) -> tuple[str, str]:
-        """Its file, from the package's folder, and that file's changed text."""
-        place = self.place()
-        text = place.path.read_text()
-        at = place.start + place.text.index(self.old)
-        return str(place.path.relative_to(PACKAGE)), text[:at] + self.new + text[at + len(self.old) :]
-
-
-class Place(NamedTuple):
-    """A function, class or constant of pdstage: its name as `Class.method`, and its text, from `start` in its file."""
-
-    path: Path
-    name: str
-    start: int
-    text: str
-
-    def is_(self, name: str) -> bool:
-        return self.name == name or self.name.endswith(f".{name}")
+        """Its file, from the package's folder, and that file's changed text. Raises `LookupError` where `old` is not
+        found, or not once: then the mutant must follow.
+        """
+        found = [path for path, text in _texts().items() for _ in range(text.count(self.old))]
+        if len(found) != 1:
+            raise LookupError(f"mutant {self.name!r}: its old text is found in {found}")
+        return found[0], _texts()[found[0]].replace(self.old, self.new)
 
 
 @functools.cache
-def _all_definitions() -> dict[str, list[Place]]:
-    found: dict[str, list[Place]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        text = path.read_text()
-        starts = [0, *accumulate(len(line) for line in text.splitlines(keepends=True))]
-
-        def visit(node: ast.AST, outer: str, path: Path = path, text: str = text, starts: list[int] = starts) -> None:
-            for inner in ast.iter_child_nodes(node):
-                match inner:
-                    case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                        name = inner.name
-                    case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                        pass
-                    case _:
-                        continue
-                whole = f"{outer}.{name}" if outer else name
-                start, stop = starts[inner.lineno - 1], starts[inner.end_lineno or inner.lineno]
-                found.setdefault(name, []).append(Place(path, whole, start, text[start:stop]))
-                if not isinstance(inner, ast.Assign | ast.AnnAssign):
-                    visit(inner, whole)
-
-        visit(ast.parse(text), "")
-    return found
-
-
-def definitions(name: str) -> list[Place]:
-    """Every definition of pdstage with this name, whatever class it is in."""
-    return _all_definitions().get(name, [])
+def _texts() -> dict[str, str]:
+    return {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def everyone() -> list[Mutant]:
     from tests.sim import (  # noqa: PLC0415  (they import this)
         bugs_aux,
-        bugs_engine,
         bugs_leases,
         bugs_nodes,
         bugs_parting,
         bugs_rooms,
         bugs_sessions,
-        bugs_unseen,
     )
 
-    modules = (bugs_leases, bugs_rooms, bugs_sessions, bugs_parting, bugs_engine, bugs_aux, bugs_unseen, bugs_nodes)
+    modules = (bugs_leases, bugs_rooms, bugs_sessions, bugs_parting, bugs_aux, bugs_nodes)
     return [mutant for module in modules for mutant in module.MUTANTS]
 
 
@@ -156,14 +101,17 @@ def tried(changed: tuple[str, str] | None, command: Sequence[str], limit_s: floa
     nothing did.
     """
     with TemporaryDirectory() as folder:
+        for path in ROOT.iterdir():  # its tests and what they read, which find the copy, in processes they start too
+            if path != PACKAGE and not path.name.startswith("."):
+                Path(folder, path.name).symlink_to(path)
         shutil.copytree(PACKAGE, Path(folder, "pdstage"), ignore=shutil.ignore_patterns("__pycache__"))
         if changed is not None:
             Path(folder, "pdstage", changed[0]).write_text(changed[1])
-        env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
         try:
             done = subprocess.run(
-                [sys.executable, "-P", *command],
-                check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s,
+                [sys.executable, *command],
+                check=False, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True,
+                timeout=limit_s,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"it takes over {limit_s} s"
