@@ -180,19 +180,16 @@ class Sender(Handle):
 
 _DEVICE_CHUNK_S = 250e-6
 """What a chunk costs both hosts, where its bytes pass none of them: profiled."""
-_SM_BYTES_PER_S, _MOST_SMS = 34e9, 64
-"""What one multiprocessor copies on an H200, and how many of them its memory keeps busy."""
 
 
 @cache
-def _by_traits(traits: Traits, n_sms: int) -> CostModel:
-    """Of a transport nobody measured: one whose traits differ by peer costs each what its own say. `n_sms` are the
-    multiprocessors of a device's copies, on either side; 0 in host memory.
+def _by_traits(traits: Traits, copies_at: float | None) -> CostModel:
+    """Of a transport nobody measured: one whose traits differ by peer costs each what its own say. `copies_at` are the
+    bytes a second of a device's copies, on either side.
     """
     found = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
-    if not n_sms:
+    if copies_at is None:
         return found
-    copies_at = n_sms * _SM_BYTES_PER_S
     return replace(
         found, gather_bytes_per_s=copies_at, scatter_bytes_per_s=copies_at, gather_run_s=0.0, scatter_run_s=0.0,
         chunk_s=_DEVICE_CHUNK_S,
@@ -246,6 +243,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             arguments.text("bootstrap", bootstrap)
         self._costs = costs(calibration)
         super().__init__(pool, topology, n_buffers, options)
+        self._copies_at: float | None = None
         buffer_nbytes = self.parts[0].nbytes
         self.chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
         self.data_path = DataPath(
@@ -263,6 +261,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             layout=pool.layout.digest(), transports=tuple(offer.transport for offer in self.offers), version=VERSION,
         )  # fmt: skip
         try:
+            if self.options["path"] != "direct":
+                with self.driver.device():
+                    self._copies_at = self.stager.rate(self.parts[0], checksum=self.config.checksums)
             if publish:
                 self.bootstrap_address = bootstrap or self._embed_bootstrap()
                 self.directory.publish(self.bootstrap_address, lambda: [self.advert])
@@ -277,9 +278,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         return self._bootstrap.address
 
     def cost_of(self, traits: Traits) -> CostModel:
-        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
-        n_sms = 0 if self.pool.device == "cpu" else self.options["max_sms"] or _MOST_SMS
-        return self._costs.get(traits.name) or _by_traits(traits, n_sms)
+        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies as
+        measured at the start.
+        """
+        return self._costs.get(traits.name) or _by_traits(traits, self._copies_at)
 
     @property
     def written(self) -> tuple[int, int]:

@@ -10,7 +10,9 @@ Seen with Mooncake 0.3.13.post1 over tcp, and the consequences here:
 * It caches a segment for ever, by name: a process that came back on the same port was written to at its predecessor's
   data port. A zero before the port is another name for the same place. So each life gets its own name.
 * It keeps four connections to each peer that it has sent to (MC_TCP_LANES_PER_PEER), also to dead peers, and closes
-  them only when it ends. That takes up to a second and holds the interpreter's lock.
+  them only when it ends. That takes up to a second and holds the interpreter's lock. Over tcp, an engine that only
+  sends needs no registered memory and starts in a millisecond: mooncake.py takes a fresh one for new peers when many
+  have gone, and ends it with its last peer.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Engine:
 
     def __init__(self, protocol: str, host: str, devices: str) -> None:
         """Raises `TransportError` if it does not start."""
-        self.protocol, self.host = protocol, host
+        self.protocol, self.host, self.devices = protocol, host, devices
+        self.n_left = 0
+        """Past lives of peers: over tcp it keeps connections to them."""
         self._lives: dict[tuple[str, int], tuple[str, int]] = {}
         self.raw: Any = library.TransferEngine()
         # The environment that makes the engine install `protocol` and nothing else.
@@ -111,7 +115,7 @@ class Way:
     """One life of a peer's transport, as this engine reaches it. All labels of the peer share its queue of posts."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self._engine = engine
+        self.engine = engine
         self.name = name
         self.waiting: deque[Transfer] = deque()
         self._under_way: deque[tuple[int, Transfer]] = deque()
@@ -136,10 +140,10 @@ class Way:
                 if not post.n_under_way:
                     yield post
             elif self._is_open:
-                self._begun(post, self._engine.raw.transfer_submit_write(self.name, *span))
+                self._begun(post, self.engine.raw.transfer_submit_write(self.name, *span))
             else:
                 self._opener = threading.Thread(
-                    target=self._probe, args=(self._engine.raw, *span), name="pdstage-mooncake", daemon=True
+                    target=self._probe, args=(self.engine.raw, *span), name="pdstage-mooncake", daemon=True
                 )
                 self._opener.start()
                 return
@@ -169,7 +173,7 @@ class Way:
         """The posts whose transfers ended, in about the order in which they began."""
         while self._under_way:
             transfer, post = self._under_way[0]
-            status = self._engine.raw.transfer_check_status(transfer)
+            status = self.engine.raw.transfer_check_status(transfer)
             if status in _PENDING:
                 return
             self._under_way.popleft()

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from pdstage.transport._peer import Target
 
+MAX_LEFT = 16
+"""One engine may keep connections to this many dead lives, four each; then new peers get a new engine."""
 _HOST = re.compile(r"[0-9A-Za-z.:_-]{1,255}")
 
 
@@ -92,7 +94,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
             raise UsageError(f"host {host!r}", remedy="give an address or a name, without a port", field="host")
         ports = device_ports(list(filter(None, devices.split(","))))
         chosen = ",".join(dict.fromkeys(port.partition(":")[0] for port in ports))  # it takes devices, no ports
-        self._engine = Engine(protocol, host or own_address(), chosen)
+        self._engine = self._sending = Engine(protocol, host or own_address(), chosen)
         self.life = secrets.token_hex(16)
         Here.lives[self.life] = self
         self.identity = own_identity()
@@ -133,10 +135,28 @@ class MooncakeTransport(Backend[_Link, _Description]):
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         link = _Link(peer, description)
         if description.life not in self._ways:
-            name = self._engine.name_of(description.host, description.port, description.life)
-            self._ways[description.life] = Way(self._engine, name)
+            sending = self._fresh()
+            name = sending.name_of(description.host, description.port, description.life)
+            self._ways[description.life] = Way(sending, name)
         link.way, link.target = self._ways[description.life], target
         return link
+
+    def _fresh(self) -> Engine:
+        """The engine for writes to a new life: a new one if the last has left many connections behind.
+
+        Peers always write to `_engine`, which `describe` names. RDMA keeps one engine: another would register memory
+        twice, and no such leftovers were seen.
+        """
+        ours, before = self._engine, self._sending
+        if before.n_left >= MAX_LEFT and ours.protocol == "tcp":
+            self._sending = Engine(ours.protocol, ours.host, ours.devices)
+            self._end(before)
+        return self._sending
+
+    def _end(self, engine: Engine) -> None:
+        """Ends it, unless it is needed; even if something holds it, as the traceback of a room's error does."""
+        if engine not in (self._engine, self._sending, *(way.engine for way in self._ways.values())):
+            engine.raw = None
 
     def _write(self, link: _Link, post: Post) -> None:
         if link.target.gone():
@@ -157,7 +177,9 @@ class MooncakeTransport(Backend[_Link, _Description]):
             self.let_go(life)
 
     def _leave(self, life: str) -> None:
-        del self._ways[life]
+        engine = self._ways.pop(life).engine
+        engine.n_left += 1
+        self._end(engine)
 
     def _detach(self, link: _Link) -> None:
         for post in link.way.waiting:
@@ -170,7 +192,8 @@ class MooncakeTransport(Backend[_Link, _Description]):
     def _shut(self) -> None:
         for region in self.own.regions:
             self._engine.raw.unregister_memory(region.base)
-        self._engine.raw = None  # it ends here, even if a room's error holds this object
+        for engine in (self._engine, self._sending, *(way.engine for way in self._ways.values())):
+            engine.raw = None
         self._ways.clear()
 
 

@@ -132,8 +132,8 @@ MUTANTS = [
     Mutant(
         "a room is opened before its pages are free",
         "11 after, I2",
-        "            if not done:\n",
-        "            if False:\n",
+        "            if after is None:\n",
+        "            if True:\n",
         "tests/manager/test_transfer.py::test_nothing_is_opened_before_after",
     ),
     Mutant(

@@ -150,6 +150,30 @@ def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, p
             a.post("b", [(0, b.base, 5)], b"")
 
 
+@pytest.mark.full
+def test_short_lived_peers_leave_a_bounded_number_of_connections(a, peers, monkeypatch):
+    """I14: what the library keeps of them goes with an engine that wrote to some of them; the one that peers write to
+    stays.
+    """
+    monkeypatch.setattr(mooncake, "MAX_LEFT", 4)
+    told, n_sockets, engines = a.describe(), [], set()
+    for _ in range(24):
+        b = peers()
+        meet(a, b)
+        delivers(a, b, tag=b"")
+        a.disconnect("b")
+        b.kill()
+        b.shut()
+        Log(a).until(lambda: a.proved_dead("b"))
+        a.forget("b")
+        n_sockets.append(a.n_fds("socket"))
+        engines.add(a.transport._sending)
+    assert max(n_sockets[12:]) <= max(n_sockets[:12]) + 8, n_sockets
+    assert a.describe() == told
+    assert len(engines) == 6
+    assert sum(engine.raw is not None for engine in engines) == 2
+
+
 def test_a_stopped_peer_keeps_no_other_waiting(a, peers):
     """Row of mooncake: post to a stopped peer.
 
