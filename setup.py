@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 MAPPED = {"pdstage.bench": "bench", "pdstage.csrc": "csrc", "pdstage.kernels": "kernels"}
 PACKAGES = [
     "bench.peers", "control", "integrations", "integrations.sglang", "integrations.vllm", "layout",
-    "manager", "plan", "protocol", "tools", "tools.calibrate", "tools.demo", "tools.doctor", "tools.judge",
+    "manager", "plan", "protocol", "tools", "tools.calibrate", "tools.demo", "tools.doctor",
     "tools.trace", "tools.watch", "transport",
 ]  # fmt: skip
 SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))

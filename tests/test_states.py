@@ -49,7 +49,7 @@ def test_a_kind_has_one_name_on_both_sides():
     assert Layout.of(by_name.regions, views) == by_name, "views made by hand meet too"
     for name in ("nsa", "dsa"):
         found = checking.check(by_name, {name: [2, 1]}, {"nsa": (0, 100)}, unique=True)
-        assert [(one.component, one.start, one.stop) for one in found.values()] == [("dsa", 0, 100)]
+        assert [(name, one.start, one.stop) for name, one in found.items()] == [("dsa", 0, 100)]
 
 
 def fields(view):

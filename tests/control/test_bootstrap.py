@@ -108,6 +108,9 @@ def test_something_else_there_is_said(answer):
             with connection:
                 connection.recv(65536)
                 connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):
+                    pass
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -40,14 +40,15 @@ def run(*, rooms: int = 12, at_a_time: int = 4, faults: dict | None = None, limi
             handles = []
             for room in range(first, first + at_a_time):
                 receiver, senders = decode.receive(room, site.address), [node.send(room) for node in prefill]
-                receiver.bind(dst.allocate(TOKENS), TOKENS)
+                wanted = dst.allocate(TOKENS)
+                receiver.bind(wanted, TOKENS)
                 for sender, rank in zip(senders, src, strict=True):
                     pages = rank.allocate(TOKENS)
                     sender.chunk(pages, (0, 20))
                     sender.chunk(pages, (20, TOKENS))
                     sender.finish(b"first token")
                     rank.free(pages)  # nobody writes them before the room is over
-                dst.free(receiver.bound.checked["kv"].pages)
+                dst.free(wanted)
                 if room % 4 == 3:
                     turns(site.nodes, lambda room=receiver: room.state is State.TRANSFERRING, min(limit_s, 2.0))
                     (receiver if room % 8 == 3 else senders[0]).abort("no longer wanted")

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 30
 PAGE = (ROOT / "docs" / "environment.md").read_text()
 HANDS_ON = "pdstage.integrations.vllm.connector"  # it says nothing: it hands what others say to vLLM's logger
+PRINTS = ("top.py", "progress.py")  # of tools/watch
 DOCUMENTED = set(re.findall(r"^\| `(pdstage[.\w]*)` \| `(.*?)` \|", PAGE, re.MULTILINE))
 
 
@@ -28,7 +29,7 @@ def modules():
         for path in sorted((ROOT / folder).rglob("*.py")):
             inner = path.relative_to(ROOT / folder)
             linked = any((ROOT / folder / parent).is_symlink() for parent in inner.parents)
-            if not linked and inner.parts[:2] not in (("cli.py",), ("tools", "demo")):
+            if not linked and inner.parts[:2] not in (("cli.py",), ("tools", "demo")) and inner.name not in PRINTS:
                 parts = inner.with_suffix("").parts
                 name = ".".join(("pdstage", *(["kernels"] if folder == "kernels" else []), *parts))
                 yield name.removesuffix(".__init__"), ast.parse(path.read_text())
