@@ -14,7 +14,6 @@ from pdstage.manager.decode import Receiver
 from pdstage.manager.handle import Handle
 from pdstage.metadata import AuxRow
 from pdstage.protocol.state import State
-from tests.sim.manager.primitives import Waiters
 from tests.sim.manager.scheduler import Process, Violation
 
 if TYPE_CHECKING:
@@ -40,8 +39,8 @@ class Seen:
     room: Room
     number: int
     pages: np.ndarray
-    changes: Waiters
     row: AuxRow | None
+    n_changes: int = 0
     reused: bool = False
 
 
@@ -86,7 +85,7 @@ class Checks:
             if hasattr(handle, "began_at"):  # else it is being made
                 self._may_follow(handle, slot.__get__(handle), status)  # type: ignore[attr-defined]
             if handle in self.seen:
-                self.seen[handle].changes.wake()
+                self.seen[handle].n_changes += 1
             scheduler.glance("a status is written")
             slot.__set__(handle, status)  # type: ignore[attr-defined]
             scheduler.glance("a status was written")
