@@ -14,7 +14,8 @@ from pdstage.manager.decode import Receiver
 from pdstage.manager.handle import Handle
 from pdstage.metadata import AuxRow
 from pdstage.protocol.state import State
-from tests.sim.manager.scheduler import Process, Violation
+from tests.sim.manager.scheduler import Process
+from tests.sim.seeds import Violation
 
 if TYPE_CHECKING:
     from pdstage.manager.node import Node
@@ -268,8 +269,8 @@ class Checks:
         world = self._world
         expected = {
             "closed while": not world.calm,
-            "a lookup at": world.bootstrap.n_broken > 0,
-            "the lease at": world.bootstrap.n_broken > 0,
+            "a lookup at": world.n_broken_lookups > 0,
+            "the lease at": world.n_broken_lookups > 0,
             "a copy failed": world.n_bad_copies > 0,
         }
         for record in world.errors:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from tests.sim.seeds import Violation
+
 PDSTAGE = Path(__file__).resolve().parents[3] / "pdstage"
 _MANAGER = frozenset(str(path) for path in [*(PDSTAGE / "manager").glob("*.py"), PDSTAGE / "protocol" / "room.py"])
 _CORES = _MANAGER | frozenset(str(path) for path in (PDSTAGE / "protocol").glob("*.py"))
@@ -29,10 +31,6 @@ STEP_S = 5e-6
 _GLANCE = 0.3
 _STUCK_S = 120.0
 """Real seconds after which a run that neither ends nor fails has met something that the scheduler does not know."""
-
-
-class Violation(AssertionError):
-    """Something that must hold does not."""
 
 
 class Over(BaseException):

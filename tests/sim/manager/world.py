@@ -19,11 +19,12 @@ import numpy as np
 
 import pdstage.stager
 from pdstage import Column, Config, DecodeNode, MetadataBuffers, PrefillNode
+from pdstage.control.directory import Directory
 from pdstage.manager import decode, driver, handle, lookup, node, observer, prefill, sessions, status
 from pdstage.protocol import state
 from tests.manager.engine import Rank
 from tests.sim.manager import primitives
-from tests.sim.manager.bootstrap import Bootstrap
+from tests.sim.manager.bootstrap import Client
 from tests.sim.manager.fabric import Fabric, SimTransport
 from tests.sim.manager.network import Network, Socket
 from tests.sim.manager.scenario import Scenario
@@ -79,12 +80,12 @@ class World:
         )
         self.network = Network(self.scheduler, self.rng, scenario.delays)
         self.fabric = Fabric(self.scheduler, self.network, self.rng, scenario.faults)
-        self.bootstrap = Bootstrap(self.scheduler, self.rng, scenario.answers)
+        self.directory = Directory(lambda: self.scheduler.now)
         self.hosts = [self._host(name) for name in scenario.names]
         self.lost_s = 0.0
         """What stops and jumps have taken: deadlines are later by as much."""
         self.errors: list[logging.LogRecord] = []
-        self.n_bad_copies = 0
+        self.n_bad_copies = self.n_broken_lookups = 0
 
     def _host(self, name: str) -> Host:
         scenario, number = self.scenario, int(name[1:])
@@ -160,7 +161,7 @@ class World:
             for module in (driver, lookup, node):
                 put(module, threading=threads)
             put(handle, queue=queues)
-            put(lookup, random=primitives.random_of(self.rng), client_of=self.bootstrap.client)
+            put(lookup, random=primitives.random_of(self.rng), client_of=lambda address, keys: Client(self, address))
             put(node, secrets=primitives.secrets_of(self.rng), ControlSocket=self._socket, _LOOK_S=1e9)
             put(driver, _LARGE_NBYTES=scenario.large_nbytes, _NAP_S=5e-3, _PATIENCE_S=1e-2)  # fewer steps
             put(driver, _started=weakref.WeakSet())  # this process's end is none of theirs
