@@ -201,12 +201,12 @@ class Checks:
         if any(one.kind == "jump" for one in self._world.scenario.disturbances):
             return  # its waits are durations
         now = self._world.scheduler.now + host.process.ahead_s
-        for asker in node.directory._askers.values():
+        for address, asker in node.directory._askers.items():
             task = asker.thread.task
             if task is not None and task.waits_for == "a condition" and asker.waiting:
                 late_s = now + (task.until - self._world.scheduler.now) - asker.waiting[0][0]
                 if late_s > _SLACK_S:
-                    raise Violation(f"{host.name} sleeps {late_s:.3f} s beyond the time to ask {asker.address}")
+                    raise Violation(f"{host.name} sleeps {late_s:.3f} s beyond the time to ask {address}")
 
     def _sleeps_over_nothing(self, host: Host, node: Node) -> None:
         driver, core = node.driver, node.core

@@ -12,7 +12,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
@@ -55,7 +55,6 @@ class Host:
     """Its engine has begun to close it."""
     gave_back: bool | None = None
     ended: bool = False
-    tasks_before: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
