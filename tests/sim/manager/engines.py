@@ -288,7 +288,13 @@ class Engines:
             pause_s = min(2 * pause_s, 0.05)
             if how == "short waits":
                 self._until_a_change(self._checks.seen[handle], pause_s)
-                self._try(handle, wait, pause_s)
+                try:
+                    wait(pause_s)
+                except TimeoutError:
+                    pass
+                except PdstageError as error:
+                    if error is not handle.error:
+                        raise
                 continue
             if how == "poll":
                 handle.poll()
@@ -299,15 +305,6 @@ class Engines:
     def _until_a_change(self, seen: Seen, timeout_s: float) -> None:
         before = seen.n_changes
         self._scheduler.block("an engine's time", timeout_s, lambda: seen.n_changes != before)
-
-    def _try(self, handle: Handle, wait: Callable[[float], object], timeout_s: float) -> None:
-        try:
-            wait(timeout_s)
-        except TimeoutError:
-            pass
-        except PdstageError as error:
-            if error is not handle.error:
-                raise
 
     # Disturbances.
 

@@ -1,4 +1,4 @@
-"""What the manager takes from threading, queue, time, random and secrets, made of a `Scheduler`.
+"""What the manager takes from threading, queue and time, made of a `Scheduler`.
 
 Nothing here may be used outside a run's threads.
 """
@@ -6,7 +6,6 @@ Nothing here may be used outside a run's threads.
 from __future__ import annotations
 
 import queue
-import random
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -173,20 +172,8 @@ def threading_of(scheduler: Scheduler, refused: Callable[[str], bool]) -> Simple
     )
 
 
-def queue_of(scheduler: Scheduler) -> SimpleNamespace:
-    return SimpleNamespace(SimpleQueue=lambda: SimpleQueue(scheduler), Empty=queue.Empty)
-
-
 def time_of(scheduler: Scheduler) -> SimpleNamespace:
     def sleep(seconds: float) -> None:
         scheduler.block("time", seconds)
 
     return SimpleNamespace(monotonic=scheduler.clock, thread_time=scheduler.clock, sleep=sleep)
-
-
-def random_of(rng: random.Random) -> SimpleNamespace:
-    return SimpleNamespace(uniform=rng.uniform)
-
-
-def secrets_of(rng: random.Random) -> SimpleNamespace:
-    return SimpleNamespace(randbits=rng.getrandbits, token_hex=lambda n: rng.randbytes(n).hex())

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import queue
 import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -147,7 +149,9 @@ class World:
     def installed(self) -> Iterator[None]:
         scheduler, scenario = self.scheduler, self.scenario
         threads = primitives.threading_of(scheduler, self._refuses_thread)
-        queues, clock = primitives.queue_of(scheduler), primitives.time_of(scheduler)
+        queues = SimpleNamespace(SimpleQueue=lambda: primitives.SimpleQueue(scheduler), Empty=queue.Empty)
+        clock, rng = primitives.time_of(scheduler), self.rng
+        tokens = SimpleNamespace(randbits=rng.getrandbits, token_hex=lambda n: rng.randbytes(n).hex())
         log, listener = logging.getLogger("pdstage"), _Listener(self.errors)
         with ExitStack() as stack:
 
@@ -160,8 +164,12 @@ class World:
             for module in (driver, lookup, node):
                 put(module, threading=threads)
             put(handle, queue=queues)
-            put(lookup, random=primitives.random_of(self.rng), client_of=lambda address, keys: Client(self, address))
-            put(node, secrets=primitives.secrets_of(self.rng), ControlSocket=self._socket, _LOOK_S=1e9)
+            put(
+                lookup,
+                random=SimpleNamespace(uniform=rng.uniform),
+                client_of=lambda address, keys: Client(self, address),
+            )
+            put(node, secrets=tokens, ControlSocket=self._socket, _LOOK_S=1e9)
             put(driver, _LARGE_NBYTES=scenario.large_nbytes, _NAP_S=5e-3, _PATIENCE_S=1e-2)  # fewer steps
             put(driver, _started=weakref.WeakSet())  # this process's end is none of theirs
             for name in ("_copy_all", "_copy_passes"):
