@@ -11,7 +11,8 @@ process. `pdstage sim` runs many, and shrinks, explains and replays what fails.
     side        one process: its engine's pages, and what every byte of its memory must be
     engines     who announces, binds, submits, computes and aborts rooms, from small pools of pages
     checks      the invariants
-    run         one seed, many, one schedule again; shrinking
+    run         one seed, one schedule again; shrinking
+    seeds       many seeds, and what is told of them
 
 Beside it, each with a module of its own that runs by `python -m`:
 

@@ -17,7 +17,8 @@ from pdstage.protocol.leases import Lease
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import State
 from tests.pair import Decode, Prefill, assert_flat, snapshot
-from tests.sim.side import Side, Violation
+from tests.sim.seeds import Violation
+from tests.sim.side import Side
 
 if TYPE_CHECKING:
     from tests.sim.world import SimWorld

@@ -16,7 +16,8 @@ from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.room import room_key
 from tests.pair import PAGE, Decode, Prefill
 from tests.sim.scenario import Job
-from tests.sim.side import Violation, truth
+from tests.sim.seeds import Violation
+from tests.sim.side import truth
 
 if TYPE_CHECKING:
     import numpy as np

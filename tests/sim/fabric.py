@@ -15,7 +15,8 @@ from pdstage.plan import selects
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from tests.pair import Decode, Item, Prefill, World, cell, direct_cells
-from tests.sim.side import Side, Violation, offsets
+from tests.sim.seeds import Violation
+from tests.sim.side import Side, offsets
 
 if TYPE_CHECKING:
     from collections.abc import Callable

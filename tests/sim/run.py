@@ -1,47 +1,22 @@
-"""Runs seeds: one, or many over two processes; shrinks what fails and says it in words.
+"""Runs a seed, or a schedule again; shrinks what fails and says it in words.
 
 Must not know any invariant: a `Violation` names its own.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
-from pdstage.tools.watch.progress import progress
 from tests.sim.scenario import draw
 from tests.sim.scheduler import Scheduler
-from tests.sim.side import Violation
-from tests.sim.world import Event, SimWorld
+from tests.sim.seeds import Event, Failed, Report, Violation, run_many, tell
+from tests.sim.world import SimWorld
 
 STEPS = 500
 ENGINES_S, REST_S = 60.0, 160.0
 MAX_AT_REST = 100_000
-
-
-@dataclass
-class Report:
-    """What a run did. `n_steps` counts deliveries, ticks and engines' steps; `n_faulty` those before the faults end."""
-
-    seed: int
-    n_steps: int = 0
-    n_faulty: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    events: list[Event] = field(default_factory=list)
-    trace: list[str] = field(default_factory=list)
-
-
-class Failed(Violation):
-    """A violation with the run it came from: `report.events` is the schedule up to it."""
-
-    def __init__(self, violation: Violation, report: Report) -> None:
-        super().__init__(violation.invariant, str(violation).partition(": ")[2])
-        self.report = report
-        self.add_note(f"seed {report.seed}")
 
 
 def run(
@@ -66,7 +41,6 @@ def run(
                 report.events.append(event)
                 if not world.apply(tuple(event)):
                     report.events.pop()
-        report.n_faulty = world.n_steps
         _end(world)
     except Violation as violation:
         raise Failed(violation, report) from violation
@@ -142,7 +116,7 @@ def shrink(failed: Failed, *, within_s: float) -> list[Event]:
         try:
             run(failed.report.seed, events=events)
         except Failed as again:
-            return again.report.events if again.invariant == failed.invariant else None
+            return again.report.events if again.args[0] == failed.args[0] else None
         return None
 
     events = failed.report.events
@@ -158,49 +132,6 @@ def shrink(failed: Failed, *, within_s: float) -> list[Event]:
         if size == 1 and not found:
             return events
         size = max(1, size // 2)
-
-
-# Many seeds, and what the command line prints.
-
-
-def tell(reports: Sequence[Report], failed: Sequence[tuple[int, str]] = ()) -> str:
-    """Many runs together."""
-    counts: Counter[str] = sum((report.counts for report in reports), Counter())
-    outcomes: Counter[str] = sum((report.outcomes for report in reports), Counter())
-    n_steps, n_faulty = sum(one.n_steps for one in reports), sum(one.n_faulty for one in reports)
-    said = f"; FAILED: {', '.join(f'{seed} ({what})' for seed, what in failed)}" if failed else ""
-    moved = ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
-    ended = ", ".join(f"{n} {how}" for how, n in outcomes.most_common())
-    steps = f"{len(reports) + len(failed)} seeds, {n_steps} steps ({n_faulty} under faults)"
-    return f"{steps}{said}\nsteps by kind: {moved}\nrooms at their ranks: {ended}"
-
-
-def one_of_many(seed_and_steps: tuple[int, int]) -> Report | tuple[int, str]:
-    """A report without its schedule, or (seed, what broke)."""
-    seed, steps = seed_and_steps
-    try:
-        report = run(seed, steps=steps)
-    except Failed as failed:
-        return seed, str(failed)
-    report.events = []
-    return report
-
-
-def run_many(
-    seeds: Sequence[int], *, steps: int = STEPS, workers: int = 2
-) -> tuple[list[Report], list[tuple[int, str]]]:
-    """Every seed, over `workers` processes: reports, and (seed, what broke)."""
-    reports: list[Report] = []
-    failed: list[tuple[int, str]] = []
-    # The bar's thread begins after the fork: a child would have its locks as they happened to be.
-    with multiprocessing.get_context("fork").Pool(workers) as pool, progress("seeds", len(seeds)) as advance:
-        for told in pool.imap_unordered(one_of_many, [(seed, steps) for seed in seeds], chunksize=8):
-            if isinstance(told, Report):
-                reports.append(told)
-            else:
-                failed.append(told)
-            advance(f"seeds, {len(failed)} failed" if failed else "")
-    return reports, failed
 
 
 def tell_failure(failed: Failed, *, within_s: float) -> str:
@@ -226,13 +157,10 @@ def main(
     shrink_s: float = 30.0,
 ) -> int:
     """What `pdstage sim` does. 0 if every invariant held, else 1."""
-    began_at = time.monotonic()
     if seed is None:
-        reports, failed = run_many(range(first, first + seeds), steps=steps, workers=workers)
-        print(f"{tell(reports, failed)}\n{time.monotonic() - began_at:.1f} s")
-        if not failed:
+        seed = run_many(partial(run, steps=steps), range(first, first + seeds), workers)
+        if seed is None:
             return 0
-        seed = min(failed)[0]
     try:
         report = run(seed, steps=steps, tracing=replay)
     except Failed as broken:

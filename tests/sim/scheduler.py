@@ -13,7 +13,8 @@ from tests.sim.fabric import HOW_TO_FAIL
 
 if TYPE_CHECKING:
     from tests.pair import Item
-    from tests.sim.world import Event, SimWorld
+    from tests.sim.seeds import Event
+    from tests.sim.world import SimWorld
 
 WAITS_S = (0.01, 0.1, 0.3, 0.3, 1.0)
 STALL_CHECK = 0.02

@@ -17,14 +17,7 @@ from pdstage.layout import Key, View
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import Room
 from tests.pair import N_ROWS, WIDTH, Decode, Memory, Prefill
-
-
-class Violation(AssertionError):
-    """An invariant of DESIGN 8 does not hold; `invariant` is its number ("I2"), or "error" for an unexpected raise."""
-
-    def __init__(self, invariant: str, what: str) -> None:
-        super().__init__(f"{invariant}: {what}")
-        self.invariant = invariant
+from tests.sim.seeds import Violation
 
 
 @cache

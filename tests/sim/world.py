@@ -23,6 +23,7 @@ from tests.sim.checks import Checks
 from tests.sim.engines import Engines
 from tests.sim.fabric import FabricWorld
 from tests.sim.scenario import Scenario
+from tests.sim.seeds import Event
 from tests.sim.side import Side
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from pdstage.protocol.session import Session
 
-Event = tuple[object, ...]
 _SHAPE = (
     "prefill", "decode", "heads", "n_pages", "lane_nbytes", "n_lanes", "n_buffers", "buffer_nbytes", "path", "dst_hnd",
     "dst_page", "roles", "fences", "notifies", "instances", "advance", "aux", "deadline_s", "checksums",

@@ -23,7 +23,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from tests.engines import stubs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -77,16 +77,11 @@ PRODUCER = Side("kv_producer", 4, 16)
 CONSUMER = Side("kv_consumer", 2, 64, layout="LBHNC", n_blocks=24)
 
 
-def look_at(architectures: Iterable[str]) -> None:
-    """At these classes, in this process: vLLM would do so in one without our stubs, and keep the answer on disk."""
-    for name in architectures:
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
 def config(side: Side, model: Path) -> VllmConfig:
     """vLLM's own, as its command line would make it."""
     shape = json.loads((model / "config.json").read_text())
-    look_at(shape["architectures"])
+    for name in shape["architectures"]:  # vLLM would load them in a process without our stubs, and keep that on disk
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     heads = max(1, shape["num_key_value_heads"] // side.tp)
     page = side.block_size * heads * shape["head_dim"] * 2 * 2 * -(-shape["num_hidden_layers"] // side.pp)
     made = VllmConfig(

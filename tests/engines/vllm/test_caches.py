@@ -101,7 +101,8 @@ def check(src: Side, dst: Side, n_tokens: int = N_TOKENS, start: int = 0) -> Non
         for name in dst.plan.kv_cache_groups[group.index].layer_names:
             views = [dst.view(rank, name, memory) for rank, memory in enumerate(expected)]
             if group.is_state:
-                check_state(src, dst, name, theirs[group.index][0], blocks[0])
+                held = states(src, name, theirs[group.index][0]), states(dst, name, blocks[0])
+                assert all(map(np.array_equal, *held)), name
                 for rank, view in enumerate(views):  # its rows for speculation are as they came
                     view[blocks[0]] = dst.view(rank, name)[blocks[0]].cpu()
                 continue
@@ -187,11 +188,6 @@ def states(side: Side, name: str, block: int) -> list[np.ndarray]:
         ssms.append(memory[at + nbytes : at + nbytes + int(np.prod(ssm)) * ssm_dtype.itemsize].reshape(ssm[0], -1))
     parts = [np.split(conv, np.cumsum(sections)[:-1] // side.tp) for conv in convs]
     return [np.concatenate([part[i] for i in range(len(sections)) for part in parts]), np.concatenate(ssms)]
-
-
-def check_state(src: Side, dst: Side, name: str, theirs: int, ours: int) -> None:
-    for sent, got in zip(states(src, name, theirs), states(dst, name, ours), strict=True):
-        assert np.array_equal(got, sent), name
 
 
 @pytest.fixture(params=["SD", "DS"])

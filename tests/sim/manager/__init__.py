@@ -2,7 +2,7 @@
 
 It stands beside the simulator of the protocol cores, whose words it shares; that one sees every order of frames, this
 one what drivers, handles, look-ups and engines' threads do to each other. `run.run(seed) -> Report` is the face; it
-raises `Violation`. Equal seeds do equal things. `python -m tests.sim.manager --seeds N`, or `--seed K --trace`.
+raises `Failed`. Equal seeds do equal things. `python -m tests.sim.manager --seeds N`, or `--seed K --trace`.
 
     scheduler   one thread runs at a time; who is next is drawn at each lock, wake-up, clock and line of the manager
     primitives  locks, events, queues, threads and clocks as the manager sees them, made of the scheduler
@@ -14,5 +14,5 @@ raises `Violation`. Equal seeds do equal things. `python -m tests.sim.manager --
     world       puts all of that in the manager's place, and makes the nodes
     engines     the threads of engines: they send, receive, wait, poll, abort and close
     checks      what must hold
-    run         one seed, or many
+    run         one seed
 """

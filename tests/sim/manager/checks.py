@@ -14,8 +14,8 @@ from pdstage.manager.decode import Receiver
 from pdstage.manager.handle import Handle
 from pdstage.metadata import AuxRow
 from pdstage.protocol.state import State
-from tests.sim.manager.primitives import Waiters
-from tests.sim.manager.scheduler import Process, Violation
+from tests.sim.manager.scheduler import Process
+from tests.sim.seeds import Violation
 
 if TYPE_CHECKING:
     from pdstage.manager.node import Node
@@ -40,8 +40,8 @@ class Seen:
     room: Room
     number: int
     pages: np.ndarray
-    changes: Waiters
     row: AuxRow | None
+    n_changes: int = 0
     reused: bool = False
 
 
@@ -86,7 +86,7 @@ class Checks:
             if hasattr(handle, "began_at"):  # else it is being made
                 self._may_follow(handle, slot.__get__(handle), status)  # type: ignore[attr-defined]
             if handle in self.seen:
-                self.seen[handle].changes.wake()
+                self.seen[handle].n_changes += 1
             scheduler.glance("a status is written")
             slot.__set__(handle, status)  # type: ignore[attr-defined]
             scheduler.glance("a status was written")
@@ -201,12 +201,12 @@ class Checks:
         if any(one.kind == "jump" for one in self._world.scenario.disturbances):
             return  # its waits are durations
         now = self._world.scheduler.now + host.process.ahead_s
-        for asker in node.directory._askers.values():
+        for address, asker in node.directory._askers.items():
             task = asker.thread.task
             if task is not None and task.waits_for == "a condition" and asker.waiting:
                 late_s = now + (task.until - self._world.scheduler.now) - asker.waiting[0][0]
                 if late_s > _SLACK_S:
-                    raise Violation(f"{host.name} sleeps {late_s:.3f} s beyond the time to ask {asker.address}")
+                    raise Violation(f"{host.name} sleeps {late_s:.3f} s beyond the time to ask {address}")
 
     def _sleeps_over_nothing(self, host: Host, node: Node) -> None:
         driver, core = node.driver, node.core
@@ -269,8 +269,8 @@ class Checks:
         world = self._world
         expected = {
             "closed while": not world.calm,
-            "a lookup at": world.bootstrap.n_broken > 0,
-            "the lease at": world.bootstrap.n_broken > 0,
+            "a lookup at": world.n_broken_lookups > 0,
+            "the lease at": world.n_broken_lookups > 0,
             "a copy failed": world.n_bad_copies > 0,
         }
         for record in world.errors:

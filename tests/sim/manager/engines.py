@@ -13,7 +13,6 @@ from pdstage.protocol.session import HOLD_EVERY_S
 from pdstage.protocol.state import State
 from tests.sim.manager.checks import ENDED, Checks, Seen
 from tests.sim.manager.loop import run_in_loop
-from tests.sim.manager.primitives import Waiters
 from tests.sim.manager.scheduler import STEP_S, Task
 from tests.sim.manager.world import CONFIG, DEADLINE_S
 
@@ -174,7 +173,7 @@ class Engines:
         return row
 
     def _met(self, host: Host, number: int, room: Room, handle: Handle, pages: np.ndarray, row: AuxRow | None) -> Seen:
-        seen = self._checks.seen[handle] = Seen(host, room, number, pages, Waiters(self._scheduler), row)
+        seen = self._checks.seen[handle] = Seen(host, room, number, pages, row)
         side, at_s = room.abort
         if side == host.name[0]:
             self._start(host, f"aborter of {room.name}", partial(self._abort, host, handle, seen, at_s))
@@ -187,7 +186,7 @@ class Engines:
             if at_s is not None:
                 self._scheduler.block("an engine's time", at_s)
             elif not handle.released:
-                seen.changes.wait("an engine's time", 1.0)
+                self._until_a_change(seen, 1.0)
             handle.abort("scripted")
 
     def _watch(self, host: Host, handle: Handle) -> None:
@@ -275,7 +274,7 @@ class Engines:
                 if how == "wait" or host.node.driver.inline:
                     wait(timeout_s)
                 else:
-                    run_in_loop(self._world.network, lambda: wait_async(timeout_s))
+                    run_in_loop(self._scheduler, lambda: wait_async(timeout_s))
             except UsageError:
                 raise
             except PdstageError as error:
@@ -288,8 +287,14 @@ class Engines:
                 raise TimeoutError
             pause_s = min(2 * pause_s, 0.05)
             if how == "short waits":
-                self._checks.seen[handle].changes.wait("an engine's time", pause_s)
-                self._try(handle, wait, pause_s)
+                self._until_a_change(self._checks.seen[handle], pause_s)
+                try:
+                    wait(pause_s)
+                except TimeoutError:
+                    pass
+                except PdstageError as error:
+                    if error is not handle.error:
+                        raise
                 continue
             if how == "poll":
                 handle.poll()
@@ -297,14 +302,9 @@ class Engines:
                 host.node.poll_many([handle])
             self._scheduler.block("an engine's time", pause_s)
 
-    def _try(self, handle: Handle, wait: Callable[[float], object], timeout_s: float) -> None:
-        try:
-            wait(timeout_s)
-        except TimeoutError:
-            pass
-        except PdstageError as error:
-            if error is not handle.error:
-                raise
+    def _until_a_change(self, seen: Seen, timeout_s: float) -> None:
+        before = seen.n_changes
+        self._scheduler.block("an engine's time", timeout_s, lambda: seen.n_changes != before)
 
     # Disturbances.
 

@@ -1,13 +1,14 @@
-"""The transport: posts between real memory that land late, in pieces, in any order, or fail; tags that are lost.
+"""The transport: posts between real memory that land late, in any order, or fail; tags that are lost.
 
 It keeps the contract of `transport.base`, and holds its caller to it: verbs do not overlap. What a post reads of its
-source it reads as each piece leaves, so memory that is reused too early shows in what arrives.
+source it reads as it lands, so memory that is reused too early shows in what arrives.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from pdstage.errors import TransportError, UsageError
 from pdstage.transport._backend import Backend, Description, Link, Post
 from pdstage.transport.base import Done, Event, Inbound, Mapped, PostFailed, Traits, write_description
 from tests.sim.manager.network import Descriptor, Network
-from tests.sim.manager.primitives import Waiters
 
 if TYPE_CHECKING:
     from tests.sim.manager.scheduler import Process, Scheduler, Task
@@ -89,7 +89,7 @@ class SimTransport(Backend[Link[Description], Description]):
         self.fenced: set[str] = set()
         self.bell = Descriptor(fabric.network)
         self.n_under_way = 0
-        """Pieces that may land yet."""
+        """Posts that may land yet."""
         self._scheduler = fabric.scheduler
         self._user: Task | None = None
         self._verb = self._doing = ""
@@ -139,7 +139,7 @@ class SimTransport(Backend[Link[Description], Description]):
         return super().poll()
 
     def _progress(self) -> None:
-        self.bell.lower()
+        self.bell.readable = False
 
     def _shut(self) -> None: ...
 
@@ -149,7 +149,7 @@ class SimTransport(Backend[Link[Description], Description]):
     def tell(self, event: Event) -> None:
         if not self.closed and not self.process.dead:
             self.events.append(event)
-            self.bell.raise_()
+            self.bell.readable = True
 
     def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
         link = self.links.get(peer)
@@ -173,56 +173,44 @@ class SimTransport(Backend[Link[Description], Description]):
             raise TransportError("the post was refused")
         fails = rng.random() < faults.fail
         under_way = _UnderWay(self, link.peer, post.ticket, there, post.tag)
-        pieces = list(zip(*(column.tolist() for column in post.spans), strict=True))
-        rng.shuffle(pieces)
-        n = min(len(pieces), rng.randint(1, 3))
-        under_way.pieces = [pieces[i::n] for i in range(n)]
-        self.n_under_way += n
-        for piece in list(under_way.pieces):
-            self._scheduler.at(fabric.delay_s(), functools.partial(under_way.land, piece))
+        under_way.spans = list(zip(*(column.tolist() for column in post.spans), strict=True))
+        self.n_under_way += 1
+        self._scheduler.at(fabric.delay_s(), under_way.land)
         if fails:
             self._scheduler.at(fabric.delay_s(), under_way.fail)
-        while self.traits.post_blocks and not under_way.told:
-            under_way.poster.wait("its post", None)
-
-
-_Piece = list[tuple[int, int, int]]
+        if self.traits.post_blocks:
+            self._scheduler.block("its post", ready=lambda: under_way.told)
 
 
 class _UnderWay:
-    """One post. Its pieces are (source, destination, bytes)."""
+    """One post."""
 
     def __init__(self, here: SimTransport, peer: str, ticket: int, there: SimTransport, tag: bytes) -> None:
         self.here, self.peer, self.ticket, self.there, self.tag = here, peer, ticket, there, tag
-        self.pieces: list[_Piece] = []
-        self.caught: dict[int, list[bytes]] = {}
-        """Pieces that have left their memory already, by `id`."""
+        self.spans: list[tuple[int, int, int]] = []
+        """Of (source, destination, bytes); empty once they can land no more."""
+        self.caught: list[bytes] = []
+        """What has left its memory already."""
         self.failed = False
         """Or done: nothing more is told."""
         self.told = False
-        self.poster = Waiters(here.fabric.scheduler)
 
-    def land(self, piece: _Piece) -> None:
-        if piece not in self.pieces:
-            return
+    def land(self) -> None:
         here, there = self.here, self.there
-        if here.process.dead and id(piece) not in self.caught and here.fabric.rng.random() < 0.5:
-            self._take_out(piece)
+        if not self.spans:
             return
-        stopped = here.traits.stops_reads and self.peer in here.fenced and id(piece) not in self.caught
+        if here.process.dead and not self.caught and here.fabric.rng.random() < 0.5:
+            self._take_out()
+            return
+        stopped = here.traits.stops_reads and self.peer in here.fenced and not self.caught
         if there.process.dead or there.closed or (there.traits.fences and self.peer in there.fenced) or stopped:
-            self._take_out(piece)
+            self._take_out()
             self.fail(settled=True)
             return
-        self._take_out(piece)
-        data = self.caught.get(id(piece))
-        for n, (src, dst, nbytes) in enumerate(piece):
-            if data is None:
-                ctypes.memmove(dst, src, nbytes)
-            else:
-                ctypes.memmove(dst, data[n], nbytes)
-        if not self.pieces:
-            self.arrived()
+        for (src, dst, nbytes), data in itertools.zip_longest(self.spans, self.caught):
+            ctypes.memmove(dst, src if data is None else data, nbytes)
+        self._take_out()
+        self.arrived()
 
     def arrived(self) -> None:
         """All bytes are there: the tag follows, and the word of it."""
@@ -242,13 +230,12 @@ class _UnderWay:
         self.failed = True
         rng = self.here.fabric.rng
         if settled is None:
-            settled = not self.pieces or rng.random() < 0.5
+            settled = not self.spans or rng.random() < 0.5
         if settled:
-            for piece in list(self.pieces):
-                self._take_out(piece)
-        for piece in self.pieces:
-            self.caught[id(piece)] = [ctypes.string_at(src, nbytes) for src, _, nbytes in piece]
-            self.here.fabric.scheduler.at(rng.uniform(0, 1.0), functools.partial(self.land, piece))
+            self._take_out()
+        else:
+            self.caught = [ctypes.string_at(src, nbytes) for src, _, nbytes in self.spans]
+            self.here.fabric.scheduler.at(rng.uniform(0, 1.0), self.land)
         if rng.random() < 0.5:
             self.tag = b""
         self._tell(PostFailed(self.ticket, TransportError("the post failed"), settled))
@@ -256,8 +243,7 @@ class _UnderWay:
     def _tell(self, event: Event) -> None:
         self.told = True
         self.here.tell(event)
-        self.poster.wake()
 
-    def _take_out(self, piece: _Piece) -> None:
-        self.pieces.remove(piece)
-        self.here.n_under_way -= 1
+    def _take_out(self) -> None:
+        self.here.n_under_way -= bool(self.spans)
+        self.spans.clear()

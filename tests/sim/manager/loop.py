@@ -6,16 +6,14 @@ import asyncio
 from asyncio import base_events
 from collections.abc import Callable
 
-from tests.sim.manager.network import Network
-from tests.sim.manager.primitives import Thread, Waiters, wait_until
+from tests.sim.manager.primitives import Thread
+from tests.sim.manager.scheduler import Scheduler
 
 
 class Loop(base_events.BaseEventLoop):
-    def __init__(self, network: Network) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
-        self._network, self._scheduler = network, network.scheduler
-        self._selector = self
-        self._waiters = Waiters(self._scheduler)
+        self._scheduler, self._selector = scheduler, self
         self._woken = False
 
     def time(self) -> float:
@@ -24,7 +22,7 @@ class Loop(base_events.BaseEventLoop):
     def select(self, timeout: float | None) -> list[asyncio.Handle]:
         """As a selector's, which is what the loop's base takes this for."""
         self._scheduler.pause("select")
-        wait_until(self._scheduler, lambda: self._woken, [self._waiters], "its event loop", timeout)
+        self._scheduler.block("its event loop", timeout, lambda: self._woken)
         self._woken = False
         return []
 
@@ -33,7 +31,6 @@ class Loop(base_events.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         self._woken = True
-        self._waiters.wake()
         self._scheduler.pause("a loop is called")
 
     def run_in_executor(self, executor: object, call: Callable, *args: object) -> asyncio.Future:
@@ -54,9 +51,9 @@ class Loop(base_events.BaseEventLoop):
         return future
 
 
-def run_in_loop(network: Network, main: Callable) -> object:
+def run_in_loop(scheduler: Scheduler, main: Callable) -> object:
     """`asyncio.run` of `main()`, in this thread."""
-    loop = Loop(network)
+    loop = Loop(scheduler)
     try:
         return loop.run_until_complete(main())
     finally:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from pdstage.control.zmq import ControlCounters, Ready, route_of
 from pdstage.errors import UsageError
 from pdstage.protocol.wire import decode_head
-from tests.sim.manager.primitives import Waiters, wait_until
 
 if TYPE_CHECKING:
     from pdstage.protocol.messages import SessionId
@@ -40,16 +39,8 @@ class Descriptor:
 
     def __init__(self, network: Network) -> None:
         self.number = 100_000 + len(network.descriptors)
-        self.waiters = Waiters(network.scheduler)
         self.readable = False
         network.descriptors[self.number] = self
-
-    def raise_(self) -> None:
-        self.readable = True
-        self.waiters.wake()
-
-    def lower(self) -> None:
-        self.readable = False
 
 
 @dataclass(eq=False)
@@ -239,13 +230,13 @@ class Socket:
 
     def arrived(self, route: bytes, frames: list[bytes]) -> None:
         self._inbox.append((route, frames))
-        self._messages.raise_()
+        self._messages.readable = True
 
     def recv(self) -> list[tuple[bytes, list[bytes]]]:
         self._use("recv")
         taken = list(self._inbox)
         self._inbox.clear()
-        self._messages.lower()
+        self._messages.readable = False
         self.counters.received += len(taken)
         return taken
 
@@ -258,25 +249,19 @@ class Socket:
             scheduler.violate(f"{me.name} waits at a socket where {self._receiver} does")
         self._receiver = me.name
         watched = [self._messages, self._wakes, *(self._network.descriptors[fd] for fd in extra_fds)]
-        wait_until(
-            scheduler,
-            lambda: self.closed or any(one.readable for one in watched),
-            [one.waiters for one in watched],
-            "its socket",
-            timeout_s,
-        )
+        scheduler.block("its socket", timeout_s, lambda: self.closed or any(one.readable for one in watched))
         self._receiver = ""
         woken = self._wakes.readable
-        self._wakes.lower()
+        self._wakes.readable = False
         return Ready(bool(self._inbox), woken, tuple(one.number for one in watched[2:] if one.readable))
 
     def wake(self) -> None:
         self._scheduler.pause("wake")
-        self._wakes.raise_()
+        self._wakes.readable = True
 
     def close(self) -> None:
         self._scheduler.pause("close")
         if not self.closed:
             self.closed = True
-            self._wakes.raise_()
+            self._wakes.readable = True
             self._network.end_of(self)

@@ -123,7 +123,7 @@ def draw(seed: int) -> Scenario:
         deep=chance() < 0.3,
         delays=Delays(late=rate(0.1)),
         faults=Faults(slow=rate(0.3), refuse=rate(0.2), fail=rate(0.3), lose_tag=rate(0.2)),
-        answers=Answers(none=rate(0.5), wrong=rate(0.2), broken=rate(0.2), late=rate(0.5)),
+        answers=Answers(none=rate(0.5), broken=rate(0.2), late=rate(0.5)),
         bad_copies=rate(0.2, 0.2),
         no_threads=rate(0.3, 0.2),
         rooms=tuple(_room(rng, n, calm) for n in range(rng.randint(1, 3))),

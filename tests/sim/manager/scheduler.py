@@ -12,6 +12,7 @@ from __future__ import annotations
 import _thread
 import heapq
 import itertools
+import math
 import random
 import sys
 import threading
@@ -21,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from tests.sim.seeds import Violation
+
 PDSTAGE = Path(__file__).resolve().parents[3] / "pdstage"
 _MANAGER = frozenset(str(path) for path in [*(PDSTAGE / "manager").glob("*.py"), PDSTAGE / "protocol" / "room.py"])
 _CORES = _MANAGER | frozenset(str(path) for path in (PDSTAGE / "protocol").glob("*.py"))
@@ -28,10 +31,6 @@ STEP_S = 5e-6
 _GLANCE = 0.3
 _STUCK_S = 120.0
 """Real seconds after which a run that neither ends nor fails has met something that the scheduler does not know."""
-
-
-class Violation(AssertionError):
-    """Something that must hold does not."""
 
 
 class Over(BaseException):
@@ -63,11 +62,14 @@ class Task:
     number: int
     baton: _thread.LockType = field(default_factory=_thread.allocate_lock)
     waits_for: str = ""
-    until: float | None = None
-    woken: bool = False
+    until: float = math.inf
+    ready: Callable[[], bool] = bool
     done: bool = False
-    joined: list[Task] = field(default_factory=list)
     ident: int = 0
+
+    def may_run(self, now: float) -> bool:
+        """Its process permitting."""
+        return not self.waits_for or now >= self.until or self.ready()
 
 
 class Scheduler:
@@ -147,8 +149,6 @@ class Scheduler:
             if self._ended.locked():
                 self._ended.release()
             return
-        for other in task.joined:
-            self.wake(other)
         try:
             following = self._next()
         except Over:
@@ -194,25 +194,19 @@ class Scheduler:
         if self._gives_way and self._current is not None and self._current.ident == threading.get_ident():
             self.pause(where, _GLANCE)
 
-    def block(self, what: str, timeout_s: float | None = None) -> bool:
-        """Waits until `wake`, or `timeout_s` is over; whether it was woken."""
+    def block(self, what: str, timeout_s: float | None = None, ready: Callable[[], bool] = bool) -> bool:
+        """Waits until `ready`, which may not pause, or `timeout_s` is over; whether it is ready."""
         self._check_over()
+        if ready():
+            return True
         me = self._step(what)
-        me.woken, me.waits_for = False, what
-        me.until = None if timeout_s is None else self.now + max(timeout_s, 0.0)
-        if me.until is not None:
-            heapq.heappush(self._events, (me.until, next(self._n), lambda: self._time_is_up(me)))
+        me.waits_for, me.ready, me.until = what, ready, math.inf
+        if timeout_s is not None:
+            me.until = self.now + max(timeout_s, 0.0)
+            heapq.heappush(self._events, (me.until, next(self._n), lambda: None))
         self._give_way(me)
-        return me.woken
-
-    def wake(self, task: Task) -> None:
-        """Ends its wait; nothing if it waits for nothing."""
-        if task.waits_for:
-            task.waits_for, task.until, task.woken = "", None, True
-
-    def _time_is_up(self, task: Task) -> None:
-        if task.waits_for and task.until is not None and task.until <= self.now:
-            task.waits_for, task.until = "", None
+        me.waits_for = ""
+        return ready()
 
     def _step(self, where: str) -> Task:
         me = self.current
@@ -248,7 +242,7 @@ class Scheduler:
         while True:
             while self._is_due():
                 heapq.heappop(self._events)[2]()
-            able = [task for task in self.tasks if not task.done and not task.waits_for and task.process.runs]
+            able = [one for one in self.tasks if not one.done and one.process.runs and one.may_run(self.now)]
             if able:
                 return able[self._rng.randrange(len(able))] if len(able) > 1 else able[0]
             try:

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import gc
 import logging
+import queue
 import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 
 import pdstage.stager
 from pdstage import Column, Config, DecodeNode, MetadataBuffers, PrefillNode
+from pdstage.control.directory import Directory
 from pdstage.manager import decode, driver, handle, lookup, node, observer, prefill, sessions, status
 from pdstage.protocol import state
 from tests.manager.engine import Rank
 from tests.sim.manager import primitives
-from tests.sim.manager.bootstrap import Bootstrap
+from tests.sim.manager.bootstrap import Client
 from tests.sim.manager.fabric import Fabric, SimTransport
 from tests.sim.manager.network import Network, Socket
 from tests.sim.manager.scenario import Scenario
@@ -54,7 +57,6 @@ class Host:
     """Its engine has begun to close it."""
     gave_back: bool | None = None
     ended: bool = False
-    tasks_before: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -79,12 +81,12 @@ class World:
         )
         self.network = Network(self.scheduler, self.rng, scenario.delays)
         self.fabric = Fabric(self.scheduler, self.network, self.rng, scenario.faults)
-        self.bootstrap = Bootstrap(self.scheduler, self.rng, scenario.answers)
+        self.directory = Directory(lambda: self.scheduler.now)
         self.hosts = [self._host(name) for name in scenario.names]
         self.lost_s = 0.0
         """What stops and jumps have taken: deadlines are later by as much."""
         self.errors: list[logging.LogRecord] = []
-        self.n_bad_copies = 0
+        self.n_bad_copies = self.n_broken_lookups = 0
 
     def _host(self, name: str) -> Host:
         scenario, number = self.scenario, int(name[1:])
@@ -147,7 +149,9 @@ class World:
     def installed(self) -> Iterator[None]:
         scheduler, scenario = self.scheduler, self.scenario
         threads = primitives.threading_of(scheduler, self._refuses_thread)
-        queues, clock = primitives.queue_of(scheduler), primitives.time_of(scheduler)
+        queues = SimpleNamespace(SimpleQueue=lambda: primitives.SimpleQueue(scheduler), Empty=queue.Empty)
+        clock, rng = primitives.time_of(scheduler), self.rng
+        tokens = SimpleNamespace(randbits=rng.getrandbits, token_hex=lambda n: rng.randbytes(n).hex())
         log, listener = logging.getLogger("pdstage"), _Listener(self.errors)
         with ExitStack() as stack:
 
@@ -160,8 +164,12 @@ class World:
             for module in (driver, lookup, node):
                 put(module, threading=threads)
             put(handle, queue=queues)
-            put(lookup, random=primitives.random_of(self.rng), client_of=self.bootstrap.client)
-            put(node, secrets=primitives.secrets_of(self.rng), ControlSocket=self._socket, _LOOK_S=1e9)
+            put(
+                lookup,
+                random=SimpleNamespace(uniform=rng.uniform),
+                client_of=lambda address, keys: Client(self, address),
+            )
+            put(node, secrets=tokens, ControlSocket=self._socket, _LOOK_S=1e9)
             put(driver, _LARGE_NBYTES=scenario.large_nbytes, _NAP_S=5e-3, _PATIENCE_S=1e-2)  # fewer steps
             put(driver, _started=weakref.WeakSet())  # this process's end is none of theirs
             for name in ("_copy_all", "_copy_passes"):
