@@ -2,13 +2,13 @@
 
     python docs/pictures.py
 
-The room's messages are those of the recorded session in tests/protocol/golden, its states are the table of
+The room's messages are those of two cores in a `World` of tests/pair.py, its states are the table of
 `pdstage.protocol.state`. `tests/docs/test_generated.py` fails while a picture is stale.
 """
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 from html import escape
 from itertools import groupby
@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pdstage.protocol.state import ROOM, State  # noqa: E402
+from tests.pair import World  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 FOLDER = ROOT / "docs" / "pictures"
-SESSION = ROOT / "tests" / "protocol" / "golden" / "v2-session.json"
 INK, PALE, LINE = "#263238", "#eceff1", "#90a4ae"
 WORDS = {  # of a room's messages, beside their names
     "Hello": "my layout, transports and lanes",
@@ -83,9 +83,15 @@ class Sheet:
 
 
 def room() -> Sheet:
-    """One room's messages, as they were recorded."""
-    session = json.loads(SESSION.read_text())
-    said = [(who, kind, name) for part in ("greeted", "bound late, staged") for who, kind, name, _ in session[part]]
+    """The messages of a handshake and of one room of two chunks."""
+    world = World()
+    receiver = world.announce(1)
+    world.run()
+    world.send(1, step=4)
+    world.bind(receiver, 8, world.pages(1))
+    world.run()
+    items = [re.match(r"(frame|tag) ([DP])0>[DP]0 (\w*)", line) for line in world.log]
+    said = [(item[1], item[2], item[3] or "Tag") for item in items if item]
     steps = [(*step, len(list(same))) for step, same in groupby(said)]
     sheet = Sheet(760, 110 + 44 * len(steps), "The life of a room on both sides")
     left, right = 150, 610
@@ -96,9 +102,9 @@ def room() -> Sheet:
         sheet.text(x, 26, side, bold=True, size=15)
         sheet.text(x, 46, calls, size=12)
         sheet.line(x, 58, x, 72 + 44 * len(steps), arrow=False)
-    for i, (who, kind, name, n) in enumerate(steps):
+    for i, (kind, who, name, n) in enumerate(steps):
         y = 92 + 44 * i
-        x, to_x = (left, right) if who == "prefill" else (right, left)
+        x, to_x = (left, right) if who == "P" else (right, left)
         sheet.line(x, y, to_x, y, wide=kind == "tag")
         often = f"{n} x {name}" if n > 1 else name
         sheet.text((left + right) / 2, y - 7, f"{often}: {WORDS[name]}")

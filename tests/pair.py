@@ -290,8 +290,8 @@ class World:
         row_memory, rows = self.make_rows("P")
         core = PrefillCore(
             1000 + rank + 100 * life, layout=layout, topology=topology, transport="test", description=b"",
-            n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes, config=self.config, choose=self._choose,
-            notifies=self.notifies, rows=rows, model=self.models[0],
+            n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes, config=self.config,
+            choose=self.choose, notifies=self.notifies, rows=rows, model=self.models[0],
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
         return Prefill(b"P%d" % rank, core, memory, buffers, row_memory)
@@ -343,9 +343,6 @@ class World:
     def make_memory(self, nbytes: int) -> Memory:
         """At addresses of this world's own numbering, so that two runs of one schedule send the same frames."""
         return Memory(nbytes, base=next(self.space) << 32)
-
-    def _choose(self, chunk: Chunk) -> bool:
-        return self.choose(chunk)
 
     def restart(self, node: Prefill | Decode) -> Prefill | Decode:
         """The same address, another process: the old one's memory and writes in flight stay behind."""
@@ -508,11 +505,7 @@ class World:
             if self.queue:
                 self._deliver(self.queue.pop(self.pick(len(self.queue))))
                 continue
-            due = [
-                node.core.endpoint.timers.next_at()
-                for node in self.nodes()
-                if node.core.endpoint.timers.next_at() is not None
-            ]
+            due = [at for node in self.nodes() if (at := node.core.endpoint.timers.next_at()) is not None]
             if until is None or not due or min(due) > until:
                 self.now = max(self.now, until or self.now)
                 return

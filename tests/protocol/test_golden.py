@@ -1,4 +1,4 @@
-"""Compatibility: golden bytes kept for ever, sessions held with recorded peers, and what is refused in which words.
+"""Compatibility: golden bytes kept for ever, and what is refused in which words.
 
 docs/wire.md has the rules that these hold.
 """
@@ -18,17 +18,12 @@ from pdstage.protocol import wire
 from pdstage.protocol.session import PeerWarning, Send
 from pdstage.protocol.state import State
 from pdstage.protocol.wire import OLDEST, VERSION, talks_with
-from tests import golden, replay
+from tests import golden
 from tests.pair import World
 
-PINNED = {
-    2: {
-        "v2.json": "6759d3e5cb25d5b773087710f02fbf8ae7e8a7ff6efcbd5fd6ea06259203e4a5",
-        "v2-session.json": "0bc2c07f9c4cf21b97960999ed30be8e0852e1a72eba1722628fc7d74cc2bb0a",
-    },
-}
-"""SHA-256 of every golden file. From a version's first release on its line never changes: what is on disk or on the
-other side of a rolling upgrade does not change either.
+PINNED = {2: "6759d3e5cb25d5b773087710f02fbf8ae7e8a7ff6efcbd5fd6ea06259203e4a5"}
+"""SHA-256 of every version's golden file. From a version's first release on its line never changes: what the other side
+of a rolling upgrade says does not change either.
 """
 TALKED_WITH = range(OLDEST, VERSION + 1)
 HEADER_NBYTES = 28
@@ -36,7 +31,7 @@ HEADER_NBYTES = 28
 
 def held(version: int) -> dict[str, Any]:
     path = golden.path(version)
-    assert path.exists(), f"version {version} has no golden files: run tests.golden, tests.replay; pin them"
+    assert path.exists(), f"version {version} has no golden file: run tests.golden; pin it"
     return json.loads(path.read_text())
 
 
@@ -49,12 +44,10 @@ def entries(part: str) -> list[Any]:
 
 
 def test_golden_files_never_change() -> None:
-    assert list(PINNED) == list(TALKED_WITH), "a new wire version has files of its own: python -m tests.golden, .replay"
-    for version, files in PINNED.items():
-        for name, digest in files.items():
-            found = hashlib.sha256((golden.FOLDER / name).read_bytes()).hexdigest()
-            assert found == digest, f"{name} changed: raise wire.VERSION, and keep the files of {version}"
-    assert {path.name for path in golden.FOLDER.iterdir()} == {name for files in PINNED.values() for name in files}
+    assert list(PINNED) == list(TALKED_WITH), "a new wire version has a file of its own: python -m tests.golden"
+    for version, digest in PINNED.items():
+        found = hashlib.sha256(golden.path(version).read_bytes()).hexdigest()
+        assert found == digest, f"v{version}.json changed: raise wire.VERSION, and keep the file of {version}"
 
 
 def test_todays_bytes_are_this_versions() -> None:
@@ -82,38 +75,6 @@ def test_todays_decoder_reads_every_frame_it_talks_with(version: int, entry: dic
 def test_todays_decoder_reads_every_tag_it_talks_with(version: int, entry: dict[str, Any]) -> None:
     tag = wire.decode_tag(bytes.fromhex(entry["hex"]), tuple(held(version)["components"]))
     assert golden.readable(tag) == entry["fields"]
-
-
-# Whole sessions with an older peer, which is its recorded bytes.
-
-
-@pytest.mark.parametrize("version", TALKED_WITH)
-@pytest.mark.parametrize("real", ["decode", "prefill"])
-def test_a_session_with_a_peer_on_record(real: str, version: int) -> None:
-    """Late bind, staged, direct, aborted, given up, Bye: each ends as it did then (I1, I10)."""
-    end = replay.decode_end() if real == "decode" else replay.prefill_end()
-    said = replay.play(real, end, replay.load(version))
-    states = {number: room.state for number, room in end.rooms.items()}
-    ended = {1: State.SUCCESS, 2: State.SUCCESS, 3: State.FAILED, 4: State.FAILED}
-    assert states == {number: state for number, state in ended.items() if number in states}
-    assert all(room.released for room in end.rooms.values())
-    assert end.core.idle
-    if real == "decode":
-        assert [end.rooms[n].aux for n in (1, 2)] == [replay.AUX] * 2
-        assert "out of memory" in str(end.rooms[4].error)
-    counters = end.core.counters
-    assert (counters.frames_malformed, counters.frames_stale) == (0, 0)
-    assert {line.about()[0] for line in said} >= (
-        {"Hello", "Ask", "Open", "Lease", "Closed", "Abort", "Bye"}
-        if real == "decode"
-        else {"Welcome", "Asking", "Opened", "Reserve", "Tag", "CloseOk", "CloseFailed", "Drained"}
-    )
-
-
-def test_todays_session_is_this_versions() -> None:
-    """Not byte for byte: a core may say more, or later. But who says what about which room is what was recorded."""
-    now = [[line.about() for line in lines] for lines in replay.record()]
-    assert now == [[line.about() for line in lines] for lines in replay.load(VERSION)]
 
 
 # What may be added without harm.
