@@ -67,16 +67,8 @@ def test_rotation_one_node_at_a_time(make, tmp_path):
         nodes[0].connect(f"tcp://{old.public.hex()}@127.0.0.1:1")
 
 
-def test_connect_refuses_what_cannot_work(make):
-    plain, keyed, other = make(), make(keys=fresh()), make(keys=fresh())
-    with pytest.raises(UsageError, match="is encrypted, and this node has no keys; pass keys="):
-        plain.connect(keyed.endpoint)
-    with pytest.raises(UsageError, match="is not let in here; add it to this node's allow list"):
-        other.connect(keyed.endpoint)
-
-
 def test_a_key_that_is_not_let_in_is_named_on_both_sides(make, tmp_path, caplog):
-    server_keys = fresh()
+    server_keys = fresh(allow_list(tmp_path / "allow"))
     server = make(keys=server_keys)
     stranger_keys = fresh(allow_list(tmp_path / "theirs", server_keys))
     stranger = make(keys=stranger_keys)
@@ -92,17 +84,10 @@ def test_a_key_that_is_not_let_in_is_named_on_both_sides(make, tmp_path, caplog)
         assert (server.counters.refused, server.counters.received) == (n, 0)
         assert not stranger.send(route, [b"again"]), "the route is gone"
     assert caplog.text.count(why) == caplog.text.count("refuses this node's key") == 1, "said once"
-
-
-def test_the_list_lets_in_and_shuts_out_without_a_restart(make, tmp_path):
-    server_keys, comer_keys = fresh(), fresh()
-    server = make(keys=Keys(server_keys.secret, allow_list(tmp_path / "allow")))
-    comer, again = (make(keys=Keys(comer_keys.secret, allow_list(tmp_path / "theirs", server_keys))) for _ in "12")
-    comer.connect(server.endpoint)
-    refusal(comer, server)
-    allow_list(tmp_path / "allow", comer_keys)
-    exchange(comer, server)
+    allow_list(tmp_path / "allow", stranger_keys)
+    exchange(stranger, server)  # without a restart
     allow_list(tmp_path / "allow")
+    again = make(keys=stranger_keys)
     again.connect(server.endpoint)
     assert "refuses this node's key" in refusal(again, server)[1]
 
@@ -224,12 +209,10 @@ def test_a_stranger_can_neither_read_nor_publish(cluster, tmp_path):
             call()
     with pytest.raises((PeerError, TransportError), match="pass keys= "):  # told by its greeting, or by its hanging up
         BootstrapClient(server.address.partition("@")[2], DEADLINE_S).publish(advert(1))
-    with pytest.raises(UsageError, match="is encrypted, and this node has no keys"):
+    with pytest.raises(UsageError, match="is encrypted, and this node has no keys; pass keys="):
         BootstrapClient(server.address)
-    with pytest.raises(UsageError, match="is not let in here"):
+    with pytest.raises(UsageError, match="is not let in here; add it to this node's allow list"):
         BootstrapClient(server.address, keys=fresh())
-    with pytest.raises(PeerError, match="does not prove that it holds the key"):
-        BootstrapClient(server.address.partition("@")[2], DEADLINE_S, keys=fresh()).lookup()
     assert [one.topology.tp_rank for one, _ in server.directory.instances()["p0"]] == [0]
 
 
@@ -265,7 +248,6 @@ def test_a_malformed_request_of_a_member_is_refused_in_words(make, cluster):
     for frames, said in (
         ([b"GET"], b"a request of 1 frames"),
         ([b"GET", b"/etc/passwd", b""], b"there is no resource at '/etc/passwd'"),
-        ([b"PUT", b"/v1/ask", b"{}"], b"does not decode"),
         ([b"PUT", b"/v1/ask", bytes(65537)], b"a request of 65537 bytes"),
         ([b"\xff\xfe", b"\xff[", b"\x00"], b"error"),
     ):

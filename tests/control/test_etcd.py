@@ -85,13 +85,6 @@ def test_an_instance_has_one_shape_also_of_two_that_come_at_once(make):
     assert not other._put(etcd.Held(late), revision, 15.0)
 
 
-def test_a_lease_ends_with_a_process_that_does_not_renew_it(make):
-    client, reader = make(), make()
-    client.publish(advert(0, tp=1), ttl_s=1.0)
-    assert found(reader)
-    until(lambda: not found(reader), "etcd ends the lease")
-
-
 def test_renewing_costs_no_revision_and_a_lost_lease_is_published_anew(make, server):
     """As of a process that was stopped for longer than its lease."""
     client, reader = make(), make()

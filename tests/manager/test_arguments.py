@@ -72,21 +72,18 @@ class Surprise:
 
 
 HOSTILE: dict[str, Any] = {
-    "None": None, "true": True, "0": 0, "-1": -1, "3": 3, "2**31": 1 << 31, "2**40": 1 << 40, "2**64": 1 << 64,
-    "10**400": 10**400, "0.5": 0.5, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e308": 1e308,
-    "fraction": Fraction(1, 3), "1j": 1j, "np.int32": np.int32(4), "np.uint64": np.uint64(2**64 - 1),
-    "np.bool": np.True_, "np.nan": np.float64("nan"), "np 0-d": np.array(4), "np empty": np.array([]),
-    "np ints": np.arange(3), "np uint64": np.array([2**64 - 1, 0, 1], np.uint64), "np float": np.ones(3),
-    "np bool": np.ones(3, bool), "np object": np.array([None, 1, "x"], object), "np 2-d": np.ones((2, 3), int),
-    "np big": np.arange(1 << 16), "empty": "", "text": "x", "long": "x" * 100_000, "nul": "a\0b",
-    "surrogate": "\udc80", "space": "a b", "host": "a..b:1", "path": "/etc/passwd", "no bytes": b"",
-    "bytearray": bytearray(3), "memoryview": memoryview(b"xyz"), "nested": [[0], [1, 2]], "list of None": [None],
-    "list of floats": [0.5, 1.0, 2.0], "huge list": [1 << 70], "reversed": (9, 3), "one": (1,), "three": (1, 2, 3),
+    "None": None, "true": True, "0": 0, "-1": -1, "3": 3, "2**31": 1 << 31, "2**64": 1 << 64, "10**400": 10**400,
+    "0.5": 0.5, "nan": math.nan, "inf": math.inf, "1e308": 1e308, "fraction": Fraction(1, 3),
+    "np.int32": np.int32(4), "np.uint64": np.uint64(2**64 - 1), "np.bool": np.True_, "np 0-d": np.array(4),
+    "np empty": np.array([]), "np ints": np.arange(3), "np uint64": np.array([2**64 - 1, 0, 1], np.uint64),
+    "np float": np.ones(3), "np bool": np.ones(3, bool), "np object": np.array([None, 1, "x"], object),
+    "np 2-d": np.ones((2, 3), int), "empty": "", "text": "x", "long": "x" * 100_000, "nul": "a\0b",
+    "surrogate": "\udc80", "no bytes": b"", "memoryview": memoryview(b"xyz"), "nested": [[0], [1, 2]],
+    "list of floats": [0.5, 1.0, 2.0], "huge list": [1 << 70], "reversed": (9, 3), "one": (1,),
     "huge layers": (0, 1 << 40), "negative": (-4, 4), "numpy pair": (np.int64(0), np.int64(4)),
-    "none pair": (None, None), "strange dict": {"x": 1}, "kv dict": {"kv": None}, "kv nan": {"kv": math.nan},
-    "int key": {1: [0]}, "set": {1, 2}, "items": Items(None), "items float": Items([0, 1], first_token=0.5),
-    "items huge": Items([0], first_token=1 << 80), "type": int, "lambda": lambda: None,
-    "raising event": RaisingEvent(), "odd event": OddEvent(), "surprise": Surprise(),
+    "none pair": (None, None), "strange dict": {"x": 1}, "kv dict": {"kv": None}, "int key": {1: [0]}, "set": {1, 2},
+    "items": Items(None), "items float": Items([0, 1], first_token=0.5), "items huge": Items([0], first_token=1 << 80),
+    "lambda": lambda: None, "raising event": RaisingEvent(), "odd event": OddEvent(), "surprise": Surprise(),
     "generator": (n for n in range(3)),
 }  # fmt: skip
 """By a name for people; each is given in the place of each parameter of each call."""
@@ -125,7 +122,7 @@ class Table:
         return self.p.send(f"tried-{n}")
 
 
-WAITS = ("None", "true", "3", "2**31", "2**40", "2**64", "1e308", "inf", "np.int32", "np.uint64", "np 0-d")
+WAITS = ("None", "true", "3", "2**31", "2**64", "1e308", "inf", "np.int32", "np.uint64", "np 0-d")
 """A wait that takes one of these waits, as it should."""
 
 CALLS: dict[str, tuple[Callable[[Table, int], Callable[..., object]], dict[str, Any]]] = {

@@ -33,6 +33,7 @@ async def started(*waits) -> list[asyncio.Task]:
 
 
 def test_a_room_is_awaited_at_both_ends(site):
+    """And `async with` closes the nodes, also after an exception."""
     pair = site.pair(progress="thread")
 
     async def main() -> None:
@@ -45,9 +46,14 @@ def test_a_room_is_awaited_at_both_ends(site):
             await asyncio.gather(receiver.wait_released_async(60), sender.wait_released_async(60))
             assert receiver.released and sender.released
             assert pair.dst.holds(1, TOKENS, into)
+            raise ZeroDivisionError
 
-    asyncio.run(main())
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(main())
     assert nobody_waits(pair)
+    for node in pair.nodes:
+        with pytest.raises(UsageError, match="closed"):
+            node.poll_many([])
 
 
 def test_an_inline_node_is_not_awaited(site):
@@ -147,20 +153,6 @@ def test_a_loop_that_closes_under_its_waits_harms_nobody(site):
         one._log_destroy_pending = False
     del waits, one
     drive([], lambda: nobody_waits(pair))  # with the last reference to a wait it is gone
-
-
-def test_async_with_closes_also_after_an_exception(site):
-    pair = site.pair(progress="thread")
-
-    async def main() -> None:
-        with pytest.raises(ZeroDivisionError):
-            async with pair.p, pair.d:
-                raise ZeroDivisionError
-
-    asyncio.run(main())
-    for node in pair.nodes:
-        with pytest.raises(UsageError, match="closed"):
-            node.poll_many([])
 
 
 def test_a_wait_costs_its_own_room_only(site):

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from pdstage import Key, Pool, State, Topology
-from pdstage.errors import PeerError, UsageError
-from pdstage.kernels import convert_reference
+from pdstage.errors import PeerError
 from pdstage.kernels.convert_reference import decode, encode
 from pdstage.layout import ALL_TOKENS, TokenShard
 from pdstage.layout.topology import shard_range
@@ -246,9 +245,3 @@ def test_cut_pages_of_unequal_strides_decode_no_scales_in_views_of_their_own(sit
     else:
         receivers, *_ = transfer(site, src, [dst])
         check([dst], receivers, lambda where: decoded(KINDS[kind][0], where))
-
-
-def test_a_pool_that_cannot_convert_says_so_at_once(site, monkeypatch):
-    monkeypatch.setattr(convert_reference, "missing", lambda: "install pdstage[torch]")
-    with pytest.raises(UsageError, match=r"cannot convert formats here.*pdstage\[torch\]"):
-        site.decode(Rank(1, 0, BF16), config=CONVERT)

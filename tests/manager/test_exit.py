@@ -99,20 +99,6 @@ def test_who_is_interrupted_in_a_turn_has_lost_the_node_and_no_more(site, monkey
     pair.move(4)
 
 
-def test_a_room_of_the_next_node_at_an_interrupted_ones_address_ends(site):
-    """Decode still has a session with the one before, which could not say Bye, and opens the room under that (I10)."""
-    pair = site.pair()
-    pair.move(1)
-    pair.p.driver.fail(KeyboardInterrupt())
-    pair.p.close()
-    pair.p = site.prefill(pair.src, bind=pair.p.socket.endpoint)
-    room = pair.open(2)
-    pair.end(room)
-    for handle in room[:2]:
-        assert "does not know this session" in str(handle.error)
-    pair.move(3)
-
-
 @pytest.mark.parametrize("where", ["directory", "socket"])
 def test_a_close_that_is_interrupted_is_gone_on_with(site, monkeypatch, where):
     """It had said True the second time, with everything left open."""

@@ -72,22 +72,6 @@ def test_each_change_is_in_the_next_answer() -> None:
     assert answers == [(State.SUCCESS, 0), (State.SUCCESS, 1), (State.SUCCESS, 1)]
 
 
-def test_a_room_that_ended_before_it_had_a_handle() -> None:
-    """Its peers may have given it up before: it is told by the change, its error first, and among the completions
-    (found by the simulator of whole nodes).
-    """
-    roster, room = Roster(), Room(b"s1")
-    handle = Handle(None, room)  # type: ignore[arg-type]
-    room.on(RoomEvent.FAILED, Aborted("its destination says so"))
-    room.release()
-    roster.add(room, handle)
-    assert (handle.state, handle.error) == (State.BOOTSTRAPPING, None)
-    roster.changed(handle, room.status)
-    assert (handle.state, handle.released, handle.error) == (State.FAILED, True, room.error)
-    assert roster.take_ended() == [handle]
-    assert not len(roster)
-
-
 def test_no_end_is_lost_while_the_driver_adds_others() -> None:
     """`completions` runs in the engine's thread, rooms end in the driver's: each is given once (found by a benchmark
     that waited for ever).
@@ -106,9 +90,6 @@ def test_no_end_is_lost_while_the_driver_adds_others() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert taken == n
-
-
-_KEPT_WAITING_S = 0.1
 
 
 _KEPT_WAITING_S = 0.1

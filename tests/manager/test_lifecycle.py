@@ -58,7 +58,7 @@ def test_a_prefill_node_that_drains(site, progress):
     never.bind(pair.dst.allocate(TOKENS), TOKENS)
     drive([p], lambda: sender.opened and len(p.core.rooms.pending))
     assert not p.drain(0.0), "a room of its is under way"
-    with pytest.raises(UsageError, match="takes no new rooms"):
+    with pytest.raises(UsageError, match="takes no new rooms: it drains"):
         p.send(3)
     with pytest.raises(Incomplete):
         BootstrapClient(site.address).lookup()
@@ -239,16 +239,6 @@ def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
     assert pair.d.close()
     assert pair.p.close()
     assert descriptors.count("/memfd:pdstage") <= before
-
-
-def test_a_room_whose_prefill_is_still_looked_up_fails_when_its_node_closes(site):
-    """I10: no directory has answered yet."""
-    d = site.decode(Rank())
-    receiver = d.receive(1, site.address)  # nobody has published there
-    assert d.close()
-    assert receiver.state is State.FAILED
-    assert receiver.released
-    assert "the node closes" in str(receiver.error)
 
 
 def test_a_thread_that_is_closed_between_two_turns_complains_of_nothing(site, monkeypatch, caplog):

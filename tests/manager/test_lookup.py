@@ -113,6 +113,8 @@ def test_an_address_that_does_not_answer_keeps_nobody_else_waiting(site: Site, m
     hanging = [pair.d.receive(n, f"127.0.0.1:{n}") for n in range(1, 6)]
     pair.move(9)
     assert {one.state for one in hanging} == {State.BOOTSTRAPPING}
+    assert pair.d.close()
+    assert all(one.released and "the node closes" in str(one.error) for one in hanging)
     released.set()
 
 

@@ -26,13 +26,12 @@ class Remote:
         path: str,
         rooms: int,
         stop: int = 1 << 30,
-        keys: str | None = None,
         serve: Callable[..., None] = serve_prefill,
     ) -> None:
         self.pipes, self.processes = [], []
         for rank in range(tp):
             ours, theirs = spawn.Pipe()
-            args = (theirs, address, tp, rank, transport, path, rooms, stop, keys)
+            args = (theirs, address, tp, rank, transport, path, rooms, stop)
             process = spawn.Process(target=serve, args=args, daemon=True)
             process.start()
             self.pipes.append(ours)

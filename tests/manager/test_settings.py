@@ -13,10 +13,10 @@ import pytest
 
 from pdstage import Config
 from pdstage.errors import UsageError
-from pdstage.kernels import Pool
+from pdstage.kernels import Pool, convert_reference
 from pdstage.layout import Key, Region, RowLevel, View
 from pdstage.layout.topology import REPLICATED
-from pdstage.transport import available, supporting
+from pdstage.transport import available
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import QUICK, Rank, decode_node, drive
 
@@ -122,8 +122,8 @@ def test_a_path_that_is_set_is_checked_as_one_that_is_given(site):
 
 
 def test_a_converting_pool_is_asked_before_a_transport_is_opened(opened, monkeypatch):
-    monkeypatch.setattr(Pool, "check_converts", mock.Mock(side_effect=UsageError("formats cannot be converted here")))
-    with pytest.raises(UsageError, match="cannot be converted"):
+    monkeypatch.setattr(convert_reference, "missing", lambda: "install pdstage[torch]")
+    with pytest.raises(UsageError, match=r"cannot convert formats here.*pdstage\[torch\]"):
         decode_node(Rank(), config=replace(QUICK, convert=True))
     assert not opened
 
@@ -132,14 +132,6 @@ def test_staging_memory_that_cannot_be(site, opened):
     with pytest.raises(UsageError, match="do not make"):
         site.prefill(Rank(), staging=np.zeros(64, np.uint8))
     assert [transport.closed for transport in opened] == [True]
-    with pytest.raises(UsageError, match="staging_on is 'gpu'"):
-        decode_node(Rank(), staging_on="gpu")
-
-
-def test_who_moves_what(opened):
-    assert "local" in supporting({"cpu"})
-    assert "local" not in supporting({"cpu", "cuda"})
-    assert supporting({"floppy"}) == []
 
 
 @pytest.mark.parametrize(

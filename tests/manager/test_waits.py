@@ -35,9 +35,9 @@ def test_a_short_wait_is_as_short_as_a_bare_sleep():
 
 
 class Busy(Device):
-    """Its copies go on until it is told."""
+    """Its copies go on while it is told."""
 
-    over = False
+    over = True
 
     def done(self, event: object) -> bool:
         return self.over
@@ -48,7 +48,10 @@ def test_it_asks_soon_while_a_copy_is_under_way_and_sleeps_no_longer_than_that(s
     runtime, src, dst, waits = Busy(), Rank(), Rank(), []
     src.pool.runtime = dst.pool.runtime = lambda: runtime
     pair = site.pair(src, dst, path="staged")
-    p, room = pair.p, pair.begin(1, TOKENS)
+    p = pair.p
+    assert p.driver._patience_s(p.transport.filenos()) > 1e-2, "until its next deadline"
+    runtime.over = False
+    room = pair.begin(1, TOKENS)
     drive(pair.nodes, lambda: p.stager.launched)
     assert p.transport.filenos()
     assert p.driver._patience_s(p.transport.filenos()) <= SHORT_S

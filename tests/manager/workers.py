@@ -21,11 +21,10 @@ def serve_prefill(
     path: str,
     rooms: int,
     stop: int,
-    keys: str | None,
 ) -> None:
     """Sends `rooms` rooms; of room `stop` only the first half, and then waits to be killed."""
     pool, config = Rank(tp, rank, n_pages=256), IMPATIENT if stop < rooms else QUICK
-    with prefill_node(pool, address, transport=transport, path=path, keys=keys, config=config) as node:
+    with prefill_node(pool, address, transport=transport, path=path, config=config) as node:
         pipe.send("ready")
         senders = []
         for room in range(rooms):

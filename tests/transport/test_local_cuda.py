@@ -5,20 +5,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, meet
-from transport.postbox import Postbox
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.kernels import driver
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
 from pdstage.transport import Done, PostFailed, Spans, _cuda_ipc, _peer
-from pdstage.transport._auto import AutoTransport
 from pdstage.transport._device import ExportedRegion
 from pdstage.transport.local import LocalTransport, _Description
 from tests import cuda_double, descriptors
@@ -378,15 +375,9 @@ def test_without_peer_access_it_is_said_once_and_nothing_is_opened(b, gpu, caplo
     a.close()
 
 
-class Fabric(Postbox):
-    """Of lower preference, and moves device memory as well: what nixl is to `local`."""
-
-    traits = replace(Postbox.traits, name="fabric", kinds=frozenset({"cpu", "cuda"}))
-
-
-def within(*memories, make=LocalTransport):
-    """Two transports of this process, of which the second may write the first's memory."""
-    a, b = ends = [make() for _ in memories]
+def within(*memories):
+    """Two transports of this process, of which the first may write the second's memory."""
+    a, b = ends = [LocalTransport() for _ in memories]
     for end, memory in zip(ends, memories, strict=True):
         end.register([region_of(memory)])
     a.connect("b", b.describe())
@@ -399,6 +390,10 @@ def test_within_a_process_kernels_of_one_gpu_are_let_into_the_others(gpu, segmen
     """Into segments one by one: what enables a peer's access holds for memory of cudaMalloc alone."""
     mine = gpu.allocate(NBYTES)
     theirs = gpu.expandable(SIZES, types=0, device=1) if segments else gpu.allocate(NBYTES, device=1)
+    gpu["apart"] = 1
+    with pytest.raises(PeerError, match="device 0 cannot access device 1"):
+        within(mine, theirs)
+    gpu["apart"] = 0
     a, b = within(mine, theirs)
     a.connect("again", b.describe())
     a.prepare("again", [region_of(theirs)])
@@ -412,22 +407,6 @@ def test_within_a_process_kernels_of_one_gpu_are_let_into_the_others(gpu, segmen
     a.close()
     b.close()
     gpu.free(theirs.address)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_auto_takes_another_transport_where_a_gpu_cannot_reach_the_other(gpu, apart, tmp_path, monkeypatch):
-    monkeypatch.setenv("POSTBOX_DIR", str(tmp_path))
-    gpu["apart"] = apart
-    mine, theirs = (gpu.allocate(4096, device=device) for device in (0, 1))
-    a, b = within(mine, theirs, make=lambda: AutoTransport([LocalTransport(), Fabric()]))
-    assert a.traits_of("b").name == ("fabric" if apart else "local")
-    mine.view[:8] = 5
-    a.post("b", one(mine.address, theirs.address, 8), b"tag")
-    log = Log(a, b)
-    log.until(lambda: log.done(a) and log.tags(b) == [b"tag"])
-    assert theirs.view[:9].tolist() == [5] * 8 + [0]
-    a.close()
-    b.close()
 
 
 def test_host_and_device_memory_do_not_meet(a, b, stock):

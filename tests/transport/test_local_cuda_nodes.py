@@ -12,7 +12,6 @@ from transport.device_rank import N_ROOMS, TOKENS, DeviceRank, serve_decode, sta
 
 from pdstage import State
 from pdstage.control.bootstrap import BootstrapServer
-from pdstage.control.zmq import Ready
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
@@ -205,19 +204,3 @@ def test_a_killed_decode_gives_the_source_back_once_what_writes_there_is_over(gp
             assert not getattr(node.data_path, under_way)
         finally:
             gpu["held"] = 0
-
-
-def test_a_node_does_not_sleep_over_the_end_of_a_copy_on_its_gpu(gpu, address, monkeypatch):
-    """Neither a socket nor the transport announces it: a room would take a pause of the driver longer for each copy."""
-    rank = DeviceRank()
-    with prefill_node(rank, address, transport="local", staging=staging()) as node:
-        slept = []
-        monkeypatch.setattr(node.socket, "wait", lambda wait_s, *_: slept.append(wait_s) or Ready(False, False, ()))
-        node.turn(10.0)
-        gpu["held"] = 1
-        node.stager._stream.start(1, lambda stream, sum_ptr: None, checksum=False)
-        node.turn(10.0)
-        gpu["held"] = 0
-        monkeypatch.undo()
-    assert slept[0] > 1e-2, "until its next deadline"
-    assert slept[1] < 1e-3

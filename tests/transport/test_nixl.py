@@ -46,17 +46,6 @@ def test_the_environment_is_as_before_and_the_option_goes_over_it(monkeypatch):
     assert os.environ["UCX_NET_DEVICES"] == "nowhere"
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_figures_of_a_post_where_they_were_asked_for(asked):
-    with contextlib.closing(Endpoint("nixl", telemetry=asked)) as a, contextlib.closing(Endpoint("nixl")) as b:
-        meet(a, b)
-        figures = delivers(a, b, b"four").figures
-    assert (figures is not None) == asked
-    if asked:
-        assert (figures.n_descriptors, figures.nbytes) == (1, 4)
-        assert figures.write_s >= figures.post_s >= 0
-
-
 def test_each_descriptor_names_the_device_its_memory_is_on():
     """One post may read several GPUs' memory; where the regions are of several, a single span is no exception."""
     near, far = 1 << 40, 1 << 41

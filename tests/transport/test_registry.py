@@ -166,15 +166,6 @@ def test_looking_for_names_imports_no_backend():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["local", "nixl"])
-def test_open_and_close_leave_nothing_behind(name, no_leaks):
-    if available()[name]:
-        pytest.skip(available()[name])
-    closed = [open_transport(name) for _ in range(4)]
-    for transport in closed:
-        transport.close()
-
-
 def test_what_is_unregistered_half_way_may_not_be_posted(monkeypatch):
     """The library let go of some of it, and refused the rest."""
     memory = np.zeros(8192, np.uint8)
