@@ -203,8 +203,8 @@ PYBIND11_MODULE(_native, module) {
         .def("gather", &gather, py::arg("dst"), py::arg("nbytes"), py::arg("parts"), py::arg("sum"),
              "Returns (fault, component, position, value); fault 0 means done, any other that nothing was written. "
              "`sum`: address of a uint64 to add the checksum to, or 0.")
-        .def("scatter", &scatter, py::arg("src"), py::arg("nbytes"), py::arg("parts"),
-             py::arg("sum"), "As gather, the other way.")
+        .def("scatter", &scatter, py::arg("src"), py::arg("nbytes"), py::arg("parts"), py::arg("sum"),
+             "As gather, the other way.")
         .def("copy_to", &copy_to, py::arg("peer"), py::arg("parts"), py::arg("peer_parts"),
              "As gather, into the peer's cells; faults on the peer's side count components from this plan's on.");
 
