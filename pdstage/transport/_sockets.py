@@ -44,7 +44,6 @@ def hold_bytes_of_the_dead() -> bool:
 
     It turns false once the owner of the socket reads to the end, which any progress call does. It is also true if /proc
     cannot be read, since nothing is proved then.
-    then nothing is proved.
     """
     try:
         rows = [row for table in _TABLES if table.exists() for row in _read(table)]
