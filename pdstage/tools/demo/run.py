@@ -189,7 +189,7 @@ def _move_again(path: str, move: int, prefill: list[Rank], decode: list[Rank]) -
 
 def _print(*rows: Iterable[object]) -> None:
     for row in rows:
-        print("".join(f"{cell!s:>13}" for cell in row))
+        print("".join(f"{cell!s:>14}" for cell in row))
 
 
 def _cells(path: str, nbytes: int, descriptors: int, seconds: float) -> tuple[str, ...]:
