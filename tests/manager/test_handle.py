@@ -151,3 +151,14 @@ def test_a_room_aborted_while_its_handle_is_brought_up_to_date(site, monkeypatch
         assert [type(event) for _, event in seen.events] == [RoomOpened, RoomEnded, RoomReleased]
         seen.events.clear()
     assert at > 10
+
+
+def test_the_answers_of_two_threads_that_poll_do_not_mix() -> None:
+    """Wherever the second polls between two lines of the first."""
+    (roster, _, handles), at, acted = make(3), 0, True
+    while acted:
+        at, roster._n_changes = at + 1, at
+        raced = Interleaved(lambda: roster.statuses(handles[:1]), at)
+        assert len(raced.wrap(roster.statuses)(handles)[0]) == 3
+        acted = raced.acted
+    assert at > 4

@@ -28,7 +28,7 @@ MUTANTS = [
         "11 poll_many",
         "            self._polled = polled = _Polled(changes, list(handles), statuses)\n",
         "            self._polled = _Polled(changes, list(handles), statuses)\n            polled = self._polled\n",
-        NODES,
+        "tests/manager/test_handle.py",
     ),
     Mutant(
         "who waits asks before he is known",
