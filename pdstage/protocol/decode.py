@@ -142,7 +142,8 @@ class DecodeCore:
                 remedy="name each prefill rank once, at least one",
                 room=named,
             )
-        n_peers, most = len(self.handshake.peers.keys() | set(writers.values())), self.endpoint.config.max_peers
+        peers, most = self.handshake.peers, self.endpoint.config.max_peers
+        n_peers = len(peers) + sum(route not in peers for route in writers.values())
         if n_peers > most:
             self.endpoint.counters.peers_crowded += 1
             raise UsageError(

@@ -32,7 +32,7 @@ from pdstage.protocol.lane import Lane
 from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from pdstage.plan import Rect
     from pdstage.protocol.decode_rooms import Writer
@@ -61,7 +61,7 @@ class LeaseRequest:
 
 
 class RequestQueue:
-    """First come first served within a priority; sessions may be passed over."""
+    """First come first served within a priority."""
 
     def __init__(self) -> None:
         self._n_arrived = 0
@@ -84,10 +84,9 @@ class RequestQueue:
         if not line:
             del self.lines[request.session]
 
-    def first(self, passed_over: Container[Session]) -> LeaseRequest | None:
-        """The first in line of the sessions not `passed_over`."""
-        fronts = [line[0] for session, line in self.lines.items() if session not in passed_over]
-        return min(fronts)[2] if fronts else None
+    def fronts(self) -> list[tuple[int, int, LeaseRequest]]:
+        """The first of each session, the last in line first."""
+        return sorted((line[0] for line in self.lines.values()), reverse=True)
 
     def entries(self) -> Iterator[tuple[int, int, LeaseRequest]]:
         """(priority, place in line, request), in no order."""
@@ -222,26 +221,28 @@ class LeaseTable:
         is not quarantined leaves the queue, and is yielded as it is: the caller refuses it.
         """
         over: set[Session] = set()
-        while True:
-            if len(self.queue.lines) == 1:  # nobody is left to share with
-                over.clear()
-            request = self.queue.first(over)
-            if request is None:
-                return
+        fronts = self.queue.fronts()
+        while fronts:
+            *_, request = fronts.pop()
+            if request.session in over:
+                continue
             if request.nbytes > self.largest():
                 self.forget(request)
                 yield request
-                continue
-            lane, limited = self._lane_for(request)
-            if lane is None and limited:
-                over.add(request.session)
-                continue
-            if lane is None:
-                overtaker = self._overtaker(request)
-                if overtaker is None:
-                    return
-                request, lane = overtaker
-            yield self._grant(request, lane, now)
+            else:
+                lane, limited = self._lane_for(request)
+                if limited:
+                    over.add(request.session)
+                    continue
+                if lane is None:
+                    overtaker = self._overtaker(request)
+                    if overtaker is None:
+                        return
+                    request, lane = overtaker
+                yield self._grant(request, lane, now)
+            if len(self.queue.lines) == 1:  # nobody is left to share with
+                over.clear()
+            fronts = self.queue.fronts()
 
     def _overtaker(self, first: LeaseRequest) -> tuple[LeaseRequest, int] | None:
         """A request behind the first that may be granted now, and in which lane; None if there is none (I13).
