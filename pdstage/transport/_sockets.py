@@ -22,6 +22,8 @@ from typing import NamedTuple
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 ESTABLISHED, FIN_WAIT1, TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 6, 7, 8, 9, 10, 11
 _STILL_SENDING = frozenset({FIN_WAIT1, LAST_ACK, CLOSING})  # an orphan's end that is not acknowledged yet
+_MAPPED = "0000000000000000FFFF0000"
+"""Begins an IPv4 address in the table of IPv6: one end of a connection is there if its listener is dual stack."""
 _PEER_ENDED = frozenset({TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING})  # closed or reset
 
 
@@ -92,7 +94,11 @@ def _holds_the_rest(fd: int) -> bool:
 
 def _read(table: Path) -> list[_Row]:
     lines = (line.split() for line in table.read_text().splitlines()[1:])
-    return [_Row(f[1], f[2], int(f[3], 16), int(f[4].partition(":")[2], 16), f[9]) for f in lines if len(f) > 9]
+    return [
+        _Row(*(at.removeprefix(_MAPPED) for at in f[1:3]), int(f[3], 16), int(f[4].partition(":")[2], 16), f[9])
+        for f in lines
+        if len(f) > 9
+    ]
 
 
 def _own_sockets() -> dict[str, int]:

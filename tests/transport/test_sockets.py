@@ -16,13 +16,15 @@ from pdstage.transport import _sockets
 NBYTES = 64 << 20
 
 
-@pytest.fixture
-def dead_writer() -> object:
-    """A connection to a process that was killed in the middle of a long send."""
-    listener = socket.create_server(("127.0.0.1", 0))
+@pytest.fixture(params=["IPv4", "dual stack"])
+def dead_writer(request) -> object:
+    """A connection to a process that was killed in the middle of a long send. Mooncake's listener is dual stack."""
+    dual = request.param == "dual stack"
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
     child = os.fork()
     if not child:
-        with socket.create_connection(listener.getsockname()) as out:
+        with socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as out:
             out.sendall(bytes(NBYTES))
         os._exit(0)
     end, _ = listener.accept()
