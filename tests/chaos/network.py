@@ -1,7 +1,8 @@
 """Hosts of one network, each in a network namespace of its own, and how they are cut off from each other.
 
 One namespace more between them passes packets on, and drops those of the ways that are cut: by rules of the kernel's
-routing. Needs root and iproute2. Without hosts a network is loopback, and nothing can be cut.
+routing. `Shared` is one namespace, for transports that cross none. Both need root and iproute2. Without hosts a network
+is loopback, and nothing can be cut.
 """
 
 from __future__ import annotations
@@ -97,6 +98,22 @@ class Network:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Shared(Network):
+    """One namespace, and an address of it for each of `hosts`, which is cut off from all by taking that away."""
+
+    def _build(self) -> None:
+        self._namespaces = [self._namespace()] * len(self.hosts)
+        for host in self.hosts:
+            self.heal(host)
+
+    def cut(self, host: str, peer: str = "", *, one_way: bool = False) -> None:
+        del peer, one_way
+        ip("-n", self.where(host), "addr", "del", f"{self.address(host)}/32", "dev", "lo")
+
+    def heal(self, host: str) -> None:
+        ip("-n", self.where(host), "addr", "replace", f"{self.address(host)}/32", "dev", "lo")
 
 
 def _address(number: int) -> str:

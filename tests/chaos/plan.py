@@ -62,8 +62,8 @@ class Site:
     path: str = "auto"
     n_lanes: int = 1
     checksums: bool = False
-    apart: bool = False
-    """Each rank in a network namespace of its own; else they are where the supervisor is, and uncut."""
+    network: str = ""
+    """"apart": each rank in a namespace of its own; "shared": all in one; "": where the supervisor is, and uncut."""
     fabric: str = ""
     faults: dict[str, float] = field(default_factory=dict)
     """Of a rank's transport in its first life (`transport.faults.Faults`). They end before the round."""
@@ -83,7 +83,7 @@ class Fault(NamedTuple):
 def draw_site(seed: int, number: int, transport: str, seconds: float, *, namespaces: bool) -> Site:
     rng = random.Random(f"site {seed} {number}")
     transport = rng.choice(("local", "nixl")) if transport == "both" else transport
-    apart = namespaces and transport == "nixl"
+    network = "" if not namespaces else "apart" if transport == "nixl" else "shared"
     path = rng.choice(("staged", "direct", "auto", "direct"))
     engines = [
         Engine(f"{role} {n}", role, rng.choice((1, 2)), rng.choice((8, 16)), rng.random() < 0.5,
@@ -97,9 +97,9 @@ def draw_site(seed: int, number: int, transport: str, seconds: float, *, namespa
         faults |= {"delay": rng.choice((0.0, 0.1)), "delay_s": rng.choice((0.01, 0.5))}
         faults |= {"seed": number, "for_s": 0.8 * seconds}
     return Site(
-        engines=tuple(engines), transport=transport, path=path, n_lanes=rng.choice((1, 2, 3)), apart=apart,
+        engines=tuple(engines), transport=transport, path=path, n_lanes=rng.choice((1, 2, 3)), network=network,
         checksums=rng.random() < 0.3 and path != "direct", faults=faults,
-        fabric="tcp,self" if apart or (transport == "nixl" and rng.random() < 0.5) else "",
+        fabric="tcp,self" if network == "apart" or (transport == "nixl" and rng.random() < 0.5) else "",
     )  # fmt: skip
 
 

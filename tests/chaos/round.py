@@ -22,7 +22,7 @@ from pdstage.tools.trace import load
 from tests.chaos import account
 from tests.chaos.engine import Order
 from tests.chaos.member import Member
-from tests.chaos.network import Network
+from tests.chaos.network import Network, Shared
 from tests.chaos.plan import CONFIG, HUNG_AFTER_S, Engine, Fault, Site, draw_faults
 from tests.chaos.rank import Job
 from tests.judge import judge
@@ -89,8 +89,8 @@ class Round:
     def _build(self, stack: ExitStack) -> None:
         site = self.site
         ranks = [rank for engine in site.engines for rank in engine.ranks]
-        hosts = ["operator", *ranks] if site.apart else []
-        self._net = stack.enter_context(Network(hosts))
+        hosts = ["operator", *ranks] if site.network else []
+        self._net = stack.enter_context((Shared if site.network == "shared" else Network)(hosts))
         with self._net.inside("operator"):
             bind = f"{self._net.address('operator')}:0"
             self._directory = stack.enter_context(BootstrapServer(bind, insecure=bool(hosts))).address
@@ -160,7 +160,7 @@ class Round:
         for role in ("prefill", "decode"):
             group = [one for one in self.members.values() if one.job.engine.role == role and one.alive]
             if role == "decode":
-                for member in group if self.site.apart else ():
+                for member in group if self.site.network == "apart" else ():
                     member.send("fence")
                 self._until(lambda: self._holds_nothing(stranded=False), HUNG_AFTER_S, "what was stranded is back")
             for member in group:
@@ -243,7 +243,7 @@ class Round:
 
     def _befall(self, fault: Fault) -> None:
         member = self.members[fault.whom]
-        if member.state != "up" or member.busy or ("cut" in fault.kind and not self.site.apart):
+        if member.state != "up" or member.busy or ("cut" in fault.kind and not self.site.network):
             self.counts["faults missed"] += 1
             return
         self.counts[fault.kind] += 1
