@@ -27,7 +27,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants matrix chaos fuzz etcd lint weight types format bench \
+.PHONY: help setup demo serve test test-all test-engines test-e2e venvs sim mutants matrix chaos fuzz etcd lint weight types format bench \
     gpu sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
 
 help:  ## Show this list.
@@ -101,11 +101,14 @@ test-all:  ## Run everything that needs no engine: all mutants, all drawn cases,
 test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
 	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python $(PYTEST) -n 2 --dist loadfile tests/engines/$$engine $(if $(FULL),--full) $(ARGS); done
 
-# Whole engines have venvs of their own, NAME-cpu, with all that their servers import.
+# Whole engines have venvs of their own, NAME-cpu, with all that their servers import. `make -j2 -Otarget` runs both at once.
 test-e2e: HANGS_S = 1800
-test-e2e: $(WHOLE_ENGINES:%=$(ENGINE_VENVS)/%-cpu/.pdstage-setup)  ## Test real servers on the CPU (FULL=1 for everything, ENGINES=vllm ARGS="-k local").
-	set -e; for engine in $(WHOLE_ENGINES); do \
-	    OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$$engine-cpu/bin/python $(PYTEST) tests/e2e/$$engine $(if $(FULL),--full) $(ARGS); done
+test-e2e: $(WHOLE_ENGINES:%=test-e2e-%)  ## Test real servers on the CPU (FULL=1 for everything, ENGINES=vllm ARGS="-k local").
+
+test-e2e-%: $(ENGINE_VENVS)/%-cpu/.pdstage-setup
+	OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$*-cpu/bin/python $(PYTEST) tests/e2e/$* $(if $(FULL),--full) $(ARGS)
+
+venvs: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup) $(WHOLE_ENGINES:%=$(ENGINE_VENVS)/%-cpu/.pdstage-setup)  ## Make the engines' venvs.
 
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)
