@@ -11,7 +11,6 @@ import numpy as np
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Layout, Region
-from pdstage.manager.role import Gathers
 from pdstage.manager.sessions import label
 from pdstage.plan import layers_of, selects
 from pdstage.plan.spans import Index, split
@@ -25,8 +24,8 @@ from pdstage.transport import Mapped, PostFailed, Spans
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdstage.manager.driver import Carried
     from pdstage.manager.observer import Observation
-    from pdstage.manager.role import Carried
     from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
     from pdstage.plan import Rect, Tokens
@@ -49,6 +48,17 @@ copies are short beside the rest, so two do.
 
 MAX_TOGETHER = 8
 """Gathers that are done as one: as many destinations as one launch has."""
+
+
+class Gathers(NamedTuple):
+    """Gathers of one turn that read the same bytes: done as one; each is answered by its own ticket."""
+
+    members: tuple[Gather, ...]
+
+    @property
+    def chunk(self) -> Chunk:
+        """The first one's; all are as long."""
+        return self.members[0].chunk
 
 
 class DataPath:

@@ -16,13 +16,12 @@ from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.layout.states import canonical
 from pdstage.manager.calibration import costs
-from pdstage.manager.data_path import DataPath
+from pdstage.manager.data_path import DataPath, Gathers
 from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, indexes, rects_of
 from pdstage.manager.node import Node
 from pdstage.manager.options import MAX_PARTS, NodeOptions, check_path
-from pdstage.manager.role import Gathers
 from pdstage.manager.sessions import label
 from pdstage.manager.status import Status, with_rooms
 from pdstage.metadata import AuxRow
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
 
     from pdstage.kernels import Pool
     from pdstage.layout.topology import Topology
+    from pdstage.manager.driver import Carried
     from pdstage.manager.handle import CudaEvent
-    from pdstage.manager.role import Carried
     from pdstage.protocol.destinations import PrefillRoom
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
@@ -357,25 +356,20 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             with self.driver.lock:
                 now = time.monotonic()
                 if self.observed is not None:
-                    self.observed.written(effect.ticket, now, error)
+                    self.observed.over(effect.ticket, error, 0.0, now)
                 self.core.chunks.completed(effect.ticket, now, error)
         elif self.transport.traits_of(self.sessions.plan(effect.chunk.destination.session).label).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
-            self.driver.feed_early(self.transport.poll())
-
-    def _nbytes(self, effect: ChunkEffect | Gathers) -> int:
-        return effect.members[0].chunk.nbytes if isinstance(effect, Gathers) else effect.chunk.nbytes
+            self.driver._early += self.transport.poll()
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Done) and (figures := event.figures):
             self.core.counters.measured(figures.nbytes, figures.post_s, figures.write_s)
-        if not isinstance(event, Inbound):
-            ended_at = self.observed.post_ended(event.ticket) if self.observed is not None else 0.0
-            if (over := self.data_path.posts.ended(event)) is not None:
-                ticket, error, settled = over
-                if self.observed is not None:
-                    self.observed.written(ticket, ended_at, error)
-                self.core.chunks.completed(ticket, now, error, settled=settled)
+        if not isinstance(event, Inbound) and (over := self.data_path.posts.ended(event)) is not None:
+            ticket, error, settled = over
+            if self.observed is not None:
+                self.observed.over(ticket, error, 0.0, now)
+            self.core.chunks.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
         if copied.ticket in self.data_path.copies:

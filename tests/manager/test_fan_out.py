@@ -13,8 +13,7 @@ import pytest
 
 from pdstage import State
 from pdstage.kernels import Plan
-from pdstage.manager.data_path import MAX_TOGETHER
-from pdstage.manager.role import Gathers
+from pdstage.manager.data_path import MAX_TOGETHER, Gathers
 from pdstage.protocol.prefill_chunks import Gather
 from pdstage.protocol.session import Attach, Detach
 from pdstage.transport.local import LocalTransport
