@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from unittest import mock
 
 import numpy as np
@@ -263,18 +262,3 @@ def test_where_one_launch_fails_each_of_its_tickets_does(pool):
         assert [copied.ticket for copied in ended] == list(regions)
         assert len({str(copied.error) for copied in ended}) == 1
         assert all(isinstance(copied.error, UsageError) for copied in ended)
-
-
-def test_a_rate_that_is_not_had_ends_no_copy_of_the_node_before(pool, monkeypatch):
-    monkeypatch.setattr("pdstage.stager._RATE_WAIT_S", 0.0)
-    device, staging = Device(), np.zeros(256, np.uint8)
-    dst = Region(staging.ctypes.data, staging.nbytes)
-    stager = Stager(pool, runtime=device)
-    stager.gather(1, move(0, 1, 2), dst)
-    device.over = set(device.recorded)
-    assert [copied.ticket for copied in stager.poll()] == [1]
-    stager.give_back()
-    again = Stager(pool, runtime=device)
-    assert again._stream.seconds(lambda stream: None) == math.inf
-    device.over = set(device.recorded)
-    assert again.poll() == []
