@@ -14,8 +14,8 @@ The only place with threads, the clock and the lock. Read on in this order:
     status, observer     for those who watch
 """
 
-from pdstage.layout.items import Items
 from pdstage.manager.decode import DecodeNode, Receiver
+from pdstage.manager.items import Items
 from pdstage.manager.prefill import PrefillNode, Sender
 
 __all__ = ["DecodeNode", "Items", "PrefillNode", "Receiver", "Sender"]
