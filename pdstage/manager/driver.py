@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, Protocol, 
 from pdstage.control import drain
 from pdstage.control.zmq import messages_of
 from pdstage.errors import PdstageError, UsageError
-from pdstage.manager.data_path import Gathers
 from pdstage.manager.sessions import Sessions
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from pdstage.transport import Done, Inbound, PostFailed
 
     Effect: TypeAlias = PrefillEffect | DecodeEffect
-    Carried: TypeAlias = Effect | Gathers
 
 log = logging.getLogger(__name__)
 
@@ -184,8 +182,7 @@ class Ready(NamedTuple):
 _EVERYTHING = Ready(messages=True, transport=True)
 _CARRIED = Ready(messages=False, transport=True)
 """After effects were carried out: what they led to is at the transport."""
-_COPIES = Gather, Gathers, Scatter
-_OF_A_CHUNK = Gather, Gathers, Write, WriteDirect, WriteRow
+_OF_A_CHUNK = Gather, Write, WriteDirect, WriteRow
 
 
 class Driver:
@@ -197,11 +194,12 @@ class Driver:
     def __init__(self, node: AnyNode, inline: bool, runtime: Runtime | None) -> None:
         self._node = node
         self.inline = inline
-        self._runtime = runtime
         self.device: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self._flush_device: Callable[[], None] | None = None
         if runtime is not None:
             self.device = runtime.current
-        self._flushes = runtime is not None and node.role == "decode" and runtime.flushes
+            if node.role == "decode" and runtime.flushes:
+                self._flush_device = runtime.flush
         self.lock = threading.RLock()
         self.sessions = Sessions(node, self.lock)
         self.turning = Turning()
@@ -214,7 +212,7 @@ class Driver:
         self._moved_at = 0.0
         self._kept: list[Effect] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
-        self._copies: deque[Gather | Gathers | Scatter] = deque()  # large ones that wait for their turn
+        self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
         self._unread: deque[tuple[bytes, bytes]] = deque()  # (route, frame) that no turn has read yet
         self._early: list[Done | PostFailed | Inbound] = []  # polled outside a turn: the next one begins with them
         self._until_at = 0.0  # when the sleep ends if nothing is announced; under the lock
@@ -367,16 +365,14 @@ class Driver:
 
     # Effects.
 
-    def _carry_out(self, effects: Sequence[Carried]) -> bool:
+    def _carry_out(self, effects: Sequence[Effect]) -> bool:
         """True if something was done here of which the core should learn at once.
 
-        On a device gathers of the same bytes are one, and what a NIC wrote is flushed, once for all, before anybody
-        reads it: a scatter's kernel, or an engine that is told of success.
+        On some devices what a NIC wrote is flushed, once for all, before anybody reads it: a scatter's kernel, or an
+        engine that is told of success.
         """
-        if self._runtime is not None:
-            if self._flushes and any(isinstance(effect, Scatter | Changed) for effect in effects):
-                self._runtime.flush()
-            effects = self._node._joined(effects)
+        if self._flush_device is not None and any(isinstance(effect, Scatter | Changed) for effect in effects):
+            self._flush_device()
         large, again, others = bool(self._copies), False, []
         for effect in effects:
             if isinstance(effect, Send):
@@ -391,7 +387,7 @@ class Driver:
         if large:
             self._flush()
         for effect, one_large in others:
-            if one_large and isinstance(effect, _COPIES):
+            if one_large and isinstance(effect, Gather | Scatter):
                 self._copies.append(effect)
                 again = True
             else:
@@ -401,7 +397,7 @@ class Driver:
             again = True
         return again
 
-    def _carry(self, effect: Carried) -> bool:
+    def _carry(self, effect: Effect) -> bool:
         node = self._node
         match effect:
             case Changed(room):
@@ -410,7 +406,7 @@ class Driver:
                     if handle is not None and self.failure is None:  # else it has failed, whatever its room's status
                         node._on_changed(handle, room.status)
                 return False
-            case Gather() | Gathers() | Scatter() | Write() | WriteDirect() | WriteRow():
+            case Gather() | Scatter() | Write() | WriteDirect() | WriteRow():
                 self._node._carry(effect)
             case PeerWarning(route, error):
                 self.sessions.warn(route, error)

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from pdstage.errors import PdstageError
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.manager.data_path import Gathers
-    from pdstage.manager.driver import Carried
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.status import OpenRoom
     from pdstage.metadata import AuxRow, MetadataBuffers
@@ -63,7 +61,7 @@ _kept_for_ever: list[object] = []
 
 
 AnyCore = TypeVar("AnyCore", bound="PrefillCore | DecodeCore")
-Own = TypeVar("Own", bound="ChunkEffect | Gathers | Scatter")
+Own = TypeVar("Own", bound="ChunkEffect | Scatter")
 AnyHandle = TypeVar("AnyHandle", bound=Handle)
 
 
@@ -185,10 +183,6 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
             self.observed.changed(handle)
 
     # And without it.
-
-    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
-        """A turn's effects, where the pool is on a device: as one those that cost less so."""
-        return effects
 
     @abstractmethod
     def _carry(self, effect: Own) -> None:

@@ -16,7 +16,7 @@ from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.layout.states import canonical
 from pdstage.manager.calibration import costs
-from pdstage.manager.data_path import DataPath, Gathers
+from pdstage.manager.data_path import DataPath
 from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, indexes, rects_of
@@ -36,11 +36,9 @@ from pdstage.transport import Done, Inbound, PostFailed, Traits
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
     from pdstage.kernels import Pool
     from pdstage.layout.topology import Topology
-    from pdstage.manager.driver import Carried
     from pdstage.manager.handle import CudaEvent
     from pdstage.protocol.destinations import PrefillRoom
     from pdstage.protocol.session import Session
@@ -197,7 +195,7 @@ def _by_traits(traits: Traits, copies_at: float | None) -> CostModel:
     )  # fmt: skip
 
 
-class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
+class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a name with options
@@ -345,11 +343,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
 
     # What the core asks for.
 
-    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
-        return self.data_path.joined(effects)
-
-    def _carry(self, effect: ChunkEffect | Gathers) -> None:
-        if isinstance(effect, Gather | Gathers):
+    def _carry(self, effect: ChunkEffect) -> None:
+        if isinstance(effect, Gather):
             self.data_path.gather(effect)
             return
         error = self.data_path.write(effect, self.core.counters)
