@@ -29,7 +29,6 @@ import numpy as np
 from pdstage import shared
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.kernels import Pool
-from pdstage.layout.items import slot_items
 from pdstage.layout.topology import Topology
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
@@ -161,7 +160,7 @@ class Request(NamedTuple):
 
     @property
     def states(self) -> dict[str, Any]:
-        return {SLOTS: slot_items(self.slot)} if self.has_states else {}
+        return {SLOTS: [self.slot]} if self.has_states else {}
 
 
 class Memory:

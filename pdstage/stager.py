@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import mmap
 import os
 import time
@@ -24,7 +23,7 @@ from pdstage.arguments import shown
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Index, Pool
 from pdstage.layout import Layout, Region
-from pdstage.plan import VIEW_ALIGNMENT, Select, layers_of, selects
+from pdstage.plan import Select, layers_of, selects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from pdstage.plan.token_slices import Cut
 
     _Plans: TypeAlias = tuple[tuple[int, Plan], ...]
-    _Copy: TypeAlias = Callable[[Plan, int, Mapping[str, Index], int | None, int], None]
 
 T = TypeVar("T")
 
@@ -48,9 +46,7 @@ ALIGNMENT = 256
 DEFAULT_MAX_SMS = 8
 """275 GB/s on an H200, of which they are 6 %."""
 _MAX_PLANS = 1024
-_RATED_NBYTES, _RATED_VIEWS = (1 << 20, 32 << 20), 64
-_RATED_S = 1e-3
-_RATE_WAIT_S = 1.0
+_WARMED_VIEWS = 64
 _STAGED = 4  # of a plan's key
 _AT_ONCE = 32
 _NO_SUM = np.zeros(1, np.uint64)
@@ -311,39 +307,15 @@ class Stager:
         self._max_sms = max_sms
         self._stream = _Stream.of(runtime) if runtime is not None else None
         self._plans: dict[tuple[object, ...], _Plans] = {}
-        self._done: deque[Copied] = deque()
+        self._done: list[Copied] = []
 
-    def gather(self, ticket: int, move: Move, dst: Region, also: Mapping[int, Region] | None = None) -> None:
-        """Starts one gather into `dst`; `poll` returns `ticket` once its bytes are there.
-
-        `also` are more destinations of the same bytes, by their own tickets, each as long as `dst`. On a device they
-        are one gather, as in `Plan.gather`: they end together, with one error for all. In host memory that gains
-        nothing, and each is a separate gather.
-        """
-        into = {ticket: dst} | dict(also or {})
-        for tickets in [tuple(into)] if self._stream is not None else [(one,) for one in into]:
-            first, *others = (into[one] for one in tickets)
-            self._start(tickets, move, self._gathering(move, first, others))
-
-    def _gathering(self, move: Move, dst: Region, others: Sequence[Region]) -> _Copy:
-        def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
-            plan.gather(
-                dst.base + at, dst.nbytes - at, indexes, move.tokens, stream=stream, max_sms=self._max_sms,
-                sum_ptr=sum_ptr, also=[other.base + at for other in others],
-            )  # fmt: skip
-
-        return copy
+    def gather(self, ticket: int, move: Move, dst: Region) -> None:
+        """Starts one gather into `dst`; `poll` returns `ticket` once its bytes are there."""
+        self._start(ticket, move, "gather", dst)
 
     def scatter(self, ticket: int, move: Move, src: Region) -> None:
         """Starts one scatter from `src`; `poll` returns `ticket` once its bytes are in place."""
-
-        def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
-            plan.scatter(
-                src.base + at, src.nbytes - at, indexes, move.tokens, stream=stream, max_sms=self._max_sms,
-                sum_ptr=sum_ptr,
-            )  # fmt: skip
-
-        self._start((ticket,), move, copy)
+        self._start(ticket, move, "scatter", src)
 
     def copy_to(
         self,
@@ -355,55 +327,18 @@ class Stager:
     ) -> Copied | None:
         """Copies from the pool's pages to a peer's. None: it has begun, and `poll` returns `ticket`."""
 
-        def run(stream: int | None, sum_ptr: int) -> None:
-            del sum_ptr
-            _copy_passes(passes, tokens, (items, peer_items), stream, self._max_sms)
-
-        over = self._begin((ticket,), run, checksum=False)
-        return over[0] if over else None
+        return self._begin(ticket, partial(_copy_passes, passes, tokens, (items, peer_items), self._max_sms), False)
 
     def poll(self) -> list[Copied]:
         """The copies that ended since the last call. Never waits."""
-        if self._stream is not None:
-            self._done += self._stream.ended()
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
-        return done
+        done, self._done = self._done, []
+        return done if self._stream is None else done + self._stream.ended()
 
     def warm(self, *, checksum: bool) -> None:
         """Compiles and loads what a device needs for the pool's largest component, so that no room waits for it."""
         if self._stream is not None:
-            self._typical(checksum)
-
-    def _typical(self, checksum: bool) -> tuple[Plan, Sequence[View]]:
-        """A plan of the pool's largest component, and its views."""
-        views = max([one.views for one in self.pool.layout.components], key=_item_nbytes)[:_RATED_VIEWS]
-        select = [Select(view.key, 0, view.shards) for view in views]
-        return self.pool.plan(select, checksum=checksum, only=self._only), views
-
-    def rate(self, into: Region, *, checksum: bool) -> float | None:
-        """Bytes a second of a gather of the pool's largest component into `into`, within `max_sms`, once its kernel is
-        there: a few hundred microseconds. None in host memory, and where not one item fits.
-        """
-        if self._stream is None:
-            return None
-        found, (plan, views) = None, self._typical(checksum)
-        name, nbytes = views[0].key.component, _item_nbytes(views)
-        per_item, n_items = views[0].tokens_per_item, min(view.n_items for view in views)
-        for most_nbytes in _RATED_NBYTES:
-            room = min(into.nbytes, most_nbytes) - VIEW_ALIGNMENT * len(views)
-            if (n := min(n_items, room // nbytes)) < 1:
-                continue
-            items, tokens = {name: Index.of(np.arange(n))}, {name: (0, n * per_item)}
-            gather = partial(plan.gather, into.base, into.nbytes, items, tokens, max_sms=self._max_sms)
-            took_s = self._stream.seconds(gather)
-            if took_s == math.inf:
-                break
-            found = n * nbytes / took_s
-            if took_s > _RATED_S:
-                break
-        return found
+            views = max([one.views for one in self.pool.layout.components], key=_item_nbytes)[:_WARMED_VIEWS]
+            self.pool.plan([Select(view.key, 0, view.shards) for view in views], checksum=checksum, only=self._only)
 
     def give_back(self) -> None:
         """Once no copy runs; none begins any more."""
@@ -431,32 +366,27 @@ class Stager:
         gone = {id(layout) for layout in staged} - {id(self.pool.layout)}
         self._plans = {key: plans for key, plans in self._plans.items() if key[_STAGED] not in gone}
 
-    def _start(self, tickets: tuple[int, ...], move: Move, copy: _Copy) -> None:
+    def _start(self, ticket: int, move: Move, verb: str, staged: Region) -> None:
         try:
             plans = self._plan(move)
         except Exception as error:  # noqa: BLE001  (nothing began: only this copy fails)
-            failed = _failed(error)
-            self._done += [Copied(ticket, failed) for ticket in tickets]
+            self._done.append(Copied(ticket, _failed(error)))
             return
+        over = self._begin(ticket, partial(_copy_all, plans, move, verb, staged, self._max_sms), move.checksum)
+        if over is not None:
+            self._done.append(over)
 
-        def run(stream: int | None, sum_ptr: int) -> None:
-            _copy_all(plans, move, copy, stream, sum_ptr)
-
-        self._done += self._begin(tickets, run, checksum=move.checksum)
-
-    def _begin(
-        self, tickets: tuple[int, ...], copy: Callable[[int | None, int], None], *, checksum: bool
-    ) -> list[Copied]:
-        """Calls `copy(stream, sum_ptr)`. Returns its end, or [] if `poll` reports it."""
+    def _begin(self, ticket: int, copy: Callable[..., None], checksum: bool) -> Copied | None:
+        """Calls `copy(stream=, sum_ptr=)`. Returns its end, or None if `poll` reports it."""
         if self._stream is not None:
-            self._stream.start(tickets, copy, checksum)
-            return []
+            self._stream.start(ticket, copy, checksum)
+            return None
         total, began_at = np.zeros(1, np.uint64) if checksum else _NO_SUM, time.monotonic()
         try:
-            copy(None, total.ctypes.data if checksum else 0)
+            copy(stream=None, sum_ptr=total.ctypes.data if checksum else 0)
         except Exception as error:  # noqa: BLE001  (it is over, and only this copy fails)
-            return [Copied(tickets[0], _failed(error))]
-        return [Copied(tickets[0], None, int(total[0]), began_at, time.monotonic())]
+            return Copied(ticket, _failed(error))
+        return Copied(ticket, None, int(total[0]), began_at, time.monotonic())
 
     def _plan(self, move: Move) -> _Plans:
         # A layout is keyed by its id, which stays unique while a plan holds it: hashing a layout is slow.
@@ -495,25 +425,31 @@ def _failed(error: Exception) -> PdstageError:
     return PdstageError(f"a copy failed: {shown(error)}", remedy="see the log; the other rooms go on")
 
 
-def _copy_all(plans: _Plans, move: Move, copy: _Copy, stream: int | None, sum_ptr: int) -> None:
+def _copy_all(
+    plans: _Plans, move: Move, verb: str, staged: Region, max_sms: int | None, *, stream: int | None, sum_ptr: int
+) -> None:
     """Runs each plan's part of the staged bytes in turn; all add to one checksum."""
-    if move.cut is None or not move.cut.key:
-        copy(plans[0][1], 0, move.items, stream, sum_ptr)
-        return
-    indexes, at = move.cut.indexes(move.items, move.tokens), 0
+    indexes = move.cut.indexes(move.items, move.tokens) if move.cut is not None and move.cut.key else None
+    base, end = staged.base, staged.base + staged.nbytes
     for number, plan in plans:
-        copy(plan, at, indexes.of(number), stream, sum_ptr)
-        at += plan.nbytes(move.tokens)
+        items = move.items if indexes is None else indexes.of(number)
+        copy = plan.gather if verb == "gather" else plan.scatter
+        copy(base, end - base, items, move.tokens, stream=stream, max_sms=max_sms, sum_ptr=sum_ptr)
+        if indexes is not None:
+            base += plan.nbytes(move.tokens)
 
 
 def _copy_passes(
     passes: Passes,
     tokens: Tokens,
     items: tuple[Mapping[str, Index], Mapping[str, Index]],
-    stream: int | None,
     max_sms: int | None,
+    *,
+    stream: int | None,
+    sum_ptr: int,
 ) -> None:
     """`items` are the pool's and the peer's."""
+    del sum_ptr
     ours, theirs = (cut.indexes(of_side, tokens) for cut, of_side in zip(passes.cuts, items, strict=True))
     for i, j, plan, peer in passes.plans:
         plan.copy_to(peer, ours.of(i), theirs.of(j), tokens, stream=stream, max_sms=max_sms)
@@ -522,7 +458,7 @@ def _copy_passes(
 class _Running(NamedTuple):
     """A copy in the stream. `event` follows it; `total`, page-locked memory at `sum_ptr`, receives its checksum."""
 
-    tickets: tuple[int, ...]
+    ticket: int
     event: object
     total: NDArray[np.uint64]
     sum_ptr: int
@@ -549,24 +485,6 @@ class _Stream:
         idle = cls._idle.setdefault(runtime, [])
         return idle.pop() if idle else cls(runtime)
 
-    def seconds(self, copy: Callable[..., None]) -> float:
-        """Of the second of two calls, from its launch to its end as the host sees it; infinite if it does not end in
-        `_RATE_WAIT_S`, since what runs on the device before it may not: then it is one of those that run.
-        """
-        spare, took_s = self._spare.pop(), math.inf
-        for _ in range(2):
-            began_at = time.perf_counter()
-            copy(stream=self._stream)
-            self._runtime.record(spare.event, self._stream)
-            while not self._runtime.done(spare.event):
-                if time.perf_counter() - began_at > _RATE_WAIT_S:
-                    self._running.append(spare._replace(tickets=()))  # else its last copy's, perhaps of another node
-                    return math.inf
-                time.sleep(0)
-            took_s = time.perf_counter() - began_at
-        self._spare.append(spare)
-        return took_s
-
     def give_back(self) -> None:
         """Nothing runs in it."""
         self._idle[self._runtime].append(self)
@@ -580,8 +498,8 @@ class _Stream:
         """Whether `ended` has something to say."""
         return bool(self._running) and self._runtime.done(self._running[0].event)
 
-    def start(self, tickets: tuple[int, ...], copy: Callable[[int, int], None], checksum: bool) -> None:
-        """Launches `copy(stream, sum_ptr)`. Its `UsageError` is reported once the stream is past what it launched: a
+    def start(self, ticket: int, copy: Callable[..., None], checksum: bool) -> None:
+        """Launches `copy(stream=, sum_ptr=)`. Its `UsageError` is reported once the stream is past what it launched: a
         copy of several parts may be refused at a later one.
         """
         if not self._spare:
@@ -589,11 +507,11 @@ class _Stream:
         spare = self._spare.pop()
         spare.total[0], began_at, refused = 0, time.monotonic(), None
         try:
-            copy(self._stream, spare.sum_ptr if checksum else 0)
+            copy(stream=self._stream, sum_ptr=spare.sum_ptr if checksum else 0)
         except UsageError as error:
             refused = error
         self._runtime.record(spare.event, self._stream)
-        self._running.append(spare._replace(tickets=tickets, began_at=began_at, error=refused))
+        self._running.append(spare._replace(ticket=ticket, began_at=began_at, error=refused))
 
     def reserve(self) -> None:
         self._runtime.reserve()
@@ -602,13 +520,12 @@ class _Stream:
         """Grows the pool for more concurrent copies than before."""
         words = self._runtime.pinned(8 * _AT_ONCE).view(np.uint64)
         totals = [words[n : n + 1] for n in range(_AT_ONCE)]
-        return [_Running((), self._runtime.event(), total, total.ctypes.data) for total in totals]
+        return [_Running(0, self._runtime.event(), total, total.ctypes.data) for total in totals]
 
     def ended(self) -> list[Copied]:
         ended: list[Copied] = []
         while self._running and self._runtime.done(self._running[0].event):
             one = self._running.popleft()
             self._spare.append(one)
-            how = one.error, int(one.total[0]), one.began_at, time.monotonic()
-            ended += [Copied(ticket, *how) for ticket in one.tickets]
+            ended.append(Copied(one.ticket, one.error, int(one.total[0]), one.began_at, time.monotonic()))
         return ended

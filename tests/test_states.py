@@ -1,4 +1,4 @@
-"""Kinds of state: their names, the constructors of their views, the items of each kind, and helpers for addresses.
+"""Kinds of state: their names, the constructors of their views, and helpers for addresses.
 
 Views are held to the tensors' own contents; that such views arrive at unequal TP is for tests/any_layout to see.
 """
@@ -15,9 +15,9 @@ import torch
 from pdstage.errors import UsageError
 from pdstage.layout import Key, Layout
 from pdstage.layout.addresses import Buffers, Paging, StateComponents, append_state_component, kv_pages
-from pdstage.layout.items import Items, prefix_items, slot_items, window_items
 from pdstage.layout.states import StateType, canonical, kind_of, registered
 from pdstage.layout.topology import REPLICATED, Axis, shard_axis
+from pdstage.manager import Items
 from pdstage.manager import items as checking
 from pdstage.tensors import (
     Field,
@@ -248,46 +248,16 @@ def test_every_tp_size_up_to_32_that_divides_a_dimension_slices_it(total):
 
 # Items.
 
-ROW = np.array([40, 41, 42, 43, 52, 53, 54, 55, 36, 37])
-
-
-def test_items_of_a_prefix():
-    assert list(prefix_items(ROW, page_size=4).pages) == [10, 13, 9]
-    held = prefix_items(ROW, page_size=4, held=6)
-    assert (list(held.pages), held.first_token) == ([13, 9], 4)
-    assert not len(prefix_items(ROW[:0], page_size=4).pages)
-
-
-@pytest.mark.parametrize(("window", "held", "first"), [(4, 0, 4), (2, 0, 8), (100, 0, 0), (6, 0, 4), (100, 9, 8)])
-def test_a_window_starts_with_a_page_and_has_slots_of_its_own(window, held, first):
-    mapping = np.zeros(60, np.int64)
-    mapping[ROW] = np.arange(4, 14)  # pages 1, 2, 3
-    for given in (mapping, torch.from_numpy(mapping)):
-        items = window_items(ROW, page_size=4, window=window, held=held, mapping=given)
-        assert (list(items.pages), items.first_token) == ([1, 2, 3][first // 4 :], first)
-    assert list(window_items(ROW, page_size=4, window=window, held=held).pages) == [10, 13, 9][first // 4 :]
-
-
-def test_what_lies_before_a_window_is_not_looked_at():
-    """Engines free a window's slots behind it, and map freed ones to slot 0."""
-    row = np.array([99, 99, 99, 43, 52, 53, 54, 55])
-    mapping = np.zeros(100, np.int64)
-    mapping[[43, 52, 53, 54, 55]] = [7, 12, 13, 14, 15]
-    assert list(window_items(row, page_size=4, window=5, mapping=mapping).pages) == [1, 3]
-    assert list(prefix_items(row, page_size=4, held=3).pages) == [10, 13]
-    assert list(prefix_items(row[:4], page_size=4, held=4).pages) == []
-    assert list(prefix_items(row[:6], page_size=4, held=6).pages) == [13]
-
 
 def test_no_items_are_nothing_to_move():
     """Also of a component that this rank, a pipeline stage say, does not have; but not one item of it."""
     layout = build(slot_states([np.zeros(4)], format="fp64"))
-    found = checking.check(layout, {"request_row": slot_items(), "mamba": slot_items(), "kv": []}, None, unique=True)
+    found = checking.check(layout, {"request_row": [], "mamba": Items([]), "kv": []}, None, unique=True)
     (said,) = checking.rects_of(layout, found, None)
     assert said.component == "request_row"
     assert said.start == said.stop, "of slots it is said that there are none"
     with pytest.raises(UsageError, match="no component 'mamba'"):
-        checking.check(layout, {"mamba": slot_items(1)}, None, unique=True)
+        checking.check(layout, {"mamba": [1]}, None, unique=True)
     with pytest.raises(UsageError, match="tokens of 'swa' without its items"):
         checking.check(layout, {"mamba": Items([])}, {"swa": (0, 1)}, unique=True)
 
@@ -348,10 +318,6 @@ MISUSES = {
     "blocks of nothing": (lambda: blocks(0), "not 96 tokens in blocks of 0"),
     "rows of no tokens": (lambda: compressed(8, 0), "not a whole number of rows of 0"),
     "compressed page": (lambda: compressed(6, 4), "a page of 6 tokens is not a whole number of rows of 4"),
-    "prefix of no pages": (lambda: prefix_items(ROW, page_size=0), "page_size is 0"),
-    "slots of two requests": (lambda: prefix_items([ROW, ROW], page_size=4), r"token slots of shape \(2, 10\)"),
-    "less than nothing held": (lambda: prefix_items(ROW, page_size=4, held=-3), "held is -3"),
-    "no window": (lambda: window_items(ROW, page_size=4, window=0), "window is 0"),
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
     topology         a rank's place among its engine's, and its part of an axis of shards
     views            regions, views, components and layouts: one affine addressing for all that engines store
     states           the kinds of state besides the KV cache, by their names
-    items            which pages or slots of a component a room names
     arrays           the parts that constructors make of tensors, and `build`, which makes a layout of parts
     kv_shapes        constructors for the shapes of KV caches; `pdstage.tensors` exports them
     state_shapes     the same for states: convolution, SSM

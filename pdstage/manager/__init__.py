@@ -2,7 +2,6 @@
 
 The only place with threads, the clock and the lock. Read on in this order:
 
-    role                 what a driver carries out, and what it and the sessions ask of prefill and decode
     driver               the loop: receive, feed the core, take its effects, carry them out, sleep
     sessions             how sessions begin and end at the transport, and how chunks of each travel
     options              what a node is made with
@@ -15,8 +14,8 @@ The only place with threads, the clock and the lock. Read on in this order:
     status, observer     for those who watch
 """
 
-from pdstage.layout.items import Items
 from pdstage.manager.decode import DecodeNode, Receiver
+from pdstage.manager.items import Items
 from pdstage.manager.prefill import PrefillNode, Sender
 
 __all__ = ["DecodeNode", "Items", "PrefillNode", "Receiver", "Sender"]

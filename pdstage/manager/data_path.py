@@ -11,14 +11,12 @@ import numpy as np
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Layout, Region
-from pdstage.manager.role import Gathers
 from pdstage.manager.sessions import label
 from pdstage.plan import layers_of, selects
 from pdstage.plan.spans import Index, split
 from pdstage.plan.token_slices import DirectPlans
 from pdstage.protocol.destinations import LEAST_PIECE_NBYTES, clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.session import Attach, Detach
 from pdstage.stager import Move, Passes
 from pdstage.transport import Mapped, PostFailed, Spans
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdstage.manager.observer import Observation
-    from pdstage.manager.role import Carried
     from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
     from pdstage.plan import Rect, Tokens
@@ -46,9 +43,6 @@ _IN_A_LANE, _OF_A_DEVICE_IN_A_LANE = 4, 2
 """Chunks that a lane should hold at once: while one is scattered another lands, and others are gathered. A device's
 copies are short beside the rest, so two do.
 """
-
-MAX_TOGETHER = 8
-"""Gathers that are done as one: as many destinations as one launch has."""
 
 
 class DataPath:
@@ -134,69 +128,26 @@ class DataPath:
 
     # A chunk's gather.
 
-    def joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
-        """A turn's effects in their order, gathers of the same bytes as one where the first of them was.
+    def gather(self, effect: Gather) -> None:
+        """Launches the gather of a chunk; the stager says when it is over.
 
-        For pools on a device, where the pages are then read once: decode ranks that want the same heads, or latents,
-        hold leases when a chunk's data is there, so that their gathers begin in one turn. In host memory the first
-        would be written later for the others' sake. None moves across a session's beginning or end, and none waits.
+        Into the chunk's lease, if that is mapped here: then it is gathered and written in one pass.
         """
-        if sum(isinstance(effect, Gather) for effect in effects) < 2:
-            return effects
-        joined: list[Carried] = []
-        begun: dict[object, int] = {}
-        for effect in effects:
-            if isinstance(effect, Attach | Detach):
-                begun.clear()
-            if isinstance(effect, Gather):
-                content = self._content(effect.chunk)
-                at = begun.setdefault(content, len(joined))
-                if at < len(joined):
-                    members = (*_members(joined[at]), effect)
-                    joined[at] = Gathers(members)
-                    if len(members) == MAX_TOGETHER:
-                        del begun[content]
-                    continue
-            joined.append(effect)
-        return joined
-
-    def _content(self, chunk: Chunk) -> object:
-        """Equal for chunks whose staged bytes are."""
-        destination, session = chunk.destination, chunk.destination.session
-        pair, staged = self._sessions.plan(session).pair, session.staged.offered
-        return (
-            id(chunk.source), destination.shares, chunk.rects, tuple(sorted(chunk.tokens.items())), session.checksums,
-            pair.order, pair.src.key, id(staged) if staged is not self._layout else 0,
-        )  # fmt: skip
-
-    def gather(self, effect: Gather | Gathers) -> None:
-        """Launches the gather of a chunk, or of several with the same bytes. The stager says when each is over."""
-        members = _members(effect)
-        into: dict[int, Region] = {}
-        for ticket, buffer, chunk, address in members:
-            peer = self._sessions.plan(chunk.destination.session)
-            into[ticket] = self._place(ticket, peer, chunk, address) or self._buffer(buffer, chunk.nbytes)
-        chunk = members[0].chunk
+        ticket, buffer, chunk, address = effect
         session = chunk.destination.session
-        pair, ticket = self._sessions.plan(session).pair, members[0].ticket
-        move = Move(
-            chunk.destination.shares, chunk.rects, chunk.tokens, pair.order, chunk.source.items, session.checksums,
-            pair.src, session.staged.offered,
-        )  # fmt: skip
-        self._stager.gather(ticket, move, into.pop(ticket), into)
-
-    def _place(self, ticket: int, peer: PeerPlan, chunk: Chunk, address: int) -> Region | None:
-        """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
+        peer = self._sessions.plan(session)
+        held = self._buffers[buffer]
+        into = Region(held.base, min(held.nbytes, chunk.nbytes))
         mapped = self._transport.mapped(peer.label, address, chunk.nbytes)
         chunk.placed = mapped is not None and mapped.kind == self._kind
-        if mapped is None or not chunk.placed:
-            return None
-        self.placed[ticket] = mapped
-        return Region(mapped.address, chunk.nbytes)
-
-    def _buffer(self, number: int, nbytes: int) -> Region:
-        held = self._buffers[number]
-        return Region(held.base, min(held.nbytes, nbytes), held.kind, held.device)
+        if mapped is not None and chunk.placed:
+            self.placed[ticket] = mapped
+            into = Region(mapped.address, chunk.nbytes)
+        move = Move(
+            chunk.destination.shares, chunk.rects, chunk.tokens, peer.pair.order, chunk.source.items, session.checksums,
+            peer.pair.src, session.staged.offered,
+        )  # fmt: skip
+        self._stager.gather(ticket, move, into)
 
     # Its write.
 
@@ -293,10 +244,6 @@ class DataPath:
     def copies_to(self, session: Session) -> bool:
         """Whether such a copy to the session's peer is under way. No disconnect ends it. From any thread."""
         return any(copy.peer == label(session) for copy in list(self.copies.values()))
-
-
-def _members(effect: Carried) -> tuple[Gather, ...]:
-    return effect.members if isinstance(effect, Gathers) else (effect,) if isinstance(effect, Gather) else ()
 
 
 def _items_of(destination: Destination) -> dict[str, Index]:

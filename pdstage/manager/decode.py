@@ -221,9 +221,6 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         )  # fmt: skip
         self.stager.scatter(effect.ticket, move, Region(landing.address, landing.nbytes))
 
-    def _nbytes(self, effect: Scatter) -> int:
-        return effect.landing.nbytes
-
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Inbound):
             self.core.tag(event.tag, now)

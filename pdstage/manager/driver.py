@@ -28,7 +28,6 @@ import atexit
 import contextlib
 import ctypes
 import logging
-import math
 import os
 import sys
 import threading
@@ -36,12 +35,11 @@ import time
 import weakref
 from collections import deque
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, assert_never
+from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, assert_never
 
 from pdstage.control import drain
 from pdstage.control.zmq import messages_of
 from pdstage.errors import PdstageError, UsageError
-from pdstage.manager.role import Gathers
 from pdstage.manager.sessions import Sessions
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
@@ -52,8 +50,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.manager.role import Carried, Effect, Role
+    from pdstage.manager.node import AnyNode
+    from pdstage.protocol.decode import DecodeEffect
+    from pdstage.protocol.prefill import PrefillEffect
     from pdstage.transport import Done, Inbound, PostFailed
+
+    Effect: TypeAlias = PrefillEffect | DecodeEffect
 
 log = logging.getLogger(__name__)
 
@@ -180,16 +182,24 @@ class Ready(NamedTuple):
 _EVERYTHING = Ready(messages=True, transport=True)
 _CARRIED = Ready(messages=False, transport=True)
 """After effects were carried out: what they led to is at the transport."""
-_COPIES = Gather, Gathers, Scatter
-_DATA = *_COPIES, Write, WriteDirect, WriteRow
+_OF_A_CHUNK = Gather, Write, WriteDirect, WriteRow
 
 
 class Driver:
-    """Drives the core of `node`. `lock` is held whenever the core is touched."""
+    """Drives the core of `node`. `lock` is held whenever the core is touched; `runtime` is that of a pool on a device.
 
-    def __init__(self, node: Role[Any, Any], inline: bool) -> None:
+    `device` is around whatever may call that, and all use of the transport: `Runtime.current`.
+    """
+
+    def __init__(self, node: AnyNode, inline: bool, runtime: Runtime | None) -> None:
         self._node = node
         self.inline = inline
+        self.device: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self._flush_device: Callable[[], None] | None = None
+        if runtime is not None:
+            self.device = runtime.current
+            if node.role == "decode" and runtime.flushes:
+                self._flush_device = runtime.flush
         self.lock = threading.RLock()
         self.sessions = Sessions(node, self.lock)
         self.turning = Turning()
@@ -202,19 +212,15 @@ class Driver:
         self._moved_at = 0.0
         self._kept: list[Effect] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
-        self._copies: deque[Gather | Gathers | Scatter] = deque()  # large ones that wait for their turn
+        self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
         self._unread: deque[tuple[bytes, bytes]] = deque()  # (route, frame) that no turn has read yet
-        self._early: list[Done | PostFailed | Inbound] = []
+        self._early: list[Done | PostFailed | Inbound] = []  # polled outside a turn: the next one begins with them
         self._until_at = 0.0  # when the sleep ends if nothing is announced; under the lock
 
     @property
     def was_forked(self) -> bool:
         """Whether this is a child's copy of a node."""
         return self._n_forks != _n_forks
-
-    def device(self) -> AbstractContextManager[object]:
-        """Around whatever may call the pool's device, and all use of the transport: `Runtime.current`."""
-        return contextlib.nullcontext()
 
     def start(self) -> None:
         """Starts the thread, if there is to be one; the last step of the node's constructor."""
@@ -278,7 +284,7 @@ class Driver:
     def _turn(self, ready: Ready) -> None:
         node, moved = self._node, False
         try:
-            with self.acting:
+            with self.device(), self.acting:
                 while True:
                     came, effects = self._feed(ready)
                     moved = moved or came or bool(effects)
@@ -317,12 +323,17 @@ class Driver:
             for route, error in refusals:
                 node.core.counters.peers_refused += 1
                 node._on_refused(route, error, now)
-            self._read(now)
+            until = now + _READING_S
+            while self._unread:
+                route, frame = self._unread.popleft()
+                node.core.endpoint.receive(route, frame, now)
+                if time.monotonic() > until:
+                    break
             for event in events:
                 node._on_transport(event, now)
             for copied in staged:
                 if node.observed is not None:
-                    node.observed.copied(copied)
+                    node.observed.over(copied.ticket, copied.error, copied.began_at, copied.ended_at)
                 node._on_staged(copied, now)
             if self._unread:
                 node.core.endpoint.keep_alive(now)
@@ -331,7 +342,7 @@ class Driver:
             return came, self._take_effects()
 
     def _receive(self) -> bool:
-        """Takes in what peers sent, for `_read`, and answers operators. Whether there was one."""
+        """Takes in what peers sent, and answers operators. Whether there was one."""
         node, operators = self._node, []
         for route, frames in node.socket.recv():
             if frames[0] == drain.REQUEST:
@@ -345,15 +356,6 @@ class Driver:
                 node.socket.send(route, [answer])
         return bool(operators)
 
-    def _read(self, now: float) -> None:
-        """Reads peers' frames, for as long as a turn may take."""
-        until = now + _READING_S
-        while self._unread:
-            route, frame = self._unread.popleft()
-            self._node.core.endpoint.receive(route, frame, now)
-            if time.monotonic() > until:
-                return
-
     def _take_effects(self) -> list[Effect]:
         kept, self._kept = self._kept, []
         fresh: list[Effect] = self._node.core.endpoint.take_effects()
@@ -361,28 +363,31 @@ class Driver:
             self._node.observed.asked(fresh)
         return kept + fresh
 
-    def feed_early(self, events: Sequence[Done | PostFailed | Inbound]) -> None:
-        """Events that were polled outside a turn: the next turn begins with them."""
-        self._early += events
-        if self._node.observed is not None:
-            self._node.observed.polled(events)
-
     # Effects.
 
-    def _carry_out(self, effects: Sequence[Carried]) -> bool:
-        """True if something was done here of which the core should learn at once."""
+    def _carry_out(self, effects: Sequence[Effect]) -> bool:
+        """True if something was done here of which the core should learn at once.
+
+        On some devices what a NIC wrote is flushed, once for all, before anybody reads it: a scatter's kernel, or an
+        engine that is told of success.
+        """
+        if self._flush_device is not None and any(isinstance(effect, Scatter | Changed) for effect in effects):
+            self._flush_device()
         large, again, others = bool(self._copies), False, []
         for effect in effects:
             if isinstance(effect, Send):
                 self._outgoing.setdefault(effect.route, []).append(effect.frame)
                 continue
-            one_large = isinstance(effect, _DATA) and self._node._nbytes(effect) >= _LARGE_NBYTES
+            nbytes = effect.chunk.nbytes if isinstance(effect, _OF_A_CHUNK) else 0
+            if isinstance(effect, Scatter):
+                nbytes = effect.landing.nbytes
+            one_large = nbytes >= _LARGE_NBYTES
             others.append((effect, one_large))
             large = large or one_large
         if large:
             self._flush()
         for effect, one_large in others:
-            if one_large and isinstance(effect, _COPIES):
+            if one_large and isinstance(effect, Gather | Scatter):
                 self._copies.append(effect)
                 again = True
             else:
@@ -392,7 +397,7 @@ class Driver:
             again = True
         return again
 
-    def _carry(self, effect: Carried) -> bool:
+    def _carry(self, effect: Effect) -> bool:
         node = self._node
         match effect:
             case Changed(room):
@@ -401,7 +406,7 @@ class Driver:
                     if handle is not None and self.failure is None:  # else it has failed, whatever its room's status
                         node._on_changed(handle, room.status)
                 return False
-            case Gather() | Gathers() | Scatter() | Write() | WriteDirect() | WriteRow():
+            case Gather() | Scatter() | Write() | WriteDirect() | WriteRow():
                 self._node._carry(effect)
             case PeerWarning(route, error):
                 self.sessions.warn(route, error)
@@ -443,53 +448,41 @@ class Driver:
         return until_s
 
     def _sleep(self, wait_s: float) -> Ready:
-        """Sleeps until something may be ready, `wait_s` at most."""
+        """Sleeps until something may be ready, `wait_s` at most.
+
+        What announces itself to nobody, copies on a device and a transport without descriptors, is asked again and
+        again. Some libraries move bytes only while they are asked, on both sides.
+        """
         node = self._node
         fds = node.transport.filenos()
-        if self._is_under_way(fds) and not node._expects():
-            return self._doze(wait_s, fds)
-        ready = node.socket.wait(min(wait_s, self._patience_s(fds)), fds)
-        return Ready(ready.messages, bool(ready.fds) or not fds)
+        if node._waiting or not self._is_under_way(fds):
+            ready = node.socket.wait(min(wait_s, _NAP_S) if node._waiting else wait_s, fds)
+            return Ready(ready.messages, bool(ready.fds) or not fds)
+        until = time.monotonic() + wait_s
+        with self.device(), _exact_sleep():
+            while True:
+                ready = node.socket.wait(min(self._patience_s(), max(0.0, until - time.monotonic())), fds)
+                with self.acting:  # an engine's call in another thread may post, or launch
+                    if not fds:
+                        began_s = time.thread_time()
+                        self._early += node.transport.poll()
+                        if node.transport.traits.polled and time.thread_time() - began_s > _MOVED_S:
+                            self._moved_at = time.monotonic()
+                    over = bool(self._early) or node.stager.over
+                if any(ready) or over or time.monotonic() >= until or _must_leave():
+                    return Ready(ready.messages, bool(ready.fds))
 
     def _is_under_way(self, fds: Sequence[int]) -> bool:
         """Whether copies on a device, or bytes of a transport without `fds`, are: nobody announces their end."""
         return self._node.stager.launched or (not fds and self._node._in_flight())
 
-    def _patience_s(self, fds: Sequence[int]) -> float:
-        """How long what announces itself to nobody may be left unasked: an eighth of the time since anything came or
-        was done, as most of it is short.
+    def _patience_s(self) -> float:
+        """How long that may be left unasked: an eighth of the time since anything came or was done, as most of it is
+        short.
         """
-        if self._node._expects():
-            return _NAP_S
-        if not self._is_under_way(fds):
-            return math.inf
         still_s = time.monotonic() - self._moved_at
         longest_s = _NAP_S if self._node.stager.launched or still_s < _ACTIVE_S else _PATIENCE_S
         return min(max(_GLANCE_S, still_s / 8), longest_s)
-
-    def _doze(self, wait_s: float, fds: Sequence[int]) -> Ready:
-        """Sleeps until what announces itself to nobody, copies on a device and a transport without descriptors, has
-        something to say. Some libraries move bytes only while they are asked, on both sides.
-        """
-        node, until = self._node, time.monotonic() + wait_s
-        with self.device(), _exact_sleep():
-            while True:
-                ready = node.socket.wait(min(self._patience_s(fds), max(0.0, until - time.monotonic())), fds)
-                with self.acting:  # an engine's call in another thread may post, or launch
-                    if not fds:
-                        self._ask()
-                    over = bool(self._early) or node.stager.over
-                if any(ready) or over or time.monotonic() >= until or _must_leave():
-                    return Ready(ready.messages, bool(ready.fds))
-
-    def _ask(self) -> None:
-        """Polls the transport outside a turn, and notes whether that moved bytes."""
-        began_s = time.thread_time()
-        events = self._node.transport.poll()
-        if self._node.transport.traits.polled and time.thread_time() - began_s > _MOVED_S:
-            self._moved_at = time.monotonic()
-        if events:
-            self.feed_early(events)
 
     # What engines' calls do.
 
@@ -521,7 +514,7 @@ class Driver:
         wake = True
         if not self.acting.locked():  # who takes it meanwhile, in another thread, is waited for
             try:
-                with self.acting:
+                with self.device(), self.acting:
                     wake = not self.closed and self._push()  # else what is left is the last turn's
             except BaseException as error:
                 self.fail(error)
@@ -537,7 +530,7 @@ class Driver:
         with self.lock:
             effects = self._take_effects()
             next_at = node.core.endpoint.timers.next_at()
-            early = node._expects() or (next_at is not None and next_at < self._until_at)
+            early = bool(node._waiting) or (next_at is not None and next_at < self._until_at)
         if not self.inline and not all(isinstance(effect, Send | Changed) for effect in effects):
             self._kept = effects
             return True
@@ -584,31 +577,3 @@ class Driver:
         if self._node.observed is not None:
             self._node.observed.broke(failed)
             self._node.observed.tell()  # no turn follows
-
-
-class DeviceDriver(Driver):
-    """The driver of a pool on a device, whose `runtime` it is."""
-
-    def __init__(self, node: Role[Any, Any], inline: bool, runtime: Runtime) -> None:
-        super().__init__(node, inline)
-        self._runtime = runtime
-        self._flushes = node.role == "decode" and runtime.flushes
-
-    def device(self) -> AbstractContextManager[object]:
-        return self._runtime.current()
-
-    def _turn(self, ready: Ready) -> None:
-        with self.device():
-            super()._turn(ready)
-
-    def _push(self) -> bool:
-        with self.device():
-            return super()._push()
-
-    def _carry_out(self, effects: Sequence[Carried]) -> bool:
-        """Before anybody reads what a NIC wrote, a scatter's kernel or an engine told of success: flushes once for all.
-        Gathers of the same bytes are one.
-        """
-        if self._flushes and any(isinstance(effect, Scatter | Changed) for effect in effects):
-            self._runtime.flush()
-        return super()._carry_out(self._node._joined(effects))

@@ -12,7 +12,6 @@ import numpy as np
 from pdstage.arguments import integer, pair, shown, text
 from pdstage.errors import UsageError
 from pdstage.kernels import Index
-from pdstage.layout.items import Items
 from pdstage.layout.states import canonical
 from pdstage.plan import Rect
 from pdstage.plan.ownership import CommonTokens
@@ -33,6 +32,24 @@ MAX_LAYERS = (1 << 31) - 1
 
 GivenItems: TypeAlias = "Mapping[str, Items | npt.ArrayLike] | npt.ArrayLike"
 GivenTokens: TypeAlias = "Mapping[str, tuple[int, int]] | tuple[int, int] | int | None"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """Pages or slots of one component: item i covers tokens `[first_token + i*T, first_token + (i+1)*T)`.
+
+    In components with positions, `first_token` is a multiple of T: both sides then cut a sequence at the same places,
+    which the head-major staged order requires.
+
+    Under context parallelism, a rank with interleaved tokens (`TokenShard`) counts only its own: item i covers its own
+    tokens from number `first_token + i*T` on. Token ranges, as in `Sender.chunk` and `Receiver.bind`, are positions in
+    the sequence on every rank.
+
+    `pages` is a one-dimensional sequence of integers; it is copied, never modified.
+    """
+
+    pages: npt.ArrayLike
+    first_token: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -9,9 +9,9 @@ import math
 import secrets
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar, cast
 
 import pdstage
 from pdstage import arguments
@@ -22,17 +22,16 @@ from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout.topology import Topology
 from pdstage.manager import status
-from pdstage.manager.driver import DeviceDriver, Driver, changes_rooms
+from pdstage.manager.driver import Driver, changes_rooms
 from pdstage.manager.handle import Handle, Roster, ask_event
 from pdstage.manager.lookup import Directory
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.options import NodeOptions, check_memory, checked, facts_of, transport_of
-from pdstage.manager.role import AnyCore, Own, Role
 from pdstage.manager.status import Status
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
-from pdstage.stager import Memory, PageLock, Stager
-from pdstage.transport import Transport
+from pdstage.stager import Copied, Memory, PageLock, Stager
+from pdstage.transport import Done, Inbound, PostFailed, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,9 +42,12 @@ if TYPE_CHECKING:
     from pdstage.errors import PdstageError
     from pdstage.kernels.index_ring import Runtime
     from pdstage.manager.handle import CudaEvent
-    from pdstage.manager.role import Carried
     from pdstage.manager.status import OpenRoom
     from pdstage.metadata import AuxRow, MetadataBuffers
+    from pdstage.protocol.decode import DecodeCore
+    from pdstage.protocol.decode_chunks import Scatter
+    from pdstage.protocol.prefill import PrefillCore
+    from pdstage.protocol.prefill_chunks import ChunkEffect
     from pdstage.protocol.session import Session
 
 log = logging.getLogger(__name__)
@@ -58,15 +60,24 @@ _kept_for_ever: list[object] = []
 """Memory of closed nodes that a peer may still write: given to nobody else in this process's life (I2)."""
 
 
+AnyCore = TypeVar("AnyCore", bound="PrefillCore | DecodeCore")
+Own = TypeVar("Own", bound="ChunkEffect | Scatter")
 AnyHandle = TypeVar("AnyHandle", bound=Handle)
 
 
-class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
+class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
     """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back.
 
-    With `async with` the event loop goes on while the node closes.
+    With `async with` the event loop goes on while the node closes. `Own` are the effects of its role's core only.
     """
 
+    role: ClassVar[str]
+    """ "prefill" or "decode"."""
+    core: AnyCore
+    path: str
+    """ "auto", "direct" or "staged"."""
+    observed: Observation | None = None
+    """None where nobody observes: then nothing is timed."""
     _drain: threading.Thread | None = None
     """Begun by an operator's request."""
 
@@ -76,7 +87,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         arguments.instance("pool", pool, Pool)
         arguments.instance("topology", topology, Topology)
         self.roster = Roster()
-        self.observed = None
         self.incarnation = secrets.randbits(63) | 1
         transport, inline = self.options["transport"], self.options["progress"] == "inline"
         try:
@@ -85,7 +95,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             if isinstance(transport, Transport):
                 transport.close()
             raise
-        self.driver = Driver(self, inline) if runtime is None else DeviceDriver(self, inline, runtime)
+        self.driver = Driver(self, inline, runtime)
         self.sessions = self.driver.sessions
         self.keys = keys_of(self.options["keys"])
         self.pool, self.topology = pool, topology
@@ -135,7 +145,10 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             opened.callback(self.socket.close)
             opened.pop_all()
 
+    # What the driver asks, under its lock.
+
     def _take_asked(self, now: float) -> None:
+        """In a turn: gives the core what engines asked for, once what it waited for is there."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -150,20 +163,57 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             else:
                 self._waiting.append((handle, event, then))
 
-    # What one role alone has to say of.
+    @abstractmethod
+    def _on_staged(self, copied: Copied, now: float) -> None: ...
+
+    @abstractmethod
+    def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None: ...
 
     def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
-        pass
+        """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
-    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
-        return effects
+    def _on_changed(self, handle: Handle, status: int) -> None:
+        """Brings `handle` to `status`, its room's as it was read once: an engine's call may end the room
+        meanwhile, and tells that by another effect.
+        """
+        if status >= 0x80:  # first: who sees `released` may free the row at once
+            self._give_row_back(handle)
+        self.roster.changed(handle, status)
+        if self.observed is not None:
+            self.observed.changed(handle)
+
+    # And without it.
+
+    @abstractmethod
+    def _carry(self, effect: Own) -> None:
+        """Copies or writes."""
+
+    @abstractmethod
+    def _in_flight(self) -> bool:
+        """Whether a transport without descriptors may have something to say, or bytes to move."""
+
+    # What its sessions ask.
+
+    @abstractmethod
+    def _identify_peer(self, session: Session, description: bytes) -> None:
+        """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
+
+    @abstractmethod
+    def _is_fenced(self, session: Session) -> bool:
+        """Whether a lost session is harmless to this role: by the transport's disconnect alone, or since the directory
+        says that the peer has ended.
+        """
+
+    @abstractmethod
+    def _holds_nothing(self, session: Session) -> bool:
+        """Whether a lost session keeps no memory of this node from use."""
 
     def _copies_to(self, session: Session) -> bool:
+        """Whether copies of this node's own are under way to the session's peer: nothing but their end ends them."""
         del session
         return False
 
-    def _expects(self) -> bool:
-        return bool(self._waiting)
+    # What its rooms ask.
 
     def _own_rows(self) -> OwnRows:
         """This node's side of aux. Rows that the transport cannot reach go by control message, whatever was asked."""
@@ -187,13 +237,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             "others": tuple(others), "config": self.config, "direct": self.options["path"] != "staged",
             "notifies": self.transport.traits.notifies, "rows": self.rows, "model": facts_of(self.options["model"]),
         }  # fmt: skip
-
-    def _on_changed(self, handle: Handle, status: int) -> None:
-        if status >= 0x80:  # first: who sees `released` may free the row at once
-            self._give_row_back(handle)
-        self.roster.changed(handle, status)
-        if self.observed is not None:
-            self.observed.changed(handle)
 
     @changes_rooms
     def abort(self, handle: Handle, reason: str) -> None:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from pdstage.protocol.messages import SessionId
     from pdstage.protocol.room import RoomId
     from pdstage.protocol.session import Session
-    from pdstage.stager import Copied
-    from pdstage.transport import Done, Inbound, PostFailed
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +153,6 @@ class Observation:
         self._rooms: dict[Handle, _Seen] = {}
         self._n_rooms = 0
         self._stages: dict[int, StageOver] = {}
-        self._posts: dict[int, float] = {}
 
     # Rooms.
 
@@ -235,35 +232,18 @@ class Observation:
         if stage is not None:
             self._stages[ticket] = stage._replace(began_at=time.monotonic())
 
-    def copied(self, copied: Copied) -> None:
-        stage = self._stages.pop(copied.ticket, None)
-        if stage is not None:
-            began_at = copied.began_at or stage.began_at  # none where the copy never began
-            self._over(stage, began_at, copied.ended_at or began_at, copied.error)
-
-    def polled(self, events: Iterable[Done | PostFailed | Inbound]) -> None:
-        """The transport reported this before its turn: large copies may come first."""
-        now = time.monotonic()
-        self._posts.update((event.ticket, now) for event in events if hasattr(event, "ticket"))
-
-    def post_ended(self, post: int) -> float:
-        """When the end of the transport's `post`, which the driver takes up now, was seen."""
-        return self._posts.pop(post, None) or time.monotonic()
-
-    def written(self, ticket: int, ended_at: float, error: PdstageError | None) -> None:
+    def over(self, ticket: int, error: PdstageError | None, began_at: float, ended_at: float) -> None:
+        """A copy or a write ended; `began_at` is 0 for a write, and for a copy that never began."""
         stage = self._stages.pop(ticket, None)
         if stage is not None:
-            self._over(stage, stage.began_at, ended_at, error)
-
-    def _over(self, stage: StageOver, began_at: float, ended_at: float, error: PdstageError | None) -> None:
-        reason = "" if error is None else str(error)
-        self._events.append(stage._replace(began_at=began_at, ended_at=max(began_at, ended_at), error=reason))
+            began_at, reason = began_at or stage.began_at, "" if error is None else str(error)
+            self._events.append(stage._replace(began_at=began_at, ended_at=max(began_at, ended_at), error=reason))
 
     def lost(self, session: Session) -> None:
         """The session is over: of its writes nobody may hear again. Copies report themselves."""
         for ticket, stage in list(self._stages.items()):
             if stage.session == session.id and stage.kind in ("write", "direct", "aux"):
-                self.written(ticket, time.monotonic(), _LOST)
+                self.over(ticket, _LOST, 0.0, time.monotonic())
 
     # Telling.
 

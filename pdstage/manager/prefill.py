@@ -22,7 +22,6 @@ from pdstage.manager.handle import Handle, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, indexes, rects_of
 from pdstage.manager.node import Node
 from pdstage.manager.options import MAX_PARTS, NodeOptions, check_path
-from pdstage.manager.role import Gathers
 from pdstage.manager.sessions import label
 from pdstage.manager.status import Status, with_rooms
 from pdstage.metadata import AuxRow
@@ -37,12 +36,10 @@ from pdstage.transport import Done, Inbound, PostFailed, Traits
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
     from pdstage.kernels import Pool
     from pdstage.layout.topology import Topology
     from pdstage.manager.handle import CudaEvent
-    from pdstage.manager.role import Carried
     from pdstage.protocol.destinations import PrefillRoom
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
@@ -180,6 +177,8 @@ class Sender(Handle):
 
 _DEVICE_CHUNK_S = 250e-6
 """What a chunk costs both hosts, where its bytes pass none of them: profiled."""
+_SM_BYTES_PER_S, _MOST_SMS = 34e9, 64
+"""What each multiprocessor copies of an H200, and how many of them its memory keeps busy: docs/kernels.md."""
 
 
 @cache
@@ -196,7 +195,7 @@ def _by_traits(traits: Traits, copies_at: float | None) -> CostModel:
     )  # fmt: skip
 
 
-class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
+class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a name with options
@@ -243,7 +242,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             arguments.text("bootstrap", bootstrap)
         self._costs = costs(calibration)
         super().__init__(pool, topology, n_buffers, options)
-        self._copies_at: float | None = None
+        self._copies_at = None
+        if not pool.device.startswith("cpu"):
+            self._copies_at = _SM_BYTES_PER_S * min(self.options["max_sms"] or _MOST_SMS, _MOST_SMS)
         buffer_nbytes = self.parts[0].nbytes
         self.chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
         self.data_path = DataPath(
@@ -261,9 +262,6 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             layout=pool.layout.digest(), transports=tuple(offer.transport for offer in self.offers), version=VERSION,
         )  # fmt: skip
         try:
-            if self.options["path"] != "direct":
-                with self.driver.device():
-                    self._copies_at = self.stager.rate(self.parts[0], checksum=self.config.checksums)
             if publish:
                 self.bootstrap_address = bootstrap or self._embed_bootstrap()
                 self.directory.publish(self.bootstrap_address, lambda: [self.advert])
@@ -278,8 +276,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         return self._bootstrap.address
 
     def cost_of(self, traits: Traits) -> CostModel:
-        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies as
-        measured at the start.
+        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies by
+        their multiprocessors.
         """
         return self._costs.get(traits.name) or _by_traits(traits, self._copies_at)
 
@@ -345,11 +343,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
 
     # What the core asks for.
 
-    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
-        return self.data_path.joined(effects)
-
-    def _carry(self, effect: ChunkEffect | Gathers) -> None:
-        if isinstance(effect, Gather | Gathers):
+    def _carry(self, effect: ChunkEffect) -> None:
+        if isinstance(effect, Gather):
             self.data_path.gather(effect)
             return
         error = self.data_path.write(effect, self.core.counters)
@@ -357,25 +352,20 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
             with self.driver.lock:
                 now = time.monotonic()
                 if self.observed is not None:
-                    self.observed.written(effect.ticket, now, error)
+                    self.observed.over(effect.ticket, error, 0.0, now)
                 self.core.chunks.completed(effect.ticket, now, error)
         elif self.transport.traits_of(self.sessions.plan(effect.chunk.destination.session).label).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
-            self.driver.feed_early(self.transport.poll())
-
-    def _nbytes(self, effect: ChunkEffect | Gathers) -> int:
-        return effect.members[0].chunk.nbytes if isinstance(effect, Gathers) else effect.chunk.nbytes
+            self.driver._early += self.transport.poll()
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Done) and (figures := event.figures):
             self.core.counters.measured(figures.nbytes, figures.post_s, figures.write_s)
-        if not isinstance(event, Inbound):
-            ended_at = self.observed.post_ended(event.ticket) if self.observed is not None else 0.0
-            if (over := self.data_path.posts.ended(event)) is not None:
-                ticket, error, settled = over
-                if self.observed is not None:
-                    self.observed.written(ticket, ended_at, error)
-                self.core.chunks.completed(ticket, now, error, settled=settled)
+        if not isinstance(event, Inbound) and (over := self.data_path.posts.ended(event)) is not None:
+            ticket, error, settled = over
+            if self.observed is not None:
+                self.observed.over(ticket, error, 0.0, now)
+            self.core.chunks.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
         if copied.ticket in self.data_path.copies:

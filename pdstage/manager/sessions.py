@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pdstage.errors import PdstageError
 from pdstage.log_limit import LogLimit
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
     from pdstage.layout.topology import Topology
-    from pdstage.manager.role import Role
+    from pdstage.manager.node import AnyNode
     from pdstage.plan.token_slices import DirectPlans
     from pdstage.protocol.session import Session
     from pdstage.stager import Passes
@@ -50,7 +50,7 @@ class PeerPlan:
 class Sessions:
     """One node's sessions; `lock` is that of its core."""
 
-    def __init__(self, node: Role[Any, Any], lock: AbstractContextManager[object]) -> None:
+    def __init__(self, node: AnyNode, lock: AbstractContextManager[object]) -> None:
         self._node, self._lock = node, lock
         self._plans: dict[Session, PeerPlan] = {}
         self._dead_check_at = 0.0

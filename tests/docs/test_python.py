@@ -19,7 +19,6 @@ PYTHON_PAGES = [page for page in PAGES if any(block.language in PYTHON for block
 INCLUDE = "--8<--\n"
 WITH_NAMES = (
     "pdstage", "pdstage.tensors", "pdstage.transport", "pdstage.plan.convert", "pdstage.metadata",
-    "pdstage.layout.items",
 )  # fmt: skip
 
 

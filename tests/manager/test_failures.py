@@ -204,11 +204,11 @@ def test_a_copy_that_fails_as_nobody_foresaw_fails_its_room_alone(site, monkeypa
     copied, node = stager._copy_all, pair.p if side == "prefill" else pair.d
     n_failures = iter(range(1))
 
-    def fail_once(plans, *given):
+    def fail_once(plans, *given, **how):
         ours = any(plans is known for known in node.stager._plans.values())
         if ours and next(n_failures, None) is not None:
             raise MemoryError("no memory is left")
-        copied(plans, *given)
+        copied(plans, *given, **how)
 
     monkeypatch.setattr(stager, "_copy_all", fail_once)
     failed = pair.begin(0)

@@ -49,12 +49,11 @@ def test_it_asks_soon_while_a_copy_is_under_way_and_sleeps_no_longer_than_that(s
     src.pool.runtime = dst.pool.runtime = lambda: runtime
     pair = site.pair(src, dst, path="staged")
     p = pair.p
-    assert p.driver._patience_s(p.transport.filenos()) > 1e-2, "until its next deadline"
+    assert not p.driver._is_under_way(p.transport.filenos())
     runtime.over = False
     room = pair.begin(1, TOKENS)
     drive(pair.nodes, lambda: p.stager.launched)
     assert p.transport.filenos()
-    assert p.driver._patience_s(p.transport.filenos()) <= SHORT_S
     wait = p.socket.wait
 
     def seen(wait_s: float, fds: tuple[int, ...] = ()):
@@ -63,7 +62,7 @@ def test_it_asks_soon_while_a_copy_is_under_way_and_sleeps_no_longer_than_that(s
         return wait(0.0, fds)
 
     monkeypatch.setattr(p.socket, "wait", seen)
-    p.driver._doze(60.0, ())
+    p.driver._sleep(60.0)
     assert len(waits) == 2
     assert max(waits) <= SHORT_S
     monkeypatch.undo()
@@ -102,16 +101,18 @@ def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch):
     def moved_at(poll):
         monkeypatch.setattr(waiting.transport, "poll", poll)
         driver._moved_at = 0.0
-        driver._doze(1e-3, ())
+        driver._sleep(1e-3)
         return driver._moved_at
 
     driver = waiting.driver
     while moved_at(list):  # a heartbeat may be due
         pass
     assert moved_at(moves)
-    monkeypatch.setattr(waiting.transport, "traits", replace(waiting.transport.traits, polled=False, notifies=False))
+    traits = replace(waiting.transport.traits, polled=False)
+    monkeypatch.setattr(waiting.transport, "traits", traits)
     while moved_at(moves):
         pass
+    monkeypatch.setattr(waiting.transport, "traits", replace(traits, notifies=False))
     assert not driver._is_under_way(()), "its tags come as messages"
 
 

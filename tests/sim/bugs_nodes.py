@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "a kick forgets that a deadline is earlier now",
         "11 driver",
-        "            early = node._expects() or (next_at is not None and next_at < self._until_at)\n",
-        "            early = node._expects()\n",
+        "            early = bool(node._waiting) or (next_at is not None and next_at < self._until_at)\n",
+        "            early = bool(node._waiting)\n",
         NODES,
     ),
     Mutant(

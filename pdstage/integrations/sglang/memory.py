@@ -18,8 +18,8 @@ from pdstage.integrations.sglang.pools import Pools, inner, layer_ids
 from pdstage.kernels import Pool
 from pdstage.layout.addresses import Buffers, Paging, StateComponents, append_state_component, kv_pages
 from pdstage.layout.arrays import build
-from pdstage.layout.items import Items
 from pdstage.layout.topology import REPLICATED, Axis, shard_axis
+from pdstage.manager import Items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -192,12 +192,12 @@ class World:
         return name == "pdstage-directory" and self.rng.random() < self.scenario.no_threads
 
     def _copying(self, copy_all: Callable) -> Callable:
-        def copy(*given: object) -> None:
+        def copy(*given: object, **how: object) -> None:
             self.scheduler.pause("a copy begins")
             if self.rng.random() < self.scenario.bad_copies:
                 self.n_bad_copies += 1
                 raise RuntimeError("scripted")
-            copy_all(*given)
+            copy_all(*given, **how)
             self.scheduler.pause("a copy ends")
 
         return copy
