@@ -47,8 +47,8 @@ _ALONE = "tests/gpu/test_streams.py"  # it sees what any process allocates on th
 REQUIREMENTS = {
     "cuda": ("cuda plain", "cuda bulk", "cuda-plain", "cuda-bulk"),
     "triton": ("triton",),
-    "ipc": ("test_local_", "test_processes", "rooms:", "rooms, local"),
-    "nixl": ("test_nixl", "rooms, nixl"),
+    "ipc": ("test_local_", "test_contract.py: ", "[local", "rooms:", "rooms, local"),
+    "nixl": ("test_contract.py: ", "[nixl", "test_contract.py::test_rooms", "rooms, nixl"),
 }
 _MULTI_GPU = "CUDA devices, this machine has 1"
 _SLOWER = 20

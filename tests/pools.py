@@ -282,11 +282,11 @@ class Transfer:
 
 
 @st.composite
-def transfers(draw):
+def transfers(draw, logical=logicals, storage=storages):
     """One or two components, each rank holding its own shards of them; views move all that both have, or some."""
     sides, select, index, tokens = ([], []), ([], []), ({}, {}), {}
     for name in ("kv", "swa")[: draw(st.sampled_from([1, 1, 2]))]:
-        whole = draw(logicals(name))
+        whole = draw(logical(name))
         n_shared = draw(st.just(whole.shards) | st.integers(1, whole.shards))
         shared = draw(st.integers(0, whole.shards - n_shared))
         stop = shared + n_shared
@@ -299,7 +299,7 @@ def transfers(draw):
         held = []
         for side in (0, 1):
             low, high = (draw(st.integers(0, shared)), draw(st.integers(stop, whole.shards)))
-            stored = draw(storages(replace(whole, shards=high - low)))
+            stored = draw(storage(replace(whole, shards=high - low)))
             held.append(replace(stored, first=low, total=whole.shards))
             select[side].extend(Select(key, start - low, end - start) for key, (start, end) in cuts.items())
             sides[side].append(held[side])
@@ -342,21 +342,14 @@ def wide_storages(draw, of, access):
 
 
 @st.composite
-def wide_transfers(draw, access=16):
-    """Two pools that store the same thing with runs for bulk copies, and tokens to move."""
-    of = Logical(
-        "kv",
-        draw(st.integers(1, 2)),
-        draw(st.integers(1, 2)),
-        draw(st.sampled_from([1, 1, 3])),
-        1,
-        draw(st.sampled_from([access, 3 * access, 512, 1024 + access])),
-    )
-    stored = [draw(wide_storages(of, access)) for _ in range(2)]
-    tokens = {"kv": draw(ranges(*stored))}
-    count = draw(st.integers(1, of.shards))
-    select = [Select(key, of.shards - count, count) for key in of.view_keys()]
-    index = [{"kv": draw(indexes(one, tokens["kv"], side == 0))} for side, one in enumerate(stored)]
-    held = [hold([one], seed) for seed, one in enumerate(stored)]
-    wire = draw(st.sampled_from([TOKEN_MAJOR, HEAD_MAJOR]))
-    return Transfer(*held, select, select, *index, tokens, wire, draw(st.booleans()))
+def wide_logicals(draw, name, access):
+    """Runs for bulk copies."""
+    widths = [access, 3 * access, 512, 1024 + access]
+    shape = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 3])), 1
+    return Logical(name, *shape, draw(st.sampled_from(widths)))
+
+
+def wide_transfers(access=16):
+    """Transfers in accesses of so many bytes: staging is aligned too."""
+    drawn = transfers(lambda name: wide_logicals(name, access), lambda of: wide_storages(of, access))
+    return drawn.map(lambda transfer: replace(transfer, skew=0))

@@ -69,12 +69,10 @@ def test_each_common_column_gets_its_bytes_and_no_other_a_byte(src: list[Column]
         written[to : to + nbytes] = row[at : at + nbytes]
     for column, data in shared.unpack(shared.pack(memoryview(row))):
         packed[column.offset : column.offset + column.nbytes] = np.frombuffer(data, np.uint8)
-    common = {c.name: c for c in ours.given} | {}
+    starts = {(c.name, c.dtype, c.shape): c.offset for c in ours.placed}
     for column in theirs.placed:
-        mine = common.get(column.name)
-        is_common = mine is not None and (mine.dtype, mine.shape) == (column.dtype, column.shape)
-        at = next(c.offset for c in ours.placed if c.name == column.name) if is_common else 0
-        want = row[at : at + column.nbytes] if is_common else np.zeros(column.nbytes, np.uint8)
+        at = starts.get((column.name, column.dtype, column.shape))
+        want = np.zeros(column.nbytes, np.uint8) if at is None else row[at : at + column.nbytes]
         for found in (written, packed):
             assert np.array_equal(found[column.offset : column.offset + column.nbytes], want), column.name
     assert len(shared.left_out) == len({c.name for c in (*src, *dst)}) - len(shared.src)

@@ -50,15 +50,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built without the extension."""
-    out = tmp_path_factory.mktemp("wheel")
-    done = wheel_of(checkout, out, PDSTAGE_NATIVE="no")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return zipfile.ZipFile(next(out.glob("*.whl")))
-
-
-@pytest.fixture(scope="module")
 def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
@@ -67,6 +58,15 @@ def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
         archive.extractall(out, filter="data")
     return next(path for path in out.iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built of the sdist without the extension."""
+    out = tmp_path_factory.mktemp("wheel")
+    done = wheel_of(sdist, out, PDSTAGE_NATIVE="no")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
 def expected_modules(root: Path) -> set[str]:
@@ -100,7 +100,7 @@ def test_pure_wheel_imports(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     assert probe(code, tmp_path) == f"numpy {tmp_path} {tmp_path}/pdstage"
 
 
-def test_sdist_holds_sources_once_and_builds(checkout: Path, sdist: Path, tmp_path: Path) -> None:
+def test_sdist_holds_sources_once(checkout: Path, sdist: Path) -> None:
     held = {str(path.relative_to(sdist)) for path in sdist.rglob("*") if path.is_file()}
     sources = {
         str(path.relative_to(checkout))
@@ -112,12 +112,6 @@ def test_sdist_holds_sources_once_and_builds(checkout: Path, sdist: Path, tmp_pa
     assert sources <= held, sorted(sources - held)
     assert {"LICENSE", "setup.py", "pyproject.toml", "constraints.txt", "Makefile"} <= held
     assert not [name for name in held if name.startswith(("pdstage/kernels", "pdstage/csrc", "pdstage/bench"))]
-
-    done = wheel_of(sdist, tmp_path, PDSTAGE_NATIVE="no")
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
-    assert expected_modules(checkout) <= set(names)
-    assert "pdstage/csrc/cuda/copy.cu" in names
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import select
 import socket
+import socketserver
 import struct
 import threading
 from pathlib import Path
@@ -13,50 +15,34 @@ from pathlib import Path
 _LISTEN = "0A"
 
 
-class Wiretap:
-    """Listens on loopback and passes every connection on to `port`. `seen` is all bytes of both directions."""
+class Wiretap(socketserver.ThreadingTCPServer):
+    """Listens on loopback and passes every connection on to `target`. `seen` is all bytes of both directions."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._seen: list[bytes] = []
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._server.getsockname()[1]
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._sockets = [self._server]
-        self._threads[0].start()
+    daemon_threads = True
 
-    @property
-    def seen(self) -> bytes:
-        return b"".join(self._seen)
+    def __init__(self, target: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Both)
+        self.target, self.port, self.seen = target, self.server_address[1], b""
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def __enter__(self) -> Wiretap:
-        return self
+    def server_close(self) -> None:
+        self.shutdown()
+        super().server_close()
 
-    def __exit__(self, *_: object) -> None:
-        for one in self._sockets:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        for thread in self._threads:
-            thread.join(60)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+class _Both(socketserver.BaseRequestHandler):
+    server: Wiretap
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.server.target)) as target:
+            ends = [self.request, target]
             while True:
-                ours, _ = self._server.accept()
-                theirs = socket.create_connection(("127.0.0.1", self._port))
-                self._sockets += [ours, theirs]
-                for src, dst in ((ours, theirs), (theirs, ours)):
-                    self._threads.append(threading.Thread(target=self._pass_on, args=(src, dst), daemon=True))
-                    self._threads[-1].start()
-
-    def _pass_on(self, src: socket.socket, dst: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := src.recv(65536):
-                self._seen.append(data)
-                dst.sendall(data)
-        with contextlib.suppress(OSError):
-            dst.shutdown(socket.SHUT_WR)
+                for src in select.select(ends, [], [])[0]:
+                    data = src.recv(65536)
+                    if not data:
+                        return
+                    self.server.seen += data
+                    ends[src is self.request].sendall(data)
 
 
 def listeners(pid: int | str = "self") -> set[tuple[str, int]]:

@@ -20,7 +20,6 @@
 
 #include <map>
 #include <mutex>
-#include <set>
 #include <string>
 
 extern "C" {
@@ -119,7 +118,7 @@ struct Memory final : Allocator {
     void copy_data(void* to, const void* from, size_t nbytes) const override { memcpy(to, from, nbytes); }
 } memory;
 
-// What torch.Event, torch.Stream and device guards ask for.
+// What device guards ask for. Streams and events are torch_cuda.py's.
 struct Guard final : impl::DeviceGuardImplInterface {
     DeviceType type() const override { return kCUDA; }
     Device exchangeDevice(Device device) const override {
@@ -136,33 +135,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
         const int index = device.index() < 0 ? current : device.index();
         return Stream(Stream::UNSAFE, Device(kCUDA, DeviceIndex(index)), StreamId(intptr_t(streams[index])));
     }
-    Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
-    Stream exchangeStream(Stream stream) const override {
-        const Stream before = getStream(stream.device());
-        streams[stream.device_index()] = handle(stream);
-        return before;
-    }
-    static CUstream handle(const Stream& stream) { return reinterpret_cast<CUstream>(intptr_t(stream.id())); }
-    void record(void** event, const Stream& stream, const DeviceIndex, const EventFlag) const override {
-        On on(stream.device_index());
-        if (*event == nullptr) CALL(cuEventCreate, reinterpret_cast<CUevent*>(event), CU_EVENT_DISABLE_TIMING);
-        CALL(cuEventRecord, static_cast<CUevent>(*event), handle(stream));
-    }
-    void block(void* event, const Stream& stream) const override {
-        On on(stream.device_index());
-        if (event) CALL(cuStreamWaitEvent, handle(stream), static_cast<CUevent>(event), 0);
-    }
-    bool queryEvent(void* event) const override {
-        const CUresult status = event ? cuEventQuery(static_cast<CUevent>(event)) : CUDA_SUCCESS;
-        if (status != CUDA_ERROR_NOT_READY) check(status, "cuEventQuery");
-        return status == CUDA_SUCCESS;
-    }
-    void synchronizeEvent(void* event) const override {
-        if (event) CALL(cuEventSynchronize, static_cast<CUevent>(event));
-    }
-    void destroyEvent(void* event, const DeviceIndex) const noexcept override {
-        if (event) cuEventDestroy(static_cast<CUevent>(event));
-    }
+    Stream exchangeStream(Stream) const override { TORCH_CHECK(false, "streams are torch_cuda.py's"); }
     DeviceIndex deviceCount() const noexcept override {
         int n = 0;
         return cuDeviceGetCount(&n) ? DeviceIndex(0) : DeviceIndex(n);

@@ -60,14 +60,14 @@ def send(node, pages):
     return senders
 
 
-def between_processes(target, transport):
+def between_processes(target, transport, path="staged"):
     """All rooms from `cuda:0` here to a process with its pool on `target`; our node's counts."""
     spawn = multiprocessing.get_context("spawn")
     rank, (ours, theirs) = GpuRank("cuda:0"), spawn.Pipe()
     with BootstrapServer("127.0.0.1:0") as server:
-        args = (theirs, server.address, target, transport)
+        args = (theirs, server.address, target, transport, path)
         process = spawn.Process(target=serve_decode, args=args, daemon=True)
-        with prefill_node(rank, server.address, transport=transport, path="staged") as node:
+        with prefill_node(rank, server.address, transport=transport, path=path) as node:
             process.start()
             try:
                 senders = send(node, write(rank))
@@ -82,10 +82,10 @@ def between_processes(target, transport):
     return stats
 
 
-def serve_decode(pipe, address, device, transport):
+def serve_decode(pipe, address, device, transport, path):
     """Receives all rooms, and says how each ended and whether it holds what it must."""
     rank = GpuRank(device, page=8, hnd=True)
-    with decode_node(rank, transport=transport, path="staged") as node:
+    with decode_node(rank, transport=transport, path=path) as node:
         pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
         receivers = [node.receive(room, address) for room in range(N_ROOMS)]
         for receiver, into in zip(receivers, pages, strict=True):

@@ -139,10 +139,17 @@ def test_memory_of_expandable_segments_is_mapped_or_refused_in_words():
 @pytest.mark.gpu
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("transport", "memory"), [("local", "cudaMalloc"), ("local", "cuMemCreate"), ("auto", "cudaMalloc")]
+    ("transport", "memory", "path"),
+    [
+        ("local", "cudaMalloc", "staged"),
+        ("local", "cudaMalloc", "direct"),
+        ("local", "cuMemCreate", "staged"),
+        ("auto", "cudaMalloc", "staged"),
+    ],
 )
-def test_rooms_between_two_processes(target, transport, memory, monkeypatch):
+def test_rooms_between_two_processes(target, transport, memory, path, monkeypatch):
     """Prefill here, decode in another process, on one GPU and on two; `auto` goes by `local` between them."""
     monkeypatch.setenv("PDSTAGE_DEVICE_MEMORY", memory)
-    stats = ranks.between_processes(target.replace("gpu", "cuda"), transport)
+    stats = ranks.between_processes(target.replace("gpu", "cuda"), transport, path)
     assert stats["sessions_over_local"] == 1
+    assert bool(stats["chunks_direct"]) == (path == "direct")
