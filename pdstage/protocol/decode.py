@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
+from pdstage.errors import Aborted, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
-from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, too_late
+from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
 from pdstage.protocol.handshake import HandshakeClient, features
 from pdstage.protocol.leases import LeaseTable, Lender
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Renew, Session, forgotten_at
+from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
 from pdstage.protocol.state import State, WriterPhase
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class DecodeCore:
 
     `direct`: writers may write into pages. `notifies`: the transport delivers tags; else writers send `Tagged`.
     """
+
+    peer = "prefill"
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class DecodeCore:
         room.wait_s = self.endpoint.config.wait_s if wait_s is None else wait_s
         self.rooms.by_key[key] = self.rooms.by_epoch[room.epoch] = room
         self.endpoint.counters.rooms_opened += 1
-        self.endpoint.after(("room", room), deadline_s)
+        self.endpoint.after(deadline_s, self.rooms.late, room, "room")
         if writers is not None:
             self._greet(room, writers)
         return room
@@ -195,7 +197,7 @@ class DecodeCore:
         room.bound, room.asked, room.items = True, asked, items
         room.wire_items, room.priority = wire_items, priority
         room.row = row if self._rows.within_reach else None
-        self.endpoint.timers.cancel(("asking", room))
+        self.endpoint.cancel(self.rooms.ask, room)
         if room.state is State.WAITING_FOR_INPUT:
             self.rooms.open(room)
 
@@ -205,8 +207,8 @@ class DecodeCore:
         if room.waits_to_bind or room.bound or room.ended:
             return
         room.waits_to_bind = True
-        if ("asking", room) in self.endpoint.timers:
-            self.endpoint.timers.cancel(("asking", room))
+        if (self.rooms.ask, room) in self.endpoint.timers:
+            self.endpoint.cancel(self.rooms.ask, room)
             self.rooms.ask(room)
 
     def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
@@ -326,7 +328,7 @@ class DecodeCore:
         if room is None or room.bound or room.ended or room.ready_to_bind in (True, asking.finished):
             return
         room.ready_to_bind = asking.finished
-        self.endpoint.timers.cancel(("asking", room))
+        self.endpoint.cancel(self.rooms.ask, room)
         self.endpoint.effects.append(Changed(room))
 
     def _on_opened(self, session: Session, opened: m.Opened) -> None:
@@ -359,35 +361,6 @@ class DecodeCore:
             self.rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"))
         self.lender.release_of(session, drained.epoch)
         self.rooms.mark_quiet(writer)
-
-    # Time.
-
-    def on_timer(self, key: tuple[str, object]) -> None:
-        match key:
-            case ("recalls",):
-                self.lender.recall_all()
-            case (("hello" | "hello_until" | "bye" | "bye_until") as kind, thing):
-                self.handshake.on_timer(kind, thing)
-            case ("asking", DecodeRoom() as room):
-                self.rooms.ask(room)
-            case (str() as kind, DecodeRoom() as room):
-                self.rooms.fail(room, too_late(kind, room, self.endpoint.config))
-            case ("open", Writer() as writer):
-                self.rooms.send_open(writer)
-            case ("abort", Writer() as writer):
-                self.rooms.send_abort(writer)
-            case ("drain", Writer() as writer):
-                late = DeadlineExceeded(
-                    f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s"
-                )
-                self.lose(writer.session, late)
-            case ("linger", Writer() as writer):
-                self.rooms.abort_writer(writer, "finished")
-            case ("stranded", Session() as session):
-                self._ask_stranded(session)
-            case (("beat" | "silence") as kind, Session() as session):
-                if self.endpoint.on_session_timer(kind, session, "prefill"):
-                    self.endpoint.effects.append(Renew(session.route))
 
     # The end of a session.
 
@@ -443,11 +416,11 @@ class DecodeCore:
             self._leave_stranded(session)
             return
         self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
-        self.endpoint.after(("stranded", session), self.endpoint.config.max_silence_s / 3)
+        self.endpoint.after(self.endpoint.config.max_silence_s / 3, self._ask_stranded, session)
 
     def _leave_stranded(self, session: Session) -> None:
         if self._stranded.pop(session.id, None) is not None:
-            self.endpoint.timers.cancel(("stranded", session))
+            self.endpoint.cancel(self._ask_stranded, session)
             self.handshake.hang_up(session.route)
 
     def fenced(self, session: Session, now: float) -> None:

@@ -169,7 +169,7 @@ class ChunkReceiver:
         if room.on(RoomEvent.MOVED):
             self.endpoint.effects.append(Changed(room))
         if fresh:
-            self.endpoint.timers.cancel(("transfer", room))
+            self.endpoint.cancel(self._rooms.late, room, "transfer")
         self._begun(room)
         if writer.closing is not None:
             self.on_close_ok(writer.session, writer.closing)
@@ -177,8 +177,8 @@ class ChunkReceiver:
 
     def _begun(self, room: DecodeRoom) -> None:
         """Its first chunk has come, or was written and its tag may be lost."""
-        self.endpoint.timers.cancel(("wait", room))
-        self.endpoint.timers.set_default(("transfer", room), self.endpoint.now + self.endpoint.config.transfer_s)
+        self.endpoint.cancel(self._rooms.late, room, "wait")
+        self.endpoint.after(self.endpoint.config.transfer_s, self._rooms.late, room, "transfer", anew=False)
 
     # Copied out.
 

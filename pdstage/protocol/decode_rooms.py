@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from pdstage.columns import Shared
     from pdstage.plan import Rect
-    from pdstage.protocol.config import Config
     from pdstage.protocol.handshake import HandshakeClient, Peer
     from pdstage.protocol.leases import Lender
     from pdstage.protocol.session import Endpoint
@@ -150,7 +149,7 @@ class DecodeRooms:
         elif room.waits_to_bind or room.key in self._given_up:
             self.ask(room)
         else:  # most engines bind at once, and then there is nothing to ask
-            self.endpoint.repeat(("asking", room))
+            self.endpoint.repeat(self.ask, room)
 
     def _deal(self, sessions: dict[int, Session]) -> dict[int, tuple[Share, ...]]:
         key = tuple((number, session.id) for number, session in sorted(sessions.items()))
@@ -181,8 +180,8 @@ class DecodeRooms:
             yield tuple(asks[at : at + n]), tuple(waits[at : at + n])
 
     def open(self, room: DecodeRoom) -> None:
-        self.endpoint.after(("open_until", room), self.endpoint.config.open_s)
-        self.endpoint.after(("wait", room), room.wait_s)
+        self.endpoint.after(self.endpoint.config.open_s, self.late, room, "open_until")
+        self.endpoint.after(room.wait_s, self.late, room, "wait")
         for writer in room.writers.values():
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
@@ -209,7 +208,7 @@ class DecodeRooms:
             self._lender.advances_of(writer.session, room.epoch),
         )
         self.endpoint.send(writer.session, opening)
-        self.endpoint.repeat(("open", writer))
+        self.endpoint.repeat(self.send_open, writer)
 
     def fail(self, room: DecodeRoom, error: PdstageError) -> None:
         if not room.on(RoomEvent.FAILED, error):
@@ -236,7 +235,9 @@ class DecodeRooms:
                 peer.given_up[abort.room] = abort
 
     def _end(self, room: DecodeRoom) -> None:
-        self.endpoint.timers.cancel_all(room, ("room", "asking", "open_until", "wait", "transfer"))
+        self.endpoint.cancel(self.ask, room)
+        for kind in ("room", "open_until", "wait", "transfer"):
+            self.endpoint.cancel(self.late, room, kind)
         if self.by_key.get(room.key) is room:
             del self.by_key[room.key]
         for route in room.routes.values():
@@ -254,7 +255,7 @@ class DecodeRooms:
             writer.reason = reason
             self.cancel_timers(writer)
             if writer.session.id in self.endpoint.sessions:
-                self.endpoint.after(("drain", writer), self.endpoint.config.drain_s)
+                self.endpoint.after(self.endpoint.config.drain_s, self._not_drained, writer)
                 self.send_abort(writer)
         elif (
             writer.phase is WriterPhase.QUIET
@@ -267,10 +268,12 @@ class DecodeRooms:
     def send_abort(self, writer: Writer) -> None:
         finished = writer.room.state is State.SUCCESS
         self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(writer.reason), finished))
-        self.endpoint.repeat(("abort", writer))
+        self.endpoint.repeat(self.send_abort, writer)
 
     def cancel_timers(self, writer: Writer) -> None:
-        self.endpoint.timers.cancel_all(writer, ("open", "abort", "drain", "linger"))
+        for call in (self.send_open, self.send_abort, self._not_drained):
+            self.endpoint.cancel(call, writer)
+        self.endpoint.cancel(self.abort_writer, writer, "finished")
 
     def mark_quiet(self, writer: Writer) -> None:
         WRITER.move(writer, WriterEvent.QUIET)
@@ -295,7 +298,7 @@ class DecodeRooms:
             # A writer that owes nothing may not have heard its Open yet: that is still repeated.
             for writer in room.writers.values():
                 if writer.phase is not WriterPhase.QUIET:
-                    self.endpoint.after(("linger", writer), self.endpoint.config.drain_s)
+                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer, "finished")
             self.maybe_release(room)
 
     def _unlike(self, room: DecodeRoom) -> str:
@@ -325,16 +328,22 @@ class DecodeRooms:
 
     def open_answered(self, writer: Writer) -> None:
         if WRITER.move(writer, WriterEvent.ANSWERED):
-            self.endpoint.timers.cancel(("open", writer))
+            self.endpoint.cancel(self.send_open, writer)
             if all(other.phase is not WriterPhase.OPENING for other in writer.room.writers.values()):
-                self.endpoint.timers.cancel(("open_until", writer.room))
+                self.endpoint.cancel(self.late, writer.room, "open_until")
 
+    # What came too late.
 
-def too_late(kind: str, room: DecodeRoom, config: Config) -> DeadlineExceeded:
-    what, remedy = {
-        "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
-        "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
-        "wait": (f"got no chunk in {room.wait_s} s", "was it submitted at prefill?"),
-        "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
-    }[kind]
-    return DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id)
+    def late(self, room: DecodeRoom, kind: str) -> None:
+        config = self.endpoint.config
+        what, remedy = {
+            "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
+            "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
+            "wait": (f"got no chunk in {room.wait_s} s", "was it submitted at prefill?"),
+            "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
+        }[kind]
+        self.fail(room, DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id))
+
+    def _not_drained(self, writer: Writer) -> None:
+        late = DeadlineExceeded(f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s")
+        self.endpoint.owner.lose(writer.session, late)

@@ -90,14 +90,14 @@ class HandshakeClient:
             nonce = (self.endpoint.incarnation + self._n_greeted * _GOLDEN) % (1 << 64)
             peer = self.peers[route] = Peer(route, nonce)
             self._greet(peer)
-            self.endpoint.after(("hello_until", peer), self.endpoint.config.hello_s)
+            self.endpoint.after(self.endpoint.config.hello_s, self._unanswered, peer)
         return peer
 
     def _greet(self, peer: Peer) -> None:
         if peer.n_hellos and peer.n_hellos % _HELLOS_A_CONNECTION == 0:
             self.endpoint.effects.append(Renew(peer.route))
         self.endpoint.send_loose(peer.route, m.SessionId(peer.nonce, 0), self.hello)
-        self.endpoint.back_off(("hello", peer), peer.n_hellos, peer.nonce)
+        self.endpoint.back_off(peer.n_hellos, peer.nonce, self._greet, peer)
         peer.n_hellos += 1
 
     def on_welcome(self, route: bytes, frame: wire.Frame, welcome: m.Welcome) -> None:
@@ -161,19 +161,12 @@ class HandshakeClient:
             self._refused(peer, error)
 
     def _stop_greeting(self, peer: Peer) -> None:
-        self.endpoint.timers.cancel_all(peer, ("hello", "hello_until"))
+        self.endpoint.cancel(self._greet, peer)
+        self.endpoint.cancel(self._unanswered, peer)
 
-    def on_timer(self, kind: str, thing: Any) -> None:  # noqa: ANN401  (a peer, or a session that is left)
-        match kind:
-            case "hello":
-                self._greet(thing)
-            case "hello_until":
-                late = f"no answer from {thing.route!r} in {self.endpoint.config.hello_s} s"
-                self._refused(thing, DeadlineExceeded(late, remedy="is it up?"))
-            case "bye":
-                self._say_bye(thing)
-            case "bye_until":
-                self.left(thing.route, thing.id)
+    def _unanswered(self, peer: Peer) -> None:
+        late = f"no answer from {peer.route!r} in {self.endpoint.config.hello_s} s"
+        self._refused(peer, DeadlineExceeded(late, remedy="is it up?"))
 
     def hang_up(self, route: bytes) -> None:
         """No handshake with `route` is under way: the connection may be closed, if nothing else needs it."""
@@ -194,14 +187,14 @@ class HandshakeClient:
         session.said_bye = True
         self.leaving[session.id] = session
         self._owner.lose(session, PeerError("neither side needed the session"))
-        self.endpoint.after(("bye_until", session), session.silence_s)
+        self.endpoint.after(session.silence_s, self.left, session.route, session.id)
         self._say_bye(session)
 
     def _say_bye(self, session: Session) -> None:
         self.endpoint.send(session, m.Bye())
         if session.n_byes:  # the answer may be what was lost: then the peer knows no such session, and says so
             self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
-        self.endpoint.back_off(("bye", session), session.n_byes, session.id.decode)
+        self.endpoint.back_off(session.n_byes, session.id.decode, self._say_bye, session)
         session.n_byes += 1
 
     def is_leaving(self, route: bytes, session_id: m.SessionId) -> bool:
@@ -210,7 +203,9 @@ class HandshakeClient:
     def left(self, route: bytes, session_id: m.SessionId) -> None:
         """The peer answered our Bye, with whatever message, or its time is over."""
         if self.is_leaving(route, session_id):
-            self.endpoint.timers.cancel_all(self.leaving.pop(session_id), ("bye", "bye_until"))
+            session = self.leaving.pop(session_id)
+            self.endpoint.cancel(self._say_bye, session)
+            self.endpoint.cancel(self.left, route, session_id)
             self.hang_up(route)
 
 

@@ -490,7 +490,7 @@ class Lender:
     def _quarantine(self, lease: Lease) -> None:
         self.endpoint.counters.leases_quarantined += 1
         self.leases.quarantine(lease)
-        self.endpoint.after(("recalls",), 0.0)
+        self.endpoint.after(0.0, self.recall_all)
 
     def session_lost(self, session: Session) -> None:
         """Quarantines what the session's writer may still write. A lease beyond the window that it was last told was
@@ -528,10 +528,10 @@ class Lender:
                 self.endpoint.send(session, m.Watermark(lease.lane, self._mark_to_send(session, lease.lane)))
         since = self.leases.note_contention()
         if since == self.endpoint.now and self.leases.advances:
-            self.endpoint.after(("recalls",), _ADVANCE_S)
+            self.endpoint.after(_ADVANCE_S, self.recall_all)
         elif since is not None:
             soon = min(self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s)
-            self.endpoint.timers.set_default(("recalls",), self.endpoint.now + soon)
+            self.endpoint.after(soon, self.recall_all, anew=False)
 
     def recall_all(self) -> None:
         """Recalls the leases that `LeaseTable.to_recall` names, and again while something waits."""
@@ -539,7 +539,7 @@ class Lender:
             if lease.request.session.id in self.endpoint.sessions:
                 self._recall(lease)
         if self.leases.contended:
-            self.endpoint.repeat(("recalls",))
+            self.endpoint.repeat(self.recall_all)
 
     def _recall(self, lease: Lease) -> None:
         request = lease.request

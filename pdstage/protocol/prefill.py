@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
+from pdstage.errors import Aborted, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import check_open
@@ -45,6 +45,8 @@ class PrefillCore:
     `piece` says how long chunks are to be; None: as long as they may.
     `notifies`: the transport delivers tags; else they are sent as `Tagged`.
     """
+
+    peer = "decode"
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class PrefillCore:
         self.rooms.ended.pop(key, None)
         self.endpoint.counters.rooms_opened += 1
         room.open_wait_s = self.endpoint.config.open_wait_s if open_wait_s is None else open_wait_s
-        self.endpoint.after(("open_wait", room), room.open_wait_s)
+        self.endpoint.after(room.open_wait_s, self.rooms.unopened, room)
         if ended is not None and not ended.begun:
             self.rooms.fail(room, given_up(room, ended.reason))
             self.rooms.ended[key].known.update(ended.known)
@@ -197,9 +199,9 @@ class PrefillCore:
                 room=room.id,
             )
         room.finished, room.aux = True, aux
-        if open_wait_s is not None and ("open_wait", room) in self.endpoint.timers:
+        if open_wait_s is not None and (self.rooms.unopened, room) in self.endpoint.timers:
             room.open_wait_s = open_wait_s
-            self.endpoint.after(("open_wait", room), open_wait_s)
+            self.endpoint.after(open_wait_s, self.rooms.unopened, room)
         for session in self.sessions.values():
             if room.key in session.asking:
                 self.endpoint.send(session, m.Asking(session.asking.pop(room.key), True))
@@ -310,8 +312,8 @@ class PrefillCore:
     def _waited(self, key: bytes) -> PrefillRoom | None:
         """The room with which decode waits, for pages say, if it is here: its wait for an Open begins anew."""
         room = self.rooms.by_key.get(key)
-        if room is not None and ("open_wait", room) in self.endpoint.timers:
-            self.endpoint.after(("open_wait", room), max(room.open_wait_s, 3 * HOLD_EVERY_S))
+        if room is not None and (self.rooms.unopened, room) in self.endpoint.timers:
+            self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.rooms.unopened, room)
         return room
 
     def _hold(self, session: Session, beat: m.Heartbeat) -> None:
@@ -415,32 +417,7 @@ class PrefillCore:
             self.endpoint.send(session, m.Bye())
         self.lose(session, PeerError("the decode node closed", remedy="route elsewhere"))
 
-    # Time, and the end of sessions.
-
-    def on_timer(self, key: tuple[str, object]) -> None:
-        match key:
-            case ("reserve", Chunk() as chunk):
-                self.chunks.reserve_again(chunk)
-            case ("close", Destination() as destination):
-                if destination.phase is DestinationPhase.CLOSING:
-                    self.rooms.close_again(destination)
-                elif destination.phase is DestinationPhase.FAILING:
-                    self.rooms.close_failed(destination)
-            case ("open_wait", PrefillRoom() as room):
-                late = f"no decode rank opened room {room.id!r} in {room.open_wait_s} s"
-                self.rooms.fail(room, DeadlineExceeded(late))
-            case ("room", PrefillRoom() as room):
-                late = f"room {room.id!r} was not sent in its {room.deadline_s} s"
-                error = DeadlineExceeded(
-                    late, remedy="raise deadline_s at decode, or look at the slower side", room=room.id
-                )
-                self.rooms.fail(room, error)
-            case ("parked", Destination() as destination):
-                self.rooms.turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}")
-            case ("write", int() as ticket):
-                self.chunks.on_write_timer(ticket)
-            case (("beat" | "silence") as kind, Session() as session):
-                self.endpoint.on_session_timer(kind, session, "decode")
+    # The end of sessions.
 
     def lose(self, session: Session, error: PdstageError) -> None:
         """The session is over: its rooms fail, nothing further is sent under it."""

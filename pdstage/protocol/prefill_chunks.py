@@ -261,7 +261,7 @@ class ChunkSender:
         chunk.lane, chunk.cursor = lease.lane, lease.cursor
         CHUNK.move(chunk, ChunkEvent.LEASED)
         if self.windows.is_open(chunk):
-            self.endpoint.timers.cancel(("reserve", chunk))
+            self.endpoint.cancel(self.reserve_again, chunk)
             self.advance(chunk)
         else:
             self.windows.wait(chunk)
@@ -270,7 +270,7 @@ class ChunkSender:
         chunk = self._chunk(session, refused.epoch, refused.chunk)
         if chunk is None or chunk.phase is not ChunkPhase.RESERVING or chunk.attempt != refused.attempt:
             return
-        self.endpoint.timers.cancel(("reserve", chunk))
+        self.endpoint.cancel(self.reserve_again, chunk)
         destination = chunk.destination
         if refused.why != "too_big":
             CHUNK.move(chunk, ChunkEvent.REFUSED)
@@ -290,7 +290,7 @@ class ChunkSender:
             self._go_direct(chunk)
         elif chunk.nbytes <= session.largest_lane:
             # Carved out for now: the span comes back, or a deadline comes.
-            self.endpoint.repeat(("reserve", chunk))
+            self.endpoint.repeat(self.reserve_again, chunk)
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
             self.rooms.fail_destination(destination, error)
@@ -316,7 +316,7 @@ class ChunkSender:
         time until the chunk falls back to direct counts anew.
         """
         chunk.attempt += 1
-        self.endpoint.timers.cancel(("reserve", chunk))
+        self.endpoint.cancel(self.reserve_again, chunk)
         if chunk.source.ready:
             self.reserve(chunk)
         else:
@@ -324,7 +324,7 @@ class ChunkSender:
 
     def raise_mark(self, session: Session, lane: int, watermark: int) -> None:
         for chunk in self.windows.raise_mark(session, lane, watermark):
-            self.endpoint.timers.cancel(("reserve", chunk))
+            self.endpoint.cancel(self.reserve_again, chunk)
             self.advance(chunk)
 
     # Chunks.
@@ -361,7 +361,7 @@ class ChunkSender:
             self.rooms.fail_destination(destination, error)
         elif advance is not None and nbytes <= advance.nbytes:
             chunk.attempt, chunk.waits_since = 0, self.endpoint.now
-            self.endpoint.repeat(("reserve", chunk))  # while its window is closed
+            self.endpoint.repeat(self.reserve_again, chunk)  # while its window is closed
             self.on_lease(destination.session, _lease_of(destination, advance))
         elif chunk.attempt and not source.ready:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
@@ -397,7 +397,7 @@ class ChunkSender:
             destination.session,
             m.Reserve(destination.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects),
         )
-        self.endpoint.repeat(("reserve", chunk))
+        self.endpoint.repeat(self.reserve_again, chunk)
 
     def _go_direct(self, chunk: Chunk) -> None:
         """The chunk goes direct and returns its lease. One that comes later is of an old attempt, and is returned."""
@@ -405,7 +405,7 @@ class ChunkSender:
             destination = chunk.destination
             returned = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
             self._give_back(destination.session, returned)
-        self.endpoint.timers.cancel(("reserve", chunk))
+        self.endpoint.cancel(self.reserve_again, chunk)
         chunk.attempt += 1
         chunk.direct = True
         CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
@@ -437,7 +437,7 @@ class ChunkSender:
                     self.endpoint.effects.append(Changed(destination.room))
             if chunk.direct:
                 CHUNK.move(chunk, ChunkEvent.WRITE)
-                self.endpoint.after(("write", ticket), self.endpoint.config.write_s)
+                self.endpoint.after(self.endpoint.config.write_s, self.on_write_timer, ticket)
                 self.endpoint.effects.append(
                     self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk))
                 )
@@ -470,7 +470,7 @@ class ChunkSender:
             return
         CHUNK.move(chunk, ChunkEvent.WRITE)
         chunk.checksum = checksum
-        self.endpoint.after(("write", ticket), self.endpoint.config.write_s)
+        self.endpoint.after(self.endpoint.config.write_s, self.on_write_timer, ticket)
         self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
@@ -529,7 +529,7 @@ class ChunkSender:
     def _end_flight(self, ticket: int, error: PdstageError | None) -> None:
         """A gather or write ended: gives back what it held and moves its destination on."""
         chunk, buffer = self.flights.pop(ticket)
-        self.endpoint.timers.cancel(("write", ticket))
+        self.endpoint.cancel(self.on_write_timer, ticket)
         self.buffers.done(chunk, buffer)
         destination = chunk.destination
         destination.in_flight -= 1
@@ -587,7 +587,7 @@ class ChunkSender:
         """Nothing more of this destination begins."""
         for chunk in destination.chunks.values():
             if chunk.phase is not ChunkPhase.WRITTEN:
-                self.endpoint.timers.cancel(("reserve", chunk))
+                self.endpoint.cancel(self.reserve_again, chunk)
                 CHUNK.move(chunk, ChunkEvent.DROP)
 
 

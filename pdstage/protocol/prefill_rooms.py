@@ -11,10 +11,11 @@ from collections import OrderedDict
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdstage.errors import PeerError, UsageError
+from pdstage.errors import DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import Slots, lacking
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
+from pdstage.protocol.room import room_id
 from pdstage.protocol.session import Changed
 from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase, RoomEvent
 
@@ -75,9 +76,9 @@ class PrefillRooms:
         if older is not None:
             self.drain(older)
         room.deadline_s = min(destination.open.deadline_s, self.endpoint.config.max_deadline_s)
-        self.endpoint.after(("room", room), room.deadline_s)
+        self.endpoint.after(room.deadline_s, self.late, room)
         if len(room.destinations) >= room.n_destinations:
-            self.endpoint.timers.cancel(("open_wait", room))
+            self.endpoint.cancel(self.unopened, room)
             problem = self._unwanted(room)
             if problem:
                 self.fail(room, PeerError(problem, remedy="serve the same model with the same caches"))
@@ -146,10 +147,14 @@ class PrefillRooms:
         written = tuple(destination.written)
         close = m.CloseOk(destination.epoch, written, destination.aux, self._given(destination), destination.packed)
         self.endpoint.send(destination.session, close)
-        self.endpoint.repeat(("close", destination))
+        self.endpoint.repeat(self.close_again, destination)
 
     def close_again(self, destination: Destination) -> None:
-        """CloseOk is unanswered. A tag that was sent as a message may be lost too, so tags are sent again."""
+        """Its end is unanswered. A tag that was sent as a message may be lost too, so tags are sent again."""
+        if destination.phase is DestinationPhase.FAILING:
+            self.close_failed(destination)
+        if destination.phase is not DestinationPhase.CLOSING:
+            return
         for chunk in destination.chunks.values():
             self.chunks.tell_tag(chunk)
         self._close(destination)
@@ -238,10 +243,11 @@ class PrefillRooms:
 
     def close_failed(self, destination: Destination) -> None:
         self.endpoint.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)))
-        self.endpoint.repeat(("close", destination))
+        self.endpoint.repeat(self.close_again, destination)
 
     def _end(self, room: PrefillRoom) -> None:
-        self.endpoint.timers.cancel_all(room, ("open_wait", "room"))
+        self.endpoint.cancel(self.unopened, room)
+        self.endpoint.cancel(self.late, room)
         if self.by_key.get(room.key) is room:
             del self.by_key[room.key]
         for source in room.sources:
@@ -256,7 +262,7 @@ class PrefillRooms:
 
     def drain(self, destination: Destination) -> None:
         self.chunks.drop(destination)
-        self.endpoint.timers.cancel(("close", destination))
+        self.endpoint.cancel(self.close_again, destination)
         self.unpark(destination)
         DESTINATION.move(destination, DestinationEvent.ABORTED)
         self._maybe_drained(destination)
@@ -279,7 +285,7 @@ class PrefillRooms:
     def forget(self, destination: Destination) -> None:
         self.chunks.drop(destination)
         self.unpark(destination)
-        self.endpoint.timers.cancel(("close", destination))
+        self.endpoint.cancel(self.close_again, destination)
         self.destinations.pop((destination.session.id, destination.epoch), None)
         destination.session.claims.pop(destination.epoch, None)
         # Chunks name their destination, and that its room: without this only the collector could free any of them.
@@ -300,7 +306,7 @@ class PrefillRooms:
         destination.parked_nbytes = nbytes
         self.pending.setdefault(opened.room, {})[destination] = None
         self.note(destination)
-        self.endpoint.after(("parked", destination), min(opened.deadline_s, self.endpoint.config.send_wait_s))
+        self.endpoint.after(min(opened.deadline_s, self.endpoint.config.send_wait_s), self.never_begun, destination)
         return True
 
     def unpark(self, destination: Destination) -> None:
@@ -310,7 +316,7 @@ class PrefillRooms:
         self._wait_no_more(destination)
 
     def _wait_no_more(self, destination: Destination) -> None:
-        self.endpoint.timers.cancel(("parked", destination))
+        self.endpoint.cancel(self.never_begun, destination)
         waiting = self.pending.get(destination.open.room, {})
         waiting.pop(destination, None)
         if not waiting:
@@ -336,3 +342,16 @@ class PrefillRooms:
                 self.fail_destination(destination, error)
             if destination.in_flight == 0:
                 self.forget(destination)
+
+    # What came too late.
+
+    def unopened(self, room: PrefillRoom) -> None:
+        self.fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {room.open_wait_s} s"))
+
+    def late(self, room: PrefillRoom) -> None:
+        what = f"room {room.id!r} was not sent in its {room.deadline_s} s"
+        remedy = "raise deadline_s at decode, or look at the slower side"
+        self.fail(room, DeadlineExceeded(what, remedy=remedy, room=room.id))
+
+    def never_begun(self, destination: Destination) -> None:
+        self.turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}")

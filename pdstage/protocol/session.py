@@ -43,7 +43,7 @@ from pdstage.protocol.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from pdstage.columns import Shared
     from pdstage.errors import PdstageError
@@ -249,8 +249,8 @@ class Endpoint:
             self.timers.delay(excess)
             for session in self.sessions.values():
                 session.received_at += excess
-        for key in self.timers.due(now):
-            self.owner.on_timer(key)  # type: ignore[arg-type]
+        for call, *things in self.timers.due(now):
+            call(*things)
         self.settle()
 
     def lose(self, session: Session, error: PdstageError, now: float) -> None:
@@ -313,33 +313,35 @@ class Endpoint:
         session.received_at = session.used_at = self.now
         self.sessions[session.id] = session
         self.counters.sessions_opened += 1
-        self.after(("beat", session), min(self.config.max_silence_s / 3, HOLD_EVERY_S))
-        self.after(("silence", session), self._patience_s(session))
+        self.after(min(self.config.max_silence_s / 3, HOLD_EVERY_S), self._beat_again, session)
+        self.after(self._patience_s(session), self._listen, session)
         self.effects.append(Attach(session, offers))
 
     def end(self, session: Session) -> bool:
         """Forgets `session`; False if it was forgotten already."""
         if self.sessions.pop(session.id, None) is None:
             return False
-        self.timers.cancel_all(session, ("beat", "silence"))
+        self.cancel(self._beat_again, session)
+        self.cancel(self._listen, session)
         if session.said_bye:
             self.counters.sessions_ended += 1
         elif not session.half_open:
             self.counters.sessions_lost += 1
         return True
 
-    def on_session_timer(self, kind: str, session: Session, peer: str) -> bool:
-        """Serves `begin`'s timers; True if `peer` was silent for too long, so that the session is lost."""
-        if kind == "beat":
-            self.timers.set(("beat", session), self._beat(session))
-            return False
+    def _beat_again(self, session: Session) -> None:
+        self.timers.set((self._beat_again, session), self._beat(session))
+
+    def _listen(self, session: Session) -> None:
+        """Ends a session whose peer was silent for too long. Decode connects anew: the other end may be gone."""
         silent_at = session.received_at + self._patience_s(session)
         if silent_at > self.now:
-            self.timers.set(("silence", session), silent_at)
-            return False
-        late = DeadlineExceeded(f"{peer} was silent for {session.silence_s} s", remedy="look at that node")
-        self.owner.lose(session, late)
-        return True
+            self.timers.set((self._listen, session), silent_at)
+            return
+        late = f"{self.owner.peer} was silent for {session.silence_s} s"
+        self.owner.lose(session, DeadlineExceeded(late, remedy="look at that node"))
+        if self.owner.peer == "prefill":
+            self.effects.append(Renew(session.route))
 
     def keep_alive(self, now: float) -> None:
         """Sends the heartbeats that are due, in a turn that has more to read than it has time for."""
@@ -371,22 +373,27 @@ class Endpoint:
         """A session that is only greeted expires after `hello_s`, whatever `max_silence_s` its peer promised."""
         return min(session.silence_s, self.config.hello_s) if session.half_open else session.silence_s
 
-    def after(self, key: Hashable, wait_s: float) -> None:
-        """`key` comes due in `wait_s`, and not before."""
-        self.timers.set(key, self.now + wait_s)
+    def after(self, wait_s: float, call: Callable[..., None], *things: object, anew: bool = True) -> None:
+        """`call(*things)` follows in `wait_s`; later than asked for before, or, if not `anew`, then."""
+        key = (call, *things)
+        if anew or key not in self.timers:
+            self.timers.set(key, self.now + wait_s)
 
-    def repeat(self, key: Hashable) -> None:
-        """Asks for `key` to come due again after `retry_s`: the side that waits repeats its question."""
-        self.after(key, self.config.retry_s)
+    def cancel(self, call: Callable[..., None], *things: object) -> None:
+        self.timers.cancel((call, *things))
 
-    def back_off(self, key: Hashable, n_tries: int, salt: int) -> None:
+    def repeat(self, call: Callable[..., None], *things: object) -> None:
+        """`call(*things)` follows after `retry_s`: the side that waits repeats its question."""
+        self.after(self.config.retry_s, call, *things)
+
+    def back_off(self, n_tries: int, salt: int, call: Callable[..., None], thing: object) -> None:
         """As `repeat`, after `n_tries` in vain: twice as long each time up to 20 times, less up to half of it.
 
         The jitter is drawn from `salt` and `n_tries` alone: a fleet that lost one peer does not ask in step, and a core
         does the same things again when it is given the same inputs.
         """
         wait_s = self.config.retry_s * min(2 ** min(n_tries, 5), 20)
-        self.after(key, wait_s * (0.5 + 0.5 * drawn(salt + n_tries)))
+        self.after(wait_s * (0.5 + 0.5 * drawn(salt + n_tries)), call, thing)
 
 
 def forgotten_at(side: str) -> PeerError:

@@ -86,8 +86,8 @@ MUTANTS = [
     Mutant(
         "Reserve is not repeated",
         "6 who asks again, I4",
-        '        )\n        self.endpoint.repeat(("reserve", chunk))\n',
-        "        )\n",
+        "        self.endpoint.repeat(self.reserve_again, chunk)\n\n",
+        "",
     ),
     Mutant(
         "Lease does not carry the watermark",
@@ -164,9 +164,9 @@ MUTANTS = [
         "no attempts: Returned is not final",
         "6 recall, I15",
         """        chunk.attempt += 1
-        self.endpoint.timers.cancel(("reserve", chunk))
+        self.endpoint.cancel(self.reserve_again, chunk)
 """,
-        """        self.endpoint.timers.cancel(("reserve", chunk))
+        """        self.endpoint.cancel(self.reserve_again, chunk)
 """,
     ),
     Mutant(
@@ -316,10 +316,9 @@ MUTANTS = [
     Mutant(
         "a write may take for ever",
         "6 write_s, I10",
-        """                self.chunks.on_write_timer(ticket)
+        """        self.endpoint.owner.lose(chunk.destination.session, late)
 """,
-        """                pass
-""",
+        "",
         "tests/protocol/test_rooms.py::test_a_write_older_than_write_s_tears_its_session_down",
     ),
     Mutant(

@@ -33,7 +33,7 @@ MUTANTS = [
     _bug(
         "Bye is not repeated",
         "parting, I4",
-        """        self.endpoint.back_off(("bye", session), session.n_byes, session.id.decode)
+        """        self.endpoint.back_off(session.n_byes, session.id.decode, self._say_bye, session)
 """,
         "",
     ),
@@ -58,7 +58,7 @@ MUTANTS = [
     _bug(
         "greetings go on after hello_s",
         "hello_s, I14",
-        '("hello", "hello_until")',
-        '("hello_until",)',
+        "        self.endpoint.cancel(self._greet, peer)\n",
+        "",
     ),
 ]

@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         "Open is not repeated",
         "7 Open, I4",
-        """        self.endpoint.repeat(("open", writer))
+        """        self.endpoint.repeat(self.send_open, writer)
 """,
         "",
     ),
@@ -181,7 +181,7 @@ MUTANTS = [
         "Close is not repeated",
         "7 Close, I4",
         """        self.endpoint.send(destination.session, close)
-        self.endpoint.repeat(("close", destination))
+        self.endpoint.repeat(self.close_again, destination)
 """,
         """        self.endpoint.send(destination.session, close)
 """,
@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "Abort is not repeated",
         "7 Abort, I4",
-        """        self.endpoint.repeat(("abort", writer))
+        """        self.endpoint.repeat(self.send_abort, writer)
 """,
         "",
         "tests/protocol/test_table.py",
@@ -291,7 +291,7 @@ MUTANTS = [
     Mutant(
         "nobody asks a writer that does not close",
         "7 drain_s, I10",
-        """                    self.endpoint.after(("linger", writer), self.endpoint.config.drain_s)
+        """                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer, "finished")
 """,
         "                    pass\n",
         "tests/protocol/test_rules.py",
@@ -299,15 +299,15 @@ MUTANTS = [
     Mutant(
         "no deadline of a room ends it at decode",
         "7 deadlines, I10",
-        """                self.rooms.fail(room, too_late(kind, room, self.endpoint.config))
+        """        self.fail(room, DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id))
 """,
-        "                pass\n",
+        "",
     ),
     Mutant(
         "no deadline of a room ends it at prefill",
         "7 deadlines, I10",
-        "                )\n                self.rooms.fail(room, error)\n",
-        "                )\n",
+        "        self.fail(room, DeadlineExceeded(what, remedy=remedy, room=room.id))\n",
+        "",
     ),
     Mutant(
         "another checksum is ignored",

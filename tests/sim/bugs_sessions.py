@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         "Hello is not repeated",
         "7 Hello, I4",
-        """        self.endpoint.back_off(("hello", peer), peer.n_hellos, peer.nonce)
+        """        self.endpoint.back_off(peer.n_hellos, peer.nonce, self._greet, peer)
 """,
         "",
     ),
@@ -103,7 +103,7 @@ MUTANTS = [
     Mutant(
         "a room that decode waits with is not held",
         "7 open_wait_s, I4",
-        'self.endpoint.after(("open_wait", room), max(room.open_wait_s, 3 * HOLD_EVERY_S))',
+        'self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.rooms.unopened, room)',
         "pass",
         "tests/protocol/test_holds.py",
     ),
@@ -117,16 +117,9 @@ MUTANTS = [
     Mutant(
         "silence is never noticed",
         "7 silence, I10",
-        """            self.timers.set(("silence", session), silent_at)
-            return False
-        late = DeadlineExceeded(f"{peer} was silent for {session.silence_s} s", remedy="look at that node")
-        self.owner.lose(session, late)
-        return True
+        """        self.owner.lose(session, DeadlineExceeded(late, remedy="look at that node"))
 """,
-        """            self.timers.set(("silence", session), silent_at)
-            return False
-        self.after(("silence", session), 1.0)
-        return False
+        """        self.after(1.0, self._listen, session)
 """,
         "tests/protocol/test_traces.py",
     ),
@@ -182,8 +175,8 @@ MUTANTS = [
     Mutant(
         "the connection to a silent peer is kept",
         "8 routes, I10",
-        "                    self.endpoint.effects.append(Renew(session.route))\n",
-        "                    pass\n",
+        "            self.effects.append(Renew(session.route))\n",
+        "            pass\n",
         "tests/protocol/test_session.py::test_the_connection_to_a_peer_that_was_silent_is_made_anew",
     ),
 ]
