@@ -806,8 +806,9 @@ def assert_flat(world: World) -> None:
     """Nothing is left of any room: no lease, request, claim or timer beyond the live sessions' own (I13, I14)."""
     for node in world.nodes():
         core = node.core
-        own = {(kind, session) for kind in ("beat", "silence") for session in core.sessions.values()}
-        left = {key for key in core.endpoint.timers._at if key not in own and key != ("recalls",)}
+        end = core.endpoint
+        own = {(call, session) for call in (end._beat_again, end._listen) for session in core.sessions.values()}
+        left = {key for key in end.timers._at if key not in own and key[0].__name__ != "recall_all"}
         assert not left, (node.name, left)
         if isinstance(core, DecodeCore):
             assert core.idle and not core.rooms.by_key, (node.name, core.rooms.by_epoch)

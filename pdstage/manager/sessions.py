@@ -79,7 +79,7 @@ class Sessions:
         except PdstageError as error:
             self.warn(session.route, error)
             with self._lock:
-                node.core.lose(session, error, time.monotonic())
+                node.core.endpoint.lose(session, error, time.monotonic())
             return
         node.stager.reserve()
         over = node.transport.traits_of(label(session)).name

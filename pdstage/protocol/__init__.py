@@ -22,7 +22,7 @@ docs/reliability.md.
 A control frame comes in by `Endpoint.receive`. It finds the session, decodes the message (`wire`), and calls the core's
 `on_frame`: one `match` over all messages, which calls the part that a message concerns. A `PeerError` raised there ends
 the session. After every input `Endpoint.settle` begins what may begin now. A part sends by `Endpoint.send`. Deadlines
-and repeated questions are `timers`, served by the core's `on_timer`.
+and repeated questions are calls that `Endpoint.after` and `Endpoint.repeat` keep for later.
 
 What happens when
 
@@ -45,7 +45,7 @@ checks the steps that name neither.
   from the class.
 * `prefill`, `decode`: a case in the `on_frame` of the core that may receive it; the other refuses it. The part that
   receives it has an `on_...` method.
-* The part that sends it: `Endpoint.send`; if it is repeated a timer, with a case in `on_timer`.
+* The part that sends it: `Endpoint.send`; if it is repeated `Endpoint.repeat` too.
 * If it may come outside a session: `wire.OUTSIDE_A_SESSION`, `accepts` and `_on_stray` of the core that receives it,
   and `Endpoint.send_loose`.
 * `state`: an event, if it moves a state.

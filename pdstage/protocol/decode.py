@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
+from pdstage.errors import Aborted, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
-from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, too_late
+from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
 from pdstage.protocol.handshake import HandshakeClient, features
 from pdstage.protocol.leases import LeaseTable, Lender
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Renew, Session, forgotten_at
+from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
 from pdstage.protocol.state import State, WriterPhase
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class DecodeCore:
 
     `direct`: writers may write into pages. `notifies`: the transport delivers tags; else writers send `Tagged`.
     """
+
+    peer = "prefill"
 
     def __init__(
         self,
@@ -66,11 +68,11 @@ class DecodeCore:
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.handshake = HandshakeClient(self.endpoint, hello, self)
-        self.leases = LeaseTable(lanes)
+        self.leases = LeaseTable(self.endpoint, lanes)
         self.lender = Lender(self.endpoint, self.leases)
         self.endpoint.settle = self.lender.grant_and_notify
         self.rooms = DecodeRooms(self.endpoint, self.handshake, self.lender)
-        self.fail, self.waiting, self.welcomed = self.rooms.fail, self.rooms.waiting, self.rooms.welcomed
+        self.waiting, self.welcomed = self.rooms.waiting, self.rooms.welcomed
         self.chunks = ChunkReceiver(self.endpoint, self.lender, self.rooms, rows)
         self._rows = rows
         self._components = layout.names
@@ -95,6 +97,7 @@ class DecodeCore:
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
         more than `max_peers` peers with them.
         """
+        self.endpoint.now = now
         if key in self.rooms.by_key:
             named = room_id(key)
             raise UsageError(
@@ -108,9 +111,9 @@ class DecodeCore:
         room.wait_s = self.endpoint.config.wait_s if wait_s is None else wait_s
         self.rooms.by_key[key] = self.rooms.by_epoch[room.epoch] = room
         self.endpoint.counters.rooms_opened += 1
-        self.endpoint.timers.set(("room", room), now + deadline_s)
+        self.endpoint.after(deadline_s, self.rooms.late, room, "room")
         if writers is not None:
-            self._greet(room, writers, now)
+            self._greet(room, writers)
         return room
 
     def found(self, room: DecodeRoom, writers: Mapping[int, bytes], now: float) -> None:
@@ -119,19 +122,20 @@ class DecodeCore:
         If the room has ended meanwhile, Abort is sent to them: they may already hold its state and wait. It is not sent
         if the room is being received again, or if there are too many peers; then they wait for their deadline.
         """
+        self.endpoint.now = now
         if self.rooms.by_key.get(room.key, room) is not room:
             return
         try:
             self._admit(room.key, writers)
         except UsageError as error:
-            self.rooms.fail(room, error, now)
+            self.rooms.fail(room, error)
             return
         if room.ended:
             for route in writers.values():
-                self.handshake.peer(route, now)
-            self.rooms.give_up(m.Abort(room.epoch, m.brief(str(room.error)), False, room.key), writers.values(), now)
+                self.handshake.peer(route)
+            self.rooms.give_up(m.Abort(room.epoch, m.brief(str(room.error)), False, room.key), writers.values())
         else:
-            self._greet(room, writers, now)
+            self._greet(room, writers)
 
     def _admit(self, key: bytes, writers: Mapping[int, bytes]) -> None:
         """Raises `UsageError` for a room's writers as `announce` says."""
@@ -152,13 +156,13 @@ class DecodeCore:
                 max_peers=most,
             )
 
-    def _greet(self, room: DecodeRoom, writers: Mapping[int, bytes], now: float) -> None:
+    def _greet(self, room: DecodeRoom, writers: Mapping[int, bytes]) -> None:
         room.routes = dict(writers)
         for route in writers.values():
-            peer = self.handshake.peer(route, now)
+            peer = self.handshake.peer(route)
             peer.rooms[room] = None
             peer.given_up.pop(room.key, None)
-        self.rooms.connect(room, now)
+        self.rooms.connect(room)
 
     def bind(
         self,
@@ -176,6 +180,7 @@ class DecodeCore:
 
         Raises `UsageError` if it is bound already, or asks for a component twice, backwards, or that this layout lacks.
         """
+        self.endpoint.now = now
         if room.bound:
             raise UsageError(f"room {room.id!r} is bound already", remedy="call bind() once", room=room.id)
         if len({ask.component for ask in asked}) != len(asked):
@@ -192,22 +197,28 @@ class DecodeCore:
         room.bound, room.asked, room.items = True, asked, items
         room.wire_items, room.priority = wire_items, priority
         room.row = row if self._rows.within_reach else None
-        self.endpoint.timers.cancel(("asking", room))
+        self.endpoint.cancel(self.rooms.ask, room)
         if room.state is State.WAITING_FOR_INPUT:
-            self.rooms.open(room, now)
+            self.rooms.open(room)
 
     def wait_to_bind(self, room: DecodeRoom, now: float) -> None:
         """The engine binds once `room.ready_to_bind`: prefill is asked as soon as may be."""
+        self.endpoint.now = now
         if room.waits_to_bind or room.bound or room.ended:
             return
         room.waits_to_bind = True
-        if ("asking", room) in self.endpoint.timers:
-            self.endpoint.timers.cancel(("asking", room))
-            self.rooms.ask(room, now)
+        if (self.rooms.ask, room) in self.endpoint.timers:
+            self.endpoint.cancel(self.rooms.ask, room)
+            self.rooms.ask(room)
 
     def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
-        self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
-        self.endpoint.settle(now)
+        self.endpoint.now = now
+        self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"))
+        self.endpoint.settle()
+
+    def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
+        self.endpoint.now = now
+        self.rooms.fail(room, error)
 
     def close(self, now: float) -> None:
         """Ends every room; `idle` tells when every writer is quiet."""
@@ -218,18 +229,21 @@ class DecodeCore:
 
     def tag(self, data: bytes, now: float) -> None:
         """One notification of the data plane."""
-        self.chunks.tag(data, now)
-        self.endpoint.settle(now)
+        self.endpoint.now = now
+        self.chunks.tag(data)
+        self.endpoint.settle()
 
     def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
-        self.chunks.scattered(ticket, now, error, checksum)
-        self.endpoint.settle(now)
+        self.endpoint.now = now
+        self.chunks.scattered(ticket, error, checksum)
+        self.endpoint.settle()
 
     def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`."""
-        self.handshake.unreachable(route, error, now)
-        self.endpoint.settle(now)
+        self.endpoint.now = now
+        self.handshake.unreachable(route, error)
+        self.endpoint.settle()
 
     @property
     def quiet(self) -> bool:
@@ -246,35 +260,35 @@ class DecodeCore:
 
     # What peers say.
 
-    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:  # noqa: PLR0912  (a message each)
+    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame) -> None:  # noqa: PLR0912  (a message each)
         if session is None:
-            self._on_stray(route, frame, now)
+            self._on_stray(route, frame)
             return
         match frame.message:
             case m.Reserve() as message:
-                self.chunks.on_reserve(session, message, now)
+                self.chunks.on_reserve(session, message)
             case m.CloseOk() as message:
-                self.chunks.on_close_ok(session, message, now)
+                self.chunks.on_close_ok(session, message)
             case m.Opened() as message:
-                self._on_opened(session, message, now)
+                self._on_opened(session, message)
             case m.Heartbeat() as message:
-                self.handshake.on_heartbeat(session, message, now)
+                self.handshake.on_heartbeat(session, message)
             case m.Tagged() as message:
-                self.chunks.on_tagged(session, message, now)
+                self.chunks.on_tagged(session, message)
             case m.Asking() as message:
                 self._on_asking(session, message)
             case m.Returned() as message:
-                self.lender.on_returned(session, message, now)
+                self.lender.on_returned(session, message)
             case m.CloseFailed() as message:
-                self._on_close_failed(session, message, now)
+                self._on_close_failed(session, message)
             case m.Drained() as message:
-                self._on_drained(session, message, now)
+                self._on_drained(session, message)
             case m.Bye():
-                self._on_bye(session, now)
+                self._on_bye(session)
             case m.NoSession() as message:
-                self.denied(session, forgotten_at("prefill"), now)
+                self.denied(session, forgotten_at("prefill"))
                 if message.incarnation == session.id.writer:
-                    self.fenced(session, now)
+                    self._fenced(session)
             case m.Welcome() | m.HelloRefused():
                 pass  # a greeting said twice was answered twice
             case message:
@@ -284,29 +298,29 @@ class DecodeCore:
         """Outside a session, any message but Hello, from a route that this node still needs."""
         return kind is not m.Hello and self.needs(route)
 
-    def _on_stray(self, route: bytes, frame: wire.Frame, now: float) -> None:
+    def _on_stray(self, route: bytes, frame: wire.Frame) -> None:
         """A frame of no live session: an answer to a greeting, or of a session that is over for one side."""
         match frame.message:
             case m.Welcome() as welcome:
-                self.handshake.on_welcome(route, frame, welcome, now)
+                self.handshake.on_welcome(route, frame, welcome)
             case m.HelloRefused() as refused:
-                self.handshake.on_hello_refused(route, frame, refused, now)
+                self.handshake.on_hello_refused(route, frame, refused)
             case m.NoSession() | m.Bye() as answer:
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
                     if isinstance(answer, m.Bye) or answer.incarnation == stranded.id.writer:
-                        self.fenced(stranded, now)
+                        self._fenced(stranded)
                     else:  # another process, or the writer is in doubt: only the driver's `fenced` frees the memory
                         self._leave_stranded(stranded)
                 self.handshake.left(route, frame.session)
             case _ if not self.handshake.is_leaving(route, frame.session):  # else it has not heard our Bye yet
                 self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
 
-    def _on_bye(self, session: Session, now: float) -> None:
+    def _on_bye(self, session: Session) -> None:
         """A process says Bye after its last completion, so the session is quiet."""
         session.said_bye = True
-        self.lose(session, PeerError("the prefill rank closed", remedy="route elsewhere"), now)
-        self.fenced(session, now)
+        self.lose(session, PeerError("the prefill rank closed", remedy="route elsewhere"))
+        self._fenced(session)
 
     def _on_asking(self, session: Session, asking: m.Asking) -> None:
         writer: Writer | None = session.claims.get(asking.epoch)
@@ -314,74 +328,43 @@ class DecodeCore:
         if room is None or room.bound or room.ended or room.ready_to_bind in (True, asking.finished):
             return
         room.ready_to_bind = asking.finished
-        self.endpoint.timers.cancel(("asking", room))
+        self.endpoint.cancel(self.rooms.ask, room)
         self.endpoint.effects.append(Changed(room))
 
-    def _on_opened(self, session: Session, opened: m.Opened, now: float) -> None:
+    def _on_opened(self, session: Session, opened: m.Opened) -> None:
         writer: Writer | None = session.claims.get(opened.epoch)
         if writer is None or writer.phase not in (WriterPhase.OPENING, WriterPhase.OPENED):
             return
         if opened.state == "refused":
-            self.rooms.fail(
-                writer.room, PeerError(f"prefill rank {writer.number} refused the room: {opened.reason}"), now
-            )
+            self.rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} refused the room: {opened.reason}"))
             return
         self.rooms.open_answered(writer)
         if not writer.shares and not writer.has_aux:  # it never writes, so no CloseOk of it is waited for
             self.rooms.mark_quiet(writer)
 
-    def _on_close_failed(self, session: Session, close: m.CloseFailed, now: float) -> None:
+    def _on_close_failed(self, session: Session, close: m.CloseFailed) -> None:
         writer: Writer | None = session.claims.get(close.epoch)
         if writer is None or writer.phase is WriterPhase.QUIET:
-            self.endpoint.send(session, m.Abort(close.epoch, "the room is over", False), now)
+            self.endpoint.send(session, m.Abort(close.epoch, "the room is over", False))
         elif not writer.room.ended:
-            self.rooms.fail(writer.room, Aborted(f"prefill rank {writer.number} gave the room up: {close.reason}"), now)
+            self.rooms.fail(writer.room, Aborted(f"prefill rank {writer.number} gave the room up: {close.reason}"))
         elif writer.phase is WriterPhase.ABORTING:
-            self.rooms.send_abort(writer, now)
+            self.rooms.send_abort(writer)
         else:
-            self.rooms.abort_writer(writer, "the room is over", now)
+            self.rooms.abort_writer(writer, "the room is over")
 
-    def _on_drained(self, session: Session, drained: m.Drained, now: float) -> None:
+    def _on_drained(self, session: Session, drained: m.Drained) -> None:
         writer: Writer | None = session.claims.get(drained.epoch)
         if writer is None or writer.phase is WriterPhase.QUIET:
             return
         if not writer.room.ended:
-            self.rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"), now)
-        self.lender.release_of(session, drained.epoch, now)
+            self.rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"))
+        self.lender.release_of(session, drained.epoch)
         self.rooms.mark_quiet(writer)
-
-    # Time.
-
-    def on_timer(self, key: tuple[str, object], now: float) -> None:
-        match key:
-            case ("recalls",):
-                self.lender.recall_all(now)
-            case (("hello" | "hello_until" | "bye" | "bye_until") as kind, thing):
-                self.handshake.on_timer(kind, thing, now)
-            case ("asking", DecodeRoom() as room):
-                self.rooms.ask(room, now)
-            case (str() as kind, DecodeRoom() as room):
-                self.rooms.fail(room, too_late(kind, room, self.endpoint.config), now)
-            case ("open", Writer() as writer):
-                self.rooms.send_open(writer, now)
-            case ("abort", Writer() as writer):
-                self.rooms.send_abort(writer, now)
-            case ("drain", Writer() as writer):
-                late = DeadlineExceeded(
-                    f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s"
-                )
-                self.lose(writer.session, late, now)
-            case ("linger", Writer() as writer):
-                self.rooms.abort_writer(writer, "finished", now)
-            case ("stranded", Session() as session):
-                self._ask_stranded(session, now)
-            case (("beat" | "silence") as kind, Session() as session):
-                if self.endpoint.on_session_timer(kind, session, "prefill", now):
-                    self.endpoint.effects.append(Renew(session.route))
 
     # The end of a session.
 
-    def lose(self, session: Session, error: PdstageError, now: float) -> None:
+    def lose(self, session: Session, error: PdstageError) -> None:
         """The session is over: its rooms fail, nothing further is sent under it, what may still be written is
         quarantined.
         """
@@ -390,32 +373,32 @@ class DecodeCore:
         self.rooms.dealt.clear()
         peer = self.handshake.peers.pop(session.route, None)
         for writer in list(session.claims.values()):
-            self.rooms.fail(writer.room, error, now)
+            self.rooms.fail(writer.room, error)
             self.rooms.cancel_timers(writer)
             if not writer.writes_in_place:  # it can write staging memory alone, which its leases account for
                 self.rooms.mark_quiet(writer)
         if peer is not None:
             for room in list(peer.rooms):
-                self.rooms.fail(room, error, now)
-        self.lender.session_lost(session, now)
+                self.rooms.fail(room, error)
+        self.lender.session_lost(session)
         if not session.said_bye:
             self.endpoint.effects.append(PeerWarning(session.route, error))
         self.endpoint.effects.append(Detach(session))
         if self.holds(session):
             self._stranded[session.id] = session
-            self._ask_stranded(session, now)
+            self._ask_stranded(session)
         self.handshake.hang_up(session.route)
 
-    def denied(self, session: Session, error: PdstageError, now: float) -> None:
+    def denied(self, session: Session, error: PdstageError) -> None:
         """The process at the session's address does not know the session: it is another one, or lost it. It may hold a
         room that it never answered under this session and would wait for its Open, so it is sent Abort for that room.
         """
         unheard = [room for room in self.handshake.peers[session.route].rooms if _is_unheard(room, session)]
-        self.lose(session, error, now)
+        self.lose(session, error)
         if unheard:
-            self.handshake.peer(session.route, now)
+            self.handshake.peer(session.route)
         for room in unheard:
-            self.rooms.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), (session.route,), now)
+            self.rooms.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), (session.route,))
 
     def needs(self, route: bytes) -> bool:
         """Whether a handshake, a session, a Bye or a lost session still needs the connection of `route`."""
@@ -423,7 +406,7 @@ class DecodeCore:
             return True
         return any(session.route == route for session in (*self.handshake.leaving.values(), *self._stranded.values()))
 
-    def _ask_stranded(self, session: Session, now: float) -> None:
+    def _ask_stranded(self, session: Session) -> None:
         """Asks a lost session's writer whether it still knows the session, at the pace of a heartbeat.
 
         A writer that was stopped or cut off comes back as the same process: its NoSession then proves it quiet, on
@@ -433,20 +416,24 @@ class DecodeCore:
             self._leave_stranded(session)
             return
         self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
-        self.endpoint.timers.set(("stranded", session), now + self.endpoint.config.max_silence_s / 3)
+        self.endpoint.after(self.endpoint.config.max_silence_s / 3, self._ask_stranded, session)
 
     def _leave_stranded(self, session: Session) -> None:
         if self._stranded.pop(session.id, None) is not None:
-            self.endpoint.timers.cancel(("stranded", session))
+            self.endpoint.cancel(self._ask_stranded, session)
             self.handshake.hang_up(session.route)
 
     def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: nothing of that session lands any more, so all it held is free."""
+        self.endpoint.now = now
+        self._fenced(session)
+
+    def _fenced(self, session: Session) -> None:
         self._leave_stranded(session)
-        self.lender.release_of(session, None, now)
+        self.lender.release_of(session, None)
         for writer in list(session.claims.values()):
             self.rooms.mark_quiet(writer)
-        self.endpoint.settle(now)
+        self.endpoint.settle()
 
     def holds(self, session: Session) -> bool:
         """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""

@@ -64,10 +64,10 @@ class ChunkReceiver:
 
     # Asked for.
 
-    def on_reserve(self, session: Session, reserve: m.Reserve, now: float) -> None:
+    def on_reserve(self, session: Session, reserve: m.Reserve) -> None:
         writer: Writer | None = session.claims.get(reserve.epoch)
         if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:
-            self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "gone", 0), now)
+            self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "gone", 0))
             return
         self._rooms.open_answered(writer)
         asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
@@ -75,16 +75,16 @@ class ChunkReceiver:
         held = self._leases.find(session, reserve.epoch, reserve.chunk)
         if isinstance(held, Lease):
             if held.request.attempt == reserve.attempt:
-                self._lender.send_lease(held, now)
+                self._lender.send_lease(held)
                 return
             if held.request.attempt > reserve.attempt or held.phase is not LeasePhase.GRANTED:
                 return
-            self._leases.release(held, now)
+            self._leases.release(held)
         problem = writer.coverage.problem(reserve.rects) or self._size_problem(writer, reserve)
         if problem:
-            self._rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"), now)
+            self._rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"))
         elif writer.coverage.covers(reserve.rects):
-            self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "covered", 0), now)
+            self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "covered", 0))
         elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
         elif not isinstance(held, LeaseRequest) or held.attempt <= reserve.attempt:
@@ -99,7 +99,7 @@ class ChunkReceiver:
 
     # Arrived.
 
-    def tag(self, data: bytes, now: float) -> None:
+    def tag(self, data: bytes) -> None:
         """One notification of the data plane."""
         self.endpoint.counters.tags_received += 1
         try:
@@ -109,26 +109,26 @@ class ChunkReceiver:
             self.endpoint.counters.tags_malformed += 1
             self.endpoint.effects.append(PeerWarning(b"", error))
             return
-        if session is None or tag is None or not self._on_tag(session, tag, now):
+        if session is None or tag is None or not self._on_tag(session, tag):
             self.endpoint.counters.tags_stale += 1
 
-    def on_tagged(self, session: Session, tagged: m.Tagged, now: float) -> None:
+    def on_tagged(self, session: Session, tagged: m.Tagged) -> None:
         """A tag sent as a message. A repeated one is dropped, as any known tag is (I7)."""
         tag = wire.decode_tag(tagged.tag, self._components)
         if not session.tags_as_messages or tag.session != session.id:
             raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
         self.endpoint.counters.tags_received += 1
-        if not self._on_tag(session, tag, now):
+        if not self._on_tag(session, tag):
             self.endpoint.counters.tags_stale += 1
 
-    def _on_tag(self, session: Session, tag: wire.Tag, now: float) -> bool:
+    def _on_tag(self, session: Session, tag: wire.Tag) -> bool:
         writer: Writer | None = session.claims.get(tag.epoch)
         if writer is None or writer.room.ended or writer.coverage is None:
             return False
         if tag.lane in (m.DIRECT, m.AUX):
             if not self._is_news(writer, writer.coverage, tag):
                 return False
-            self._arrived(writer, tag, now)
+            self._arrived(writer, tag)
         else:
             lease = self._leases.at(tag.lane, tag.cursor)
             if lease is None or lease.phase is not LeasePhase.GRANTED or lease.request.session is not session:
@@ -147,7 +147,7 @@ class ChunkReceiver:
             self.flights[ticket] = landing
             writer.room.pending += 1
             self.endpoint.effects.append(Scatter(ticket, landing))
-            self._arrived(writer, tag, now)
+            self._arrived(writer, tag)
         return True
 
     def _is_news(self, writer: Writer, coverage: Coverage, tag: wire.Tag) -> bool:
@@ -158,7 +158,7 @@ class ChunkReceiver:
             return False
         return not (coverage.covers(tag.rects) and len(writer.arrived) >= _MAX_REPEATS)
 
-    def _arrived(self, writer: Writer, tag: wire.Tag, now: float) -> None:
+    def _arrived(self, writer: Writer, tag: wire.Tag) -> None:
         room = writer.room
         assert writer.coverage is not None
         fresh = tag.lane == m.AUX or not writer.coverage.covers(tag.rects)
@@ -169,20 +169,20 @@ class ChunkReceiver:
         if room.on(RoomEvent.MOVED):
             self.endpoint.effects.append(Changed(room))
         if fresh:
-            self.endpoint.timers.cancel(("transfer", room))
-        self._begun(room, now)
+            self.endpoint.cancel(self._rooms.late, room, "transfer")
+        self._begun(room)
         if writer.closing is not None:
-            self.on_close_ok(writer.session, writer.closing, now)
-        self._rooms.maybe_complete(room, now)
+            self.on_close_ok(writer.session, writer.closing)
+        self._rooms.maybe_complete(room)
 
-    def _begun(self, room: DecodeRoom, now: float) -> None:
+    def _begun(self, room: DecodeRoom) -> None:
         """Its first chunk has come, or was written and its tag may be lost."""
-        self.endpoint.timers.cancel(("wait", room))
-        self.endpoint.timers.set_default(("transfer", room), now + self.endpoint.config.transfer_s)
+        self.endpoint.cancel(self._rooms.late, room, "wait")
+        self.endpoint.after(self.endpoint.config.transfer_s, self._rooms.late, room, "transfer", anew=False)
 
     # Copied out.
 
-    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+    def scattered(self, ticket: int, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
         landing = self.flights.pop(ticket)
         if error is None and landing.writer.session.checksums and checksum != landing.checksum:
@@ -193,18 +193,18 @@ class ChunkReceiver:
             )
         room = landing.writer.room
         room.pending -= 1
-        self._leases.release(landing.lease, now)
+        self._leases.release(landing.lease)
         if error is not None:
-            self._rooms.fail(room, error, now)
-        self._rooms.maybe_complete(room, now)
+            self._rooms.fail(room, error)
+        self._rooms.maybe_complete(room)
         self._rooms.maybe_release(room)
 
     # Counted.
 
-    def on_close_ok(self, session: Session, close: m.CloseOk, now: float) -> None:
+    def on_close_ok(self, session: Session, close: m.CloseOk) -> None:
         writer: Writer | None = session.claims.get(close.epoch)
         if writer is None:
-            self.endpoint.send(session, m.Closed(close.epoch), now)
+            self.endpoint.send(session, m.Closed(close.epoch))
             return
         room = writer.room
         if not room.ended and writer.phase is not WriterPhase.QUIET:
@@ -221,20 +221,20 @@ class ChunkReceiver:
             for lease in self._leases.of(session, close.epoch):
                 lease.said_written = (lease.lane, lease.cursor) in written
             if not writer.arrived.issuperset([w.chunk for w in close.written]):
-                self._begun(room, now)
+                self._begun(room)
                 return
             if writer.owed_nbytes:
                 self._lender.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
             shortfall = self._shortfall(writer, close)
             if shortfall:
-                self._rooms.fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"), now)
+                self._rooms.fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"))
             elif writer.has_aux:
                 self._take_aux(room, session, close)
-        self._lender.release_of(session, close.epoch, now)
-        self.endpoint.send(session, m.Closed(close.epoch), now)
+        self._lender.release_of(session, close.epoch)
+        self.endpoint.send(session, m.Closed(close.epoch))
         self._rooms.open_answered(writer)
         self._rooms.mark_quiet(writer)
-        self._rooms.maybe_complete(room, now)
+        self._rooms.maybe_complete(room)
 
     def _shortfall(self, writer: Writer, close: m.CloseOk) -> str:
         """What is missing of a writer that says it has finished, in words; empty if nothing.

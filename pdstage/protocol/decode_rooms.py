@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from pdstage.columns import Shared
     from pdstage.plan import Rect
-    from pdstage.protocol.config import Config
     from pdstage.protocol.handshake import HandshakeClient, Peer
     from pdstage.protocol.leases import Lender
     from pdstage.protocol.session import Endpoint
@@ -119,11 +118,11 @@ class DecodeRooms:
 
     # Before the data.
 
-    def welcomed(self, peer: Peer, now: float) -> None:
+    def welcomed(self, peer: Peer) -> None:
         for room in list(peer.rooms):
-            self.connect(room, now)
+            self.connect(room)
 
-    def connect(self, room: DecodeRoom, now: float) -> None:
+    def connect(self, room: DecodeRoom) -> None:
         """Once every writer is greeted: deals the shares and opens."""
         sessions = {}
         for number, route in room.routes.items():
@@ -136,7 +135,7 @@ class DecodeRooms:
         try:
             dealt = self._deal(sessions)
         except UsageError as error:
-            self.fail(room, PeerError(f"prefill cannot serve this layout: {error}", remedy="match both sides"), now)
+            self.fail(room, PeerError(f"prefill cannot serve this layout: {error}", remedy="match both sides"))
             return
         # The last pipeline stage samples, so it knows the request's aux row.
         aux = max(sessions, key=lambda number: (sessions[number].topology.pp_rank, -number))
@@ -146,11 +145,11 @@ class DecodeRooms:
         room.on(RoomEvent.CONNECTED)
         self.endpoint.effects.append(Changed(room))
         if room.bound:
-            self.open(room, now)
+            self.open(room)
         elif room.waits_to_bind or room.key in self._given_up:
-            self.ask(room, now)
+            self.ask(room)
         else:  # most engines bind at once, and then there is nothing to ask
-            self.endpoint.repeat(("asking", room), now)
+            self.endpoint.repeat(self.ask, room)
 
     def _deal(self, sessions: dict[int, Session]) -> dict[int, tuple[Share, ...]]:
         key = tuple((number, session.id) for number, session in sorted(sessions.items()))
@@ -167,9 +166,9 @@ class DecodeRooms:
             self.dealt[key] = dealt
         return dealt
 
-    def ask(self, room: DecodeRoom, now: float) -> None:
+    def ask(self, room: DecodeRoom) -> None:
         writer = next(writer for writer in room.writers.values() if writer.has_aux)
-        self.endpoint.send(writer.session, m.Ask(room.epoch, room.key), now)
+        self.endpoint.send(writer.session, m.Ask(room.epoch, room.key))
 
     def waiting(self, session: Session) -> Iterator[tuple[tuple[m.Wanted, ...], tuple[bytes, ...]]]:
         """The rooms of a session that are announced and not opened, as a Heartbeat says them."""
@@ -180,19 +179,19 @@ class DecodeRooms:
         for at in range(0, max(len(asks), len(waits)), n):
             yield tuple(asks[at : at + n]), tuple(waits[at : at + n])
 
-    def open(self, room: DecodeRoom, now: float) -> None:
-        self.endpoint.timers.set(("open_until", room), now + self.endpoint.config.open_s)
-        self.endpoint.timers.set(("wait", room), now + room.wait_s)
+    def open(self, room: DecodeRoom) -> None:
+        self.endpoint.after(self.endpoint.config.open_s, self.late, room, "open_until")
+        self.endpoint.after(room.wait_s, self.late, room, "wait")
         for writer in room.writers.values():
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
             writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
-            self._lender.lend_in_advance(writer, now)  # so that a writer of little need not ask for staging memory
-            self.send_open(writer, now)
-        self.maybe_complete(room, now)
+            self._lender.lend_in_advance(writer)  # so that a writer of little need not ask for staging memory
+            self.send_open(writer)
+        self.maybe_complete(room)
 
-    def send_open(self, writer: Writer, now: float) -> None:
+    def send_open(self, writer: Writer) -> None:
         room, topology = writer.room, self.topology
         opening = m.Open(
             room.epoch,
@@ -208,22 +207,22 @@ class DecodeRooms:
             room.row if writer.has_aux else None,
             self._lender.advances_of(writer.session, room.epoch),
         )
-        self.endpoint.send(writer.session, opening, now)
-        self.endpoint.repeat(("open", writer), now)
+        self.endpoint.send(writer.session, opening)
+        self.endpoint.repeat(self.send_open, writer)
 
-    def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
+    def fail(self, room: DecodeRoom, error: PdstageError) -> None:
         if not room.on(RoomEvent.FAILED, error):
             return
         self.endpoint.counters.rooms_failed += 1
         if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
-            self.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.routes.values(), now)
+            self.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.routes.values())
         self._end(room)
         for writer in room.writers.values():
-            self._lender.quarantine_of(writer.session, room.epoch, now)
-            self.abort_writer(writer, str(error), now)
+            self._lender.quarantine_of(writer.session, room.epoch)
+            self.abort_writer(writer, str(error))
         self.maybe_release(room)
 
-    def give_up(self, abort: m.Abort, routes: Iterable[bytes], now: float) -> None:
+    def give_up(self, abort: m.Abort, routes: Iterable[bytes]) -> None:
         """Tells the writers at `routes` not to wait for this room's Open; those without a session as they get one."""
         self._given_up[abort.room] = None
         if len(self._given_up) > _MAX_GIVEN_UP:
@@ -231,12 +230,14 @@ class DecodeRooms:
         for route in routes:
             peer = self._handshake.peers.get(route)
             if peer is not None and peer.session is not None:
-                self.endpoint.send(peer.session, abort, now)
+                self.endpoint.send(peer.session, abort)
             elif peer is not None and len(peer.given_up) < _MAX_GIVEN_UP:
                 peer.given_up[abort.room] = abort
 
     def _end(self, room: DecodeRoom) -> None:
-        self.endpoint.timers.cancel_all(room, ("room", "asking", "open_until", "wait", "transfer"))
+        self.endpoint.cancel(self.ask, room)
+        for kind in ("room", "open_until", "wait", "transfer"):
+            self.endpoint.cancel(self.late, room, kind)
         if self.by_key.get(room.key) is room:
             del self.by_key[room.key]
         for route in room.routes.values():
@@ -247,37 +248,39 @@ class DecodeRooms:
             self._lender.leases.forget_requests(writer.session, room.epoch)
         self.endpoint.effects.append(Changed(room))
 
-    def abort_writer(self, writer: Writer, reason: str, now: float) -> None:
+    def abort_writer(self, writer: Writer, reason: str) -> None:
         if WRITER.move(writer, WriterEvent.ABORT):
             if writer.phase is WriterPhase.QUIET:
                 return
             writer.reason = reason
             self.cancel_timers(writer)
             if writer.session.id in self.endpoint.sessions:
-                self.endpoint.timers.set(("drain", writer), now + self.endpoint.config.drain_s)
-                self.send_abort(writer, now)
+                self.endpoint.after(self.endpoint.config.drain_s, self._not_drained, writer)
+                self.send_abort(writer)
         elif (
             writer.phase is WriterPhase.QUIET
             and not (writer.shares or writer.has_aux)
             and writer.session.id in self.endpoint.sessions
         ):
             # This writer owes nothing, so one Abort, not repeated, is enough: it lets prefill forget its Destination.
-            self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(reason), False), now)
+            self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(reason), False))
 
-    def send_abort(self, writer: Writer, now: float) -> None:
+    def send_abort(self, writer: Writer) -> None:
         finished = writer.room.state is State.SUCCESS
-        self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(writer.reason), finished), now)
-        self.endpoint.repeat(("abort", writer), now)
+        self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(writer.reason), finished))
+        self.endpoint.repeat(self.send_abort, writer)
 
     def cancel_timers(self, writer: Writer) -> None:
-        self.endpoint.timers.cancel_all(writer, ("open", "abort", "drain", "linger"))
+        for call in (self.send_open, self.send_abort, self._not_drained):
+            self.endpoint.cancel(call, writer)
+        self.endpoint.cancel(self.abort_writer, writer, "finished")
 
     def mark_quiet(self, writer: Writer) -> None:
         WRITER.move(writer, WriterEvent.QUIET)
         self.cancel_timers(writer)
         self.maybe_release(writer.room)
 
-    def maybe_complete(self, room: DecodeRoom, now: float) -> None:
+    def maybe_complete(self, room: DecodeRoom) -> None:
         """Success: all covered, every scatter done, the aux bytes here (I5)."""
         if room.ended or not room.bound or room.pending:
             return
@@ -288,14 +291,14 @@ class DecodeRooms:
                 return
         problem = self._unlike(room)
         if problem:
-            self.fail(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.id), now)
+            self.fail(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.id))
         elif room.on(RoomEvent.COMPLETED):
             self.endpoint.counters.rooms_succeeded += 1
             self._end(room)
             # A writer that owes nothing may not have heard its Open yet: that is still repeated.
             for writer in room.writers.values():
                 if writer.phase is not WriterPhase.QUIET:
-                    self.endpoint.timers.set(("linger", writer), now + self.endpoint.config.drain_s)
+                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer, "finished")
             self.maybe_release(room)
 
     def _unlike(self, room: DecodeRoom) -> str:
@@ -325,16 +328,22 @@ class DecodeRooms:
 
     def open_answered(self, writer: Writer) -> None:
         if WRITER.move(writer, WriterEvent.ANSWERED):
-            self.endpoint.timers.cancel(("open", writer))
+            self.endpoint.cancel(self.send_open, writer)
             if all(other.phase is not WriterPhase.OPENING for other in writer.room.writers.values()):
-                self.endpoint.timers.cancel(("open_until", writer.room))
+                self.endpoint.cancel(self.late, writer.room, "open_until")
 
+    # What came too late.
 
-def too_late(kind: str, room: DecodeRoom, config: Config) -> DeadlineExceeded:
-    what, remedy = {
-        "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
-        "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
-        "wait": (f"got no chunk in {room.wait_s} s", "was it submitted at prefill?"),
-        "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
-    }[kind]
-    return DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id)
+    def late(self, room: DecodeRoom, kind: str) -> None:
+        config = self.endpoint.config
+        what, remedy = {
+            "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
+            "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
+            "wait": (f"got no chunk in {room.wait_s} s", "was it submitted at prefill?"),
+            "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
+        }[kind]
+        self.fail(room, DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id))
+
+    def _not_drained(self, writer: Writer) -> None:
+        late = DeadlineExceeded(f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s")
+        self.endpoint.owner.lose(writer.session, late)

@@ -82,53 +82,53 @@ class HandshakeClient:
         self._owner = owner
         self._n_greeted = 0
 
-    def peer(self, route: bytes, now: float) -> Peer:
+    def peer(self, route: bytes) -> Peer:
         """The peer at `route`; a new one is sent Hello."""
         peer = self.peers.get(route)
         if peer is None:
             self._n_greeted += 1
             nonce = (self.endpoint.incarnation + self._n_greeted * _GOLDEN) % (1 << 64)
             peer = self.peers[route] = Peer(route, nonce)
-            self._greet(peer, now)
-            self.endpoint.timers.set(("hello_until", peer), now + self.endpoint.config.hello_s)
+            self._greet(peer)
+            self.endpoint.after(self.endpoint.config.hello_s, self._unanswered, peer)
         return peer
 
-    def _greet(self, peer: Peer, now: float) -> None:
+    def _greet(self, peer: Peer) -> None:
         if peer.n_hellos and peer.n_hellos % _HELLOS_A_CONNECTION == 0:
             self.endpoint.effects.append(Renew(peer.route))
         self.endpoint.send_loose(peer.route, m.SessionId(peer.nonce, 0), self.hello)
-        self.endpoint.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
+        self.endpoint.back_off(peer.n_hellos, peer.nonce, self._greet, peer)
         peer.n_hellos += 1
 
-    def on_welcome(self, route: bytes, frame: wire.Frame, welcome: m.Welcome, now: float) -> None:
+    def on_welcome(self, route: bytes, frame: wire.Frame, welcome: m.Welcome) -> None:
         session_id = frame.session
         peer = self.peers.get(route)
         if peer is None or session_id.decode != peer.nonce:
             return
         if peer.session is not None:  # a second process answers the same Hello: the first is gone
             restarted = PeerError("the prefill rank restarted", remedy="send its rooms again")
-            self._owner.denied(peer.session, restarted, now)
+            self._owner.denied(peer.session, restarted)
             return
         problem = self._welcome_problem(welcome)
         if problem:
-            self._refused(peer, PeerError(f"a prefill rank does not fit: {problem}", remedy="match both sides"), now)
+            self._refused(peer, PeerError(f"a prefill rank does not fit: {problem}", remedy="match both sides"))
             return
         silence_s = welcome.max_silence_s
         staged = staged_pair(welcome, self.hello)
         session = Session(
             session_id, route, welcome.layout, welcome.topology, staged, self._stagings.of_layout(staged.taken), (),
-            silence_s, now, now, half_open=False,
+            silence_s, half_open=False,
         )  # fmt: skip
         session.last_seq = frame.seq
         _agree(session, welcome, self.hello)
         peer.session = session
         self._stop_greeting(peer)
-        self.endpoint.begin(session, m.offers(welcome), now)
-        self.endpoint.send(session, m.Heartbeat(), now)
+        self.endpoint.begin(session, m.offers(welcome))
+        self.endpoint.send(session, m.Heartbeat())
         for abort in peer.given_up.values():
-            self.endpoint.send(session, abort, now)
+            self.endpoint.send(session, abort)
         peer.given_up.clear()
-        self._owner.welcomed(peer, now)
+        self._owner.welcomed(peer)
 
     def _welcome_problem(self, welcome: m.Welcome) -> str:
         if problem := _apart(welcome, "prefill", self.hello, "decode"):
@@ -136,44 +136,37 @@ class HandshakeClient:
         problem = columns.problem(welcome.columns, columns.MAX_ROW_NBYTES)
         return problem or layout_problem(welcome.layout) or _misfit(welcome, self.hello)
 
-    def on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused, now: float) -> None:
+    def on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused) -> None:
         peer = self.peers.get(route)
         if peer is not None and peer.session is None and frame.session.decode == peer.nonce:
             error = PeerError(f"prefill refused this node: {refused.reason}", remedy="match both sides")
-            self._refused(peer, error, now)
+            self._refused(peer, error)
 
-    def _refused(self, peer: Peer, error: PdstageError, now: float) -> None:
+    def _refused(self, peer: Peer, error: PdstageError) -> None:
         self.endpoint.counters.sessions_refused += 1
         self.peers.pop(peer.route, None)
         self._stop_greeting(peer)
         self.endpoint.effects.append(PeerWarning(peer.route, error))
         for room in list(peer.rooms):
-            self._owner.fail(room, error, now)
+            self._owner.rooms.fail(room, error)
         self.hang_up(peer.route)
 
-    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
+    def unreachable(self, route: bytes, error: PdstageError) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
 
         A session that lives is left alone: if its peer is gone, its silence will tell.
         """
         peer = self.peers.get(route)
         if peer is not None and peer.session is None:
-            self._refused(peer, error, now)
+            self._refused(peer, error)
 
     def _stop_greeting(self, peer: Peer) -> None:
-        self.endpoint.timers.cancel_all(peer, ("hello", "hello_until"))
+        self.endpoint.cancel(self._greet, peer)
+        self.endpoint.cancel(self._unanswered, peer)
 
-    def on_timer(self, kind: str, thing: Any, now: float) -> None:  # noqa: ANN401  (a peer, or a session that is left)
-        match kind:
-            case "hello":
-                self._greet(thing, now)
-            case "hello_until":
-                late = f"no answer from {thing.route!r} in {self.endpoint.config.hello_s} s"
-                self._refused(thing, DeadlineExceeded(late, remedy="is it up?"), now)
-            case "bye":
-                self._say_bye(thing, now)
-            case "bye_until":
-                self.left(thing.route, thing.id)
+    def _unanswered(self, peer: Peer) -> None:
+        late = f"no answer from {peer.route!r} in {self.endpoint.config.hello_s} s"
+        self._refused(peer, DeadlineExceeded(late, remedy="is it up?"))
 
     def hang_up(self, route: bytes) -> None:
         """No handshake with `route` is under way: the connection may be closed, if nothing else needs it."""
@@ -182,26 +175,26 @@ class HandshakeClient:
 
     # The end of sessions that neither side needs.
 
-    def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
+    def on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
         if beat.idle == m.IN_USE or self._owner.in_use(session):
             return
-        if m.SPARE in (beat.idle, self.endpoint.need_of(session, now)):
-            self._leave(session, now)
+        if m.SPARE in (beat.idle, self.endpoint.need_of(session)):
+            self._leave(session)
 
-    def _leave(self, session: Session, now: float) -> None:
+    def _leave(self, session: Session) -> None:
         """Ends a session that neither side needs: Bye, until it is answered or the peer was silent for too long."""
         self.endpoint.counters.sessions_idle += 1
         session.said_bye = True
         self.leaving[session.id] = session
-        self._owner.lose(session, PeerError("neither side needed the session"), now)
-        self.endpoint.timers.set(("bye_until", session), now + session.silence_s)
-        self._say_bye(session, now)
+        self._owner.lose(session, PeerError("neither side needed the session"))
+        self.endpoint.after(session.silence_s, self.left, session.route, session.id)
+        self._say_bye(session)
 
-    def _say_bye(self, session: Session, now: float) -> None:
-        self.endpoint.send(session, m.Bye(), now)
+    def _say_bye(self, session: Session) -> None:
+        self.endpoint.send(session, m.Bye())
         if session.n_byes:  # the answer may be what was lost: then the peer knows no such session, and says so
             self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
-        self.endpoint.back_off(("bye", session), now, session.n_byes, session.id.decode)
+        self.endpoint.back_off(session.n_byes, session.id.decode, self._say_bye, session)
         session.n_byes += 1
 
     def is_leaving(self, route: bytes, session_id: m.SessionId) -> bool:
@@ -210,7 +203,9 @@ class HandshakeClient:
     def left(self, route: bytes, session_id: m.SessionId) -> None:
         """The peer answered our Bye, with whatever message, or its time is over."""
         if self.is_leaving(route, session_id):
-            self.endpoint.timers.cancel_all(self.leaving.pop(session_id), ("bye", "bye_until"))
+            session = self.leaving.pop(session_id)
+            self.endpoint.cancel(self._say_bye, session)
+            self.endpoint.cancel(self.left, route, session_id)
             self.hang_up(route)
 
 
@@ -225,7 +220,7 @@ class HandshakeServer:
         self._owner = owner
         self._at: dict[bytes, Session] = {}
 
-    def on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello, now: float) -> None:
+    def on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello) -> None:
         session_id = m.SessionId(frame.session.decode, self.endpoint.incarnation)
         session = self.endpoint.sessions.get(session_id)
         if session is None:
@@ -233,7 +228,7 @@ class HandshakeServer:
                 self.endpoint.counters.frames_stale += 1
                 return
             problem = self._hello_problem(hello)
-            problem = problem or self._make_place(route, now)
+            problem = problem or self._make_place(route)
             if problem:
                 self.endpoint.counters.sessions_refused += 1
                 self.endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
@@ -244,13 +239,13 @@ class HandshakeServer:
             staged = staged_pair(self.welcome, hello)
             session = Session(
                 session_id, route, hello.layout, hello.topology, staged, self._stagings.of_layout(staged.offered),
-                hello.lanes, hello.max_silence_s, now, now,
+                hello.lanes, hello.max_silence_s,
             )  # fmt: skip
             session.exposes_pool = m.DIRECT_FEATURE in hello.features
             session.rows = hello.rows
             _agree(session, self.welcome, hello)
-            self.endpoint.begin(session, m.offers(hello), now)
-        self.endpoint.send(session, self.welcome, now)
+            self.endpoint.begin(session, m.offers(hello))
+        self.endpoint.send(session, self.welcome)
 
     def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
         self.endpoint.counters.sessions_refused += 1
@@ -261,11 +256,11 @@ class HandshakeServer:
             return problem
         return _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self.welcome, hello)
 
-    def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
+    def on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
         if beat.idle == m.SPARE and not self._owner.in_use(session):
-            self.endpoint.send(session, m.Heartbeat(m.IDLE), now)
+            self.endpoint.send(session, m.Heartbeat(m.IDLE))
 
-    def _make_place(self, route: bytes, now: float) -> str:
+    def _make_place(self, route: bytes) -> str:
         """Why no peer more is taken, in words; empty if one is. At the limit the oldest half-open session ends, of
         this route or of all: an honest peer confirms its own within a round trip. A peer that greets anew is none more.
         """
@@ -275,19 +270,19 @@ class HandshakeServer:
         half_open = [session for session in sessions if session.half_open]
         if half_open:
             oldest = min(half_open, key=lambda session: session.route != route)
-            self._owner.lose(oldest, PeerError("the handshake was not completed", remedy="follow a Hello up"), now)
+            self._owner.lose(oldest, PeerError("the handshake was not completed", remedy="follow a Hello up"))
         elif route not in self._at:
             self.endpoint.counters.peers_crowded += 1
             return f"already {len(sessions)} peers; raise Config.max_peers, or route elsewhere"
         return ""
 
-    def confirm(self, session: Session, now: float) -> None:
+    def confirm(self, session: Session) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
         session.half_open = False
         older = self._at.get(session.route)
         self._at[session.route] = session
         if older is not None:
-            self._owner.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"), now)
+            self._owner.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"))
 
     def unlink(self, session: Session) -> bool:
         """Forgets a session; False if it was forgotten already."""

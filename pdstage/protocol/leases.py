@@ -129,7 +129,8 @@ class LeaseTable:
     `release` change both, the lane first.
     """
 
-    def __init__(self, spans: Iterable[m.LaneSpan]) -> None:
+    def __init__(self, endpoint: Endpoint, spans: Iterable[m.LaneSpan]) -> None:
+        self.endpoint = endpoint
         self.spans = tuple(spans)
         self.lanes = [Lane(span.nbytes) for span in self.spans]
         self._of: dict[Session, dict[int, dict[int, Lease | LeaseRequest]]] = {}
@@ -196,7 +197,7 @@ class LeaseTable:
         self.queue.remove(request)
         self._forget_entry(request, request)
 
-    def lend_in_advance(self, request: LeaseRequest, now: float) -> bool:
+    def lend_in_advance(self, request: LeaseRequest) -> bool:
         """Grants what was not asked for, to be written at once; False where that could be in another's way."""
         waits = self.contended_at is not None or self.contended
         if waits or len(self.advances) >= self.max_advances or request.nbytes > self.largest():
@@ -208,7 +209,7 @@ class LeaseTable:
         cursor = lane.cursor_of_next(request.nbytes)
         if cursor is None or cursor + request.nbytes > lane.watermark + lane.capacity // 2:
             return False
-        self.advances[self._grant(request, number, now)] = None
+        self.advances[self._grant(request, number)] = None
         return True
 
     def know(self, lease: Lease, rects: tuple[Rect, ...], nbytes: int) -> None:
@@ -216,7 +217,7 @@ class LeaseTable:
         lease.request.rects, lease.nbytes = rects, nbytes
         del self.advances[lease]
 
-    def grant_waiting(self, now: float) -> Iterator[Lease | LeaseRequest]:
+    def grant_waiting(self) -> Iterator[Lease | LeaseRequest]:
         """Grants what can be granted, in order, and yields each new lease. A request larger than what any lane has that
         is not quarantined leaves the queue, and is yielded as it is: the caller refuses it.
         """
@@ -239,7 +240,7 @@ class LeaseTable:
                     if overtaker is None:
                         return
                     request, lane = overtaker
-                yield self._grant(request, lane, now)
+                yield self._grant(request, lane)
             if len(self.queue.lines) == 1:  # nobody is left to share with
                 over.clear()
             fronts = self.queue.fronts()
@@ -265,13 +266,13 @@ class LeaseTable:
         self.lanes[lease.lane].land(lease.cursor)
         LEASE.move(lease, LeaseEvent.LAND)
 
-    def quarantine(self, lease: Lease, now: float) -> None:
+    def quarantine(self, lease: Lease) -> None:
         rose = self.lanes[lease.lane].quarantine(lease.cursor)
         LEASE.move(lease, LeaseEvent.QUARANTINE)
         if rose:
-            self._moved_at[lease.lane] = now
+            self._moved_at[lease.lane] = self.endpoint.now
 
-    def release(self, lease: Lease, now: float) -> None:
+    def release(self, lease: Lease) -> None:
         rose = self.lanes[lease.lane].release(lease.cursor)
         LEASE.move(lease, LeaseEvent.RELEASE)
         self.advances.pop(lease, None)
@@ -282,7 +283,7 @@ class LeaseTable:
         if not self._lent_nbytes[borrower]:
             del self._lent_nbytes[borrower]
         if rose:
-            self._moved_at[lease.lane] = now
+            self._moved_at[lease.lane] = self.endpoint.now
 
     def of(self, session: Session, epoch: int | None = None) -> list[Lease]:
         """Live leases of a session, or of one of its epochs."""
@@ -302,12 +303,12 @@ class LeaseTable:
     def _note(self, request: LeaseRequest, entry: Lease | LeaseRequest) -> None:
         self._of.setdefault(request.session, {}).setdefault(request.epoch, {})[request.chunk] = entry
 
-    def note_contention(self, now: float) -> float | None:
+    def note_contention(self) -> float | None:
         """Since when something waits; None if nothing does."""
         if not self.contended:
             self.contended_at = None
         elif self.contended_at is None:
-            self.contended_at = now
+            self.contended_at = self.endpoint.now
         return self.contended_at
 
     def opened(self) -> Iterator[Lease]:
@@ -322,15 +323,15 @@ class LeaseTable:
                 if live:
                     yield lease
 
-    def to_recall(self, now: float, recall_after_s: float, stuck_after_s: float) -> list[Lease]:
+    def to_recall(self) -> list[Lease]:
         """Leases to ask back: those in the way of their lane's watermark (`Lane.in_the_way`); closed ones whose lane's
         watermark has not risen for `stuck_after_s`, if another lane could serve them at once; and open ones that were
         not written for `recall_after_s` while others wait, for `_ADVANCE_S` if nobody asked for them.
         """
-        wanted = []
+        wanted, now, config = [], self.endpoint.now, self.endpoint.config
         for number, lane in enumerate(self.lanes):
             in_the_way = set(lane.in_the_way())
-            stuck = now - self._moved_at[number] >= stuck_after_s
+            stuck = now - self._moved_at[number] >= config.stuck_after_s
             for cursor, *_ in lane.leases():
                 lease = self._at.get((number, cursor))
                 if lease is None or lease.phase is not LeasePhase.GRANTED or lease.said_written:
@@ -340,7 +341,7 @@ class LeaseTable:
                 late = (
                     self.contended_at is not None
                     and self.is_open(lease)
-                    and (now - max(lease.granted_at, self.contended_at) >= recall_after_s)
+                    and (now - max(lease.granted_at, self.contended_at) >= config.recall_after_s)
                 )
                 if early or cursor in in_the_way or shut_in or late:
                     wanted.append(lease)
@@ -389,15 +390,15 @@ class LeaseTable:
             best = rank if best is None else min(best, rank)
         return (best[2] if best else None), limited and best is None
 
-    def _grant(self, request: LeaseRequest, number: int, now: float) -> Lease:
+    def _grant(self, request: LeaseRequest, number: int) -> Lease:
         self.forget(request)
         lane = self.lanes[number]
         idle = lane.head == lane.watermark
         cursor = lane.grant(request.nbytes)
         assert cursor is not None, "the lane said it would grant"
         if idle:
-            self._moved_at[number] = now
-        lease = Lease(request, number, cursor, now)
+            self._moved_at[number] = self.endpoint.now
+        lease = Lease(request, number, cursor, self.endpoint.now)
         self._at[number, cursor] = lease
         self._note(request, lease)
         borrower = (request.session, number)
@@ -421,7 +422,7 @@ class Lender:
         of the largest.
         """
 
-    def lend_in_advance(self, writer: Writer, now: float) -> None:
+    def lend_in_advance(self, writer: Writer) -> None:
         """Lends memory for the chunks that a writer will make of what it owes a room, as it made them of its last room
         of that size; without one it is one chunk, or none if it may go direct.
         """
@@ -430,7 +431,7 @@ class Lender:
         n, nbytes = self._staged.get(writer.session, {}).get(owed.bit_length(), first)
         for chunk in range(min(n, m.MAX_ADVANCES)):
             request = LeaseRequest(writer.session, room.epoch, chunk, 0, min(nbytes, owed), (), room.priority)
-            if not self.leases.lend_in_advance(request, now):
+            if not self.leases.lend_in_advance(request):
                 return
             self.endpoint.counters.leases_granted += 1
 
@@ -452,11 +453,11 @@ class Lender:
             if lease in self.leases.advances and not lease.recalled and lease.phase is LeasePhase.GRANTED
         )  # fmt: skip
 
-    def send_lease(self, lease: Lease, now: float) -> None:
+    def send_lease(self, lease: Lease) -> None:
         request = lease.request
         mark = self._mark_to_send(request.session, lease.lane)
         answer = m.Lease(request.epoch, request.chunk, request.attempt, lease.lane, lease.cursor, request.nbytes, mark)
-        self.endpoint.send(request.session, answer, now)
+        self.endpoint.send(request.session, answer)
 
     def _mark_to_send(self, session: Session, lane: int) -> int:
         """The lane's watermark, noted as sent to `session`: it bounds what that session may still begin."""
@@ -464,34 +465,34 @@ class Lender:
         self._marks_sent.setdefault(session, {})[lane] = mark
         return mark
 
-    def on_returned(self, session: Session, returned: m.Returned, now: float) -> None:
+    def on_returned(self, session: Session, returned: m.Returned) -> None:
         lease = self.leases.at(returned.lane, returned.cursor)
         if lease is None or lease.request.session is not session or lease.phase is LeasePhase.LANDED:
             return
         if (lease.request.epoch, lease.request.chunk) == (returned.epoch, returned.chunk):
             self.endpoint.counters.leases_returned += 1
-            self.leases.release(lease, now)
+            self.leases.release(lease)
 
-    def release_of(self, session: Session, epoch: int | None, now: float) -> None:
+    def release_of(self, session: Session, epoch: int | None) -> None:
         """The writer can no longer write for this epoch, or None, for any: each of its leases is free whose bytes do
         not wait for their scatter.
         """
         for lease in self.leases.of(session, epoch):
             if lease.phase is not LeasePhase.LANDED:
-                self.leases.release(lease, now)
+                self.leases.release(lease)
 
-    def quarantine_of(self, session: Session, epoch: int, now: float) -> None:
+    def quarantine_of(self, session: Session, epoch: int) -> None:
         """The room failed: its writer may still write what it was granted."""
         for lease in self.leases.of(session, epoch):
             if lease.phase is LeasePhase.GRANTED:
-                self._quarantine(lease, now)
+                self._quarantine(lease)
 
-    def _quarantine(self, lease: Lease, now: float) -> None:
+    def _quarantine(self, lease: Lease) -> None:
         self.endpoint.counters.leases_quarantined += 1
-        self.leases.quarantine(lease, now)
-        self.endpoint.timers.set(("recalls",), now)
+        self.leases.quarantine(lease)
+        self.endpoint.after(0.0, self.recall_all)
 
-    def session_lost(self, session: Session, now: float) -> None:
+    def session_lost(self, session: Session) -> None:
         """Quarantines what the session's writer may still write. A lease beyond the window that it was last told was
         never open to it, and is free at once.
         """
@@ -502,50 +503,48 @@ class Lender:
             capacity = self.leases.lanes[lease.lane].capacity
             never_writable = lease.end > marks.get(lease.lane, 0) + capacity
             if lease.phase is not LeasePhase.LANDED and never_writable:
-                self.leases.release(lease, now)
+                self.leases.release(lease)
             elif lease.phase is LeasePhase.GRANTED:
-                self._quarantine(lease, now)
+                self._quarantine(lease)
 
-    def grant_and_notify(self, now: float) -> None:
+    def grant_and_notify(self) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
         leases = self.leases
         if leases.contended_at is None and not leases.queue.lines and not any(leases.closed):
             return  # nothing waits, nor did the last time
-        for granted in self.leases.grant_waiting(now):
+        for granted in self.leases.grant_waiting():
             if isinstance(granted, Lease):
                 self.endpoint.counters.leases_granted += 1
-                self.send_lease(granted, now)
+                self.send_lease(granted)
             else:
                 most = self.leases.largest()
                 refused = m.Refused(granted.epoch, granted.chunk, granted.attempt, "too_big", most)
-                self.endpoint.send(granted.session, refused, now)
+                self.endpoint.send(granted.session, refused)
         notified = set()
         for lease in self.leases.opened():
             session = lease.request.session
             if (session, lease.lane) not in notified and session.id in self.endpoint.sessions:
                 notified.add((session, lease.lane))
-                self.endpoint.send(session, m.Watermark(lease.lane, self._mark_to_send(session, lease.lane)), now)
-        since = self.leases.note_contention(now)
-        if since == now and self.leases.advances:
-            self.endpoint.timers.set(("recalls",), now + _ADVANCE_S)
+                self.endpoint.send(session, m.Watermark(lease.lane, self._mark_to_send(session, lease.lane)))
+        since = self.leases.note_contention()
+        if since == self.endpoint.now and self.leases.advances:
+            self.endpoint.after(_ADVANCE_S, self.recall_all)
         elif since is not None:
             soon = min(self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s)
-            self.endpoint.timers.set_default(("recalls",), now + soon)
+            self.endpoint.after(soon, self.recall_all, anew=False)
 
-    def recall_all(self, now: float) -> None:
+    def recall_all(self) -> None:
         """Recalls the leases that `LeaseTable.to_recall` names, and again while something waits."""
-        for lease in self.leases.to_recall(
-            now, self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s
-        ):
+        for lease in self.leases.to_recall():
             if lease.request.session.id in self.endpoint.sessions:
-                self._recall(lease, now)
+                self._recall(lease)
         if self.leases.contended:
-            self.endpoint.repeat(("recalls",), now)
+            self.endpoint.repeat(self.recall_all)
 
-    def _recall(self, lease: Lease, now: float) -> None:
+    def _recall(self, lease: Lease) -> None:
         request = lease.request
         lease.recalled = True
         self.endpoint.counters.leases_recalled += 1
         mark = self._mark_to_send(request.session, lease.lane)
         recall = m.Recall(request.epoch, request.chunk, request.attempt, lease.lane, lease.cursor, mark)
-        self.endpoint.send(request.session, recall, now)
+        self.endpoint.send(request.session, recall)

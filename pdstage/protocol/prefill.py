@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
+from pdstage.errors import Aborted, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import check_open
@@ -45,6 +45,8 @@ class PrefillCore:
     `piece` says how long chunks are to be; None: as long as they may.
     `notifies`: the transport delivers tags; else they are sent as `Tagged`.
     """
+
+    peer = "decode"
 
     def __init__(
         self,
@@ -90,27 +92,28 @@ class PrefillCore:
         """The engine will send this room. `open_wait_s` is until the last Open; None: as configured. Raises
         `UsageError` if it is being sent already.
         """
+        self.endpoint.now = now
         if key in self.rooms.by_key:
             named = room_id(key)
             raise UsageError(
                 f"room {named!r} is being sent already", remedy="wait for its end, or abort it", room=named
             )
         room = self.rooms.by_key[key] = PrefillRoom(key)
-        ended = self.rooms.how_ended(key, now)
+        ended = self.rooms.how_ended(key)
         self.rooms.ended.pop(key, None)
         self.endpoint.counters.rooms_opened += 1
         room.open_wait_s = self.endpoint.config.open_wait_s if open_wait_s is None else open_wait_s
-        self.endpoint.timers.set(("open_wait", room), now + room.open_wait_s)
+        self.endpoint.after(room.open_wait_s, self.rooms.unopened, room)
         if ended is not None and not ended.begun:
-            self.rooms.fail(room, given_up(room, ended.reason), now)
+            self.rooms.fail(room, given_up(room, ended.reason))
             self.rooms.ended[key].known.update(ended.known)
         for destination in list(self.rooms.pending.get(key, ())):
             self.rooms.unpark(destination)
             if room.ended:
-                self.rooms.turn_away(destination, str(room.error), now)
+                self.rooms.turn_away(destination, str(room.error))
             else:
-                self.rooms.attach(room, destination, now)
-        self.endpoint.settle(now)
+                self.rooms.attach(room, destination)
+        self.endpoint.settle()
         return room
 
     def chunk(
@@ -120,6 +123,7 @@ class PrefillCore:
 
         An empty one of a component without positions says that there are none of its slots.
         """
+        self.endpoint.now = now
         source = SubmittedChunk(tuple([rect for rect in rects if rect.start < rect.stop]), items, ready)
         if room.ended:
             return source
@@ -131,8 +135,8 @@ class PrefillCore:
                 room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)
         for destination in list(room.destinations.values()):
-            self.chunks.add(destination, source, now)
-        self.endpoint.settle(now)
+            self.chunks.add(destination, source)
+        self.endpoint.settle()
         return source
 
     def _check_rects(self, room: PrefillRoom, rects: tuple[Rect, ...]) -> None:
@@ -165,14 +169,15 @@ class PrefillCore:
 
     def data_ready(self, room: PrefillRoom, source: SubmittedChunk, now: float) -> None:
         """The data of a chunk given with `ready=False` exists now."""
+        self.endpoint.now = now
         source.ready = True
         for chunk in source.chunks:
-            chunk.waits_since = now
+            chunk.waits_since = self.endpoint.now
             if chunk.phase is ChunkPhase.PARKED:
-                self.chunks.reserve(chunk, now)
+                self.chunks.reserve(chunk)
             elif chunk.phase is ChunkPhase.HELD:
                 self.chunks.advance(chunk)
-        self.endpoint.settle(now)
+        self.endpoint.settle()
 
     def finish(
         self, room: PrefillRoom, aux: bytes | GivenRow | None, now: float, *, open_wait_s: float | None = None
@@ -182,6 +187,7 @@ class PrefillCore:
 
         A row is written straight into the destination's row if both sides can reach them. Else CloseOk carries it.
         """
+        self.endpoint.now = now
         if room.ended:
             return
         if room.finished:
@@ -193,21 +199,22 @@ class PrefillCore:
                 room=room.id,
             )
         room.finished, room.aux = True, aux
-        if open_wait_s is not None and ("open_wait", room) in self.endpoint.timers:
+        if open_wait_s is not None and (self.rooms.unopened, room) in self.endpoint.timers:
             room.open_wait_s = open_wait_s
-            self.endpoint.timers.set(("open_wait", room), now + open_wait_s)
+            self.endpoint.after(open_wait_s, self.rooms.unopened, room)
         for session in self.sessions.values():
             if room.key in session.asking:
-                self.endpoint.send(session, m.Asking(session.asking.pop(room.key), True), now)
+                self.endpoint.send(session, m.Asking(session.asking.pop(room.key), True))
         for destination in list(room.destinations.values()):
             if destination.phase is DestinationPhase.LIVE:
                 self.rooms.add_row(destination)
-                self.rooms.maybe_close(destination, now)
+                self.rooms.maybe_close(destination)
         self.rooms.maybe_complete(room)
-        self.endpoint.settle(now)
+        self.endpoint.settle()
 
     def abort(self, room: PrefillRoom, reason: str, now: float) -> None:
-        self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"), now)
+        self.endpoint.now = now
+        self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"))
 
     def needs(self, route: bytes) -> bool:
         """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
@@ -215,14 +222,15 @@ class PrefillCore:
 
     def drain(self, now: float) -> None:
         """No room begins any more: decode ranks that wait for one, or will, are told at once. Those begun go on."""
+        self.endpoint.now = now
         self._draining = True
-        self.rooms.turn_all_away(_ENDING, now)
+        self.rooms.turn_all_away(_ENDING)
 
     def close(self, now: float) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.rooms.by_key.values()):
             self.abort(room, "the node closes", now)
-        self.rooms.turn_all_away("the prefill node closes", now)
+        self.rooms.turn_all_away("the prefill node closes")
 
     @property
     def quiet(self) -> bool:
@@ -239,41 +247,41 @@ class PrefillCore:
 
     # What peers say.
 
-    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:  # noqa: PLR0912  (a message each)
+    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame) -> None:  # noqa: PLR0912  (a message each)
         message = frame.message
         if isinstance(message, m.Hello):
-            self.handshake.on_hello(route, frame, message, now)
+            self.handshake.on_hello(route, frame, message)
             return
         if session is None:
             self._on_stray(route, frame)
             return
         if session.half_open and not isinstance(message, m.NoSession):  # decode has heard Welcome
-            self.handshake.confirm(session, now)
+            self.handshake.confirm(session)
         match message:
             case m.Lease():
-                self.chunks.on_lease(session, message, now)
+                self.chunks.on_lease(session, message)
             case m.Open():
-                self._on_open(session, message, now)
+                self._on_open(session, message)
             case m.Closed():
-                self._on_closed(session, message, now)
+                self._on_closed(session, message)
             case m.Watermark():
                 self.chunks.raise_mark(session, message.lane, message.watermark)
             case m.Heartbeat():
-                self.handshake.on_heartbeat(session, message, now)
-                self._hold(session, message, now)
+                self.handshake.on_heartbeat(session, message)
+                self._hold(session, message)
             case m.Ask():
-                finished = self._asked(session, message.room, message.epoch, now)
-                self.endpoint.send(session, m.Asking(message.epoch, finished), now)
+                finished = self._asked(session, message.room, message.epoch)
+                self.endpoint.send(session, m.Asking(message.epoch, finished))
             case m.Refused():
-                self.chunks.on_refused(session, message, now)
+                self.chunks.on_refused(session, message)
             case m.Recall():
-                self.chunks.on_recall(session, message, now)
+                self.chunks.on_recall(session, message)
             case m.Abort():
-                self._on_abort(session, message, now)
+                self._on_abort(session, message)
             case m.Bye():
-                self._on_bye(session, now)
+                self._on_bye(session)
             case m.NoSession():
-                self.lose(session, forgotten_at("decode"), now)
+                self.lose(session, forgotten_at("decode"))
             case _:
                 raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
 
@@ -291,91 +299,91 @@ class PrefillCore:
         proof = 0 if self.chunks.is_in_doubt(frame.session) else self.endpoint.incarnation
         self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
-    def _asked(self, session: Session, key: bytes, epoch: int, now: float) -> bool:
+    def _asked(self, session: Session, key: bytes, epoch: int) -> bool:
         """Decode waits with this room, and asks whether it is finished. If not, it is told at finish()."""
-        room = self._waited(key, now)
-        self._wanted_again(key, session, epoch, now)
+        room = self._waited(key)
+        self._wanted_again(key, session, epoch)
         if room is not None and room.finished:
             return True
         if len(session.asking) < m.MAX_WAITING:
             session.asking[key] = epoch
         return False
 
-    def _waited(self, key: bytes, now: float) -> PrefillRoom | None:
+    def _waited(self, key: bytes) -> PrefillRoom | None:
         """The room with which decode waits, for pages say, if it is here: its wait for an Open begins anew."""
         room = self.rooms.by_key.get(key)
-        if room is not None and ("open_wait", room) in self.endpoint.timers:
-            self.endpoint.timers.set(("open_wait", room), now + max(room.open_wait_s, 3 * HOLD_EVERY_S))
+        if room is not None and (self.rooms.unopened, room) in self.endpoint.timers:
+            self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.rooms.unopened, room)
         return room
 
-    def _hold(self, session: Session, beat: m.Heartbeat, now: float) -> None:
+    def _hold(self, session: Session, beat: m.Heartbeat) -> None:
         """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost; about no
         others: what it asked before is over.
         """
         session.asking.clear()
         for wanted in beat.asks:
-            if self._asked(session, wanted.room, wanted.epoch, now):
-                self.endpoint.send(session, m.Asking(wanted.epoch, True), now)
+            if self._asked(session, wanted.room, wanted.epoch):
+                self.endpoint.send(session, m.Asking(wanted.epoch, True))
         for key in beat.waits:
-            self._waited(key, now)
+            self._waited(key)
 
-    def _on_open(self, session: Session, opened: m.Open, now: float) -> None:
+    def _on_open(self, session: Session, opened: m.Open) -> None:
         destination: Destination | None = session.claims.get(opened.epoch)
         refusal = ""
         if destination is None:
             check_open(opened, session, self.layout)
             destination = Destination(session, opened, self._direct)
             room = self.rooms.by_key.get(opened.room)
-            self._wanted_again(opened.room, session, opened.epoch, now)
+            self._wanted_again(opened.room, session, opened.epoch)
             if room is None:
-                refusal = self._await_room(destination, now)
+                refusal = self._await_room(destination)
             else:
                 self.rooms.note(destination)
-                self.rooms.attach(room, destination, now)
+                self.rooms.attach(room, destination)
         if destination.phase is DestinationPhase.FAILING:
             refusal = destination.reason
         held = "waiting" if destination.phase is DestinationPhase.WAITING else "accepted"
         state = "refused" if refusal else held
-        self.endpoint.send(session, m.Opened(opened.epoch, state, m.brief(refusal)), now)
+        self.endpoint.send(session, m.Opened(opened.epoch, state, m.brief(refusal)))
 
-    def _await_room(self, destination: Destination, now: float) -> str:
+    def _await_room(self, destination: Destination) -> str:
         """Keeps a destination until its room begins; or why it is refused."""
         opened, session = destination.open, destination.session
-        ended = self.rooms.how_ended(opened.room, now)
+        ended = self.rooms.how_ended(opened.room)
         if ended is not None and ended.refuses(opened.rank, session.id, opened.epoch):
             return ended.reason
         if self._draining:
             return _ENDING
-        return "" if self.rooms.park(destination, now) else "too many rooms wait for prefill"
+        return "" if self.rooms.park(destination) else "too many rooms wait for prefill"
 
-    def _on_closed(self, session: Session, closed: m.Closed, now: float) -> None:
+    def _on_closed(self, session: Session, closed: m.Closed) -> None:
         destination: Destination | None = session.claims.get(closed.epoch)
         if destination is not None and destination.phase is DestinationPhase.CLOSING:
             self.rooms.forget(destination)
 
-    def _on_abort(self, session: Session, abort: m.Abort, now: float) -> None:
+    def _on_abort(self, session: Session, abort: m.Abort) -> None:
         destination: Destination | None = session.claims.get(abort.epoch)
         if destination is None:
             if abort.room:
-                self._give_up(abort.room, session, abort, now)
-            self.endpoint.send(session, m.Drained(abort.epoch), now)
+                self._give_up(abort.room, session, abort)
+            self.endpoint.send(session, m.Drained(abort.epoch))
             return
         room = destination.room
         done = destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten)
         if done:
             DESTINATION.move(destination, DestinationEvent.DELIVERED)
-            self.endpoint.send(session, m.Drained(abort.epoch), now)
+            self.endpoint.send(session, m.Drained(abort.epoch))
             self.rooms.forget(destination)
             if room is not None:
                 self.rooms.maybe_complete(room)
             return
-        self.rooms.drain(destination, now)
+        self.rooms.drain(destination)
         if room is None:
-            self._give_up(destination.open.room, session, abort, now)
+            self._give_up(destination.open.room, session, abort)
         elif room.destinations.get(destination.open.rank) is destination:
-            self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"), now)
+            self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"))
 
-    def _give_up(self, key: bytes, session: Session, abort: m.Abort, now: float) -> None:
+    def _give_up(self, key: bytes, session: Session, abort: m.Abort) -> None:
         """A destination gives up a room that it never opened, or whose Open still waits here. If it already named the
         room in a later epoch, this changes nothing.
 
@@ -385,62 +393,37 @@ class PrefillCore:
         named = [one.epoch for one in self.rooms.pending.get(key, ()) if one.session is session]
         if max([*named, session.asking.get(key, -1)]) > abort.epoch:
             return
-        ended = self.rooms.how_ended(key, now)
+        ended = self.rooms.how_ended(key)
         if room is not None:
             if rank not in room.destinations:
-                self.rooms.fail(room, given_up(room, abort.reason), now)
+                self.rooms.fail(room, given_up(room, abort.reason))
                 ended = self.rooms.ended.get(key)
         elif ended is None or (ended.begun and ended.known.get(rank, mine) != mine):
-            ended = Ended(abort.reason, {}, begun=False, until=now + self.endpoint.config.open_wait_s)
+            ended = Ended(abort.reason, {}, begun=False, until=self.endpoint.now + self.endpoint.config.open_wait_s)
             self.rooms.note_ended(key, ended)
         if ended is not None:
             ended.known[rank] = mine
 
-    def _wanted_again(self, key: bytes, session: Session, epoch: int, now: float) -> None:
+    def _wanted_again(self, key: bytes, session: Session, epoch: int) -> None:
         """A destination names a room in another epoch than the one it gave up: it wants the room again."""
-        ended = self.rooms.how_ended(key, now)
+        ended = self.rooms.how_ended(key)
         if ended is not None and not ended.begun and not ended.refuses(session.topology.group_rank, session.id, epoch):
             del self.rooms.ended[key]
 
-    def _on_bye(self, session: Session, now: float) -> None:
+    def _on_bye(self, session: Session) -> None:
         session.said_bye = True
         # An answer proves it quiet; later NoSession does, to whoever asks again.
         if not self.chunks.in_flight(session.id):
-            self.endpoint.send(session, m.Bye(), now)
-        self.lose(session, PeerError("the decode node closed", remedy="route elsewhere"), now)
+            self.endpoint.send(session, m.Bye())
+        self.lose(session, PeerError("the decode node closed", remedy="route elsewhere"))
 
-    # Time, and the end of sessions.
+    # The end of sessions.
 
-    def on_timer(self, key: tuple[str, object], now: float) -> None:
-        match key:
-            case ("reserve", Chunk() as chunk):
-                self.chunks.reserve_again(chunk, now)
-            case ("close", Destination() as destination):
-                if destination.phase is DestinationPhase.CLOSING:
-                    self.rooms.close_again(destination, now)
-                elif destination.phase is DestinationPhase.FAILING:
-                    self.rooms.close_failed(destination, now)
-            case ("open_wait", PrefillRoom() as room):
-                late = f"no decode rank opened room {room.id!r} in {room.open_wait_s} s"
-                self.rooms.fail(room, DeadlineExceeded(late), now)
-            case ("room", PrefillRoom() as room):
-                late = f"room {room.id!r} was not sent in its {room.deadline_s} s"
-                error = DeadlineExceeded(
-                    late, remedy="raise deadline_s at decode, or look at the slower side", room=room.id
-                )
-                self.rooms.fail(room, error, now)
-            case ("parked", Destination() as destination):
-                self.rooms.turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}", now)
-            case ("write", int() as ticket):
-                self.chunks.on_write_timer(ticket, now)
-            case (("beat" | "silence") as kind, Session() as session):
-                self.endpoint.on_session_timer(kind, session, "decode", now)
-
-    def lose(self, session: Session, error: PdstageError, now: float) -> None:
+    def lose(self, session: Session, error: PdstageError) -> None:
         """The session is over: its rooms fail, nothing further is sent under it."""
         if not self.handshake.unlink(session):
             return
-        self.rooms.lose(session, error, now)
+        self.rooms.lose(session, error)
         self.chunks.windows.forget(session)
         if not session.said_bye:
             self.endpoint.effects.append(PeerWarning(session.route, error))
@@ -448,7 +431,8 @@ class PrefillCore:
 
     def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves."""
-        self.chunks.fenced(session, now)
+        self.endpoint.now = now
+        self.chunks.fenced(session)
 
     # What its parts ask of it.
 

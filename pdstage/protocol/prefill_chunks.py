@@ -240,7 +240,7 @@ class ChunkSender:
 
     # What peers say.
 
-    def on_lease(self, session: Session, lease: m.Lease, now: float) -> None:
+    def on_lease(self, session: Session, lease: m.Lease) -> None:
         self.raise_mark(session, lease.lane, lease.watermark)
         chunk = self._chunk(session, lease.epoch, lease.chunk)
         where = (lease.lane, lease.cursor)
@@ -250,7 +250,7 @@ class ChunkSender:
                 return
             if chunk.phase not in (ChunkPhase.PARKED, ChunkPhase.DROPPED) and (chunk.lane, chunk.cursor) == where:
                 return
-        self._give_back(session, lease, now)
+        self._give_back(session, lease)
 
     def _take(self, chunk: Chunk, lease: m.Lease) -> None:
         nbytes = chunk.destination.session.lanes[lease.lane].nbytes
@@ -261,22 +261,22 @@ class ChunkSender:
         chunk.lane, chunk.cursor = lease.lane, lease.cursor
         CHUNK.move(chunk, ChunkEvent.LEASED)
         if self.windows.is_open(chunk):
-            self.endpoint.timers.cancel(("reserve", chunk))
+            self.endpoint.cancel(self.reserve_again, chunk)
             self.advance(chunk)
         else:
             self.windows.wait(chunk)
 
-    def on_refused(self, session: Session, refused: m.Refused, now: float) -> None:
+    def on_refused(self, session: Session, refused: m.Refused) -> None:
         chunk = self._chunk(session, refused.epoch, refused.chunk)
         if chunk is None or chunk.phase is not ChunkPhase.RESERVING or chunk.attempt != refused.attempt:
             return
-        self.endpoint.timers.cancel(("reserve", chunk))
+        self.endpoint.cancel(self.reserve_again, chunk)
         destination = chunk.destination
         if refused.why != "too_big":
             CHUNK.move(chunk, ChunkEvent.REFUSED)
             destination.unwritten -= 1
             if refused.why == "covered":
-                self.rooms.maybe_close(destination, now)
+                self.rooms.maybe_close(destination)
             return
         most = refused.max_nbytes
         cut = split(chunk.rects, destination, most) if most > 0 else iter(())
@@ -285,59 +285,59 @@ class ChunkSender:
             CHUNK.move(chunk, ChunkEvent.REFUSED)
             destination.unwritten -= 1
             for rects, nbytes in pieces:
-                self._add_piece(destination, chunk.source, rects, nbytes, now)
+                self._add_piece(destination, chunk.source, rects, nbytes)
         elif destination.may_direct(chunk.rects):
-            self._go_direct(chunk, now)
+            self._go_direct(chunk)
         elif chunk.nbytes <= session.largest_lane:
             # Carved out for now: the span comes back, or a deadline comes.
-            self.endpoint.repeat(("reserve", chunk), now)
+            self.endpoint.repeat(self.reserve_again, chunk)
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
-            self.rooms.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error)
 
-    def on_recall(self, session: Session, recall: m.Recall, now: float) -> None:
+    def on_recall(self, session: Session, recall: m.Recall) -> None:
         self.raise_mark(session, recall.lane, recall.watermark)
         chunk = self._chunk(session, recall.epoch, recall.chunk)
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
             if chunk.begun or chunk.phase is ChunkPhase.READY:
-                self.tell_tag(chunk, now)
+                self.tell_tag(chunk)
                 return
             if chunk.phase in (ChunkPhase.RESERVING, ChunkPhase.HELD):
-                self._recalled(chunk, now)
+                self._recalled(chunk)
         destination: Destination | None = session.claims.get(recall.epoch)
         if destination is not None and recall.chunk in destination.advances:
             destination.advances[recall.chunk] = None
-        self._give_back(session, recall, now)
+        self._give_back(session, recall)
 
-    def _recalled(self, chunk: Chunk, now: float) -> None:
+    def _recalled(self, chunk: Chunk) -> None:
         """Raises the attempt, so that no answer to the old one is accepted; the caller says Returned for that one.
 
         If Returned is lost, decode treats the next Reserve, of a higher attempt, as the return of the old lease. The
         time until the chunk falls back to direct counts anew.
         """
         chunk.attempt += 1
-        self.endpoint.timers.cancel(("reserve", chunk))
+        self.endpoint.cancel(self.reserve_again, chunk)
         if chunk.source.ready:
-            self.reserve(chunk, now)
+            self.reserve(chunk)
         else:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
 
     def raise_mark(self, session: Session, lane: int, watermark: int) -> None:
         for chunk in self.windows.raise_mark(session, lane, watermark):
-            self.endpoint.timers.cancel(("reserve", chunk))
+            self.endpoint.cancel(self.reserve_again, chunk)
             self.advance(chunk)
 
     # Chunks.
 
-    def add(self, destination: Destination, source: SubmittedChunk, now: float) -> None:
+    def add(self, destination: Destination, source: SubmittedChunk) -> None:
         if destination.phase is not DestinationPhase.LIVE:
             return
         limit = min(self._limit, destination.session.largest_lane)
         for rects, nbytes in split(clip(source.rects, destination), destination, limit, self._piece):
-            self._add_piece(destination, source, rects, nbytes, now)
+            self._add_piece(destination, source, rects, nbytes)
 
     def _add_piece(
-        self, destination: Destination, source: SubmittedChunk, rects: tuple[Rect, ...], nbytes: int, now: float
+        self, destination: Destination, source: SubmittedChunk, rects: tuple[Rect, ...], nbytes: int
     ) -> None:
         if destination.phase is not DestinationPhase.LIVE:  # the piece before failed the room
             return
@@ -351,71 +351,70 @@ class ChunkSender:
             chunk.direct = True
             CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
             if advance is not None:
-                self._give_back(destination.session, _lease_of(destination, advance), now)
+                self._give_back(destination.session, _lease_of(destination, advance))
             self.advance(chunk)
         elif nbytes > self._buffer_nbytes:
             error = UsageError(
                 f"one row of {rects[0].component!r} does not fit a send buffer of {self._buffer_nbytes} bytes",
                 remedy="raise staging_nbytes at prefill",
             )
-            self.rooms.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error)
         elif advance is not None and nbytes <= advance.nbytes:
-            chunk.attempt, chunk.waits_since = 0, now
-            self.endpoint.repeat(("reserve", chunk), now)  # while its window is closed
-            self.on_lease(destination.session, _lease_of(destination, advance), now)
+            chunk.attempt, chunk.waits_since = 0, self.endpoint.now
+            self.endpoint.repeat(self.reserve_again, chunk)  # while its window is closed
+            self.on_lease(destination.session, _lease_of(destination, advance))
         elif chunk.attempt and not source.ready:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
         else:
-            self.reserve(chunk, now)
+            self.reserve(chunk)
 
     def _chunk(self, session: Session, epoch: int, number: int) -> Chunk | None:
         destination: Destination | None = session.claims.get(epoch)
         return destination.chunks.get(number) if destination is not None else None
 
-    def reserve(self, chunk: Chunk, now: float) -> None:
+    def reserve(self, chunk: Chunk) -> None:
         CHUNK.move(chunk, ChunkEvent.RESERVE)
-        chunk.waits_since = now
-        self._send_reserve(chunk, now)
+        chunk.waits_since = self.endpoint.now
+        self._send_reserve(chunk)
 
-    def reserve_again(self, chunk: Chunk, now: float) -> None:
+    def reserve_again(self, chunk: Chunk) -> None:
         waits_for_window = chunk.phase is ChunkPhase.HELD and not self.windows.is_open(chunk)
         if chunk.phase is not ChunkPhase.RESERVING and not waits_for_window:
             return
-        waited_s = now - chunk.waits_since
+        waited_s = self.endpoint.now - chunk.waits_since
         if (
             chunk.source.ready
             and waited_s >= self.endpoint.config.fall_back_after_s
             and chunk.destination.may_direct(chunk.rects)
         ):
-            self._go_direct(chunk, now)
+            self._go_direct(chunk)
         else:
-            self._send_reserve(chunk, now)
+            self._send_reserve(chunk)
 
-    def _send_reserve(self, chunk: Chunk, now: float) -> None:
+    def _send_reserve(self, chunk: Chunk) -> None:
         destination = chunk.destination
         self.endpoint.send(
             destination.session,
             m.Reserve(destination.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects),
-            now,
         )
-        self.endpoint.repeat(("reserve", chunk), now)
+        self.endpoint.repeat(self.reserve_again, chunk)
 
-    def _go_direct(self, chunk: Chunk, now: float) -> None:
+    def _go_direct(self, chunk: Chunk) -> None:
         """The chunk goes direct and returns its lease. One that comes later is of an old attempt, and is returned."""
         if chunk.phase is not ChunkPhase.RESERVING:
             destination = chunk.destination
             returned = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
-            self._give_back(destination.session, returned, now)
-        self.endpoint.timers.cancel(("reserve", chunk))
+            self._give_back(destination.session, returned)
+        self.endpoint.cancel(self.reserve_again, chunk)
         chunk.attempt += 1
         chunk.direct = True
         CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
         self.endpoint.counters.chunks_fallen_back += 1
         self.advance(chunk)
 
-    def _give_back(self, session: Session, lease: m.Lease | m.Recall | m.Returned, now: float) -> None:
+    def _give_back(self, session: Session, lease: m.Lease | m.Recall | m.Returned) -> None:
         self.endpoint.counters.leases_returned += 1
-        self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor), now)
+        self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor))
 
     def advance(self, chunk: Chunk) -> None:
         """Queues a held chunk once its data exists and, unless direct, its window is open."""
@@ -423,7 +422,7 @@ class ChunkSender:
             CHUNK.move(chunk, ChunkEvent.QUEUED)
             self.buffers.queue(chunk)
 
-    def start_ready(self, now: float) -> None:
+    def start_ready(self) -> None:
         """Begins every chunk whose turn it is."""
         if not self.buffers.staged.line and not self.buffers.direct.line:  # the most frequent answer, without a call
             return
@@ -438,7 +437,7 @@ class ChunkSender:
                     self.endpoint.effects.append(Changed(destination.room))
             if chunk.direct:
                 CHUNK.move(chunk, ChunkEvent.WRITE)
-                self.endpoint.timers.set(("write", ticket), now + self.endpoint.config.write_s)
+                self.endpoint.after(self.endpoint.config.write_s, self.on_write_timer, ticket)
                 self.endpoint.effects.append(
                     self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk))
                 )
@@ -464,13 +463,14 @@ class ChunkSender:
 
         `checksum` is of the bytes gathered, where the session has checksums.
         """
+        self.endpoint.now = now
         chunk, buffer = self.flights[ticket]
         if error is not None or chunk.destination.phase is not DestinationPhase.LIVE:
-            self._end_flight(ticket, now, error)
+            self._end_flight(ticket, error)
             return
         CHUNK.move(chunk, ChunkEvent.WRITE)
         chunk.checksum = checksum
-        self.endpoint.timers.set(("write", ticket), now + self.endpoint.config.write_s)
+        self.endpoint.after(self.endpoint.config.write_s, self.on_write_timer, ticket)
         self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
@@ -480,6 +480,7 @@ class ChunkSender:
         `settled=False`: its bytes may land even after this call. So the session is lost without a Drained, and this
         process later answers for it with NoSession(0) in place of its incarnation: it proves nothing.
         """
+        self.endpoint.now = now
         orphan = self.orphans.pop(ticket, None)
         if orphan is not None and not settled:
             self._doubt(orphan)
@@ -488,8 +489,8 @@ class ChunkSender:
         session = self.flights[ticket][0].destination.session
         if error is not None and not settled:
             self._doubt(session.id)
-            self.endpoint.lose(session, error, now)
-        self._end_flight(ticket, now, error)
+            self.endpoint.owner.lose(session, error)
+        self._end_flight(ticket, error)
 
     def _doubt(self, session_id: m.SessionId) -> None:
         if len(self._in_doubt) < _MAX_IN_DOUBT:
@@ -497,7 +498,7 @@ class ChunkSender:
         else:
             self._doubts_all = True
 
-    def fenced(self, session: Session, now: float) -> None:
+    def fenced(self, session: Session) -> None:
         """After `Detach`: posts of that session no longer read our memory. The driver still calls `gathered` for each
         gather under way.
 
@@ -507,7 +508,7 @@ class ChunkSender:
         for ticket, (chunk, _) in list(self.flights.items()):
             if chunk.destination.session is session and chunk.phase is ChunkPhase.WRITING:
                 self.orphans[ticket] = session.id
-                self._end_flight(ticket, now, error)
+                self._end_flight(ticket, error)
 
     def _address(self, chunk: Chunk) -> int:
         """Where its lease lies in the destination's memory."""
@@ -519,42 +520,42 @@ class ChunkSender:
         tag = wire.Tag(session.id, chunk.destination.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
         return wire.encode_tag(tag, session.layout.names)
 
-    def tell_tag(self, chunk: Chunk, now: float) -> None:
+    def tell_tag(self, chunk: Chunk) -> None:
         """Where the transport carries no tags: says of a write that is done what its tag would."""
         session = chunk.destination.session
         if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
-            self.endpoint.send(session, m.Tagged(self._tag(chunk)), now)
+            self.endpoint.send(session, m.Tagged(self._tag(chunk)))
 
-    def _end_flight(self, ticket: int, now: float, error: PdstageError | None) -> None:
+    def _end_flight(self, ticket: int, error: PdstageError | None) -> None:
         """A gather or write ended: gives back what it held and moves its destination on."""
         chunk, buffer = self.flights.pop(ticket)
-        self.endpoint.timers.cancel(("write", ticket))
+        self.endpoint.cancel(self.on_write_timer, ticket)
         self.buffers.done(chunk, buffer)
         destination = chunk.destination
         destination.in_flight -= 1
         if chunk.phase is ChunkPhase.WRITING:
-            self._written(chunk, now, error)
+            self._written(chunk, error)
         elif error is None or destination.phase is not DestinationPhase.LIVE:
             CHUNK.move(chunk, ChunkEvent.UNUSED)
         elif destination.may_direct(chunk.rects):
-            self._go_direct(chunk, now)
+            self._go_direct(chunk)
         else:
             CHUNK.move(chunk, ChunkEvent.UNUSED)
-            self.rooms.fail_destination(destination, error, now)
-        self.rooms.flight_ended(destination, now)
-        self.start_ready(now)
+            self.rooms.fail_destination(destination, error)
+        self.rooms.flight_ended(destination)
+        self.start_ready()
 
-    def _written(self, chunk: Chunk, now: float, error: PdstageError | None) -> None:
+    def _written(self, chunk: Chunk, error: PdstageError | None) -> None:
         destination = chunk.destination
         if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
             CHUNK.move(chunk, ChunkEvent.BROKEN)
             destination.unwritten -= 1
             self.rooms.row_failed(destination, f"the write of an aux row failed: {error.what}")
-            self.rooms.maybe_close(destination, now)
+            self.rooms.maybe_close(destination)
             return
         if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
             CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self.rooms.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error)
             return
         CHUNK.move(chunk, ChunkEvent.WRITTEN)
         self.endpoint.counters.bytes_written += chunk.nbytes
@@ -566,13 +567,13 @@ class ChunkSender:
             self.endpoint.counters.chunks_staged += 1
         destination.written.append(m.Written(chunk.number, *chunk.where))
         destination.unwritten -= 1
-        self.tell_tag(chunk, now)
-        self.rooms.maybe_close(destination, now)
+        self.tell_tag(chunk)
+        self.rooms.maybe_close(destination)
 
-    def on_write_timer(self, ticket: int, now: float) -> None:
+    def on_write_timer(self, ticket: int) -> None:
         chunk = self.flights[ticket][0]
         late = DeadlineExceeded(f"a write of {chunk.nbytes} bytes took over {self.endpoint.config.write_s} s")
-        self.endpoint.lose(chunk.destination.session, late, now)
+        self.endpoint.owner.lose(chunk.destination.session, late)
 
     def in_flight(self, session_id: m.SessionId) -> bool:
         under_way = any(chunk.destination.session.id == session_id for chunk, _ in self.flights.values())
@@ -586,7 +587,7 @@ class ChunkSender:
         """Nothing more of this destination begins."""
         for chunk in destination.chunks.values():
             if chunk.phase is not ChunkPhase.WRITTEN:
-                self.endpoint.timers.cancel(("reserve", chunk))
+                self.endpoint.cancel(self.reserve_again, chunk)
                 CHUNK.move(chunk, ChunkEvent.DROP)
 
 

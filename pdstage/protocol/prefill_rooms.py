@@ -11,10 +11,11 @@ from collections import OrderedDict
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdstage.errors import PeerError, UsageError
+from pdstage.errors import DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import Slots, lacking
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
+from pdstage.protocol.room import room_id
 from pdstage.protocol.session import Changed
 from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase, RoomEvent
 
@@ -66,29 +67,29 @@ class PrefillRooms:
         self._rows = rows
         self._fitting: set[frozenset[m.SessionId]] = set()
 
-    def attach(self, room: PrefillRoom, destination: Destination, now: float) -> None:
+    def attach(self, room: PrefillRoom, destination: Destination) -> None:
         destination.room = room
         DESTINATION.move(destination, DestinationEvent.ATTACHED)
         older = room.destinations.get(destination.open.rank)
         room.destinations[destination.open.rank] = destination
         room.n_destinations = destination.open.destinations
         if older is not None:
-            self.drain(older, now)
+            self.drain(older)
         room.deadline_s = min(destination.open.deadline_s, self.endpoint.config.max_deadline_s)
-        self.endpoint.timers.set(("room", room), now + room.deadline_s)
+        self.endpoint.after(room.deadline_s, self.late, room)
         if len(room.destinations) >= room.n_destinations:
-            self.endpoint.timers.cancel(("open_wait", room))
+            self.endpoint.cancel(self.unopened, room)
             problem = self._unwanted(room)
             if problem:
-                self.fail(room, PeerError(problem, remedy="serve the same model with the same caches"), now)
+                self.fail(room, PeerError(problem, remedy="serve the same model with the same caches"))
                 return
             if room.on(RoomEvent.CONNECTED):
                 self.endpoint.effects.append(Changed(room))
         for source in room.sources:
-            self.chunks.add(destination, source, now)
+            self.chunks.add(destination, source)
         if room.finished:
             self.add_row(destination)
-        self.maybe_close(destination, now)
+        self.maybe_close(destination)
 
     def _unwanted(self, room: PrefillRoom) -> str:
         """Which part of this rank's state no destination takes, in words; asked where decode has pipeline stages."""
@@ -106,7 +107,7 @@ class PrefillRooms:
             self._fitting.add(ids)
         return problem
 
-    def maybe_close(self, destination: Destination, now: float) -> None:
+    def maybe_close(self, destination: Destination) -> None:
         room = destination.room
         needs_nothing = not destination.shares and not destination.open.aux
         if destination.phase is not DestinationPhase.LIVE or room is None or destination.unwritten:
@@ -118,11 +119,11 @@ class PrefillRooms:
                 self.endpoint, destination.session, *given, destination.asked[given.component][1]
             )
             if problem:
-                self.fail(room, UsageError(problem, remedy="give as many as decode does", room=room.id), now)
+                self.fail(room, UsageError(problem, remedy="give as many as decode does", room=room.id))
                 return
         self._set_aux(destination, room)
         DESTINATION.move(destination, DestinationEvent.WRITTEN)
-        self._close(destination, now)
+        self._close(destination)
         self.maybe_complete(room)
 
     def _given(self, destination: Destination) -> tuple[m.Given, ...]:
@@ -142,17 +143,21 @@ class PrefillRooms:
             self.endpoint.counters.rooms_succeeded += 1
             self._end(room)
 
-    def _close(self, destination: Destination, now: float) -> None:
+    def _close(self, destination: Destination) -> None:
         written = tuple(destination.written)
         close = m.CloseOk(destination.epoch, written, destination.aux, self._given(destination), destination.packed)
-        self.endpoint.send(destination.session, close, now)
-        self.endpoint.repeat(("close", destination), now)
+        self.endpoint.send(destination.session, close)
+        self.endpoint.repeat(self.close_again, destination)
 
-    def close_again(self, destination: Destination, now: float) -> None:
-        """CloseOk is unanswered. A tag that was sent as a message may be lost too, so tags are sent again."""
+    def close_again(self, destination: Destination) -> None:
+        """Its end is unanswered. A tag that was sent as a message may be lost too, so tags are sent again."""
+        if destination.phase is DestinationPhase.FAILING:
+            self.close_failed(destination)
+        if destination.phase is not DestinationPhase.CLOSING:
+            return
         for chunk in destination.chunks.values():
-            self.chunks.tell_tag(chunk, now)
-        self._close(destination, now)
+            self.chunks.tell_tag(chunk)
+        self._close(destination)
 
     # The aux row.
 
@@ -205,11 +210,11 @@ class PrefillRooms:
             aux = shared.pack(aux.read()) if destination.packed else None
         destination.aux = aux if destination.open.aux else None
 
-    def fail_destination(self, destination: Destination, error: PdstageError, now: float) -> None:
+    def fail_destination(self, destination: Destination, error: PdstageError) -> None:
         if destination.room is not None:
-            self.fail(destination.room, error, now)
+            self.fail(destination.room, error)
 
-    def fail(self, room: PrefillRoom, error: PdstageError, now: float) -> None:
+    def fail(self, room: PrefillRoom, error: PdstageError) -> None:
         if not room.on(RoomEvent.FAILED, error):
             return
         self.endpoint.counters.rooms_failed += 1
@@ -220,13 +225,13 @@ class PrefillRooms:
                 DESTINATION.move(destination, DestinationEvent.FAILED)
                 destination.reason = str(error)
                 self.chunks.drop(destination)
-                self.close_failed(destination, now)
+                self.close_failed(destination)
         self._end(room)
 
-    def how_ended(self, key: bytes, now: float) -> Ended | None:
+    def how_ended(self, key: bytes) -> Ended | None:
         """What is known of the last room of this name, if it failed and that still counts."""
         ended = self.ended.get(key)
-        if ended is not None and ended.until <= now:
+        if ended is not None and ended.until <= self.endpoint.now:
             del self.ended[key]
             return None
         return ended
@@ -236,12 +241,13 @@ class PrefillRooms:
         if len(self.ended) > _MAX_ENDED:
             self.ended.popitem(last=False)
 
-    def close_failed(self, destination: Destination, now: float) -> None:
-        self.endpoint.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)), now)
-        self.endpoint.repeat(("close", destination), now)
+    def close_failed(self, destination: Destination) -> None:
+        self.endpoint.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)))
+        self.endpoint.repeat(self.close_again, destination)
 
     def _end(self, room: PrefillRoom) -> None:
-        self.endpoint.timers.cancel_all(room, ("open_wait", "room"))
+        self.endpoint.cancel(self.unopened, room)
+        self.endpoint.cancel(self.late, room)
         if self.by_key.get(room.key) is room:
             del self.by_key[room.key]
         for source in room.sources:
@@ -254,32 +260,32 @@ class PrefillRooms:
         if room.ended and room.in_flight == 0 and room.release():
             self.endpoint.effects.append(Changed(room))
 
-    def drain(self, destination: Destination, now: float) -> None:
+    def drain(self, destination: Destination) -> None:
         self.chunks.drop(destination)
-        self.endpoint.timers.cancel(("close", destination))
+        self.endpoint.cancel(self.close_again, destination)
         self.unpark(destination)
         DESTINATION.move(destination, DestinationEvent.ABORTED)
-        self._maybe_drained(destination, now)
+        self._maybe_drained(destination)
 
-    def _maybe_drained(self, destination: Destination, now: float) -> None:
+    def _maybe_drained(self, destination: Destination) -> None:
         if destination.phase is DestinationPhase.DRAINING and destination.in_flight == 0:
             if destination.session.id in self.endpoint.sessions:
-                self.endpoint.send(destination.session, m.Drained(destination.epoch), now)
+                self.endpoint.send(destination.session, m.Drained(destination.epoch))
             self.forget(destination)
 
-    def flight_ended(self, destination: Destination, now: float) -> None:
+    def flight_ended(self, destination: Destination) -> None:
         if destination.room is not None:
             destination.room.in_flight -= 1
             self._maybe_release(destination.room)
         if destination.session.id in self.endpoint.sessions:
-            self._maybe_drained(destination, now)
+            self._maybe_drained(destination)
         elif destination.in_flight == 0:
             self.forget(destination)
 
     def forget(self, destination: Destination) -> None:
         self.chunks.drop(destination)
         self.unpark(destination)
-        self.endpoint.timers.cancel(("close", destination))
+        self.endpoint.cancel(self.close_again, destination)
         self.destinations.pop((destination.session.id, destination.epoch), None)
         destination.session.claims.pop(destination.epoch, None)
         # Chunks name their destination, and that its room: without this only the collector could free any of them.
@@ -290,7 +296,7 @@ class PrefillRooms:
         self.destinations[destination.session.id, destination.epoch] = destination
         destination.session.claims[destination.epoch] = destination
 
-    def park(self, destination: Destination, now: float) -> bool:
+    def park(self, destination: Destination) -> bool:
         """Holds a destination of a room that is not here yet; False if there is no place for it."""
         session, opened = destination.session, destination.open
         nbytes = _OPEN_NBYTES + sum(len(items.data) for items in opened.items)
@@ -300,9 +306,7 @@ class PrefillRooms:
         destination.parked_nbytes = nbytes
         self.pending.setdefault(opened.room, {})[destination] = None
         self.note(destination)
-        self.endpoint.timers.set(
-            ("parked", destination), now + min(opened.deadline_s, self.endpoint.config.send_wait_s)
-        )
+        self.endpoint.after(min(opened.deadline_s, self.endpoint.config.send_wait_s), self.never_begun, destination)
         return True
 
     def unpark(self, destination: Destination) -> None:
@@ -312,29 +316,42 @@ class PrefillRooms:
         self._wait_no_more(destination)
 
     def _wait_no_more(self, destination: Destination) -> None:
-        self.endpoint.timers.cancel(("parked", destination))
+        self.endpoint.cancel(self.never_begun, destination)
         waiting = self.pending.get(destination.open.room, {})
         waiting.pop(destination, None)
         if not waiting:
             self.pending.pop(destination.open.room, None)
 
-    def turn_all_away(self, reason: str, now: float) -> None:
+    def turn_all_away(self, reason: str) -> None:
         for destination in list(chain.from_iterable(self.pending.values())):
-            self.turn_away(destination, reason, now)
+            self.turn_away(destination, reason)
 
-    def turn_away(self, destination: Destination, reason: str, now: float) -> None:
+    def turn_away(self, destination: Destination, reason: str) -> None:
         """The room of a pending destination will not be sent."""
         self._wait_no_more(destination)
         DESTINATION.move(destination, DestinationEvent.FAILED)
         destination.reason = reason
-        self.close_failed(destination, now)
+        self.close_failed(destination)
 
-    def lose(self, session: Session, error: PdstageError, now: float) -> None:
+    def lose(self, session: Session, error: PdstageError) -> None:
         """The session is over: rooms that its destinations still need fail, nothing further is sent under it."""
         for destination in list(session.claims.values()):
             if destination.phase in (DestinationPhase.LIVE, DestinationPhase.FAILING):
                 DESTINATION.move(destination, DestinationEvent.ABORTED)
                 self.chunks.drop(destination)
-                self.fail_destination(destination, error, now)
+                self.fail_destination(destination, error)
             if destination.in_flight == 0:
                 self.forget(destination)
+
+    # What came too late.
+
+    def unopened(self, room: PrefillRoom) -> None:
+        self.fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {room.open_wait_s} s"))
+
+    def late(self, room: PrefillRoom) -> None:
+        what = f"room {room.id!r} was not sent in its {room.deadline_s} s"
+        remedy = "raise deadline_s at decode, or look at the slower side"
+        self.fail(room, DeadlineExceeded(what, remedy=remedy, room=room.id))
+
+    def never_begun(self, destination: Destination) -> None:
+        self.turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}")

@@ -43,7 +43,7 @@ from pdstage.protocol.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from pdstage.columns import Shared
     from pdstage.errors import PdstageError
@@ -79,8 +79,8 @@ class Session:
     lanes: tuple[LaneSpan, ...]
     silence_s: float
     """What the peer promised: silent for longer, it is lost."""
-    received_at: float
-    used_at: float
+    received_at: float = 0.0
+    used_at: float = 0.0
     """When a room last needed it: the last frame that was no heartbeat. No room of either side ends without one."""
     sent_at: float = 0.0
     beat_at: float = 0.0
@@ -181,8 +181,10 @@ class Endpoint:
         self.counters = Counters()
         self.timers = Timers()
         self.sessions: dict[SessionId, Session] = {}
-        self._owner = owner
-        self.settle: Callable[[float], None]
+        self.owner = owner
+        self.now = 0.0
+        """The time of the input under way: each input says it."""
+        self.settle: Callable[[], None]
         """Called after every input: begins what may begin now. Set by the core that has it."""
         self.effects: list[Any] = []
         """What a part asks of the driver is appended here."""
@@ -194,6 +196,7 @@ class Endpoint:
 
     def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
         """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
+        self.now = now
         session = None
         try:
             session_id, seq = decode_head(data)
@@ -210,18 +213,18 @@ class Endpoint:
             self.counters.frames_received += 1
             if message is None:
                 return
-            if session is None or self._moves_on(session, seq, message, now):
-                self._owner.on_frame(route, session, Frame(session_id, seq, message), now)
+            if session is None or self._moves_on(session, seq, message):
+                self.owner.on_frame(route, session, Frame(session_id, seq, message))
         except PeerError as error:
             self.counters.frames_malformed += 1
             # Engines may keep this error for long, as their rooms': without the stack frames that refer to the message.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             self.effects.append(PeerWarning(route, error))
             if isinstance(error, OtherVersion) and error.greets:
-                self._owner.on_other_version(route, error)
+                self.owner.on_other_version(route, error)
             if session is not None and not isinstance(error, UnknownMessage):
-                self._owner.lose(session, error, now)
-        self.settle(now)
+                self.owner.lose(session, error)
+        self.settle()
 
     def _read_stray(self, route: bytes, data: bytes | memoryview) -> AnyMessage | None:
         """The message of a frame of no live session. What anybody may say then is read only where it is of use, since
@@ -230,7 +233,7 @@ class Endpoint:
         kind = kind_of(data)
         message: AnyMessage | None = UNREAD
         if kind is None or kind in OUTSIDE_A_SESSION:
-            message = decode_body(data) if kind is None or self._owner.accepts(kind, route) else None
+            message = decode_body(data) if kind is None or self.owner.accepts(kind, route) else None
         self.counters.frames_stale += not isinstance(message, Hello | Welcome | HelloRefused)
         return message
 
@@ -238,22 +241,24 @@ class Endpoint:
         """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a
         peer's: one that comes later than its own promise pushes its deadlines by the excess.
         """
-        due_at, gap_s, self._ticked_at = self.timers.next_at(), now - self._ticked_at, now
+        due_at, gap_s = self.timers.next_at(), now - self._ticked_at
+        self.now = self._ticked_at = now
         # A node that had nothing due was idle, not late: nothing is pushed further than what was due is overdue.
         excess = min(gap_s - self.config.max_silence_s, now - due_at) if due_at is not None else 0.0
         if excess > 0:
             self.timers.delay(excess)
             for session in self.sessions.values():
                 session.received_at += excess
-        for key in self.timers.due(now):
-            self._owner.on_timer(key, now)  # type: ignore[arg-type]
-        self.settle(now)
+        for call, *things in self.timers.due(now):
+            call(*things)
+        self.settle()
 
     def lose(self, session: Session, error: PdstageError, now: float) -> None:
-        """The session is over: its core says what follows."""
-        self._owner.lose(session, error, now)
+        """The driver finds that the session is over: its core says what follows."""
+        self.now = now
+        self.owner.lose(session, error)
 
-    def _moves_on(self, session: Session, seq: int, message: AnyMessage, now: float) -> bool:
+    def _moves_on(self, session: Session, seq: int, message: AnyMessage) -> bool:
         """Whether the frame is its session's next; else it is to be dropped. NoSession is outside of any order."""
         if isinstance(message, NoSession):
             return True
@@ -261,9 +266,9 @@ class Endpoint:
             self.counters.frames_stale += 1
             return False
         session.last_seq = seq
-        session.received_at = now
+        session.received_at = self.now
         if not isinstance(message, Heartbeat):
-            session.used_at = now
+            session.used_at = self.now
         return True
 
     # Outputs.
@@ -277,9 +282,9 @@ class Endpoint:
         self._tickets += 1
         return self._tickets
 
-    def send(self, session: Session, message: AnyMessage, now: float) -> None:
+    def send(self, session: Session, message: AnyMessage) -> None:
         session.n_sent += 1
-        session.sent_at = now
+        session.sent_at = self.now
         self.send_loose(session.route, session.id, message, session.n_sent)
 
     def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage, seq: int = 0) -> None:
@@ -295,86 +300,100 @@ class Endpoint:
 
     def bye(self, now: float) -> None:
         """After the last completion: this process ends its sessions in order."""
+        self.now = now
         for session in self.sessions.values():
-            self.send(session, Bye(), now)
+            self.send(session, Bye())
 
     # Time.
 
-    def begin(self, session: Session, offers: dict[str, bytes], now: float) -> None:
+    def begin(self, session: Session, offers: dict[str, bytes]) -> None:
         """Both sides agreed on `session`. Starts its two timers: our heartbeat and the peer's silence."""
         for what in session.aux.left_out:
             self.warn_once(session.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
+        session.received_at = session.used_at = self.now
         self.sessions[session.id] = session
         self.counters.sessions_opened += 1
-        self.timers.set(("beat", session), now + min(self.config.max_silence_s / 3, HOLD_EVERY_S))
-        self.timers.set(("silence", session), now + self._patience_s(session))
+        self.after(min(self.config.max_silence_s / 3, HOLD_EVERY_S), self._beat_again, session)
+        self.after(self._patience_s(session), self._listen, session)
         self.effects.append(Attach(session, offers))
 
     def end(self, session: Session) -> bool:
         """Forgets `session`; False if it was forgotten already."""
         if self.sessions.pop(session.id, None) is None:
             return False
-        self.timers.cancel_all(session, ("beat", "silence"))
+        self.cancel(self._beat_again, session)
+        self.cancel(self._listen, session)
         if session.said_bye:
             self.counters.sessions_ended += 1
         elif not session.half_open:
             self.counters.sessions_lost += 1
         return True
 
-    def on_session_timer(self, kind: str, session: Session, peer: str, now: float) -> bool:
-        """Serves `begin`'s timers; True if `peer` was silent for too long, so that the session is lost."""
-        if kind == "beat":
-            self.timers.set(("beat", session), self._beat(session, now))
-            return False
+    def _beat_again(self, session: Session) -> None:
+        self.timers.set((self._beat_again, session), self._beat(session))
+
+    def _listen(self, session: Session) -> None:
+        """Ends a session whose peer was silent for too long. Decode connects anew: the other end may be gone."""
         silent_at = session.received_at + self._patience_s(session)
-        if silent_at > now:
-            self.timers.set(("silence", session), silent_at)
-            return False
-        late = DeadlineExceeded(f"{peer} was silent for {session.silence_s} s", remedy="look at that node")
-        self._owner.lose(session, late, now)
-        return True
+        if silent_at > self.now:
+            self.timers.set((self._listen, session), silent_at)
+            return
+        late = f"{self.owner.peer} was silent for {session.silence_s} s"
+        self.owner.lose(session, DeadlineExceeded(late, remedy="look at that node"))
+        if self.owner.peer == "prefill":
+            self.effects.append(Renew(session.route))
 
     def keep_alive(self, now: float) -> None:
         """Sends the heartbeats that are due, in a turn that has more to read than it has time for."""
+        self.now = now
         for session in self.sessions.values():
-            self._beat(session, now)
+            self._beat(session)
 
-    def _beat(self, session: Session, now: float) -> float:
+    def _beat(self, session: Session) -> float:
         """Sends a heartbeat if it is due; returns when the next one is. Rooms that wait need one whatever else is said,
         one for all of them.
         """
         pause_s = self.config.max_silence_s / 3
         held_s = min(pause_s, HOLD_EVERY_S)
-        if session.beat_at + held_s <= now:
-            session.beat_at = now
-            for asks, waits in self._owner.waiting(session):
-                self.send(session, Heartbeat(IN_USE, asks, waits), now)
-        if session.sent_at + pause_s <= now:
-            self.send(session, Heartbeat(self.need_of(session, now)), now)
+        if session.beat_at + held_s <= self.now:
+            session.beat_at = self.now
+            for asks, waits in self.owner.waiting(session):
+                self.send(session, Heartbeat(IN_USE, asks, waits))
+        if session.sent_at + pause_s <= self.now:
+            self.send(session, Heartbeat(self.need_of(session)))
         return min(session.sent_at + pause_s, session.beat_at + held_s)
 
-    def need_of(self, session: Session, now: float) -> int:
+    def need_of(self, session: Session) -> int:
         """What a heartbeat says of the session. One that no room needs costs both ends memory and a connection."""
-        if self._owner.in_use(session):
+        if self.owner.in_use(session):
             return IN_USE
-        return SPARE if now - session.used_at >= self.config.idle_s else IDLE
+        return SPARE if self.now - session.used_at >= self.config.idle_s else IDLE
 
     def _patience_s(self, session: Session) -> float:
         """A session that is only greeted expires after `hello_s`, whatever `max_silence_s` its peer promised."""
         return min(session.silence_s, self.config.hello_s) if session.half_open else session.silence_s
 
-    def repeat(self, key: Hashable, now: float) -> None:
-        """Asks for `key` to come due again after `retry_s`: the side that waits repeats its question."""
-        self.timers.set(key, now + self.config.retry_s)
+    def after(self, wait_s: float, call: Callable[..., None], *things: object, anew: bool = True) -> None:
+        """`call(*things)` follows in `wait_s`; later than asked for before, or, if not `anew`, then."""
+        key = (call, *things)
+        if anew or key not in self.timers:
+            self.timers.set(key, self.now + wait_s)
 
-    def back_off(self, key: Hashable, now: float, n_tries: int, salt: int) -> None:
+    def cancel(self, call: Callable[..., None], *things: object) -> None:
+        self.timers.cancel((call, *things))
+
+    def repeat(self, call: Callable[..., None], *things: object) -> None:
+        """`call(*things)` follows after `retry_s`: the side that waits repeats its question."""
+        self.after(self.config.retry_s, call, *things)
+
+    def back_off(self, n_tries: int, salt: int, call: Callable[..., None], thing: object) -> None:
         """As `repeat`, after `n_tries` in vain: twice as long each time up to 20 times, less up to half of it.
 
         The jitter is drawn from `salt` and `n_tries` alone: a fleet that lost one peer does not ask in step, and a core
         does the same things again when it is given the same inputs.
         """
         wait_s = self.config.retry_s * min(2 ** min(n_tries, 5), 20)
-        self.timers.set(key, now + wait_s * (0.5 + 0.5 * drawn(salt + n_tries)))
+        self.after(wait_s * (0.5 + 0.5 * drawn(salt + n_tries)), call, thing)
 
 
 def forgotten_at(side: str) -> PeerError:

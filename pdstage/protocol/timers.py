@@ -6,7 +6,7 @@ import heapq
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+    from collections.abc import Hashable, Iterator
 
 _GONE = object()
 
@@ -43,21 +43,10 @@ class Timers:
             self._heap = list(self._at.values())
             heapq.heapify(self._heap)
 
-    def set_default(self, key: Hashable, at: float) -> None:
-        if key not in self._at:
-            self.set(key, at)
-
     def cancel(self, key: Hashable) -> None:
         entry = self._at.pop(key, None)
         if entry is not None:
             entry[2] = _GONE
-
-    def cancel_all(self, thing: object, kinds: Iterable[str]) -> None:
-        """Cancels the keys `(kind, thing)`."""
-        for kind in kinds:
-            entry = self._at.pop((kind, thing), None)
-            if entry is not None:
-                entry[2] = _GONE
 
     def next_at(self) -> float | None:
         heap = self._heap
@@ -65,7 +54,7 @@ class Timers:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
-    def due(self, now: float) -> Iterator[Hashable]:
+    def due(self, now: float) -> Iterator[Any]:
         """Keys whose moment has come, each removed as it is given; the consumer may set and cancel freely."""
         while self._heap and self._heap[0][0] <= now:
             key = heapq.heappop(self._heap)[2]

@@ -191,7 +191,7 @@ def test_the_plans_of_a_session_go_with_it(site):
     assert p.stager._plans
     assert d.stager._plans
     for session in list(p.core.sessions.values()):
-        p.core.lose(session, PeerError("gone", remedy="none"), time.monotonic())
+        p.core.endpoint.lose(session, PeerError("gone", remedy="none"), time.monotonic())
     drive(site.nodes, lambda: not p.stager._plans and not d.stager._plans)
 
 

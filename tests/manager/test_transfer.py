@@ -197,7 +197,7 @@ def test_a_turn_reads_for_a_while_only(site, monkeypatch) -> None:
         assert len(p.driver._unread) == left
         assert session.id in p.core.sessions
         assert session.sent_at > long_ago, "its peer hears of us meanwhile"
-    p.core.endpoint.timers.set(("silence", session), 0.0)
+    p.core.endpoint.after(0.0, p.core.endpoint._listen, session)
     drive([p], lambda: session.id not in p.core.sessions)
 
 

@@ -226,7 +226,7 @@ def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opene
     out = world.submit(1)
     world.run()
     (session,) = world.decode[0].core.sessions.values()
-    world.decode[0].core.endpoint.send(session, m.Abort(handle.epoch + 7, "no", False, b"i1"), 0.0)
+    world.decode[0].core.endpoint.send(session, m.Abort(handle.epoch + 7, "no", False, b"i1"))
     world.carry(world.decode[0])
     world.run()
     assert not out.ended

@@ -51,7 +51,7 @@ def restart(world: World) -> None:
 def lose(world: World) -> None:
     (node,) = world.prefill
     (session,) = node.core.sessions.values()
-    node.core.lose(session, DeadlineExceeded("decode was silent"), world.now)
+    node.core.endpoint.lose(session, DeadlineExceeded("decode was silent"), world.now)
     world.carry(node)
 
 

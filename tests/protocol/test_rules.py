@@ -55,7 +55,7 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     assert [decode.leases.is_open(lease) for lease in decode.leases.of(session)] == [True, False]
-    decode.lose(session, PeerError("the test says so"), world.now)
+    decode.endpoint.lose(session, PeerError("the test says so"), world.now)
     assert [(lease.phase, lease.cursor) for lease in decode.leases.of(session)] == [("quarantined", 0)]
 
 
@@ -66,7 +66,7 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     handle, _ = world.serve(1)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    decode.lose(session, PeerError("the test says so"), world.now)
+    decode.endpoint.lose(session, PeerError("the test says so"), world.now)
     decode.fenced(session, world.now)
     assert [lease.phase for lease in decode.leases.of(session)] == ["landed"]
     assert not handle.released

@@ -96,7 +96,7 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
 
 
 def core_deadline(node: Decode, kind: str) -> float:
-    return next(at for key, (at, *_) in node.core.endpoint.timers._at.items() if key[0] == kind)
+    return next(at for key, (at, *_) in node.core.endpoint.timers._at.items() if key[-1] == kind)
 
 
 def test_an_idle_node_keeps_its_deadlines() -> None:

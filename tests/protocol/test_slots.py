@@ -121,10 +121,10 @@ def lie(world: World, n: int, component: str = "kv") -> None:
     core = world.prefill[0].core
     send = core.endpoint.send
 
-    def lying(session: Session, message: m.AnyMessage, now: float) -> None:
+    def lying(session: Session, message: m.AnyMessage) -> None:
         if isinstance(message, m.CloseOk):
             message = msgspec.structs.replace(message, slots=(m.Given(component, n),))
-        send(session, message, now)
+        send(session, message)
 
     core.endpoint.send = lying  # type: ignore[method-assign]
     core.rooms.slots.compare = lambda *_: ""  # type: ignore[method-assign]

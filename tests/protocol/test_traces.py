@@ -89,7 +89,7 @@ def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet
     (session,) = world.decode[0].core.sessions.values()
     core, (lost,) = world.prefill[0].core, world.prefill[0].core.sessions.values()
     assert core.chunks.flights, "the gather is under way"
-    core.lose(lost, TransportError("the connection broke"), world.now)
+    core.endpoint.lose(lost, TransportError("the connection broke"), world.now)
     world.carry(world.prefill[0])
     world.run(until=60.0)
     assert handle.state is State.FAILED

@@ -55,7 +55,7 @@ MUTANTS = [
         "a failed post is tried again",
         "6 written once, I15",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self.rooms.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error)
             return
 """,
         """            chunk.phase = ChunkPhase.READY
@@ -67,11 +67,11 @@ MUTANTS = [
         "a failed post's lease is given back as unused",
         "6 unknown outcome, I2",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self.rooms.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error)
             return
 """,
         """            chunk.phase = ChunkPhase.DROPPED
-            self.rooms.fail_destination(destination, error, now)
+            self.rooms.fail_destination(destination, error)
             return
 """,
         "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",
@@ -86,8 +86,8 @@ MUTANTS = [
     Mutant(
         "Reserve is not repeated",
         "6 who asks again, I4",
-        '        )\n        self.endpoint.repeat(("reserve", chunk), now)\n',
-        "        )\n",
+        "        self.endpoint.repeat(self.reserve_again, chunk)\n\n",
+        "",
     ),
     Mutant(
         "Lease does not carry the watermark",
@@ -107,7 +107,7 @@ MUTANTS = [
         "nothing is recalled",
         "6 recall (a), I12",
         """            if lease.request.session.id in self.endpoint.sessions:
-                self._recall(lease, now)""",
+                self._recall(lease)""",
         "            pass",
     ),
     Mutant(
@@ -153,20 +153,20 @@ MUTANTS = [
     Mutant(
         "decode frees on sending Recall",
         "6 recall, I2",
-        """        self.endpoint.send(request.session, recall, now)
+        """        self.endpoint.send(request.session, recall)
 """,
-        """        self.endpoint.send(request.session, recall, now)
+        """        self.endpoint.send(request.session, recall)
         if lease.phase is LeasePhase.GRANTED:
-            self.leases.release(lease, now)
+            self.leases.release(lease)
 """,
     ),
     Mutant(
         "no attempts: Returned is not final",
         "6 recall, I15",
         """        chunk.attempt += 1
-        self.endpoint.timers.cancel(("reserve", chunk))
+        self.endpoint.cancel(self.reserve_again, chunk)
 """,
-        """        self.endpoint.timers.cancel(("reserve", chunk))
+        """        self.endpoint.cancel(self.reserve_again, chunk)
 """,
     ),
     Mutant(
@@ -185,24 +185,24 @@ MUTANTS = [
         "a recalled chunk asks again before its data exists",
         "6 recall, I16",
         """        if chunk.source.ready:
-            self.reserve(chunk, now)
+            self.reserve(chunk)
         else:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
 """,
-        """        self.reserve(chunk, now)
+        """        self.reserve(chunk)
 """,
     ),
     Mutant(
         "leases nobody wants are not given back",
         "6 recall, I13",
-        "        self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor), now)",
+        "        self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor))",
         "        _ = session",
         "tests/protocol/test_table.py",
     ),
     Mutant(
         "a higher attempt does not free the old lease",
         "6 life, I14",
-        """            self._leases.release(held, now)
+        """            self._leases.release(held)
         problem""",
         """        problem""",
         "tests/protocol/test_table.py",
@@ -211,17 +211,17 @@ MUTANTS = [
         "a failed room's leases are free at once",
         "6 quarantine, I2",
         """            if lease.phase is LeasePhase.GRANTED:
-                self._quarantine(lease, now)
+                self._quarantine(lease)
 """,
         """            if lease.phase is LeasePhase.GRANTED:
-                self.leases.release(lease, now)
+                self.leases.release(lease)
 """,
     ),
     Mutant(
         "a failed room's leases stay granted",
         "6 quarantine, I12",
         """            if lease.phase is LeasePhase.GRANTED:
-                self._quarantine(lease, now)
+                self._quarantine(lease)
 """,
         """            pass
 """,
@@ -233,7 +233,7 @@ MUTANTS = [
         """            self._leases.land(lease)
             span""",
         """            self._leases.land(lease)
-            self._leases.release(lease, now)
+            self._leases.release(lease)
             span""",
     ),
     Mutant(
@@ -316,10 +316,9 @@ MUTANTS = [
     Mutant(
         "a write may take for ever",
         "6 write_s, I10",
-        """                self.chunks.on_write_timer(ticket, now)
+        """        self.endpoint.owner.lose(chunk.destination.session, late)
 """,
-        """                pass
-""",
+        "",
         "tests/protocol/test_rooms.py::test_a_write_older_than_write_s_tears_its_session_down",
     ),
     Mutant(

@@ -21,19 +21,19 @@ MUTANTS = [
     _bug(
         "idle sessions never end",
         "parting, I14",
-        "        return SPARE if now - session.used_at >= self.config.idle_s else IDLE",
+        "        return SPARE if self.now - session.used_at >= self.config.idle_s else IDLE",
         "        return IDLE",
     ),
     _bug(
         "a session is idle from its beginning",
         "parting, idle_s",
-        "            session.used_at = now",
+        "            session.used_at = self.now",
         "            pass",
     ),
     _bug(
         "Bye is not repeated",
         "parting, I4",
-        """        self.endpoint.back_off(("bye", session), now, session.n_byes, session.id.decode)
+        """        self.endpoint.back_off(session.n_byes, session.id.decode, self._say_bye, session)
 """,
         "",
     ),
@@ -58,7 +58,7 @@ MUTANTS = [
     _bug(
         "greetings go on after hello_s",
         "hello_s, I14",
-        '("hello", "hello_until")',
-        '("hello_until",)',
+        "        self.endpoint.cancel(self._greet, peer)\n",
+        "",
     ),
 ]

@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         "Open is not repeated",
         "7 Open, I4",
-        """        self.endpoint.repeat(("open", writer), now)
+        """        self.endpoint.repeat(self.send_open, writer)
 """,
         "",
     ),
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "Reserve of what is granted is not answered",
         "7 Reserve, I4",
-        """                self._lender.send_lease(held, now)
+        """                self._lender.send_lease(held)
                 return""",
         "                return",
     ),
@@ -180,40 +180,40 @@ MUTANTS = [
     Mutant(
         "Close is not repeated",
         "7 Close, I4",
-        """        self.endpoint.send(destination.session, close, now)
-        self.endpoint.repeat(("close", destination), now)
+        """        self.endpoint.send(destination.session, close)
+        self.endpoint.repeat(self.close_again, destination)
 """,
-        """        self.endpoint.send(destination.session, close, now)
+        """        self.endpoint.send(destination.session, close)
 """,
     ),
     Mutant(
         "the writer forgets before Closed",
         "7 Close, I2",
-        """        self._close(destination, now)
+        """        self._close(destination)
         self.maybe_complete(room)""",
-        """        self._close(destination, now)
+        """        self._close(destination)
         self.maybe_complete(room)
         self.forget(destination)""",
     ),
     Mutant(
         "Close without its list: unlisted leases stay",
         "7 Close, I14",
-        """        self._lender.release_of(session, close.epoch, now)
-        self.endpoint.send(session, m.Closed(close.epoch), now)
+        """        self._lender.release_of(session, close.epoch)
+        self.endpoint.send(session, m.Closed(close.epoch))
 """,
-        """        self.endpoint.send(session, m.Closed(close.epoch), now)
+        """        self.endpoint.send(session, m.Closed(close.epoch))
 """,
     ),
     Mutant(
         "Close that overtakes a tag frees delivered data",
         "7 Close, I5",
-        "            if not writer.arrived.issuperset([w.chunk for w in close.written]):\n                self._begun(room, now)\n                return\n",
+        "            if not writer.arrived.issuperset([w.chunk for w in close.written]):\n                self._begun(room)\n                return\n",
         "",
     ),
     Mutant(
         "Close of an unknown epoch is not answered",
         "7 Close, I14",
-        """            self.endpoint.send(session, m.Closed(close.epoch), now)
+        """            self.endpoint.send(session, m.Closed(close.epoch))
             return
 """,
         "            return\n",
@@ -228,14 +228,14 @@ MUTANTS = [
     Mutant(
         "Close(failed) is taken as proof of quiet",
         "7 Close, I2",
-        'gave the room up: {close.reason}"), now)\n',
-        'gave the room up: {close.reason}"), now)\n'
-        "            self.lender.release_of(session, close.epoch, now)\n            self.rooms.mark_quiet(writer)\n",
+        'gave the room up: {close.reason}"))\n',
+        'gave the room up: {close.reason}"))\n'
+        "            self.lender.release_of(session, close.epoch)\n            self.rooms.mark_quiet(writer)\n",
     ),
     Mutant(
         "Abort is not repeated",
         "7 Abort, I4",
-        """        self.endpoint.repeat(("abort", writer), now)
+        """        self.endpoint.repeat(self.send_abort, writer)
 """,
         "",
         "tests/protocol/test_table.py",
@@ -257,7 +257,7 @@ MUTANTS = [
     Mutant(
         "a room given up is never forgotten",
         "7 Abort, I14",
-        """begun=False, until=now + self.endpoint.config.open_wait_s)
+        """begun=False, until=self.endpoint.now + self.endpoint.config.open_wait_s)
 """,
         "begun=False)\n",
         "tests/protocol/test_given_up.py",
@@ -277,7 +277,7 @@ MUTANTS = [
     Mutant(
         "Drained frees nothing",
         "7 Drained, I14",
-        """        self.lender.release_of(session, drained.epoch, now)
+        """        self.lender.release_of(session, drained.epoch)
 """,
         "",
     ),
@@ -291,7 +291,7 @@ MUTANTS = [
     Mutant(
         "nobody asks a writer that does not close",
         "7 drain_s, I10",
-        """                    self.endpoint.timers.set(("linger", writer), now + self.endpoint.config.drain_s)
+        """                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer, "finished")
 """,
         "                    pass\n",
         "tests/protocol/test_rules.py",
@@ -299,15 +299,15 @@ MUTANTS = [
     Mutant(
         "no deadline of a room ends it at decode",
         "7 deadlines, I10",
-        """                self.rooms.fail(room, too_late(kind, room, self.endpoint.config), now)
+        """        self.fail(room, DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id))
 """,
-        "                pass\n",
+        "",
     ),
     Mutant(
         "no deadline of a room ends it at prefill",
         "7 deadlines, I10",
-        "                )\n                self.rooms.fail(room, error, now)\n",
-        "                )\n",
+        "        self.fail(room, DeadlineExceeded(what, remedy=remedy, room=room.id))\n",
+        "",
     ),
     Mutant(
         "another checksum is ignored",
@@ -319,14 +319,14 @@ MUTANTS = [
         "a tag that was lost is not said again with CloseOk",
         "7 tags by message, I10",
         """        for chunk in destination.chunks.values():
-            self.chunks.tell_tag(chunk, now)
+            self.chunks.tell_tag(chunk)
         self._close(""",
         "        self._close(",
     ),
     Mutant(
         "a tag that was lost is not said again to a Recall",
         "7 tags by message, I12",
-        """                self.tell_tag(chunk, now)
+        """                self.tell_tag(chunk)
                 return
 """,
         "                return\n",
@@ -339,7 +339,7 @@ MUTANTS = [
 """,
         """        self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
         if chunk.destination.session.tags_as_messages:
-            self.endpoint.send(chunk.destination.session, m.Tagged(self._tag(chunk)), now)
+            self.endpoint.send(chunk.destination.session, m.Tagged(self._tag(chunk)))
 """,
     ),
     Mutant(

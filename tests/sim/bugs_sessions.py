@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         "Hello is not repeated",
         "7 Hello, I4",
-        """        self.endpoint.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
+        """        self.endpoint.back_off(peer.n_hellos, peer.nonce, self._greet, peer)
 """,
         "",
     ),
@@ -42,10 +42,10 @@ MUTANTS = [
     Mutant(
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
-        """            self.endpoint.begin(session, m.offers(hello), now)
+        """            self.endpoint.begin(session, m.offers(hello))
 """,
-        """            self.endpoint.begin(session, m.offers(hello), now)
-            self.confirm(session, now)
+        """            self.endpoint.begin(session, m.offers(hello))
+            self.confirm(session)
 """,
         "tests/protocol/test_session.py",
     ),
@@ -53,7 +53,7 @@ MUTANTS = [
         "the old session stays beside the new one",
         "7 half-open, I14",
         """        if older is not None:
-            self._owner.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"), now)
+            self._owner.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"))
 """,
         "",
         "tests/protocol/test_session.py",
@@ -96,14 +96,14 @@ MUTANTS = [
     Mutant(
         "no heartbeat",
         "7 silence, I4",
-        "            self.send(session, Heartbeat(self.need_of(session, now)), now)\n",
+        "            self.send(session, Heartbeat(self.need_of(session)))\n",
         "            pass\n",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "a room that decode waits with is not held",
         "7 open_wait_s, I4",
-        'self.endpoint.timers.set(("open_wait", room), now + max(room.open_wait_s, 3 * HOLD_EVERY_S))',
+        'self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.rooms.unopened, room)',
         "pass",
         "tests/protocol/test_holds.py",
     ),
@@ -117,16 +117,9 @@ MUTANTS = [
     Mutant(
         "silence is never noticed",
         "7 silence, I10",
-        """            self.timers.set(("silence", session), silent_at)
-            return False
-        late = DeadlineExceeded(f"{peer} was silent for {session.silence_s} s", remedy="look at that node")
-        self._owner.lose(session, late, now)
-        return True
+        """        self.owner.lose(session, DeadlineExceeded(late, remedy="look at that node"))
 """,
-        """            self.timers.set(("silence", session), silent_at)
-            return False
-        self.timers.set(("silence", session), now + 1.0)
-        return False
+        """        self.after(1.0, self._listen, session)
 """,
         "tests/protocol/test_traces.py",
     ),
@@ -157,14 +150,14 @@ MUTANTS = [
         if self.holds(session):
 """,
         """        self.endpoint.effects.append(Detach(session))
-        self.fenced(session, now)
+        self.fenced(session)
         if self.holds(session):
 """,
     ),
     Mutant(
         "a fenced session gives nothing back",
         "7 fences, I14",
-        """        self.lender.release_of(session, None, now)
+        """        self.lender.release_of(session, None)
 """,
         "",
     ),
@@ -174,7 +167,7 @@ MUTANTS = [
         """            if destination.in_flight == 0:
                 self.forget(destination)
 """,
-        """            self.chunks.fenced(session, now)
+        """            self.chunks.fenced(session)
             if destination.in_flight == 0:
                 self.forget(destination)
 """,
@@ -182,8 +175,8 @@ MUTANTS = [
     Mutant(
         "the connection to a silent peer is kept",
         "8 routes, I10",
-        "                    self.endpoint.effects.append(Renew(session.route))\n",
-        "                    pass\n",
+        "            self.effects.append(Renew(session.route))\n",
+        "            pass\n",
         "tests/protocol/test_session.py::test_the_connection_to_a_peer_that_was_silent_is_made_anew",
     ),
 ]

@@ -55,7 +55,7 @@ def test_seeds_do_what_they_did(block: int) -> None:
 def test_a_failure_is_shrunk_and_said_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Lender, "_quarantine", lambda self, lease, now: self.leases.release(lease, now))
+    monkeypatch.setattr(Lender, "_quarantine", lambda self, lease: self.leases.release(lease))
     seed, what = next(told for seed in range(120) if isinstance(told := one_of_many(run, seed), tuple))
     assert main(seed=seed, shrink_s=4.0) == 1
     told = capsys.readouterr().out

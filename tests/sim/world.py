@@ -347,7 +347,7 @@ class SimWorld(FabricWorld):
     def attach(self, node: Prefill | Decode, session: Session) -> None:
         if node.name in self.unreachable:
             self.unreachable.discard(node.name)
-            node.core.lose(session, TransportError("the peer is out of reach"), self.now)
+            node.core.endpoint.lose(session, TransportError("the peer is out of reach"), self.now)
             self.carry(node)
 
     def detach(self, node: Prefill | Decode, session: Session) -> None:
