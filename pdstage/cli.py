@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -148,12 +149,10 @@ def _scheme(address: str) -> str:
 def _bootstrap(given: argparse.Namespace) -> int:
     from pdstage.control.bootstrap import BootstrapServer  # noqa: PLC0415
 
-    server = BootstrapServer(given.bind, advertise=given.advertise, insecure=given.insecure, keys=_keys_given(given))
-    print(f"directory at {server.address}", flush=True)
-    try:
-        server.serve_forever()
-    finally:
-        server.close()
+    keys = _keys_given(given)
+    with BootstrapServer(given.bind, advertise=given.advertise, insecure=given.insecure, keys=keys) as server:
+        print(f"directory at {server.address}", flush=True)
+        signal.pause()
     return 0
 
 

@@ -41,11 +41,10 @@ PLAIN = "plain://"
 class BootstrapServer:
     """The directory's server. `bind` is `host:port` or `http://host:port`; with port 0 the system chooses.
 
-    It listens from construction on. `start()` answers in its own thread until `close()`; `serve_forever()` answers in
-    the caller's thread. `address` is the address for peers; with a wildcard host `advertise` names the host. With
-    `keys`, a key file's path or `Keys`, it is encrypted and answers only nodes that its keys allow; `address` is then
-    `key@host:port`. Without keys it speaks plain HTTP. Raises `UsageError` for a bad
-    address or key file, `TransportError` if it cannot bind.
+    It listens from construction on. `start()` answers in its own thread until `close()`. `address` is the address for
+    peers; with a wildcard host `advertise` names the host. With `keys`, a key file's path or `Keys`, it is encrypted
+    and answers only nodes that its keys allow; `address` is then `key@host:port`. Without keys it speaks plain HTTP.
+    Raises `UsageError` for a bad address or key file, `TransportError` if it cannot bind.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class BootstrapServer:
             self._server = directory_http.Server(address, self.directory, advertise)
         self.address = self._server.address
         self._thread: threading.Thread | None = None
-        self._serving = False
         self._closed = False
         self._pid = os.getpid()
 
@@ -80,29 +78,20 @@ class BootstrapServer:
 
     def start(self) -> Self:
         """Starts to answer in a thread."""
-        self._begin()
-        self._thread = threading.Thread(target=self._server.serve_forever, name="pdstage-bootstrap", daemon=True)
-        self._thread.start()
-        return self
-
-    def serve_forever(self) -> None:
-        """Answers in this thread until `close` is called from another, or an exception (Ctrl-C) ends it."""
-        self._begin()
-        self._server.serve_forever()
-
-    def _begin(self) -> None:
-        if self._serving or self._closed:
+        if self._thread is not None or self._closed:
             raise UsageError("this bootstrap server was started or closed before", remedy="make a new one")
-        self._serving = True
+        thread = threading.Thread(target=self._server.serve_forever, name="pdstage-bootstrap", daemon=True)
+        thread.start()
+        self._thread = thread
+        return self
 
     def close(self) -> None:
         """Stops answering. Idempotent. In a forked child it does nothing."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._serving:
-            self._server.shutdown()
         if self._thread is not None:
+            self._server.shutdown()
             self._thread.join()
         self._server.server_close()
 
@@ -131,15 +120,6 @@ class BootstrapClient:
         self._keys = None if plain else keys_of(keys)
         self._timeout_s = arguments.number("timeout_s", timeout_s, above=0.0)
         self.address.key_of_peer(self._keys)
-
-    def close(self) -> None:
-        """Nothing to end: it holds no connection."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
         """Registers or renews a rank. Raises as `Directory.publish`."""

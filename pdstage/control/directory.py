@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,7 @@ from pdstage.errors import PeerError, UsageError
 from pdstage.layout.topology import Topology  # noqa: TC001  (msgspec resolves the annotation at run time)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 MAX_TTL_S = 3600.0
 MAX_ADVERTS = 4096
@@ -75,11 +75,16 @@ class Conflict(PeerError):
     """The name is taken: by a live instance of another shape, or by a newer process."""
 
 
-class _Entry:
-    __slots__ = ("advert", "expires_at", "predecessor")
+class Held(msgspec.Struct, frozen=True):
+    """What a directory holds at a rank's place: its advert, and the incarnation of the process it replaced, if any."""
 
-    def __init__(self, advert: Advert, expires_at: float, predecessor: int | None) -> None:
-        self.advert, self.expires_at, self.predecessor = advert, expires_at, predecessor
+    advert: Advert
+    predecessor: int | None = None
+
+
+class _Entry(NamedTuple):
+    held: Held
+    expires_at: float
 
 
 class Directory:
@@ -104,23 +109,21 @@ class Directory:
             raise UsageError(f"{advert.where} is one of {math.prod(advert.shape)} ranks", remedy=_LARGER)
         with self._lock:
             self._expire()
-            held = self._instances.get(advert.instance, {})
-            entry = held.get(advert.topology.unique_rank)
-            adverts = (one.advert for one in held.values())
-            there, before = (entry.advert, entry.predecessor) if entry else (None, None)
-            predecessor = check_place(advert, adverts, there, before)
-            if entry is None and sum(map(len, self._instances.values())) >= MAX_ADVERTS:
+            ranks = self._instances.get(advert.instance, {})
+            held = check_place(advert, {rank: entry.held for rank, entry in ranks.items()})
+            is_new = advert.topology.unique_rank not in ranks
+            if is_new and sum(map(len, self._instances.values())) >= MAX_ADVERTS:
                 raise PeerError(f"the directory is full: {MAX_ADVERTS} ranks are registered", remedy=_LARGER)
             expires_at = math.inf if ttl_s is None else self._clock() + ttl_s
-            held[advert.topology.unique_rank] = _Entry(advert, expires_at, predecessor)
-            self._instances[advert.instance] = held
+            ranks[advert.topology.unique_rank] = _Entry(held, expires_at)
+            self._instances[advert.instance] = ranks
 
     def withdraw(self, instance: str, unique_rank: int, incarnation: int) -> bool:
         """Removes a rank, unless another incarnation holds its place now. Returns whether it removed anything."""
         with self._lock:
             held = self._instances.get(instance, {})
             entry = held.get(unique_rank)
-            if entry is None or entry.advert.incarnation != incarnation:
+            if entry is None or entry.held.advert.incarnation != incarnation:
                 return False
             del held[unique_rank]
             if not held:
@@ -136,7 +139,7 @@ class Directory:
         with self._lock:
             self._expire()
             instance = choose(self._instances, instance)
-            held = {rank: entry.advert for rank, entry in self._instances.get(instance, {}).items()}
+            held = {rank: entry.held.advert for rank, entry in self._instances.get(instance, {}).items()}
         return replica(instance, held, dp_rank)
 
     def instances(self) -> dict[str, list[tuple[Advert, float]]]:
@@ -145,8 +148,8 @@ class Directory:
             self._expire()
             now = self._clock()
             return {
-                name: [(held[rank].advert, held[rank].expires_at - now) for rank in sorted(held)]
-                for name, held in sorted(self._instances.items())
+                name: [(ranks[rank].held.advert, ranks[rank].expires_at - now) for rank in sorted(ranks)]
+                for name, ranks in sorted(self._instances.items())
             }
 
     def _expire(self) -> None:
@@ -171,25 +174,26 @@ def check_advert(advert: Advert, ttl_s: float | None) -> None:
         )
 
 
-def check_place(advert: Advert, held: Iterable[Advert], there: Advert | None, predecessor: int | None) -> int | None:
-    """Raises `Conflict` if `advert` may not take its place; returns the process that it replaces there, if any.
-
-    `held` are its instance's ranks, `there` is the one at that place, and `predecessor` what this one replaced.
-    """
-    if there is not None and predecessor == advert.incarnation:
+def check_place(advert: Advert, ranks: Mapping[int, Held]) -> Held:
+    """What `advert` takes its place as, among the ranks of its instance. Raises `Conflict` if it may not."""
+    there = ranks.get(advert.topology.unique_rank)
+    if there is not None and there.predecessor == advert.incarnation:
         raise Conflict(
-            f"{advert.where} was taken over by a newer process at {there.endpoint}",
+            f"{advert.where} was taken over by a newer process at {there.advert.endpoint}",
             remedy="stop the older process, or give the instances different names",
-            endpoint=there.endpoint,
+            endpoint=there.advert.endpoint,
         )
-    other = next((one for one in held if one.shape != advert.shape), None)
+    other = next((held.advert for held in ranks.values() if held.advert.shape != advert.shape), None)
     if other is not None:
         raise Conflict(
             f"instance {advert.instance!r} is live with (dp, pp, cp, tp) = {other.shape}, not {advert.shape}",
             remedy="withdraw the old ranks or wait for their leases to end, or use another instance name",
             endpoint=other.endpoint,
         )
-    return predecessor if there is None or there.incarnation == advert.incarnation else there.incarnation
+    if there is None:
+        return Held(advert)
+    is_same = there.advert.incarnation == advert.incarnation
+    return Held(advert, there.predecessor if is_same else there.advert.incarnation)
 
 
 def choose(instances: Collection[str], instance: str | None) -> str:

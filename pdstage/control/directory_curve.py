@@ -73,15 +73,10 @@ def ask(address: Address, keys: Keys, request: tuple[str, str, bytes], timeout_s
     with _socket(keys) as socket:
         route = socket.connect(f"tcp://{address.keyed}")
         socket.send(route, [method.encode(), target.encode(), body])
-        until = time.monotonic() + timeout_s
-        while (left_s := until - time.monotonic()) > 0:
-            socket.wait(left_s)
-            for _, frames in socket.recv():
-                if len(frames) == 2 and frames[0].isdigit():
-                    return int(frames[0]), frames[1]
-                raise PeerError(f"what listens at {address} is not a bootstrap server", remedy="check the address")
-            for _, error in socket.take_refusals():
-                raise error
+        for _, frames in socket.arrivals(time.monotonic() + timeout_s):
+            if len(frames) == 2 and frames[0].isdigit():
+                return int(frames[0]), frames[1]
+            raise PeerError(f"what listens at {address} is not a bootstrap server", remedy="check the address")
     raise TransportError(
         f"no bootstrap server with keys answers at {address} in {timeout_s} s",
         remedy="start one with `pdstage bootstrap --keys FILE`; check the prefill node's address, and that it has keys",

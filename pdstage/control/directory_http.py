@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any
 
 from pdstage.control import directory_api as api
@@ -60,12 +61,12 @@ class Handler(BaseHTTPRequestHandler):
         log.debug("%s %s", self.address_string(), format % args)
 
 
-class Server(ThreadingHTTPServer):
+class Server(ThreadingTCPServer):
     """A thread for each connection. It is for loopback and networks that are trusted, so it limits only how long a
     connection may be silent, and its end may wait for that long.
     """
 
-    daemon_threads = False  # so that its end joins them
+    allow_reuse_address = True
     request_queue_size = 1024
     """All ranks of a rack may come at once."""
 
@@ -81,18 +82,11 @@ class Server(ThreadingHTTPServer):
                 remedy="name an address of this machine and a free port, or port 0",
                 address=str(address),
             ) from error
-        self.address = str(address._replace(port=self.server_port).reachable(advertise))
+        self.address = str(address._replace(port=self.server_address[1]).reachable(advertise))
 
     def serve_forever(self, poll_interval: float = 0.1) -> None:
         """As the base class, with a shorter poll interval, so that it ends sooner."""
         super().serve_forever(poll_interval)
-
-    def server_bind(self) -> None:
-        """As the base class, without its name look-up, which can take seconds."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        host, port = self.socket.getsockname()[:2]
-        self.server_address = self.server_name, self.server_port = str(host), int(port)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         log.debug("bootstrap: the connection from %s broke", client_address, exc_info=True)

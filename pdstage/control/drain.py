@@ -82,39 +82,28 @@ def drain(
     heard_at = dict.fromkeys(endpoints, time.monotonic())
     with ControlSocket(None, identity=secrets.token_bytes(8), keys=held) as socket:
         routes = {socket.connect(endpoint): endpoint for endpoint in endpoints}
-        until = time.monotonic() + wait_s
-        while (left := _left(endpoints, said)) and (time.monotonic() < until or len(said) < len(heard_at)):
-            for route, endpoint in routes.items():
-                if endpoint in left:
-                    socket.send(route, [REQUEST])
-            again_at = time.monotonic() + _AGAIN_S
-            while _left(endpoints, said) and (left_s := again_at - time.monotonic()) > 0:
-                socket.wait(left_s)
-                for route, frames in socket.recv():
-                    said[routes[route]] = _read(routes[route], frames)
-                    heard_at[routes[route]] = time.monotonic()
-                for _, error in socket.take_refusals():
-                    raise error
-            for endpoint in _left(endpoints, said):
-                _check(endpoint, time.monotonic() - heard_at[endpoint], said.get(endpoint), is_keyed=held is not None)
+        waiting, until = dict(routes), time.monotonic() + wait_s
+        while waiting and (time.monotonic() < until or len(said) < len(heard_at)):
+            for route in waiting:
+                socket.send(route, [REQUEST])
+            for route, frames in socket.arrivals(time.monotonic() + _AGAIN_S):
+                endpoint = routes[route]
+                said[endpoint], heard_at[endpoint] = _read(endpoint, frames), time.monotonic()
+                if said[endpoint].drained:
+                    waiting.pop(route, None)
+                if not waiting:
+                    break
+            for endpoint in waiting.values():
+                silent_s = time.monotonic() - heard_at[endpoint]
+                if silent_s > _SILENT_S:
+                    last = f"; when it last did, {said[endpoint]}" if endpoint in said else ""
+                    raise TransportError(
+                        f"the node at {endpoint} has not answered for {silent_s:.0f} s{last}",
+                        remedy="check the endpoint, and that the process runs"
+                        + ("" if held is not None else "; if the node has keys, pass keys= (--keys)"),
+                        endpoint=endpoint,
+                    )
     return {endpoint: said[endpoint] for endpoint in endpoints}
-
-
-def _left(endpoints: Sequence[str], said: dict[str, Draining]) -> list[str]:
-    """The nodes that have not said that they are drained."""
-    return [endpoint for endpoint in endpoints if endpoint not in said or not said[endpoint].drained]
-
-
-def _check(endpoint: str, silent_s: float, last: Draining | None, *, is_keyed: bool) -> None:
-    """Raises `TransportError` for a node that does not answer."""
-    if silent_s > _SILENT_S:
-        said = f"; when it last did, {last}" if last is not None else ""
-        raise TransportError(
-            f"the node at {endpoint} has not answered for {silent_s:.0f} s{said}",
-            remedy="check the endpoint, and that the process runs"
-            + ("" if is_keyed else "; if the node has keys, pass keys= (--keys)"),
-            endpoint=endpoint,
-        )
 
 
 def _read(endpoint: str, frames: list[bytes]) -> Draining:

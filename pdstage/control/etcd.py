@@ -1,19 +1,20 @@
-"""The directory in etcd, for clusters: prefill ranks' adverts under etcd's leases, and a watch in place of look-ups.
+"""The directory in etcd, for clusters: prefill ranks' adverts under etcd's leases, and copies in place of look-ups.
 
 A rank is the key PREFIX/INSTANCE/SHAPE/RANK, its value a `Held`. SHAPE is the sizes that all ranks of an instance
 agree on. So one transaction registers a rank: nothing of the instance has another shape, and its place is as it was
-read. It is renewed by etcd's keepalive, and published anew if the lease was lost.
+read. It is renewed by etcd's keepalive, and published anew if the lease was lost. A process that takes a place ends the
+lease of the one before, which so learns of it.
 
 Beside it is a record of the process, PREFIX/!processes/INCARNATION, which stays when the lease ends and goes when the
-rank is withdrawn. So a process that was lost can still be named: `fence` replaces its record by PREFIX/!ended/..., of
-which the watch tells every node.
+rank is withdrawn. So a process that was lost can still be named: `fence` replaces its record by PREFIX/!ended/...,
+which every node reads.
 
-Look-ups are answered from a copy that a thread keeps up to date by a watch, and that goes on answering while etcd is
-away. A member that was stopped or cut off says nothing: after `_QUIET_S` without an event the watch is taken up at
-another one. A compacted revision, or a table that is behind, is read anew.
+Look-ups are answered from a copy. A thread asks every `_EVERY_S` whether anything has changed since, and reads the
+table anew if so. The copy goes on answering while etcd is away.
 
-The maintained way to etcd without a client library of its own for Python is its JSON gateway (etcd 3.4 and later),
-https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/.
+This speaks with etcd's JSON gateway (etcd 3.4 and later, https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/). No
+client library for Python has what is needed: etcd3gw 2.7 knows no users and one member, and its watch ends without a
+word; aetcd 1.0 has no TLS, one member, and works in asyncio alone.
 """
 
 from __future__ import annotations
@@ -21,32 +22,28 @@ from __future__ import annotations
 import base64
 import http
 import logging
-import re
 import ssl
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import msgspec
 
 from pdstage import arguments, environment
 from pdstage.control.address import Address
-from pdstage.control.directory import Advert, Conflict, check_advert, check_place, choose, replica
+from pdstage.control.directory import Advert, Conflict, Held, check_advert, check_place, choose, replica
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import httpx2
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 SCHEME = "etcd://"
-_QUIET_S = 5.0
-_AGAIN_S = 0.5
+_EVERY_S = 1.0
 _TRIES = 8
 _FENCE_AGAIN_S = 1.0
-_INCARNATION = re.compile("[0-9a-f]{16}")
 _ENDED_S = 24 * 3600
 """How long it is known that a process was fenced. A node that is away from etcd for longer does not hear of it."""
 _UNAUTHENTICATED, _DENIED, _FULL, _UNAVAILABLE = 16, 7, 8, 14
@@ -55,6 +52,7 @@ _REMEDIES = {
     _DENIED: "grant the user read and write on the prefix (`etcdctl role grant-permission`)",
     _FULL: "make room: compact, defragment and `etcdctl alarm disarm`, or raise --quota-backend-bytes",
 }
+_answer: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
 class EtcdAddress(NamedTuple):
@@ -108,10 +106,6 @@ class Refused(PeerError):
         self.code = code
 
 
-class _Quiet(Exception):
-    """A watch told nothing for a while: nothing has changed, or its member is stopped or cut off."""
-
-
 class Cluster:
     """etcd's members: a request goes to the one that answered last, and on to the others if that one does not.
 
@@ -123,58 +117,51 @@ class Cluster:
             import httpx2  # noqa: PLC0415  (of the extra "etcd")
         except ImportError as error:
             raise UsageError("etcd needs httpx2", remedy='pip install "pdstage[etcd]"', extra="etcd") from error
-        self._http: Any = httpx2
+        self._unanswered = httpx2.HTTPError, OSError, TransportError
         self.address = address
-        self._timeout_s = timeout_s
         self._client = httpx2.Client(verify=_context(address), timeout=timeout_s, trust_env=False)
         scheme = "https" if address.ca else "http"
         self._members = [f"{scheme}://{member}/v3/" for member in address.members]
-        self._at = self._watched = 0
+        self._at = 0
         self._token = ""
 
     def close(self) -> None:
         self._client.close()
 
     def ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        """One request's answer. Raises `TransportError` if no member answers, `Refused` for etcd's own errors."""
+        """One request's answer. Raises `TransportError` if no member answers, `Refused` for etcd's own errors, and
+        `UsageError` for a user that etcd does not let in.
+        """
         last: Exception | None = None
-        for _ in self._members:
+        for _ in range(len(self._members) + 1):
             member = self._members[self._at % len(self._members)]
             try:
-                return self._post(member, method, body)
+                headers = {"Authorization": self._log_in(member)} if self.address.user else {}
+                return _read(self._client.post(member + method, json=body, headers=headers))
             except Refused as error:
-                if error.code != _UNAVAILABLE:  # else it has no leader, or is about to end
+                if error.code == _UNAUTHENTICATED and self.address.user:
+                    self._token = ""  # it has expired
+                elif error.code == _UNAVAILABLE:  # it has no leader, or is about to end
+                    self._at += 1
+                else:
                     raise
                 last = error
-            except (self._http.HTTPError, OSError, PeerError) as error:
+            except self._unanswered as error:
                 last = error
-            self._at += 1
-        if isinstance(last, PeerError) and not isinstance(last, Refused):
-            raise last
+                self._at += 1
         raise TransportError(
-            f"no member of etcd answers at {self.address} ({last or 'none is named'})",
+            f"no member of etcd answers at {self.address} ({last})",
             remedy="check that a majority of its members runs, and the network",
             address=str(self.address),
         ) from last
 
-    def _post(self, member: str, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return _read(self._client.post(member + method, json=body, headers=self._headers(member)))
-        except Refused as error:
-            if error.code != _UNAUTHENTICATED or not self._token:
-                raise
-            self._token = ""  # it has expired
-            return _read(self._client.post(member + method, json=body, headers=self._headers(member)))
-
-    def _headers(self, member: str) -> dict[str, str]:
-        if not self.address.user:
-            return {}
-        if not self._token:
-            password = environment.ETCD_PASSWORD.read() or ""
-            login = {"name": self.address.user, "password": password}
-            response = self._client.post(f"{member}auth/authenticate", json=login)
+    def _log_in(self, member: str) -> str:
+        """The user's token, made once."""
+        token = self._token
+        if not token:
+            login = {"name": self.address.user, "password": environment.ETCD_PASSWORD.read() or ""}
             try:
-                self._token = str(_read(response)["token"])
+                answer = _read(self._client.post(f"{member}auth/authenticate", json=login))
             except Refused as error:
                 if error.code == _UNAVAILABLE:
                     raise
@@ -183,20 +170,8 @@ class Cluster:
                     remedy=f"set {environment.ETCD_PASSWORD.name} to that user's password",
                     user=self.address.user,
                 ) from error
-        return {"Authorization": self._token}
-
-    def watch(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What a watch at the next member tells. Raises `_Quiet` after `_QUIET_S` without an event."""
-        self._watched += 1
-        member = self._members[self._watched % len(self._members)]
-        headers = {**self._headers(member), "Grpc-Metadata-hasleader": "true"}  # a member without a leader ends it
-        patience = self._http.Timeout(self._timeout_s, read=_QUIET_S)
-        asked = {"json": body, "headers": headers, "timeout": patience}
-        try:
-            with self._client.stream("POST", f"{member}watch", **asked) as response:
-                yield from (_result(msgspec.json.decode(line)) for line in response.iter_lines() if line)
-        except self._http.ReadTimeout as error:
-            raise _Quiet from error
+            self._token = token = str(answer["token"])
+        return token
 
 
 def _context(address: EtcdAddress) -> ssl.SSLContext | bool:
@@ -213,34 +188,18 @@ def _context(address: EtcdAddress) -> ssl.SSLContext | bool:
     return context
 
 
-def _read(response: Any) -> dict[str, Any]:  # noqa: ANN401
+def _read(response: httpx2.Response) -> dict[str, Any]:
     """The answer's first line; a stream of one answer has no other."""
-    line = response.text.partition("\n")[0]
     try:
-        answer = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+        answer = _answer.decode(response.text.partition("\n")[0])
+    except msgspec.MsgspecError as error:
         what = f"what answers at {response.url} is not etcd's gateway (HTTP status {response.status_code})"
-        raise PeerError(what, remedy="check the address; etcd 3.4 and later has it") from error
-    return _result(answer, response.status_code)
-
-
-def _result(answer: Any, status: int = http.HTTPStatus.OK) -> dict[str, Any]:  # noqa: ANN401
-    if not isinstance(answer, dict):
-        raise PeerError("etcd's answer is no object", remedy="check the address")
-    error = answer.get("error")
-    if error is None and status == http.HTTPStatus.OK:
+        raise TransportError(what, remedy="check the address; etcd 3.4 and later has it") from error
+    if response.status_code == http.HTTPStatus.OK and "error" not in answer:
         result: dict[str, Any] = answer.get("result", answer)
         return result
-    if isinstance(error, dict):  # of a stream
-        raise Refused(str(error.get("message", error)), int(error.get("grpc_code", 0)))
-    raise Refused(str(error or answer), int(answer.get("code", 0)))
-
-
-class Held(msgspec.Struct, frozen=True):
-    """A rank's value: its advert, and the incarnation of the process that it replaced, if any."""
-
-    advert: Advert
-    predecessor: int | None = None
+    fault = answer["error"] if isinstance(answer.get("error"), dict) else answer  # the former in a stream
+    raise Refused(str(fault.get("message", fault)), int(fault.get("code", fault.get("grpc_code", 0))))
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -272,7 +231,7 @@ _PROCESSES, _ENDED = "!processes", "!ended"
 class EtcdClient:
     """The directory at an `EtcdAddress`: publishes, withdraws and looks up as `BootstrapClient` does.
 
-    The first look-up begins a thread that watches; `close` ends it. Any thread may call.
+    The first look-up begins a thread that keeps a copy; `close` ends it. Any thread may call.
     """
 
     def __init__(self, address: str, timeout_s: float = 2.0) -> None:
@@ -283,16 +242,14 @@ class EtcdClient:
         self._leases: dict[str, tuple[Advert, str]] = {}
         self._lock = threading.Lock()
         self._copy: _Copy | None = None
-        """What the watch keeps up to date, from the first look-up on."""
-        self._is_stale = False
-        """The copy must be read anew."""
+        """What the thread keeps up to date, from the first look-up on."""
         self._heard_at = 0.0
         self._n_restarts = 0
-        """How often the watch ended otherwise than by silence."""
+        """How often etcd went away."""
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Ends the watch, within `_QUIET_S`. What was published stays until it is withdrawn or its lease ends."""
+        """Ends the thread. What was published stays until it is withdrawn or its lease ends."""
         self._closing.set()
         self._cluster.close()
 
@@ -313,14 +270,11 @@ class EtcdClient:
         check_advert(advert, ttl_s)
         rank = _rank_key(advert)
         published, lease = self._leases.get(rank, (None, ""))
-        if published == advert and self._renewed(rank, lease):
+        if published == advert and int(self._cluster.ask("lease/keepalive", {"ID": lease}).get("TTL", 0)) > 0:
             return
         for _ in range(_TRIES):
             copy = self._read(f"{rank.partition('/')[0]}/")
-            there = copy.held(rank)
-            place, before = (there.advert, there.predecessor) if there else (None, None)
-            predecessor = check_place(advert, copy.adverts(advert.instance).values(), place, before)
-            if self._put(Held(advert, predecessor), copy.revision, ttl_s):
+            if self._put(check_place(advert, copy.ranks.get(advert.instance, {})), copy, ttl_s):
                 return
             if self._cluster.ask("kv/range", {"key": _encoded(self._key(_ENDED, advert.incarnation))}).get("kvs"):
                 raise Conflict(
@@ -330,15 +284,8 @@ class EtcdClient:
                 )
         raise PeerError(f"{advert.where}: its place in etcd changed {_TRIES} times", remedy="find who else takes it")
 
-    def _renewed(self, rank: str, lease: str) -> bool:
-        """Whether the lease lives, and the key is still ours: a newer process puts it under a lease of its own."""
-        if int(self._cluster.ask("lease/keepalive", {"ID": lease}).get("TTL", 0)) <= 0:
-            return False
-        ours = {"key": _encoded(self._prefix + rank), "target": "LEASE", "result": "EQUAL", "lease": lease}
-        return self._change([ours])
-
-    def _put(self, held: Held, revision: int, ttl_s: float) -> bool:
-        """False if the instance has another shape, or the place another process, since `revision`; or it was fenced."""
+    def _put(self, held: Held, read: _Copy, ttl_s: float) -> bool:
+        """False if the instance has another shape, or the place another process, since `read`; or it was fenced."""
         rank, incarnation = _rank_key(held.advert), held.advert.incarnation
         key = self._prefix + rank
         same = key.rpartition("/")[0]
@@ -352,16 +299,15 @@ class EtcdClient:
         process = self._key(_PROCESSES, incarnation)
         try:
             done = self._change(
-                [*no_others, _as_read(key, revision), _as_read(self._key(_ENDED, incarnation), 0)],
+                [*no_others, _as_read(key, read.revision), _as_read(self._key(_ENDED, incarnation), 0)],
                 _put(key, held, lease), _put(process, Process(held.advert.endpoint, rank)),
             )  # fmt: skip
         except PdstageError:
             self._revoke(lease)
             raise
         if done:
-            _, before = self._leases.get(rank, (None, ""))
             self._leases[rank] = held.advert, lease
-            lease = before
+            lease = read.leases.get(rank, "")
         if lease:
             self._revoke(lease)
         return done
@@ -373,18 +319,12 @@ class EtcdClient:
             log.debug("a lease of etcd was not revoked: %s", error)
 
     def withdraw(self, advert: Advert) -> None:
-        """Removes the rank, if this incarnation still holds its place."""
-        rank = _rank_key(advert)
-        copy = self._read(f"{rank.partition('/')[0]}/")
-        there, process = copy.held(rank), _delete(self._key(_PROCESSES, advert.incarnation))
-        is_there = there is not None and there.advert.incarnation == advert.incarnation
-        as_read = [_as_read(self._prefix + rank, copy.revision)]
-        if not (is_there and self._change(as_read, process, _delete(self._prefix + rank))):
-            self._change([], process)
-        published, lease = self._leases.get(rank, (None, ""))
+        """Removes the rank that this client published, unless another process has its place by now."""
+        self._change([], _delete(self._key(_PROCESSES, advert.incarnation)))
+        published, lease = self._leases.get(_rank_key(advert), (None, ""))
         if published is not None and published.incarnation == advert.incarnation:
-            del self._leases[rank]
-            self._revoke(lease)
+            del self._leases[_rank_key(advert)]
+            self._revoke(lease)  # and with it what it still holds
 
     def _change(self, conditions: list[dict[str, str]], *changes: dict[str, Any]) -> bool:
         """One transaction; False if a condition does not hold."""
@@ -406,52 +346,38 @@ class EtcdClient:
 
         Returns them by incarnation; those that were withdrawn or fenced before are not among them, nor those that come
         to `where` after this call began. A process counts as alive while it is registered, which is until its lease has
-        ended: 15 s, as nodes publish themselves. For up to `wait_s` seconds that is waited for; then raises `Conflict`.
-        `TransportError` and `PeerError` are as for `publish`.
+        ended: 15 s, as nodes publish themselves. For up to `wait_s` seconds that is waited for; then raises `Conflict`,
+        as it does for a process that comes back meanwhile. `TransportError` and `PeerError` are as for `publish`.
         """
         where, end = arguments.text("where", where), time.monotonic() + arguments.number("wait_s", wait_s)
-        meant = {incarnation for incarnation, one in self._read().processes().items() if one.is_at(where)}
-        fenced: dict[int, Process] = {}
-        while True:
-            try:
-                self._fence(where, meant, fenced)
-            except Conflict:
-                left_s = end - time.monotonic()
-                if left_s <= 0:
-                    raise
-                time.sleep(min(_FENCE_AGAIN_S, left_s))
-            else:
-                return fenced
-
-    def _fence(self, where: str, meant: set[int], fenced: dict[int, Process]) -> None:
-        """Adds to `fenced`; some may be there before a `Conflict` over the others."""
         copy = self._read()
-        found = {incarnation: one for incarnation, one in copy.processes().items() if incarnation in meant}
-        registered = copy.registered()
-        alive = [one for incarnation, one in found.items() if incarnation in registered]
-        if alive:
-            raise Conflict(
-                f"{len(alive)} of {len(found)} processes at {where} are registered, first {alive[0]}",
-                remedy="end them, wait until their leases end, and fence them then",
-                endpoint=alive[0].endpoint,
-            )
-        lease = self._cluster.ask("lease/grant", {"TTL": str(_ENDED_S)})["ID"] if found else ""
-        for incarnation, one in found.items():
+        found = {incarnation: one for incarnation, one in copy.processes.items() if one.is_at(where)}
+        while alive := [one for incarnation, one in found.items() if copy.is_registered(incarnation)]:
+            if (left_s := end - time.monotonic()) <= 0:
+                raise Conflict(
+                    f"{len(alive)} of {len(found)} processes at {where} are registered, first {alive[0]}",
+                    remedy="end them, wait until their leases end, and fence them then",
+                    endpoint=alive[0].endpoint,
+                )
+            time.sleep(min(_FENCE_AGAIN_S, left_s))
+            copy = self._read()
+        fenced = {incarnation: one for incarnation, one in found.items() if incarnation in copy.processes}
+        lease = self._cluster.ask("lease/grant", {"TTL": str(_ENDED_S)})["ID"] if fenced else ""
+        for incarnation, one in fenced.items():
             process = self._key(_PROCESSES, incarnation)
             as_read = [_as_read(key, copy.revision) for key in (self._prefix + one.rank, process)]
             if not self._change(as_read, _put(self._key(_ENDED, incarnation), one, lease), _delete(process)):
                 raise Conflict(f"{one} has changed meanwhile", remedy="ask again", endpoint=one.endpoint)
-            fenced[incarnation] = one
+        return fenced
 
     def has_ended(self, incarnation: int) -> bool:
-        """Whether this process was fenced, as far as the watch has told; False before the first look-up."""
-        copy = self._copy
-        return copy is not None and f"{incarnation:016x}" in copy.keys.get(_ENDED, ())
+        """Whether this process was fenced, as far as the copy tells; False before the first look-up."""
+        return self._copy is not None and incarnation in self._copy.ended
 
     @property
     def watched(self) -> tuple[float, int] | None:
-        """When etcd last answered the watch (monotonic seconds; every 5 s where nothing changes), and how often the
-        watch was taken up again; None before the first look-up.
+        """When etcd last said how the table is (monotonic seconds; every second), and how often it went away; None
+        before the first look-up.
         """
         return (self._heard_at, self._n_restarts) if self._copy is not None else None
 
@@ -466,112 +392,72 @@ class EtcdClient:
             if self._copy is None:
                 self._copy, self._heard_at = self._read(), time.monotonic()
                 threading.Thread(target=self._follow, name="pdstage-etcd", daemon=True).start()
-            name = choose(self._copy.names(), None) if instance is None else instance
-            held = self._copy.adverts(name)
-        return replica(name, held, dp_rank)
+            ranks = self._copy.ranks
+        name = choose(ranks, instance)
+        return replica(name, {rank: held.advert for rank, held in ranks.get(name, {}).items()}, dp_rank)
 
     def instances(self) -> bytes:
         """All live adverts as JSON, for people: by instance, each advert and the seconds left of its lease."""
         copy = self._read()
         shown: dict[str, list[dict[str, object]]] = {}
-        for name in sorted(copy.names()):
-            for _, advert in sorted(copy.adverts(name).items()):
-                left = self._cluster.ask("lease/timetolive", {"ID": copy.leases.get(_rank_key(advert), "0")})
-                line = {"expires_in_s": int(left.get("TTL", 0)), "advert": advert}
+        for name, ranks in sorted(copy.ranks.items()):
+            for _, held in sorted(ranks.items()):
+                left = self._cluster.ask("lease/timetolive", {"ID": copy.leases[_rank_key(held.advert)]})
+                line = {"expires_in_s": int(left.get("TTL", 0)), "advert": held.advert}
                 shown.setdefault(name, []).append(line)
         return msgspec.json.encode(shown)
 
     def _follow(self) -> None:
         """The thread that keeps the copy up to date."""
-        failed_at = 0.0
-        while not self._closing.is_set():
+        is_away = False
+        while not self._closing.wait(_EVERY_S):
+            copy = self._copy
+            assert copy is not None
+            since = {"min_mod_revision": str(copy.revision + 1), "keys_only": True}
             try:
-                if self._is_stale:
-                    copy = self._read()
-                    with self._lock:
-                        self._copy = copy
-                    self._is_stale, self._heard_at = False, time.monotonic()
-                self._watch()
-                self._n_restarts += 1  # the member ended it in order
-                self._closing.wait(_AGAIN_S)
-            except _Quiet:
-                continue
+                changed = self._cluster.ask("kv/range", _range(self._prefix) | since)
+                if changed.get("kvs") or int(changed.get("count", 0)) != copy.n_keys:
+                    self._copy = self._read()
+                self._heard_at, is_away = time.monotonic(), False
             except Exception as error:  # noqa: BLE001  (whatever it is, the copy goes on answering)
-                if self._closing.is_set():
-                    return
-                if self._heard_at > failed_at:  # else it is still away
+                if not is_away and not self._closing.is_set():
                     log.warning("the watch at %s ended, and is taken up again: %s", self.address, error)
                     self._n_restarts += 1
-                failed_at = time.monotonic()
-                self._closing.wait(_AGAIN_S)
-
-    def _watch(self) -> None:
-        copy = self._copy
-        assert copy is not None
-        create = {**_range(self._prefix), "start_revision": str(copy.revision + 1)}
-        for answer in self._cluster.watch({"create_request": create}):
-            if self._closing.is_set():
-                return
-            if answer.get("canceled"):
-                self._is_stale = True  # compacted, or without a leader
-                raise TransportError(f"etcd ended it ({answer.get('cancel_reason', 'no reason given')})")
-            with self._lock:
-                for event in answer.get("events", ()):
-                    copy.take(event["kv"], is_deleted=event.get("type") == "DELETE")
-            self._heard_at = time.monotonic()  # its first answer says only that the watch has begun
+                is_away = True
 
 
 class _Copy:
-    """What the keys under a prefix held at `revision`, and since."""
+    """What the keys under a prefix held at `revision`."""
 
     def __init__(self, read: dict[str, Any], prefix: str) -> None:
-        self._prefix = prefix
-        self.keys: dict[str, dict[str, Held | Process]] = {}
-        """By instance, quoted, `_PROCESSES` or `_ENDED`; and by the rest of the key."""
+        self.revision, self.n_keys = int(read["header"]["revision"]), int(read.get("count", 0))
+        self.ranks: dict[str, dict[int, Held]] = {}
+        """By instance and unique rank."""
         self.leases: dict[str, str] = {}
-        """By key below the prefix."""
-        self.revision = 0
-        for one in read.get("kvs", ()):
-            self.take(one)
-        self.revision = int(read["header"]["revision"])
-
-    def take(self, one: dict[str, Any], *, is_deleted: bool = False) -> None:
-        key = _decoded(one["key"]).removeprefix(self._prefix)
-        group, _, rest = key.partition("/")
-        decoder: msgspec.json.Decoder[Any] = _process if group in (_PROCESSES, _ENDED) else _held
-        value: Held | Process | None = None if is_deleted else _read_value(one, decoder)
-        if value is not None:
-            self.keys.setdefault(group, {})[rest] = value
-            self.leases[key] = one.get("lease", "0")
-        elif rest in self.keys.get(group, ()):
-            del self.keys[group][rest], self.leases[key]
-            if not self.keys[group]:
-                del self.keys[group]
-        self.revision = max(self.revision, int(one["mod_revision"]))
-
-    def names(self) -> list[str]:
-        """All instances'."""
-        return [unquote(group) for group in self.keys if not group.startswith("!")]
-
-    def held(self, rank: str) -> Held | None:
-        """At a rank's key."""
-        group, _, rest = rank.partition("/")
-        one = self.keys.get(group, {}).get(rest)
-        return one if isinstance(one, Held) else None
-
-    def adverts(self, instance: str) -> dict[int, Advert]:
-        """By unique rank."""
-        held = self.keys.get(quote(instance, safe=""), {}).values()
-        return {one.advert.topology.unique_rank: one.advert for one in held if isinstance(one, Held)}
-
-    def processes(self) -> dict[int, Process]:
+        """By a rank's key below the prefix."""
+        self.processes: dict[int, Process] = {}
         """By incarnation: those that were neither withdrawn nor fenced."""
-        found = self.keys.get(_PROCESSES, {}).items()
-        return {int(key, 16): one for key, one in found if isinstance(one, Process) and _INCARNATION.fullmatch(key)}
+        self.ended: dict[int, Process] = {}
+        for one in read.get("kvs", ()):
+            key = base64.b64decode(one["key"]).decode(errors="replace").removeprefix(prefix)
+            try:
+                self._take(key, base64.b64decode(one.get("value", "")), one.get("lease", "0"))
+            except (msgspec.MsgspecError, ValueError) as error:
+                log.warning("key %s in etcd is left out: %s", key, error)
 
-    def registered(self) -> set[int]:
-        """Incarnations under a lease."""
-        return {advert.incarnation for name in self.names() for advert in self.adverts(name).values()}
+    def _take(self, key: str, value: bytes, lease: str) -> None:
+        group, _, rest = key.partition("/")
+        if group in (_PROCESSES, _ENDED):
+            of_kind = self.processes if group == _PROCESSES else self.ended
+            of_kind[int(rest, 16)] = _process.decode(value)
+        else:
+            held = _held.decode(value)
+            self.ranks.setdefault(unquote(group), {})[held.advert.topology.unique_rank] = held
+            self.leases[key] = lease
+
+    def is_registered(self, incarnation: int) -> bool:
+        """Whether a process is there under a lease."""
+        return any(held.advert.incarnation == incarnation for ranks in self.ranks.values() for held in ranks.values())
 
 
 def _rank_key(advert: Advert) -> str:
@@ -580,7 +466,7 @@ def _rank_key(advert: Advert) -> str:
     return f"{quote(advert.instance, safe='')}/{shape}/{advert.topology.unique_rank}"
 
 
-def _range(prefix: str) -> dict[str, str]:
+def _range(prefix: str) -> dict[str, Any]:
     """All keys that begin with `prefix`, which ends in "/"."""
     return {"key": _encoded(prefix), "range_end": _encoded(prefix[:-1] + "0")}
 
@@ -601,15 +487,3 @@ def _as_read(key: str, revision: int) -> dict[str, str]:
 
 def _encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
-
-
-def _decoded(text: str) -> str:
-    return base64.b64decode(text).decode(errors="replace")
-
-
-def _read_value(one: dict[str, Any], decoder: msgspec.json.Decoder[_T]) -> _T | None:
-    try:
-        return decoder.decode(base64.b64decode(one.get("value", "")))
-    except (msgspec.MsgspecError, ValueError) as error:
-        log.warning("key %s in etcd is left out: %s", _decoded(one["key"]), error)
-        return None

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import os
-import socket as sockets
 import struct
 import time
 from collections import Counter
@@ -33,9 +31,7 @@ log = logging.getLogger(__name__)
 _ZAP = "inproc://zeromq.zap.01"
 _MONITOR = "inproc://pdstage.monitor"
 _EVENT = struct.Struct("=HI")
-_MAX_AT_ONCE = 4096
 _DOMAIN = b"pdstage"
-_ACCEPTED, _GONE = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _GOOD = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _PROTOCOL, _AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -69,7 +65,7 @@ class Guard:
         self._targets = targets
         self._handler = context.socket(zmq.ROUTER)  # a REP is stuck if a Ctrl-C comes between request and answer
         self._handler.bind(_ZAP)
-        socket.monitor(_MONITOR, _ACCEPTED | _GONE | _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH)
+        socket.monitor(_MONITOR, _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.connect(_MONITOR)
         self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing until it was found empty once
@@ -80,11 +76,9 @@ class Guard:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self.port = 0
-        """Where the socket listens, once it does. libzmq reports an accepted connection by our end's address."""
+        """Where the socket listens, once it does. libzmq reports an accepted connection by our end's address alone."""
         self.refusals: list[Refusal] = []
         self._log_limit = LogLimit()
-        self._hosts: dict[int, str] = {}  # remote hosts of accepted connections, by descriptor
-        self._failing: str | None = None  # why the accepted connection that closes next was refused
         self._broken_off: Counter[str] = Counter()
 
     def forget(self, target: str) -> None:
@@ -96,14 +90,9 @@ class Guard:
         while _is_readable(self._handler):
             who, empty, *request = self._handler.recv_multipart()
             self._handler.send_multipart([who, empty, *self._answer(request)])
-        events: list[tuple[int, int, str]] = []
         while _is_readable(self._monitor):
             head, endpoint = self._monitor.recv_multipart()
-            events.append((*_EVENT.unpack(head), endpoint.decode()))
-            if len(events) == _MAX_AT_ONCE:
-                self._take_in(events)
-                events = []
-        self._take_in(events)
+            self._take_in(*_EVENT.unpack(head), endpoint.decode())
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """RFC 27: the request is version, id, domain, address, identity, mechanism and the client's key."""
@@ -111,27 +100,15 @@ class Guard:
         key = credentials[0] if mechanism == b"CURVE" and len(credentials) == 1 else b""
         if self._keys.allows(key):
             return [version, number, b"200", b"", key.hex().encode(), b""]
-        self._refuse(address.decode(errors="replace"), f"its key {key.hex()} is not let in here")
+        self._refuse(f" from {address.decode(errors='replace')}", f"its key {key.hex()} is not let in here")
         return [version, number, b"400", b"", b"", b""]
 
-    def _take_in(self, events: list[tuple[int, int, str]]) -> None:
-        """Takes in monitor events: kind of event, descriptor or reason, endpoint."""
-        closed = {value for what, value, _ in events if what == _GONE}  # these descriptors may be reused by now
-        for what, value, endpoint in events:
-            target = self._target(endpoint)
-            if what == _ACCEPTED:
-                self._hosts[value] = "an address already gone" if value in closed else _host_at(value)
-            elif target:
-                self._on_connect(what, value, target)
-            elif not endpoint.endswith(f":{self.port}"):
-                pass  # an event of a connection that was given up meanwhile
-            elif what in (_BROKEN_OFF, _PROTOCOL):  # _AUTH was our own answer: reported already
-                self._failing = _why_theirs(what, value)
-            elif what == _GONE:
-                host = self._hosts.pop(value, "an unknown address")
-                if self._failing is not None:
-                    self._refuse(host, self._failing)
-                self._failing = None
+    def _take_in(self, what: int, value: int, endpoint: str) -> None:
+        """Takes in a monitor event: its kind, a reason if it has one, and the endpoint."""
+        if target := self._target(endpoint):
+            self._on_connect(what, value, target)
+        elif what in (_BROKEN_OFF, _PROTOCOL) and endpoint.endswith(f":{self.port}"):
+            self._refuse("", _why_theirs(what, value))  # _AUTH was our own answer: reported already
 
     def _target(self, endpoint: str) -> str:
         """The peer that an event is about, if this node connects to it; empty for an accepted connection.
@@ -170,13 +147,13 @@ class Guard:
         self.refusals.append(Refusal(target, error))
         self._warn(target, error)
 
-    def _refuse(self, host: str, why: str) -> None:
+    def _refuse(self, whence: str, why: str) -> None:
         error = PeerError(
-            f"refused a connection from {host}: {why}",
+            f"refused a connection{whence}: {why}",
             remedy="if it belongs to this cluster, give it the cluster's key file, or add its key to the allow list",
         )
         self.refusals.append(Refusal("", error))
-        self._warn(host, error)
+        self._warn(whence, error)
 
     def _warn(self, peer: str, error: PeerError) -> None:
         if text := self._log_limit.due(peer, str(error), time.monotonic()):
@@ -193,15 +170,6 @@ def _why_theirs(what: int, value: int) -> str:
     if value == _OTHER_MECHANISM:
         return "it does not encrypt"
     return "it expects another key of this node, or does not speak this protocol"
-
-
-def _host_at(fd: int) -> str:
-    """The remote host of libzmq's descriptor, without the port, which differs at each try."""
-    try:
-        with sockets.socket(fileno=os.dup(fd)) as connection:
-            return str(connection.getpeername()[0])
-    except OSError:  # closed meanwhile
-        return "an address already gone"
 
 
 def _is_number(target: str) -> bool:

@@ -139,7 +139,7 @@ class ControlSocket:
     life, 1 to 240 bytes: the node's incarnation. With `keys` everything is encrypted, both ends authenticate, and
     `endpoint` carries this node's public key. `take_refusals` returns connections that fail on it.
 
-    Raises `UsageError` for a bad address or identity, `TransportError` if the address cannot be bound.
+    Raises `UsageError` for a bad address, `TransportError` if the address cannot be bound.
     """
 
     def __init__(
@@ -152,12 +152,6 @@ class ControlSocket:
         insecure: bool = False,
         keys: Keys | None = None,
     ) -> None:
-        if not 1 <= len(identity) <= 240:
-            raise UsageError(
-                f"identity {identity!r} cannot name a control socket",
-                remedy="give 1 to 240 bytes, different in every process life",
-                identity=identity,
-            )
         address = Address.parse(bind, "tcp", listening=True) if bind is not None else None
         if address is not None:
             address.check_exposure(insecure, keys)
@@ -275,12 +269,9 @@ class ControlSocket:
         return route
 
     def endpoint_of(self, route: bytes) -> str:
-        """The endpoint that `route` was connected to; for a peer that connected to us, its route in hexadecimal."""
-        with self._using:
-            return self._targets_at.get(route) or route.hex()
-
-    def name_of(self, route: bytes) -> str:
-        """`endpoint_of`, for people: a peer that connected to us keeps one name over all its connections."""
+        """The endpoint that `route` was connected to; for a peer that connected to us, its identity in hexadecimal, the
+        same over all its connections.
+        """
         with self._using:
             return self._targets_at.get(route) or _AGAIN.sub(b"", route.removeprefix(b"=")).hex() or "unknown"
 
@@ -343,6 +334,14 @@ class ControlSocket:
         if self._renewed_from:
             messages = [(self._renewed_from.get(route, route), frames) for route, frames in messages]
         return messages
+
+    def arrivals(self, until: float) -> Iterator[tuple[bytes, list[bytes]]]:
+        """What arrives until then (monotonic), as (route, frames). Raises `PeerError` if a connection fails on keys."""
+        while (left_s := until - time.monotonic()) > 0:
+            self.wait(left_s)
+            yield from self.recv()
+            for _, error in self.take_refusals():
+                raise error
 
     def wait(self, timeout_s: float | None, extra_fds: Sequence[int] = ()) -> Ready:
         """Waits until a message is there, `wake` was called, one of `extra_fds` is readable, or `timeout_s` is over.

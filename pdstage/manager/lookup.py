@@ -89,7 +89,7 @@ class Directory:
     def status(self) -> dict[str, float]:
         """The fields of `DirectoryCounters`. Where this node is published, `lease_s`: seconds until that ends unless it
         is renewed, 0 once it has. `watch_age_s`: seconds since a directory that it watches answered last, 0 where it
-        watches none; `watches_restarted`: how often such a watch ended and was taken up again. Takes no lock.
+        watches none; `watches_restarted`: how often one stopped answering. Takes no lock.
         """
         now, shown = time.monotonic(), dict[str, float](asdict(self.counters))
         if (publication := self._publication) is not None:

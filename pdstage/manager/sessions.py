@@ -86,7 +86,7 @@ class Sessions:
         peer = f"{'decode' if node.role == 'prefill' else 'prefill'} rank {place(session.topology)}"
         log.info(
             "session with %s at %s: transport %s, path %s",
-            peer, node.socket.name_of(session.route), over, self._path_to(session),
+            peer, node.socket.endpoint_of(session.route), over, self._path_to(session),
         )  # fmt: skip
         with self._lock:
             self.over[over] += 1
@@ -116,7 +116,7 @@ class Sessions:
 
     def warn(self, route: bytes, error: PdstageError) -> None:
         """Logs what a peer did, within limits."""
-        peer = self._node.socket.name_of(route)
+        peer = self._node.socket.endpoint_of(route)
         if text := self._log_limit.due(peer, str(error), time.monotonic()):
             log.warning("peer %s: %s", peer, text)
 

@@ -368,7 +368,7 @@ class Round:
 
     def _listed(self) -> set[tuple[str, str]]:
         """The prefill ranks that the directory lists, by their names here, and their endpoints."""
-        with self._net.inside("operator"), client_of(self._directory) as client:
-            instances = json.loads(client.instances())
+        with self._net.inside("operator"):
+            instances = json.loads(client_of(self._directory).instances())
         adverts = [one["advert"] for held in instances.values() for one in held]
         return {(f"{one['instance']} {one['topology'].get('tp_rank', 0)}", one["endpoint"]) for one in adverts}

@@ -202,13 +202,3 @@ def test_a_taken_port_and_an_open_host_are_named(server):
     with pytest.raises(UsageError, match="insecure=True"):
         BootstrapServer("0.0.0.0:0")
     BootstrapServer("0.0.0.0:0", insecure=True, advertise="10.1.2.3").close()
-
-
-def test_serving_in_the_foreground_ends_on_close(no_leaks):
-    server = BootstrapServer()
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    BootstrapClient(server.address, DEADLINE_S).publish(advert(tp=1))
-    server.close()
-    thread.join(DEADLINE_S)
-    assert not thread.is_alive()

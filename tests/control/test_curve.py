@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 
@@ -127,7 +128,7 @@ def test_a_client_without_keys_is_refused_and_named(make, caplog, mechanism):
         dealer.send(MARKER)
         refused, why = refusal(server)
     assert refused == b""
-    assert "refused a connection from" in why
+    assert re.search("refused a connection: it (does not encrypt|broke off)", why)
     assert "give it the cluster's key file" in why
     assert why in caplog.text
 

@@ -141,7 +141,7 @@ def test_pods_that_died_are_fenced_and_others_are_named(tmp_path, monkeypatch, c
         )
         with pytest.raises(KeyboardInterrupt):
             program(monkeypatch, api, AGAIN_S=0)["main"]()
-        ended = {name for n, name in enumerate(ips) if n not in directory._read().processes()}
+        ended = {name for n, name in enumerate(ips) if n not in directory._read().processes}
     assert not [one for one in words if not re.search(one, log())]
     assert api.asked[2]["resource_version"] == "99", "it goes on from there"
     assert ended == {"stopped", "listed"} and log().count("INFO fenced ") == 2

@@ -251,11 +251,11 @@ SECTIONS = {
         ),
         Metric(
             "pdstage_directory_watch_age_seconds",
-            "Since etcd last answered this node's watch, which is every 5 s where nothing changes; 0: it watches none.",
+            "Since etcd last answered this node's watch, which asks every second; 0: it watches none.",
             "directory.watch_age_s", role="decode",
         ),
         Metric(
-            "pdstage_directory_watch_restarts_total", "Watches of etcd that ended and were taken up again.",
+            "pdstage_directory_watch_restarts_total", "How often etcd stopped answering this node's watch.",
             "directory.watches_restarted", role="decode",
         ),
     ),

@@ -193,9 +193,6 @@ class Socket:
         connection = self._by_route.get(route)
         return connection.endpoint if connection is not None else route.hex()
 
-    def name_of(self, route: bytes) -> str:
-        return self.endpoint_of(route)
-
     def take_refusals(self) -> list[tuple[bytes, Exception]]:
         return []
 
