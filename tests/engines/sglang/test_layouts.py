@@ -88,7 +88,6 @@ def test_sglangs_pools_are_proved_and_left_as_they_were(kind, tp, n_layers):
         made.pool, page_size=made.page_size, tp=tp, is_mla=kind in ("mla", "dsa", "hisparse"), owner=made.host
     )
     assert len(proof.proved) == n_layers
-    assert not proof.verified
     assert not proof.trusted
     assert all(
         torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(tensors, before, strict=True)
