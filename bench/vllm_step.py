@@ -131,14 +131,14 @@ class VllmRank(Actor):
         self.worker = PdStageConnector(config, KVConnectorRole.WORKER, plan)
         caches = torch.ones((LAYERS, N_BLOCKS, HEADS, BLOCK, 2 * DIM), dtype=torch.float16)
         self.worker.register_kv_caches(dict(zip(names, caches, strict=True)))
-        (self.group,) = self.scheduler._scheduler._groups
+        (self.group,) = self.scheduler.scheduler_side._groups
         self.square = torch.ones((384, 384))
         torch.set_num_threads(1)
 
     def serve(self) -> str:
         """Where decode finds this engine's ranks."""
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
-        server = self.scheduler._scheduler._server
+        server = self.scheduler.scheduler_side._server
         assert server is not None
         return server.address
 

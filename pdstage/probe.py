@@ -61,47 +61,45 @@ class LayerProbe:
     """How one layer's views are proved.
 
     `name` and `backend` are the engine's names, for errors. `keys` are the layer's views. `write` is None if no writer
-    of the backend runs here. `verified` then says how the layout was verified elsewhere; empty if it was not. Pages
-    before `first_item` are not written: engines keep some for padding, which writers may skip.
+    of the backend runs here. Pages before `first_item` are not written: engines keep some for padding, which writers
+    may skip.
     """
 
     name: str
     backend: str
     keys: tuple[Key, ...]
     write: Writer | None = None
-    verified: str = ""
     first_item: int = 0
 
 
 class Proof(NamedTuple):
-    """Layers by how they were verified: by their own writer, elsewhere, or by the operator's word."""
+    """Layers by how they were verified: by their own writer, or by the operator's word."""
 
     proved: tuple[str, ...]
-    verified: tuple[str, ...]
     trusted: tuple[str, ...]
 
     def __str__(self) -> str:
-        groups = {"proved by the engine's own writer": self.proved, "verified elsewhere": self.verified}
-        groups["trusted without proof (trust_layout)"] = self.trusted
+        groups = {
+            "proved by the engine's own writer": self.proved, "trusted without proof (trust_layout)": self.trusted,
+        }  # fmt: skip
         return ", ".join(f"{len(names)} layers {what}" for what, names in groups.items() if names)
 
 
 def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: bool = False, seed: int = 0) -> Proof:
     """Proves every view of `layout`, layer by layer, and restores the memory.
 
-    `trust_layout` admits layers that have neither a writer nor a verification. It does not admit a layer whose writer
-    shows another layout. A few tokens of three pages are written for each layer.
+    `trust_layout` admits layers that have no writer. It does not admit a layer whose writer shows another layout. A few
+    tokens of three pages are written for each layer.
 
     Raises `UsageError` that names layer, backend, and the expected and found bytes, for the first byte that is not
-    where its view says. Raises it also for a byte that the writer changed and no view covers, for an unverified layer,
-    and for a view without a probe.
+    where its view says. Raises it also for a byte that the writer changed and no view covers, for a layer without a
+    writer, and for a view without a probe.
     """
     given = list(probes)
     views = layout.by_key()
     _check_complete(views, given)
     memory: dict[int, Memory] = {}
     proved: list[str] = []
-    verified: list[str] = []
     trusted: list[str] = []
     try:
         for number, probe in enumerate(given):
@@ -112,14 +110,12 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
                         memory[view.region] = _bytes_of(layout.regions[view.region])
                 _prove(probe, held, memory, (seed, number))
                 proved.append(probe.name)
-            elif probe.verified:
-                verified.append(probe.name)
             elif trust_layout:
                 trusted.append(probe.name)
             else:
                 raise UsageError(
                     f"nothing proves how attention backend {probe.backend} keeps layer {probe.name!r}: it has no "
-                    "writer that runs here, and is not in the table of verified layouts",
+                    "writer that runs here",
                     remedy="use another attention backend, or set trust_layout after comparing this engine's answers "
                     "with those of one engine that serves alone",
                     layer=probe.name,
@@ -127,7 +123,7 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
                 )
     finally:
         _wait(memory.values())
-    return Proof(tuple(proved), tuple(verified), tuple(trusted))
+    return Proof(tuple(proved), tuple(trusted))
 
 
 def _wait(memory: Iterable[Memory]) -> None:

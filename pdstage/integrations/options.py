@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pdstage import Config, environment
 from pdstage.arguments import flag
 from pdstage.errors import UsageError
+from pdstage.integrations.model import overridden
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.manager.options import DEFAULTS
 
@@ -22,19 +23,23 @@ _OURS = {
 
 
 def node_options(
-    kind: type[PrefillNode | DecodeNode], given: Mapping[str, Any], *, where: str, deadlines: Mapping[str, float]
+    kind: type[PrefillNode | DecodeNode],
+    given: Mapping[str, Any],
+    *,
+    where: str,
+    deadlines: Mapping[str, float],
+    model: Mapping[str, str],
 ) -> dict[str, Any]:
     """Arguments for a node of that kind: those of `given`, which the operator wrote at `where`, over PDSTAGE_NODE's.
 
-    `deadlines` are fields of `Config` that apply unless the operator sets them. Raises `UsageError` for an argument
-    that neither kind of node has or that operators may not set; the node itself checks the values.
+    `deadlines` are fields of `Config`, and `model` the engine's facts, that apply unless the operator sets them. Raises
+    `UsageError` for an argument that neither kind of node has or that operators may not set; the node itself checks
+    the values.
     """
-    known = (_arguments(PrefillNode) | _arguments(DecodeNode)) - _OURS
+    known = (_arguments(PrefillNode) | _arguments(DecodeNode) | {"trust_layout"}) - _OURS
     merged: dict[str, Any] = {}
     config: dict[str, Any] = dict(deadlines)
-    from_environment = dict(environment.NODE.read() or {})
-    from_environment.pop("trust_layout", None)  # the adapter's, see below
-    for source, options in ((environment.NODE.name, from_environment), (where, given)):
+    for source, options in ((environment.NODE.name, environment.NODE.read() or {}), (where, given)):
         fields_set = options.get("config", {})
         unknown = [*(set(options) - known), *(set(fields_set) - {field.name for field in fields(Config)})]
         if unknown:
@@ -45,17 +50,16 @@ def node_options(
         merged |= options
         config |= fields_set
     own = {name: value for name, value in merged.items() if name in _arguments(kind)}
-    return own | {"config": Config(**config)}
+    return own | {"config": Config(**config), "model": overridden(model, merged.get("model"), where=where)}
 
 
-def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") -> bool:
+def trusts_layout(given: Mapping[str, Any], *, where: str) -> bool:
     """Whether the operator vouches for pages whose layout nothing proves: `trust_layout` of `given`, written at
     `where`, else of PDSTAGE_NODE.
     """
-    trusts = False
-    for source, options in ((environment.NODE.name, environment.NODE.read()), (where, given)):
-        trusts = flag(f"trust_layout of {source}", (options or {}).get("trust_layout", trusts))
-    return trusts
+    if "trust_layout" not in given:
+        given, where = environment.NODE.read() or {}, environment.NODE.name
+    return flag(f"trust_layout of {where}", given.get("trust_layout", False))
 
 
 def _arguments(kind: type[PrefillNode | DecodeNode]) -> set[str]:

@@ -31,33 +31,20 @@ def adapter_of(scheduler: Any, lora_id: str | None) -> str | None:  # noqa: ANN4
     return None if known is None else digest(known.lora_path) or known.lora_name
 
 
-def of_sender(original: Callable[..., bool], queue: Any, req: Any, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
-    """Around `PrefillBootstrapQueue.create_sender`."""
+def told(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Around the methods that create a request's sender, which `req` has then, and its receiver, which is returned."""
     made = original(queue, req, *args, **kwargs)
-    if made:
-        _tell(queue, req, req.disagg_kv_sender)
-    return made
-
-
-def of_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Around `DecodePreallocQueue._create_receiver_and_enqueue`."""
-    made = original(queue, req, *args, **kwargs)
-    _tell(queue, req, made.kv_receiver)
-    return made
-
-
-def _tell(queue: Any, req: Any, one: Any) -> None:  # noqa: ANN401
-    if hasattr(one, "adapter"):  # not SGLang's fake transfer
+    one = getattr(made, "kv_receiver", None) or req.disagg_kv_sender
+    if hasattr(one, "adapter"):  # not SGLang's fake transfer, nor a request that got no sender
         one.adapter = adapter_of(queue.scheduler, req.lora_id)
         one.kv_mgr.meet(queue.scheduler)
+    return made
 
 
 @cache
 def install() -> None:
     """Hooks the creation of every request's sender and receiver in this process."""
-    for method, hook in (
-        (prefill.PrefillBootstrapQueue.create_sender, of_sender),
-        (decode.DecodePreallocQueue._create_receiver_and_enqueue, of_receiver),
-    ):
-        HookRegistry.register(f"{method.__module__}.{method.__qualname__}", hook, HookType.AROUND)
+    queues = prefill.PrefillBootstrapQueue, decode.DecodePreallocQueue
+    for method in (queues[0].create_sender, queues[1]._create_receiver_and_enqueue):
+        HookRegistry.register(f"{method.__module__}.{method.__qualname__}", told, HookType.AROUND)
     HookRegistry.apply_hooks()

@@ -32,20 +32,18 @@ TOTALS = {
 
 
 @cache
-def _made(gauge: Any, counter: Any, labels: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ANN401
+def _series(gauge: Any, counter: Any, labels: tuple[str, ...]) -> dict[str, Any]:  # noqa: ANN401
     """Created once per process: an engine that changes its role has more than one manager."""
-    return (
-        {
-            name: gauge(
-                name=f"sglang:kv_transfer_{name}", documentation=text, labelnames=labels, multiprocess_mode="mostrecent"
-            )
-            for name, text in NOW.items()
-        },
-        {
-            name: counter(name=f"sglang:kv_transfer_{name}", documentation=text, labelnames=labels)
-            for name, (_, text) in TOTALS.items()
-        },
-    )
+    gauges = {
+        name: gauge(
+            name=f"sglang:kv_transfer_{name}", documentation=text, labelnames=labels, multiprocess_mode="mostrecent"
+        )
+        for name, text in NOW.items()
+    }
+    return gauges | {
+        name: counter(name=f"sglang:kv_transfer_{name}", documentation=text, labelnames=labels)
+        for name, (_, text) in TOTALS.items()
+    }
 
 
 class Gauges:
@@ -58,7 +56,7 @@ class Gauges:
 
         kinds = collector._gauge_cls or prometheus_client.Gauge, collector._counter_cls or prometheus_client.Counter
         self._labels = collector.labels
-        self._now, self._totals = _made(*kinds, tuple(self._labels))
+        self._series = _series(*kinds, tuple(self._labels))
         self._node_of = node_of
         self._node: PrefillNode | DecodeNode | None = None
         self._counted: dict[str, int] = {}
@@ -91,7 +89,7 @@ class Gauges:
                 "unfenced_peers": status.n_unfenced,
             }
             for name, (counter, _) in TOTALS.items():
-                self._totals[name].labels(**self._labels).inc(status.counters[counter] - self._counted.get(counter, 0))
+                self._series[name].labels(**self._labels).inc(status.counters[counter] - self._counted.get(counter, 0))
             self._counted = status.counters
         for name, value in values.items():
-            self._now[name].labels(**self._labels).set(value)
+            self._series[name].labels(**self._labels).set(value)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
+from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_ib_devices_for_gpu
 from sglang.srt.environ import envs
@@ -32,7 +33,7 @@ from pdstage import environment
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
-from pdstage.integrations.model import facts, overridden
+from pdstage.integrations.model import facts
 from pdstage.integrations.options import node_options, trusts_layout
 from pdstage.integrations.sglang import adapters
 from pdstage.integrations.sglang.gauges import Gauges
@@ -58,18 +59,6 @@ log = logging.getLogger(__name__)
 INSTANCE = "sglang"
 _STOP_S = 3.0
 """A heartbeat in flight ends by itself within five seconds."""
-
-
-class Request(Protocol):
-    """A sender or a receiver. SGLang's dicts know it by its number, which a router chose for it."""
-
-    bootstrap_room: int
-    conclude_state: KVPoll | None
-    reason: str | None
-    """Why it failed, if SGLang's record under its number is not its own."""
-
-    def publish(self) -> None:
-        """Reports its room's state to the scheduler; a sender does."""
 
 
 class _All(NamedTuple):
@@ -98,8 +87,10 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         _refuse_what_is_not_supported(disaggregation_mode)
         adapters.install()
         self.status_lock = threading.RLock()
-        self.owners: WeakValueDictionary[int, Request] = WeakValueDictionary()
-        """The request that each number stands for."""
+        self.owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """The sender or receiver that each number stands for."""
+        self._spare = count(-1, -1)
+        """Numbers that no router gives."""
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if self.enable_all_cp_ranks_for_transfer and self.attn_cp_size > 1:
             raise UsageError("every context-parallel rank would send a part", remedy="use another transfer backend")
@@ -128,13 +119,13 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             "send_wait_s": meeting_s,
             "wait_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         }
-        options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's settings
-        if cards := self.kv_args.ib_device:
-            options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
         model = process_model_config()
         scales = _kv_scales(model.hf_text_config) if self.kv_cache_dtype_str == "fp8_e4m3" else None
         known = facts(model, model.model_path, kv_scales=scales, dummy=self.server_args.load_format == "dummy")
-        options["model"] = overridden(known, options.get("model"), where=environment.NODE.name)
+        # SGLang has no option for a backend's settings.
+        options = node_options(kind, {}, where=environment.NODE.name, deadlines=deadlines, model=known)
+        if cards := self.kv_args.ib_device:
+            options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
         if self.is_prefill:
             options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
             options |= {"observers": [self] if self.pp_rank else []}
@@ -144,7 +135,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             total_heads=1 if self.is_mla_backend else model.get_total_num_kv_heads(),
         )  # fmt: skip
         probes = probes_of(pool.layout, Pools.of(self.kv_args))
-        log.info("KV memory: %s", prove_layout(pool.layout, probes, trust_layout=trusts_layout()))
+        log.info("KV memory: %s", prove_layout(pool.layout, probes, trust_layout=trusts_layout({}, where="")))
         if pool.on_host:  # HiSparse's: bytes land on the GPU, and a kernel scatters them
             options.setdefault("path", "staged")
         if get_disagg().enable_pd_role_switch:  # a switch that fails ends the engine
@@ -270,10 +261,10 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         Another request may have the room's number by now. So the event only triggers a look-up, and the request gives
         the state.
         """
-        if isinstance(event, RoomBound | RoomEnded):
-            request = self.owners.get(event.room)  # type: ignore[arg-type]  # SGLang's rooms are numbers
-            if request is not None:
-                request.publish()
+        is_told = isinstance(event, RoomBound | RoomEnded)
+        request = self.owners.get(event.room) if is_told else None  # type: ignore[arg-type]  # SGLang's are numbers
+        if request is not None:
+            request.publish()
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Applies SGLang's rules for transitions, for one writer at a time: it reads, compares and writes."""
@@ -281,45 +272,36 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             super().update_status(bootstrap_room, status)
 
     # Whose a number is. A router may give one again while an earlier request has it. Then that one goes on, and the
-    # later one fails.
+    # later one fails, under a number of its own. An earlier one that is over gets another number, with its failure.
 
-    def claim(self, room: int, request: Request) -> bool:
-        """Whether the number stands for `request` from now on: not while an unfinished request has it."""
+    def number_for(self, room: int, request: Any) -> int:  # noqa: ANN401  (a sender or a receiver)
+        """By what SGLang's dicts know the request from now on: `room`, but while an unfinished request has that."""
         with self.status_lock, self.failure_lock:
             earlier = self.owners.get(room)
             if earlier is not None and earlier.conclude_state is None:
-                request.reason = f"an earlier request has bootstrap_room {room}: give each request a number of its own"
-                return False
-            left = self.failure_records.pop(room, None)
-            if earlier is not None:
-                earlier.reason = earlier.reason or left
+                return next(self._spare)
+            reason = self.failure_records.pop(room, None)
             self.request_status.pop(room, None)
+            if earlier is not None:
+                earlier.bootstrap_room = next(self._spare)
+                if reason is not None:
+                    self.failure_records[earlier.bootstrap_room] = reason
+                if not self.is_prefill:
+                    self.addr_to_rooms_tracker[earlier.bootstrap_addr].discard(room)
             self.owners[room] = request
-            return True
+            return room
 
-    def owns(self, request: Request) -> bool:
-        return self.owners.get(request.bootstrap_room) is request
+    def refuse(self, request: Any, room: int) -> None:  # noqa: ANN401
+        """Fails a request that did not get its number."""
+        reason = f"an earlier request has bootstrap_room {room}: give each request a number of its own"
+        self.record_failure(request.bootstrap_room, reason)
+        request.conclude_state = KVPoll.Failed
 
-    def fail(self, request: Request, reason: str) -> None:
+    def fail(self, number: int, reason: str) -> None:
         """Marks the request as failed, for `reason` unless another reason is recorded already."""
-        if not self.owns(request):
-            request.reason = request.reason or reason
-            return
         with self.failure_lock:
-            self.failure_records.setdefault(request.bootstrap_room, reason)
-        self.update_status(request.bootstrap_room, KVPoll.Failed)
-
-    def failure_of(self, request: Request) -> str | None:
-        """Why it failed; None if another rank failed."""
-        with self.failure_lock:
-            return self.failure_records.get(request.bootstrap_room) if self.owns(request) else request.reason
-
-    def raise_failure_of(self, request: Request) -> NoReturn:
-        """In place of SGLang's `failure_exception` for a request that does not own its number."""
-        reason = request.reason
-        raise KVTransferError(
-            request.bootstrap_room, reason or "another rank failed", is_from_another_rank=reason is None
-        )
+            self.failure_records.setdefault(number, reason)
+        self.update_status(number, KVPoll.Failed)
 
 
 def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
@@ -327,8 +309,6 @@ def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
     parallel = get_parallel()
     may_decode = mode == DisaggregationMode.DECODE or get_disagg().enable_pd_role_switch
     refused = {
-        "--disaggregation-decode-allocation-policy prefill_complete":
-            get_disagg().disaggregation_decode_allocation_policy == "prefill_complete",
         "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
         "prefill context parallelism (--attn-cp-size) at decode":
             may_decode and parallel.attn_cp_size > 1,
@@ -342,7 +322,6 @@ def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
         "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0 (peers may still write to pages of failed requests)":
             not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
         "SGLANG_RUST_SERVER (its registry takes the bootstrap server's place)": envs.SGLANG_RUST_SERVER.get(),
-        "SGLANG_DISAGG_STAGING_BUFFER (pdstage stages by itself)": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK (metadata on the device)":
             envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() == "INTRA_NODE_NVLINK",
     }  # fmt: skip

@@ -7,7 +7,7 @@ the metadata row until the manager's `is_abort_release_safe`, that is until pdst
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -36,25 +36,19 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
     """One request at one decode rank."""
 
     kv_mgr: PdStageKVManager
+    conclude_state: KVPoll | None = None
+    adapter: str | None = None
+    """The adapter that decode uses; set after construction, see `adapters`."""
+    _room: Receiver | None = None
+    _aux_index: int | None = None
+    _is_cleared = False
 
     def __init__(self, mgr: PdStageKVManager, bootstrap_addr: str, bootstrap_room: int) -> None:
-        self.adapter: str | None = None
-        """The adapter that decode uses; set after construction, see `adapters`."""
-        self._room: Receiver | None = None
-        self._aux_index: int | None = None
-        self._is_cleared = False
-        self.reason: str | None = None
-        self.conclude_state = None
-        is_owner = mgr.claim(bootstrap_room, self)
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        if not is_owner:
-            self.conclude_state = KVPoll.Failed
-            self._untrack()
-
-    def _untrack(self) -> None:
-        """The number is another request's, which does not fail with this one's prefill."""
-        if getattr(self.kv_mgr.owners.get(self.bootstrap_room), "bootstrap_addr", None) != self.bootstrap_addr:
-            self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
+        self.number = bootstrap_room
+        """The router's, which SGLang's scheduler goes on to use."""
+        super().__init__(mgr, bootstrap_addr, mgr.number_for(bootstrap_room, self))
+        if self.bootstrap_room != bootstrap_room:
+            mgr.refuse(self, bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
         """Called by `init` instead of SGLang's look-up of peers: pdstage finds and connects them itself."""
@@ -90,7 +84,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.init_time = time.time()
 
     def _fail(self, error: PdstageError) -> None:
-        self.kv_mgr.fail(self, str(error))
+        self.kv_mgr.fail(self.bootstrap_room, str(error))
         self.conclude_state = KVPoll.Failed
         self._give_up(str(error))
 
@@ -98,13 +92,13 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         if self._room is not None and self._room.state not in (State.SUCCESS, State.FAILED):
             self._room.abort(reason)
         if self._room is not None and self._room.bound and not self._room.released:
-            self.kv_mgr.hold(self.bootstrap_room, self._room)
+            self.kv_mgr.hold(self.number, self._room)
 
     def _poll(self) -> int:
         room = self._room
         if room is not None and self.conclude_state is None:
             if room.state is State.FAILED:
-                self.kv_mgr.fail(self, str(room.error))
+                self.kv_mgr.fail(self.bootstrap_room, str(room.error))
             elif room.state is State.SUCCESS and room.released:  # a request of one token returns its pages at once
                 self._take_row(room)
             elif room.state is State.TRANSFERRING:
@@ -117,31 +111,19 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             if self._aux_index is not None and isinstance(room.aux, bytes):
                 write_row(self.kv_mgr.kv_args, self._aux_index, room.aux, self.adapter)
         except PdstageError as error:
-            self.kv_mgr.fail(self, str(error))
+            self.kv_mgr.fail(self.bootstrap_room, str(error))
         else:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
-
-    def abort(self) -> None:
-        if self.kv_mgr.owns(self):
-            super().abort()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """Called once by `abort`, by a timeout, and for a room that failed without decode's doing."""
         self._give_up("decode gave it up")
 
-    def failure_exception(self) -> NoReturn:
-        if self.kv_mgr.owns(self):
-            super().failure_exception()
-        self.kv_mgr.raise_failure_of(self)
-
     def clear(self) -> None:
-        """Called again when a failed room's memory is returned: by then another request may have the name."""
+        """Called again when a failed room's memory is returned, which must not be held once more."""
         if self._is_cleared:
             return
         self._is_cleared = True
-        if self.kv_mgr.owns(self):
-            super().clear()
-        else:
-            self._untrack()
+        super().clear()
         if self.conclude_state != KVPoll.Success:
             self._give_up("decode gave it up")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
@@ -43,8 +43,18 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
     """One request at one prefill rank."""
 
     kv_mgr: PdStageKVManager
+    conclude_state: KVPoll | None = None
+    adapter: str | None = None
+    """The adapter of the request's KV; set after construction, see `adapters`."""
     _early_send_wait_event: Any
     _transfer_start_time: float | None
+    _room: Sender | None = None
+    _first_page = 0
+    _is_whole = False
+    """Its last chunk was sent: it is in the scheduler's in-flight queue."""
+    _is_given_up = False
+    """By all ranks."""
+    _is_cleared = False
 
     def __init__(
         self,
@@ -53,26 +63,17 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        self.adapter: str | None = None
-        """The adapter of the request's KV; set after construction, see `adapters`."""
-        self._room: Sender | None = None
-        self._first_page = 0
-        self._is_cleared = False
-        self.reason: str | None = None
-        self.conclude_state = None
-        is_owner = mgr.claim(bootstrap_room, self)
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
-        self._is_whole = False  # its last chunk was sent: it is in the scheduler's in-flight queue
-        self._is_given_up = False  # by all ranks
-        if not is_owner:
-            self.conclude_state = KVPoll.Failed
+        number = mgr.number_for(bootstrap_room, self)
+        super().__init__(mgr, bootstrap_addr, number, req_has_disagg_prefill_dp_rank)
+        if number != bootstrap_room:
+            mgr.refuse(self, bootstrap_room)
             return
         if mgr.is_dummy_cp_rank or mgr.request_status.get(bootstrap_room) == KVPoll.Failed:
             return
         try:
             self._room = mgr.awake().send(bootstrap_room)
         except PdstageError as error:
-            mgr.fail(self, str(error))
+            mgr.fail(number, str(error))
         else:
             self.publish()  # events from before the node could find this sender
 
@@ -108,8 +109,8 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
                 aux = read_row(args, self.aux_index, self.adapter) if self.aux_index is not None else None
                 self._room.finish(aux, states=states or None, ready=ready)
         except PdstageError as error:
-            self.kv_mgr.fail(self, str(error))
-            self._end(self._room, str(error))
+            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            self._end(str(error))
             return
         self._record_transfer_indices(kv_indices, state_indices)
 
@@ -135,17 +136,16 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
                 return
             state = room.state
             if state is State.FAILED:
-                self.kv_mgr.fail(self, str(room.error))
+                self.kv_mgr.fail(self.bootstrap_room, str(room.error))
             else:
                 ended = state is State.SUCCESS and not room.released  # the scheduler would take the pages back
                 self.kv_mgr.update_status(self.bootstrap_room, int(State.TRANSFERRING if ended else state))
 
     def _poll_with_status(self, check_status: Callable[[int], int]) -> int:
-        room = self._room
         self.publish()
         status: int = super()._poll_with_status(check_status)
-        if status == KVPoll.Failed and room is not None:
-            self._end(room, f"prefill gave up: {self._reason()}")
+        if status == KVPoll.Failed:
+            self._give_up()
         if not self._is_whole:
             return status
         if self._is_given_up:
@@ -164,15 +164,16 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
             return least
         self._is_given_up = True
         self.conclude_state = KVPoll.Failed
-        if self._room is not None:
-            self._end(self._room, f"prefill gave up: {self._reason()}")
+        self._give_up()
         return int(KVPoll.Transferring)
 
-    def _reason(self) -> str:
-        return self.kv_mgr.failure_of(self) or "another rank failed"
+    def _give_up(self) -> None:
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "another rank failed")
+        self._end(f"prefill gave up: {reason}")
 
-    def _end(self, room: Sender, reason: str) -> None:
-        if room.state not in (State.SUCCESS, State.FAILED):  # else it ended by itself, or with its node
+    def _end(self, reason: str) -> None:
+        room = self._room
+        if room is not None and room.state not in (State.SUCCESS, State.FAILED):  # else it ended, or its node did
             room.abort(reason)
 
     def _is_read(self) -> bool:
@@ -180,24 +181,14 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         return self._room is not None and self._transfer_start_time is not None and not self._room.released
 
     def abort(self) -> None:
-        if self.kv_mgr.owns(self):
+        if self.conclude_state != KVPoll.Failed:
             super().abort()
-        self._give_up()
-
-    def failure_exception(self) -> NoReturn:
-        if self.kv_mgr.owns(self):
-            super().failure_exception()
-        self.kv_mgr.raise_failure_of(self)
+        self._end("prefill gave it up")
 
     def clear(self) -> None:
         with self.kv_mgr.status_lock:
             self._is_cleared = True
-            if self.kv_mgr.owns(self):
-                super().clear()
-        self._give_up()
+            super().clear()
+        self._end("prefill gave it up")
         if self._is_whole and self._is_read():
             log.error("room %s: its pages are reused though a write may still read them", self.bootstrap_room)
-
-    def _give_up(self) -> None:
-        if self._room is not None:
-            self._end(self._room, "prefill gave it up")

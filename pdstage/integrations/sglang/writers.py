@@ -24,7 +24,7 @@ from pdstage.integrations.sglang.pools import HOSTS, LATENTS, inner, name_of
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -66,11 +66,11 @@ def _attention(
     roles = {view.key.role.removeprefix(_DRAFT) for view in views}
     held = inner(pool, window=component == "swa")
     if roles == {"k", "v"} and type(held) is MHATokenToKVPool and not held.is_quantized_kv_cache:
-        return _heads(pool, held, layer, views)
+        return _rows(pool.set_kv_buffer, held, held.head_num, (held.head_dim, held.v_head_dim), layer, views)
     if isinstance(pool, SWAKVPool):  # over latents, whose index keys SGLang does not name
         return None
     if roles == {"latent"} and type(held) in LATENTS and not getattr(held, "dsa_kv_cache_store_fp8", False):
-        return _latents(pool, held, layer, views[0])
+        return _rows(pool.set_mla_kv_buffer, held, 1, (held.kv_lora_rank, held.qk_rope_head_dim), layer, views)
     return None
 
 
@@ -85,33 +85,21 @@ def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout)
     return stores.into(found) if len(found) == len(views) else None
 
 
-def _heads(pool: Any, held: Any, layer: int, views: Sequence[View]) -> Writer:  # noqa: ANN401
-    """K and V of every KV head of this rank, `[token, head, element]`."""
+def _rows(  # noqa: PLR0917
+    store: Callable[..., None],
+    held: Any,  # noqa: ANN401  (the pool with the buffers)
+    heads: int,
+    sizes: tuple[int, int],
+    layer: int,
+    views: Sequence[View],
+) -> Writer:
+    """Both parts of a token, `[head, element]`: K and V, or a latent and its rotary key, which are one row."""
 
     def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        sizes = {"k": held.head_dim, "v": held.v_head_dim}
-        given = {role: _draw(rng, (len(cells), held.head_num, size), held.dtype) for role, size in sizes.items()}
-        pool.set_kv_buffer(
-            SimpleNamespace(layer_id=layer), _slots(cells, held),
-            given["k"].to(held.device), given["v"].to(held.device),
-        )  # fmt: skip
-        return {view.key: _bytes(given[view.key.role.removeprefix(_DRAFT)]) for view in views}
-
-    return write
-
-
-def _latents(pool: Any, held: Any, layer: int, view: View) -> Writer:  # noqa: ANN401
-    """A token's latent and its rotary key, one row."""
-
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        rank = held.kv_lora_rank
-        given = _draw(rng, (len(cells), 1, rank + held.qk_rope_head_dim), held.dtype)
-        there = given.to(held.device)
-        pool.set_mla_kv_buffer(
-            SimpleNamespace(layer_id=layer), _slots(cells, held),
-            there[..., :rank].contiguous(), there[..., rank:].contiguous(),
-        )  # fmt: skip
-        return {view.key: _bytes(given)}
+        k, v = (_draw(rng, (len(cells), heads, size), held.dtype) for size in sizes)
+        store(SimpleNamespace(layer_id=layer), _slots(cells, held), k.to(held.device), v.to(held.device))
+        stored = {"k": k, "v": v, "latent": torch.cat([k, v], -1)}
+        return {view.key: _bytes(stored[view.key.role.removeprefix(_DRAFT)]) for view in views}
 
     return write
 

@@ -94,8 +94,6 @@ class Caches:
     n_pages: dict[str, int]
     paged: dict[str, list[torch.Tensor]]
     """The caches `[pages, ...]` that hold tokens, by component."""
-    numbers: dict[str, int]
-    """The layers that hold tokens, by name."""
 
     @staticmethod
     def of(
@@ -111,7 +109,6 @@ class Caches:
         keys: dict[str, tuple[Key, ...]] = {}
         n_pages: dict[str, int] = {}
         paged: dict[str, list[torch.Tensor]] = {}
-        numbers: dict[str, int] = {}
         groups: list[Group] = []
         n_blocks = {
             name: kv_cache_config.num_blocks_of(tensor)
@@ -145,7 +142,6 @@ class Caches:
                     heads = _total_heads(spec, n_heads, tp)
                     _check_heads(name, cache, spec, layers.get(name))
                     paged.setdefault(group.component, []).append(cache)
-                    numbers[name] = _number(name)
                     naming["format"] = encoding
                     made = [_attention(cache, spec, layers.get(name), heads, tp, naming=naming)]
                 made = [_named(part, name) for part in made]
@@ -158,7 +154,7 @@ class Caches:
         dealt = {group.component: shard for group in groups if group.n_shards > 1}
         layout = build(*parts, slots=states, exact=states, owned=dealt)
         device = next((one.device for one in kv_caches.values() if one.device.type != "cpu"), torch.device("cpu"))
-        return Caches(layout, device, keys, n_pages, paged, numbers)
+        return Caches(layout, device, keys, n_pages, paged)
 
     def own(self, held: Mapping[str, Held]) -> dict[str, Held]:
         """`held` without the groups of which this pipeline stage has no layer."""
@@ -170,9 +166,10 @@ class Caches:
         held, n = np.array(blocks, np.int64), self.n_pages[component]
         return held if n == 1 else (held[:, None] * n + np.arange(n)).reshape(-1)
 
-    def nbytes(self, component: str, n_blocks: int) -> int:
-        """Bytes of that many vLLM blocks in every layer of the component."""
-        return sum(cache[0].nbytes for cache in self.paged[component]) * n_blocks * self.n_pages[component]
+    def nbytes(self, held: Mapping[str, Held]) -> int:
+        """Bytes of vLLM's blocks in every layer of their components."""
+        blocks = {component: len(one.blocks) * self.n_pages[component] for component, one in held.items()}
+        return sum(cache[0].nbytes * n for component, n in blocks.items() for cache in self.paged[component])
 
     def clear(self, component: str, blocks: Sequence[int]) -> None:
         """Zeroes vLLM's `blocks` in every layer of the component."""

@@ -52,22 +52,10 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         _show_log()
         settings = Settings.of(vllm_config)
-        self.scheduler_side: SchedulerSide | None = None
-        self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_side = SchedulerSide(vllm_config, kv_cache_config, settings)
         else:
             self.worker_side = WorkerSide(vllm_config, kv_cache_config, settings)
-
-    @property
-    def _scheduler(self) -> SchedulerSide:
-        assert self.scheduler_side is not None, "a scheduler's call to a worker's connector"
-        return self.scheduler_side
-
-    @property
-    def _worker(self) -> WorkerSide:
-        assert self.worker_side is not None, "a worker's call to a scheduler's connector"
-        return self.worker_side
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -90,56 +78,56 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # The scheduler's side.
 
     def on_new_request(self, request: Request) -> None:
-        self._scheduler.arrived(request)
+        self.scheduler_side.arrived(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids  # type: ignore[no-any-return]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.matched(request, num_computed_tokens)
+        return self.scheduler_side.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks, num_external_tokens)
+        self.scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PdStageMetadata:
-        return self._scheduler.news(scheduler_output)
+        return self.scheduler_side.news(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.ended(connector_output)
+        self.scheduler_side.ended(connector_output)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, block_ids)
+        return self.scheduler_side.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler_side is not None and self.scheduler_side.has_news
+        return self.scheduler_side.has_news
 
     def reset_cache(self) -> bool:
-        return self._scheduler.reset()
+        return self.scheduler_side.reset()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self._scheduler.serve(metadata)
+        self.scheduler_side.serve(metadata)
 
     # The workers' side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
+        self.worker_side.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.handshake()
+        return self.worker_side.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: PdStageMetadata) -> None:
-        self._worker.preempted(kv_connector_metadata)
+        self.worker_side.preempted(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: PdStageMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._worker.bound(connector_metadata)
+        self.worker_side.bound(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
-        self._worker.begin(self._get_connector_metadata())
+        self.worker_side.begin(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only once all its layers have arrived."""
@@ -152,23 +140,21 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         """Nothing to save: rooms are sent from the caches themselves. Layers computed so far may be sent now."""
-        self._worker.passed(layer_name)
+        self.worker_side.passed(layer_name)
 
     def wait_for_save(self) -> None:
         """Nothing to wait for: the blocks stay until the room is released. This step's tokens may be sent now."""
-        self._worker.computed()
+        self.worker_side.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.results()
+        return self.worker_side.results()
 
     def build_connector_worker_meta(self) -> PdStageWorkerMeta | None:
-        return self._worker.turns()
+        return self.worker_side.turns()
 
     def get_kv_connector_stats(self) -> PdStageStats | None:
-        return self.worker_side.stats() if self.worker_side is not None else None
+        return self.worker_side.stats() if self.role is KVConnectorRole.WORKER else None
 
     def shutdown(self) -> None:
-        if self.worker_side is not None:
-            self.worker_side.close()
-        if self.scheduler_side is not None:
-            self.scheduler_side.close()
+        side = self.worker_side if self.role is KVConnectorRole.WORKER else self.scheduler_side
+        side.close()

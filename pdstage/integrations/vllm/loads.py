@@ -38,12 +38,11 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Load:
-    """One room. `requests` are those that name it, `by` the one that loads it."""
+    """One room. `requests` are those that name it."""
 
     remote: Remote
     phase: Phase = Phase.ANNOUNCED
     requests: set[str] = field(default_factory=set)
-    by: str = ""
     is_held: bool | None = None
     """Of a turn: whether its sender has it; None until that is known."""
     since: float = field(default_factory=time.monotonic)
@@ -90,7 +89,7 @@ class Loads:
     def begin(self, request_id: str) -> None:
         """The request has blocks, and loads."""
         load = self._running[request_id] = self._of[request_id]
-        load.phase, load.by = Phase.RUNNING, request_id
+        load.phase = Phase.RUNNING
         self._spend(load)
 
     def is_running(self, request_id: str) -> bool:

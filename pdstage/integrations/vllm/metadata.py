@@ -34,13 +34,6 @@ class Remote(NamedTuple):
     is_turn: bool = False
 
 
-class Want(NamedTuple):
-    """A room that a request here will load, or (not `is_wanted`) that none will: prefill need not hold it."""
-
-    remote: Remote
-    is_wanted: bool
-
-
 class Chunk(NamedTuple):
     """The tokens of a request that this step computes and prefill sends early, by component."""
 
@@ -72,12 +65,11 @@ class Receive(NamedTuple):
 
 @dataclass
 class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's news, by request id. `arrived` are requests that prefill will send early, and their rooms; of these
-    `withdrawn` ended before they were scheduled. `wants` are in their order. `dropped` are requests that need not be
-    held any longer, since vLLM's caches were reset.
+    """One step's news, by request id. `arrived` are requests that prefill will send early, and their rooms. `aborted`
+    are requests that ended, or are held no longer, and why: while they load, before any of them was sent, or after.
 
     `preempted` come first, since other requests use their blocks in this step, `arrived` before its chunks, and `wants`
-    before `receives`. `aborted` come after `receives`, and `withdrawn` after `arrived`, since a request may be in both.
+    before `receives`. `aborted` come last, since a request may have arrived, or got its blocks, in the same step.
     """
 
     preempted: dict[str, bool] = field(default_factory=dict)
@@ -86,10 +78,9 @@ class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
     chunks: dict[str, Chunk] = field(default_factory=dict)
     sends: dict[str, Send] = field(default_factory=dict)
     receives: dict[str, Receive] = field(default_factory=dict)
-    aborted: set[str] = field(default_factory=set)
-    wants: list[Want] = field(default_factory=list)
-    withdrawn: list[str] = field(default_factory=list)
-    dropped: set[str] = field(default_factory=set)
+    aborted: dict[str, str] = field(default_factory=dict)
+    wants: list[tuple[Remote, bool]] = field(default_factory=list)
+    """Rooms that a request here will load (true), or that none will: their senders need not hold them."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, one.name) for one in fields(self))

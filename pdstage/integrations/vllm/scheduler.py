@@ -25,7 +25,6 @@ from pdstage.integrations.vllm.metadata import (
     Receive,
     Remote,
     Send,
-    Want,
 )
 from pdstage.integrations.vllm.streams import Streams
 from pdstage.integrations.vllm.turns import kept_tokens, n_common
@@ -90,9 +89,8 @@ class SchedulerSide:
         Data-parallel replicas behind one API server share the first one's directory, if it has a port that they know:
         it is what a router is told. With `keys`, by which no router can read it, each has a directory of its own.
         """
-        number = self._settings.replica.number
         adverts = [
-            msgspec.structs.replace(msgspec.json.decode(one, type=Advert), replica=number)
+            msgspec.structs.replace(msgspec.json.decode(one, type=Advert), replica=self._settings.replica)
             for each in handshakes.values()
             for one in each.adverts
         ]
@@ -100,15 +98,14 @@ class SchedulerSide:
             return
         node = self._settings.node(PrefillNode)
         exposure = {name: node[name] for name in ("keys", "insecure") if name in node}
-        port, first_at = self._settings.port, self._settings.replica.first_at
-        if port and first_at and not exposure.get("keys"):
+        if self._settings.shared and not exposure.get("keys"):
             self._first = self._first or Directory()
-            self._address = str(Address(first_at, port))
+            self._address = self._settings.shared
             self._first.publish(self._address, lambda: adverts, eventually=True)
             return
         if self._server is None:
-            where = Address(self._settings.host, port and port + self._settings.replica.port_offset)
-            self._server = BootstrapServer(str(where), **exposure).start()
+            where = str(Address(self._settings.host, self._settings.port))
+            self._server = BootstrapServer(where, **exposure).start()
             self._address = self._server.address
             log.info("decode engines find this one at %s", self._address)
         for advert in adverts:
@@ -132,16 +129,14 @@ class SchedulerSide:
         self._wanted(request)
         if not params or not params.get("do_remote_decode"):
             return
-        self._cut(request, params)
+        self._cut(request)
         room = params.get("transfer_id")
         if room and self._address and self._streams.begin(request, room):
             self._news.arrived[request.request_id] = room
 
-    def _cut(self, request: Request, params: dict[str, Any]) -> None:
+    def _cut(self, request: Request) -> None:
         left = self._left
-        if params.get("_pdstage_cut") or not left:
-            return
-        if request.num_prompt_tokens <= left or request.get_skip_reading_prefix_cache():
+        if not left or request.num_prompt_tokens <= left or request.get_skip_reading_prefix_cache():
             return
         if request.prompt_token_ids is not None:
             del request.prompt_token_ids[-left:]
@@ -152,7 +147,6 @@ class SchedulerSide:
         del request._all_token_ids[-left:]
         request.num_prompt_tokens -= left
         request.max_tokens = 1
-        params["_pdstage_cut"] = True
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended with `blocks` of each of vLLM's groups. Returns whether it keeps them, and decode's
@@ -163,7 +157,7 @@ class SchedulerSide:
         if not params:
             return False, None
         if self._loads.is_running(request.request_id):
-            self._news.aborted.add(request.request_id)
+            self._news.aborted[request.request_id] = "the request ended"
         self._wanted(request)
         self._leave(request)
         if not params.get("do_remote_decode"):
@@ -178,7 +172,7 @@ class SchedulerSide:
         if stream.has_begun:
             self._news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
         else:
-            self._news.withdrawn.append(request.request_id)
+            self._news.aborted[request.request_id] = "the request ended"
         return stream.has_begun, None
 
     def _hand_over(
@@ -235,12 +229,12 @@ class SchedulerSide:
             _mark_read(params)
             return None
         if not _same_adapter(request, params):
-            self._news.wants.append(Want(remote, is_wanted=False))
+            self._news.wants.append((remote, False))
             _mark_read(params)
             return None
         load, is_new = self._loads.add(request.request_id, remote)
         if is_new:
-            self._news.wants.append(Want(remote, is_wanted=True))
+            self._news.wants.append((remote, True))
         return load
 
     def matched(self, request: Request, n_local: int) -> tuple[int | None, bool]:
@@ -250,8 +244,8 @@ class SchedulerSide:
         None while another sample of the same prompt loads them: this request then finds the blocks in the cache. None
         too until it is known whether decode keeps the conversation's last turn still.
         """
-        load, params = self._wanted(request), request.kv_transfer_params or {}
-        if load is None or params.get("_pdstage_read"):
+        load, params = self._wanted(request), request.kv_transfer_params
+        if load is None:
             return 0, False
         if load.phase is not Phase.ANNOUNCED:
             waits = self._shares_blocks and load.phase in (Phase.RUNNING, Phase.CACHING)
@@ -288,12 +282,12 @@ class SchedulerSide:
     def _names_turn(self, params: Mapping[str, Any]) -> bool:
         """Whether the request is a further turn of a conversation whose last turn a decode engine keeps."""
         turn = bool(params.get("do_remote_decode") and params.get("remote_room"))
-        return turn and self._settings.turns is not None and not params.get("_pdstage_read")
+        return turn and self._settings.turns is not None
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, n_external: int) -> None:
         """The request got `blocks`; `n_external` tokens will come from prefill."""
-        load, params = self._wanted(request), request.kv_transfer_params
-        if load is None or not params or params.get("_pdstage_read"):
+        load = self._wanted(request)
+        if load is None:
             return
         n_local, remote = self._local.pop(request.request_id, 0), load.remote
         if n_external <= 0:
@@ -307,13 +301,13 @@ class SchedulerSide:
             says = self._says(n_tokens, _adapter_of(request.lora_request)) if remote.is_early else None
             self._news.receives[request.request_id] = Receive(remote, held, says)
             self._loads.begin(request.request_id)
-        _mark_read(params)
+            _mark_read(request.kv_transfer_params)
 
     def _leave(self, request: Request) -> None:
         """The request ended, or goes on without its room."""
         remote = self._loads.leave(request.request_id)
         if remote is not None:
-            self._news.wants.append(Want(remote, is_wanted=False))
+            self._news.wants.append((remote, False))
         if request.kv_transfer_params:
             _mark_read(request.kv_transfer_params)
 
@@ -335,7 +329,7 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Gives up what is held for next turns, such as KV of former weights. What a decode engine waits for stays."""
-        self._news.dropped |= self._kept
+        self._news.aborted |= dict.fromkeys(self._kept, "the cache was reset")
         self._kept.clear()
         return True
 
@@ -351,9 +345,9 @@ def _adapter_of(lora: LoRARequest | None) -> str:
 
 
 def _mark_read(params: dict[str, Any]) -> None:
-    """Only once: a request that is preempted later is computed here."""
+    """It names no room any more: a request that is preempted later is computed here."""
     params["do_remote_prefill"] = False
-    params["_pdstage_read"] = True
+    params["remote_room"] = None
 
 
 def _same_adapter(request: Request, params: Mapping[str, Any]) -> bool:

@@ -10,7 +10,6 @@ from vllm.utils.network_utils import get_ip
 from pdstage.arguments import flag, integer, number
 from pdstage.control.address import Address
 from pdstage.errors import UsageError
-from pdstage.integrations.model import overridden
 from pdstage.integrations.options import node_options, trusts_layout
 
 if TYPE_CHECKING:
@@ -52,43 +51,22 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
-    """A data-parallel replica of vLLM, which is an engine of its own. `number` is its number among those behind one API
-    server, and `first_at` the host of the first of these; "" if it is the first. A directory of its own is at the
-    configured port plus `port_offset`.
-    """
-
-    number: int
-    first_at: str
-    port_offset: int
-
-    @staticmethod
-    def of(parallel: ParallelConfig, host: str) -> Replica:
-        index = parallel.data_parallel_index
-        if parallel.data_parallel_external_lb:
-            # Each has an API server, on whatever host, and local rank 0. vLLM's NixlConnector numbers its ports alike.
-            return Replica(0, "", index)
-        if parallel.local_engines_only:  # an API server on each host, in front of that host's replicas
-            number = parallel.data_parallel_rank_local or 0
-            return Replica(number, host if number else "", number)
-        master = parallel.data_parallel_master_ip
-        return Replica(index, (host if master == "127.0.0.1" else master) if index else "", index)
-
-
-@dataclass(frozen=True, slots=True)
 class Settings:
     """`host` is where this engine listens; "auto" is vLLM's own address (VLLM_HOST_IP). `port` is that of a prefill
-    engine's directory; 0 is any. `replica` is the engine's place among data-parallel ones. Beyond loopback `keys` (a
-    key file's path) or `insecure` is required. `trust_layout` admits caches whose layout nothing proves. `options` are
-    other arguments of pdstage's nodes, `config` the fields of `Config`. `turns`, if set, are kept for the next turn of
-    their conversation. `lease_s` (vLLM's NixlConnector: `kv_lease_duration`) is how long prefill holds a request that
-    no decode engine asks for; one that waits with it says so every few seconds. Where the proxy asks both at once,
-    prefill begins a room as its request arrives, so decode waits no longer for one that prefill refused.
+    engine's own directory; 0 is any. A data-parallel replica of vLLM is an engine of its own: `replica` is its number
+    among those behind one API server, and `shared` the address of the first one's directory; "" if it is the first, or
+    its port is not known. Beyond loopback `keys` (a key file's path) or `insecure` is required. `trust_layout` admits
+    caches whose layout nothing proves. `options` are other arguments of pdstage's nodes, `config` the fields of
+    `Config`. `turns`, if set, are kept for the next turn of their conversation. `lease_s` (vLLM's NixlConnector:
+    `kv_lease_duration`) is how long prefill holds a request that no decode engine asks for; one that waits with it says
+    so every few seconds. Where the proxy asks both at once, prefill begins a room as its request arrives, so decode
+    waits no longer for one that prefill refused.
     """
 
     host: str
     port: int
-    replica: Replica
+    replica: int
+    shared: str
     trust_layout: bool
     turns: Turns | None
     lease_s: float
@@ -99,17 +77,30 @@ class Settings:
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
         trust_layout = trusts_layout(options, where=_WHERE)
-        options.pop("trust_layout", None)
         turns = Turns.of(options, vllm_config.kv_transfer_config.kv_role)
         lease_s = number("kv_lease_duration", options.pop("kv_lease_duration", 30.0), above=0.0)
         host = get_ip() if host == "auto" else host
-        return Settings(
-            host, port, Replica.of(vllm_config.parallel_config, host), trust_layout, turns, lease_s, options
-        )
+        replica, first_at, offset = _replica(vllm_config.parallel_config, host)
+        shared = str(Address(first_at, port)) if port and first_at else ""
+        return Settings(host, port and port + offset, replica, shared, trust_layout, turns, lease_s, options)
 
     def node(self, kind: type[PrefillNode | DecodeNode], model: Mapping[str, str] | None = None) -> dict[str, Any]:
         """A node's arguments; `model` is vLLM's facts. Raises `UsageError` for arguments that no node takes."""
         deadlines = {**_DEADLINES, "send_wait_s": self.lease_s, "open_wait_s": self.lease_s}
-        arguments = node_options(kind, self.options, where=_WHERE, deadlines=deadlines)
-        arguments["model"] = overridden(model or {}, arguments.get("model"), where=_WHERE)
+        arguments = node_options(kind, self.options, where=_WHERE, deadlines=deadlines, model=model or {})
         return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **arguments}
+
+
+def _replica(parallel: ParallelConfig, host: str) -> tuple[int, str, int]:
+    """The number of a data-parallel replica, the host of the first one, or "" if it is that, and by how much its own
+    directory's port is above the configured one.
+    """
+    index = parallel.data_parallel_index
+    if parallel.data_parallel_external_lb:
+        # Each has an API server, on whatever host, and local rank 0. vLLM's NixlConnector numbers its ports alike.
+        return 0, "", index
+    if parallel.local_engines_only:  # an API server on each host, in front of that host's replicas
+        number = parallel.data_parallel_rank_local or 0
+        return number, host if number else "", number
+    master = parallel.data_parallel_master_ip
+    return index, (host if master == "127.0.0.1" else master) if index else "", index

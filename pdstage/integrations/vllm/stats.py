@@ -64,16 +64,14 @@ class PdStageStats(KVConnectorStats):  # type: ignore[misc]
     def reduce(self) -> dict[str, int | float]:
         shown: dict[str, int | float] = {}
         for name in SECONDS:
-            values = sorted(self.data[name])
-            what = name.removesuffix("_s")
+            values, what = sorted(self.data[name]), name.removesuffix("_s")
             shown[f"rooms {what}"] = len(values)
             if values:
                 shown[f"{what} p50 ms"] = round(1e3 * values[len(values) // 2], 2)
                 shown[f"{what} max ms"] = round(1e3 * values[-1], 2)
-        shown |= {f"rooms {name.replace('_', ' ')}": int(sum(self.data[name])) for name in ("not_sent", "not_received")}
-        return shown | {
-            name.replace("_", " "): int(sum(self.data[name])) for name in ("bytes_transferred", "num_descriptors")
-        }
+        for name in COUNTS:
+            shown[re.sub("^not", "rooms not", name).replace("_", " ")] = int(sum(self.data[name]))
+        return shown
 
 
 class PdStagePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -87,26 +85,25 @@ class PdStagePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-        def made(kind: Any, name: str, text: str, **more: Any) -> dict[int, Any]:  # noqa: ANN401
-            metric = kind(name=f"vllm:pdstage_{name}", documentation=text, labelnames=labelnames, **more)
-            return create_metric_per_engine(metric, per_engine_labelvalues)  # type: ignore[no-any-return]
-
-        self._seconds = {
-            name: made(self._histogram_cls, f"{name}econds", text, buckets=_BUCKETS) for name, text in SECONDS.items()
-        }
-        self._counts = {name: made(self._counter_cls, name, text) for name, text in COUNTS.items()}
-        self._now = {
-            name: made(self._gauge_cls, re.sub("_s$", "_seconds", name), text, multiprocess_mode="mostrecent")
-            for name, text in NOW.items()
-        }
+        self._series: dict[str, dict[int, Any]] = {}
+        kinds: list[tuple[dict[str, str], Any, dict[str, Any]]] = [
+            (SECONDS, self._histogram_cls, {"buckets": _BUCKETS}),
+            (COUNTS, self._counter_cls, {}),
+            (NOW, self._gauge_cls, {"multiprocess_mode": "mostrecent"}),
+        ]
+        for texts, kind, more in kinds:
+            for name, text in texts.items():
+                shown = f"vllm:pdstage_{re.sub('_s$', '_seconds', name)}"
+                metric = kind(name=shown, documentation=text, labelnames=labelnames, **more)
+                self._series[name] = create_metric_per_engine(metric, per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, metrics in self._seconds.items():
-            for value in transfer_stats_data.get(name, ()):
-                metrics[engine_idx].observe(value)
-        for name, counters in self._counts.items():
-            counters[engine_idx].inc(sum(transfer_stats_data.get(name, ())))
-        for name, gauges in self._now.items():
-            if values := transfer_stats_data.get(name):
-                gauges[engine_idx].set(max(values))
+        for name, values in transfer_stats_data.items():
+            metric = self._series[name][engine_idx]
+            if name in COUNTS:
+                metric.inc(sum(values))
+            elif name in SECONDS:
+                for value in values:
+                    metric.observe(value)
+            elif values:
+                metric.set(max(values))

@@ -21,7 +21,7 @@ from vllm.distributed.parallel_state import get_dcp_world_size_and_rank, get_pcp
 
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
 from pdstage.arguments import quotient
-from pdstage.errors import DeadlineExceeded, PdstageError
+from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
 from pdstage.integrations.model import facts
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, PdStageWorkerMeta
@@ -107,7 +107,8 @@ class WorkerSide:
         self.topology = topology_of(vllm_config.parallel_config)
         self.prefill: PrefillNode | None = None
         self.decode: DecodeNode | None = None
-        self._caches: Caches | None = None
+        self._caches: Caches
+        """There once vLLM has registered its caches, before any request."""
         self._computed: CudaEvent | None = None
         # The task thread fills these three and the worker's thread empties them, by atomic calls.
         self._sending: dict[str, Sender | None] = {}
@@ -138,7 +139,8 @@ class WorkerSide:
         probes = probes_of(self._caches, self._config)
         proof = prove_layout(self._caches.layout, probes, trust_layout=self._settings.trust_layout)
         log.info("KV cache layout of rank %d: %s", self.topology.tp_rank, proof)
-        self._groups = LayerGroups(self._caches.numbers)
+        held = self._caches.keys.items()
+        self._groups = LayerGroups({name: key.layer for name, (key, *_) in held if key.component in self._caches.paged})
         pool = Pool.of(self._caches.layout, str(self._caches.device), keep=tuple(kv_caches.values()))
         model, load = self._config.model_config, self._config.load_config
         said, name = facts(model, model.model, dummy=load.load_format == "dummy"), self._transfer.engine_id
@@ -185,12 +187,11 @@ class WorkerSide:
         self._chunks = {}
         if not metadata.chunks:
             return
-        assert self._caches is not None and self.prefill is not None, "a chunk of an engine that does not prefill"
+        assert self.prefill is not None, "a chunk of an engine that does not prefill"
         own = {name: one._replace(held=self._caches.own(one.held)) for name, one in metadata.chunks.items()}
         self._chunks = {name: chunk for name, chunk in own.items() if chunk.held}
         if self._chunks:
-            parts = (pair for chunk in self._chunks.values() for pair in chunk.held.items())
-            nbytes = sum(self._caches.nbytes(component, len(one.blocks)) for component, one in parts)
+            nbytes = sum(self._caches.nbytes(chunk.held) for chunk in self._chunks.values())
             self._groups.begin(self.prefill.pieces(nbytes))
 
     def passed(self, layer_name: str) -> None:
@@ -222,7 +223,6 @@ class WorkerSide:
         that a connector loads, since it assumes that whole blocks are loaded (`record_for_zeroing`). Their other
         content, such as another layer's state, may be NaN as K and V, and a masked NaN is a NaN.
         """
-        assert self._caches is not None, "a request before register_kv_caches"
         if not self._kv_cache_config.needs_kv_cache_zeroing:
             return
         for receive in metadata.receives.values():
@@ -237,16 +237,13 @@ class WorkerSide:
             (self._want if is_wanted else self._abandon)(remote)
         for request_id, receive in metadata.receives.items():
             self._receive(request_id, receive, after)
-        for request_id in metadata.aborted:
-            receiver, _ = self._receiving.get(request_id, (None, None))
-            if receiver is not None:
-                receiver.abort("the request ended at decode")
-        for request_id in metadata.withdrawn:
+        for request_id, why in metadata.aborted.items():
             if (early := self._early.pop(request_id, None)) is not None:
-                early.sender.abort("the request ended at prefill")
-        for request_id in metadata.dropped:
-            if (sender := self._sending.get(request_id)) is not None:
-                sender.abort("the cache was reset")
+                early.sender.abort(why)
+            receiver, _ = self._receiving.get(request_id, (None, None))
+            for handle in (receiver, self._sending.get(request_id)):
+                if handle is not None:
+                    handle.abort(why)
 
     def _arrive(self, rooms: Mapping[str, str]) -> None:
         """Begins rooms before their requests are scheduled: decode, which may have opened them, knows that they come.
@@ -281,7 +278,7 @@ class WorkerSide:
             else:
                 sender = self.prefill.send(send.room, open_wait_s=send.open_wait_s)
             if send.given_up:
-                sender.abort("the request ended at prefill")
+                sender.abort("the request ended")
             else:
                 items, tokens, states = self._named(held)
                 if items:
@@ -324,7 +321,10 @@ class WorkerSide:
             log.warning("room %s is left to its deadline at prefill: %s", remote.room, error)
 
     def _announce(self, remote: Remote) -> Receiver:
-        assert self.decode is not None, "a request to receive at an engine that does not decode"
+        if self.decode is None:
+            raise UsageError(
+                "this engine does not decode", remedy='send such requests to one whose kv_role is "kv_consumer"'
+            )
         longest_s = _EARLY_S if remote.is_early else None
         return self.decode.receive(
             remote.room, prefill=remote.address, instance=remote.instance, deadline_s=_LONGEST_S, wait_s=longest_s
@@ -332,7 +332,6 @@ class WorkerSide:
 
     def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, tuple[int, int]], dict[str, Items]]:
         """Pages and their tokens, and states, as nodes expect them."""
-        assert self._caches is not None, "a request before register_kv_caches"
         items, tokens, states = {}, {}, {}
         for component, one in self._caches.own(held).items():
             if one.tokens is None:
@@ -343,7 +342,6 @@ class WorkerSide:
         return items, tokens, states
 
     def _event(self) -> CudaEvent | None:
-        assert self._caches is not None, "a request before register_kv_caches"
         if self._caches.device.type == "cpu":
             return None
         # Not torch.Event, which forgets the device's index and is recorded on whatever device is current.
@@ -400,17 +398,15 @@ class WorkerSide:
 
     def stats(self) -> PdStageStats | None:
         """Counts since the last call, and gauges; None if there is nothing to report."""
-        if self.prefill is not None:
-            before, self._written = self._written, self.prefill.written
-            for name, total, was in zip(("bytes_transferred", "num_descriptors"), self._written, before, strict=True):
-                if total > was:
-                    self._stats.add(name, total - was)
+        before, self._written = self._written, self.prefill.written if self.prefill is not None else (0, 0)
+        for name, total, was in zip(("bytes_transferred", "num_descriptors"), self._written, before, strict=True):
+            if total > was:
+                self._stats.add(name, total - was)
         lasting = (len(self._held), len(self._receiving), sum(n_blocks for n_blocks, _ in self._held.values()))
         if self._stats.is_empty() and not any(lasting) and lasting == self._lasting:
             return None
         self._lasting = lasting
-        since = next((since for _, since in self._held.values()), None)
-        oldest_s = 0.0 if since is None else time.monotonic() - since
+        oldest_s = max((time.monotonic() - since for _, since in self._held.values()), default=0.0)
         ended, self._stats = self._stats, PdStageStats()
         for name, value in zip(NOW, (*lasting, oldest_s), strict=True):
             ended.add(name, value)

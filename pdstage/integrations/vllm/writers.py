@@ -63,9 +63,9 @@ def _writer(
         return None
     encoding, roles = _Encoding.of(layer, dtype), {_role(view) for view in views}
     if roles == {"latent"}:
-        return _latents(layer, views[0], encoding or _Encoding(dtype, dtype), encoding is not None, device)
+        return _rows(layer, views, encoding or _Encoding(dtype, dtype), device, is_plain=encoding is not None)
     if encoding is not None and "k" in roles and all(view.shards == layer.num_kv_heads for view in views):
-        return _heads(layer, views, encoding, device)
+        return _rows(layer, views, encoding, device, is_plain=True)
     return None
 
 
@@ -100,20 +100,36 @@ class _Encoding(NamedTuple):
         return given, stored.view(torch.uint8).numpy()
 
 
-def _heads(layer: Any, views: Sequence[View], encoding: _Encoding, device: torch.device) -> Writer:  # noqa: ANN401
-    """K and V of every KV head, by the backend's `do_kv_cache_update`."""
+def _rows(
+    layer: Any,  # noqa: ANN401  (vLLM's)
+    views: Sequence[View],
+    encoding: _Encoding,
+    device: torch.device,
+    *,
+    is_plain: bool,
+) -> Writer:
+    """K and V of every KV head, or MLA's latent and rotary key, by the backend's `do_kv_cache_update`. Packed rows
+    (fp8_ds_mla), which are not plain, are proved by position.
+    """
+    is_latent = _role(views[0]) == "latent"
+    if is_latent:
+        heads, sizes, scaled_as = 1, (layer.kv_lora_rank, layer.qk_rope_head_dim), "kk"
+    else:
+        sizes = layer.head_size, getattr(layer, "head_size_v", layer.head_size)
+        heads, scaled_as = layer.num_kv_heads, "kv"
 
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        sizes = {"k": layer.head_size, "v": getattr(layer, "head_size_v", layer.head_size)}
-        given, stored = {}, {}
-        for role, size in sizes.items():
-            scale = float(getattr(layer, f"_{role}_scale_float", 1.0))
-            given[role], stored[role] = encoding.draw(rng, (len(cells), layer.num_kv_heads, size), scale)
-        layer.impl.do_kv_cache_update(
-            layer, given["k"].to(device), given["v"].to(device), layer.kv_cache,
-            _slots(cells, views[0], device),
-        )  # fmt: skip
-        return {view.key: _share(stored, view) for view in views}
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
+        scales = [float(getattr(layer, f"_{part}_scale_float", 1.0)) for part in scaled_as]
+        drawn = [encoding.draw(rng, (len(cells), heads, n), scale) for n, scale in zip(sizes, scales, strict=True)]
+        k, v = (given.to(device) for given, _ in drawn)
+        slots = _slots(cells, views[0], device)
+        if is_latent:
+            layer.impl.do_kv_cache_update(k[:, 0], v, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
+        else:
+            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
+        (_, k_bytes), (_, v_bytes) = drawn
+        stored = {"k": k_bytes, "v": v_bytes, "latent": np.concatenate([k_bytes, v_bytes], -1)}
+        return {view.key: _share(stored, view) for view in views} if is_plain else None
 
     return write
 
@@ -123,25 +139,6 @@ def _share(stored: Mapping[str, NDArray[np.uint8]], view: View) -> NDArray[np.ui
     role, _, part = _role(view).partition(".")
     first = int(part or 0) * view.shard_nbytes
     return stored[role][..., first : first + view.shard_nbytes]
-
-
-def _latents(layer: Any, view: View, encoding: _Encoding, is_plain: bool, device: torch.device) -> Writer:  # noqa: ANN401
-    """MLA's latent and rotary key, by the backend's `do_kv_cache_update`. Packed rows (fp8_ds_mla) are proved by
-    position.
-    """
-
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
-        rank = layer.kv_lora_rank
-        scale = float(getattr(layer, "_k_scale_float", 1.0))
-        given, stored = encoding.draw(rng, (len(cells), 1, rank + layer.qk_rope_head_dim), scale)
-        given = given.to(device)
-        layer.impl.do_kv_cache_update(
-            given[:, 0, :rank].contiguous(), given[:, :, rank:].contiguous(), layer.kv_cache,
-            _slots(cells, view, device), layer.kv_cache_dtype, layer._k_scale,
-        )  # fmt: skip
-        return {view.key: stored} if is_plain else None
-
-    return write
 
 
 def _index_keys(layer: Any, view: View, device: torch.device) -> Writer:  # noqa: ANN401

@@ -442,11 +442,11 @@ class Rank:
     def safe(self, room: int) -> bool:
         """`resolve_deferred_releases`: whether the room's memory may go back to the pool."""
         receiver = self.rooms[room]
-        return self.manager.is_abort_release_safe(receiver.bootstrap_room, len(receiver.bootstrap_infos))
+        return self.manager.is_abort_release_safe(receiver.number, len(receiver.bootstrap_infos))
 
     def release(self, room: int) -> None:
         """`_do_release`."""
-        self.manager.clear_deferred_abort_state(self.rooms[room].bootstrap_room)
+        self.manager.clear_deferred_abort_state(self.rooms[room].number)
         self.rooms.pop(room).clear()
 
     def find(self, port: int) -> None:

@@ -88,7 +88,6 @@ def test_sglangs_pools_are_proved_and_left_as_they_were(kind, tp, n_layers):
         made.pool, page_size=made.page_size, tp=tp, is_mla=kind in ("mla", "dsa", "hisparse"), owner=made.host
     )
     assert len(proof.proved) == n_layers
-    assert not proof.verified
     assert not proof.trusted
     assert all(
         torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(tensors, before, strict=True)
@@ -143,12 +142,12 @@ def test_a_class_that_nobody_knows_is_refused_unless_trusted(monkeypatch):
     assert "trust_layout" in refused.value.remedy
     assert len(prove_layout(layout, probes_of(layout, pools), trust_layout=True).trusted) == 2
     monkeypatch.setenv("PDSTAGE_NODE", '{"trust_layout": true, "transport": "nixl"}')
-    assert trusts_layout()
+    assert trusts_layout({}, where="")
     monkeypatch.setenv("PDSTAGE_NODE", '{"transport": "nixl"}')
-    assert not trusts_layout()
+    assert not trusts_layout({}, where="")
     monkeypatch.setenv("PDSTAGE_NODE", '{"trust_layout": "yes"}')
     with pytest.raises(UsageError, match="trust_layout of PDSTAGE_NODE is 'yes'"):
-        trusts_layout()
+        trusts_layout({}, where="")
 
 
 def test_hisparses_pages_in_another_order_are_refused():

@@ -70,7 +70,7 @@ def test_a_room_given_up_between_chunks_leaves_its_pages_at_once(fleet):
 def sender_of(state: int, room: object) -> PdStageKVSender:
     """One rank's, whose last chunk was sent."""
     one = object.__new__(PdStageKVSender)
-    one.kv_mgr = SimpleNamespace(status_lock=nullcontext(), failure_of=lambda _: None)
+    one.kv_mgr = SimpleNamespace(status_lock=nullcontext(), failure_records={})
     one.bootstrap_room, one.conclude_state, one._room = 21, state, room
     one._is_whole, one._is_given_up, one._is_cleared, one._transfer_start_time = True, False, False, 1.0
     return one
@@ -144,7 +144,7 @@ def test_only_a_room_that_was_told_of_memory_is_held(bound):
     """
     held = []
     one = object.__new__(PdStageKVReceiver)
-    one.bootstrap_room = 20
+    one.number = 20
     one.kv_mgr = SimpleNamespace(hold=lambda number, room: held.append(number))
     one._room = SimpleNamespace(state=State.FAILED, released=False, bound=bound)
     one._give_up("decode gave it up")

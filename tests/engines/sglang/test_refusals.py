@@ -15,8 +15,7 @@ from tests.engines.sglang.fleet import Child
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 USUAL = {
     "attn_dcp_size": 1, "attn_cp_size": 1, "enable_kv_cache_sharding": False, "enable_dsa_cache_layer_split": False,
-    "enable_cp_tp_group_sharing": False, "disaggregation_decode_allocation_policy": "early",
-    "enable_pd_role_switch": False, "enable_hisparse": False, "kv_canary": "none",
+    "enable_cp_tp_group_sharing": False, "enable_pd_role_switch": False, "enable_hisparse": False, "kv_canary": "none",
 }  # fmt: skip
 
 
@@ -33,7 +32,6 @@ def check(monkeypatch: pytest.MonkeyPatch, mode: DisaggregationMode, **told: obj
 @pytest.mark.parametrize(
     ("setting", "value", "culprit"),
     [
-        ("disaggregation_decode_allocation_policy", "prefill_complete", "allocation-policy prefill_complete"),
         ("attn_dcp_size", 2, "--dcp-size"),
         ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding"),
         ("enable_dsa_cache_layer_split", True, "--enable-dsa-cache-layer-split"),
@@ -41,7 +39,6 @@ def check(monkeypatch: pytest.MonkeyPatch, mode: DisaggregationMode, **told: obj
         ("kv_canary", "log", "--kv-canary"),
         ("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", 0, "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0"),
         ("SGLANG_RUST_SERVER", 1, "SGLANG_RUST_SERVER"),
-        ("SGLANG_DISAGG_STAGING_BUFFER", 1, "SGLANG_DISAGG_STAGING_BUFFER"),
         ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK"),
     ],
 )
