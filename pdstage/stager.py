@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import os
 import time
@@ -23,7 +24,7 @@ from pdstage.arguments import shown
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Index, Pool
 from pdstage.layout import Layout, Region
-from pdstage.plan import Select, layers_of, selects
+from pdstage.plan import VIEW_ALIGNMENT, Select, layers_of, selects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +47,9 @@ ALIGNMENT = 256
 DEFAULT_MAX_SMS = 8
 """275 GB/s on an H200, of which they are 6 %."""
 _MAX_PLANS = 1024
-_WARMED_VIEWS = 64
+_RATED_NBYTES, _RATED_VIEWS = (1 << 20, 32 << 20), 64
+_RATED_S = 1e-3
+_RATE_WAIT_S = 1.0
 _STAGED = 4  # of a plan's key
 _AT_ONCE = 32
 _NO_SUM = np.zeros(1, np.uint64)
@@ -337,8 +340,36 @@ class Stager:
     def warm(self, *, checksum: bool) -> None:
         """Compiles and loads what a device needs for the pool's largest component, so that no room waits for it."""
         if self._stream is not None:
-            views = max([one.views for one in self.pool.layout.components], key=_item_nbytes)[:_WARMED_VIEWS]
-            self.pool.plan([Select(view.key, 0, view.shards) for view in views], checksum=checksum, only=self._only)
+            self._typical(checksum)
+
+    def _typical(self, checksum: bool) -> tuple[Plan, Sequence[View]]:
+        """A plan of the pool's largest component, and its views."""
+        views = max([one.views for one in self.pool.layout.components], key=_item_nbytes)[:_RATED_VIEWS]
+        select = [Select(view.key, 0, view.shards) for view in views]
+        return self.pool.plan(select, checksum=checksum, only=self._only), views
+
+    def rate(self, into: Region, *, checksum: bool) -> float | None:
+        """Bytes a second of a gather of the pool's largest component into `into`, within `max_sms`, once its kernel is
+        there: a few hundred microseconds. None in host memory, and where not one item fits.
+        """
+        if self._stream is None:
+            return None
+        found, (plan, views) = None, self._typical(checksum)
+        name, nbytes = views[0].key.component, _item_nbytes(views)
+        per_item, n_items = views[0].tokens_per_item, min(view.n_items for view in views)
+        for most_nbytes in _RATED_NBYTES:
+            room = min(into.nbytes, most_nbytes) - VIEW_ALIGNMENT * len(views)
+            if (n := min(n_items, room // nbytes)) < 1:
+                continue
+            items, tokens = {name: Index.of(np.arange(n))}, {name: (0, n * per_item)}
+            gather = partial(plan.gather, into.base, into.nbytes, items, tokens, max_sms=self._max_sms)
+            took_s = self._stream.seconds(gather)
+            if took_s == math.inf:
+                break
+            found = n * nbytes / took_s
+            if took_s > _RATED_S:
+                break
+        return found
 
     def give_back(self) -> None:
         """Once no copy runs; none begins any more."""
@@ -484,6 +515,24 @@ class _Stream:
         """
         idle = cls._idle.setdefault(runtime, [])
         return idle.pop() if idle else cls(runtime)
+
+    def seconds(self, copy: Callable[..., None]) -> float:
+        """Of the second of two calls, from its launch to its end as the host sees it; infinite if it does not end in
+        `_RATE_WAIT_S`, since what runs on the device before it may not: then it is one of those that run.
+        """
+        spare, took_s = self._spare.pop(), math.inf
+        for _ in range(2):
+            began_at = time.perf_counter()
+            copy(stream=self._stream)
+            self._runtime.record(spare.event, self._stream)
+            while not self._runtime.done(spare.event):
+                if time.perf_counter() - began_at > _RATE_WAIT_S:
+                    self._running.append(spare._replace(tickets=()))  # else its last copy's, perhaps of another node
+                    return math.inf
+                time.sleep(0)
+            took_s = time.perf_counter() - began_at
+        self._spare.append(spare)
+        return took_s
 
     def give_back(self) -> None:
         """Nothing runs in it."""

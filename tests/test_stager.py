@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from unittest import mock
 
 import numpy as np
@@ -229,3 +230,18 @@ def test_what_is_refused_before_its_launch_ends_with_its_error(pool):
         device.over = set(device.recorded)
         (copied,) = stager.poll()
         assert isinstance(copied.error, UsageError)
+
+
+def test_a_rate_that_is_not_had_ends_no_copy_of_the_node_before(pool, monkeypatch):
+    monkeypatch.setattr("pdstage.stager._RATE_WAIT_S", 0.0)
+    device, staging = Device(), np.zeros(256, np.uint8)
+    dst = Region(staging.ctypes.data, staging.nbytes)
+    stager = Stager(pool, runtime=device)
+    stager.gather(1, move(0, 1, 2), dst)
+    device.over = set(device.recorded)
+    assert [copied.ticket for copied in stager.poll()] == [1]
+    stager.give_back()
+    again = Stager(pool, runtime=device)
+    assert again._stream.seconds(lambda stream: None) == math.inf
+    device.over = set(device.recorded)
+    assert again.poll() == []

@@ -177,8 +177,6 @@ class Sender(Handle):
 
 _DEVICE_CHUNK_S = 250e-6
 """What a chunk costs both hosts, where its bytes pass none of them: profiled."""
-_SM_BYTES_PER_S, _MOST_SMS = 34e9, 64
-"""What each multiprocessor copies of an H200, and how many of them its memory keeps busy: docs/kernels.md."""
 
 
 @cache
@@ -242,9 +240,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             arguments.text("bootstrap", bootstrap)
         self._costs = costs(calibration)
         super().__init__(pool, topology, n_buffers, options)
-        self._copies_at = None
-        if not pool.device.startswith("cpu"):
-            self._copies_at = _SM_BYTES_PER_S * min(self.options["max_sms"] or _MOST_SMS, _MOST_SMS)
+        self._copies_at: float | None = None
         buffer_nbytes = self.parts[0].nbytes
         self.chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
         self.data_path = DataPath(
@@ -262,6 +258,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             layout=pool.layout.digest(), transports=tuple(offer.transport for offer in self.offers), version=VERSION,
         )  # fmt: skip
         try:
+            if self.options["path"] != "direct":
+                with self.driver.device():
+                    self._copies_at = self.stager.rate(self.parts[0], checksum=self.config.checksums)
             if publish:
                 self.bootstrap_address = bootstrap or self._embed_bootstrap()
                 self.directory.publish(self.bootstrap_address, lambda: [self.advert])
@@ -276,8 +275,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         return self._bootstrap.address
 
     def cost_of(self, traits: Traits) -> CostModel:
-        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies by
-        their multiprocessors.
+        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies as
+        measured at the start.
         """
         return self._costs.get(traits.name) or _by_traits(traits, self._copies_at)
 

@@ -101,7 +101,10 @@ def rank_on(device, monkeypatch) -> Rank:
 
 
 def pair_on(site, monkeypatch, src: Device, dst: Device, **options) -> Pair:
-    return site.pair(*(rank_on(device, monkeypatch) for device in (src, dst)), **options)
+    pair = site.pair(*(rank_on(device, monkeypatch) for device in (src, dst)), **options)
+    for each in (src, dst):
+        each.log.clear()  # what a node measures at its start
+    return pair
 
 
 @pytest.mark.parametrize("progress", ["inline", "thread"])
