@@ -3,14 +3,23 @@
 Prefill holds tokens before heads in pages of 16, decode heads before tokens in pages of 32. The bytes of the first
 rooms are compared. On the CPU it runs with small sizes.
 
-`pdstage bench rooms --device D` takes "cuda:0", "cuda:0,cuda:1" (prefill on the first) or "cpu".
+`pdstage bench rooms --device D` takes "cuda:0", "cuda:0,cuda:1" (prefill on the first), "cpu", or, in a checkout,
+"double": a GPU's driver over host memory with the costs of an H200 (`COSTS`), for the host's part of the path. There
+large copies take their time and move nothing; the bytes of smaller rooms are compared first, by the same kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from typing import TYPE_CHECKING, NamedTuple
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pdstage.errors import UsageError
 
 from . import shapes
 from .bed import Bed
@@ -24,42 +33,72 @@ PROGRESS = ("thread", "inline")
 ROOM_NBYTES = 64 << 20
 _LARGE_NBYTES = 512 << 20
 _STAGING_NBYTES = 256 << 20
+_CHECKED_NBYTES = 2 << 20
 LAYERS, HEADS, WIDTH = 16, 8, 256
 TOKEN_NBYTES = 2 * LAYERS * HEADS * WIDTH
 AT_ONCE, PREFILL_PAGE, DECODE_PAGE = 8, 16, 32
+DOUBLE = "double"
+COSTS = {
+    "timed": 1, "moves": 64 << 10, "copy_us": 10, "copy_gbps": 283, "us:cuLaunchKernel": 25, "us:cuMemcpyAsync": 25,
+    "us:cuEventQuery": 2,
+}  # fmt: skip
+"""Of the double's settings: a kernel of 8 multiprocessors, as an H200's."""
 
 
 class Case(NamedTuple):
     """Rooms of `nbytes` each, over `transport` between nodes that make progress so. `decode` is the device of the other
-    rank, "" the bed's.
+    rank, "" the bed's. Not `moves`: the device moves no bytes that could be compared.
     """
 
     transport: str
     progress: str = PROGRESS[0]
     nbytes: int = ROOM_NBYTES
     decode: str = ""
+    moves: bool = True
 
     def __str__(self) -> str:
         return f"rooms, {self.transport}, {self.progress}"
 
 
 def run(quick: bool, device: str) -> Measured:
-    """`rows` on any device."""
-    prefill, _, decode = device.partition(",")
-    bed = Bed(prefill)
-    return Measured(list(rows(bed, quick, decode)), {}, bed.left_out, [])
+    """`rows` on any device. Raises `UsageError` where there is no double of one."""
+    if device != DOUBLE:
+        prefill, _, decode = device.partition(",")
+        bed = Bed(prefill)
+        return Measured(list(rows(bed, quick, decode=decode)), {}, bed.left_out, [])
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "tests/cuda_double").is_dir():
+        raise UsageError("no double of a device here", remedy="run it in a checkout", field="device")
+    sys.path.append(str(root))
+    cuda_double = importlib.import_module("tests.cuda_double")
+    if why := cuda_double.missing():
+        raise UsageError(f"no double of a device here: {why}", remedy="see CONTRIBUTING.md", field="device")
+    with ExitStack() as held:
+        os.environ |= cuda_double.everywhere(Path(held.enter_context(tempfile.TemporaryDirectory())))
+        device_double = cuda_double.install()
+        importlib.import_module("tests.cuda_double.torch_cuda").install()
+        bed = Bed("cuda:0")
+        for transport in [
+            one for one, missing in bed.transports_missing().items() if one in TRANSPORTS and not missing
+        ]:
+            with _rooms(bed, Case(transport, nbytes=_CHECKED_NBYTES)) as seconds_of:
+                seconds_of(1, check=True)
+        os.environ["CUDA_DOUBLE"] = ",".join(f"{name}={value}" for name, value in COSTS.items())
+        for name, value in COSTS.items():
+            device_double[name] = value
+        return Measured(list(rows(bed, quick, moves=False)), {"double": dict(COSTS)}, bed.left_out, [])
 
 
-def rows(bed: Bed, quick: bool, decode: str = "") -> Iterator[Row]:
+def rows(bed: Bed, quick: bool, **of_all: Any) -> Iterator[Row]:  # noqa: ANN401
     """By transport and by who does the work: GB/s of one room, and of several at once, beside a copy; the time of one
-    page; and how long the first rooms of two nodes take.
+    page; and how long the first rooms of two nodes take. `of_all` cases: fields of `Case`.
     """
     for package in ("msgspec", "zmq"):
         if importlib.util.find_spec(package) is None:
             bed.left_out.append(f"rooms: {package} is not installed")
             return
     failed = []
-    for case in [case._replace(decode=decode) for case in _cases(bed, quick)]:
+    for case in [case._replace(**of_all) for case in _cases(bed, quick)]:
         try:
             yield from of(bed, case, 3 if quick else 9)
         except (RuntimeError, TimeoutError) as error:  # go on with the others' numbers
@@ -81,7 +120,7 @@ def _cases(bed: Bed, quick: bool) -> list[Case]:
 def of(bed: Bed, case: Case, repeats: int) -> Iterator[Row]:
     """The rows of one case. Raises `RuntimeError` where other bytes arrive than were sent."""
     with _rooms(bed, case) as seconds:
-        first = [seconds(1, check=True) for _ in range(3)]
+        first = [seconds(1, check=case.moves) for _ in range(3)]
         took = Spread.of([seconds(1) for _ in range(repeats)])
         yield _first_row(case, case.nbytes, first, took)
         yield _rate_row(bed, case, "a room", case.nbytes, took)

@@ -276,7 +276,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, tuple[_Optio
         _option("--quick", "fewer repetitions: a look, not a measurement"),
         _option("--scale", "kv-transfer: keep 1 of N of a model's layers", "N", type=int),
         _option("--transport", "kv-transfer: measure only this transport", "NAME"),
-        _option("--device", "kv-transfer, rooms: where pools are, cpu or cuda:N", "DEVICE"),
+        _option("--device", "where pools are; kv-transfer: cpu or cuda:N; rooms: also double", "DEVICE"),
         _TRACE,
     )),
     "top": (_top, "watch running nodes in the terminal, by their metrics endpoints", (

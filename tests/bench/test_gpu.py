@@ -126,6 +126,25 @@ def test_rooms_between_two_processes(bed, monkeypatch, transport):
     assert {row.point["progress"] for row in rows} == {"thread", "inline"}
 
 
+def test_rooms_on_the_double_of_a_device(tmp_path):
+    """Compared byte for byte, and then timed."""
+    cuda_double = pytest.importorskip("tests.cuda_double")
+    if why := cuda_double.missing():
+        pytest.skip(why)
+    script = tmp_path / "rooms.py"
+    script.write_text(
+        "import json; from pdstage.bench import gpu_rooms\n"
+        "if __name__ == '__main__':\n"
+        "    gpu_rooms.TRANSPORTS, gpu_rooms.PROGRESS = ('local',), ('inline',)\n"
+        "    gpu_rooms.ROOM_NBYTES = gpu_rooms._LARGE_NBYTES = 4 << 20\n"
+        "    found = gpu_rooms.run(True, gpu_rooms.DOUBLE)\n"
+        "    print(json.dumps([row.to_dict() for row in found.rows]))\n"
+    )
+    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=300).stdout
+    rows = json.loads(out.splitlines()[-1])
+    assert {row["point"]["what"] for row in rows} == {"first", "a room", "8 rooms at once", "one page"}
+
+
 def test_every_kind_of_plan_is_compiled_and_one_that_fails_is_named(bed, monkeypatch):
     jobs = gpu_compile.jobs(["cuda plain", "triton"])
     assert len(set(jobs)) == len(jobs)

@@ -1,8 +1,8 @@
 // A double of libcuda.so.1: what pdstage, UCX and the double of torch's CUDA call of the driver, where no GPU is.
 //
 // A device's memory is files that processes share. Work in a stream runs late: when somebody asks for an event behind it,
-// from its source as it is then. The documented rules of cuda.h hold. What the driver refuses is refused with its number.
-// What it does not define is noted, for the test to read: `cuda_double_broken`.
+// from its source as it is then; in timed mode, when its time has come. The documented rules of cuda.h hold. What the
+// driver refuses is refused with its number. What it does not define is noted, for the test to read: `cuda_double_broken`.
 //
 // It shows that the rules are kept as the documents say. It cannot show that CUDA does what they say.
 #include <cuda.h>
@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -27,6 +28,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -41,6 +43,10 @@ using std::string;
 const std::map<string, long> DEFAULTS{
     {"apart", 0},        // no device can access another
     {"held", 0},         // streams stand still
+    {"timed", 0},        // work takes the time below; else it takes a question
+    {"copy_us", 10},     // of a copy or kernel, before its first byte
+    {"copy_gbps", 283},
+    {"moves", 1L << 60},  // copies and kernels of more bytes move none
     {"broken", 0},       // the status that a failed device gives to everything
     {"strict", 0},       // a call that breaks another thread's recording is a broken rule whether one records or not
     {"batch_status", 0}, // what cuMemcpyBatchAsync answers to a batch of which it began the first copy
@@ -58,9 +64,21 @@ const std::map<string, long> DEFAULTS{
     {"n_kernels", 0},
 };
 
+// As CUDA_DOUBLE in the environment changes them: "timed=1,us:cuLaunchKernel=25".
+std::map<string, long> settings_at_start() {
+    std::map<string, long> made = DEFAULTS;
+    const char* given = getenv("CUDA_DOUBLE");
+    for (std::istringstream all(given ? given : ""); !all.eof();) {
+        string one;
+        std::getline(all, one, ',');
+        if (const auto at = one.find('='); at != string::npos) made[one.substr(0, at)] = std::stol(one.substr(at + 1));
+    }
+    return made;
+}
+
 struct State {
     std::recursive_mutex mutex;
-    std::map<string, long> settings = DEFAULTS;
+    std::map<string, long> settings = settings_at_start();
     std::map<string, long> calls;
     std::map<string, std::pair<long, int>> fails;  // by call: which one of them, and its status
     std::map<uintptr_t, long> copies_of;           // by the base of the memory that was read
@@ -84,6 +102,17 @@ void broke(const string& what) {
     fprintf(stderr, "the double of CUDA: %s\n", what.c_str());
 }
 
+double now() {
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return double(at.tv_sec) + 1e-9 * double(at.tv_nsec);
+}
+
+void spin(double us) {
+    for (const double until = now() + us * 1e-6; now() < until;) {
+    }
+}
+
 string plain(const char* call) {  // cuMemAlloc_v2 is cuMemAlloc
     string name(call);
     const auto at = name.rfind("_v");
@@ -101,6 +130,7 @@ void spoil_recordings();
 CUresult entered(const char* call, int care) {
     const string name = plain(call);
     const long n = ++state().calls[name];
+    if (const auto cost = state().settings.find("us:" + name); cost != state().settings.end()) spin(double(cost->second));
     if (const auto fault = state().fails.find(name); fault != state().fails.end() && fault->second.first == n)
         return CUresult(fault->second.second);
     if (care & UNSAFE && mode != CU_STREAM_CAPTURE_MODE_RELAXED) {
@@ -261,6 +291,7 @@ struct CUevent_st {
     CUcontext context;
     unsigned long recorded = 0, done = 0;
     struct CUstream_st* in = nullptr;
+    double due = 0;
 };
 
 namespace {
@@ -273,6 +304,7 @@ struct Work {
     std::function<void()> call{};
     std::shared_ptr<CUevent_st> event{};
     unsigned long version = 0;
+    double due = 0;
 };
 
 struct Recording {
@@ -285,6 +317,7 @@ struct Recording {
 struct CUstream_st {
     CUcontext context;
     std::deque<Work> work{};
+    double end = 0;
     std::unique_ptr<Recording> recording{};
 };
 
@@ -333,7 +366,7 @@ void run(Work& work) {
                 broke("a copy of memory that is gone");
                 return;
             }
-            memmove(reinterpret_cast<void*>(work.dst), reinterpret_cast<void*>(work.src), work.nbytes);
+            if (work.nbytes <= size_t(setting("moves"))) memmove(reinterpret_cast<void*>(work.dst), reinterpret_cast<void*>(work.src), work.nbytes);
             if (Memory* read = of(work.src); read && read->kind <= POOL) setting("n_copies")++, state().copies_of[read->base]++;
             return;
         case Work::CALL:
@@ -347,10 +380,11 @@ void run(Work& work) {
     }
 }
 
-// Runs the stream's next work. `now_all`: whatever holds it.
+// Runs the stream's next work if its time has come. `now_all`: whatever holds it.
 bool step(CUstream_st& stream, bool now_all = false) {
     if (stream.work.empty() || (!now_all && setting("held"))) return false;
     Work& first = stream.work.front();
+    if (setting("timed") && !now_all && first.due > now()) return false;
     if (first.what == Work::WAIT && first.event->done < first.version) {
         CUstream_st* other = first.event->in;
         while (other != nullptr && other != &stream && first.event->done < first.version && step(*other, now_all)) {
@@ -365,6 +399,10 @@ bool step(CUstream_st& stream, bool now_all = false) {
 
 void drain(CUstream_st& stream) {
     setting("n_waits")++;
+    if (setting("timed") && !stream.work.empty()) {
+        const double left = stream.end - now();
+        if (left > 0) usleep(useconds_t(left * 1e6));
+    }
     while (!stream.work.empty()) {
         if (step(stream, true)) continue;
         broke("a wait without end");
@@ -372,9 +410,18 @@ void drain(CUstream_st& stream) {
     }
 }
 
-void put(CUstream_st& stream, Work work) {
-    if (!stream.recording) stream.work.push_back(std::move(work));
+void put(CUstream_st& stream, Work work, double us = 0) {
+    if (stream.recording) return;
+    if (setting("timed")) {
+        if (work.what == Work::WAIT && work.event->due > stream.end) stream.end = work.event->due;
+        if (us > 0) stream.end = std::max(now(), stream.end) + us * 1e-6;
+        work.due = stream.end;
+        if (work.what == Work::RECORD) work.event->due = stream.end;
+    }
+    stream.work.push_back(std::move(work));
 }
+
+double us_of(size_t nbytes) { return double(setting("copy_us")) + double(nbytes) / (1e3 * double(setting("copy_gbps"))); }
 
 CUresult copy(uintptr_t dst, uintptr_t src, size_t nbytes, CUstream handle) {
     STREAM(handle);
@@ -391,7 +438,7 @@ CUresult copy(uintptr_t dst, uintptr_t src, size_t nbytes, CUstream handle) {
         work.what = Work::CALL;
         work.call = [dst, held] { memcpy(reinterpret_cast<void*>(dst), held->data(), held->size()); };
     }
-    put(*stream, std::move(work));
+    put(*stream, std::move(work), us_of(nbytes));
     return CUDA_SUCCESS;
 }
 
@@ -416,6 +463,7 @@ struct CUmod_st {
     string target, command;
     CUcontext context;
     int (*launch)(const void*, unsigned, unsigned) = nullptr;
+    size_t (*nbytes)(const void*) = nullptr;
     size_t params_nbytes = 0;
 };
 
@@ -441,6 +489,7 @@ bool load(CUmod_st& module) {
     void* library = dlopen(module.target.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) return false;
     module.params_nbytes = *static_cast<size_t*>(dlsym(library, "pdstage_params_nbytes"));
+    module.nbytes = reinterpret_cast<size_t (*)(const void*)>(dlsym(library, "pdstage_nbytes"));
     module.launch = reinterpret_cast<int (*)(const void*, unsigned, unsigned)>(dlsym(library, "pdstage_launch"));
     return true;
 }
@@ -636,7 +685,7 @@ void cuda_double_put(CUstream handle, void (*call)(void*), void* argument) {
     const Locked locked;
     Work work{Work::CALL};
     work.call = [call, argument] { call(argument); };
-    put(*stream_of(handle), std::move(work));
+    put(*stream_of(handle), std::move(work), us_of(0));
 }
 
 void cuda_double_drain(CUstream handle) {
@@ -1231,10 +1280,11 @@ CUresult cuEventQuery(CUevent event) {
     const auto found = events.find(event);
     if (found == events.end()) return CUDA_ERROR_INVALID_HANDLE;
     CUevent_st& asked = *found->second;
-    if (asked.done >= asked.recorded) return CUDA_SUCCESS;
-    while (asked.done < asked.recorded && step(*asked.in)) {
-    }
-    return CUDA_ERROR_NOT_READY;
+    const bool was = asked.done >= asked.recorded;
+    if (!was)
+        while (asked.done < asked.recorded && step(*asked.in)) {
+        }
+    return was || (setting("timed") && asked.done >= asked.recorded) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 CUresult cuEventSynchronize(CUevent event) {
@@ -1243,6 +1293,7 @@ CUresult cuEventSynchronize(CUevent event) {
     if (found == events.end()) return CUDA_ERROR_INVALID_HANDLE;
     setting("n_waits")++;
     CUevent_st& asked = *found->second;
+    if (setting("timed") && asked.due > now()) usleep(useconds_t((asked.due - now()) * 1e6));
     while (asked.done < asked.recorded && step(*asked.in, true)) {
     }
     return CUDA_SUCCESS;
@@ -1332,9 +1383,12 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned, unsigned, 
     if (!load(*module)) return CUDA_ERROR_INVALID_IMAGE;
     const char* from = static_cast<const char*>(params[0]);
     std::vector<char> held(from, from + module->params_nbytes);
+    const size_t nbytes = setting("timed") ? module->nbytes(from) : 0;
     Work work{Work::CALL};
-    work.call = [module, grid, threads, held = std::move(held)] { launch(module, held, grid, threads); };
-    put(*stream, std::move(work));
+    work.call = [module, grid, threads, nbytes, held = std::move(held)] {
+        if (nbytes <= size_t(setting("moves"))) launch(module, held, grid, threads);
+    };
+    put(*stream, std::move(work), us_of(nbytes));
     return CUDA_SUCCESS;
 }
 
