@@ -54,17 +54,12 @@ class Items:
 
 @dataclass(slots=True, eq=False)
 class Checked:
-    """Items as the kernels and the wire take them, with the tokens they serve."""
+    """Items as the wire and, by their index, the kernels take them, and the tokens they serve."""
 
     pages: npt.NDArray[np.int32]
     start: int
     stop: int
     index: Index
-
-
-def indexes(checked: Mapping[str, Checked]) -> dict[str, Index]:
-    """As the kernels take them, and so the cores, to which they are opaque."""
-    return {name: one.index for name, one in checked.items()}
 
 
 def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: bool) -> dict[str, Checked]:
@@ -199,16 +194,16 @@ def _problem(pages: npt.NDArray[np.integer[Any]], n_items: int, *, unique: bool)
     """
     if len(pages) <= _FEW:
         held = pages.tolist()
-        if not held or (min(held) >= 0 and max(held) < n_items and (not unique or len(set(held)) == len(held))):
-            return None
-    if len(pages) and (pages.min() < 0 or pages.max() >= n_items):
-        bad = np.flatnonzero((pages < 0) | (pages >= n_items))
-        return f"is {pages[bad[0]]}, out of range", int(bad[0])
-    if unique and _named_twice(pages, n_items):
-        order = np.argsort(pages, kind="stable")
-        twice = np.flatnonzero(pages[order[1:]] == pages[order[:-1]])
-        at = int(order[twice[0] + 1])
-        return f"is {pages[at]}, named twice", at
+        good = not held or (min(held) >= 0 and max(held) < n_items and (not unique or len(set(held)) == len(held)))
+    else:
+        good = pages.min() >= 0 and pages.max() < n_items and not (unique and _named_twice(pages, n_items))
+    seen: set[int] = set()
+    for at, page in enumerate([] if good else pages.tolist()):
+        if not 0 <= page < n_items:
+            return f"is {page}, out of range", at
+        if unique and page in seen:
+            return f"is {page}, named twice", at
+        seen.add(page)
     return None
 
 
