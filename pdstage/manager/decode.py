@@ -14,7 +14,7 @@ from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, check_event
-from pdstage.manager.items import GivenItems, GivenTokens, check, indexes
+from pdstage.manager.items import GivenItems, GivenTokens, check
 from pdstage.manager.node import Node
 from pdstage.manager.options import MAX_PARTS, NodeOptions
 from pdstage.manager.sessions import label
@@ -104,20 +104,21 @@ class Receiver(Handle):
         for name, one in checked.items():
             start = max(one.start, prefix_tokens) if layout.component(name).positional else one.start
             asked.append(m.Asked(name, min(start, one.stop), one.stop))
+        indexes = {name: one.index for name, one in checked.items()}
         exposed = checked if node.path != "staged" else {}
         wire_items = tuple(
             m.Items(name, one.index.first_token, memoryview(one.pages.data).cast("B")) for name, one in exposed.items()
         )
         with self.driver.use():
             if self.bound:
-                raise UsageError(f"room {self.id!r} is bound already", remedy="call bind() once", room=self.id)
+                raise UsageError(f"room {self.id!r} is bound already", remedy="call bind() once")
             if aux is not None:
                 node._lend(self, aux)
             self.bound = True
             if node.observed is not None:
                 node.observed.bound(self)
             then = partial(
-                core.bind, self.room, tuple(sorted(asked)), indexes(checked), wire_items=wire_items, priority=priority,
+                core.bind, self.room, tuple(sorted(asked)), indexes, wire_items=wire_items, priority=priority,
                 row=aux.number if aux is not None else None,
             )  # fmt: skip
             if after is None:

@@ -25,24 +25,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdstage.errors import PdstageError
+    from pdstage.manager.node import AnyNode
     from pdstage.metadata import AuxRow
     from pdstage.protocol.room import RoomId
 
 _ENDED = (State.SUCCESS, State.FAILED)
-
-
-class Waits(Protocol):
-    """What a handle asks of its node."""
-
-    def progress_inline(self) -> None: ...
-
-    def abort(self, handle: Handle, reason: str) -> None: ...
-
-    def wait_for(
-        self, handle: Handle, done: Callable[[], bool], timeout_s: float | None, *, every_s: float = ...
-    ) -> None: ...
-
-    async def wait_for_async(self, handle: Handle, done: Callable[[], bool], timeout_s: float | None) -> None: ...
 
 
 class CudaEvent(Protocol):
@@ -83,7 +70,7 @@ class Handle:
 
     room: Room
 
-    def __init__(self, node: Waits, room: Room) -> None:
+    def __init__(self, node: AnyNode, room: Room) -> None:
         self._node = node
         self.room = room
         self.status: int = State.BOOTSTRAPPING

@@ -54,17 +54,12 @@ class Items:
 
 @dataclass(slots=True, eq=False)
 class Checked:
-    """Items as the kernels and the wire take them, with the tokens they serve."""
+    """Items as the wire and, by their index, the kernels take them, and the tokens they serve."""
 
     pages: npt.NDArray[np.int32]
     start: int
     stop: int
     index: Index
-
-
-def indexes(checked: Mapping[str, Checked]) -> dict[str, Index]:
-    """As the kernels take them, and so the cores, to which they are opaque."""
-    return {name: one.index for name, one in checked.items()}
 
 
 def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: bool) -> dict[str, Checked]:
@@ -89,7 +84,7 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
         checked[name] = _check_one(layout.component(name), pages, first, spans.get(name), unique=unique)
     for name in spans:
         if name not in checked and name not in nothing:
-            raise UsageError(f"tokens of {name!r} without its items", remedy="give the items too", component=name)
+            raise UsageError(f"tokens of {name!r} without its items", remedy="give the items too")
     return checked
 
 
@@ -149,7 +144,6 @@ def _check_one(
     own = CommonTokens.of(component.owned)
     end = first + len(given) * per_item
     start, stop = span if span is not None else _covered(own, first, end)
-    fields = {"component": name}
     low, high = own.count(start), own.count(stop)
     holds_none = component.owned.size > 1 and high <= low
     if start > stop or not (holds_none or first <= low <= high <= end):
@@ -157,16 +151,16 @@ def _check_one(
         mine = f" (of {component.owned}: its own {low}..{high})" if component.owned.size > 1 else ""
         raise UsageError(
             f"tokens {start}..{stop} of {name!r}{mine} are not in items that cover {first}..{end}",
-            remedy=remedy, **fields,
+            remedy=remedy,
         )  # fmt: skip
     if component.positional and first % per_item:
         remedy = f"round it down to a multiple of the {per_item} tokens an item has, and give that item too"
-        raise UsageError(f"first_token {first} of {name!r} is inside an item", remedy=remedy, **fields)
+        raise UsageError(f"first_token {first} of {name!r} is inside an item", remedy=remedy)
     problem = _problem(given, component.n_items, unique=unique)
     if problem is not None:
         what, at = problem
         remedy = f"give items of 0..{component.n_items - 1}, each at most once where they are destinations"
-        raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy, position=at, **fields)
+        raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy)
     pages = given.astype(np.int32)  # always a copy: the caller's array stays the caller's (I9)
     return Checked(pages, start, stop, Index.of(pages, first))
 
@@ -180,14 +174,11 @@ def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray
     try:
         array = np.asarray(pages)
     except Exception as error:
-        raise UsageError(
-            f"items of {name!r} are {shown(pages)}", remedy="give one dimension of integers", component=name
-        ) from error
+        raise UsageError(f"items of {name!r} are {shown(pages)}", remedy="give one dimension of integers") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UsageError(
             f"items of {name!r} are {array.dtype} of shape {array.shape}",
             remedy="give one dimension of integers",
-            component=name,
         )
     return array
 
@@ -199,16 +190,16 @@ def _problem(pages: npt.NDArray[np.integer[Any]], n_items: int, *, unique: bool)
     """
     if len(pages) <= _FEW:
         held = pages.tolist()
-        if not held or (min(held) >= 0 and max(held) < n_items and (not unique or len(set(held)) == len(held))):
-            return None
-    if len(pages) and (pages.min() < 0 or pages.max() >= n_items):
-        bad = np.flatnonzero((pages < 0) | (pages >= n_items))
-        return f"is {pages[bad[0]]}, out of range", int(bad[0])
-    if unique and _named_twice(pages, n_items):
-        order = np.argsort(pages, kind="stable")
-        twice = np.flatnonzero(pages[order[1:]] == pages[order[:-1]])
-        at = int(order[twice[0] + 1])
-        return f"is {pages[at]}, named twice", at
+        good = not held or (min(held) >= 0 and max(held) < n_items and (not unique or len(set(held)) == len(held)))
+    else:
+        good = pages.min() >= 0 and pages.max() < n_items and not (unique and _named_twice(pages, n_items))
+    seen: set[int] = set()
+    for at, page in enumerate([] if good else pages.tolist()):
+        if not 0 <= page < n_items:
+            return f"is {page}, out of range", at
+        if unique and page in seen:
+            return f"is {page}, named twice", at
+        seen.add(page)
     return None
 
 

@@ -92,7 +92,7 @@ class Directory:
         watches none; `watches_restarted`: how often one stopped answering. Takes no lock.
         """
         now, shown = time.monotonic(), dict[str, float](asdict(self.counters))
-        if (publication := self._publication) is not None:
+        if (publication := self._publication) is not None and not publication.over.is_set():
             shown["lease_s"] = max(0.0, publication.ends_at - now)
         watched = [one for client in self._watching.copy().values() if (one := client.watched) is not None]
         shown["watch_age_s"] = max((now - heard_at for heard_at, _ in watched), default=0.0)
@@ -123,12 +123,22 @@ class Directory:
         """Publishes now, raising what the directory raises, and keeps the leases renewed until `close`. `eventually`:
         the directory may start later. What was published before is withdrawn.
         """
-        self._end_publication()
+        self.withdraw()
         self._publication = _Publication(self.client(address), adverts, self.counters)
         self._publication.begin(eventually=eventually)
 
+    def withdraw(self, wait_s: float = _END_S) -> None:
+        """What was published is renewed no more and taken back, by the thread that renewed it."""
+        if self._publication is not None:
+            self._publication.end(wait_s)
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether nothing is published, or no more."""
+        return self._publication is None or not self._publication.thread.is_alive()
+
     def close(self) -> None:
-        """Ends its threads, then withdraws what was published, which can be renewed no more. Idempotent."""
+        """Ends its threads, then withdraws what was published. Idempotent."""
         with self._lock:
             self._closed = True
             askers = list(self._askers.values())
@@ -137,7 +147,7 @@ class Directory:
         until = time.monotonic() + _END_S
         for asker in askers:
             asker.thread.join(max(0.0, until - time.monotonic()))
-        self._end_publication()
+        self.withdraw()
         for client in self._watching.values():
             client.close()
 
@@ -146,11 +156,6 @@ class Directory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _end_publication(self) -> None:
-        publication, self._publication = self._publication, None
-        if publication is not None:
-            publication.end()
 
     def _put(self, look: _Lookup, wait_s: float) -> None:
         """Under the lock: `look` is asked in `wait_s`, by the thread of its address."""
@@ -237,7 +242,9 @@ class _Asker(NamedTuple):
 
 
 class _Publication:
-    """Adverts that `begin` publishes, which may raise, and that a thread renews from then on until `end`."""
+    """Adverts that `begin` publishes, which may raise, and that a thread renews from then on; at the `end` it withdraws
+    them.
+    """
 
     def __init__(
         self, client: DirectoryClient, adverts: Callable[[], Sequence[Advert]], counters: DirectoryCounters
@@ -245,8 +252,8 @@ class _Publication:
         self._client, self._adverts, self._counters = client, adverts, counters
         self.ends_at = 0.0
         """Of the lease, unless it is renewed (monotonic)."""
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)
         self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
 
     def begin(self, *, eventually: bool) -> None:
@@ -254,17 +261,12 @@ class _Publication:
             self._wait_s, self._again_s = 0.0, _RETRY_S
         else:
             self._publish()
-        self._thread.start()
+        self.thread.start()
 
-    def end(self) -> None:
-        self._over.set()
-        try:
-            self._thread.join(_END_S)
-        except RuntimeError:  # not begun: what was published, if anything, ends by itself
-            return
-        with contextlib.suppress(Exception):  # whatever it is, the lease ends by itself
-            for advert in self._adverts():
-                self._client.withdraw(advert)
+    def end(self, wait_s: float) -> None:
+        self.over.set()
+        with contextlib.suppress(RuntimeError):  # not begun: what was published, if anything, ends by itself
+            self.thread.join(wait_s)
 
     def _publish(self) -> None:
         asked_at = time.monotonic()
@@ -278,7 +280,7 @@ class _Publication:
         self.ends_at = asked_at + _TTL_S
 
     def _run(self) -> None:
-        while not self._over.wait(self._wait_s):
+        while not self.over.wait(self._wait_s):
             is_first = not self._wait_s
             self._wait_s = self._again_s  # the lease outlives several failures
             try:
@@ -289,3 +291,6 @@ class _Publication:
                     log.info("the directory at %s is asked again: %s", self._client.address, error)
             except Exception:
                 log.exception("the lease at %s could not be renewed; it is tried again", self._client.address)
+        with contextlib.suppress(Exception):  # whatever it is, the lease ends by itself
+            for advert in self._adverts():
+                self._client.withdraw(advert)

@@ -78,8 +78,6 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
     """ "auto", "direct" or "staged"."""
     observed: Observation | None = None
     """None where nobody observes: then nothing is timed."""
-    _drain: threading.Thread | None = None
-    """Begun by an operator's request."""
 
     def __init__(self, pool: Pool, topology: Topology, n_parts: int, given: NodeOptions) -> None:
         """`n_parts`: send buffers at prefill, lanes at decode."""
@@ -336,9 +334,9 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         with self.driver.lock:
             return self.sessions.unfenced()
 
-    @changes_rooms
     def fence(self, endpoint: str) -> int:
         """The operator's word that the process behind each lost session of `endpoint` has ended; returns their number.
+        The next turn gives back what they kept.
 
         `endpoint` as `unfenced` names it.
         For peers whose death cannot be seen from here, on other hosts: fence a node before you trust it is gone, as
@@ -346,9 +344,9 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         memory that has a new owner.
         """
         endpoint = arguments.text("endpoint", endpoint)
-        with self.driver.use(), self.driver.device():
+        with self.driver.use():
             n_fenced = self.sessions.fence(endpoint)
-        self.driver.kick()
+        self.socket.wake()
         return n_fenced
 
     def stats(self) -> dict[str, int]:
@@ -400,7 +398,10 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         once that they do not. `pdstage drain` does the same from outside.
         """
         timeout_s = arguments.timeout("timeout_s", timeout_s)
-        self._begin_drain()
+        with self.driver.use():
+            self._begin_drain()
+        self.driver.kick()
+        self.directory.withdraw()
         deadline_at = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         for handle in self.handles():
             try:
@@ -410,31 +411,21 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         return True
 
     def _begin_drain(self) -> None:
-        """May wait for a directory, some seconds."""
-        with self.driver.use():
-            self.driver.ending = True
+        """Under the lock."""
+        self.driver.ending = True
 
     def _asked_to_drain(self) -> Draining:
-        """In a turn: an operator asks for it. Begins it, in a thread, and says how far it is."""
-        if self._drain is None:
+        """In a turn: an operator asks the node to drain. Begins it, and says how far it is."""
+        if not self.driver.ending:
             log.warning("%s: an operator asks this node to drain: no room begins any more", self.socket.endpoint)
-            begun = threading.Thread(target=self._drain_as_asked, name="pdstage-drain", daemon=True)
-            try:
-                begun.start()
-                self._drain = begun
-            except RuntimeError as error:
-                log.warning("no thread could be started to drain this node (%s); it is when asked again", error)
+            with self.driver.lock:
+                self._begin_drain()
+            self.directory.withdraw(0.0)
         handles = self.handles()
         rooms = {state: n for state, n in status.by_state(handles).items() if n}
         oldest_s = max((time.monotonic() - handle.began_at for handle in handles), default=0.0)
-        begins_none = self.driver.ending and self._drain is not None and not self._drain.is_alive()
-        return Draining(self.role, self.topology.unique_rank, begins_none and not rooms, rooms, oldest_s)
-
-    def _drain_as_asked(self) -> None:
-        try:
-            self._begin_drain()
-        except UsageError as error:  # it was closed meanwhile, or failed
-            log.info("this node does not drain: %s", error)
+        drained = self.directory.withdrawn and not rooms
+        return Draining(self.role, self.topology.unique_rank, drained, rooms, oldest_s)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Fails the rooms still open, waits up to `timeout_s` for their peers to be quiet, and gives everything back.
@@ -456,8 +447,6 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
     def _close(self, patience_s: float) -> bool:
         """Goes on where an earlier call was interrupted."""
         driver = self.driver
-        if self._drain is not None:
-            self._drain.join()
         self.directory.close()
         if driver.failure is None and not driver.closed:
             self._close_rooms(patience_s)

@@ -19,7 +19,7 @@ from pdstage.manager.calibration import costs
 from pdstage.manager.data_path import DataPath
 from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, check_event
-from pdstage.manager.items import GivenItems, GivenTokens, check, indexes, rects_of
+from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import Node
 from pdstage.manager.options import MAX_PARTS, NodeOptions, check_path
 from pdstage.manager.sessions import label
@@ -115,7 +115,7 @@ class Sender(Handle):
             raise UsageError(f"room {self.id!r} got a chunk after finish()", remedy="chunks come first")
         check_event("`ready`", ready)
         checked = check(node.pool.layout, items, tokens, unique=False)
-        rects, given = rects_of(node.pool.layout, checked, layers), indexes(checked)
+        rects, given = rects_of(node.pool.layout, checked, layers), {name: one.index for name, one in checked.items()}
         if rects:
             with self.driver.use():
                 source = node.core.chunk(self.room, rects, given, time.monotonic(), ready=ready is None)
@@ -316,11 +316,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         return with_rooms(now, self.handles())
 
     def _begin_drain(self) -> None:
-        with self.driver.use():
-            self.driver.ending = True
-            self.core.drain(time.monotonic())
-        self.driver.kick()
-        self.directory.close()
+        super()._begin_drain()
+        self.core.drain(time.monotonic())
 
     # What senders call.
 

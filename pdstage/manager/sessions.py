@@ -58,7 +58,7 @@ class Sessions:
         self.lost: list[Session] = []
         """Those that are not fenced yet."""
         self._ended: set[Session] = set()
-        """Lost ones whose processes an operator says have ended, while copies to them go on here."""
+        """Lost ones whose processes an operator says have ended."""
         self.over: Counter[str] = Counter()
         """How many began, by transport."""
 
@@ -130,25 +130,20 @@ class Sessions:
         self._dead_check_at = now + _DEAD_CHECK_S
         let_go = False
         for session in list(self.lost):
-            if node._copies_to(session):
+            if node._copies_to(session):  # they read this node's pages until they are over
                 continue
             safe = session in self._ended or node._is_fenced(session) or node.transport.proved_dead(label(session))
             if safe or node._holds_nothing(session):
+                let_go = True
                 with self._lock:
-                    if session in self.lost:  # else an operator fenced it meanwhile
-                        self._let_go(session, now if safe else None)
-                        let_go = True
+                    self.lost.remove(session)
+                    self._ended.discard(session)
+                    if safe:
+                        node.core.counters.sessions_fenced += 1
+                        node.core.fenced(session, now)
+                    node.transport.forget(label(session))
+                    self.hang_up(session.route)
         return let_go
-
-    def _let_go(self, session: Session, fenced_at: float | None) -> None:
-        """Under the lock."""
-        self.lost.remove(session)
-        self._ended.discard(session)
-        if fenced_at is not None:
-            self._node.core.counters.sessions_fenced += 1
-            self._node.core.fenced(session, fenced_at)
-        self._node.transport.forget(label(session))
-        self.hang_up(session.route)
 
     def hang_up(self, route: bytes) -> None:
         """Closes a connection that this node made, unless it is needed again by now."""
@@ -164,13 +159,9 @@ class Sessions:
 
     def fence(self, endpoint: str) -> int:
         """The processes behind the lost ones of `endpoint` have ended; under the lock. Returns their number."""
-        node = self._node
-        gone = [session for session in self.lost if node.socket.endpoint_of(session.route) == endpoint]
-        for session in gone:
-            if node._copies_to(session):  # these read this node's pages until they are over
-                self._ended.add(session)
-            else:
-                self._let_go(session, time.monotonic())
+        gone = [one for one in self.lost if self._node.socket.endpoint_of(one.route) == endpoint]
+        self._ended.update(gone)
+        self._dead_check_at = 0.0
         return len(gone)
 
 

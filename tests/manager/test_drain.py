@@ -9,7 +9,7 @@ import pytest
 
 from pdstage import Keys, State, UsageError, cli
 from pdstage.control import drain as operator
-from pdstage.control.drain import Draining, drain
+from pdstage.control.drain import drain
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PeerError, TransportError
 from tests.manager.engine import TOKENS, Rank, drive, prefill_node
@@ -134,14 +134,3 @@ def test_a_bad_request_of_the_operator_is_said_in_one_line(capsys):
         assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(UsageError, match="no endpoint"):
         drain([])
-
-
-def test_a_node_that_finds_no_thread_drains_when_it_is_asked_again(site, monkeypatch, caplog):
-    p = site.prefill(Rank())
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("can't start")))
-        assert not p._asked_to_drain().drained
-    assert "no thread could be started" in caplog.text
-    p._asked_to_drain()
-    p._drain.join()
-    assert p._asked_to_drain() == Draining("prefill", 0, True, {}, 0.0)

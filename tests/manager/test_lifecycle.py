@@ -171,6 +171,7 @@ def test_an_operator_fences_a_peer_whose_death_cannot_be_seen(site, monkeypatch)
         assert not receiver.released
         assert d.fence("tcp://127.0.0.1:1") == 0
         assert d.fence(endpoint) == 1
+        d.turn()
         assert receiver.released
         assert not d.unfenced()
         assert d.core.idle
