@@ -143,27 +143,27 @@ def staged_place(rank: int, n_ranks: int, n_stages: int) -> Topology:
 
 
 @dataclass(eq=False)
-class Prefill:
+class Rank:
+    """A process of either role."""
+
     name: bytes
-    core: PrefillCore
     memory: Memory
-    buffers: list[np.ndarray]
     rows: Memory
-    alive: bool = True
-    peer_warnings: list[str] = field(default_factory=list)
-    changes: list[tuple[bytes, int]] = field(default_factory=list)
+    alive: bool = field(default=True, init=False)
+    peer_warnings: list[str] = field(default_factory=list, init=False)
+    changes: list[tuple[bytes, int]] = field(default_factory=list, init=False)
 
 
 @dataclass(eq=False)
-class Decode:
-    name: bytes
+class Prefill(Rank):
+    core: PrefillCore
+    buffers: list[np.ndarray]
+
+
+@dataclass(eq=False)
+class Decode(Rank):
     core: DecodeCore
-    memory: Memory
     staging: Memory
-    rows: Memory
-    alive: bool = True
-    peer_warnings: list[str] = field(default_factory=list)
-    changes: list[tuple[bytes, int]] = field(default_factory=list)
     pages: dict[DecodeRoom, list[int]] = field(default_factory=dict)
     row_of: dict[DecodeRoom, int] = field(default_factory=dict)
 
@@ -294,7 +294,7 @@ class World:
             choose=self.choose, notifies=self.notifies, rows=rows, model=self.models[0],
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
-        return Prefill(b"P%d" % rank, core, memory, buffers, row_memory)
+        return Prefill(b"P%d" % rank, memory, row_memory, core, buffers)
 
     def rank_of(self, side: str, rank: int) -> tuple[Memory, Layout, Topology]:
         """The pool of a rank of "P" or "D" and its place."""
@@ -333,7 +333,7 @@ class World:
         )  # fmt: skip
         if not self.advances:
             core.leases.max_advances = 0
-        node = Decode(b"D%d" % rank, core, memory, staging, row_memory)
+        node = Decode(b"D%d" % rank, memory, row_memory, core, staging)
         self.processes.append(node)
         return node
 
@@ -440,7 +440,7 @@ class World:
         """Row `number` of a prefill rank, every byte `fill`."""
         held = self.row(node, number)
         held[:] = fill
-        return GivenRow(node.rows.base + number * len(held), functools.partial(_view, held))
+        return GivenRow(node.rows.base + number * len(held), lambda: memoryview(held))
 
     def finish(self, handle: PrefillRoom, rank: int = 0, aux: bytes | GivenRow | None = b"aux") -> None:
         self.prefill[rank].core.finish(handle, aux, self.now)
@@ -758,10 +758,6 @@ class World:
         for offset, dst in staged(*layouts, node.memory, select, pages, landing.rects, wire):
             dst[:] = src[offset : offset + WIDTH]
         return _checksum(writer.session, src)
-
-
-def _view(held: np.ndarray) -> memoryview:
-    return memoryview(held)
 
 
 def _checksum(session: Session, staged_bytes: np.ndarray) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from pools import GUARD, Logical, Stored, aligned, hold, moved
+from pools import GUARD, Logical, Stored, aligned, gathered, hold, moved, on_device, staging
 
 from pdstage import native
 from pdstage.errors import UsageError
@@ -175,6 +175,21 @@ def check_refused(rig, way, case, words):
     assert (rig.get(staging) == 0xA5).all()
     for block, memory in zip(blocks, before, strict=True):
         np.testing.assert_array_equal(rig.get(block), memory)
+
+
+def check_left_out(rig, held, select, wire, items, range_, left_out, device="cuda:0"):
+    """A gather, to one and to three, leaves these staged bytes alone, and a scatter what is in their place."""
+    plan, reference = (one.plan(held.layout, select, wire, False) for one in (rig, REFERENCE))
+    n_items, tokens, before = next(held.layout.views()).n_items, {"kv": range_}, held.bytes()
+    want = gathered(reference, {"kv": Index.of(np.where((items < 0) | (items >= n_items), 0, items))}, tokens)
+    want[left_out] = 0xA5
+    index, also = on_device({"kv": Index.of(items)}, device), [staging(want.size) for _ in range(2)]
+    for others in ([], also):
+        found = gathered(plan, index, tokens, max_sms=1, also=[one.ctypes.data for one in others])
+        for staged in (found, *others):
+            np.testing.assert_array_equal(staged, want)
+    plan.scatter(found.ctypes.data, found.size, index, tokens, max_sms=1)
+    np.testing.assert_array_equal(held.memory, before)
 
 
 @contextlib.contextmanager

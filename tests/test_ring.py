@@ -134,6 +134,15 @@ def same_books(lane, model):
             assert lane.cursor_of_next(lane.largest()) == model.place(model.largest()) * B
 
 
+def test_padding_is_not_waited_for_when_idle():
+    lane = Lane(4 * B)
+    assert lane.grant(3 * B) == 0
+    lane.release(0)
+    assert lane.grant(4 * B) == 4 * B
+    assert lane.watermark == 4 * B, "the padding in front is passed at once"
+    assert lane.is_open(4 * B, 4 * B)
+
+
 @pytest.mark.parametrize("capacity", [0, -256, 255, 257, 1000])
 def test_a_capacity_must_be_a_positive_multiple_of_256(capacity):
     with pytest.raises(UsageError, match="multiple of 256"):

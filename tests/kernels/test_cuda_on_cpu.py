@@ -14,13 +14,12 @@ from pools import (
     Transfer,
     gathered,
     hold,
-    on_device,
     placed,
     staging,
     transfers,
     wide_transfers,
 )
-from rigs import REFERENCE, Rig, by_misuse, check, check_refused
+from rigs import REFERENCE, Rig, by_misuse, check, check_left_out, check_refused
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Plan, Pool, cuda_copy
@@ -179,24 +178,6 @@ def test_what_is_left_out_of_one_stage_is_of_no_other(bulk_from):
     outside = rng.random(64) < 0.1
     rig, items = CpuRig(bulk_from=bulk_from), np.where(outside, 64, rng.permutation(64))
     check_left_out(rig, held, select, TOKEN_MAJOR, items, (0, 256), np.repeat(outside, 256))
-
-
-def check_left_out(rig, held, select, wire, items, range_, left_out):
-    """A gather, to one and to three, leaves these staged bytes alone, and a scatter what is in their place."""
-    plan, reference = (one.plan(held.layout, select, wire, False) for one in (rig, REFERENCE))
-    n_items, tokens, before = next(held.layout.views()).n_items, {"kv": range_}, held.bytes()
-    want = gathered(reference, {"kv": Index.of(np.where((items < 0) | (items >= n_items), 0, items))}, tokens)
-    want[left_out], index, also = (
-        0xA5,
-        on_device({"kv": Index.of(items)}, "cuda:0"),
-        [staging(want.size) for _ in range(2)],
-    )
-    for others in ([], also):
-        found = gathered(plan, index, tokens, max_sms=1, also=[one.ctypes.data for one in others])
-        for staged in (found, *others):
-            np.testing.assert_array_equal(staged, want)
-    plan.scatter(found.ctypes.data, found.size, index, tokens, max_sms=1)
-    np.testing.assert_array_equal(held.memory, before)
 
 
 @pytest.mark.parametrize("bulk_from", [0, 16])

@@ -12,22 +12,6 @@ from pdstage.errors import UsageError
 from pdstage.kernels import driver
 from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.plan.spans import Spans
-from tests import cuda_double
-
-pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())
-
-
-@pytest.fixture
-def gpu():
-    """A process's GPUs, of which the calling thread uses device 0."""
-    with cuda_double.use() as gpu:
-        gpu.reset()
-        gpu["strict"] = 1
-        with gpu.on(0):
-            yield gpu
-        broken = gpu.broken()
-        gpu.reset()
-        assert not broken
 
 
 @pytest.fixture

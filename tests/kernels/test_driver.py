@@ -12,7 +12,6 @@ from pdstage.errors import UsageError
 from pdstage.kernels import driver, torch_runtime
 from pdstage.kernels.device_memory import DeviceMemory
 from pdstage.kernels.driver import DriverError
-from tests import cuda_double
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
@@ -37,16 +36,6 @@ int hipMemcpyHtoDAsync(void *to, const void *from, size_t n, void *stream) {
     given[0] = (uint64_t)to; given[1] = (uint64_t)from; given[2] = n; given[3] = (uint64_t)stream; return fails; }
 """
 ADDRESS = 0x221234567800  # where the kernel of the system maps nothing by itself
-
-
-@pytest.fixture
-def gpu():
-    if cuda_double.missing():
-        pytest.skip(cuda_double.missing())
-    with cuda_double.use() as gpu:
-        gpu.reset()
-        with gpu.on(0):
-            yield gpu
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,23 +105,11 @@ def test_a_plan_serves_many_threads_at_once():
     plan = Pool.of(held.layout).plan([Select(key, 0, 2) for key in of.view_keys()])
     tokens = {"kv": (3, 1500)}
     indexes = [{"kv": Index.of(np.random.default_rng(i).permutation(200))} for i in range(4)]
-    n = plan.nbytes(tokens)
-    expected, found = [np.zeros(n, np.uint8) for _ in indexes], [np.zeros(n, np.uint8) for _ in indexes]
-    for index, out in zip(indexes, expected, strict=True):
-        plan.gather(out.ctypes.data, n, index, tokens)
-
-    def work(number):
-        for _ in range(20):
-            found[number][:] = 0
-            plan.gather(found[number].ctypes.data, n, indexes[number], tokens)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for a, b in zip(expected, found, strict=True):
-        np.testing.assert_array_equal(a, b)
+    expected = [gathered(plan, index, tokens) for index in indexes]
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda index: gathered(plan, index, tokens), indexes * 20)
+        for a, b in zip(expected * 20, found, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @by_rig

@@ -174,10 +174,17 @@ def test_conversions_on_nvidia_are_wide_and_round_as_ieee_says(arch, way):
         assert re.findall(r"\bSTG\.E\.64\b" if way == GATHER else r"\bLDG\.E\.64\b", sass)
 
 
-@pytest.mark.parametrize("way", [GATHER, SCATTER])
-def test_conversions_on_amd(way):
-    code = build(ConvertVariant(way, 4, 0, 128, 64, ALIGNED=True), GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
-    assert "global_load_dwordx4" in code if way == GATHER else "global_store_dwordx4" in code
+@pytest.mark.parametrize(
+    ("kernel", "access"),
+    [
+        (ConvertVariant(GATHER, 4, 0, 128, 64, ALIGNED=True), "global_load_dwordx4"),
+        (ConvertVariant(SCATTER, 4, 0, 128, 64, ALIGNED=True), "global_store_dwordx4"),
+        (SumVariant(16, 16, THREADS * 2), "global_load_dwordx4"),
+    ],
+)
+def test_conversions_and_sums_on_amd(kernel, access):
+    code = build(kernel, GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
+    assert access in code
     assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
 
 
@@ -191,12 +198,6 @@ def test_sums_of_what_is_staged_on_nvidia(arch):
     for access, machine in machines(kernels, arch).items():
         assert not re.findall(r"\bSTG\b", machine.sass)
         assert bool(re.findall(r"\bLDG\.E\.128\b", machine.sass)) == (access == 16)
-
-
-def test_sums_of_what_is_staged_on_amd():
-    code = build(SumVariant(16, 16, THREADS * 2), GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
-    assert "global_load_dwordx4" in code
-    assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
 
 
 def test_arguments_are_in_the_kernels_order():

@@ -13,25 +13,15 @@ from pdstage.errors import UsageError
 from pdstage.kernels import driver, virtual_memory
 from pdstage.kernels.device_memory import DeviceMemory
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC, VirtualMemory
-from tests import cuda_double
 
 MIB = 1 << 20
-pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def library(gpu, monkeypatch):
     monkeypatch.setenv("PDSTAGE_DEVICE_MEMORY", "cuMemCreate")
-    with cuda_double.use() as gpu:
-        gpu.reset()
-        with gpu.on(1):
-            yield gpu
-        gpu.reset()
-
-
-@pytest.fixture
-def library(gpu):
-    return gpu.driver
+    with gpu.on(1):
+        yield gpu.driver
 
 
 def counts(gpu):
