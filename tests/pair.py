@@ -715,7 +715,7 @@ class World:
     def check_lease(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in staging memory: is it still the chunk's?"""
         lease = dst.core.leases.at(chunk.lane, chunk.cursor)
-        mine = lease is not None and lease.request.session.id == chunk.destination.session.id
+        mine = lease is not None and lease.session.id == chunk.destination.session.id
         held = mine and lease is not None and lease.phase in ("granted", "quarantined")
         self.must(held, "I2", "a write into released staging memory")
 
@@ -791,8 +791,8 @@ def snapshot(core: PrefillCore | DecodeCore) -> list[object]:
             (room.epoch, room.status, room.pending, [(key, writer.phase) for key, writer in room.writers.items()])
             for room in core.rooms.by_epoch.values()
         ]
-        leases = [(lease, lease.request.attempt, lease.phase) for lease in core.leases.live()]
-        waiting = [(request, request.attempt) for *_, request in core.leases.queue.entries()]
+        leases = [(lease, lease.attempt, lease.phase) for lease in core.leases.live()]
+        waiting = [(request, request.attempt) for request in core.leases.waiting]
         return [rooms, leases, waiting, [(lane.head, lane.watermark) for lane in core.leases.lanes]]
     destinations = [
         (key, one.phase, [(chunk.number, chunk.phase, chunk.attempt, *chunk.where) for chunk in one.chunks.values()])
@@ -812,7 +812,7 @@ def assert_flat(world: World) -> None:
         assert not left, (node.name, left)
         if isinstance(core, DecodeCore):
             assert core.idle and not core.rooms.by_key, (node.name, core.rooms.by_epoch)
-            assert not core.leases.live() and not core.leases.queue.n_waiting, (node.name, snapshot(core))
+            assert not core.leases.live() and not core.leases.waiting, (node.name, snapshot(core))
             assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.leases.lanes)
             assert all(peer.session is not None and not peer.rooms for peer in core.handshake.peers.values())
         else:

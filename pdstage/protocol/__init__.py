@@ -31,7 +31,7 @@ What happens when
 * a room fails at decode: `DecodeRooms.fail` quarantines the leases that may still be written. Abort is repeated until
   Drained or CloseOk; after `drain_s` the session is lost.
 * a room fails at prefill: `PrefillRooms.fail` repeats CloseFailed until Abort; then it drains.
-* a session is lost: `DecodeCore.lose` and `PrefillCore.lose` end its rooms, by `Lender.session_lost` and
+* a session is lost: `DecodeCore.lose` and `PrefillCore.lose` end its rooms, by `Leases.session_lost` and
   `PrefillRooms.lose`; the effect `Detach` cuts the transport.
 * the driver answers `fenced`. At decode nothing of the session can land any more, and quarantined leases are free. At
   prefill its posts no longer read our memory, and their send buffers are free.

@@ -1,9 +1,8 @@
 """The decode core: what engine, driver and peers may say to a decode rank, and what follows.
 
 No socket, thread or clock: inputs are its public methods and those of its `Endpoint` (who talks), whose effects are the
-output. It has a `HandshakeClient` (with whom, and how long), a `LeaseTable` and its `Lender`
-(staging memory), `DecodeRooms` (the room table) and a `ChunkReceiver` (the chunks). Room table and leases are apart: a
-room that ended may still be written to.
+output. It has a `HandshakeClient` (with whom, and how long), `Leases` (staging memory), `DecodeRooms` (the room table)
+and a `ChunkReceiver` (the chunks). Room table and leases are apart: a room that ended may still be written to.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
 from pdstage.protocol.handshake import HandshakeClient, features
-from pdstage.protocol.leases import LeaseTable, Lender
+from pdstage.protocol.leases import Leases
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
 from pdstage.protocol.state import State, WriterPhase
@@ -68,12 +67,11 @@ class DecodeCore:
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.handshake = HandshakeClient(self.endpoint, hello, self)
-        self.leases = LeaseTable(self.endpoint, lanes)
-        self.lender = Lender(self.endpoint, self.leases)
-        self.endpoint.settle = self.lender.grant_and_notify
-        self.rooms = DecodeRooms(self.endpoint, self.handshake, self.lender)
+        self.leases = Leases(self.endpoint, lanes)
+        self.endpoint.settle = self.leases.settle
+        self.rooms = DecodeRooms(self.endpoint, self.handshake, self.leases)
         self.waiting, self.welcomed = self.rooms.waiting, self.rooms.welcomed
-        self.chunks = ChunkReceiver(self.endpoint, self.lender, self.rooms, rows)
+        self.chunks = ChunkReceiver(self.endpoint, self.leases, self.rooms, rows)
         self._rows = rows
         self._components = layout.names
         self._last_epoch = 0
@@ -278,7 +276,7 @@ class DecodeCore:
             case m.Asking() as message:
                 self._on_asking(session, message)
             case m.Returned() as message:
-                self.lender.on_returned(session, message)
+                self.leases.on_returned(session, message)
             case m.CloseFailed() as message:
                 self._on_close_failed(session, message)
             case m.Drained() as message:
@@ -359,7 +357,7 @@ class DecodeCore:
             return
         if not writer.room.ended:
             self.rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"))
-        self.lender.release_of(session, drained.epoch)
+        self.leases.release_of(session, drained.epoch)
         self.rooms.mark_quiet(writer)
 
     # The end of a session.
@@ -380,7 +378,7 @@ class DecodeCore:
         if peer is not None:
             for room in list(peer.rooms):
                 self.rooms.fail(room, error)
-        self.lender.session_lost(session)
+        self.leases.session_lost(session)
         if not session.said_bye:
             self.endpoint.effects.append(PeerWarning(session.route, error))
         self.endpoint.effects.append(Detach(session))
@@ -430,7 +428,7 @@ class DecodeCore:
 
     def _fenced(self, session: Session) -> None:
         self._leave_stranded(session)
-        self.lender.release_of(session, None)
+        self.leases.release_of(session, None)
         for writer in list(session.claims.values()):
             self.rooms.mark_quiet(writer)
         self.endpoint.settle()

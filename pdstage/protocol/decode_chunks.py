@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.leases import Lease, LeaseRequest
+from pdstage.protocol.lane import Lease
 from pdstage.protocol.session import Changed, PeerWarning
 from pdstage.protocol.state import LeasePhase, RoomEvent, WriterPhase
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdstage.plan import Rect
     from pdstage.protocol.coverage import Coverage
     from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
-    from pdstage.protocol.leases import Lender
+    from pdstage.protocol.leases import Leases
     from pdstage.protocol.room import OwnRows
     from pdstage.protocol.session import Endpoint, Session
 
@@ -52,13 +52,12 @@ class Scatter(NamedTuple):
 class ChunkReceiver:
     """Chunks, from a writer's Reserve to its CloseOk."""
 
-    def __init__(self, endpoint: Endpoint, lender: Lender, rooms: DecodeRooms, rows: OwnRows) -> None:
+    def __init__(self, endpoint: Endpoint, leases: Leases, rooms: DecodeRooms, rows: OwnRows) -> None:
         self.endpoint = endpoint
         self.flights: dict[int, Landing] = {}
         """Scatters under way, by ticket."""
         self._components = rooms.layout.names
-        self._lender = lender
-        self._leases = lender.leases
+        self._leases = leases
         self._rooms = rooms
         self._rows = rows
 
@@ -70,14 +69,13 @@ class ChunkReceiver:
             self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "gone", 0))
             return
         self._rooms.open_answered(writer)
-        asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
-        request = LeaseRequest(session, *asked, writer.room.priority)
         held = self._leases.find(session, reserve.epoch, reserve.chunk)
-        if isinstance(held, Lease):
-            if held.request.attempt == reserve.attempt:
-                self._lender.send_lease(held)
+        waits = held is not None and held.phase is LeasePhase.WAITING
+        if held is not None and not waits:
+            if held.attempt == reserve.attempt:
+                self._leases.send_lease(held)
                 return
-            if held.request.attempt > reserve.attempt or held.phase is not LeasePhase.GRANTED:
+            if held.attempt > reserve.attempt or held.phase is not LeasePhase.GRANTED:
                 return
             self._leases.release(held)
         problem = writer.coverage.problem(reserve.rects) or self._size_problem(writer, reserve)
@@ -87,9 +85,10 @@ class ChunkReceiver:
             self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "covered", 0))
         elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
-        elif not isinstance(held, LeaseRequest) or held.attempt <= reserve.attempt:
+        elif held is None or not waits or held.attempt <= reserve.attempt:
             writer.most_nbytes = max(writer.most_nbytes, reserve.nbytes)
-            self._leases.enqueue(request)
+            asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
+            self._leases.enqueue(Lease(session, *asked, writer.room.priority))
 
     def _size_problem(self, writer: Writer, reserve: m.Reserve) -> str:
         nbytes = writer.staged_nbytes(reserve.rects)
@@ -131,13 +130,13 @@ class ChunkReceiver:
             self._arrived(writer, tag)
         else:
             lease = self._leases.at(tag.lane, tag.cursor)
-            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.request.session is not session:
+            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.session is not session:
                 return False
-            nbytes = _nbytes_in(lease.request, writer, tag)
+            nbytes = _nbytes_in(lease, writer, tag)
             if not nbytes:
                 return False
             if lease in self._leases.advances:
-                self._leases.know(lease, tag.rects, nbytes)
+                self._leases.know(lease, tag.rects)
                 writer.most_nbytes = max(writer.most_nbytes, nbytes)
             self._leases.land(lease)
             span = self._leases.spans[lease.lane]
@@ -224,13 +223,13 @@ class ChunkReceiver:
                 self._begun(room)
                 return
             if writer.owed_nbytes:
-                self._lender.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
+                self._leases.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
             shortfall = self._shortfall(writer, close)
             if shortfall:
                 self._rooms.fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"))
             elif writer.has_aux:
                 self._take_aux(room, session, close)
-        self._lender.release_of(session, close.epoch)
+        self._leases.release_of(session, close.epoch)
         self.endpoint.send(session, m.Closed(close.epoch))
         self._rooms.open_answered(writer)
         self._rooms.mark_quiet(writer)
@@ -263,12 +262,12 @@ class ChunkReceiver:
             self.endpoint.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")
 
 
-def _nbytes_in(request: LeaseRequest, writer: Writer, tag: wire.Tag) -> int:
-    """The staged bytes of the chunk that a tag tells of; 0 if the lease granted for `request` is not for it."""
-    if (request.epoch, request.chunk) != (tag.epoch, tag.chunk):
+def _nbytes_in(lease: Lease, writer: Writer, tag: wire.Tag) -> int:
+    """The staged bytes of the chunk that a tag tells of; 0 if the lease granted is not for it."""
+    if (lease.epoch, lease.chunk) != (tag.epoch, tag.chunk):
         return 0
-    if request.rects:
-        return request.nbytes if request.rects == tag.rects else 0
+    if lease.rects:
+        return lease.nbytes if lease.rects == tag.rects else 0
     assert writer.coverage is not None
     nbytes = 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)
-    return nbytes if nbytes <= request.nbytes else 0
+    return nbytes if nbytes <= lease.nbytes else 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pdstage.columns import Shared
     from pdstage.plan import Rect
     from pdstage.protocol.handshake import HandshakeClient, Peer
-    from pdstage.protocol.leases import Lender
+    from pdstage.protocol.leases import Leases
     from pdstage.protocol.session import Endpoint
 
 _MAX_DEALT = 4096
@@ -101,7 +101,7 @@ class DecodeRoom(Room):
 class DecodeRooms:
     """The room table. A room is in `by_key` until it ends, in `by_epoch` until it is released."""
 
-    def __init__(self, endpoint: Endpoint, handshake: HandshakeClient, lender: Lender) -> None:
+    def __init__(self, endpoint: Endpoint, handshake: HandshakeClient, leases: Leases) -> None:
         hello = handshake.hello
         self.endpoint = endpoint
         self.layout = hello.layout
@@ -110,7 +110,7 @@ class DecodeRooms:
         self.by_key: dict[bytes, DecodeRoom] = {}
         self.by_epoch: dict[int, DecodeRoom] = {}
         self._handshake = handshake
-        self._lender = lender
+        self._leases = leases
         self.dealt: dict[tuple[tuple[int, m.SessionId], ...], dict[int, tuple[Share, ...]]] = {}
         """Who sends what, by a room's writers; a session that ends empties it."""
         self._given_up: dict[bytes, None] = {}
@@ -187,7 +187,7 @@ class DecodeRooms:
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
             writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
-            self._lender.lend_in_advance(writer)  # so that a writer of little need not ask for staging memory
+            self._leases.lend_in_advance(writer)  # so that a writer of little need not ask for staging memory
             self.send_open(writer)
         self.maybe_complete(room)
 
@@ -205,7 +205,7 @@ class DecodeRooms:
             room.priority,
             room.deadline_s,
             room.row if writer.has_aux else None,
-            self._lender.advances_of(writer.session, room.epoch),
+            self._leases.advances_of(writer.session, room.epoch),
         )
         self.endpoint.send(writer.session, opening)
         self.endpoint.repeat(self.send_open, writer)
@@ -218,7 +218,7 @@ class DecodeRooms:
             self.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.routes.values())
         self._end(room)
         for writer in room.writers.values():
-            self._lender.quarantine_of(writer.session, room.epoch)
+            self._leases.quarantine_of(writer.session, room.epoch)
             self.abort_writer(writer, str(error))
         self.maybe_release(room)
 
@@ -245,7 +245,7 @@ class DecodeRooms:
             if peer is not None:
                 peer.rooms.pop(room, None)
         for writer in room.writers.values():
-            self._lender.leases.forget_requests(writer.session, room.epoch)
+            self._leases.forget_requests(writer.session, room.epoch)
         self.endpoint.effects.append(Changed(room))
 
     def abort_writer(self, writer: Writer, reason: str) -> None:

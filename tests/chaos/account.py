@@ -30,8 +30,8 @@ def _of_decode(node: DecodeNode) -> dict[str, int]:
         for room in core.rooms.by_epoch.values()
         if any(p.session.id not in core.sessions for p in room.writers.values())
     }
-    leases = [lease for lane in range(len(core.leases.lanes)) for lease in _leases_in(node, lane)]
-    stranded = [one for one in leases if one.phase == "quarantined" and one.request.session.id not in core.sessions]
+    leases = core.leases.live()
+    stranded = [one for one in leases if one.phase == "quarantined" and one.session.id not in core.sessions]
     return {
         "rooms": len(core.rooms.by_epoch) - len(lost),
         "rooms under way": len(core.rooms.by_key),
@@ -43,11 +43,6 @@ def _of_decode(node: DecodeNode) -> dict[str, int]:
         "scatters": len(core.chunks.flights),
         "bindings": len(node._waiting) + len(node._answers),
     }
-
-
-def _leases_in(node: DecodeNode, lane: int) -> list:
-    leases = node.core.leases
-    return [one for cursor, _, _ in leases.lanes[lane].leases() if (one := leases.at(lane, cursor)) is not None]
 
 
 def _of_prefill(node: PrefillNode) -> dict[str, int]:

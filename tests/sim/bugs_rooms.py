@@ -87,8 +87,8 @@ MUTANTS = [
     Mutant(
         "a tag counts whatever its lease's state",
         "7 tags, I7",
-        "            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.request.session is not session:",
-        "            if lease is None or lease.request.session is not session:",
+        "            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.session is not session:",
+        "            if lease is None or lease.session is not session:",
     ),
     Mutant(
         "a tag counts after its room ended",
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "Reserve of what is granted is not answered",
         "7 Reserve, I4",
-        """                self._lender.send_lease(held)
+        """                self._leases.send_lease(held)
                 return""",
         "                return",
     ),
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "Close without its list: unlisted leases stay",
         "7 Close, I14",
-        """        self._lender.release_of(session, close.epoch)
+        """        self._leases.release_of(session, close.epoch)
         self.endpoint.send(session, m.Closed(close.epoch))
 """,
         """        self.endpoint.send(session, m.Closed(close.epoch))
@@ -230,7 +230,7 @@ MUTANTS = [
         "7 Close, I2",
         'gave the room up: {close.reason}"))\n',
         'gave the room up: {close.reason}"))\n'
-        "            self.lender.release_of(session, close.epoch)\n            self.rooms.mark_quiet(writer)\n",
+        "            self.leases.release_of(session, close.epoch)\n            self.rooms.mark_quiet(writer)\n",
     ),
     Mutant(
         "Abort is not repeated",
@@ -277,7 +277,7 @@ MUTANTS = [
     Mutant(
         "Drained frees nothing",
         "7 Drained, I14",
-        """        self.lender.release_of(session, drained.epoch)
+        """        self.leases.release_of(session, drained.epoch)
 """,
         "",
     ),
