@@ -293,4 +293,4 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
 
     def _in_flight(self) -> bool:
         traits = self.transport.traits
-        return (traits.notifies or traits.polled) and (bool(self.core.rooms.by_epoch) or self.core.leases.lent)
+        return (traits.notifies or traits.polled) and (bool(self.core.by_epoch) or self.core.leases.lent)

@@ -6,14 +6,13 @@ Read in this order; all are modules of this folder:
     state, room                 the five state machines; a room's name, status and error
     session                     one end of all sessions: who talks, in what order, how long silent; timers, effects
     handshake, compat           how sessions begin and end, and what both sides must have in common
-    prefill                     the prefill core, which has:
+    prefill                     the prefill core: how rooms begin, wait, close, fail and drain; it has
         destinations                chunks as the engine gave them, and as each destination gets them
         prefill_chunks              the chunks' way: lease, window, send buffer, gather, write
-        prefill_rooms               how rooms begin, wait, close, fail and drain
-    decode                      the decode core, which has:
+    decode                      the decode core: how rooms open, complete, fail and are released; it has
         lane                        one lane of staging memory as a ring: leases in order, and the watermark
         leases                      which staging memory is lent to which chunk, and what writers are told of it
-        decode_rooms                how rooms open, complete, fail and are released; `coverage`: what has arrived
+        decode_rooms                rooms and their writers, and what of them has arrived
         decode_chunks               the chunks' way: reserved, arrived, scattered, counted
 
 `config` holds every deadline, `timers` the moments that a core waits for. (I5) cites an invariant of
@@ -28,11 +27,11 @@ What happens when
 
 * a staged chunk arrives: `ChunkReceiver._on_tag` has it scattered; then `scattered` releases its lease. A direct chunk
   is where it belongs.
-* a room fails at decode: `DecodeRooms.fail` quarantines the leases that may still be written. Abort is repeated until
+* a room fails at decode: `DecodeCore.fail_room` quarantines the leases that may still be written. Abort is repeated until
   Drained or CloseOk; after `drain_s` the session is lost.
-* a room fails at prefill: `PrefillRooms.fail` repeats CloseFailed until Abort; then it drains.
-* a session is lost: `DecodeCore.lose` and `PrefillCore.lose` end its rooms, by `Leases.session_lost` and
-  `PrefillRooms.lose`; the effect `Detach` cuts the transport.
+* a room fails at prefill: `PrefillCore.fail` repeats CloseFailed until Abort; then it drains.
+* a session is lost: `DecodeCore.lose` and `PrefillCore.lose` end its rooms and, by `Leases.session_lost`, its leases;
+  the effect `Detach` cuts the transport.
 * the driver answers `fenced`. At decode nothing of the session can land any more, and quarantined leases are free. At
   prefill its posts no longer read our memory, and their send buffers are free.
 * that cannot be proved: the memory stays out of use until the peer's process is proved dead or an operator says so

@@ -148,7 +148,7 @@ class HandshakeClient:
         self._stop_greeting(peer)
         self.endpoint.effects.append(PeerWarning(peer.route, error))
         for room in list(peer.rooms):
-            self._owner.rooms.fail(room, error)
+            self._owner.fail_room(room, error)
         self.hang_up(peer.route)
 
     def unreachable(self, route: bytes, error: PdstageError) -> None:

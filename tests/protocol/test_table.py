@@ -29,7 +29,7 @@ def stuck(world: World) -> None:
     """A failed room whose writer cannot answer Abort for good yet."""
     staged(world)
     world.run()
-    world.abort(world.decode[0], next(iter(world.decode[0].core.rooms.by_key.values())), "why")
+    world.abort(world.decode[0], next(iter(world.decode[0].core.by_key.values())), "why")
 
 
 def given_up(world: World) -> None:
@@ -150,7 +150,7 @@ def test_decode_answers_in_each_state(
     world.hold(is_kind("write"))
     epoch, expected = state(world)
     core = world.decode[0].core
-    room = core.rooms.by_epoch[epoch]
+    room = core.by_epoch[epoch]
     assert room.state is expected
     assert [type(x) for x in world.say(world.decode[0], message(epoch))] == said
     if expected is State.FAILED:

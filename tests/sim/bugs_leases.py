@@ -56,7 +56,7 @@ MUTANTS = [
         "a failed post is tried again",
         "6 written once, I15",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self.rooms.fail_destination(destination, error)
+            self.core.fail_destination(destination, error)
             return
 """,
         """            chunk.phase = ChunkPhase.READY
@@ -68,11 +68,11 @@ MUTANTS = [
         "a failed post's lease is given back as unused",
         "6 unknown outcome, I2",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self.rooms.fail_destination(destination, error)
+            self.core.fail_destination(destination, error)
             return
 """,
         """            chunk.phase = ChunkPhase.DROPPED
-            self.rooms.fail_destination(destination, error)
+            self.core.fail_destination(destination, error)
             return
 """,
         "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",

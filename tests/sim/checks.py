@@ -143,7 +143,7 @@ class Checks:
         if isinstance(message, m.Recall):
             self.recalled_at[node, message.lane, message.cursor] = self.world.now  # type: ignore[index]
         elif isinstance(message, m.Reserve) and message.attempt and isinstance(node, Prefill):
-            source = node.core.rooms.destinations[session_id, message.epoch].chunks[message.chunk].source
+            source = node.core.destinations[session_id, message.epoch].chunks[message.chunk].source
             if not source.ready:
                 raise Violation("I16", f"{node.name!r} asks again for a recalled chunk whose data does not exist")
 
@@ -187,7 +187,7 @@ class Checks:
     def stale_tag_changes_nothing(self, node: Decode, tag: bytes) -> Iterator[None]:
         """A tag of another session, or of an epoch that is not live, changes nothing and is counted (I6)."""
         session = node.core.sessions.get(wire.tag_session(tag))
-        room = node.core.rooms.by_epoch.get(wire.decode_tag(tag, ("kv",)).epoch)
+        room = node.core.by_epoch.get(wire.decode_tag(tag, ("kv",)).epoch)
         if session is not None and room is not None and not room.ended:
             yield
             return
