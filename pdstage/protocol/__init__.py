@@ -18,17 +18,17 @@ Read in this order; all are modules of this folder:
 `config` holds every deadline, `timers` the moments that a core waits for. (I5) cites an invariant of
 docs/reliability.md.
 
-A control frame comes in by `Endpoint.receive`. It finds the session, decodes the message (`wire`), and calls the core's
-`on_frame`: one `match` over all messages, which calls the part that a message concerns. A `PeerError` raised there ends
-the session. After every input `Endpoint.settle` begins what may begin now. A part sends by `Endpoint.send`. Deadlines
-and repeated questions are calls that `Endpoint.after` and `Endpoint.repeat` keep for later.
+A control frame comes in by `Endpoint.receive`. It finds the session, decodes the message (`wire`), and calls the
+handler that the core has for it: a method of the part that the message concerns. A `PeerError` raised there ends the
+session. After every input `Endpoint.settle` begins what may begin now. A part sends by `Endpoint.send`. Deadlines and
+repeated questions are calls that `Endpoint.after` and `Endpoint.repeat` keep for later.
 
 What happens when
 
 * a staged chunk arrives: `ChunkReceiver._on_tag` has it scattered; then `scattered` releases its lease. A direct chunk
   is where it belongs.
-* a room fails at decode: `DecodeCore.fail_room` quarantines the leases that may still be written. Abort is repeated until
-  Drained or CloseOk; after `drain_s` the session is lost.
+* a room fails at decode: `DecodeCore.fail_room` quarantines the leases that may still be written. Abort is repeated
+  until Drained or CloseOk; after `drain_s` the session is lost.
 * a room fails at prefill: `PrefillCore.fail` repeats CloseFailed until Abort; then it drains.
 * a session is lost: `DecodeCore.lose` and `PrefillCore.lose` end its rooms and, by `Leases.session_lost`, its leases;
   the effect `Detach` cuts the transport.
@@ -42,7 +42,7 @@ checks the steps that name neither.
 
 * `messages`: its class with the next type number, and its name in `AnyMessage` (test_messages.py). Its bytes follow
   from the class.
-* `prefill`, `decode`: a case in the `on_frame` of the core that may receive it; the other refuses it. The part that
+* `prefill`, `decode`: a line in the `handlers` of the core that may receive it; the other refuses it. The part that
   receives it has an `on_...` method.
 * The part that sends it: `Endpoint.send`; if it is repeated `Endpoint.repeat` too.
 * If it may come outside a session: `wire.OUTSIDE_A_SESSION`, `accepts` and `_on_stray` of the core that receives it,

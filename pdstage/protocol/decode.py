@@ -48,7 +48,7 @@ class DecodeCore:
     `direct`: writers may write into pages. `notifies`: the transport delivers tags; else writers send `Tagged`.
     """
 
-    peer = "prefill"
+    role, peer = "decode", "prefill"
 
     def __init__(
         self,
@@ -89,6 +89,13 @@ class DecodeCore:
         self._given_up: dict[bytes, None] = {}
         """Of the last rooms that no writer was to wait for: announced again, it must hear that at once."""
         self.chunks = ChunkReceiver(self, rows)
+        self.endpoint.handlers = {
+            m.Reserve: self.chunks.on_reserve, m.CloseOk: self.chunks.on_close_ok, m.Opened: self._on_opened,
+            m.Heartbeat: self.handshake.on_heartbeat, m.Tagged: self.chunks.on_tagged, m.Asking: self._on_asking,
+            m.Returned: self.leases.on_returned, m.CloseFailed: self._on_close_failed, m.Drained: self._on_drained,
+            m.Bye: self._on_bye, m.NoSession: self._on_no_session,
+            **dict.fromkeys((m.Welcome, m.HelloRefused), lambda *_: None),  # a greeting said twice was answered twice
+        }  # fmt: skip
         self._rows = rows
         self._last_epoch = 0
         self._stranded: dict[m.SessionId, Session] = {}
@@ -274,45 +281,11 @@ class DecodeCore:
 
     # What peers say.
 
-    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame) -> None:  # noqa: PLR0912  (a message each)
-        if session is None:
-            self._on_stray(route, frame)
-            return
-        match frame.message:
-            case m.Reserve() as message:
-                self.chunks.on_reserve(session, message)
-            case m.CloseOk() as message:
-                self.chunks.on_close_ok(session, message)
-            case m.Opened() as message:
-                self._on_opened(session, message)
-            case m.Heartbeat() as message:
-                self.handshake.on_heartbeat(session, message)
-            case m.Tagged() as message:
-                self.chunks.on_tagged(session, message)
-            case m.Asking() as message:
-                self._on_asking(session, message)
-            case m.Returned() as message:
-                self.leases.on_returned(session, message)
-            case m.CloseFailed() as message:
-                self._on_close_failed(session, message)
-            case m.Drained() as message:
-                self._on_drained(session, message)
-            case m.Bye():
-                self._on_bye(session)
-            case m.NoSession() as message:
-                self.denied(session, forgotten_at("prefill"))
-                if message.incarnation == session.id.writer:
-                    self._fenced(session)
-            case m.Welcome() | m.HelloRefused():
-                pass  # a greeting said twice was answered twice
-            case message:
-                raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
-
     def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
         """Outside a session, any message but Hello, from a route that this node still needs."""
         return kind is not m.Hello and self.needs(route)
 
-    def _on_stray(self, route: bytes, frame: wire.Frame) -> None:
+    def on_stray(self, route: bytes, frame: wire.Frame) -> None:
         """A frame of no live session: an answer to a greeting, or of a session that is over for one side."""
         match frame.message:
             case m.Welcome() as welcome:
@@ -330,7 +303,12 @@ class DecodeCore:
             case _ if not self.handshake.is_leaving(route, frame.session):  # else it has not heard our Bye yet
                 self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
 
-    def _on_bye(self, session: Session) -> None:
+    def _on_no_session(self, session: Session, message: m.NoSession) -> None:
+        self.denied(session, forgotten_at("prefill"))
+        if message.incarnation == session.id.writer:
+            self._fenced(session)
+
+    def _on_bye(self, session: Session, _: m.Bye) -> None:
         """A process says Bye after its last completion, so the session is quiet."""
         session.said_bye = True
         self.lose(session, PeerError("the prefill rank closed", remedy="route elsewhere"))

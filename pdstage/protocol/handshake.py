@@ -247,6 +247,9 @@ class HandshakeServer:
             self.endpoint.begin(session, m.offers(hello))
         self.endpoint.send(session, self.welcome)
 
+    def on_hello_again(self, session: Session, _: m.Hello) -> None:
+        self.endpoint.send(session, self.welcome)
+
     def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
         self.endpoint.counters.sessions_refused += 1
         self.endpoint.send_loose(route, m.SessionId(*error.session), m.HelloRefused(error.what))

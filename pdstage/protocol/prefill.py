@@ -83,7 +83,7 @@ class PrefillCore:
     `notifies`: the transport delivers tags; else they are sent as `Tagged`.
     """
 
-    peer = "decode"
+    role, peer = "prefill", "decode"
 
     def __init__(
         self,
@@ -117,6 +117,12 @@ class PrefillCore:
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.chunks = ChunkSender(self.endpoint, n_buffers, buffer_nbytes, choose, piece)
         self.chunks.core = self
+        self.endpoint.handlers = {
+            m.Hello: self.handshake.on_hello_again, m.Lease: self.chunks.on_lease, m.Open: self._on_open,
+            m.Closed: self._on_closed, m.Watermark: self.chunks.on_watermark, m.Heartbeat: self._on_heartbeat,
+            m.Ask: self._on_ask, m.Refused: self.chunks.on_refused, m.Recall: self.chunks.on_recall,
+            m.Abort: self._on_abort, m.Bye: self._on_bye, m.NoSession: self._on_no_session,
+        }  # fmt: skip
         self.by_key: dict[bytes, PrefillRoom] = {}
         """Rooms until they end."""
         self.destinations: dict[tuple[m.SessionId, int], Destination] = {}
@@ -292,51 +298,16 @@ class PrefillCore:
 
     # What peers say.
 
-    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame) -> None:  # noqa: PLR0912  (a message each)
-        message = frame.message
-        if isinstance(message, m.Hello):
-            self.handshake.on_hello(route, frame, message)
-            return
-        if session is None:
-            self._on_stray(route, frame)
-            return
-        if session.half_open and not isinstance(message, m.NoSession):  # decode has heard Welcome
-            self.handshake.confirm(session)
-        match message:
-            case m.Lease():
-                self.chunks.on_lease(session, message)
-            case m.Open():
-                self._on_open(session, message)
-            case m.Closed():
-                self._on_closed(session, message)
-            case m.Watermark():
-                self.chunks.raise_mark(session, message.lane, message.watermark)
-            case m.Heartbeat():
-                self.handshake.on_heartbeat(session, message)
-                self._hold(session, message)
-            case m.Ask():
-                finished = self._asked(session, message.room, message.epoch)
-                self.endpoint.send(session, m.Asking(message.epoch, finished))
-            case m.Refused():
-                self.chunks.on_refused(session, message)
-            case m.Recall():
-                self.chunks.on_recall(session, message)
-            case m.Abort():
-                self._on_abort(session, message)
-            case m.Bye():
-                self._on_bye(session)
-            case m.NoSession():
-                self.lose(session, forgotten_at("decode"))
-            case _:
-                raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
-
     def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
         return kind is m.Hello
 
-    def _on_stray(self, route: bytes, frame: wire.Frame) -> None:
+    def on_stray(self, route: bytes, frame: wire.Frame) -> None:
         """A frame of no live session. NoSession proves that nothing is in flight, so it is sent after the last
         completion only; a session in doubt is answered with 0, which proves nothing.
         """
+        if isinstance(frame.message, m.Hello):
+            self.handshake.on_hello(route, frame, frame.message)
+            return
         if self.chunks.in_flight(frame.session):
             return
         if frame.session.writer == self.endpoint.incarnation:
@@ -361,10 +332,14 @@ class PrefillCore:
             self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.unopened, room)
         return room
 
-    def _hold(self, session: Session, beat: m.Heartbeat) -> None:
+    def _on_ask(self, session: Session, ask: m.Ask) -> None:
+        self.endpoint.send(session, m.Asking(ask.epoch, self._asked(session, ask.room, ask.epoch)))
+
+    def _on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
         """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost; about no
         others: what it asked before is over.
         """
+        self.handshake.on_heartbeat(session, beat)
         session.asking.clear()
         for wanted in beat.asks:
             if self._asked(session, wanted.room, wanted.epoch):
@@ -455,7 +430,10 @@ class PrefillCore:
         if ended is not None and not ended.begun and not ended.refuses(session.topology.group_rank, session.id, epoch):
             del self.ended[key]
 
-    def _on_bye(self, session: Session) -> None:
+    def _on_no_session(self, session: Session, _: m.NoSession) -> None:
+        self.lose(session, forgotten_at("decode"))
+
+    def _on_bye(self, session: Session, _: m.Bye) -> None:
         session.said_bye = True
         # An answer proves it quiet; later NoSession does, to whoever asks again.
         if not self.chunks.in_flight(session.id):

@@ -241,7 +241,7 @@ class ChunkSender:
     # What peers say.
 
     def on_lease(self, session: Session, lease: m.Lease) -> None:
-        self.raise_mark(session, lease.lane, lease.watermark)
+        self.on_watermark(session, lease)
         chunk = self._chunk(session, lease.epoch, lease.chunk)
         where = (lease.lane, lease.cursor)
         if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
@@ -296,7 +296,7 @@ class ChunkSender:
             self.core.fail_destination(destination, error)
 
     def on_recall(self, session: Session, recall: m.Recall) -> None:
-        self.raise_mark(session, recall.lane, recall.watermark)
+        self.on_watermark(session, recall)
         chunk = self._chunk(session, recall.epoch, recall.chunk)
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
             if chunk.begun or chunk.phase is ChunkPhase.READY:
@@ -322,8 +322,8 @@ class ChunkSender:
         else:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
 
-    def raise_mark(self, session: Session, lane: int, watermark: int) -> None:
-        for chunk in self.windows.raise_mark(session, lane, watermark):
+    def on_watermark(self, session: Session, said: m.Watermark | m.Lease | m.Recall) -> None:
+        for chunk in self.windows.raise_mark(session, said.lane, said.watermark):
             self.endpoint.cancel(self.reserve_again, chunk)
             self.advance(chunk)
 

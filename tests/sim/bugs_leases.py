@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "a watermark from Lease is not taken",
         "6 who asks again, I11",
-        "        self.raise_mark(session, lease.lane, lease.watermark)\n",
+        "        self.on_watermark(session, lease)\n",
         "",
     ),
     Mutant(
