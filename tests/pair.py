@@ -715,13 +715,13 @@ class World:
     def check_lease(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in staging memory: is it still the chunk's?"""
         lease = dst.core.leases.at(chunk.lane, chunk.cursor)
-        mine = lease is not None and lease.request.session.id == chunk.destination.session.id
+        mine = lease is not None and lease.session.id == chunk.destination.session.id
         held = mine and lease is not None and lease.phase in ("granted", "quarantined")
         self.must(held, "I2", "a write into released staging memory")
 
     def check_pages(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in pages or in a row: is the room's part of its writer still open?"""
-        room = dst.core.rooms.by_epoch.get(chunk.destination.epoch)
+        room = dst.core.by_epoch.get(chunk.destination.epoch)
         writer = room.writers.get(chunk.destination.session.id) if room is not None else None
         self.must(writer is not None and writer.phase is not WriterPhase.QUIET, "I2", "a write into released pages")
 
@@ -785,16 +785,16 @@ def snapshot(core: PrefillCore | DecodeCore) -> list[object]:
     if isinstance(core, DecodeCore):
         rooms = [
             (room.epoch, room.status, room.pending, [(key, writer.phase) for key, writer in room.writers.items()])
-            for room in core.rooms.by_epoch.values()
+            for room in core.by_epoch.values()
         ]
-        leases = [(lease, lease.request.attempt, lease.phase) for lease in core.leases.live()]
-        waiting = [(request, request.attempt) for *_, request in core.leases.queue.entries()]
+        leases = [(lease, lease.attempt, lease.phase) for lease in core.leases.live()]
+        waiting = [(request, request.attempt) for request in core.leases.waiting]
         return [rooms, leases, waiting, [(lane.head, lane.watermark) for lane in core.leases.lanes]]
     destinations = [
         (key, one.phase, [(chunk.number, chunk.phase, chunk.attempt, *chunk.where) for chunk in one.chunks.values()])
-        for key, one in core.rooms.destinations.items()
+        for key, one in core.destinations.items()
     ]
-    handles = [(key, room.status, room.in_flight) for key, room in core.rooms.by_key.items()]
+    handles = [(key, room.status, room.in_flight) for key, room in core.by_key.items()]
     return [handles, destinations, dict(core.chunks.windows.marks), list(core.chunks.buffers.free)]
 
 
@@ -807,12 +807,12 @@ def assert_flat(world: World) -> None:
         left = {key for key in end.timers._at if key not in own and key[0].__name__ != "recall_all"}
         assert not left, (node.name, left)
         if isinstance(core, DecodeCore):
-            assert core.idle and not core.rooms.by_key, (node.name, core.rooms.by_epoch)
-            assert not core.leases.live() and not core.leases.queue.n_waiting, (node.name, snapshot(core))
+            assert core.idle and not core.by_key, (node.name, core.by_epoch)
+            assert not core.leases.live() and not core.leases.waiting, (node.name, snapshot(core))
             assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.leases.lanes)
             assert all(peer.session is not None and not peer.rooms for peer in core.handshake.peers.values())
         else:
-            rooms, chunks = core.rooms, core.chunks
+            rooms, chunks = core, core.chunks
             assert core.idle and not rooms.by_key and not rooms.destinations, (node.name, rooms.by_key)
             assert sorted(chunks.buffers.free) == list(range(world.n_buffers))
             assert not rooms.pending and not chunks.flights and not chunks.orphans

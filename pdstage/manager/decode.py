@@ -207,7 +207,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def status(self) -> Status:
         with self.driver.lock:
             held = self.core.leases
-            leases, now = held.live(), self._status()._replace(n_waiting=held.queue.n_waiting)
+            leases, now = held.live(), self._status()._replace(n_waiting=len(held.waiting))
             cursors = [(lane.capacity, lane.watermark, lane.head, lane.quarantined_nbytes) for lane in held.lanes]
         return with_rooms(now._replace(lanes=lanes(cursors, leases)), self.handles())
 
@@ -291,4 +291,4 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
 
     def _in_flight(self) -> bool:
         traits = self.transport.traits
-        return (traits.notifies or traits.polled) and (bool(self.core.rooms.by_epoch) or self.core.leases.lent)
+        return (traits.notifies or traits.polled) and (bool(self.core.by_epoch) or self.core.leases.lent)

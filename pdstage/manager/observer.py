@@ -214,7 +214,7 @@ class Observation:
                 case WriteRow(ticket, chunk):
                     self._stages[ticket] = _of_chunk("aux", chunk, now)
                 case Scatter(ticket, landing):
-                    session, asked, room = landing.writer.session, landing.lease.request, landing.writer.room.id
+                    session, asked, room = landing.writer.session, landing.lease, landing.writer.room.id
                     session_id, peer, lane = session.id, landing.writer.number, landing.lease.lane
                     self._stages[ticket] = StageOver(
                         "scatter", room, session_id, asked.epoch, peer, lane, asked.chunk, now, now, landing.nbytes

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pdstage.layout.topology import Topology
     from pdstage.manager.handle import Handle
-    from pdstage.protocol.leases import Lease
+    from pdstage.protocol.lane import Lease
     from pdstage.protocol.room import RoomId
 
 
@@ -86,7 +86,7 @@ def lanes(cursors: list[tuple[int, int, int, int]], leases: list[Lease]) -> tupl
     for lease in leases:
         capacity, watermark, *_ = cursors[lease.lane]
         shut = lease.phase is LeasePhase.GRANTED and lease.end > watermark + capacity
-        nbytes[lease.lane, "ahead" if shut else lease.phase.value] += lease.request.nbytes
+        nbytes[lease.lane, "ahead" if shut else lease.phase.value] += lease.nbytes
     return tuple(
         LaneStatus(
             capacity, nbytes[number, "granted"], nbytes[number, "ahead"], nbytes[number, "landed"], carved,

@@ -6,33 +6,32 @@ Read in this order; all are modules of this folder:
     state, room                 the five state machines; a room's name, status and error
     session                     one end of all sessions: who talks, in what order, how long silent; timers, effects
     handshake, compat           how sessions begin and end, and what both sides must have in common
-    prefill                     the prefill core, which has:
+    prefill                     the prefill core: how rooms begin, wait, close, fail and drain; it has
         destinations                chunks as the engine gave them, and as each destination gets them
         prefill_chunks              the chunks' way: lease, window, send buffer, gather, write
-        prefill_rooms               how rooms begin, wait, close, fail and drain
-    decode                      the decode core, which has:
+    decode                      the decode core: how rooms open, complete, fail and are released; it has
         lane                        one lane of staging memory as a ring: leases in order, and the watermark
         leases                      which staging memory is lent to which chunk, and what writers are told of it
-        decode_rooms                how rooms open, complete, fail and are released; `coverage`: what has arrived
+        decode_rooms                rooms and their writers, and what of them has arrived
         decode_chunks               the chunks' way: reserved, arrived, scattered, counted
 
 `config` holds every deadline, `timers` the moments that a core waits for. (I5) cites an invariant of
 docs/reliability.md.
 
-A control frame comes in by `Endpoint.receive`. It finds the session, decodes the message (`wire`), and calls the core's
-`on_frame`: one `match` over all messages, which calls the part that a message concerns. A `PeerError` raised there ends
-the session. After every input `Endpoint.settle` begins what may begin now. A part sends by `Endpoint.send`. Deadlines
-and repeated questions are calls that `Endpoint.after` and `Endpoint.repeat` keep for later.
+A control frame comes in by `Endpoint.receive`. It finds the session, decodes the message (`wire`), and calls the
+handler that the core has for it: a method of the part that the message concerns. A `PeerError` raised there ends the
+session. After every input `Endpoint.settle` begins what may begin now. A part sends by `Endpoint.send`. Deadlines and
+repeated questions are calls that `Endpoint.after` and `Endpoint.repeat` keep for later.
 
 What happens when
 
 * a staged chunk arrives: `ChunkReceiver._on_tag` has it scattered; then `scattered` releases its lease. A direct chunk
   is where it belongs.
-* a room fails at decode: `DecodeRooms.fail` quarantines the leases that may still be written. Abort is repeated until
-  Drained or CloseOk; after `drain_s` the session is lost.
-* a room fails at prefill: `PrefillRooms.fail` repeats CloseFailed until Abort; then it drains.
-* a session is lost: `DecodeCore.lose` and `PrefillCore.lose` end its rooms, by `Lender.session_lost` and
-  `PrefillRooms.lose`; the effect `Detach` cuts the transport.
+* a room fails at decode: `DecodeCore.fail_room` quarantines the leases that may still be written. Abort is repeated
+  until Drained or CloseOk; after `drain_s` the session is lost.
+* a room fails at prefill: `PrefillCore.fail` repeats CloseFailed until Abort; then it drains.
+* a session is lost: `DecodeCore.lose` and `PrefillCore.lose` end its rooms and, by `Leases.session_lost`, its leases;
+  the effect `Detach` cuts the transport.
 * the driver answers `fenced`. At decode nothing of the session can land any more, and quarantined leases are free. At
   prefill its posts no longer read our memory, and their send buffers are free.
 * that cannot be proved: the memory stays out of use until the peer's process is proved dead or an operator says so
@@ -43,7 +42,7 @@ checks the steps that name neither.
 
 * `messages`: its class with the next type number, and its name in `AnyMessage` (test_messages.py). Its bytes follow
   from the class.
-* `prefill`, `decode`: a case in the `on_frame` of the core that may receive it; the other refuses it. The part that
+* `prefill`, `decode`: a line in the `handlers` of the core that may receive it; the other refuses it. The part that
   receives it has an `on_...` method.
 * The part that sends it: `Endpoint.send`; if it is repeated `Endpoint.repeat` too.
 * If it may come outside a session: `wire.OUTSIDE_A_SESSION`, `accepts` and `_on_stray` of the core that receives it,

@@ -1,36 +1,45 @@
 """The decode core: what engine, driver and peers may say to a decode rank, and what follows.
 
 No socket, thread or clock: inputs are its public methods and those of its `Endpoint` (who talks), whose effects are the
-output. It has a `HandshakeClient` (with whom, and how long), a `LeaseTable` and its `Lender`
-(staging memory), `DecodeRooms` (the room table) and a `ChunkReceiver` (the chunks). Room table and leases are apart: a
-room that ended may still be written to.
+output. It is the table of its rooms, and has a `HandshakeClient` (with whom, and how long), `Leases` (staging memory)
+and a `ChunkReceiver` (the chunks). Rooms and leases are apart: a room that ended may still be written to.
+
+A room that ended keeps its *writers* until each is *quiet*: Closed, Drained, or its session fenced. Only then is the
+room `released`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pdstage.errors import Aborted, PeerError, UsageError
+from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
+from pdstage.layout import merged
+from pdstage.plan import shares
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
+from pdstage.protocol.compat import Slots, lacking
 from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
-from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
+from pdstage.protocol.decode_rooms import Coverage, DecodeRoom, Writer
 from pdstage.protocol.handshake import HandshakeClient, features
-from pdstage.protocol.leases import LeaseTable, Lender
+from pdstage.protocol.leases import Leases
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
-from pdstage.protocol.state import State, WriterPhase
+from pdstage.protocol.state import WRITER, RoomEvent, State, WriterEvent, WriterPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
     from pdstage.layout.topology import Topology
+    from pdstage.plan import Share
     from pdstage.protocol.config import Config
+    from pdstage.protocol.handshake import Peer
 
 DecodeEffect: TypeAlias = CoreEffect | Scatter
 """What the decode core asks of its driver."""
+_MAX_DEALT = 4096
+_MAX_GIVEN_UP = 4096
 
 
 class DecodeCore:
@@ -39,7 +48,7 @@ class DecodeCore:
     `direct`: writers may write into pages. `notifies`: the transport delivers tags; else writers send `Tagged`.
     """
 
-    peer = "prefill"
+    role, peer = "decode", "prefill"
 
     def __init__(
         self,
@@ -68,14 +77,26 @@ class DecodeCore:
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.handshake = HandshakeClient(self.endpoint, hello, self)
-        self.leases = LeaseTable(self.endpoint, lanes)
-        self.lender = Lender(self.endpoint, self.leases)
-        self.endpoint.settle = self.lender.grant_and_notify
-        self.rooms = DecodeRooms(self.endpoint, self.handshake, self.lender)
-        self.waiting, self.welcomed = self.rooms.waiting, self.rooms.welcomed
-        self.chunks = ChunkReceiver(self.endpoint, self.lender, self.rooms, rows)
+        self.leases = Leases(self.endpoint, lanes)
+        self.endpoint.settle = self.leases.settle
+        self.by_key: dict[bytes, DecodeRoom] = {}
+        """Rooms until they end."""
+        self.by_epoch: dict[int, DecodeRoom] = {}
+        """Rooms until they are released."""
+        self.slots = Slots(layout)
+        self.dealt: dict[tuple[tuple[int, m.SessionId], ...], dict[int, tuple[Share, ...]]] = {}
+        """Who sends what, by a room's writers; a session that ends empties it."""
+        self._given_up: dict[bytes, None] = {}
+        """Of the last rooms that no writer was to wait for: announced again, it must hear that at once."""
+        self.chunks = ChunkReceiver(self, rows)
+        self.endpoint.handlers = {
+            m.Reserve: self.chunks.on_reserve, m.CloseOk: self.chunks.on_close_ok, m.Opened: self._on_opened,
+            m.Heartbeat: self.handshake.on_heartbeat, m.Tagged: self.chunks.on_tagged, m.Asking: self._on_asking,
+            m.Returned: self.leases.on_returned, m.CloseFailed: self._on_close_failed, m.Drained: self._on_drained,
+            m.Bye: self._on_bye, m.NoSession: self._on_no_session,
+            **dict.fromkeys((m.Welcome, m.HelloRefused), lambda *_: None),  # a greeting said twice was answered twice
+        }  # fmt: skip
         self._rows = rows
-        self._components = layout.names
         self._last_epoch = 0
         self._stranded: dict[m.SessionId, Session] = {}
         """Lost sessions whose writers may still write, by their id."""
@@ -98,7 +119,7 @@ class DecodeCore:
         more than `max_peers` peers with them.
         """
         self.endpoint.now = now
-        if key in self.rooms.by_key:
+        if key in self.by_key:
             named = room_id(key)
             raise UsageError(
                 f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
@@ -109,9 +130,9 @@ class DecodeCore:
         room = DecodeRoom(key, self._last_epoch)
         room.deadline_s = deadline_s
         room.wait_s = self.endpoint.config.wait_s if wait_s is None else wait_s
-        self.rooms.by_key[key] = self.rooms.by_epoch[room.epoch] = room
+        self.by_key[key] = self.by_epoch[room.epoch] = room
         self.endpoint.counters.rooms_opened += 1
-        self.endpoint.after(deadline_s, self.rooms.late, room, "room")
+        self.endpoint.after(deadline_s, self.late, room, "room")
         if writers is not None:
             self._greet(room, writers)
         return room
@@ -123,17 +144,17 @@ class DecodeCore:
         if the room is being received again, or if there are too many peers; then they wait for their deadline.
         """
         self.endpoint.now = now
-        if self.rooms.by_key.get(room.key, room) is not room:
+        if self.by_key.get(room.key, room) is not room:
             return
         try:
             self._admit(room.key, writers)
         except UsageError as error:
-            self.rooms.fail(room, error)
+            self.fail_room(room, error)
             return
         if room.ended:
             for route in writers.values():
                 self.handshake.peer(route)
-            self.rooms.give_up(m.Abort(room.epoch, m.brief(str(room.error)), False, room.key), writers.values())
+            self.give_up(m.Abort(room.epoch, m.brief(str(room.error)), False, room.key), writers.values())
         else:
             self._greet(room, writers)
 
@@ -162,7 +183,7 @@ class DecodeCore:
             peer = self.handshake.peer(route)
             peer.rooms[room] = None
             peer.given_up.pop(room.key, None)
-        self.rooms.connect(room)
+        self.connect(room)
 
     def bind(
         self,
@@ -186,10 +207,10 @@ class DecodeCore:
         if len({ask.component for ask in asked}) != len(asked):
             raise UsageError(f"room {room.id!r} asks for a component twice", remedy="give one range each", room=room.id)
         for ask in asked:
-            if ask.component not in self._components or not 0 <= ask.start <= ask.stop:
+            if ask.component not in self.layout.names or not 0 <= ask.start <= ask.stop:
                 raise UsageError(
                     f"room {room.id!r} asks for {ask.component!r} {ask.start}..{ask.stop}",
-                    remedy=f"this layout has {', '.join(self._components)}; ranges ascend from 0",
+                    remedy=f"this layout has {', '.join(self.layout.names)}; ranges ascend from 0",
                     room=room.id,
                 )
         if room.ended:
@@ -197,9 +218,9 @@ class DecodeCore:
         room.bound, room.asked, room.items = True, asked, items
         room.wire_items, room.priority = wire_items, priority
         room.row = row if self._rows.within_reach else None
-        self.endpoint.cancel(self.rooms.ask, room)
+        self.endpoint.cancel(self.ask, room)
         if room.state is State.WAITING_FOR_INPUT:
-            self.rooms.open(room)
+            self.open(room)
 
     def wait_to_bind(self, room: DecodeRoom, now: float) -> None:
         """The engine binds once `room.ready_to_bind`: prefill is asked as soon as may be."""
@@ -207,22 +228,22 @@ class DecodeCore:
         if room.waits_to_bind or room.bound or room.ended:
             return
         room.waits_to_bind = True
-        if (self.rooms.ask, room) in self.endpoint.timers:
-            self.endpoint.cancel(self.rooms.ask, room)
-            self.rooms.ask(room)
+        if (self.ask, room) in self.endpoint.timers:
+            self.endpoint.cancel(self.ask, room)
+            self.ask(room)
 
     def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
         self.endpoint.now = now
-        self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"))
+        self.fail_room(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"))
         self.endpoint.settle()
 
     def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
         self.endpoint.now = now
-        self.rooms.fail(room, error)
+        self.fail_room(room, error)
 
     def close(self, now: float) -> None:
         """Ends every room; `idle` tells when every writer is quiet."""
-        for room in list(self.rooms.by_key.values()):
+        for room in list(self.by_key.values()):
             self.abort(room, "the node closes", now)
 
     # What the driver says.
@@ -252,7 +273,7 @@ class DecodeCore:
 
     @property
     def idle(self) -> bool:
-        return not self.rooms.by_epoch and not self.chunks.flights and not self.leases.lent
+        return not self.by_epoch and not self.chunks.flights and not self.leases.lent
 
     @property
     def memory_is_free(self) -> bool:
@@ -260,45 +281,11 @@ class DecodeCore:
 
     # What peers say.
 
-    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame) -> None:  # noqa: PLR0912  (a message each)
-        if session is None:
-            self._on_stray(route, frame)
-            return
-        match frame.message:
-            case m.Reserve() as message:
-                self.chunks.on_reserve(session, message)
-            case m.CloseOk() as message:
-                self.chunks.on_close_ok(session, message)
-            case m.Opened() as message:
-                self._on_opened(session, message)
-            case m.Heartbeat() as message:
-                self.handshake.on_heartbeat(session, message)
-            case m.Tagged() as message:
-                self.chunks.on_tagged(session, message)
-            case m.Asking() as message:
-                self._on_asking(session, message)
-            case m.Returned() as message:
-                self.lender.on_returned(session, message)
-            case m.CloseFailed() as message:
-                self._on_close_failed(session, message)
-            case m.Drained() as message:
-                self._on_drained(session, message)
-            case m.Bye():
-                self._on_bye(session)
-            case m.NoSession() as message:
-                self.denied(session, forgotten_at("prefill"))
-                if message.incarnation == session.id.writer:
-                    self._fenced(session)
-            case m.Welcome() | m.HelloRefused():
-                pass  # a greeting said twice was answered twice
-            case message:
-                raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
-
     def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
         """Outside a session, any message but Hello, from a route that this node still needs."""
         return kind is not m.Hello and self.needs(route)
 
-    def _on_stray(self, route: bytes, frame: wire.Frame) -> None:
+    def on_stray(self, route: bytes, frame: wire.Frame) -> None:
         """A frame of no live session: an answer to a greeting, or of a session that is over for one side."""
         match frame.message:
             case m.Welcome() as welcome:
@@ -316,7 +303,12 @@ class DecodeCore:
             case _ if not self.handshake.is_leaving(route, frame.session):  # else it has not heard our Bye yet
                 self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
 
-    def _on_bye(self, session: Session) -> None:
+    def _on_no_session(self, session: Session, message: m.NoSession) -> None:
+        self.denied(session, forgotten_at("prefill"))
+        if message.incarnation == session.id.writer:
+            self._fenced(session)
+
+    def _on_bye(self, session: Session, _: m.Bye) -> None:
         """A process says Bye after its last completion, so the session is quiet."""
         session.said_bye = True
         self.lose(session, PeerError("the prefill rank closed", remedy="route elsewhere"))
@@ -328,7 +320,7 @@ class DecodeCore:
         if room is None or room.bound or room.ended or room.ready_to_bind in (True, asking.finished):
             return
         room.ready_to_bind = asking.finished
-        self.endpoint.cancel(self.rooms.ask, room)
+        self.endpoint.cancel(self.ask, room)
         self.endpoint.effects.append(Changed(room))
 
     def _on_opened(self, session: Session, opened: m.Opened) -> None:
@@ -336,31 +328,31 @@ class DecodeCore:
         if writer is None or writer.phase not in (WriterPhase.OPENING, WriterPhase.OPENED):
             return
         if opened.state == "refused":
-            self.rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} refused the room: {opened.reason}"))
+            self.fail_room(writer.room, PeerError(f"prefill rank {writer.number} refused the room: {opened.reason}"))
             return
-        self.rooms.open_answered(writer)
+        self.open_answered(writer)
         if not writer.shares and not writer.has_aux:  # it never writes, so no CloseOk of it is waited for
-            self.rooms.mark_quiet(writer)
+            self.mark_quiet(writer)
 
     def _on_close_failed(self, session: Session, close: m.CloseFailed) -> None:
         writer: Writer | None = session.claims.get(close.epoch)
         if writer is None or writer.phase is WriterPhase.QUIET:
             self.endpoint.send(session, m.Abort(close.epoch, "the room is over", False))
         elif not writer.room.ended:
-            self.rooms.fail(writer.room, Aborted(f"prefill rank {writer.number} gave the room up: {close.reason}"))
+            self.fail_room(writer.room, Aborted(f"prefill rank {writer.number} gave the room up: {close.reason}"))
         elif writer.phase is WriterPhase.ABORTING:
-            self.rooms.send_abort(writer)
+            self.send_abort(writer)
         else:
-            self.rooms.abort_writer(writer, "the room is over")
+            self.abort_writer(writer, "the room is over")
 
     def _on_drained(self, session: Session, drained: m.Drained) -> None:
         writer: Writer | None = session.claims.get(drained.epoch)
         if writer is None or writer.phase is WriterPhase.QUIET:
             return
         if not writer.room.ended:
-            self.rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"))
-        self.lender.release_of(session, drained.epoch)
-        self.rooms.mark_quiet(writer)
+            self.fail_room(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"))
+        self.leases.release_of(session, drained.epoch)
+        self.mark_quiet(writer)
 
     # The end of a session.
 
@@ -370,17 +362,17 @@ class DecodeCore:
         """
         if not self.endpoint.end(session):
             return
-        self.rooms.dealt.clear()
+        self.dealt.clear()
         peer = self.handshake.peers.pop(session.route, None)
         for writer in list(session.claims.values()):
-            self.rooms.fail(writer.room, error)
-            self.rooms.cancel_timers(writer)
+            self.fail_room(writer.room, error)
+            self.cancel_timers(writer)
             if not writer.writes_in_place:  # it can write staging memory alone, which its leases account for
-                self.rooms.mark_quiet(writer)
+                self.mark_quiet(writer)
         if peer is not None:
             for room in list(peer.rooms):
-                self.rooms.fail(room, error)
-        self.lender.session_lost(session)
+                self.fail_room(room, error)
+        self.leases.session_lost(session)
         if not session.said_bye:
             self.endpoint.effects.append(PeerWarning(session.route, error))
         self.endpoint.effects.append(Detach(session))
@@ -398,7 +390,7 @@ class DecodeCore:
         if unheard:
             self.handshake.peer(session.route)
         for room in unheard:
-            self.rooms.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), (session.route,))
+            self.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), (session.route,))
 
     def needs(self, route: bytes) -> bool:
         """Whether a handshake, a session, a Bye or a lost session still needs the connection of `route`."""
@@ -430,9 +422,9 @@ class DecodeCore:
 
     def _fenced(self, session: Session) -> None:
         self._leave_stranded(session)
-        self.lender.release_of(session, None)
+        self.leases.release_of(session, None)
         for writer in list(session.claims.values()):
-            self.rooms.mark_quiet(writer)
+            self.mark_quiet(writer)
         self.endpoint.settle()
 
     def holds(self, session: Session) -> bool:
@@ -449,6 +441,240 @@ class DecodeCore:
     def in_use(self, session: Session) -> bool:
         peer = self.handshake.peers.get(session.route)
         return bool(session.claims) or (peer is not None and bool(peer.rooms))
+
+    # Rooms and their writers.
+
+    # Before the data.
+
+    def welcomed(self, peer: Peer) -> None:
+        for room in list(peer.rooms):
+            self.connect(room)
+
+    def connect(self, room: DecodeRoom) -> None:
+        """Once every writer is greeted: deals the shares and opens."""
+        sessions = {}
+        for number, route in room.routes.items():
+            peer = self.handshake.peers.get(route)
+            if peer is None or peer.session is None:
+                return
+            sessions[number] = peer.session
+        if room.state is not State.BOOTSTRAPPING:
+            return
+        try:
+            dealt = self._deal(sessions)
+        except UsageError as error:
+            self.fail_room(room, PeerError(f"prefill cannot serve this layout: {error}", remedy="match both sides"))
+            return
+        # The last pipeline stage samples, so it knows the request's aux row.
+        aux = max(sessions, key=lambda number: (sessions[number].topology.pp_rank, -number))
+        for number, session in sessions.items():
+            writer = Writer(room, number, session, dealt[number], has_aux=number == aux)
+            room.writers[session.id] = session.claims[room.epoch] = writer
+        room.on(RoomEvent.CONNECTED)
+        self.endpoint.effects.append(Changed(room))
+        if room.bound:
+            self.open(room)
+        elif room.waits_to_bind or room.key in self._given_up:
+            self.ask(room)
+        else:  # most engines bind at once, and then there is nothing to ask
+            self.endpoint.repeat(self.ask, room)
+
+    def _deal(self, sessions: dict[int, Session]) -> dict[int, tuple[Share, ...]]:
+        key = tuple((number, session.id) for number, session in sorted(sessions.items()))
+        dealt = self.dealt.get(key)
+        if dealt is None:
+            layouts = {number: session.staged.offered for number, session in sessions.items()}
+            wanted = merged(self.layout, (session.staged.taken for session in sessions.values()))
+            problem = lacking("prefill", layouts.values(), (wanted,))
+            if problem:
+                raise UsageError(problem, remedy="serve the same model with the same caches")
+            dealt = shares(layouts, wanted, (self.topology.tp_size, self.topology.tp_rank))
+            if len(self.dealt) >= _MAX_DEALT:
+                self.dealt.clear()
+            self.dealt[key] = dealt
+        return dealt
+
+    def ask(self, room: DecodeRoom) -> None:
+        writer = next(writer for writer in room.writers.values() if writer.has_aux)
+        self.endpoint.send(writer.session, m.Ask(room.epoch, room.key))
+
+    def waiting(self, session: Session) -> Iterator[tuple[tuple[m.Wanted, ...], tuple[bytes, ...]]]:
+        """The rooms of a session that are announced and not opened, as a Heartbeat says them."""
+        unopened = [writer for writer in session.claims.values() if writer.phase is WriterPhase.UNOPENED]
+        asks = [m.Wanted(one.room.epoch, one.room.key) for one in unopened if one.asks]
+        waits = [one.room.key for one in unopened if not one.asks]
+        n = m.MAX_WAITING
+        for at in range(0, max(len(asks), len(waits)), n):
+            yield tuple(asks[at : at + n]), tuple(waits[at : at + n])
+
+    def open(self, room: DecodeRoom) -> None:
+        self.endpoint.after(self.endpoint.config.open_s, self.late, room, "open_until")
+        self.endpoint.after(room.wait_s, self.late, room, "wait")
+        for writer in room.writers.values():
+            WRITER.move(writer, WriterEvent.OPEN)
+            writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
+            writer.direct = bool(room.wire_items) and bool(writer.shares)
+            writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
+            self.leases.lend_in_advance(writer)  # so that a writer of little need not ask for staging memory
+            self.send_open(writer)
+        self.maybe_complete(room)
+
+    def send_open(self, writer: Writer) -> None:
+        room, topology = writer.room, self.topology
+        opening = m.Open(
+            room.epoch,
+            room.key,
+            writer.shares,
+            room.asked,
+            room.wire_items if writer.direct else (),
+            topology.group_rank,
+            topology.group_size,
+            writer.has_aux,
+            room.priority,
+            room.deadline_s,
+            room.row if writer.has_aux else None,
+            self.leases.advances_of(writer.session, room.epoch),
+        )
+        self.endpoint.send(writer.session, opening)
+        self.endpoint.repeat(self.send_open, writer)
+
+    def fail_room(self, room: DecodeRoom, error: PdstageError) -> None:
+        if not room.on(RoomEvent.FAILED, error):
+            return
+        self.endpoint.counters.rooms_failed += 1
+        if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
+            self.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.routes.values())
+        self._end(room)
+        for writer in room.writers.values():
+            self.leases.quarantine_of(writer.session, room.epoch)
+            self.abort_writer(writer, str(error))
+        self.maybe_release(room)
+
+    def give_up(self, abort: m.Abort, routes: Iterable[bytes]) -> None:
+        """Tells the writers at `routes` not to wait for this room's Open; those without a session as they get one."""
+        self._given_up[abort.room] = None
+        if len(self._given_up) > _MAX_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
+        for route in routes:
+            peer = self.handshake.peers.get(route)
+            if peer is not None and peer.session is not None:
+                self.endpoint.send(peer.session, abort)
+            elif peer is not None and len(peer.given_up) < _MAX_GIVEN_UP:
+                peer.given_up[abort.room] = abort
+
+    def _end(self, room: DecodeRoom) -> None:
+        self.endpoint.cancel(self.ask, room)
+        for kind in ("room", "open_until", "wait", "transfer"):
+            self.endpoint.cancel(self.late, room, kind)
+        if self.by_key.get(room.key) is room:
+            del self.by_key[room.key]
+        for route in room.routes.values():
+            peer = self.handshake.peers.get(route)
+            if peer is not None:
+                peer.rooms.pop(room, None)
+        for writer in room.writers.values():
+            self.leases.forget_requests(writer.session, room.epoch)
+        self.endpoint.effects.append(Changed(room))
+
+    def abort_writer(self, writer: Writer, reason: str) -> None:
+        if WRITER.move(writer, WriterEvent.ABORT):
+            if writer.phase is WriterPhase.QUIET:
+                return
+            writer.reason = reason
+            self.cancel_timers(writer)
+            if writer.session.id in self.endpoint.sessions:
+                self.endpoint.after(self.endpoint.config.drain_s, self._not_drained, writer)
+                self.send_abort(writer)
+        elif (
+            writer.phase is WriterPhase.QUIET
+            and not (writer.shares or writer.has_aux)
+            and writer.session.id in self.endpoint.sessions
+        ):
+            # This writer owes nothing, so one Abort, not repeated, is enough: it lets prefill forget its Destination.
+            self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(reason), False))
+
+    def send_abort(self, writer: Writer) -> None:
+        finished = writer.room.state is State.SUCCESS
+        self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(writer.reason), finished))
+        self.endpoint.repeat(self.send_abort, writer)
+
+    def cancel_timers(self, writer: Writer) -> None:
+        for call in (self.send_open, self.send_abort, self._not_drained):
+            self.endpoint.cancel(call, writer)
+        self.endpoint.cancel(self.abort_writer, writer, "finished")
+
+    def mark_quiet(self, writer: Writer) -> None:
+        WRITER.move(writer, WriterEvent.QUIET)
+        self.cancel_timers(writer)
+        self.maybe_release(writer.room)
+
+    def maybe_complete(self, room: DecodeRoom) -> None:
+        """Success: all covered, every scatter done, the aux bytes here (I5)."""
+        if room.ended or not room.bound or room.pending:
+            return
+        for writer in room.writers.values():
+            if writer.coverage is None or not writer.coverage.complete:
+                return
+            if writer.has_aux and writer.phase is not WriterPhase.QUIET:
+                return
+        problem = self._unlike(room)
+        if problem:
+            self.fail_room(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.id))
+        elif room.on(RoomEvent.COMPLETED):
+            self.endpoint.counters.rooms_succeeded += 1
+            self._end(room)
+            # A writer that owes nothing may not have heard its Open yet: that is still repeated.
+            for writer in room.writers.values():
+                if writer.phase is not WriterPhase.QUIET:
+                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer, "finished")
+            self.maybe_release(room)
+
+    def _unlike(self, room: DecodeRoom) -> str:
+        """Where the writers' numbers of slots disagree, in words; empty where they do not (I5)."""
+        ends: dict[str, tuple[int, int]] = {}
+        for writer in room.writers.values() if self.slots.names else ():
+            assert writer.coverage is not None
+            for name, stop in writer.coverage.stops():
+                number, other = ends.setdefault(name, (writer.number, stop))
+                if name in self.slots.names and stop != other:
+                    both = f"{other} from prefill rank {number} and {stop} from {writer.number}"
+                    return f"component {name!r} got slots that are not whole: {both}"
+        return ""
+
+    def maybe_release(self, room: DecodeRoom) -> None:
+        if not room.ended or room.pending or room.status >= 0x80:
+            return
+        if all(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):
+            self.by_epoch.pop(room.epoch, None)
+            for writer in room.writers.values():
+                del writer.session.claims[room.epoch]
+            room.writers = {}  # writer and room name each other: without this only the collector could free either
+            room.release()
+            self.endpoint.effects.append(Changed(room))
+
+    # Writers.
+
+    def open_answered(self, writer: Writer) -> None:
+        if WRITER.move(writer, WriterEvent.ANSWERED):
+            self.endpoint.cancel(self.send_open, writer)
+            if all(other.phase is not WriterPhase.OPENING for other in writer.room.writers.values()):
+                self.endpoint.cancel(self.late, writer.room, "open_until")
+
+    # What came too late.
+
+    def late(self, room: DecodeRoom, kind: str) -> None:
+        config = self.endpoint.config
+        what, remedy = {
+            "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
+            "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
+            "wait": (f"got no chunk in {room.wait_s} s", "was it submitted at prefill?"),
+            "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
+        }[kind]
+        self.fail_room(room, DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id))
+
+    def _not_drained(self, writer: Writer) -> None:
+        late = DeadlineExceeded(f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s")
+        self.endpoint.owner.lose(writer.session, late)
 
 
 def _is_unheard(room: DecodeRoom, session: Session) -> bool:

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.leases import Lease, LeaseRequest
+from pdstage.protocol.lane import Lease
 from pdstage.protocol.session import Changed, PeerWarning
 from pdstage.protocol.state import LeasePhase, RoomEvent, WriterPhase
 
 if TYPE_CHECKING:
     from pdstage.plan import Rect
-    from pdstage.protocol.coverage import Coverage
-    from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
-    from pdstage.protocol.leases import Lender
+    from pdstage.protocol.decode import DecodeCore
+    from pdstage.protocol.decode_rooms import Coverage, DecodeRoom, Writer
     from pdstage.protocol.room import OwnRows
-    from pdstage.protocol.session import Endpoint, Session
+    from pdstage.protocol.session import Session
 
 _MAX_LEASES = 4096
 """Leases and waiting requests of one writer for one room. Further Reserves are dropped; the writer repeats them."""
@@ -52,14 +51,12 @@ class Scatter(NamedTuple):
 class ChunkReceiver:
     """Chunks, from a writer's Reserve to its CloseOk."""
 
-    def __init__(self, endpoint: Endpoint, lender: Lender, rooms: DecodeRooms, rows: OwnRows) -> None:
-        self.endpoint = endpoint
+    def __init__(self, core: DecodeCore, rows: OwnRows) -> None:
+        self.endpoint = core.endpoint
         self.flights: dict[int, Landing] = {}
         """Scatters under way, by ticket."""
-        self._components = rooms.layout.names
-        self._lender = lender
-        self._leases = lender.leases
-        self._rooms = rooms
+        self._leases = core.leases
+        self._core = core
         self._rows = rows
 
     # Asked for.
@@ -69,27 +66,27 @@ class ChunkReceiver:
         if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:
             self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "gone", 0))
             return
-        self._rooms.open_answered(writer)
-        asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
-        request = LeaseRequest(session, *asked, writer.room.priority)
+        self._core.open_answered(writer)
         held = self._leases.find(session, reserve.epoch, reserve.chunk)
-        if isinstance(held, Lease):
-            if held.request.attempt == reserve.attempt:
-                self._lender.send_lease(held)
+        waits = held is not None and held.phase is LeasePhase.WAITING
+        if held is not None and not waits:
+            if held.attempt == reserve.attempt:
+                self._leases.send_lease(held)
                 return
-            if held.request.attempt > reserve.attempt or held.phase is not LeasePhase.GRANTED:
+            if held.attempt > reserve.attempt or held.phase is not LeasePhase.GRANTED:
                 return
             self._leases.release(held)
         problem = writer.coverage.problem(reserve.rects) or self._size_problem(writer, reserve)
         if problem:
-            self._rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"))
+            self._core.fail_room(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"))
         elif writer.coverage.covers(reserve.rects):
             self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "covered", 0))
         elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
-        elif not isinstance(held, LeaseRequest) or held.attempt <= reserve.attempt:
+        elif held is None or not waits or held.attempt <= reserve.attempt:
             writer.most_nbytes = max(writer.most_nbytes, reserve.nbytes)
-            self._leases.enqueue(request)
+            asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
+            self._leases.enqueue(Lease(session, *asked, writer.room.priority))
 
     def _size_problem(self, writer: Writer, reserve: m.Reserve) -> str:
         nbytes = writer.staged_nbytes(reserve.rects)
@@ -104,7 +101,7 @@ class ChunkReceiver:
         self.endpoint.counters.tags_received += 1
         try:
             session = self.endpoint.sessions.get(wire.tag_session(data))
-            tag = wire.decode_tag(data, self._components) if session is not None else None
+            tag = wire.decode_tag(data, self._core.layout.names) if session is not None else None
         except PeerError as error:
             self.endpoint.counters.tags_malformed += 1
             self.endpoint.effects.append(PeerWarning(b"", error))
@@ -114,7 +111,7 @@ class ChunkReceiver:
 
     def on_tagged(self, session: Session, tagged: m.Tagged) -> None:
         """A tag sent as a message. A repeated one is dropped, as any known tag is (I7)."""
-        tag = wire.decode_tag(tagged.tag, self._components)
+        tag = wire.decode_tag(tagged.tag, self._core.layout.names)
         if not session.tags_as_messages or tag.session != session.id:
             raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
         self.endpoint.counters.tags_received += 1
@@ -131,13 +128,13 @@ class ChunkReceiver:
             self._arrived(writer, tag)
         else:
             lease = self._leases.at(tag.lane, tag.cursor)
-            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.request.session is not session:
+            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.session is not session:
                 return False
-            nbytes = _nbytes_in(lease.request, writer, tag)
+            nbytes = _nbytes_in(lease, writer, tag)
             if not nbytes:
                 return False
             if lease in self._leases.advances:
-                self._leases.know(lease, tag.rects, nbytes)
+                self._leases.know(lease, tag.rects)
                 writer.most_nbytes = max(writer.most_nbytes, nbytes)
             self._leases.land(lease)
             span = self._leases.spans[lease.lane]
@@ -165,20 +162,20 @@ class ChunkReceiver:
         writer.coverage.add(tag.rects)
         writer.arrived.add(tag.chunk)
         writer.row_arrived |= tag.lane == m.AUX
-        self._rooms.open_answered(writer)
+        self._core.open_answered(writer)
         if room.on(RoomEvent.MOVED):
             self.endpoint.effects.append(Changed(room))
         if fresh:
-            self.endpoint.cancel(self._rooms.late, room, "transfer")
+            self.endpoint.cancel(self._core.late, room, "transfer")
         self._begun(room)
         if writer.closing is not None:
             self.on_close_ok(writer.session, writer.closing)
-        self._rooms.maybe_complete(room)
+        self._core.maybe_complete(room)
 
     def _begun(self, room: DecodeRoom) -> None:
         """Its first chunk has come, or was written and its tag may be lost."""
-        self.endpoint.cancel(self._rooms.late, room, "wait")
-        self.endpoint.after(self.endpoint.config.transfer_s, self._rooms.late, room, "transfer", anew=False)
+        self.endpoint.cancel(self._core.late, room, "wait")
+        self.endpoint.after(self.endpoint.config.transfer_s, self._core.late, room, "transfer", anew=False)
 
     # Copied out.
 
@@ -195,9 +192,9 @@ class ChunkReceiver:
         room.pending -= 1
         self._leases.release(landing.lease)
         if error is not None:
-            self._rooms.fail(room, error)
-        self._rooms.maybe_complete(room)
-        self._rooms.maybe_release(room)
+            self._core.fail_room(room, error)
+        self._core.maybe_complete(room)
+        self._core.maybe_release(room)
 
     # Counted.
 
@@ -224,17 +221,17 @@ class ChunkReceiver:
                 self._begun(room)
                 return
             if writer.owed_nbytes:
-                self._lender.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
+                self._leases.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
             shortfall = self._shortfall(writer, close)
             if shortfall:
-                self._rooms.fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"))
+                self._core.fail_room(room, PeerError(f"prefill rank {writer.number} {shortfall}"))
             elif writer.has_aux:
                 self._take_aux(room, session, close)
-        self._lender.release_of(session, close.epoch)
+        self._leases.release_of(session, close.epoch)
         self.endpoint.send(session, m.Closed(close.epoch))
-        self._rooms.open_answered(writer)
-        self._rooms.mark_quiet(writer)
-        self._rooms.maybe_complete(room)
+        self._core.open_answered(writer)
+        self._core.mark_quiet(writer)
+        self._core.maybe_complete(room)
 
     def _shortfall(self, writer: Writer, close: m.CloseOk) -> str:
         """What is missing of a writer that says it has finished, in words; empty if nothing.
@@ -245,8 +242,8 @@ class ChunkReceiver:
         assert writer.coverage is not None
         given = dict(close.slots)
         for name, stop in writer.coverage.stops():
-            if name in self._rooms.slots.names and name in given:
-                problem = self._rooms.slots.compare(self.endpoint, writer.session, name, given[name], stop)
+            if name in self._core.slots.names and name in given:
+                problem = self._core.slots.compare(self.endpoint, writer.session, name, given[name], stop)
                 if problem:
                     return f"does not fit: {problem}"
                 writer.coverage.count(name, given[name])
@@ -263,12 +260,12 @@ class ChunkReceiver:
             self.endpoint.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")
 
 
-def _nbytes_in(request: LeaseRequest, writer: Writer, tag: wire.Tag) -> int:
-    """The staged bytes of the chunk that a tag tells of; 0 if the lease granted for `request` is not for it."""
-    if (request.epoch, request.chunk) != (tag.epoch, tag.chunk):
+def _nbytes_in(lease: Lease, writer: Writer, tag: wire.Tag) -> int:
+    """The staged bytes of the chunk that a tag tells of; 0 if the lease granted is not for it."""
+    if (lease.epoch, lease.chunk) != (tag.epoch, tag.chunk):
         return 0
-    if request.rects:
-        return request.nbytes if request.rects == tag.rects else 0
+    if lease.rects:
+        return lease.nbytes if lease.rects == tag.rects else 0
     assert writer.coverage is not None
     nbytes = 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)
-    return nbytes if nbytes <= request.nbytes else 0
+    return nbytes if nbytes <= lease.nbytes else 0

@@ -1,35 +1,197 @@
-"""The rooms of a decode rank: connected, opened, failed, complete, released; and each writer's part of a room.
+"""What a decode rank has of a room: its writers, and what of it has arrived.
 
-A room that ended keeps its *writers* until each is *quiet*: Closed, Drained, or its session fenced. Only then is the
-room `released`.
+What arrived of one writer is a set of rectangles, never a count (I5, I7). Rectangles name absolute tokens; what arrived
+is kept by the numbers of those that both ranks hold (`ownership`), so that nobody waits for the others.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
-from pdstage.layout import merged
-from pdstage.plan import Share, shares
-from pdstage.protocol import messages as m
-from pdstage.protocol.compat import Slots, lacking
-from pdstage.protocol.coverage import Coverage
+from pdstage.plan import Rect
+from pdstage.plan.ownership import EVERYTHING
 from pdstage.protocol.room import Room
-from pdstage.protocol.session import Changed, Session
-from pdstage.protocol.state import WRITER, RoomEvent, State, WriterEvent, WriterPhase
+from pdstage.protocol.state import WriterPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Container, Iterable, Iterator, Mapping
 
     from pdstage.columns import Shared
-    from pdstage.plan import Rect
-    from pdstage.protocol.handshake import HandshakeClient, Peer
-    from pdstage.protocol.leases import Lender
-    from pdstage.protocol.session import Endpoint
+    from pdstage.plan import Share
+    from pdstage.plan.ownership import Common, CommonTokens
+    from pdstage.protocol import messages as m
+    from pdstage.protocol.messages import Asked
+    from pdstage.protocol.session import Session
 
-_MAX_DEALT = 4096
-_MAX_GIVEN_UP = 4096
+
+class Intervals:
+    """A set of integers as disjoint, ascending half-open intervals."""
+
+    __slots__ = ("_bounds",)
+
+    def __init__(self, bounds: tuple[int, ...] = ()) -> None:
+        self._bounds: list[int] = list(bounds)
+
+    def copy(self) -> Intervals:
+        return Intervals(tuple(self._bounds))
+
+    def add(self, start: int, stop: int) -> None:
+        bounds = self._bounds
+        low, high = bisect_left(bounds, start), bisect_left(bounds, stop + 1)
+        bounds[low:high] = ([start] if low % 2 == 0 else []) + ([stop] if high % 2 == 0 else [])
+
+    def covers(self, start: int, stop: int) -> bool:
+        at = bisect_left(self._bounds, start + 1)
+        return start >= stop or (at % 2 == 1 and stop <= self._bounds[at])
+
+    def first_gap(self, start: int, stop: int) -> int | None:
+        """The first number of `[start, stop)` that is missing."""
+        at = bisect_left(self._bounds, start + 1)
+        reached = self._bounds[at] if at % 2 == 1 else start
+        return reached if reached < stop else None
+
+
+class _Need:
+    """One component's tokens `[start, stop)` over a writer's layers, in bands of layers that arrived alike."""
+
+    __slots__ = ("bands", "layers", "numbers", "start", "stop")
+
+    def __init__(self, layers: list[int], start: int, stop: int, numbers: CommonTokens) -> None:
+        self.layers = layers
+        self.start = start
+        self.stop = stop
+        self.numbers = numbers
+        self.bands: list[tuple[int, Intervals]] = [(len(layers), Intervals())]
+
+    def numbered(self, start: int, stop: int) -> tuple[int, int]:
+        numbers = self.numbers
+        return (start, stop) if numbers.whole else (numbers.count(start), numbers.count(stop))
+
+    def span(self, rect: Rect) -> tuple[int, int]:
+        """The owned layers of `rect`, as places in `layers`."""
+        return bisect_left(self.layers, rect.layer_start), bisect_left(self.layers, rect.layer_stop)
+
+    def add(self, rect: Rect) -> None:
+        low, high = self.span(rect)
+        start, stop = self.numbered(rect.start, rect.stop)
+        for place in (low, high):
+            self._cut(place)
+        for end, tokens in self.bands:
+            if low < end <= high:
+                tokens.add(start, stop)
+
+    def covers(self, rect: Rect) -> bool:
+        low, high = self.span(rect)
+        start, stop = self.numbered(rect.start, rect.stop)
+        begin = 0
+        for end, tokens in self.bands:
+            if begin < high and end > low and not tokens.covers(start, stop):
+                return False
+            begin = end
+        return True
+
+    def gap(self) -> tuple[int, int] | None:
+        """(layer, token) of the first thing missing."""
+        begin = 0
+        start, stop = self.numbered(self.start, self.stop)
+        for end, tokens in self.bands:
+            token = tokens.first_gap(start, stop)
+            if token is not None and begin < end:
+                return self.layers[begin], self.numbers.token(token)
+            begin = end
+        return None
+
+    def _cut(self, place: int) -> None:
+        begin = 0
+        for at, (end, tokens) in enumerate(self.bands):
+            if begin < place < end:
+                self.bands[at : at + 1] = [(place, tokens), (end, tokens.copy())]
+                return
+            begin = end
+
+
+class Coverage:
+    """What one writer owes one room, and what of it has arrived: of the tokens in `common` with it."""
+
+    __slots__ = ("_complete", "_needs", "_uncounted")
+
+    def __init__(
+        self,
+        shares: Iterable[Share],
+        asked: tuple[Asked, ...],
+        common: Common = EVERYTHING,
+        exact: Container[str] = (),
+    ) -> None:
+        """Of the components in `exact` nothing is complete before `count` was called."""
+        layers: dict[str, set[int]] = {}
+        for share in shares:
+            layers.setdefault(share.component, set()).update(range(*share.layers))
+        self._needs = {
+            ask.component: _Need(sorted(layers[ask.component]), ask.start, ask.stop, common.numbers(ask.component))
+            for ask in asked
+            if ask.component in layers
+        }
+        self._uncounted = {component for component in self._needs if component in exact}
+        self._complete = False
+
+    def whole(self) -> tuple[Rect, ...]:
+        """All that is owed, as one chunk."""
+        return tuple(
+            Rect(component, need.start, need.stop, need.layers[0], need.layers[-1] + 1)
+            for component, need in self._needs.items()
+            if need.start < need.stop
+        )
+
+    def problem(self, rects: Iterable[Rect]) -> str:
+        """Why `rects` were not asked of this writer, in words; empty if they were."""
+        for rect in rects:
+            need = self._needs.get(rect.component)
+            if need is None:
+                return f"{rect.component!r} was not asked of it"
+            if not need.start <= rect.start < rect.stop <= need.stop:
+                return f"{rect.component!r} {rect.start}..{rect.stop} is outside {need.start}..{need.stop}"
+            first, end = need.numbered(rect.start, rect.stop)
+            if first == end:
+                return f"of {rect.component!r} {rect.start}..{rect.stop} the two ranks hold no token both"
+            low, high = need.span(rect)
+            if low >= high:
+                return f"{rect.component!r} layers {rect.layer_start}..{rect.layer_stop} are not its own"
+        return ""
+
+    def add(self, rects: Iterable[Rect]) -> None:
+        for rect in rects:
+            self._needs[rect.component].add(rect)
+
+    def covers(self, rects: Iterable[Rect]) -> bool:
+        return all(self._needs[rect.component].covers(rect) for rect in rects)
+
+    @property
+    def complete(self) -> bool:
+        """Once true, always: no more is needed later, and nothing is missing again."""
+        if not self._complete:
+            self._complete = not self._uncounted and all(need.gap() is None for need in self._needs.values())
+        return self._complete
+
+    def stops(self) -> Iterator[tuple[str, int]]:
+        """Where what is needed of each component ends."""
+        for component, need in self._needs.items():
+            yield component, need.stop
+
+    def count(self, component: str, n: int) -> None:
+        """The writer has `n` slots of `component`, so that no more can be needed of it."""
+        need = self._needs[component]
+        need.stop = min(need.stop, n)
+        self._uncounted.discard(component)
+
+    def missing(self) -> str:
+        """The first thing missing, in words; empty when complete."""
+        for component, need in self._needs.items():
+            gap = need.gap()
+            if gap is not None:
+                return f"{component!r} layer {gap[0]} from token {gap[1]}"
+        return f"the number of slots of {min(self._uncounted)!r}" if self._uncounted else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,254 +258,3 @@ class DecodeRoom(Room):
     priority: int = 0
     deadline_s: float = 0.0
     wait_s: float = 0.0
-
-
-class DecodeRooms:
-    """The room table. A room is in `by_key` until it ends, in `by_epoch` until it is released."""
-
-    def __init__(self, endpoint: Endpoint, handshake: HandshakeClient, lender: Lender) -> None:
-        hello = handshake.hello
-        self.endpoint = endpoint
-        self.layout = hello.layout
-        self.topology = hello.topology
-        self.slots = Slots(hello.layout)
-        self.by_key: dict[bytes, DecodeRoom] = {}
-        self.by_epoch: dict[int, DecodeRoom] = {}
-        self._handshake = handshake
-        self._lender = lender
-        self.dealt: dict[tuple[tuple[int, m.SessionId], ...], dict[int, tuple[Share, ...]]] = {}
-        """Who sends what, by a room's writers; a session that ends empties it."""
-        self._given_up: dict[bytes, None] = {}
-        """Of the last rooms that no writer was to wait for: announced again, it must hear that at once."""
-
-    # Before the data.
-
-    def welcomed(self, peer: Peer) -> None:
-        for room in list(peer.rooms):
-            self.connect(room)
-
-    def connect(self, room: DecodeRoom) -> None:
-        """Once every writer is greeted: deals the shares and opens."""
-        sessions = {}
-        for number, route in room.routes.items():
-            peer = self._handshake.peers.get(route)
-            if peer is None or peer.session is None:
-                return
-            sessions[number] = peer.session
-        if room.state is not State.BOOTSTRAPPING:
-            return
-        try:
-            dealt = self._deal(sessions)
-        except UsageError as error:
-            self.fail(room, PeerError(f"prefill cannot serve this layout: {error}", remedy="match both sides"))
-            return
-        # The last pipeline stage samples, so it knows the request's aux row.
-        aux = max(sessions, key=lambda number: (sessions[number].topology.pp_rank, -number))
-        for number, session in sessions.items():
-            writer = Writer(room, number, session, dealt[number], has_aux=number == aux)
-            room.writers[session.id] = session.claims[room.epoch] = writer
-        room.on(RoomEvent.CONNECTED)
-        self.endpoint.effects.append(Changed(room))
-        if room.bound:
-            self.open(room)
-        elif room.waits_to_bind or room.key in self._given_up:
-            self.ask(room)
-        else:  # most engines bind at once, and then there is nothing to ask
-            self.endpoint.repeat(self.ask, room)
-
-    def _deal(self, sessions: dict[int, Session]) -> dict[int, tuple[Share, ...]]:
-        key = tuple((number, session.id) for number, session in sorted(sessions.items()))
-        dealt = self.dealt.get(key)
-        if dealt is None:
-            layouts = {number: session.staged.offered for number, session in sessions.items()}
-            wanted = merged(self.layout, (session.staged.taken for session in sessions.values()))
-            problem = lacking("prefill", layouts.values(), (wanted,))
-            if problem:
-                raise UsageError(problem, remedy="serve the same model with the same caches")
-            dealt = shares(layouts, wanted, (self.topology.tp_size, self.topology.tp_rank))
-            if len(self.dealt) >= _MAX_DEALT:
-                self.dealt.clear()
-            self.dealt[key] = dealt
-        return dealt
-
-    def ask(self, room: DecodeRoom) -> None:
-        writer = next(writer for writer in room.writers.values() if writer.has_aux)
-        self.endpoint.send(writer.session, m.Ask(room.epoch, room.key))
-
-    def waiting(self, session: Session) -> Iterator[tuple[tuple[m.Wanted, ...], tuple[bytes, ...]]]:
-        """The rooms of a session that are announced and not opened, as a Heartbeat says them."""
-        unopened = [writer for writer in session.claims.values() if writer.phase is WriterPhase.UNOPENED]
-        asks = [m.Wanted(one.room.epoch, one.room.key) for one in unopened if one.asks]
-        waits = [one.room.key for one in unopened if not one.asks]
-        n = m.MAX_WAITING
-        for at in range(0, max(len(asks), len(waits)), n):
-            yield tuple(asks[at : at + n]), tuple(waits[at : at + n])
-
-    def open(self, room: DecodeRoom) -> None:
-        self.endpoint.after(self.endpoint.config.open_s, self.late, room, "open_until")
-        self.endpoint.after(room.wait_s, self.late, room, "wait")
-        for writer in room.writers.values():
-            WRITER.move(writer, WriterEvent.OPEN)
-            writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
-            writer.direct = bool(room.wire_items) and bool(writer.shares)
-            writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
-            self._lender.lend_in_advance(writer)  # so that a writer of little need not ask for staging memory
-            self.send_open(writer)
-        self.maybe_complete(room)
-
-    def send_open(self, writer: Writer) -> None:
-        room, topology = writer.room, self.topology
-        opening = m.Open(
-            room.epoch,
-            room.key,
-            writer.shares,
-            room.asked,
-            room.wire_items if writer.direct else (),
-            topology.group_rank,
-            topology.group_size,
-            writer.has_aux,
-            room.priority,
-            room.deadline_s,
-            room.row if writer.has_aux else None,
-            self._lender.advances_of(writer.session, room.epoch),
-        )
-        self.endpoint.send(writer.session, opening)
-        self.endpoint.repeat(self.send_open, writer)
-
-    def fail(self, room: DecodeRoom, error: PdstageError) -> None:
-        if not room.on(RoomEvent.FAILED, error):
-            return
-        self.endpoint.counters.rooms_failed += 1
-        if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
-            self.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.routes.values())
-        self._end(room)
-        for writer in room.writers.values():
-            self._lender.quarantine_of(writer.session, room.epoch)
-            self.abort_writer(writer, str(error))
-        self.maybe_release(room)
-
-    def give_up(self, abort: m.Abort, routes: Iterable[bytes]) -> None:
-        """Tells the writers at `routes` not to wait for this room's Open; those without a session as they get one."""
-        self._given_up[abort.room] = None
-        if len(self._given_up) > _MAX_GIVEN_UP:
-            del self._given_up[next(iter(self._given_up))]
-        for route in routes:
-            peer = self._handshake.peers.get(route)
-            if peer is not None and peer.session is not None:
-                self.endpoint.send(peer.session, abort)
-            elif peer is not None and len(peer.given_up) < _MAX_GIVEN_UP:
-                peer.given_up[abort.room] = abort
-
-    def _end(self, room: DecodeRoom) -> None:
-        self.endpoint.cancel(self.ask, room)
-        for kind in ("room", "open_until", "wait", "transfer"):
-            self.endpoint.cancel(self.late, room, kind)
-        if self.by_key.get(room.key) is room:
-            del self.by_key[room.key]
-        for route in room.routes.values():
-            peer = self._handshake.peers.get(route)
-            if peer is not None:
-                peer.rooms.pop(room, None)
-        for writer in room.writers.values():
-            self._lender.leases.forget_requests(writer.session, room.epoch)
-        self.endpoint.effects.append(Changed(room))
-
-    def abort_writer(self, writer: Writer, reason: str) -> None:
-        if WRITER.move(writer, WriterEvent.ABORT):
-            if writer.phase is WriterPhase.QUIET:
-                return
-            writer.reason = reason
-            self.cancel_timers(writer)
-            if writer.session.id in self.endpoint.sessions:
-                self.endpoint.after(self.endpoint.config.drain_s, self._not_drained, writer)
-                self.send_abort(writer)
-        elif (
-            writer.phase is WriterPhase.QUIET
-            and not (writer.shares or writer.has_aux)
-            and writer.session.id in self.endpoint.sessions
-        ):
-            # This writer owes nothing, so one Abort, not repeated, is enough: it lets prefill forget its Destination.
-            self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(reason), False))
-
-    def send_abort(self, writer: Writer) -> None:
-        finished = writer.room.state is State.SUCCESS
-        self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(writer.reason), finished))
-        self.endpoint.repeat(self.send_abort, writer)
-
-    def cancel_timers(self, writer: Writer) -> None:
-        for call in (self.send_open, self.send_abort, self._not_drained):
-            self.endpoint.cancel(call, writer)
-        self.endpoint.cancel(self.abort_writer, writer, "finished")
-
-    def mark_quiet(self, writer: Writer) -> None:
-        WRITER.move(writer, WriterEvent.QUIET)
-        self.cancel_timers(writer)
-        self.maybe_release(writer.room)
-
-    def maybe_complete(self, room: DecodeRoom) -> None:
-        """Success: all covered, every scatter done, the aux bytes here (I5)."""
-        if room.ended or not room.bound or room.pending:
-            return
-        for writer in room.writers.values():
-            if writer.coverage is None or not writer.coverage.complete:
-                return
-            if writer.has_aux and writer.phase is not WriterPhase.QUIET:
-                return
-        problem = self._unlike(room)
-        if problem:
-            self.fail(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.id))
-        elif room.on(RoomEvent.COMPLETED):
-            self.endpoint.counters.rooms_succeeded += 1
-            self._end(room)
-            # A writer that owes nothing may not have heard its Open yet: that is still repeated.
-            for writer in room.writers.values():
-                if writer.phase is not WriterPhase.QUIET:
-                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer, "finished")
-            self.maybe_release(room)
-
-    def _unlike(self, room: DecodeRoom) -> str:
-        """Where the writers' numbers of slots disagree, in words; empty where they do not (I5)."""
-        ends: dict[str, tuple[int, int]] = {}
-        for writer in room.writers.values() if self.slots.names else ():
-            assert writer.coverage is not None
-            for name, stop in writer.coverage.stops():
-                number, other = ends.setdefault(name, (writer.number, stop))
-                if name in self.slots.names and stop != other:
-                    both = f"{other} from prefill rank {number} and {stop} from {writer.number}"
-                    return f"component {name!r} got slots that are not whole: {both}"
-        return ""
-
-    def maybe_release(self, room: DecodeRoom) -> None:
-        if not room.ended or room.pending or room.status >= 0x80:
-            return
-        if all(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):
-            self.by_epoch.pop(room.epoch, None)
-            for writer in room.writers.values():
-                del writer.session.claims[room.epoch]
-            room.writers = {}  # writer and room name each other: without this only the collector could free either
-            room.release()
-            self.endpoint.effects.append(Changed(room))
-
-    # Writers.
-
-    def open_answered(self, writer: Writer) -> None:
-        if WRITER.move(writer, WriterEvent.ANSWERED):
-            self.endpoint.cancel(self.send_open, writer)
-            if all(other.phase is not WriterPhase.OPENING for other in writer.room.writers.values()):
-                self.endpoint.cancel(self.late, writer.room, "open_until")
-
-    # What came too late.
-
-    def late(self, room: DecodeRoom, kind: str) -> None:
-        config = self.endpoint.config
-        what, remedy = {
-            "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
-            "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
-            "wait": (f"got no chunk in {room.wait_s} s", "was it submitted at prefill?"),
-            "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
-        }[kind]
-        self.fail(room, DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id))
-
-    def _not_drained(self, writer: Writer) -> None:
-        late = DeadlineExceeded(f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s")
-        self.endpoint.owner.lose(writer.session, late)

@@ -148,7 +148,7 @@ class HandshakeClient:
         self._stop_greeting(peer)
         self.endpoint.effects.append(PeerWarning(peer.route, error))
         for room in list(peer.rooms):
-            self._owner.rooms.fail(room, error)
+            self._owner.fail_room(room, error)
         self.hang_up(peer.route)
 
     def unreachable(self, route: bytes, error: PdstageError) -> None:
@@ -245,6 +245,9 @@ class HandshakeServer:
             session.rows = hello.rows
             _agree(session, self.welcome, hello)
             self.endpoint.begin(session, m.offers(hello))
+        self.endpoint.send(session, self.welcome)
+
+    def on_hello_again(self, session: Session, _: m.Hello) -> None:
         self.endpoint.send(session, self.welcome)
 
     def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:

@@ -24,31 +24,51 @@ would stay at 256 until D is returned (`in_the_way`).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdstage.errors import UsageError
-from pdstage.protocol.state import LeasePhase
+from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pdstage.plan import Rect
+    from pdstage.protocol.session import Session
+
 ALIGNMENT = 256
 
 
-@dataclass(slots=True)
-class _Lease:
-    """A lease as its lane sees it: `nbytes` is rounded up to 256."""
+def rounded(nbytes: int) -> int:
+    """What a lease of `nbytes` takes of its lane."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-    cursor: int
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Staging memory for one attempt of one chunk: asked for, and then lent, `nbytes` from `cursor` on."""
+
+    session: Session
+    epoch: int
+    chunk: int
+    attempt: int
     nbytes: int
-    state: LeasePhase
+    rects: tuple[Rect, ...]
+    """None of a lease in advance whose tag has not come."""
+    priority: int
+    place: int = 0
+    """In line, while it waits."""
+    lane: int = 0
+    cursor: int = 0
+    granted_at: float = 0.0
+    phase: LeasePhase = LeasePhase.WAITING
+    said_written: bool = False
+    """Its writer's CloseOk lists it as written, so its tag is on the way. Set by `decode_chunks`."""
+    recalled: bool = False
 
     @property
     def end(self) -> int:
-        return self.cursor + self.nbytes
+        return self.cursor + rounded(self.nbytes)
 
 
 class Lane:
@@ -59,22 +79,23 @@ class Lane:
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1 or capacity % ALIGNMENT:
-            raise UsageError(
-                f"a lane of {capacity} bytes cannot be cut into leases",
-                remedy=f"give a positive multiple of {ALIGNMENT}",
-                capacity=capacity,
-            )
         self.capacity = capacity
         self.head = 0
         """The cursor the next grant starts from, before any padding."""
         self.watermark = 0
         """The cursor below which everything is released or carved out. Never falls (I4); equals `head` in an idle lane.
         """
-        self._ahead: OrderedDict[int, _Lease] = OrderedDict()  # unreleased, from the watermark on; cursors rise
-        self._passed: dict[int, _Lease] = {}  # quarantined and passed by the watermark
+        self.moved_at = 0.0
+        """When the watermark last rose, or the lane was idle. Set by `leases`."""
+        self._ahead: OrderedDict[int, Lease] = OrderedDict()  # unreleased, from the watermark on; cursors rise
+        self._passed: dict[int, Lease] = {}  # quarantined and passed by the watermark
         self._gaps: list[tuple[int, int]] | None = [(0, capacity)]  # of `_find_gaps`; None once outdated
         self._largest = capacity  # of the gaps
+
+    @property
+    def idle(self) -> bool:
+        """All leases in it are carved out, and keep nobody waiting."""
+        return self.head == self.watermark
 
     @property
     def quarantined_nbytes(self) -> int:
@@ -87,104 +108,59 @@ class Lane:
             self._find_gaps()
         return self._largest
 
-    def cursor_of_next(self, nbytes: int) -> int | None:
-        """What `grant` would return now. Changes nothing."""
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        largest = self.largest()
-        if not 1 <= size <= largest:
-            raise UsageError(
-                f"a lease of {nbytes} bytes does not fit a lane whose largest free span is {largest}",
-                remedy="split the chunk, or send it on the direct path" if size > 0 else "ask for at least one byte",
-                nbytes=nbytes,
-                max_nbytes=largest,
-            )
-        cursor = self._first_fit(size)
-        return cursor if cursor + size <= self.watermark + 2 * self.capacity else None
+    def place(self, nbytes: int) -> int | None:
+        """The cursor that a lease of `nbytes` would have now; None if it must wait, or is larger than `largest()`."""
+        size = rounded(nbytes)
+        lap = self.head // self.capacity * self.capacity
+        # The second lap has every gap whole, so the largest is found there.
+        for base in (lap, lap + self.capacity):
+            for start, stop in self._gaps or self._find_gaps():
+                cursor = max(self.head, base + start)
+                if cursor + size <= base + stop:
+                    return cursor if cursor + size <= self.watermark + 2 * self.capacity else None
+        return None
 
-    def grant(self, nbytes: int) -> int | None:
-        """The cursor of a new lease of `nbytes` (rounded up to 256). None if it must wait; then nothing changed.
-
-        Raises `UsageError` if `nbytes` is below 1 or above `largest()`: such a lease would wait for ever.
-        """
-        cursor = self.cursor_of_next(nbytes)
-        if cursor is None:
-            return None
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self._ahead[cursor] = _Lease(cursor, size, LeasePhase.GRANTED)
-        self.head = cursor + size
+    def grant(self, lease: Lease, cursor: int) -> None:
+        """Lends a lease that waits the bytes from `cursor` on, which `place` has said."""
+        LEASE.move(lease, LeaseEvent.GRANT)
+        lease.cursor = cursor
+        self._ahead[cursor] = lease
+        self.head = lease.end
         self._advance()  # past the padding in front, if the lane was idle
-        return cursor
 
-    def is_open(self, cursor: int, nbytes: int) -> bool:
-        """Whether a writer may start to write a lease: the bytes one lap before it are all free."""
-        return cursor + nbytes <= self.watermark + self.capacity
+    def is_open(self, end: int) -> bool:
+        """Whether a writer may start to write a lease up to `end`: the bytes one lap before it are all free."""
+        return end <= self.watermark + self.capacity
 
-    def land(self, cursor: int) -> None:
-        """A granted lease was written: granted -> landed."""
-        self._lease(cursor, LeasePhase.GRANTED).state = LeasePhase.LANDED
-
-    def release(self, cursor: int) -> bool:
+    def release(self, lease: Lease) -> bool:
         """Nothing will write or read the lease any more. Returns whether the watermark advanced."""
-        lease = self._lease(cursor, LeasePhase.GRANTED, LeasePhase.LANDED, LeasePhase.QUARANTINED)
-        (self._ahead if cursor in self._ahead else self._passed).pop(cursor)
-        if lease.state == LeasePhase.QUARANTINED:
+        (self._ahead if lease.cursor in self._ahead else self._passed).pop(lease.cursor)
+        if lease.phase is LeasePhase.QUARANTINED:
             self._gaps = None
+        LEASE.move(lease, LeaseEvent.RELEASE)
         return self._advance()
 
-    def quarantine(self, cursor: int) -> bool:
-        """A granted lease is not needed, but its writer may still write: granted -> quarantined, carved out.
+    def quarantine(self, lease: Lease) -> bool:
+        """A granted lease is not needed, but its writer may still write: it is carved out.
 
         Returns whether the watermark advanced. Call `in_the_way` next: those leases hold the watermark until they
         return.
         """
-        self._lease(cursor, LeasePhase.GRANTED).state = LeasePhase.QUARANTINED
+        LEASE.move(lease, LeaseEvent.QUARANTINE)
         self._gaps = None
         return self._advance()
 
-    def in_the_way(self) -> list[int]:
-        """Granted leases that have a quarantined lease's bytes one lap on. All are closed, so they can be recalled."""
-        quarantined = [lease for lease in self._ahead.values() if lease.state == LeasePhase.QUARANTINED]
-        if not quarantined:
-            return []
-        ends = [lease.end + self.capacity for lease in quarantined]  # disjoint and ascending, as the cursors are
-        found = []
-        for lease in self._ahead.values():
-            at = bisect_right(ends, lease.cursor) if lease.state == LeasePhase.GRANTED else len(ends)
-            if at < len(ends) and self._on_next_lap(quarantined[at], lease):
-                found.append(lease.cursor)
-        return found
+    def in_the_way(self) -> set[Lease]:
+        """Leases that have a quarantined lease's bytes one lap on. All are closed, so they can be recalled."""
+        carved = [lease for lease in self._ahead.values() if lease.phase is LeasePhase.QUARANTINED]
+        return {later for lease in carved for later in self._one_lap_on(lease)}
 
-    def leases(self) -> Iterator[tuple[int, int, LeasePhase]]:
-        """(cursor, nbytes rounded up to 256, state) of every unreleased lease, cursors ascending."""
-        for lease in sorted((*self._passed.values(), *self._ahead.values()), key=lambda lease: lease.cursor):
-            yield lease.cursor, lease.nbytes, lease.state
+    def leases(self) -> list[Lease]:
+        """Every unreleased lease, cursors ascending."""
+        return sorted((*self._passed.values(), *self._ahead.values()), key=lambda lease: lease.cursor)
 
-    def _lease(self, cursor: int, *states: LeasePhase) -> _Lease:
-        lease = self._ahead.get(cursor) or self._passed.get(cursor)
-        if lease is None or lease.state not in states:
-            raise UsageError(
-                f"the lease at cursor {cursor} is {lease.state if lease else 'not held'}",
-                remedy=f"this needs one that is {' or '.join(states)}",
-                cursor=cursor,
-            )
-        return lease
-
-    def _first_fit(self, size: int) -> int:
-        """The lowest cursor from the head on whose `size` bytes are contiguous and not carved out."""
-        lap = self.head // self.capacity * self.capacity
-        for base in (
-            lap,
-            lap + self.capacity,
-        ):  # the second lap has every gap whole, so the largest is found there
-            for start, stop in self._gaps or self._find_gaps():
-                cursor = max(self.head, base + start)
-                if cursor + size <= base + stop:
-                    return cursor
-        raise AssertionError(f"no gap of {size} bytes in {self._find_gaps()}")
-
-    def _on_next_lap(self, old: _Lease, lease: _Lease) -> bool:
-        """Whether `lease` has bytes of `old`, one lap on."""
-        return lease.cursor < old.end + self.capacity and old.cursor + self.capacity < lease.end
+    def at(self, cursor: int) -> Lease | None:
+        return self._ahead.get(cursor) or self._passed.get(cursor)
 
     def _find_gaps(self) -> list[tuple[int, int]]:
         """The spans of the lane's memory that are not carved out, ascending.
@@ -193,12 +169,9 @@ class Lane:
         """
         if self._gaps is not None:
             return self._gaps
-        held = (lease for leases in (self._ahead, self._passed) for lease in leases.values())
-        spans = sorted(
-            (lease.cursor % self.capacity, lease.nbytes) for lease in held if lease.state == LeasePhase.QUARANTINED
-        )
+        carved = [lease for lease in self.leases() if lease.phase is LeasePhase.QUARANTINED]
         gaps, at = [], 0
-        for start, nbytes in spans:
+        for start, nbytes in sorted((lease.cursor % self.capacity, lease.end - lease.cursor) for lease in carved):
             if start > at:
                 gaps.append((at, start))
             at = max(at, start + nbytes)
@@ -207,21 +180,20 @@ class Lane:
         self._gaps, self._largest = gaps, max((stop - start for start, stop in gaps), default=0)
         return gaps
 
-    def _is_blocked(self, old: _Lease) -> bool:
-        """Whether a live lease has the bytes of `old` one lap on. Such leases are the last ones in `_ahead`."""
+    def _one_lap_on(self, old: Lease) -> Iterator[Lease]:
+        """Live leases that have bytes of `old` one lap on. Such leases are the last ones in `_ahead`."""
         for lease in reversed(self._ahead.values()):
             if lease.end <= old.cursor + self.capacity:
-                return False
-            if lease.state != LeasePhase.QUARANTINED and self._on_next_lap(old, lease):
-                return True
-        return False
+                return
+            if lease.phase is not LeasePhase.QUARANTINED and lease.cursor < old.end + self.capacity:
+                yield lease
 
     def _advance(self) -> bool:
         """Moves the watermark as far as it may go; True if it moved."""
         before = self.watermark
         while self._ahead:
             first = next(iter(self._ahead.values()))
-            if first.state != LeasePhase.QUARANTINED or self._is_blocked(first):
+            if first.phase is not LeasePhase.QUARANTINED or any(self._one_lap_on(first)):
                 break
             self._passed[first.cursor] = self._ahead.pop(first.cursor)
         self.watermark = next(iter(self._ahead), self.head)

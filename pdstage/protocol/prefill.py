@@ -1,25 +1,39 @@
 """The prefill core: what engine, driver and peers may say to a prefill rank, and what follows.
 
 No socket, thread or clock: inputs are its public methods and those of its parts that say so: an `Endpoint` (who talks),
-whose effects are the output, and a `ChunkSender` (chunks and their leases). It also has a `HandshakeServer` (with whom)
-and `PrefillRooms` (the room table).
+whose effects are the output, and a `ChunkSender` (chunks and their leases). It is the table of its rooms and of each
+destination's claim on them, and has a `HandshakeServer` (with whom).
+
+A room serves all of its destinations and fails with the first that fails. Nothing of a destination begins after Abort,
+and Drained is said only when nothing is in flight (I2, I8).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+import math
+from collections import OrderedDict
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pdstage.errors import Aborted, PeerError, UsageError
+from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.compat import check_open
+from pdstage.protocol.compat import Slots, check_open, lacking
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
 from pdstage.protocol.handshake import HandshakeServer, features
 from pdstage.protocol.prefill_chunks import ChunkEffect, ChunkSender
-from pdstage.protocol.prefill_rooms import Ended, PrefillRooms
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import HOLD_EVERY_S, CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
-from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase
+from pdstage.protocol.session import (
+    HOLD_EVERY_S,
+    Changed,
+    CoreEffect,
+    Detach,
+    Endpoint,
+    PeerWarning,
+    Session,
+    forgotten_at,
+)
+from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,7 +49,30 @@ PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
 """What the prefill core asks of its driver."""
 
 
+_MAX_ENDED = 4096
+MAX_PARKED_NBYTES = 64 << 20
+"""Of Opens of one session for rooms that are not submitted yet: any peer may name any room."""
+_OPEN_NBYTES = 4096
+"""What an Open takes here beside its items."""
+
+
 _ENDING = "the prefill node takes no new rooms"
+
+
+class Ended(NamedTuple):
+    """A room that failed: each destination that opens it late is refused once."""
+
+    reason: str
+    known: dict[int, tuple[m.SessionId, int]]
+    """The (session, epoch) of each rank that was served or refused, or that gave it up. Another epoch means a new room
+    of that name.
+    """
+    begun: bool = True
+    """False if a destination gave it up before it was submitted: to submit it before `until` then fails at once."""
+    until: float = math.inf
+
+    def refuses(self, rank: int, session_id: m.SessionId, epoch: int) -> bool:
+        return self.known.setdefault(rank, (session_id, epoch)) == (session_id, epoch)
 
 
 class PrefillCore:
@@ -46,7 +83,7 @@ class PrefillCore:
     `notifies`: the transport delivers tags; else they are sent as `Tagged`.
     """
 
-    peer = "decode"
+    role, peer = "prefill", "decode"
 
     def __init__(
         self,
@@ -79,12 +116,26 @@ class PrefillCore:
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.chunks = ChunkSender(self.endpoint, n_buffers, buffer_nbytes, choose, piece)
-        self.rooms = PrefillRooms(self.endpoint, self.chunks, welcome, rows)
+        self.chunks.core = self
+        self.endpoint.handlers = {
+            m.Hello: self.handshake.on_hello_again, m.Lease: self.chunks.on_lease, m.Open: self._on_open,
+            m.Closed: self._on_closed, m.Watermark: self.chunks.on_watermark, m.Heartbeat: self._on_heartbeat,
+            m.Ask: self._on_ask, m.Refused: self.chunks.on_refused, m.Recall: self.chunks.on_recall,
+            m.Abort: self._on_abort, m.Bye: self._on_bye, m.NoSession: self._on_no_session,
+        }  # fmt: skip
+        self.by_key: dict[bytes, PrefillRoom] = {}
+        """Rooms until they end."""
+        self.destinations: dict[tuple[m.SessionId, int], Destination] = {}
+        """Until they are closed or drained, or their session is lost with nothing in flight."""
+        self.pending: dict[bytes, dict[Destination, None]] = {}
+        """Destinations that wait for their room, by its key."""
+        self.ended: OrderedDict[bytes, Ended] = OrderedDict()
+        self.slots = Slots(layout)
+        self._rows = rows
+        self._fitting: set[frozenset[m.SessionId]] = set()
         self.endpoint.settle = self.chunks.start_ready
         self._direct = direct
         self._draining = False
-        self._components = layout.names
-        self._row_tokens = layout.row_tokens
 
     # What the engine does.
 
@@ -93,26 +144,26 @@ class PrefillCore:
         `UsageError` if it is being sent already.
         """
         self.endpoint.now = now
-        if key in self.rooms.by_key:
+        if key in self.by_key:
             named = room_id(key)
             raise UsageError(
                 f"room {named!r} is being sent already", remedy="wait for its end, or abort it", room=named
             )
-        room = self.rooms.by_key[key] = PrefillRoom(key)
-        ended = self.rooms.how_ended(key)
-        self.rooms.ended.pop(key, None)
+        room = self.by_key[key] = PrefillRoom(key)
+        ended = self.how_ended(key)
+        self.ended.pop(key, None)
         self.endpoint.counters.rooms_opened += 1
         room.open_wait_s = self.endpoint.config.open_wait_s if open_wait_s is None else open_wait_s
-        self.endpoint.after(room.open_wait_s, self.rooms.unopened, room)
+        self.endpoint.after(room.open_wait_s, self.unopened, room)
         if ended is not None and not ended.begun:
-            self.rooms.fail(room, given_up(room, ended.reason))
-            self.rooms.ended[key].known.update(ended.known)
-        for destination in list(self.rooms.pending.get(key, ())):
-            self.rooms.unpark(destination)
+            self.fail(room, given_up(room, ended.reason))
+            self.ended[key].known.update(ended.known)
+        for destination in list(self.pending.get(key, ())):
+            self.unpark(destination)
             if room.ended:
-                self.rooms.turn_away(destination, str(room.error))
+                self.turn_away(destination, str(room.error))
             else:
-                self.rooms.attach(room, destination)
+                self.attach(room, destination)
         self.endpoint.settle()
         return room
 
@@ -130,8 +181,8 @@ class PrefillCore:
         if room.finished:
             raise UsageError(f"room {room.id!r} got a chunk after finish()", remedy="chunks come first", room=room.id)
         self._check_rects(room, rects)
-        for rect in rects if self.rooms.slots.names else ():
-            if rect.component in self.rooms.slots.names:
+        for rect in rects if self.slots.names else ():
+            if rect.component in self.slots.names:
                 room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)
         for destination in list(room.destinations.values()):
@@ -147,17 +198,17 @@ class PrefillCore:
                 room=room.id,
             )
         for rect in rects:
-            known = rect.component in self._components
-            least = 0 if rect.component in self.rooms.slots.names else 1
+            known = rect.component in self.layout.names
+            least = 0 if rect.component in self.slots.names else 1
             ascends = 0 <= rect.start <= rect.stop - least
             if not known or not ascends or not 0 <= rect.layer_start < rect.layer_stop:
                 raise UsageError(
                     f"room {room.id!r} got {rect}",
-                    remedy=f"this layout has {', '.join(self._components)}; ranges ascend from 0",
+                    remedy=f"this layout has {', '.join(self.layout.names)}; ranges ascend from 0",
                     room=room.id,
                 )
             # A place in a destination's pages may be written once an epoch, and posts are not ordered.
-            row = self._row_tokens[rect.component]
+            row = self.layout.row_tokens[rect.component]
             twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect, row)), None)
             if twice is not None:
                 whole = f", in chunks that begin at multiples of the {row} tokens that a row covers" if row > 1 else ""
@@ -199,22 +250,22 @@ class PrefillCore:
                 room=room.id,
             )
         room.finished, room.aux = True, aux
-        if open_wait_s is not None and (self.rooms.unopened, room) in self.endpoint.timers:
+        if open_wait_s is not None and (self.unopened, room) in self.endpoint.timers:
             room.open_wait_s = open_wait_s
-            self.endpoint.after(open_wait_s, self.rooms.unopened, room)
+            self.endpoint.after(open_wait_s, self.unopened, room)
         for session in self.sessions.values():
             if room.key in session.asking:
                 self.endpoint.send(session, m.Asking(session.asking.pop(room.key), True))
         for destination in list(room.destinations.values()):
             if destination.phase is DestinationPhase.LIVE:
-                self.rooms.add_row(destination)
-                self.rooms.maybe_close(destination)
-        self.rooms.maybe_complete(room)
+                self.add_row(destination)
+                self.maybe_close(destination)
+        self.maybe_complete(room)
         self.endpoint.settle()
 
     def abort(self, room: PrefillRoom, reason: str, now: float) -> None:
         self.endpoint.now = now
-        self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"))
+        self.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"))
 
     def needs(self, route: bytes) -> bool:
         """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
@@ -224,13 +275,13 @@ class PrefillCore:
         """No room begins any more: decode ranks that wait for one, or will, are told at once. Those begun go on."""
         self.endpoint.now = now
         self._draining = True
-        self.rooms.turn_all_away(_ENDING)
+        self.turn_all_away(_ENDING)
 
     def close(self, now: float) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
-        for room in list(self.rooms.by_key.values()):
+        for room in list(self.by_key.values()):
             self.abort(room, "the node closes", now)
-        self.rooms.turn_all_away("the prefill node closes")
+        self.turn_all_away("the prefill node closes")
 
     @property
     def quiet(self) -> bool:
@@ -239,7 +290,7 @@ class PrefillCore:
 
     @property
     def idle(self) -> bool:
-        return not self.chunks.flights and not self.rooms.destinations
+        return not self.chunks.flights and not self.destinations
 
     @property
     def memory_is_free(self) -> bool:
@@ -247,51 +298,16 @@ class PrefillCore:
 
     # What peers say.
 
-    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame) -> None:  # noqa: PLR0912  (a message each)
-        message = frame.message
-        if isinstance(message, m.Hello):
-            self.handshake.on_hello(route, frame, message)
-            return
-        if session is None:
-            self._on_stray(route, frame)
-            return
-        if session.half_open and not isinstance(message, m.NoSession):  # decode has heard Welcome
-            self.handshake.confirm(session)
-        match message:
-            case m.Lease():
-                self.chunks.on_lease(session, message)
-            case m.Open():
-                self._on_open(session, message)
-            case m.Closed():
-                self._on_closed(session, message)
-            case m.Watermark():
-                self.chunks.raise_mark(session, message.lane, message.watermark)
-            case m.Heartbeat():
-                self.handshake.on_heartbeat(session, message)
-                self._hold(session, message)
-            case m.Ask():
-                finished = self._asked(session, message.room, message.epoch)
-                self.endpoint.send(session, m.Asking(message.epoch, finished))
-            case m.Refused():
-                self.chunks.on_refused(session, message)
-            case m.Recall():
-                self.chunks.on_recall(session, message)
-            case m.Abort():
-                self._on_abort(session, message)
-            case m.Bye():
-                self._on_bye(session)
-            case m.NoSession():
-                self.lose(session, forgotten_at("decode"))
-            case _:
-                raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
-
     def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
         return kind is m.Hello
 
-    def _on_stray(self, route: bytes, frame: wire.Frame) -> None:
+    def on_stray(self, route: bytes, frame: wire.Frame) -> None:
         """A frame of no live session. NoSession proves that nothing is in flight, so it is sent after the last
         completion only; a session in doubt is answered with 0, which proves nothing.
         """
+        if isinstance(frame.message, m.Hello):
+            self.handshake.on_hello(route, frame, frame.message)
+            return
         if self.chunks.in_flight(frame.session):
             return
         if frame.session.writer == self.endpoint.incarnation:
@@ -311,15 +327,19 @@ class PrefillCore:
 
     def _waited(self, key: bytes) -> PrefillRoom | None:
         """The room with which decode waits, for pages say, if it is here: its wait for an Open begins anew."""
-        room = self.rooms.by_key.get(key)
-        if room is not None and (self.rooms.unopened, room) in self.endpoint.timers:
-            self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.rooms.unopened, room)
+        room = self.by_key.get(key)
+        if room is not None and (self.unopened, room) in self.endpoint.timers:
+            self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.unopened, room)
         return room
 
-    def _hold(self, session: Session, beat: m.Heartbeat) -> None:
+    def _on_ask(self, session: Session, ask: m.Ask) -> None:
+        self.endpoint.send(session, m.Asking(ask.epoch, self._asked(session, ask.room, ask.epoch)))
+
+    def _on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
         """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost; about no
         others: what it asked before is over.
         """
+        self.handshake.on_heartbeat(session, beat)
         session.asking.clear()
         for wanted in beat.asks:
             if self._asked(session, wanted.room, wanted.epoch):
@@ -333,13 +353,13 @@ class PrefillCore:
         if destination is None:
             check_open(opened, session, self.layout)
             destination = Destination(session, opened, self._direct)
-            room = self.rooms.by_key.get(opened.room)
+            room = self.by_key.get(opened.room)
             self._wanted_again(opened.room, session, opened.epoch)
             if room is None:
                 refusal = self._await_room(destination)
             else:
-                self.rooms.note(destination)
-                self.rooms.attach(room, destination)
+                self.note(destination)
+                self.attach(room, destination)
         if destination.phase is DestinationPhase.FAILING:
             refusal = destination.reason
         held = "waiting" if destination.phase is DestinationPhase.WAITING else "accepted"
@@ -349,17 +369,17 @@ class PrefillCore:
     def _await_room(self, destination: Destination) -> str:
         """Keeps a destination until its room begins; or why it is refused."""
         opened, session = destination.open, destination.session
-        ended = self.rooms.how_ended(opened.room)
+        ended = self.how_ended(opened.room)
         if ended is not None and ended.refuses(opened.rank, session.id, opened.epoch):
             return ended.reason
         if self._draining:
             return _ENDING
-        return "" if self.rooms.park(destination) else "too many rooms wait for prefill"
+        return "" if self.park(destination) else "too many rooms wait for prefill"
 
     def _on_closed(self, session: Session, closed: m.Closed) -> None:
         destination: Destination | None = session.claims.get(closed.epoch)
         if destination is not None and destination.phase is DestinationPhase.CLOSING:
-            self.rooms.forget(destination)
+            self.forget(destination)
 
     def _on_abort(self, session: Session, abort: m.Abort) -> None:
         destination: Destination | None = session.claims.get(abort.epoch)
@@ -373,15 +393,15 @@ class PrefillCore:
         if done:
             DESTINATION.move(destination, DestinationEvent.DELIVERED)
             self.endpoint.send(session, m.Drained(abort.epoch))
-            self.rooms.forget(destination)
+            self.forget(destination)
             if room is not None:
-                self.rooms.maybe_complete(room)
+                self.maybe_complete(room)
             return
-        self.rooms.drain(destination)
+        self._drain(destination)
         if room is None:
             self._give_up(destination.open.room, session, abort)
         elif room.destinations.get(destination.open.rank) is destination:
-            self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"))
+            self.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"))
 
     def _give_up(self, key: bytes, session: Session, abort: m.Abort) -> None:
         """A destination gives up a room that it never opened, or whose Open still waits here. If it already named the
@@ -389,28 +409,31 @@ class PrefillCore:
 
         A room that is not submitted yet fails when it is, for as long as its Open would have waited.
         """
-        room, rank, mine = self.rooms.by_key.get(key), session.topology.group_rank, (session.id, abort.epoch)
-        named = [one.epoch for one in self.rooms.pending.get(key, ()) if one.session is session]
+        room, rank, mine = self.by_key.get(key), session.topology.group_rank, (session.id, abort.epoch)
+        named = [one.epoch for one in self.pending.get(key, ()) if one.session is session]
         if max([*named, session.asking.get(key, -1)]) > abort.epoch:
             return
-        ended = self.rooms.how_ended(key)
+        ended = self.how_ended(key)
         if room is not None:
             if rank not in room.destinations:
-                self.rooms.fail(room, given_up(room, abort.reason))
-                ended = self.rooms.ended.get(key)
+                self.fail(room, given_up(room, abort.reason))
+                ended = self.ended.get(key)
         elif ended is None or (ended.begun and ended.known.get(rank, mine) != mine):
             ended = Ended(abort.reason, {}, begun=False, until=self.endpoint.now + self.endpoint.config.open_wait_s)
-            self.rooms.note_ended(key, ended)
+            self.note_ended(key, ended)
         if ended is not None:
             ended.known[rank] = mine
 
     def _wanted_again(self, key: bytes, session: Session, epoch: int) -> None:
         """A destination names a room in another epoch than the one it gave up: it wants the room again."""
-        ended = self.rooms.how_ended(key)
+        ended = self.how_ended(key)
         if ended is not None and not ended.begun and not ended.refuses(session.topology.group_rank, session.id, epoch):
-            del self.rooms.ended[key]
+            del self.ended[key]
 
-    def _on_bye(self, session: Session) -> None:
+    def _on_no_session(self, session: Session, _: m.NoSession) -> None:
+        self.lose(session, forgotten_at("decode"))
+
+    def _on_bye(self, session: Session, _: m.Bye) -> None:
         session.said_bye = True
         # An answer proves it quiet; later NoSession does, to whoever asks again.
         if not self.chunks.in_flight(session.id):
@@ -423,7 +446,13 @@ class PrefillCore:
         """The session is over: its rooms fail, nothing further is sent under it."""
         if not self.handshake.unlink(session):
             return
-        self.rooms.lose(session, error)
+        for destination in list(session.claims.values()):
+            if destination.phase in (DestinationPhase.LIVE, DestinationPhase.FAILING):
+                DESTINATION.move(destination, DestinationEvent.ABORTED)
+                self.chunks.drop(destination)
+                self.fail_destination(destination, error)
+            if destination.in_flight == 0:
+                self.forget(destination)
         self.chunks.windows.forget(session)
         if not session.said_bye:
             self.endpoint.effects.append(PeerWarning(session.route, error))
@@ -441,6 +470,287 @@ class PrefillCore:
 
     def waiting(self, session: Session) -> tuple[()]:
         return ()
+
+    # Rooms and their destinations.
+
+    def attach(self, room: PrefillRoom, destination: Destination) -> None:
+        destination.room = room
+        DESTINATION.move(destination, DestinationEvent.ATTACHED)
+        older = room.destinations.get(destination.open.rank)
+        room.destinations[destination.open.rank] = destination
+        room.n_destinations = destination.open.destinations
+        if older is not None:
+            self._drain(older)
+        room.deadline_s = min(destination.open.deadline_s, self.endpoint.config.max_deadline_s)
+        self.endpoint.after(room.deadline_s, self.late, room)
+        if len(room.destinations) >= room.n_destinations:
+            self.endpoint.cancel(self.unopened, room)
+            problem = self._unwanted(room)
+            if problem:
+                self.fail(room, PeerError(problem, remedy="serve the same model with the same caches"))
+                return
+            if room.on(RoomEvent.CONNECTED):
+                self.endpoint.effects.append(Changed(room))
+        for source in room.sources:
+            self.chunks.add(destination, source)
+        if room.finished:
+            self.add_row(destination)
+        self.maybe_close(destination)
+
+    def _unwanted(self, room: PrefillRoom) -> str:
+        """Which part of this rank's state no destination takes, in words; asked where decode has pipeline stages."""
+        sessions = [destination.session for destination in room.destinations.values()]
+        if max([session.topology.pp_size for session in sessions]) == 1:
+            return ""
+        ids = frozenset(session.id for session in sessions)
+        if ids in self._fitting:
+            return ""
+        offered, taken, _ = zip(*(session.staged for session in sessions), strict=True)
+        problem = lacking("decode", offered, taken)
+        if not problem:
+            if len(self._fitting) >= _MAX_ENDED:
+                self._fitting.clear()
+            self._fitting.add(ids)
+        return problem
+
+    def maybe_close(self, destination: Destination) -> None:
+        room = destination.room
+        needs_nothing = not destination.shares and not destination.open.aux
+        if destination.phase is not DestinationPhase.LIVE or room is None or destination.unwritten:
+            return
+        if not room.finished and not needs_nothing:
+            return
+        for given in self._given(destination) if self.slots.names else ():
+            problem = self.slots.compare(
+                self.endpoint, destination.session, *given, destination.asked[given.component][1]
+            )
+            if problem:
+                self.fail(room, UsageError(problem, remedy="give as many as decode does", room=room.id))
+                return
+        self._set_aux(destination, room)
+        DESTINATION.move(destination, DestinationEvent.WRITTEN)
+        self._close(destination)
+        self.maybe_complete(room)
+
+    def _given(self, destination: Destination) -> tuple[m.Given, ...]:
+        """How many slots there are of each component without positions that `destination` asks of this rank.
+
+        Nothing is said of one that the engine never named although slots were asked for: it was forgotten.
+        """
+        if not self.slots.names:
+            return ()
+        named = destination.room.slots if destination.room is not None else {}
+        owed = {share.component for share in destination.shares if share.component in self.slots.names}
+        asked = sorted((name, stop) for name, (_, stop) in destination.asked.items() if name in owed)
+        return tuple(m.Given(name, named.get(name, 0)) for name, stop in asked if name in named or not stop)
+
+    def maybe_complete(self, room: PrefillRoom) -> None:
+        if room.complete and room.on(RoomEvent.COMPLETED):
+            self.endpoint.counters.rooms_succeeded += 1
+            self._end(room)
+
+    def _close(self, destination: Destination) -> None:
+        written = tuple(destination.written)
+        close = m.CloseOk(destination.epoch, written, destination.aux, self._given(destination), destination.packed)
+        self.endpoint.send(destination.session, close)
+        self.endpoint.repeat(self.close_again, destination)
+
+    def close_again(self, destination: Destination) -> None:
+        """Its end is unanswered. A tag that was sent as a message may be lost too, so tags are sent again."""
+        if destination.phase is DestinationPhase.FAILING:
+            self.close_failed(destination)
+        if destination.phase is not DestinationPhase.CLOSING:
+            return
+        for chunk in destination.chunks.values():
+            self.chunks.tell_tag(chunk)
+        self._close(destination)
+
+    # The aux row.
+
+    def add_row(self, destination: Destination) -> None:
+        """Puts the room's aux row on its way into the row that `destination` named, where that is within reach."""
+        room, session = destination.room, destination.session
+        if destination.phase is not DestinationPhase.LIVE or room is None:
+            return
+        if not isinstance(room.aux, GivenRow) or not destination.open.aux or not session.aux.spans:
+            return
+        why = self._no_row(destination)
+        if why:
+            self.row_failed(destination, why)
+            return
+        nbytes = sum(span.nbytes for span in session.aux.spans)
+        chunk = Chunk(
+            destination,
+            len(destination.chunks),
+            SubmittedChunk((), {}, ready=True),
+            (),
+            nbytes,
+            ChunkPhase.HELD,
+            direct=True,
+            row=True,
+        )
+        destination.chunks[chunk.number] = chunk
+        destination.unwritten += 1
+        self.chunks.advance(chunk)
+
+    def _no_row(self, destination: Destination) -> str:
+        if not self._rows.within_reach:
+            return "aux rows are not within the data transport's reach, or not to be, at prefill"
+        if destination.session.rows is None:
+            return "aux rows are not within the data transport's reach, or not to be, at decode"
+        return "a receiver was bound without an aux row" if destination.open.row is None else ""
+
+    def row_failed(self, destination: Destination, why: str) -> None:
+        if self._rows.wanted and destination.phase is DestinationPhase.LIVE:
+            self.endpoint.counters.aux_fallbacks += 1
+            self.endpoint.warn_once(
+                destination.session.route, f"{why}: it goes by control message", "see aux_fallbacks"
+            )
+
+    def _set_aux(self, destination: Destination, room: PrefillRoom) -> None:
+        """Sets the aux that CloseOk carries. Reads the row now, since it may soon belong to another room."""
+        aux, shared = room.aux, destination.session.aux
+        if isinstance(aux, GivenRow):
+            by_write = any(written.lane == m.AUX for written in destination.written)
+            destination.packed = destination.open.aux and bool(shared.src) and not by_write
+            aux = shared.pack(aux.read()) if destination.packed else None
+        destination.aux = aux if destination.open.aux else None
+
+    def fail_destination(self, destination: Destination, error: PdstageError) -> None:
+        if destination.room is not None:
+            self.fail(destination.room, error)
+
+    def fail(self, room: PrefillRoom, error: PdstageError) -> None:
+        if not room.on(RoomEvent.FAILED, error):
+            return
+        self.endpoint.counters.rooms_failed += 1
+        served = {rank: (destination.session.id, destination.epoch) for rank, destination in room.destinations.items()}
+        self.note_ended(room.key, Ended(str(error), served))
+        for destination in list(room.destinations.values()):
+            if destination.phase is DestinationPhase.LIVE:
+                DESTINATION.move(destination, DestinationEvent.FAILED)
+                destination.reason = str(error)
+                self.chunks.drop(destination)
+                self.close_failed(destination)
+        self._end(room)
+
+    def how_ended(self, key: bytes) -> Ended | None:
+        """What is known of the last room of this name, if it failed and that still counts."""
+        ended = self.ended.get(key)
+        if ended is not None and ended.until <= self.endpoint.now:
+            del self.ended[key]
+            return None
+        return ended
+
+    def note_ended(self, key: bytes, ended: Ended) -> None:
+        self.ended[key] = ended
+        if len(self.ended) > _MAX_ENDED:
+            self.ended.popitem(last=False)
+
+    def close_failed(self, destination: Destination) -> None:
+        self.endpoint.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)))
+        self.endpoint.repeat(self.close_again, destination)
+
+    def _end(self, room: PrefillRoom) -> None:
+        self.endpoint.cancel(self.unopened, room)
+        self.endpoint.cancel(self.late, room)
+        if self.by_key.get(room.key) is room:
+            del self.by_key[room.key]
+        for source in room.sources:
+            source.chunks.clear()
+        room.sources.clear()
+        self.endpoint.effects.append(Changed(room))
+        self._maybe_release(room)
+
+    def _maybe_release(self, room: PrefillRoom) -> None:
+        if room.ended and room.in_flight == 0 and room.release():
+            self.endpoint.effects.append(Changed(room))
+
+    def _drain(self, destination: Destination) -> None:
+        self.chunks.drop(destination)
+        self.endpoint.cancel(self.close_again, destination)
+        self.unpark(destination)
+        DESTINATION.move(destination, DestinationEvent.ABORTED)
+        self._maybe_drained(destination)
+
+    def _maybe_drained(self, destination: Destination) -> None:
+        if destination.phase is DestinationPhase.DRAINING and destination.in_flight == 0:
+            if destination.session.id in self.endpoint.sessions:
+                self.endpoint.send(destination.session, m.Drained(destination.epoch))
+            self.forget(destination)
+
+    def flight_ended(self, destination: Destination) -> None:
+        if destination.room is not None:
+            destination.room.in_flight -= 1
+            self._maybe_release(destination.room)
+        if destination.session.id in self.endpoint.sessions:
+            self._maybe_drained(destination)
+        elif destination.in_flight == 0:
+            self.forget(destination)
+
+    def forget(self, destination: Destination) -> None:
+        self.chunks.drop(destination)
+        self.unpark(destination)
+        self.endpoint.cancel(self.close_again, destination)
+        self.destinations.pop((destination.session.id, destination.epoch), None)
+        destination.session.claims.pop(destination.epoch, None)
+        # Chunks name their destination, and that its room: without this only the collector could free any of them.
+        destination.chunks.clear()
+        destination.room = None
+
+    def note(self, destination: Destination) -> None:
+        self.destinations[destination.session.id, destination.epoch] = destination
+        destination.session.claims[destination.epoch] = destination
+
+    def park(self, destination: Destination) -> bool:
+        """Holds a destination of a room that is not here yet; False if there is no place for it."""
+        session, opened = destination.session, destination.open
+        nbytes = _OPEN_NBYTES + sum(len(items.data) for items in opened.items)
+        if session.parked_nbytes + nbytes > MAX_PARKED_NBYTES:
+            return False
+        session.parked_nbytes += nbytes
+        destination.parked_nbytes = nbytes
+        self.pending.setdefault(opened.room, {})[destination] = None
+        self.note(destination)
+        self.endpoint.after(min(opened.deadline_s, self.endpoint.config.send_wait_s), self.never_begun, destination)
+        return True
+
+    def unpark(self, destination: Destination) -> None:
+        """Its room is here, or it has agreed that it will not be: until then it counts."""
+        destination.session.parked_nbytes -= destination.parked_nbytes
+        destination.parked_nbytes = 0
+        self._wait_no_more(destination)
+
+    def _wait_no_more(self, destination: Destination) -> None:
+        self.endpoint.cancel(self.never_begun, destination)
+        waiting = self.pending.get(destination.open.room, {})
+        waiting.pop(destination, None)
+        if not waiting:
+            self.pending.pop(destination.open.room, None)
+
+    def turn_all_away(self, reason: str) -> None:
+        for destination in list(chain.from_iterable(self.pending.values())):
+            self.turn_away(destination, reason)
+
+    def turn_away(self, destination: Destination, reason: str) -> None:
+        """The room of a pending destination will not be sent."""
+        self._wait_no_more(destination)
+        DESTINATION.move(destination, DestinationEvent.FAILED)
+        destination.reason = reason
+        self.close_failed(destination)
+
+    # What came too late.
+
+    def unopened(self, room: PrefillRoom) -> None:
+        self.fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {room.open_wait_s} s"))
+
+    def late(self, room: PrefillRoom) -> None:
+        what = f"room {room.id!r} was not sent in its {room.deadline_s} s"
+        remedy = "raise deadline_s at decode, or look at the slower side"
+        self.fail(room, DeadlineExceeded(what, remedy=remedy, room=room.id))
+
+    def never_begun(self, destination: Destination) -> None:
+        self.turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}")
 
 
 def given_up(room: PrefillRoom, reason: str) -> Aborted:

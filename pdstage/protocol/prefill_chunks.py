@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pdstage.plan import Rect
     from pdstage.protocol.destinations import PieceLength
-    from pdstage.protocol.prefill_rooms import PrefillRooms
+    from pdstage.protocol.prefill import PrefillCore
     from pdstage.protocol.session import Endpoint, Session
 
 _MAX_PIECES = 1024
@@ -230,8 +230,8 @@ class ChunkSender:
         """Gathers and writes under way, by ticket: the chunk, and its buffer or -1."""
         self.orphans: dict[int, m.SessionId] = {}
         """Writes whose session was fenced before they ended, by ticket."""
-        self.rooms: PrefillRooms
-        """The table of the rooms whose chunks these are. Set by it."""
+        self.core: PrefillCore
+        """Whose rooms' chunks these are. Set by it."""
         self._buffer_nbytes = buffer_nbytes
         self._limit = min(buffer_nbytes, endpoint.config.chunk_nbytes)
         self._choose, self._piece = choose, piece
@@ -241,7 +241,7 @@ class ChunkSender:
     # What peers say.
 
     def on_lease(self, session: Session, lease: m.Lease) -> None:
-        self.raise_mark(session, lease.lane, lease.watermark)
+        self.on_watermark(session, lease)
         chunk = self._chunk(session, lease.epoch, lease.chunk)
         where = (lease.lane, lease.cursor)
         if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
@@ -276,7 +276,7 @@ class ChunkSender:
             CHUNK.move(chunk, ChunkEvent.REFUSED)
             destination.unwritten -= 1
             if refused.why == "covered":
-                self.rooms.maybe_close(destination)
+                self.core.maybe_close(destination)
             return
         most = refused.max_nbytes
         cut = split(chunk.rects, destination, most) if most > 0 else iter(())
@@ -293,10 +293,10 @@ class ChunkSender:
             self.endpoint.repeat(self.reserve_again, chunk)
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
-            self.rooms.fail_destination(destination, error)
+            self.core.fail_destination(destination, error)
 
     def on_recall(self, session: Session, recall: m.Recall) -> None:
-        self.raise_mark(session, recall.lane, recall.watermark)
+        self.on_watermark(session, recall)
         chunk = self._chunk(session, recall.epoch, recall.chunk)
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
             if chunk.begun or chunk.phase is ChunkPhase.READY:
@@ -322,8 +322,8 @@ class ChunkSender:
         else:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
 
-    def raise_mark(self, session: Session, lane: int, watermark: int) -> None:
-        for chunk in self.windows.raise_mark(session, lane, watermark):
+    def on_watermark(self, session: Session, said: m.Watermark | m.Lease | m.Recall) -> None:
+        for chunk in self.windows.raise_mark(session, said.lane, said.watermark):
             self.endpoint.cancel(self.reserve_again, chunk)
             self.advance(chunk)
 
@@ -358,7 +358,7 @@ class ChunkSender:
                 f"one row of {rects[0].component!r} does not fit a send buffer of {self._buffer_nbytes} bytes",
                 remedy="raise staging_nbytes at prefill",
             )
-            self.rooms.fail_destination(destination, error)
+            self.core.fail_destination(destination, error)
         elif advance is not None and nbytes <= advance.nbytes:
             chunk.attempt, chunk.waits_since = 0, self.endpoint.now
             self.endpoint.repeat(self.reserve_again, chunk)  # while its window is closed
@@ -541,8 +541,8 @@ class ChunkSender:
             self._go_direct(chunk)
         else:
             CHUNK.move(chunk, ChunkEvent.UNUSED)
-            self.rooms.fail_destination(destination, error)
-        self.rooms.flight_ended(destination)
+            self.core.fail_destination(destination, error)
+        self.core.flight_ended(destination)
         self.start_ready()
 
     def _written(self, chunk: Chunk, error: PdstageError | None) -> None:
@@ -550,12 +550,12 @@ class ChunkSender:
         if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
             CHUNK.move(chunk, ChunkEvent.BROKEN)
             destination.unwritten -= 1
-            self.rooms.row_failed(destination, f"the write of an aux row failed: {error.what}")
-            self.rooms.maybe_close(destination)
+            self.core.row_failed(destination, f"the write of an aux row failed: {error.what}")
+            self.core.maybe_close(destination)
             return
         if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
             CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self.rooms.fail_destination(destination, error)
+            self.core.fail_destination(destination, error)
             return
         CHUNK.move(chunk, ChunkEvent.WRITTEN)
         self.endpoint.counters.bytes_written += chunk.nbytes
@@ -568,7 +568,7 @@ class ChunkSender:
         destination.written.append(m.Written(chunk.number, *chunk.where))
         destination.unwritten -= 1
         self.tell_tag(chunk)
-        self.rooms.maybe_close(destination)
+        self.core.maybe_close(destination)
 
     def on_write_timer(self, ticket: int) -> None:
         chunk = self.flights[ticket][0]

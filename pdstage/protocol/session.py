@@ -184,6 +184,8 @@ class Endpoint:
         self.owner = owner
         self.now = 0.0
         """The time of the input under way: each input says it."""
+        self.handlers: dict[type[AnyMessage], Callable[[Session, Any], None]]
+        """What its core does with each message of a live session."""
         self.settle: Callable[[], None]
         """Called after every input: begins what may begin now. Set by the core that has it."""
         self.effects: list[Any] = []
@@ -213,8 +215,10 @@ class Endpoint:
             self.counters.frames_received += 1
             if message is None:
                 return
-            if session is None or self._moves_on(session, seq, message):
-                self.owner.on_frame(route, session, Frame(session_id, seq, message))
+            if session is None:
+                self.owner.on_stray(route, Frame(session_id, seq, message))
+            elif self._moves_on(session, seq, message):
+                self._serve(session, message)
         except PeerError as error:
             self.counters.frames_malformed += 1
             # Engines may keep this error for long, as their rooms': without the stack frames that refer to the message.
@@ -225,6 +229,15 @@ class Endpoint:
             if session is not None and not isinstance(error, UnknownMessage):
                 self.owner.lose(session, error)
         self.settle()
+
+    def _serve(self, session: Session, message: AnyMessage) -> None:
+        handler = self.handlers.get(type(message))
+        if handler is None:
+            what = f"{type(message).__name__} sent to a {self.owner.role} node"
+            raise PeerError(what, remedy="check the peer's role")
+        if session.half_open and not isinstance(message, Hello | NoSession):  # decode has heard Welcome
+            self.owner.handshake.confirm(session)  # type: ignore[union-attr]
+        handler(session, message)
 
     def _read_stray(self, route: bytes, data: bytes | memoryview) -> AnyMessage | None:
         """The message of a frame of no live session. What anybody may say then is read only where it is of use, since

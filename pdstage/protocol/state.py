@@ -142,6 +142,8 @@ class WriterEvent(_Name):
 
 
 class LeasePhase(StrEnum):
+    WAITING = auto()
+    """Asked for, and in line."""
     GRANTED = auto()
     """Lent: its writer may write it once it is open."""
     LANDED = auto()
@@ -153,6 +155,7 @@ class LeasePhase(StrEnum):
 
 
 class LeaseEvent(_Name):
+    GRANT = auto()
     LAND = auto()
     """Its tag came."""
     QUARANTINE = auto()
@@ -260,6 +263,7 @@ def _writer() -> _Rows[WriterPhase, WriterEvent]:
 def _lease() -> _Rows[LeasePhase, LeaseEvent]:
     e, p = LeaseEvent, LeasePhase
     return {
+        p.WAITING: {e.GRANT: p.GRANTED},
         p.GRANTED: {e.LAND: p.LANDED, e.QUARANTINE: p.QUARANTINED, e.RELEASE: p.RELEASED},
         p.LANDED: {e.RELEASE: p.RELEASED},
         p.QUARANTINED: {e.RELEASE: p.RELEASED},

@@ -26,15 +26,13 @@ def of(node: DecodeNode | PrefillNode) -> dict[str, int]:
 def _of_decode(node: DecodeNode) -> dict[str, int]:
     core = node.core
     lost = {
-        room
-        for room in core.rooms.by_epoch.values()
-        if any(p.session.id not in core.sessions for p in room.writers.values())
+        room for room in core.by_epoch.values() if any(p.session.id not in core.sessions for p in room.writers.values())
     }
-    leases = [lease for lane in range(len(core.leases.lanes)) for lease in _leases_in(node, lane)]
-    stranded = [one for one in leases if one.phase == "quarantined" and one.request.session.id not in core.sessions]
+    leases = core.leases.live()
+    stranded = [one for one in leases if one.phase == "quarantined" and one.session.id not in core.sessions]
     return {
-        "rooms": len(core.rooms.by_epoch) - len(lost),
-        "rooms under way": len(core.rooms.by_key),
+        "rooms": len(core.by_epoch) - len(lost),
+        "rooms under way": len(core.by_key),
         "stranded rooms": len(lost),
         "leases": len(leases) - len(stranded),
         "stranded leases": len(stranded),
@@ -45,20 +43,15 @@ def _of_decode(node: DecodeNode) -> dict[str, int]:
     }
 
 
-def _leases_in(node: DecodeNode, lane: int) -> list:
-    leases = node.core.leases
-    return [one for cursor, _, _ in leases.lanes[lane].leases() if (one := leases.at(lane, cursor)) is not None]
-
-
 def _of_prefill(node: PrefillNode) -> dict[str, int]:
     core = node.core
     return {
-        "rooms under way": len(core.rooms.by_key),
-        "destinations": len(core.rooms.destinations),
+        "rooms under way": len(core.by_key),
+        "destinations": len(core.destinations),
         "writes": len(core.chunks.flights),
         "posts": len(node.data_path.posts._writes),
         "send buffers": len(node.parts) - len(core.chunks.buffers.free),
-        "parked rooms": len(core.rooms.pending),
+        "parked rooms": len(core.pending),
         "marks": sum(session.id not in core.sessions for session, _ in core.chunks.windows.marks),
     }
 

@@ -39,8 +39,8 @@ _ABORTED_BY_HUB, _ABORTED_BY_PEER = 37, 41
 _WAIT_S = 120.0
 CAPPED = {
     "HandshakeServer.lost": 4096,  # lost sessions that no late Hello may begin again
-    "PrefillRooms.ended": 4096,
-    "DecodeRooms._given_up": 4096,
+    "PrefillCore.ended": 4096,
+    "DecodeCore._given_up": 4096,
     "Roster._ended": 65_536,  # for `completions`
     "LogLimit._windows": 1024,
 }

@@ -56,7 +56,7 @@ def test_a_prefill_node_that_drains(site, progress):
     p, (sender, begun, pages, into) = pair.p, pair.open(1)
     never = pair.receive(2)
     never.bind(pair.dst.allocate(TOKENS), TOKENS)
-    drive([p], lambda: sender.opened and len(p.core.rooms.pending))
+    drive([p], lambda: sender.opened and len(p.core.pending))
     assert not p.drain(0.0), "a room of its is under way"
     with pytest.raises(UsageError, match="takes no new rooms: it drains"):
         p.send(3)

@@ -91,7 +91,7 @@ def test_data_is_gathered_only_when_ready(site):
     pair.src.write(9, TOKENS, pages)
     sender.chunk(pages, TOKENS, ready=ready)
     sender.finish()
-    destinations = pair.p.core.rooms.destinations
+    destinations = pair.p.core.destinations
     drive(site.nodes, lambda: any(one.chunks for one in destinations.values()))
     (chunk,) = [chunk for one in destinations.values() for chunk in one.chunks.values()]
     drive(site.nodes, lambda: chunk.phase is not ChunkPhase.RESERVING)

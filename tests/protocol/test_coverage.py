@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.plan import Rect, Share
-from pdstage.protocol.coverage import Coverage
+from pdstage.protocol.decode_rooms import Coverage
 from pdstage.protocol.messages import Asked
 
 MOST = 12

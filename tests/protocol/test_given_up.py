@@ -175,7 +175,7 @@ def test_a_room_whose_parked_open_is_aborted_fails_when_it_is_submitted() -> Non
     """Its blocks would be kept for `open_wait_s`: nobody opens it again (I10)."""
     world = World()
     handle = open_and_abort(world)
-    assert not len(world.prefill[0].core.rooms.pending)
+    assert not len(world.prefill[0].core.pending)
     sent = world.send(1)
     world.run()
     assert_given_up(handle, sent)
@@ -218,11 +218,11 @@ def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
 
 def test_what_is_remembered_of_aborted_rooms_has_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """I14: the latest are remembered."""
-    monkeypatch.setattr("pdstage.protocol.prefill_rooms._MAX_ENDED", _MAX_ENDED)
+    monkeypatch.setattr("pdstage.protocol.prefill._MAX_ENDED", _MAX_ENDED)
     world = World()
     n = _MAX_ENDED + 3
     for room in range(n):
         open_and_abort(world, room=room)
-    assert len(world.prefill[0].core.rooms.ended) == _MAX_ENDED
+    assert len(world.prefill[0].core.ended) == _MAX_ENDED
     assert_given_up(world.submit(n - 1))
     assert not world.submit(0).ended

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pdstage.protocol.config import Config
-from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
+from pdstage.protocol.lane import Lease
+from pdstage.protocol.leases import Leases
 from pdstage.protocol.messages import LaneSpan, SessionId
 from pdstage.protocol.session import Endpoint
 
@@ -18,26 +19,26 @@ class Session:
 A, B = Session(1), Session(2)
 
 
-def leases(*sizes: int, recall_after_s: float = 1000.0, stuck_after_s: float = 1000.0) -> LeaseTable:
+def leases(*sizes: int, recall_after_s: float = 1000.0, stuck_after_s: float = 1000.0) -> Leases:
     config = Config(recall_after_s=recall_after_s, stuck_after_s=stuck_after_s)
     endpoint = Endpoint(1, config, None)  # type: ignore[arg-type]
-    return LeaseTable(endpoint, (LaneSpan(n << 20, size) for n, size in enumerate(sizes or (LANE,))))
+    return Leases(endpoint, (LaneSpan(n << 20, size) for n, size in enumerate(sizes or (LANE,))))
 
 
-def ask(who: Session, chunk: int, nbytes: int, *, epoch: int = 1, attempt: int = 0, priority: int = 0) -> LeaseRequest:
-    return LeaseRequest(who, epoch, chunk, attempt, nbytes, (), priority)
+def ask(who: Session, chunk: int, nbytes: int, *, epoch: int = 1, attempt: int = 0, priority: int = 0) -> Lease:
+    return Lease(who, epoch, chunk, attempt, nbytes, (), priority)
 
 
-def grant(held: LeaseTable, *requests: LeaseRequest) -> list[Lease]:
+def grant(held: Leases, *requests: Lease) -> list[Lease]:
     for request in requests:
         held.enqueue(request)
     granted = list(held.grant_waiting())
     list(held.opened())
-    held.note_contention()
+    held.contended_at = held.endpoint.now if held.contended else None
     return granted
 
 
-def recalled(held: LeaseTable, now: float) -> list[Lease]:
+def recalled(held: Leases, now: float) -> list[Lease]:
     held.endpoint.now = now
     return held.to_recall()
 
@@ -45,11 +46,11 @@ def recalled(held: LeaseTable, now: float) -> list[Lease]:
 def test_first_come_first_served_within_a_priority() -> None:
     held = leases()
     full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE))
-    assert [g.request.chunk for g in full] == [0, 1], "one lap ahead is granted closed"
+    assert [g.chunk for g in full] == [0, 1], "one lap ahead is granted closed"
     order = [ask(A, 2, 256, priority=1), ask(A, 3, 256), ask(A, 4, 256, priority=1), ask(A, 5, 256)]
     assert not grant(held, *order)
     held.release(full[0])
-    assert [g.request.chunk for g in grant(held)] == [3, 5, 2, 4]
+    assert [g.chunk for g in grant(held)] == [3, 5, 2, 4]
 
 
 def test_half_of_a_lane_at_most_while_others_wait() -> None:
@@ -58,16 +59,16 @@ def test_half_of_a_lane_at_most_while_others_wait() -> None:
     assert len(first) == 4, "alone, a session may have it all, both laps"
     assert not grant(held, ask(A, 4, 256), ask(A, 5, 256), ask(B, 6, 256))
     held.release(first[0])
-    assert [g.request.chunk for g in grant(held)] == [6, 4, 5], "B is not behind A's backlog; then A is alone again"
+    assert [g.chunk for g in grant(held)] == [6, 4, 5], "B is not behind A's backlog; then A is alone again"
 
 
 def test_what_no_lane_can_ever_serve_is_given_back_at_once() -> None:
     held = leases(1024, 2048)
     grant(held, ask(A, 0, 2048), ask(A, 1, 2048), ask(A, 2, 1024), ask(A, 3, 1024))
     refused = grant(held, ask(A, 4, 2049), ask(A, 5, 2048))
-    assert [(type(r), r.chunk) for r in refused] == [(LeaseRequest, 4)]
+    assert [(r.phase, r.chunk) for r in refused] == [("waiting", 4)]
     assert held.find(A, 1, 4) is None
-    assert isinstance(held.find(A, 1, 5), LeaseRequest)
+    assert held.find(A, 1, 5) in held.waiting
 
 
 def test_quarantine_carves_out_and_delays_none() -> None:
@@ -83,10 +84,10 @@ def test_quarantine_carves_out_and_delays_none() -> None:
         held.land(mine)
         held.release(mine)
     refused = grant(held, ask(B, 50, LANE))
-    assert isinstance(refused[0], LeaseRequest), "told at once that it does not fit"
+    assert refused[0].phase == "waiting", "told at once that it does not fit"
     held.release(stuck)
     assert held.largest() == LANE
-    assert isinstance(grant(held, ask(B, 51, LANE))[0], Lease)
+    assert grant(held, ask(B, 51, LANE))[0].phase == "granted"
 
 
 def test_recall_a_open_without_a_tag_while_something_waits() -> None:

@@ -14,7 +14,7 @@ from pdstage.plan import Rect, Share
 from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import check_items
-from pdstage.protocol.coverage import Coverage
+from pdstage.protocol.decode_rooms import Coverage
 from pdstage.protocol.state import State
 from tests.owners import with_owned
 from tests.pair import PAGE, Memory, World, assert_flat, cell, held_of, make_layout, place, pool_nbytes

@@ -92,7 +92,7 @@ def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool)
         world.run()
         assert late.state is State.SUCCESS and late.released
     else:
-        assert len(world.prefill[idle].core.rooms.pending) == 1
+        assert len(world.prefill[idle].core.pending) == 1
         world.run(until=400.0)
     assert_flat(world)
 
@@ -107,7 +107,7 @@ def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     busy = world.submit(1, 1 - idle)
     world.run(until=30.0)
     assert handle.state is State.WAITING_FOR_INPUT, handle.error
-    assert not world.prefill[idle].core.rooms.destinations
+    assert not world.prefill[idle].core.destinations
     world.chunk(busy, rank=1 - idle)
     world.finish(busy, 1 - idle)
     world.run(until=60.0)

@@ -10,7 +10,7 @@ import pytest
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol import prefill_rooms, wire
+from pdstage.protocol import prefill, wire
 from pdstage.protocol.decode_rooms import DecodeRoom, Writer
 from pdstage.protocol.destinations import Chunk, Destination, PrefillRoom, SubmittedChunk
 from pdstage.protocol.room import Room
@@ -302,7 +302,7 @@ def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> No
 @pytest.fixture
 def three_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session's Opens for three rooms of one page each may wait."""
-    monkeypatch.setattr(prefill_rooms, "MAX_PARKED_NBYTES", 3 * (prefill_rooms._OPEN_NBYTES + 4))
+    monkeypatch.setattr(prefill, "MAX_PARKED_NBYTES", 3 * (prefill._OPEN_NBYTES + 4))
 
 
 @pytest.mark.usefixtures("three_parked")
@@ -388,8 +388,8 @@ def test_destinations_turned_away_still_count() -> None:
         world.now += 1.5
         prefill.core.endpoint.tick(world.now)
         prefill.core.endpoint.take_effects()
-    assert not prefill.core.rooms.pending
-    assert len(prefill.core.rooms.destinations) == 4, "three and the room that is open"
+    assert not prefill.core.pending
+    assert len(prefill.core.destinations) == 4, "three and the room that is open"
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
@@ -459,7 +459,7 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
     sent = world.submit(1)
     world.chunk(sent, (0, 2400), list(range(600)))
     world.run()
-    (destination,) = world.prefill[0].core.rooms.destinations.values()
+    (destination,) = world.prefill[0].core.destinations.values()
     n_before = len(destination.chunks)
     for number in range(n_before):
         world.say(world.prefill[0], m.Refused(destination.epoch, number, 0, "too_big", 256))

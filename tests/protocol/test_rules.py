@@ -85,7 +85,7 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     world.receive(1)
     sender = world.send(1)
     world.run(until=world.now)
-    (destination,) = world.prefill[0].core.rooms.destinations.values()
+    (destination,) = world.prefill[0].core.destinations.values()
     (chunk,) = destination.chunks.values()
     assert chunk.phase is ChunkPhase.GATHERING
     world.drop(is_message(m.CloseFailed))

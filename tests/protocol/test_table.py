@@ -29,7 +29,7 @@ def stuck(world: World) -> None:
     """A failed room whose writer cannot answer Abort for good yet."""
     staged(world)
     world.run()
-    world.abort(world.decode[0], next(iter(world.decode[0].core.rooms.by_key.values())), "why")
+    world.abort(world.decode[0], next(iter(world.decode[0].core.by_key.values())), "why")
 
 
 def given_up(world: World) -> None:
@@ -150,7 +150,7 @@ def test_decode_answers_in_each_state(
     world.hold(is_kind("write"))
     epoch, expected = state(world)
     core = world.decode[0].core
-    room = core.rooms.by_epoch[epoch]
+    room = core.by_epoch[epoch]
     assert room.state is expected
     assert [type(x) for x in world.say(world.decode[0], message(epoch))] == said
     if expected is State.FAILED:
@@ -185,13 +185,13 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     world.send(1, rank=0)
     world.run()
     core = world.decode[0].core
-    (lease,) = core.leases._at.values()
-    stranger = next(session for session in core.sessions.values() if session is not lease.request.session)
+    (lease,) = core.leases.live()
+    stranger = next(session for session in core.sessions.values() if session is not lease.session)
     for message in (m.Returned(1, 0, 0, lease.lane, lease.cursor), m.Drained(1), m.CloseOk(1, (), None)):
         core.endpoint.receive(stranger.route, wire.encode(stranger.id, stranger.last_seq + 1, message), world.now)
-    assert list(core.leases._at.values()) == [lease]
+    assert core.leases.live() == [lease]
     assert not handle.ended
-    tag = wire.Tag(stranger.id, 1, 0, lease.lane, lease.cursor, lease.request.rects)
+    tag = wire.Tag(stranger.id, 1, 0, lease.lane, lease.cursor, lease.rects)
     stale = core.counters.tags_stale
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == stale + 1
@@ -216,13 +216,13 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     sent = world.send(1)
     world.run()
     core = world.decode[0].core
-    lease = next(one for one in core.leases.live() if one.request.epoch == 1)
+    lease = next(one for one in core.leases.live() if one.epoch == 1)
     rects = (Rect("kv", 0, 8, 0, 2),)
-    tag = wire.Tag(lease.request.session.id, 1, 0, lease.lane, lease.cursor, rects)._replace(**change)
+    tag = wire.Tag(lease.session.id, 1, 0, lease.lane, lease.cursor, rects)._replace(**change)
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == 1
     assert lease.phase == "granted"
-    assert not any(room.writers[lease.request.session.id].arrived for room in (handle, other))
+    assert not any(room.writers[lease.session.id].arrived for room in (handle, other))
     world.free()
     world.run(until=2.0)
     world.check(handle, 1)

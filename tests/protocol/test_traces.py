@@ -70,7 +70,7 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     core.endpoint.receive(b"D0", wire.encode(old.id, 1000, m.Watermark(0, 4 * LEASE)), world.now)
     world.carry(world.prefill[0])
     world.run(until=2.0)
-    held = [c for r in core.rooms.destinations.values() for c in r.chunks.values() if c.phase is ChunkPhase.HELD]
+    held = [c for r in core.destinations.values() for c in r.chunks.values() if c.phase is ChunkPhase.HELD]
     assert len(held) == 1, "the second room's lease is one lap ahead and stays closed"
     world.free()
     world.run(until=4.0)

@@ -74,21 +74,21 @@ MUTANTS = [
         "an epoch is used again",
         "7 epoch, I6",
         "        self._last_epoch += 1\n",
-        "        self._last_epoch = 1 + max(self.rooms.by_epoch, default=0)\n",
+        "        self._last_epoch = 1 + max(self.by_epoch, default=0)\n",
     ),
     Mutant(
         "a writer is found by its epoch alone",
         "7 keyed by session",
         "session.claims.get(tag.epoch)",
         """next(
-            iter(self._rooms.by_epoch[tag.epoch].writers.values() if tag.epoch in self._rooms.by_epoch else ()), None
+            iter(self._core.by_epoch[tag.epoch].writers.values() if tag.epoch in self._core.by_epoch else ()), None
         )""",
     ),
     Mutant(
         "a tag counts whatever its lease's state",
         "7 tags, I7",
-        "            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.request.session is not session:",
-        "            if lease is None or lease.request.session is not session:",
+        "            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.session is not session:",
+        "            if lease is None or lease.session is not session:",
     ),
     Mutant(
         "a tag counts after its room ended",
@@ -114,7 +114,7 @@ MUTANTS = [
         "Opened is not heard",
         "7 Opened, I4",
         """            return
-        self.rooms.open_answered(writer)
+        self.open_answered(writer)
         if not writer.shares""",
         "            return\n        if not writer.shares",
         "tests/protocol/test_table.py",
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "Reserve of what is granted is not answered",
         "7 Reserve, I4",
-        """                self._lender.send_lease(held)
+        """                self._leases.send_lease(held)
                 return""",
         "                return",
     ),
@@ -163,7 +163,7 @@ MUTANTS = [
         "a writer that holds nothing is waited for",
         "7 released, I14",
         """        if not writer.shares and not writer.has_aux:  # it never writes, so no CloseOk of it is waited for
-            self.rooms.mark_quiet(writer)
+            self.mark_quiet(writer)
 """,
         "",
         "tests/protocol/test_places.py",
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "Close without its list: unlisted leases stay",
         "7 Close, I14",
-        """        self._lender.release_of(session, close.epoch)
+        """        self._leases.release_of(session, close.epoch)
         self.endpoint.send(session, m.Closed(close.epoch))
 """,
         """        self.endpoint.send(session, m.Closed(close.epoch))
@@ -222,7 +222,7 @@ MUTANTS = [
         "the destination stays after Closed",
         "7 Closed, I14",
         """        if destination is not None and destination.phase is DestinationPhase.CLOSING:
-            self.rooms.forget(destination)""",
+            self.forget(destination)""",
         "        if destination is not None and destination.phase is DestinationPhase.CLOSING:\n            pass",
     ),
     Mutant(
@@ -230,7 +230,7 @@ MUTANTS = [
         "7 Close, I2",
         'gave the room up: {close.reason}"))\n',
         'gave the room up: {close.reason}"))\n'
-        "            self.lender.release_of(session, close.epoch)\n            self.rooms.mark_quiet(writer)\n",
+        "            self.leases.release_of(session, close.epoch)\n            self.mark_quiet(writer)\n",
     ),
     Mutant(
         "Abort is not repeated",
@@ -277,7 +277,7 @@ MUTANTS = [
     Mutant(
         "Drained frees nothing",
         "7 Drained, I14",
-        """        self.lender.release_of(session, drained.epoch)
+        """        self.leases.release_of(session, drained.epoch)
 """,
         "",
     ),
@@ -299,7 +299,7 @@ MUTANTS = [
     Mutant(
         "no deadline of a room ends it at decode",
         "7 deadlines, I10",
-        """        self.fail(room, DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id))
+        """        self.fail_room(room, DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id))
 """,
         "",
     ),

@@ -103,7 +103,7 @@ MUTANTS = [
     Mutant(
         "a room that decode waits with is not held",
         "7 open_wait_s, I4",
-        'self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.rooms.unopened, room)',
+        "self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.unopened, room)",
         "pass",
         "tests/protocol/test_holds.py",
     ),
@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "a fenced session gives nothing back",
         "7 fences, I14",
-        """        self.lender.release_of(session, None)
+        """        self.leases.release_of(session, None)
 """,
         "",
     ),

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.lane import ALIGNMENT, Lane
-from pdstage.protocol.leases import Lease
+from pdstage.protocol.lane import ALIGNMENT, Lane, Lease
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import State
 from tests.pair import Decode, Prefill, assert_flat, snapshot
@@ -69,7 +68,8 @@ class Checks:
         """Leases are inside the lane; of those that may be written, no two share a byte but quarantined ones (I3)."""
         writable: list[tuple[int, int, str]] = []
         end_before = 0
-        for cursor, nbytes, state in lane.leases():
+        for lease in lane.leases():
+            cursor, nbytes, state = lease.cursor, lease.end - lease.cursor, lease.phase
             start = cursor % lane.capacity
             where = f"lease {cursor}+{nbytes} ({state}) of {node.name!r} lane {number}"
             if cursor < end_before or cursor % ALIGNMENT or nbytes < 1 or start + nbytes > lane.capacity:
@@ -83,25 +83,20 @@ class Checks:
             writable.append((start, start + nbytes, state))
 
     def _ledger(self, node: Decode) -> None:
-        """Lane and ledger agree on every lease, and none goes back (I15)."""
+        """No lease goes back, and each that landed has its scatter (I15)."""
         leases, seen = node.core.leases, self.states.setdefault(node, {})
         now: dict[tuple[int, int], str] = {}
         n_landed = 0
         for number, lane in enumerate(leases.lanes):
-            for cursor, nbytes, state in lane.leases():
-                lease = leases.at(number, cursor)
-                aligned = -(-lease.request.nbytes // ALIGNMENT) * ALIGNMENT if lease is not None else 0
-                if lease is None or lease.phase != state or aligned != nbytes:
-                    raise Violation(
-                        "I15", f"lane {number} of {node.name!r} says {cursor} is {state}, not so the ledger"
-                    )
+            for lease in lane.leases():
+                cursor, state = lease.cursor, lease.phase
+                if leases.at(number, cursor) is not lease or lease.lane != number:
+                    raise Violation("I15", f"lane {number} of {node.name!r} has lease {cursor} twice")
                 if state not in NEXT[seen.get((number, cursor), state)]:
                     raise Violation("I15", f"lease {cursor} of {node.name!r} was {seen[number, cursor]}, is {state}")
                 n_landed += state == "landed"
                 now[number, cursor] = state
         self.states[node] = now
-        if len(now) != len(leases._at):
-            raise Violation("I15", f"{node.name!r} holds {len(leases._at)} leases, its lanes {len(now)}")
         if n_landed != len(node.core.chunks.flights):
             raise Violation(
                 "I15", f"{node.name!r} has {n_landed} landed leases and {len(node.core.chunks.flights)} scatters"
@@ -110,16 +105,16 @@ class Checks:
     def _waiting(self, node: Decode) -> None:
         leases, config = node.core.leases, self.world.config
         idle = [lane for lane in leases.lanes if lane.head == lane.watermark]
-        for _, _, request in leases.queue.entries():
+        for request in leases.waiting:
             if any(request.nbytes <= lane.largest() for lane in idle):
                 raise Violation(
                     "I13", f"a request of {request.nbytes} bytes waits at {node.name!r} beside an idle lane"
                 )
         stuck: dict[Lease, float] = {}
-        for (number, _), lease in leases._at.items():
+        for lease in leases.live():
             if lease.phase == "granted" and not lease.said_written and not leases.is_open(lease):
-                moved_at = self.moved_at[node, number]
-                if leases._elsewhere(lease) and lease.request.session.id in node.core.sessions:
+                moved_at = self.moved_at[node, lease.lane]
+                if leases.elsewhere(lease) and lease.session.id in node.core.sessions:
                     since = self.stuck_since.get(lease, max(moved_at, self.world.now))
                     stuck[lease] = max(since, moved_at)
         self.stuck_since = {g: at for g, at in self.stuck_since.items() if leases.at(g.lane, g.cursor) is not g} | stuck
@@ -148,7 +143,7 @@ class Checks:
         if isinstance(message, m.Recall):
             self.recalled_at[node, message.lane, message.cursor] = self.world.now  # type: ignore[index]
         elif isinstance(message, m.Reserve) and message.attempt and isinstance(node, Prefill):
-            source = node.core.rooms.destinations[session_id, message.epoch].chunks[message.chunk].source
+            source = node.core.destinations[session_id, message.epoch].chunks[message.chunk].source
             if not source.ready:
                 raise Violation("I16", f"{node.name!r} asks again for a recalled chunk whose data does not exist")
 
@@ -192,7 +187,7 @@ class Checks:
     def stale_tag_changes_nothing(self, node: Decode, tag: bytes) -> Iterator[None]:
         """A tag of another session, or of an epoch that is not live, changes nothing and is counted (I6)."""
         session = node.core.sessions.get(wire.tag_session(tag))
-        room = node.core.rooms.by_epoch.get(wire.decode_tag(tag, ("kv",)).epoch)
+        room = node.core.by_epoch.get(wire.decode_tag(tag, ("kv",)).epoch)
         if session is not None and room is not None and not room.ended:
             yield
             return
@@ -230,8 +225,8 @@ class Checks:
     def quarantine_is_bounded(self) -> None:
         """What is still carved out is of sessions that are lost and not fenced (I14)."""
         for node in self.world.decode:
-            for lease in node.core.leases._at.values():
-                if lease.phase != "quarantined" or lease.request.session.id in node.core.sessions:
+            for lease in node.core.leases.live():
+                if lease.phase != "quarantined" or lease.session.id in node.core.sessions:
                     raise Violation("I14", f"lease {lease.cursor} of {node.name!r} is left, {lease.phase}")
 
     def is_flat(self) -> bool:
@@ -252,7 +247,7 @@ class Checks:
             if isinstance(node, Prefill):
                 sessions = {session for session, _ in (*core.chunks.windows.marks, *core.chunks.windows.closed)}
             else:
-                sessions = {*core.lender._marks_sent, *(session for session, _ in core.leases._lent_nbytes)}
+                sessions = {*core.leases.marks_sent, *(session for session, _ in core.leases.lent_nbytes)}
             if any(session.id not in core.sessions for session in sessions):
                 raise Violation("I14", f"{node.name!r} remembers a lost session")
         if self.world.posts:

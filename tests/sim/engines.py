@@ -84,9 +84,9 @@ class Engines:
             return False
         match verb:
             case "receive":
-                return b"i%d" % part.job.number not in node.core.rooms.by_key
+                return b"i%d" % part.job.number not in node.core.by_key
             case "submit":
-                return b"i%d" % part.job.number not in node.core.rooms.by_key and len(side.free) >= self._n_pages(part)
+                return b"i%d" % part.job.number not in node.core.by_key and len(side.free) >= self._n_pages(part)
             case "bind":
                 return len(side.free) >= self._n_pages(part)
         return True

@@ -195,14 +195,14 @@ class FabricWorld(World):
         side, chunk = self.sides[post.dst], post.chunk
         if chunk.row:
             self.check_pages(post.dst, chunk)
-            side.must_own_row(post.dst.core.rooms.by_epoch[chunk.destination.epoch], "I2", "a write into")
+            side.must_own_row(post.dst.core.by_epoch[chunk.destination.epoch], "I2", "a write into")
             ((_, dst),), (data,) = piece.copies, piece.caught
             dst[:] = data
             side.rows.at(side.rows.base + piece.offset, len(data))[:] = data
             return
         if chunk.direct:
             self.check_pages(post.dst, chunk)
-            room = post.dst.core.rooms.by_epoch[chunk.destination.epoch]
+            room = post.dst.core.by_epoch[chunk.destination.epoch]
             side.must_own(room, post.dst.pages[room], "I2", "a direct write into")
             views = post.dst.core.layout.by_key()
             for (key, token, shard), (_, dst), data in zip(piece.cells, piece.copies, piece.caught, strict=True):

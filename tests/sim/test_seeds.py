@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdstage import cli
-from pdstage.protocol.leases import Lender
+from pdstage.protocol.leases import Leases
 from tests.rows import rows
 from tests.sim.run import main, run
 from tests.sim.seeds import one_of_many
@@ -55,7 +55,7 @@ def test_seeds_do_what_they_did(block: int) -> None:
 def test_a_failure_is_shrunk_and_said_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Lender, "_quarantine", lambda self, lease: self.leases.release(lease))
+    monkeypatch.setattr(Leases, "quarantine", Leases.release)
     seed, what = next(told for seed in range(120) if isinstance(told := one_of_many(run, seed), tuple))
     assert main(seed=seed, shrink_s=4.0) == 1
     told = capsys.readouterr().out

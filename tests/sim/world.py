@@ -236,7 +236,7 @@ class SimWorld(FabricWorld):
     def at_rest(self) -> bool:
         """Every core agrees that its rooms are over."""
         cores = [node.core for node in self.nodes()]
-        return all(c.idle and not c.rooms.by_key for c in cores) and not any(
+        return all(c.idle and not c.by_key for c in cores) and not any(
             c.leases.lent for c in cores if isinstance(c, DecodeCore)
         )
 
@@ -365,12 +365,12 @@ class SimWorld(FabricWorld):
         if (src.name.decode(), route.decode()) in self.cuts:
             self.counts["cut off"] += 1
             return
-        if isinstance(message, m.Open) and (room := target.core.rooms.by_key.get(message.room)) is not None:
+        if isinstance(message, m.Open) and (room := target.core.by_key.get(message.room)) is not None:
             self.engines.opened(self.sides[target], room, message.deadline_s)
         if isinstance(message, m.Ask | m.Heartbeat):
             asks, waits = ((message,), ()) if isinstance(message, m.Ask) else (message.asks, message.waits)
             for key in (*(wanted.room for wanted in asks), *waits):
-                if (room := target.core.rooms.by_key.get(key)) is not None:
+                if (room := target.core.by_key.get(key)) is not None:
                     self.engines.opened(self.sides[target], room, max(self.config.open_wait_s, 3 * HOLD_EVERY_S))
         with self.checks.stale_frame_changes_nothing(target, frame, message):
             super().hear(src, route, frame, message)
