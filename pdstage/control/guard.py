@@ -92,7 +92,8 @@ class Guard:
             self._handler.send_multipart([who, empty, *self._answer(request)])
         while _is_readable(self._monitor):
             head, endpoint = self._monitor.recv_multipart()
-            self._take_in(*_EVENT.unpack(head), endpoint.decode())
+            what, value = _EVENT.unpack(head)
+            self._take_in(what, value, endpoint.decode())
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """RFC 27: the request is version, id, domain, address, identity, mechanism and the client's key."""
