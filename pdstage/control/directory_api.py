@@ -110,10 +110,9 @@ def _carry_out(directory: Directory, body: bytes) -> object:
         raise UsageError(f"the request does not decode ({error})", remedy="check the peer's version") from error
     match asked:
         case Publish(advert, ttl_s):
-            directory.publish(advert, ttl_s)
-            return {"ttl_s": ttl_s}
+            return directory.publish(advert, ttl_s)
         case Withdraw(instance, unique_rank, incarnation):
-            return {"withdrawn": directory.withdraw(instance, unique_rank, incarnation)}
+            return directory.withdraw(instance, unique_rank, incarnation)
         case Lookup(dp_rank, instance):
             return Adverts(directory.lookup(instance, dp_rank))
         case _:
