@@ -128,7 +128,7 @@ class BootstrapClient:
 
     def withdraw(self, advert: Advert) -> None:
         """Removes the rank, if this incarnation still holds its place."""
-        self._ask(Withdraw(advert.instance, advert.topology.unique_rank, advert.incarnation))
+        self._ask(Withdraw(advert))
 
     def lookup(self, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]:
         """All ranks of one dp replica, by group rank. Raises as `Directory.lookup`; after `Incomplete`, ask again."""

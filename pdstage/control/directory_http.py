@@ -12,7 +12,7 @@ from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any
 
 from pdstage.control import directory_api as api
-from pdstage.errors import PdstageError, TransportError
+from pdstage.errors import TransportError
 
 if TYPE_CHECKING:
     from pdstage.control.address import Address
@@ -37,23 +37,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         given = self.headers.get("Content-Length", "")
-        try:
-            nbytes = int(given[:20]) if given.isdecimal() else -1
-            api.check_body(nbytes)
-        except PdstageError as error:
-            self._send(*api.refusal(error))
-        else:
-            self._answer(self.rfile.read(nbytes))
+        nbytes = int(given[:20]) if given.isdecimal() else 0
+        self._answer(self.rfile.read(min(nbytes, api.MAX_BODY_NBYTES + 1)))
 
     def _answer(self, body: bytes) -> None:
-        self._send(*api.answer(self.server.directory, self.command, self.path, body))
-
-    def _send(self, status: int, body: bytes) -> None:
+        status, answer = api.answer(self.server.directory, self.command, self.path, body)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(answer)
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug("%s %s", self.address_string(), format % args)

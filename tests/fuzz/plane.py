@@ -56,7 +56,7 @@ def _server() -> _Server:
 
 def request_seeds() -> list[bytes]:
     asked = (
-        Publish(_ADVERT, 15.0), Withdraw("p0", 1, 1 << 60), Lookup(0, "p0"),
+        Publish(_ADVERT, 15.0), Withdraw(_ADVERT), Lookup(0, "p0"),
     )  # fmt: skip
     bodies = [msgspec.json.encode(one) for one in asked]
     puts = [b"PUT /v1/ask HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(one), one) for one in bodies]
