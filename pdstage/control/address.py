@@ -71,8 +71,6 @@ class Address(NamedTuple):
         elif ":" in host or "/" in host:
             raise UsageError(f"address {text!r} has no unambiguous host", remedy=remedy, address=text)
         number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else -1
-        if port == "*" and listening:
-            number = 0
         if not colon or not (0 if listening else 1) <= number <= 65535:
             raise UsageError(f"address {text!r} has no valid port", remedy=remedy, address=text)
         if host in _WILDCARDS:

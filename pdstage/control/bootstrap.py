@@ -36,6 +36,7 @@ __all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "Director
 
 
 PLAIN = "plain://"
+_MAYBE_KEYS = "; if it has keys, pass keys= (--keys)"
 
 
 class BootstrapServer:
@@ -60,11 +61,11 @@ class BootstrapServer:
         insecure = arguments.flag("insecure", insecure)
         address.check_exposure(insecure, held)
         self.directory = Directory(time.monotonic)
-        self._server: directory_curve.Server | directory_http.Server
-        if held is not None:
-            self._server = directory_curve.Server(address, self.directory, held, advertise)
-        else:
-            self._server = directory_http.Server(address, self.directory, advertise)
+        self._server = (
+            directory_curve.Server(address, self.directory, held, advertise)
+            if held is not None
+            else directory_http.Server(address, self.directory, advertise)
+        )
         self.address = self._server.address
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -127,14 +128,11 @@ class BootstrapClient:
 
     def withdraw(self, advert: Advert) -> None:
         """Removes the rank, if this incarnation still holds its place."""
-        self._ask(Withdraw(advert.instance, advert.topology.unique_rank, advert.incarnation))
+        self._ask(Withdraw(advert))
 
     def lookup(self, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]:
         """All ranks of one dp replica, by group rank. Raises as `Directory.lookup`; after `Incomplete`, ask again."""
-        return self.read_adverts(self._ask(Lookup(dp_rank, instance)))
-
-    def read_adverts(self, answer: bytes) -> list[Advert]:
-        """The adverts in an answer. Raises `PeerError` for an invalid answer."""
+        answer = self._ask(Lookup(dp_rank, instance))
         try:
             return adverts_of.decode(answer).adverts
         except UNREADABLE as error:
@@ -153,7 +151,7 @@ class BootstrapClient:
         else:
             status, answer = self._ask_http(method, path, body)
         if status != http.client.OK:
-            raise self.read_refusal(status, answer)
+            raise self._refusal(status, answer)
         return answer
 
     def _ask_curve(self, keys: Keys, request: tuple[str, str, bytes]) -> tuple[int, bytes]:
@@ -173,19 +171,18 @@ class BootstrapClient:
             response = connection.getresponse()
             return response.status, response.read(MAX_ANSWER_NBYTES)
         except (OSError, UnicodeError) as error:  # UnicodeError: IDNA, for an invalid name
-            hung_up = "; if it has keys, pass keys= (--keys)" if isinstance(error, ConnectionResetError) else ""
             raise TransportError(
                 f"no bootstrap server answers at {self.address} ({error})",
                 remedy="start one with `pdstage bootstrap`, or check the prefill node's address and the network"
-                + hung_up,
+                + _MAYBE_KEYS,
                 address=str(self.address),
             ) from error
         except http.client.HTTPException as error:
-            raise self._not_ours(_encrypted(error) or repr(error)) from error
+            raise self._not_ours(f"{error!r}{_MAYBE_KEYS}") from error
         finally:
             connection.close()
 
-    def read_refusal(self, status: int, answer: bytes) -> PdstageError:
+    def _refusal(self, status: int, answer: bytes) -> PdstageError:
         """The error in an answer."""
         try:
             refusal = refusal_of.decode(answer)
@@ -215,9 +212,3 @@ def client_of(
     if address.startswith(etcd.SCHEME):
         return etcd.EtcdClient(address, timeout_s)
     return BootstrapClient(address, timeout_s, keys=keys)
-
-
-def _encrypted(error: http.client.HTTPException) -> str:
-    """A hint if the answer begins as ZMTP does; else empty."""
-    begins = isinstance(error, http.client.BadStatusLine) and str(error.args[0]).startswith(("\xff", "\ufffd"))
-    return "it is encrypted: pass keys= (--keys)" if begins else ""

@@ -118,17 +118,15 @@ class Directory:
             ranks[advert.topology.unique_rank] = _Entry(held, expires_at)
             self._instances[advert.instance] = ranks
 
-    def withdraw(self, instance: str, unique_rank: int, incarnation: int) -> bool:
-        """Removes a rank, unless another incarnation holds its place now. Returns whether it removed anything."""
+    def withdraw(self, advert: Advert) -> None:
+        """Removes a rank, unless another incarnation holds its place now."""
         with self._lock:
-            held = self._instances.get(instance, {})
-            entry = held.get(unique_rank)
-            if entry is None or entry.held.advert.incarnation != incarnation:
-                return False
-            del held[unique_rank]
-            if not held:
-                del self._instances[instance]
-            return True
+            ranks = self._instances.get(advert.instance, {})
+            entry = ranks.get(advert.topology.unique_rank)
+            if entry is not None and entry.held.advert.incarnation == advert.incarnation:
+                del ranks[advert.topology.unique_rank]
+                if not ranks:
+                    del self._instances[advert.instance]
 
     def lookup(self, instance: str | None = None, dp_rank: int | None = None) -> list[Advert]:
         """All ranks of one dp replica of `instance`, by group rank.

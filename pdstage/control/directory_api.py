@@ -31,9 +31,7 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    instance: str
-    unique_rank: int
-    incarnation: int
+    advert: Advert
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
@@ -104,16 +102,17 @@ def _answer(directory: Directory, method: str, path: str, body: bytes) -> object
 
 
 def _carry_out(directory: Directory, body: bytes) -> object:
+    if len(body) > MAX_BODY_NBYTES:
+        raise UsageError("the request is too long", remedy=f"send at most {MAX_BODY_NBYTES} bytes")
     try:
         asked = _asks.decode(body)
     except UNREADABLE as error:
         raise UsageError(f"the request does not decode ({error})", remedy="check the peer's version") from error
     match asked:
         case Publish(advert, ttl_s):
-            directory.publish(advert, ttl_s)
-            return {"ttl_s": ttl_s}
-        case Withdraw(instance, unique_rank, incarnation):
-            return {"withdrawn": directory.withdraw(instance, unique_rank, incarnation)}
+            return directory.publish(advert, ttl_s)
+        case Withdraw(advert):
+            return directory.withdraw(advert)
         case Lookup(dp_rank, instance):
             return Adverts(directory.lookup(instance, dp_rank))
         case _:
@@ -136,8 +135,3 @@ def _engines(directory: Directory) -> dict[str, object]:
             ranks.setdefault(str(place.tp_rank), {})[str(place.pp_rank)] = advert.endpoint
         engines[str(number)] = {"engine_id": name, "worker_addr": ranks}
     return engines
-
-
-def check_body(nbytes: int) -> None:
-    if not 0 <= nbytes <= MAX_BODY_NBYTES:
-        raise UsageError(f"a request of {nbytes} bytes", remedy=f"send at most {MAX_BODY_NBYTES}")

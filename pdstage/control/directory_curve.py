@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.control import directory_api as api
 from pdstage.control.zmq import ControlSocket
-from pdstage.errors import PdstageError, PeerError, TransportError
+from pdstage.errors import PeerError, TransportError
 
 if TYPE_CHECKING:
     from pdstage.control.address import Address
@@ -57,12 +57,8 @@ class Server:
         self._socket.close()
 
     def _answer(self, frames: list[bytes]) -> tuple[int, bytes]:
-        try:
-            if len(frames) != 3:
-                raise PeerError(f"a request of {len(frames)} frames", remedy="send method, path and body")
-            api.check_body(len(frames[2]))
-        except PdstageError as error:
-            return api.refusal(error)
+        if len(frames) != 3:
+            return api.refusal(PeerError(f"a request of {len(frames)} frames", remedy="send method, path and body"))
         method, target, body = frames
         return api.answer(self._directory, method.decode(errors="replace"), target.decode(errors="replace"), body)
 

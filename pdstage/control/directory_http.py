@@ -1,4 +1,4 @@
-"""The directory over HTTP/1.1, so that an operator can use curl. It is neither encrypted nor authenticated.
+"""The directory over HTTP, so that an operator can use curl. It is neither encrypted nor authenticated.
 
 `directory_api` lists the requests.
 """
@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any
 
 from pdstage.control import directory_api as api
-from pdstage.errors import PdstageError, TransportError
+from pdstage.errors import TransportError
 
 if TYPE_CHECKING:
     from pdstage.control.address import Address
@@ -26,8 +25,9 @@ _REQUEST_S = 5.0
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Answers one request a connection, as of HTTP/1.0, so that no thread idles for a peer."""
+
     server: Server
-    protocol_version = "HTTP/1.1"
     server_version = "pdstage"
     sys_version = ""
     timeout = _REQUEST_S
@@ -37,25 +37,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         given = self.headers.get("Content-Length", "")
-        try:
-            nbytes = int(given) if re.fullmatch("[0-9]{1,20}", given) else -1
-            api.check_body(nbytes)
-        except PdstageError as error:
-            self._send(*api.refusal(error))
-        else:
-            self._answer(self.rfile.read(nbytes))
+        nbytes = int(given[:20]) if given.isdecimal() else 0
+        self._answer(self.rfile.read(min(nbytes, api.MAX_BODY_NBYTES + 1)))
 
     def _answer(self, body: bytes) -> None:
-        self._send(*api.answer(self.server.directory, self.command, self.path, body))
-
-    def _send(self, status: int, body: bytes) -> None:
-        self.close_connection = True  # one request per connection, so that no thread idles for a peer
+        status, answer = api.answer(self.server.directory, self.command, self.path, body)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(answer)
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug("%s %s", self.address_string(), format % args)

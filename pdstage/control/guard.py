@@ -13,7 +13,7 @@ import logging
 import struct
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -39,13 +39,6 @@ _FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _BROKEN_OFF_IS_FINAL = 3
 """A server that expects another key of itself is silent: it closes the connection, as a server that ends does."""
-
-
-class Refusal(NamedTuple):
-    """A connection that failed. `target` is the peer that this node tried to reach; empty if the peer connected."""
-
-    target: str
-    error: PeerError
 
 
 class Guard:
@@ -77,7 +70,8 @@ class Guard:
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self.port = 0
         """Where the socket listens, once it does. libzmq reports an accepted connection by our end's address alone."""
-        self.refusals: list[Refusal] = []
+        self.refusals: list[tuple[str, PeerError]] = []
+        """Connections that failed: the peer that this node tried to reach, empty if the peer connected; and why."""
         self._log_limit = LogLimit()
         self._broken_off: Counter[str] = Counter()
 
@@ -92,7 +86,8 @@ class Guard:
             self._handler.send_multipart([who, empty, *self._answer(request)])
         while _is_readable(self._monitor):
             head, endpoint = self._monitor.recv_multipart()
-            self._take_in(*_EVENT.unpack(head), endpoint.decode())
+            what, value = _EVENT.unpack(head)
+            self._take_in(what, value, endpoint.decode())
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """RFC 27: the request is version, id, domain, address, identity, mechanism and the client's key."""
@@ -144,7 +139,7 @@ class Guard:
                 "see its log; look its address up again",
             )
         error = PeerError(f"the peer at {where} {why}", remedy=f"{remedy}, or give both the same key file")
-        self.refusals.append(Refusal(target, error))
+        self.refusals.append((target, error))
         self._warn(target, error)
 
     def _refuse(self, whence: str, why: str) -> None:
@@ -152,7 +147,7 @@ class Guard:
             f"refused a connection{whence}: {why}",
             remedy="if it belongs to this cluster, give it the cluster's key file, or add its key to the allow list",
         )
-        self.refusals.append(Refusal("", error))
+        self.refusals.append(("", error))
         self._warn(whence, error)
 
     def _warn(self, peer: str, error: PeerError) -> None:

@@ -17,8 +17,6 @@ holds one node, seldom two.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
 import os
 import re
@@ -160,8 +158,6 @@ class ControlSocket:
         self._keys = keys
         self.counters = ControlCounters()
         self._max_frame_nbytes = max_frame_nbytes
-        self._salt = secrets.token_bytes(16)
-        self._generation = itertools.count()
         self._routes: dict[str, bytes] = {}
         self._targets_at: dict[bytes, str] = {}  # the same, by route
         self._targets: dict[str, bytes] = {}  # what is connected to, with the key found there
@@ -246,8 +242,7 @@ class ControlSocket:
         """Connects, and returns libzmq's id of the connection."""
         # libzmq aborts the process over a routing id in use, also by a closing connection. So no id is used twice, and
         # no peer can guess and claim one.
-        name = f"{next(self._generation)} {target}".encode()
-        route = b"@" + hashlib.blake2b(name, digest_size=15, key=self._salt).digest()
+        route = b"@" + secrets.token_bytes(15)
         # The name under which the peer knows us is not used twice either: its handover between two connections of one
         # name keeps the one whose greeting it serves last, which may be the older, closing one.
         again = b"#" + secrets.token_hex(8).encode() if self._gave_up else b""

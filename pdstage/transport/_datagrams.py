@@ -1,7 +1,7 @@
 """Tags between processes of one host, over AF_UNIX datagrams in the abstract namespace.
 
 A datagram arrives whole or not at all. The kernel queues only a few for a receiver (net.unix.max_dgram_qlen) and
-refuses the next one. Refused datagrams wait at the sender, in order. Nothing here ever blocks.
+refuses the next one. Nothing here ever blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import secrets
 import socket
 import struct
-from collections import deque
 
 from pdstage import native
 
@@ -58,11 +57,10 @@ class Inbox:
 
 
 class Outbox:
-    """Sends to one inbox, and queues the tags that the inbox has no room for."""
+    """Sends to one inbox."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._waiting: deque[tuple[int, bytes]] = deque()
         self._socket = _socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_NBYTES)
 
@@ -76,27 +74,8 @@ class Outbox:
         elif code := native.ext.connect_abstract(self._socket.fileno(), self._name):
             raise OSError(code, os.strerror(code))
 
-    def put(self, ticket: int, tag: bytes) -> None:
-        self._waiting.append((ticket, tag))
-
-    def flush(self) -> list[int]:
-        """The tickets whose tags the inbox took now; `is_empty` says whether more wait. Raises `OSError` if it was
-        closed.
-        """
-        sent: list[int] = []
-        while self._waiting:
-            ticket, tag = self._waiting[0]
-            code = self._send(tag)
-            if code and (code == errno.EAGAIN or sent):  # the next flush reports any other error
-                break
-            if code:
-                raise OSError(code, os.strerror(code))
-            self._waiting.popleft()
-            sent.append(ticket)
-        return sent
-
-    def _send(self, tag: bytes) -> int:
-        """0 or the errno."""
+    def send(self, tag: bytes) -> int:
+        """0 or the errno: EAGAIN if the inbox has no room."""
         if native.ext is not None:
             return int(native.ext.send_datagram(self._socket.fileno(), tag))
         try:
@@ -104,15 +83,6 @@ class Outbox:
         except OSError as error:
             return error.errno or errno.EIO
         return 0
-
-    def is_empty(self) -> bool:
-        return not self._waiting
-
-    def drop(self) -> list[int]:
-        """Drops all tags that wait, and returns their tickets."""
-        tickets = [ticket for ticket, _ in self._waiting]
-        self._waiting.clear()
-        return tickets
 
     def close(self) -> None:
         self._socket.close()

@@ -13,7 +13,9 @@ leaves when `poll` finds them done, also after `disconnect`: so `stops_reads` is
 
 from __future__ import annotations
 
+import errno
 import select
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -60,6 +62,8 @@ class _Link(Link[_Description]):
         self.target = target
         self.views = Views()
         self.outbox = Outbox(description.life)
+        self.waiting: deque[tuple[int, bytes]] = deque()
+        """Tags that the inbox had no room for, by ticket."""
 
     def check_alive(self) -> None:
         """Raises `TransportError` if the peer's process ended, even if its pid is in use again, or if it closed its
@@ -233,7 +237,7 @@ class LocalTransport(Backend[_Link, _Description]):
 
     def _put(self, link: _Link, ticket: int, tag: bytes) -> None:
         if tag:
-            link.outbox.put(ticket, tag)
+            link.waiting.append((ticket, tag))
             self._send(link)
         else:
             self._tell(Done(ticket))
@@ -274,21 +278,21 @@ class LocalTransport(Backend[_Link, _Description]):
 
     def _send(self, link: _Link) -> None:
         """Sends the tags that wait for the peer. While some are left, the epoll watches for room."""
-        try:
-            for ticket in link.outbox.flush():
-                self._tell(Done(ticket))
-        except OSError:
+        code = 0
+        while link.waiting and not (code := link.outbox.send(link.waiting[0][1])):
+            self._tell(Done(link.waiting.popleft()[0]))
+        if code not in (0, errno.EAGAIN):
             self._give_up(link, link.gone())
-        if link.outbox.is_empty() and link in self._blocked:
-            self._blocked.remove(link)
-            self._epoll.unregister(link.outbox)
-        elif not link.outbox.is_empty() and link not in self._blocked:
+        if link.waiting and link not in self._blocked:
             self._blocked.add(link)
             self._epoll.register(link.outbox, select.EPOLLOUT)
+        elif not link.waiting and link in self._blocked:
+            self._blocked.remove(link)
+            self._epoll.unregister(link.outbox)
 
     def _give_up(self, link: _Link, error: TransportError) -> None:
-        for ticket in link.outbox.drop():
-            self._tell(PostFailed(ticket, error))
+        while link.waiting:
+            self._tell(PostFailed(link.waiting.popleft()[0], error))
 
 
 def _disconnected(peer: str) -> TransportError:

@@ -28,10 +28,7 @@ class Embedded:
 
     def __init__(self, table):
         self._table = table
-        self.publish = table.publish
-
-    def withdraw(self, one):
-        self._table.withdraw(one.instance, one.topology.unique_rank, one.incarnation)
+        self.publish, self.withdraw = table.publish, table.withdraw
 
     def lookup(self, dp_rank=None, *, instance=None):
         return self._table.lookup(instance, dp_rank)

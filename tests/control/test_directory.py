@@ -66,7 +66,7 @@ def test_what_the_directory_s_own_process_holds_needs_no_renewal(directory, cloc
     with pytest.raises(Incomplete) as caught:
         directory.lookup()
     assert caught.value.missing == (1,)
-    assert directory.withdraw("p0", 0, 1)
+    directory.withdraw(advert(0))
     assert directory.instances() == {}
 
 

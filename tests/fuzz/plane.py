@@ -14,7 +14,7 @@ from pdstage.control.bootstrap import Advert, BootstrapClient
 from pdstage.control.directory import MAX_ADVERTS, Directory
 from pdstage.control.directory_api import Adverts, Lookup, Publish, Withdraw
 from pdstage.control.directory_http import Handler
-from pdstage.errors import PdstageError, PeerError, UsageError
+from pdstage.errors import PdstageError, UsageError
 from pdstage.layout.topology import Topology
 
 _ADVERT = Advert(
@@ -56,7 +56,7 @@ def _server() -> _Server:
 
 def request_seeds() -> list[bytes]:
     asked = (
-        Publish(_ADVERT, 15.0), Withdraw("p0", 1, 1 << 60), Lookup(0, "p0"),
+        Publish(_ADVERT, 15.0), Withdraw(_ADVERT), Lookup(0, "p0"),
     )  # fmt: skip
     bodies = [msgspec.json.encode(one) for one in asked]
     puts = [b"PUT /v1/ask HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(one), one) for one in bodies]
@@ -92,12 +92,13 @@ def answer_seeds() -> list[bytes]:
 
 def run_answer(data: bytes) -> None:
     client = BootstrapClient("127.0.0.1:1")
-    try:
-        adverts = client.read_adverts(data)
-    except PeerError as error:
-        assert len(str(error)) < 4096
-        assert str(client.read_refusal(503, data))
-        adverts = []
+    adverts: list[Advert] = []
+    for status in (200, 503):
+        client._ask_http = lambda *_, status=status: (status, data)  # type: ignore[method-assign]
+        try:
+            adverts = client.lookup()
+        except PdstageError as error:
+            assert 0 < len(str(error)) < 8192
     texts = [advert.endpoint for advert in adverts] or [data.decode("utf-8", "replace")]
     for text in texts:
         for listening in (False, True):

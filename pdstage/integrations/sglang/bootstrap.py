@@ -12,7 +12,6 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from pdstage.control import directory_api
 from pdstage.control.directory import Directory
-from pdstage.errors import UsageError
 
 
 class PdStageKVBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
@@ -27,11 +26,6 @@ class PdStageKVBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
         self.app.router.add_route("*", "/v1/{rest:.*}", self._answer)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        try:
-            directory_api.check_body(request.content_length or 0)
-        except UsageError as error:
-            status, body = directory_api.refusal(error)
-        else:
-            target, data = str(request.rel_url), await request.read()
-            status, body = directory_api.answer(self.directory, request.method, target, data)
+        target, data = str(request.rel_url), await request.read()
+        status, body = directory_api.answer(self.directory, request.method, target, data)
         return web.Response(status=status, body=body, content_type="application/json")

@@ -37,7 +37,7 @@ class Client:
         self._table().publish(advert, ttl_s)
 
     def withdraw(self, advert: Advert) -> None:
-        self._table().withdraw(advert.instance, advert.topology.unique_rank, advert.incarnation)
+        self._table().withdraw(advert)
 
     def lookup(self, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]:
         return self._table().lookup(instance, dp_rank)
