@@ -24,7 +24,6 @@ from pdstage.manager import Items
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
     import torch
 
     from pdstage.layout.arrays import Part
@@ -60,8 +59,7 @@ def _caches(args: KVArgs, pools: Pools, axis: Axis, where: tuple[str, int]) -> P
         each = quotient("the number of KV buffers, K and V of each layer,", high - low, len(names))
         for i, role in enumerate(names):
             held = slice(low + i * each, low + (i + 1) * each)
-            numbers = None if prefix else layer_ids(pools.kv, each)
-            layers = args.kv_layer_ids[held] or numbers or list(range(each))
+            layers = args.kv_layer_ids[held] or layer_ids(None if prefix else pools.kv, each)
             roles[prefix + role] = Buffers(
                 args.kv_data_ptrs[held], args.kv_data_lens[held], args.kv_item_lens[held], layers
             )
@@ -84,7 +82,7 @@ def _append_state(states: StateComponents, args: KVArgs, number: int, place: Top
     layers, pools = args.state_layer_ids[number], Pools.of(args)
     if kind is StateType.SWA and args.swa_kv_cache_layout == "nhd":
         each = quotient("the number of buffers with a window, K and V of each layer,", len(ptrs), 2)
-        layers = layers or [*(layer_ids(pools.kv, each, window=True) or range(each))] * 2
+        layers = layers or layer_ids(pools.kv, each, window=True) * 2
         roles = {
             role: Buffers(ptrs[half], lens[half], items[half], layers[half])
             for role, half in (("k", slice(0, each)), ("v", slice(each, 2 * each)))
@@ -143,11 +141,6 @@ def _paging(kind: StateType, page_size: int) -> Paging | None:
     if kind in _SLOTS:
         return None
     return Paging(1, by_token=True) if kind is StateType.SWA_RING else Paging(page_size)
-
-
-def cache_items(pages: npt.NDArray[np.int32], first_page: int, page_size: int) -> dict[str, Items]:
-    """The caches' pages; the first is page `first_page` of the sequence."""
-    return {"kv": Items(pages, first_page * page_size)}
 
 
 def state_items(args: KVArgs, indices: Sequence[Any] | None, n_pages: int) -> dict[str, Items]:

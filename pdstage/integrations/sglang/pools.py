@@ -69,8 +69,8 @@ def name_of(pool: Any) -> str:  # noqa: ANN401
     return outside if outside == inside else f"{outside} over {inside}"
 
 
-def layer_ids(pool: Any, n: int, *, window: bool = False) -> list[int] | None:  # noqa: ANN401
-    """The model's numbers of the pool's `n` layers, in the order of its buffers; None if the pool has none.
+def layer_ids(pool: Any, n: int, *, window: bool = False) -> list[int]:  # noqa: ANN401
+    """The model's numbers of the pool's `n` layers, in the order of its buffers; from 0 on if the pool does not say.
 
     The numbers name layers alike on both sides, whatever pipeline stage holds them.
     """
@@ -79,8 +79,8 @@ def layer_ids(pool: Any, n: int, *, window: bool = False) -> list[int] | None:  
             (index, layer) for layer, (index, is_window) in pool.layers_mapping.items() if is_window == window
         )
         return [layer for _, layer in found]
-    start = getattr(pool, "start_layer", None)
-    return None if start is None else list(range(start, start + n))
+    start = getattr(pool, "start_layer", None) or 0
+    return list(range(start, start + n))
 
 
 LATENTS = (MLATokenToKVPool, DSATokenToKVPool)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from pdstage import State
+from pdstage import Items, State
 from pdstage.arguments import quotient
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import PdstageError
-from pdstage.integrations.sglang.memory import cache_items, state_items
+from pdstage.integrations.sglang.memory import state_items
 from pdstage.integrations.sglang.rows import write_row
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         args, self._aux_index = self.kv_mgr.kv_args, aux_index
         try:
             first = quotient("decode_prefix_len", decode_prefix_len or 0, args.page_size)
-            items = cache_items(kv_indices, first, args.page_size)
-            states = state_items(args, state_indices, first + len(kv_indices))
-            self._room.bind(items | states, after=self.kv_mgr.launched())
+            items = {"kv": Items(kv_indices, first * args.page_size)}
+            items |= state_items(args, state_indices, first + len(kv_indices))
+            self._room.bind(items, after=self.kv_mgr.launched())
         except PdstageError as error:
             self._fail(error)
         self.init_time = time.time()

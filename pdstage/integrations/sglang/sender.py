@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
-from pdstage import State
+from pdstage import Items, State
 from pdstage.errors import PdstageError
-from pdstage.integrations.sglang.memory import cache_items, state_items
+from pdstage.integrations.sglang.memory import state_items
 from pdstage.integrations.sglang.rows import read_row
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         args = self.kv_mgr.kv_args
         try:
             if len(kv_indices):
-                pages = cache_items(kv_indices, self._first_page + where.start, args.page_size)
-                self._room.chunk(pages, ready=ready)
+                first_token = (self._first_page + where.start) * args.page_size
+                self._room.chunk({"kv": Items(kv_indices, first_token)}, ready=ready)
             if is_last:
                 states = state_items(args, state_indices, self._first_page + self.num_kv_indices)
                 aux = read_row(args, self.aux_index, self.adapter) if self.aux_index is not None else None

@@ -43,6 +43,8 @@ class Load:
     remote: Remote
     phase: Phase = Phase.ANNOUNCED
     requests: set[str] = field(default_factory=set)
+    n_local: int = 0
+    """The tokens that the request which is about to load has already."""
     is_held: bool | None = None
     """Of a turn: whether its sender has it; None until that is known."""
     since: float = field(default_factory=time.monotonic)

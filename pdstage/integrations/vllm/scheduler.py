@@ -69,7 +69,6 @@ class SchedulerSide:
         self._all_whole = all(group.is_whole for group in self._groups)
         self._streams = Streams(self._groups)
         self._news = PdStageMetadata()
-        self._local: dict[str, int] = {}  # tokens that decode had when it asked for this engine's
         self._loads = Loads()
         self._kept: set[str] = set()
         """Requests whose KV is held for their conversation's next turn."""
@@ -114,12 +113,10 @@ class SchedulerSide:
     def close(self) -> None:
         """Ends the directory."""
         self._address = ""
-        if self._first is not None:
-            self._first.close()
-            self._first = None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        for one in (self._first, self._server):
+            if one is not None:
+                one.close()
+        self._first = self._server = None
 
     # Prefill.
 
@@ -153,7 +150,6 @@ class SchedulerSide:
         parameters.
         """
         params = request.kv_transfer_params
-        self._local.pop(request.request_id, None)
         if not params:
             return False, None
         if self._loads.is_running(request.request_id):
@@ -228,7 +224,11 @@ class SchedulerSide:
         if remote is None:
             _mark_read(params)
             return None
-        if not _same_adapter(request, params):
+        here = _adapter_of(request.lora_request)
+        if (there := params.get("remote_adapter", here)) != here:
+            log.warning(
+                "request %s has adapter %r here and %r at prefill: it is computed here", request.request_id, here, there
+            )
             self._news.wants.append((remote, False))
             _mark_read(params)
             return None
@@ -256,7 +256,7 @@ class SchedulerSide:
             return 0, False
         if is_turn and not load.is_held:
             return (None if load.is_awaited() else 0), False
-        self._local[request.request_id] = n_local
+        load.n_local = n_local
         return n_tokens - n_local, True
 
     def _n_of_prefill(self, request: Request, params: Mapping[str, Any]) -> int:
@@ -289,7 +289,7 @@ class SchedulerSide:
         load = self._wanted(request)
         if load is None:
             return
-        n_local, remote = self._local.pop(request.request_id, 0), load.remote
+        n_local, remote = load.n_local, load.remote
         if n_external <= 0:
             self._leave(request)
         else:
@@ -348,19 +348,6 @@ def _mark_read(params: dict[str, Any]) -> None:
     """It names no room any more: a request that is preempted later is computed here."""
     params["do_remote_prefill"] = False
     params["remote_room"] = None
-
-
-def _same_adapter(request: Request, params: Mapping[str, Any]) -> bool:
-    """Whether prefill computed the request's KV with the adapter (LoRA) that decode uses. If not, logs it and returns
-    false.
-    """
-    here = _adapter_of(request.lora_request)
-    there = params.get("remote_adapter", here)
-    if there != here:
-        log.warning(
-            "request %s has adapter %r here and %r at prefill: it is computed here", request.request_id, here, there
-        )
-    return bool(there == here)
 
 
 def _remote(params: Mapping[str, Any], *, is_turn: bool) -> Remote | None:

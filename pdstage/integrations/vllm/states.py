@@ -6,9 +6,11 @@ Only the kind of layer says what the conv state's channels are, as in vLLM's own
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
@@ -31,7 +33,9 @@ def state_parts(
     """A layer's states. `n_groups` are the groups of B and C in the whole model, if known. States of unknown kinds are
     transferred whole, between equal TP sizes only.
     """
-    states = _apart(cache, spec)
+    views = SimpleNamespace(get_state_shape=lambda: spec.shapes, get_state_dtype=lambda: spec.dtypes)
+    MambaBase.bind_kv_cache(views, cache.view(torch.int8))
+    states = views.kv_cache
     if spec.tp_replicated:
         return [slot_states([state], role=f"state{i}", **naming) for i, state in enumerate(states)]
     sections = _sections(spec, tp[0], n_groups)
@@ -51,19 +55,6 @@ def state_parts(
     # vLLM's kernels for the CPU keep a gated delta net's state as [head, k, v] in a tensor [head, v, k].
     turned = spec.mamba_type is _KINDS.GDN_ATTN and cache.device.type == "cpu"
     return [conv, mamba_ssm([states[1]], total_heads=cut, tp=tp, role="ssm_kv" if turned else "ssm", **naming)]
-
-
-def _apart(cache: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor]:
-    """The states in each block, in memory order."""
-    nbytes = spec.real_page_size_bytes
-    whole = cache.view(torch.int8)
-    pages = whole.as_strided((whole.shape[0], nbytes), (whole.stride(0), 1))
-    found, at = [], 0
-    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
-        size = math.prod(shape) * dtype.itemsize
-        found.append(pages[:, at : at + size].view(dtype).reshape(-1, *shape))
-        at += size
-    return found
 
 
 def _window(spec: MambaSpec) -> int:

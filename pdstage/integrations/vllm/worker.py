@@ -365,9 +365,12 @@ class WorkerSide:
         for request_id, (receiver, says) in list(self._receiving.items()):
             if receiver is None or receiver.released:
                 del self._receiving[request_id]
-                is_right = _is_as_expected(receiver, says, request_id)
                 results.finished_recving.add(request_id)
-                if not (self._note(receiver, request_id, "received") and is_right):
+                is_received = self._note(receiver, request_id, "received")
+                if is_received and receiver is not None and says not in (None, receiver.aux):
+                    log.warning("request %s is not received: prefill sent %r, not %r", request_id, receiver.aux, says)
+                    is_received = False
+                if not is_received:
                     results.failed_recving.add(request_id)
         return results
 
@@ -403,7 +406,7 @@ class WorkerSide:
             if total > was:
                 self._stats.add(name, total - was)
         lasting = (len(self._held), len(self._receiving), sum(n_blocks for n_blocks, _ in self._held.values()))
-        if self._stats.is_empty() and not any(lasting) and lasting == self._lasting:
+        if self._stats.is_empty() and not any(lasting + self._lasting):
             return None
         self._lasting = lasting
         oldest_s = max((time.monotonic() - since for _, since in self._held.values()), default=0.0)
@@ -437,11 +440,3 @@ def topology_of(parallel: ParallelConfig) -> Topology:
         cp_size=cp_size, cp_rank=cp_rank, pp_size=parallel.pipeline_parallel_size,
         pp_rank=parallel.rank // (tp_size * pcp_size) % parallel.pipeline_parallel_size,
     )  # fmt: skip
-
-
-def _is_as_expected(receiver: Receiver | None, expected: bytes | None, request_id: str) -> bool:
-    """Whether prefill's statement of an arrived room is what decode expects. If not, logs it and returns false."""
-    if receiver is None or receiver.state is not State.SUCCESS or expected is None or receiver.aux == expected:
-        return True
-    log.warning("request %s is not received: prefill sent %r, not %r", request_id, receiver.aux, expected)
-    return False

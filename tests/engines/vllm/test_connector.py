@@ -265,9 +265,9 @@ def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
     [("dst", "no port in this", "no port in this"), ("src", "127.0.0.1:1", "this engine does not decode")],
 )
 def test_a_room_that_cannot_be_announced_fails_its_request_only(
-    request, caplog, at: str, address: str, why: str
+    src, dst, caplog, at: str, address: str, why: str
 ) -> None:
-    side, remote = request.getfixturevalue(at), Remote("room", address, "engine")
+    side, remote = {"src": src, "dst": dst}[at], Remote("room", address, "engine")
     assert failed(side, PdStageMetadata(receives={"r": Receive(remote, side.held(BLOCKS, N_TOKENS))})) == {"r"}
     assert side.workers[0].get_kv_connector_stats().data["not_received"] == [1]
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
