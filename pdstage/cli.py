@@ -183,6 +183,7 @@ def _fence(given: argparse.Namespace) -> int:
         raise UsageError(
             f"the directory at {given.address} keeps no record of processes that ended",
             remedy=f"use one in etcd ({SCHEME}...), or call Node.fence at each node",
+            address=given.address,
         )
     wait_s = number("--wait", given.wait, above=0.0)
     with EtcdClient(given.address, _ANSWER_S) as client:
@@ -206,7 +207,7 @@ def _keys_given(given: argparse.Namespace) -> Keys | None:
     from pdstage.control.keys import Keys  # noqa: PLC0415
 
     if given.keys is None and given.allow is not None:
-        raise UsageError("--allow without --keys", remedy="pass this side's own key file too")
+        raise UsageError("--allow without --keys", remedy="pass this side's own key file too", field="allow")
     return Keys.load(given.keys, given.allow) if given.keys is not None else None
 
 

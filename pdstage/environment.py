@@ -49,7 +49,7 @@ class Variable(Generic[T_co]):
             return self.parse(text)
         except ValueError as error:
             raise UsageError(
-                f"{self.name}={text!r}: {error}", remedy=f"set it to {self.values}, or unset it"
+                f"{self.name}={text!r}: {error}", remedy=f"set it to {self.values}, or unset it", variable=self.name
             ) from error
 
 

@@ -118,6 +118,8 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
                     "writer that runs here",
                     remedy="use another attention backend, or set trust_layout after comparing this engine's answers "
                     "with those of one engine that serves alone",
+                    layer=probe.name,
+                    backend=probe.backend,
                 )
     finally:
         _wait(memory.values())
@@ -140,6 +142,7 @@ def _check_complete(views: Mapping[Key, View], probes: Sequence[LayerProbe]) -> 
         raise UsageError(
             f"{wrong[0]} is in {named.count(wrong[0])} probes and {'' if wrong[0] in views else 'not '}in the layout",
             remedy="give one LayerProbe for each layer, with the keys of all its views",
+            key=wrong[0],
         )
 
 
@@ -255,6 +258,8 @@ def _check_stored(
             raise UsageError(
                 f"the writer of layer {probe.name!r} says it stored {shape} bytes for {view.key}, not {wanted}",
                 remedy="return [cell, shard, byte] for every view of the layer",
+                layer=probe.name,
+                key=view.key,
             )
     rows = [row.tobytes() for view in views for cell in stored[view.key] for row in cell]
     telling = [row for row in rows if len(row) >= _TELLING_NBYTES]
@@ -262,6 +267,7 @@ def _check_stored(
         raise UsageError(
             f"the writer of layer {probe.name!r} stored the same bytes in two places, which proves nothing of either",
             remedy="draw every value anew",
+            layer=probe.name,
         )
 
 
@@ -289,6 +295,14 @@ def _compare(
         f"{_words(view, cell, shard)} as {_hex(expected, byte)}, and there it is {_hex(held, byte)} from byte {byte} "
         f"on ({len(wrong)} of {n_rows} rows differ; {_explained(held, views, cells, stored)})",
         remedy="nothing was moved: use another attention backend, or the pdstage release for this engine's version",
+        layer=probe.name,
+        backend=probe.backend,
+        key=view.key,
+        item=cell.item,
+        token=cell.token,
+        shard=shard,
+        expected=expected.hex(),
+        found=held.hex(),
     )
 
 
@@ -323,4 +337,6 @@ def _check_rest(probe: LayerProbe, rows: Sequence[_Saved], pages: Sequence[_Save
             f"attention backend {probe.backend} stores {n_changed} bytes of layer {probe.name!r} that no view covers: "
             "they would not be moved",
             remedy="use another attention backend, or the pdstage release for this engine's version",
+            layer=probe.name,
+            backend=probe.backend,
         )

@@ -61,8 +61,9 @@ def test_the_more_and_shorter_the_runs_the_more_for_staging():
      ("post_s", -1e-9), ("overlap", 1.5), ("lease_s", float("nan")), ("chunk_s", float("inf"))],
 )  # fmt: skip
 def test_numbers_that_cannot_be_are_refused_by_name(field, value):
-    with pytest.raises(UsageError, match=field):
+    with pytest.raises(UsageError, match=field) as caught:
         replace(COST, **{field: value})
+    assert caught.value.fields["field"] == field
 
 
 def test_bytes_computed_in_turn_go_in_as_many_pieces_as_pay():

@@ -68,8 +68,9 @@ def test_values(variable, text, value, monkeypatch):
 )
 def test_what_it_cannot_be_is_refused_by_name(variable, text, why, monkeypatch):
     monkeypatch.setenv(variable.name, text)
-    with pytest.raises(UsageError, match=rf"^{variable.name}='{re.escape(text)}': {why}"):
+    with pytest.raises(UsageError, match=rf"^{variable.name}='{re.escape(text)}': {why}") as caught:
         variable.read()
+    assert caught.value.fields == {"variable": variable.name}
 
 
 def test_a_name_nothing_reads_is_warned_of_once(monkeypatch, caplog):

@@ -103,6 +103,7 @@ def test_what_is_wrong_is_refused_by_name_and_left_as_it_was(name: str) -> None:
     with pytest.raises(UsageError, match="layer 'layers.0' .* attention backend SOME_ATTN") as refused:
         prove(wrong(k, v), writer(k, v))
     assert told in str(refused.value)
+    assert {"layer", "backend", "expected", "found", "item", "token", "shard"} <= set(refused.value.fields)
     assert torch.equal(k, before[0])
     assert torch.equal(v, before[1])
 

@@ -107,6 +107,7 @@ class StateComponents:
                 raise UsageError(
                     f"{view.key} is at {known:#x} and at {address:#x}",
                     remedy="two pools claim this layer's state: give each layer one pool",
+                    key=view.key,
                 )
             self._held[view.key] = address
             self._addresses.add((name, address))
@@ -152,7 +153,9 @@ def append_state_component(
         "slice_outer_counts": outers, "conv_shard_groups": groups,
     }.items():  # fmt: skip
         if len(entries) != n:
-            raise UsageError(f"{what} has {len(entries)} entries, data_ptrs has {n}", remedy="give one entry a buffer")
+            raise UsageError(
+                f"{what} has {len(entries)} entries, data_ptrs has {n}", remedy="give one entry a buffer", argument=what
+            )
     if known.positional and paging is None:
         raise UsageError(f"state kind {known.name!r} has token positions", remedy="say how its pages are: paging=...")
     states.names.extend({known.component} - set(states.names))

@@ -150,7 +150,7 @@ def arrays_of(argument: str, tensors: Tensors, axes: str, *, fewer: bool = False
         _check_strides(array)
         arrays.append(array)
     if not arrays:
-        raise UsageError(f"{argument} is empty", remedy="give one tensor a layer")
+        raise UsageError(f"{argument} is empty", remedy="give one tensor a layer", argument=argument)
     return arrays
 
 
@@ -255,6 +255,7 @@ def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = 
             raise UsageError(
                 f"{what} has {n_layers} entries, {first_role} has {len(first)}",
                 remedy="give one entry a layer",
+                argument=what,
             )
     name = canonical(naming.get("component", component))
     regions = list(dict.fromkeys(piece.array.region for pieces in roles.values() for piece in pieces))
@@ -310,4 +311,4 @@ def _moved(view: View, region: Region, held: Sequence[Region]) -> View:
 
 
 def refused(name: str, what: str, remedy: str) -> UsageError:
-    return UsageError(f"{name} {what}", remedy=remedy)
+    return UsageError(f"{name} {what}", remedy=remedy, argument=name)

@@ -41,7 +41,7 @@ class StateType:
     def component(self) -> str:
         """The name of its usual component. Raises `UsageError` for a kind without a component."""
         if not self.components:
-            raise UsageError(f"state kind {self.name!r} has no component", remedy="leave it out")
+            raise UsageError(f"state kind {self.name!r} has no component", remedy="leave it out", kind=self.name)
         return self.components[0]
 
     @staticmethod
@@ -52,7 +52,7 @@ class StateType:
         if found is None:
             known = ", ".join(_described(each) for each in registered())
             raise UsageError(
-                f"unknown state kind {name!r}", remedy=f"registered are {known}; StateType.register adds one"
+                f"unknown state kind {name!r}", remedy=f"registered are {known}; StateType.register adds one", kind=name
             )
         return found
 
@@ -69,6 +69,7 @@ class StateType:
                 raise UsageError(
                     f"state kind {kind.name!r} claims the name {name!r} of {_described(owner)}",
                     remedy="choose another name, alias or component",
+                    kind=kind.name,
                 )
         _BY_NAME.update(dict.fromkeys((kind.name, *kind.aliases), kind))
         _BY_COMPONENT.update(dict.fromkeys(kind.components, kind))

@@ -34,6 +34,9 @@ def shard_range(total: int, tp: int, rank: int) -> tuple[int, int]:
         raise UsageError(
             f"shard_range(total={total}, tp={tp}, rank={rank}) is impossible",
             remedy="give total >= 1, tp >= 1 and 0 <= rank < tp",
+            total=total,
+            tp=tp,
+            rank=rank,
         )
     start = rank * total // tp
     return start, max(start + 1, (rank + 1) * total // tp)

@@ -83,7 +83,7 @@ class View:
     def __post_init__(self) -> None:
         problem = self._problem()
         if problem:
-            raise UsageError(f"view {self.key} {problem}", remedy="correct the view's geometry")
+            raise UsageError(f"view {self.key} {problem}", remedy="correct the view's geometry", key=self.key)
 
     def _problem(self) -> str:  # noqa: PLR0911  (a list of rules)
         if not 1 <= len(self.rows) <= 2:
@@ -268,7 +268,7 @@ class Layout:
             name = canonical(given.key.component)
             view = given if name == given.key.component else replace(given, key=given.key._replace(component=name))
             if by_key.setdefault(view.key, view) is not view:
-                raise UsageError(f"view {view.key} is given twice", remedy="each key names one view")
+                raise UsageError(f"view {view.key} is given twice", remedy="each key names one view", key=view.key)
             check_inside(view, held)
         keys = sorted(by_key)
         names = dict.fromkeys(key.component for key in keys)
@@ -326,7 +326,7 @@ class Layout:
         component = held.get(name) or held.get(canonical(name))
         if component is None:
             known = ", ".join(self.names)
-            raise UsageError(f"no component {name!r}", remedy=f"this layout has {known}")
+            raise UsageError(f"no component {name!r}", remedy=f"this layout has {known}", component=name)
         return component
 
     def digest(self) -> str:
@@ -347,6 +347,7 @@ def check_inside(view: View, regions: tuple[Region, ...]) -> None:
         raise UsageError(
             f"view {view.key} covers bytes {low}..{high} of a region of {regions[view.region].nbytes}",
             remedy="register the whole allocation, or correct the strides",
+            key=view.key,
         )
 
 

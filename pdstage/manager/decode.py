@@ -111,7 +111,7 @@ class Receiver(Handle):
         )
         with self.driver.use():
             if self.bound:
-                raise UsageError(f"room {self.id!r} is bound already", remedy="call bind() once")
+                raise UsageError(f"room {self.id!r} is bound already", remedy="call bind() once", room=self.id)
             if aux is not None:
                 node._lend(self, aux)
             self.bound = True

@@ -84,7 +84,7 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
         checked[name] = _check_one(layout.component(name), pages, first, spans.get(name), unique=unique)
     for name in spans:
         if name not in checked and name not in nothing:
-            raise UsageError(f"tokens of {name!r} without its items", remedy="give the items too")
+            raise UsageError(f"tokens of {name!r} without its items", remedy="give the items too", component=name)
     return checked
 
 
@@ -144,6 +144,7 @@ def _check_one(
     own = CommonTokens.of(component.owned)
     end = first + len(given) * per_item
     start, stop = span if span is not None else _covered(own, first, end)
+    fields = {"component": name}
     low, high = own.count(start), own.count(stop)
     holds_none = component.owned.size > 1 and high <= low
     if start > stop or not (holds_none or first <= low <= high <= end):
@@ -151,16 +152,16 @@ def _check_one(
         mine = f" (of {component.owned}: its own {low}..{high})" if component.owned.size > 1 else ""
         raise UsageError(
             f"tokens {start}..{stop} of {name!r}{mine} are not in items that cover {first}..{end}",
-            remedy=remedy,
+            remedy=remedy, **fields,
         )  # fmt: skip
     if component.positional and first % per_item:
         remedy = f"round it down to a multiple of the {per_item} tokens an item has, and give that item too"
-        raise UsageError(f"first_token {first} of {name!r} is inside an item", remedy=remedy)
+        raise UsageError(f"first_token {first} of {name!r} is inside an item", remedy=remedy, **fields)
     problem = _problem(given, component.n_items, unique=unique)
     if problem is not None:
         what, at = problem
         remedy = f"give items of 0..{component.n_items - 1}, each at most once where they are destinations"
-        raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy)
+        raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy, position=at, **fields)
     pages = given.astype(np.int32)  # always a copy: the caller's array stays the caller's (I9)
     return Checked(pages, start, stop, Index.of(pages, first))
 
@@ -174,11 +175,14 @@ def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray
     try:
         array = np.asarray(pages)
     except Exception as error:
-        raise UsageError(f"items of {name!r} are {shown(pages)}", remedy="give one dimension of integers") from error
+        raise UsageError(
+            f"items of {name!r} are {shown(pages)}", remedy="give one dimension of integers", component=name
+        ) from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UsageError(
             f"items of {name!r} are {array.dtype} of shape {array.shape}",
             remedy="give one dimension of integers",
+            component=name,
         )
     return array
 

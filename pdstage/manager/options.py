@@ -128,6 +128,7 @@ def check_memory(options: NodeOptions, pool: Pool, traits: Traits) -> None:
         raise UsageError(
             f"path {path!r} of a pool on {pool.device} with {what}",
             remedy=f'choose path="staged"{"" if pool.on_host else ", or have staging memory where the pool is"}',
+            path=path,
         )
     if staged in traits.kinds:
         return
@@ -136,6 +137,8 @@ def check_memory(options: NodeOptions, pool: Pool, traits: Traits) -> None:
         f"transport {traits.name!r} moves {' and '.join(sorted(traits.kinds))} memory only, "
         f"and {mine} staging memory {'are' if staged == on_device else 'is'} on {where}",
         remedy=f"choose a transport that moves it: {able}" if able else "install one that moves it: none is here",
+        transport=traits.name,
+        device=where,
     )
 
 
@@ -158,4 +161,5 @@ def check_path(path: str, config: Config, *, writes: bool) -> None:
         raise UsageError(
             'Config.checksums with path="direct": only what is staged carries a checksum',
             remedy='choose path="staged" or "auto", or do without checksums',
+            path=path,
         )

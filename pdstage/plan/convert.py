@@ -130,7 +130,7 @@ def reformat(layout: Layout, formats: Mapping[Key, str]) -> Layout:
     """
     unknown = next((key for key in formats if key not in layout.by_key()), None)
     if unknown is not None:
-        raise UsageError(f"no view {unknown}", remedy="name views of this layout")
+        raise UsageError(f"no view {unknown}", remedy="name views of this layout", key=unknown)
     return with_views(layout, {k: replace(layout.by_key()[k], format=formats[k]) for k in formats})
 
 

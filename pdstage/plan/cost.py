@@ -54,12 +54,14 @@ class CostModel:
             raise UsageError(
                 f"descriptors are of {lengths} bytes",
                 remedy="give (bytes, seconds) with rising bytes, at least one",
+                field="descriptors",
             )
         for _, seconds in self.descriptors:
             if not 0 <= seconds < float("inf"):
                 raise UsageError(
                     f"of descriptors one takes {seconds} s",
                     remedy="times are at least 0 and finite",
+                    field="descriptors",
                 )
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
@@ -69,6 +71,7 @@ class CostModel:
                 raise UsageError(
                     f"{field.name} is {value}",
                     remedy="times are at least 0, rates more, all finite, and overlap at most 1",
+                    field=field.name,
                 )
 
     def direct_s(self, nbytes: int, n_descriptors: int, n_chunks: int = 1) -> float:

@@ -94,7 +94,7 @@ class DirectPlan:
         for chosen, src, dst in zip(src_chosen, self.src.rows, self.dst.rows, strict=True):
             views = src_views[chosen.key], dst_views[chosen.key]
             if problem := mismatch(*views):
-                raise UsageError(problem, remedy="the two sides must store this view alike")
+                raise UsageError(problem, remedy="the two sides must store this view alike", key=chosen.key)
             number = numbers.setdefault((views[0].region, views[1].region), len(numbers))
             pairs.append(_collapsed(_Pair(src, dst, number)))
         self._pairs = tuple(_fused(pairs))

@@ -116,6 +116,8 @@ def _deal(
             raise UsageError(
                 f"no prefill rank holds shard {shard} of {view.key}",
                 remedy="check both sides' model, layer split and component names",
+                key=view.key,
+                shard=shard,
             )
         dst = _replicas(axis.total, tp, shard) if regular else (rank,)
         for owned in token_parts(tuple(held), wanted, view.key.component):
@@ -146,6 +148,7 @@ def token_parts(held: tuple[TokenShard, ...], wanted: TokenShard, component: str
         f"prefill ranks hold of {component!r} {', '.join(map(str, sorted(held, key=astuple)))}; "
         f"decode holds {wanted}, and nobody sends {missing}",
         remedy="give each rank's `owned`, and have all context-parallel ranks of prefill serve the room",
+        component=component,
     )
 
 
@@ -232,6 +235,7 @@ class Staging:
                 raise UsageError(
                     f"shards {start}..{start + count} of {key} are not in this layout",
                     remedy=f"it holds {view.shards} shards of it" if view else "it has no such view",
+                    key=key,
                 )
             sized = _Sized(key.component, view.tokens_per_row, count * view.shard_nbytes)
             self._sized.append(sized)

@@ -160,9 +160,10 @@ class Table:
                 raise UsageError(
                     f"tokens {start}..{stop} of component {name!r}{self.side} have no index",
                     remedy="give its items",
+                    component=name,
                 )
             if index.bits not in (32, 64):
-                raise UsageError(f"an index of {index.bits}-bit items", remedy="give int32 or int64")
+                raise UsageError(f"an index of {index.bits}-bit items", remedy="give int32 or int64", component=name)
             parts.append(ComponentArgs(index.ptr, index.bits, index.n, index.first_token, start, stop))
         return parts
 
@@ -174,6 +175,8 @@ class Table:
             raise UsageError(
                 f"staging of {value} bytes is too small for {position}",
                 remedy="give at least nbytes(tokens) bytes",
+                nbytes=value,
+                needed=position,
             )
         what, remedy = {
             FAULT_RANGE: (
@@ -197,7 +200,7 @@ class Table:
                 "give each destination item once",
             ),
         }[fault]
-        raise UsageError(what, remedy=remedy)
+        raise UsageError(what, remedy=remedy, component=name, position=position, value=value)
 
     def resolve(self, parts: Sequence[ComponentArgs], *, unique: bool) -> list[Int64s]:
         """The items that each part touches, as int64; the numpy counterpart of resolve() in csrc/host/views.hpp.

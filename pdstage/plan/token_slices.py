@@ -100,6 +100,7 @@ class _Pieces:
                 f"view {view.key} has strides of {strides} bytes, cut into pieces of {self.grain} tokens: their only "
                 f"common unit is {unit}",
                 remedy="store it apart from wider views, or make the interleave larger",
+                key=view.key,
             )
         number = self._classes.setdefault(steps, len(self.steps))
         if number == len(self.steps):
@@ -134,6 +135,7 @@ class _Pieces:
                 f"the index of component {component!r} has {index.n} items from own token {index.first_token} on, on "
                 f"{index.device}; own tokens {own[0]}..{own[-1] + self.grain} are wanted",
                 remedy="give every item that the token range touches, in host memory, first_token at an item's start",
+                component=component,
             )
         return integers(index)[position].astype(np.int64), at - position * self.per_item
 

@@ -64,6 +64,7 @@ def test_a_device_pool_over_a_transport_of_host_memory(site, opened, path, role)
     for name in ("nixl", "mori"):  # mooncake: by its wheel
         assert (name in info.value.remedy.replace(",", "").split()) is (available().get(name) == "")
     assert "local" not in info.value.remedy
+    assert info.value.fields == {"transport": "host-only", "device": "cuda:0"}
     assert [transport.closed for transport in opened] == [True]
 
 
