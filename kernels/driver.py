@@ -39,7 +39,7 @@ _NON_BLOCKING, _DISABLE_TIMING = 1, 2  # CU_STREAM_NON_BLOCKING, CU_EVENT_DISABL
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_
 _IPC_NBYTES = 64  # CU_IPC_HANDLE_SIZE
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_NOT_READY, _ALREADY_ENABLED = 600, 704  # CUDA_ERROR_NOT_READY, _PEER_ACCESS_ALREADY_ENABLED
 _ADDRESS, _SIZE, _POINTER, _UINT = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
 
 
@@ -318,6 +318,12 @@ class Cuda:
         found = ctypes.c_int()
         check("cuDeviceCanAccessPeer", self._quick.cuDeviceCanAccessPeer(ctypes.byref(found), device, peer))
         return bool(found.value)
+
+    def enable_peer(self, peer: int) -> None:
+        """Lets kernels of the current device access memory of `peer`'s cuMemAlloc."""
+        status = self._slow.cuCtxEnablePeerAccess(_POINTER(self.primary(peer)), 0)
+        if status != _ALREADY_ENABLED:
+            check("cuCtxEnablePeerAccess", status)
 
     def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
         what = (_ADDRESS(dst_ptr), ctypes.c_void_p(src_ptr), _SIZE(nbytes), ctypes.c_void_p(stream))

@@ -147,6 +147,14 @@ class Cuda:
     def can_access(self, device: int, peer: int) -> bool:
         return device == peer or self.driver.can_access(device, peer)
 
+    def allow(self, device: int, peer: int, base: int, nbytes: int) -> None:
+        """Lets kernels on `device` write memory of this process on `peer`."""
+        with self.on(device):
+            self.driver.enable_peer(peer)
+            if not self.driver.attribute(driver.IPC_CAPABLE, base):  # virtual mappings are given access range by range
+                for start, whole in _ranges(self.driver, base, nbytes):
+                    self._calls.allow(start, whole, device)
+
     def open(self, export: Export, device: int, fetch: Callable[[int], int]) -> Mapping:
         """Maps another process's memory for kernels and copies of `device`. Memory that is open already is shared.
         `fetch` turns a descriptor number of that process into a descriptor of this one.

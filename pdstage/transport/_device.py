@@ -157,9 +157,8 @@ class Devices:
     ) -> _View:
         if fetch is None:
             if offered.device != device:
-                raise self._refused(
-                    peer, f"it is on device {offered.device} of this process, whose rank is on {device}"
-                )
+                self._check_access(peer, cuda, device, offered.device)
+                cuda.allow(device, offered.device, offered.base, offered.nbytes)
             return _View(offered.base, offered.nbytes, 0, None)
         export = offered.export
         if export is None:
@@ -167,13 +166,17 @@ class Devices:
         if not export.holds(offered.base, offered.nbytes):
             raise PeerError(f"peer {peer!r} describes memory outside its allocation", remedy="stop using that peer")
         seen = cuda.ordinal(export.uuid)
-        if seen is not None and not cuda.can_access(device, seen):  # else the driver knows, when it maps the memory
-            raise self._refused(peer, f"device {device} cannot access device {seen}")
+        if seen is not None:  # else only the driver knows, when it maps the memory
+            self._check_access(peer, cuda, device, seen)
         try:
             mapping = cuda.open(export, device, fetch)
         except TransportError as error:
             raise self._refused(peer, str(error)) from error
         return _View(offered.base, offered.nbytes, mapping.address - export.base, mapping)
+
+    def _check_access(self, peer: str, cuda: Cuda, device: int, other: int) -> None:
+        if not cuda.can_access(device, other):
+            raise self._refused(peer, f"device {device} cannot access device {other}")
 
     def _refused(self, peer: str, why: str) -> PeerError:
         if why not in self._said:

@@ -109,7 +109,7 @@ class Double:
         for name, answer, *given in (
             ("get", long, ctypes.c_char_p), ("set", None, ctypes.c_char_p, long), ("calls", long, ctypes.c_char_p),
             ("fail", None, ctypes.c_char_p, long, ctypes.c_int), ("copies_of", long, word), ("broken", ctypes.c_char_p),
-            ("allocate", word, word, ctypes.c_int, ctypes.c_int),
+            ("allocate", word, word, ctypes.c_int, ctypes.c_int), ("is_allowed", ctypes.c_int, word, ctypes.c_int),
             ("is_used", ctypes.c_int, word), ("see", None, ctypes.c_void_p, ctypes.c_int),
         ):  # fmt: skip
             function = getattr(library, f"cuda_double_{name}")
@@ -161,6 +161,14 @@ class Double:
     def drop_work(self) -> None:
         """All work that waits in streams is gone."""
         self._library.cuda_double_drop_work()
+
+    def is_allowed(self, address: int, device: int) -> bool:
+        """Whether cuMemSetAccess let that device in."""
+        return bool(self._library.cuda_double_is_allowed(address, device))
+
+    def has_peer(self, device: int, peer: int) -> bool:
+        """Whether cuCtxEnablePeerAccess let that device into the memory of `peer`."""
+        return bool(self._library.cuda_double_has_peer(device, peer))
 
     def on(self, device: int) -> driver.Current:
         return driver.Current(self.driver, self.driver.primary(device))

@@ -162,6 +162,7 @@ std::vector<int>& visible() {
 struct CUctx_st {
     int ordinal = 0;
     bool is_active = false;
+    std::set<int> peers;  // whose memory its kernels may access
     std::shared_ptr<struct CUstream_st> legacy;
 };
 
@@ -636,7 +637,7 @@ void cuda_double_reset() {
     State& all = state();
     all.settings = DEFAULTS;
     all.calls.clear(), all.fails.clear(), all.copies_of.clear(), all.broken.clear(), all.visible.clear();
-    for (int n = 0; n < 16; n++) contexts()[n].is_active = false;
+    for (int n = 0; n < 16; n++) contexts()[n].is_active = false, contexts()[n].peers.clear();
 }
 
 long cuda_double_calls(const char* name) { return state().calls[name]; }
@@ -665,12 +666,20 @@ uintptr_t cuda_double_allocate(size_t nbytes, int ordinal, int kind) {
     return is_device(ordinal) ? allocate(nbytes, visible()[size_t(ordinal)], Kind(kind)) : 0;
 }
 
+int cuda_double_is_allowed(uintptr_t address, int ordinal) {
+    const Locked locked;
+    Memory* one = of(address);
+    return one && one->allowed.count(visible()[size_t(ordinal)]);
+}
+
 // Whether another process has the memory open, or work that waits in a stream touches it.
 int cuda_double_is_used(uintptr_t address) {
     const Locked locked;
     Memory* one = of(address);
     return one && ((one->fd >= 0 && is_open_elsewhere(one->fd)) || is_touched(*one));
 }
+
+int cuda_double_has_peer(int ordinal, int peer) { return int(contexts()[ordinal].peers.count(peer)); }
 
 void cuda_double_put(CUstream handle, void (*call)(void*), void* argument) {
     const Locked locked;
@@ -855,6 +864,13 @@ CUresult cuCtxSynchronize() {
     for (CUstream_st* stream : all_streams())
         if (stream->context == bound) drain(*stream);
     return CUDA_SUCCESS;
+}
+
+CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
+    ENTER(UNSAFE | NEEDS_CONTEXT);
+    if (flags) return CUDA_ERROR_INVALID_VALUE;
+    if (setting("apart")) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+    return bound->peers.insert(peer->ordinal).second ? CUDA_SUCCESS : CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
 }
 
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* wanted) {

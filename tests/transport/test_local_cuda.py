@@ -375,23 +375,38 @@ def test_without_peer_access_it_is_said_once_and_nothing_is_opened(b, gpu, caplo
     a.close()
 
 
-def test_within_a_process_only_memory_of_ones_own_device_is_written(gpu):
-    mine, theirs, far = gpu.allocate(NBYTES), gpu.allocate(NBYTES), gpu.allocate(NBYTES, device=1)
-    a, b, c = (LocalTransport() for _ in range(3))
-    for end, memory in ((a, mine), (b, theirs), (c, far)):
+def within(*memories):
+    """Two transports of this process, of which the first may write the second's memory."""
+    a, b = ends = [LocalTransport() for _ in memories]
+    for end, memory in zip(ends, memories, strict=True):
         end.register([region_of(memory)])
-    a.connect("c", c.describe())
-    with pytest.raises(PeerError, match="on device 1 of this process"):
-        a.prepare("c", [region_of(far)])
     a.connect("b", b.describe())
-    a.prepare("b", [region_of(theirs)])
+    a.prepare("b", [region_of(memories[1])])
+    return a, b
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_within_a_process_kernels_of_one_gpu_are_let_into_the_others(gpu, segments):
+    """Into segments one by one: what enables a peer's access holds for memory of cudaMalloc alone."""
+    mine = gpu.allocate(NBYTES)
+    theirs = gpu.expandable(SIZES, types=0, device=1) if segments else gpu.allocate(NBYTES, device=1)
+    gpu["apart"] = 1
+    with pytest.raises(PeerError, match="device 0 cannot access device 1"):
+        within(mine, theirs)
+    gpu["apart"] = 0
+    a, b = within(mine, theirs)
+    a.connect("again", b.describe())
+    a.prepare("again", [region_of(theirs)])
+    assert (gpu.has_peer(0, 1), gpu.has_peer(1, 0)) == (True, False)
+    assert gpu.is_allowed(theirs.address, 0) == gpu.is_allowed(theirs.address, 1) == segments
     assert a.mapped("b", theirs.address + 8, 8).address == theirs.address + 8
     b.unregister([region_of(theirs)])
     assert a.mapped("b", theirs.address + 8, 8) is None
     with pytest.raises(TransportError, match="unregistered"):
         a.post("b", one(mine.address, theirs.address, 4), b"")
-    for end in (a, b, c):
-        end.close()
+    a.close()
+    b.close()
+    gpu.free(theirs.address)
 
 
 def test_host_and_device_memory_do_not_meet(a, b, stock):
