@@ -489,7 +489,8 @@ def _copy_passes(
 class _Running(NamedTuple):
     """A copy in the stream. `event` follows it; `total`, page-locked memory at `sum_ptr`, receives its checksum."""
 
-    ticket: int
+    ticket: int | None
+    """None: nobody asks for its end."""
     event: object
     total: NDArray[np.uint64]
     sum_ptr: int
@@ -527,7 +528,7 @@ class _Stream:
             self._runtime.record(spare.event, self._stream)
             while not self._runtime.done(spare.event):
                 if time.perf_counter() - began_at > _RATE_WAIT_S:
-                    self._running.append(spare._replace(tickets=()))  # else its last copy's, perhaps of another node
+                    self._running.append(spare._replace(ticket=None))  # else its last copy's, perhaps of another node
                     return math.inf
                 time.sleep(0)
             took_s = time.perf_counter() - began_at
@@ -576,5 +577,6 @@ class _Stream:
         while self._running and self._runtime.done(self._running[0].event):
             one = self._running.popleft()
             self._spare.append(one)
-            ended.append(Copied(one.ticket, one.error, int(one.total[0]), one.began_at, time.monotonic()))
+            if one.ticket is not None:
+                ended.append(Copied(one.ticket, one.error, int(one.total[0]), one.began_at, time.monotonic()))
         return ended

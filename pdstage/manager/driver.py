@@ -341,6 +341,13 @@ class Driver:
                 node.core.endpoint.tick(now)
             return came, self._take_effects()
 
+    def poll_early(self) -> None:
+        """The next turn begins with what the transport reports now."""
+        events = self._node.transport.poll()
+        self._early += events
+        if self._node.observed is not None:
+            self._node.observed.polled(events)
+
     def _receive(self) -> bool:
         """Takes in what peers sent, and answers operators. Whether there was one."""
         node, operators = self._node, []
@@ -465,7 +472,7 @@ class Driver:
                 with self.acting:  # an engine's call in another thread may post, or launch
                     if not fds:
                         began_s = time.thread_time()
-                        self._early += node.transport.poll()
+                        self.poll_early()
                         if node.transport.traits.polled and time.thread_time() - began_s > _MOVED_S:
                             self._moved_at = time.monotonic()
                     over = bool(self._early) or node.stager.over

@@ -352,7 +352,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
                 self.core.chunks.completed(effect.ticket, now, error)
         elif self.transport.traits_of(self.sessions.plan(effect.chunk.destination.session).label).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
-            self.driver._early += self.transport.poll()
+            self.driver.poll_early()
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Done) and (figures := event.figures):
@@ -360,7 +360,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         if not isinstance(event, Inbound) and (over := self.data_path.posts.ended(event)) is not None:
             ticket, error, settled = over
             if self.observed is not None:
-                self.observed.over(ticket, error, 0.0, now)
+                self.observed.over(ticket, error, 0.0, self.observed.post_ended(event.ticket, now))
             self.core.chunks.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:

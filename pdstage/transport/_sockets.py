@@ -22,8 +22,6 @@ from typing import NamedTuple
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 ESTABLISHED, FIN_WAIT1, TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 6, 7, 8, 9, 10, 11
 _STILL_SENDING = frozenset({FIN_WAIT1, LAST_ACK, CLOSING})  # an orphan's end that is not acknowledged yet
-_MAPPED = "0000000000000000FFFF0000"
-"""Begins an IPv4 address in the table of IPv6: one end of a connection is there if its listener is dual stack."""
 _PEER_ENDED = frozenset({TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING})  # closed or reset
 
 
@@ -95,10 +93,15 @@ def _holds_the_rest(fd: int) -> bool:
 def _read(table: Path) -> list[_Row]:
     lines = (line.split() for line in table.read_text().splitlines()[1:])
     return [
-        _Row(*(at.removeprefix(_MAPPED) for at in f[1:3]), int(f[3], 16), int(f[4].partition(":")[2], 16), f[9])
+        _Row(_plain(f[1]), _plain(f[2]), int(f[3], 16), int(f[4].partition(":")[2], 16), f[9])
         for f in lines
         if len(f) > 9
     ]
+
+
+def _plain(end: str) -> str:
+    """Begins with IPv4's address if it is one: one end of a connection is in IPv6's table if its listener is dual stack."""
+    return end.removeprefix("0000000000000000FFFF0000")
 
 
 def _own_sockets() -> dict[str, int]:
