@@ -100,7 +100,7 @@ def _read(table: Path) -> list[_Row]:
 
 
 def _plain(end: str) -> str:
-    """Begins with IPv4's address if it is one: one end of a connection is in IPv6's table if its listener is dual stack."""
+    """As IPv4's table has it: the other end of a connection to a dual-stack listener is in that one."""
     return end.removeprefix("0000000000000000FFFF0000")
 
 
