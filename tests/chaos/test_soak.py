@@ -42,7 +42,6 @@ CAPPED = {
     "HandshakeServer.lost": 4096,  # lost sessions that no late Hello may begin again
     "PrefillRooms.ended": 4096,
     "DecodeRooms._given_up": 4096,
-    "Roster._ended": 65_536,  # for `completions`
     "LogLimit._windows": 1024,
 }
 """Tables that remember the last so many of what is over, by design."""
@@ -128,7 +127,6 @@ class Star:
                 n_peers -= 1
                 there.append(self._born(ways[n_peers % len(ways)], n_rooms))
             there = [peer for peer in there if self._lives(peer)]
-            self.node.completions()
 
     def crowd(self, n_peers: int) -> None:
         """So many at once, and two rooms of each over the session that it has."""
