@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import numpy as np
+from msgspec.structs import replace
 
 from pdstage import arguments
 from pdstage.control.address import Address
