@@ -12,13 +12,13 @@ Read `LayerProbe`, then `prove_layout`.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from pdstage.errors import UsageError
+from pdstage.plan.tables import memory as memory_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -181,7 +181,7 @@ def _cells(views: Sequence[View], first: int) -> list[Cell]:
 def _bytes_of(region: Region) -> Memory:
     """A region's memory as uint8, without a copy."""
     if region.kind == "cpu":
-        return np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.base))
+        return memory_at(region.base, region.nbytes)
     import torch  # noqa: PLC0415  (importing pdstage does not import torch)
 
     return torch.as_tensor(_DeviceMemory(region), device=f"{region.kind}:{region.device}")

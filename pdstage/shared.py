@@ -56,13 +56,19 @@ def allocate(nbytes: int) -> NDArray[np.uint8]:
     except OSError:
         os.close(fd)
         raise
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        held.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(held, np.uint8)
-    memory[:: mmap.PAGESIZE] = 0  # touched now, so that first writes do not pay for the pages
+    memory = touched(held)
     base = memory.ctypes.data
     _held[base] = _Held(base, nbytes, fd, inode)
     weakref.finalize(memory, _let_go, base)  # not `held`: it is unmapped first, and other memory may lie there by then
+    return memory
+
+
+def touched(held: mmap.mmap) -> NDArray[np.uint8]:
+    """`held` in huge pages where the kernel has them, all of it touched: first writes do not pay for the pages."""
+    with contextlib.suppress(OSError):
+        held.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(held, np.uint8)
+    memory[:: mmap.PAGESIZE] = 0
     return memory
 
 

@@ -204,13 +204,7 @@ def _host_memory(nbytes: int, mappable: bool) -> NDArray[np.uint8]:
     if mappable:
         with contextlib.suppress(OSError):
             return shared.allocate(nbytes)
-    # Private, so that it may have huge pages; touched now, so that first writes do not pay for the pages.
-    held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        held.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(held, np.uint8)
-    memory[:: mmap.PAGESIZE] = 0
-    return memory
+    return shared.touched(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _address_of(tensor: object) -> tuple[int, int, str]:

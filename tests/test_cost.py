@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from pdstage.errors import UsageError
 from pdstage.plan.cost import CostModel

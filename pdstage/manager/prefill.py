@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import numpy as np
+from msgspec.structs import replace
 
 from pdstage import arguments
 from pdstage.control.address import Address
@@ -193,7 +193,7 @@ def _by_traits(traits: Traits, copies_at: float | None) -> CostModel:
     )  # fmt: skip
 
 
-class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
+class PrefillNode(Node[PrefillCore, ChunkEffect]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a name with options

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, fields
+
+from msgspec import Struct
 
 from pdstage.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
+class CostModel(Struct, frozen=True, forbid_unknown_fields=True):
     """The cost of bytes between two hosts: seconds, and bytes per second.
 
     A write takes `post_s` plus the time of its descriptors. `descriptors` gives the time of one descriptor by its
@@ -56,22 +56,15 @@ class CostModel:
                 remedy="give (bytes, seconds) with rising bytes, at least one",
                 field="descriptors",
             )
-        for _, seconds in self.descriptors:
-            if not 0 <= seconds < float("inf"):
+        numbers = {name: getattr(self, name) for name in self.__struct_fields__[1:]}
+        numbers |= {f"of descriptors one of {nbytes} bytes": seconds for nbytes, seconds in self.descriptors}
+        for name, value in numbers.items():
+            most, rate = 1.0 if name == "overlap" else math.inf, name.endswith("bytes_per_s")
+            if value is not None and not (0 <= value <= most and value < math.inf and (value > 0 or not rate)):
                 raise UsageError(
-                    f"of descriptors one takes {seconds} s",
-                    remedy="times are at least 0 and finite",
-                    field="descriptors",
-                )
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            least, most = (0.0, 1.0 if field.name == "overlap" else float("inf"))
-            rate = field.name.endswith("bytes_per_s")
-            if value is not None and not (least <= value <= most and value < float("inf") and (value > 0 or not rate)):
-                raise UsageError(
-                    f"{field.name} is {value}",
+                    f"{name} is {value}",
                     remedy="times are at least 0, rates more, all finite, and overlap at most 1",
-                    field=field.name,
+                    field=name.split()[1] if " " in name else name,
                 )
 
     def direct_s(self, nbytes: int, n_descriptors: int, n_chunks: int = 1) -> float:

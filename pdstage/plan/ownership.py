@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdstage.layout import Layout
+    from pdstage.plan.staging import Rect
 
 _MAX_GRAINS = 1 << 14
 
@@ -86,17 +87,6 @@ class CommonTokens:
 _EVERY_TOKEN = CommonTokens(ALL_TOKENS, ALL_TOKENS)
 
 
-class TokenRange(Protocol):
-    """Some tokens of a component, in absolute positions, such as `plan.Rect`."""
-
-    @property
-    def component(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-
-
 class Common:
     """By component, the tokens that a prefill rank and a decode rank both hold."""
 
@@ -120,7 +110,7 @@ class Common:
     def numbers(self, component: str) -> CommonTokens:
         return self._numberings.get(component, _EVERY_TOKEN)
 
-    def tokens(self, rects: Iterable[TokenRange]) -> dict[str, tuple[int, int]]:
+    def tokens(self, rects: Iterable[Rect]) -> dict[str, tuple[int, int]]:
         """The numbers of a chunk's tokens by component, as `Staging` and the kernels take token ranges."""
         if not self._numberings:
             return {rect.component: (rect.start, rect.stop) for rect in rects}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from msgspec.structs import fields, replace
 
 from pdstage.errors import UsageError
 from pdstage.plan.cost import CostModel

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import structs
 
 from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
@@ -317,7 +318,7 @@ def test_two_requests_of_one_room_are_sent_once(pair):
 
 def by_layers(folder: Path, side: Side) -> Side:
     """A producer that hands over each layer by itself: it takes a chunk to cost next to nothing."""
-    costs = {"nixl": replace(CostModel.linear(1e9, 1e-6, 1e-5), chunk_s=1e-9)}
+    costs = {"nixl": structs.replace(CostModel.linear(1e9, 1e-6, 1e-5), chunk_s=1e-9)}
     path = folder / "costs.json"
     Calibration(version=1, made_at="now", prefill_host="p", decode_host="d", transports=costs).write(path)
     return replace(side, options={"calibration": str(path)})
