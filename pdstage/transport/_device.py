@@ -185,12 +185,13 @@ class Devices:
         return PeerError(f"device memory of peer {peer!r} is not mapped: {why}", remedy=_OTHER_WAY, peer=peer)
 
     def start(self, word: object, spans: Spans, views: Views) -> None:
-        """Starts a copy of device memory; `ended` returns `word`. Raises `TransportError` if nothing is copied."""
+        """Starts a copy of device memory; `ended` returns `word`."""
         assert self._copies is not None, "device memory was prepared"
         dst, held = views.here(spans.dst)
         self._copies.start(word, spans._replace(dst=dst), held)
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[tuple[Any, TransportError | None]]:
+        """The words of copies that are over, and why one failed: then bytes may still land."""
         return self._copies.ended() if self._copies is not None else []
 
     def under_way(self) -> bool:
@@ -204,14 +205,6 @@ class Devices:
         self._copies = None
         self._regions.clear()
         self._exports.clear()
-
-
-class Ended(NamedTuple):
-    """A finished copy. Not `settled`: the device failed, and bytes may still land."""
-
-    word: Any
-    error: TransportError | None
-    settled: bool = True
 
 
 class _Running(NamedTuple):
@@ -238,34 +231,25 @@ class Copies:
         reap()
 
     def start(self, word: object, spans: Spans, held: object) -> None:
-        """Starts independent copies: by one call if the driver supports that, else one call per span.
-
-        Raises `TransportError` if nothing is copied. A fault after the first span is reported when the copy ends.
+        """Starts independent copies: by one call if the driver supports that, else one call per span. A fault is told
+        when what had begun is over.
         """
-        cuda, failed, begun = self._cuda, None, False
+        cuda, event, failed = self._cuda, 0, None
         try:
             with cuda.on(self._device):
                 event = self._spare.pop() if self._spare else cuda.driver.new_event()
-                # Spans that a refused batch has begun are copied again, after it.
-                begun = len(spans.nbytes) > 1 and cuda.has_batches
-                if not begun or not cuda.copy_batch(spans, self._stream):
-                    columns = zip(spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True)
-                    try:
-                        for dst, src, nbytes in columns:
+                try:  # spans that a refused batch has begun are copied again, after it
+                    if len(spans.nbytes) == 1 or not cuda.has_batches or not cuda.copy_batch(spans, self._stream):
+                        for src, dst, nbytes in zip(*(column.tolist() for column in spans), strict=True):
                             cuda.driver.copy(dst, src, nbytes, self._stream)
-                            begun = True
-                    except DriverError as error:
-                        failed = _failed(error)
-                        if not begun:
-                            raise
+                except DriverError as error:
+                    failed = _failed(error)
                 cuda.driver.record(event, self._stream)
         except DriverError as error:
-            if not begun:
-                raise _failed(error) from error
             failed, event = _failed(error), 0
         self.running.append(_Running(word, event, held, failed))
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[tuple[Any, TransportError | None]]:
         if not self.running:
             return []
         ended = []
@@ -274,13 +258,13 @@ class Copies:
                 while self.running and self.running[0].event and self._cuda.driver.done(self.running[0].event):
                     one = self.running.popleft()
                     self._spare.append(one.event)
-                    ended.append(Ended(one.word, one.error))
+                    ended.append((one.word, one.error))
             broken = bool(self.running) and not self.running[0].event
             failed = self.running[0].error if broken else None
         except DriverError as error:
             broken, failed = True, _failed(error)
         if broken:  # a failed device never answers again
-            ended += [Ended(one.word, one.error or failed, settled=False) for one in self.running]
+            ended += [(one.word, one.error or failed) for one in self.running]
             self.running.clear()
         return ended
 

@@ -127,7 +127,7 @@ BROKEN = {  # entry points of a broken distribution, and what is said of each
     "angry": ("angry:Angry", "OSError: libnpu.so"),
     "text": ("outside:TEXT", "not a Transport class"),
     "function": ("outside:make", "not a Transport class"),
-    "half": ("outside:Half", "lacks .*connect"),
+    "half": ("outside:Half", "and all verbs"),
     "bare": ("outside:Bare", "traits"),
     "local": ("angry:Angry", ""),
 }
