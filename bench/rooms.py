@@ -124,20 +124,18 @@ class _RoomRank(Actor):
 
     def run(self, rooms: range) -> float:
         """Seconds for all of `rooms`, `WINDOW` of them under way at once."""
-        start, begun = time.perf_counter(), 0
-        under_way: list[Sender | Receiver] = []
-        while begun < len(rooms) or under_way:
-            while begun < len(rooms) and len(under_way) < WINDOW:
-                under_way.append(self.begin(rooms[begun]))
+        start = time.perf_counter()
+        begun = ended = 0
+        while ended < len(rooms):
+            while begun < len(rooms) and begun - ended < WINDOW:
+                self.begin(rooms[begun])
                 begun += 1
-            ended = np.isin(self.node.poll_many(under_way)[0], (State.SUCCESS, State.FAILED))
-            if not ended.any():
+            done = self.node.completions()
+            for handle in done:
+                handle.wait()  # raises the error of one that failed
+            ended += len(done)
+            if not done:
                 self._wait_a_little()
-                continue
-            for handle, has_ended in zip(under_way, ended, strict=True):
-                if has_ended:
-                    handle.wait()  # raises the error of one that failed
-            under_way = [handle for handle, has_ended in zip(under_way, ended, strict=True) if not has_ended]
         return time.perf_counter() - start
 
     def beside_work(self, method: str, *given: object) -> Any:  # noqa: ANN401

@@ -128,7 +128,7 @@ class Receiver(Handle):
         self.driver.kick()
 
 
-class DecodeNode(Node[DecodeCore, Scatter]):
+class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     """One decode rank.
 
     `pool` holds the KV memory, `topology` the rank's place among those that receive a room together. `staging_nbytes`

@@ -142,6 +142,10 @@ class _Polled(NamedTuple):
     statuses: npt.NDArray[np.uint8]
 
 
+MAX_ENDED = 65_536
+"""Ended rooms that are kept for `completions`: an engine that never asks for them must not pay for each (I14)."""
+
+
 class Roster:
     """The handles of one node, by room, until their rooms are released.
 
@@ -150,6 +154,7 @@ class Roster:
 
     def __init__(self) -> None:
         self.by_room: dict[Room, Handle] = {}
+        self._ended: deque[Handle] = deque(maxlen=MAX_ENDED)
         # Lists and dictionaries whose single calls are each whole: waiters come and go in any thread, and when garbage
         # is collected, where a lock could be held by whom it interrupts.
         self._waiters: dict[Waiter, None] = {}
@@ -173,9 +178,12 @@ class Roster:
 
         A room may change in another thread meanwhile; that is told by another call.
         """
+        had_ended = handle.status & 0x7F in _ENDED
         if status & 0x7F == State.FAILED:
             handle.error = handle.room.error
         handle.status = status
+        if status & 0x7F in _ENDED and not had_ended:
+            self._ended.append(handle)
         if handle.waiters:
             self._due.append(handle.waiters)
         if status >= 0x80:
@@ -190,6 +198,14 @@ class Roster:
                 handle.status = State.FAILED
         self._n_changes += 1
         self.ring_all()
+
+    def take_ended(self) -> list[Handle]:
+        """All that ended since the last call. One by one, since the driver's thread may add another meanwhile."""
+        ended = list[Handle]()
+        with contextlib.suppress(IndexError):  # another thread took it
+            while self._ended:  # asked first, since an engine asks in each step, and mostly there is none
+                ended.append(self._ended.popleft())
+        return ended
 
     def statuses(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """(states, released) of `handles`; remembered while neither they nor any room changes."""

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar, cast
 
 import pdstage
 from pdstage import arguments
@@ -62,9 +62,10 @@ _kept_for_ever: list[object] = []
 
 AnyCore = TypeVar("AnyCore", bound="PrefillCore | DecodeCore")
 Own = TypeVar("Own", bound="ChunkEffect | Scatter")
+AnyHandle = TypeVar("AnyHandle", bound=Handle)
 
 
-class Node(ABC, Generic[AnyCore, Own]):
+class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
     """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back.
 
     With `async with` the event loop goes on while the node closes. `Own` are the effects of its role's core only.
@@ -320,6 +321,11 @@ class Node(ABC, Generic[AnyCore, Own]):
         except Exception as error:
             raise UsageError(f"handles are {arguments.shown(handles)}", remedy="give a list of handles") from error
 
+    def completions(self) -> list[AnyHandle]:
+        """The handles whose rooms ended since the last call; of more than 65,536 the latest."""
+        self.progress_inline()
+        return cast("list[AnyHandle]", self.roster.take_ended())
+
     def unfenced(self) -> dict[str, int]:
         """Peers whose lost sessions still keep memory of this node out of use, and how many such sessions each has.
 
@@ -511,4 +517,4 @@ class Node(ABC, Generic[AnyCore, Own]):
         await self.close_async()
 
 
-AnyNode: TypeAlias = Node[Any, Any]
+AnyNode: TypeAlias = Node[Any, Any, Any]

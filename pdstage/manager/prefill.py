@@ -193,7 +193,7 @@ def _by_traits(traits: Traits, copies_at: float | None) -> CostModel:
     )  # fmt: skip
 
 
-class PrefillNode(Node[PrefillCore, ChunkEffect]):
+class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a name with options

@@ -127,6 +127,7 @@ class Star:
                 n_peers -= 1
                 there.append(self._born(ways[n_peers % len(ways)], n_rooms))
             there = [peer for peer in there if self._lives(peer)]
+            self.node.completions()
 
     def gauge(self, before: Gauge | None = None) -> Gauge:
         """What is held at rest. Libraries close connections in their own time: `before` is waited for, a while."""

@@ -86,6 +86,7 @@ def life(nodes: list, handles: list, inline: str) -> None:
         one.wait(_LONGEST_S)
         other.abort()
         node.poll_many([one, other])
+        node.completions()
         node.status()
         one.wait_released(_LONGEST_S)
     assert dst.holds(1, TOKENS, into)
