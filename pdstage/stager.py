@@ -60,16 +60,6 @@ _locked: WeakKeyDictionary[Runtime, Counter[int]] = WeakKeyDictionary()
 """How many hold each address that was page-locked here."""
 
 
-def place_of(staging: object, device: str, staging_on: str) -> str:
-    """Where the staging memory of a pool on `device` lies: where the tensor `staging` is, else as `staging_on` says.
-
-    "pool" is the pool's device, "host" is page-locked memory of this host.
-    """
-    if staging is None:
-        return "cpu" if staging_on == "host" else device
-    return _address_of(staging)[2]
-
-
 class PageLock:
     """Host memory that a device's kernels read and write in place, until `release`.
 
@@ -114,34 +104,29 @@ class PageLock:
 
 
 class Memory:
-    """Staging memory of this process: page-aligned, or a caller's tensor or array of bytes.
+    """Staging memory of this process, aligned to pages.
 
     It is on the pool's `device`, or in host memory, which is then page-locked so that the pool's kernels reach it;
     `runtime` is that device's. `mappable` allocates host memory that peers on this host can map, if the system has such
-    memory. Raises `UsageError` for a tensor on another device.
+    memory. Raises `UsageError` if there is not as much.
     """
 
     def __init__(
         self,
         nbytes: int,
-        tensor: object = None,
         device: str = "cpu",
         *,
         mappable: bool = False,
         runtime: Runtime | None = None,
         staging_on: str = "pool",
     ) -> None:
-        where = place_of(tensor, device, staging_on)
-        if not (_same(where, device) or (where == "cpu" and runtime is not None)):
-            raise UsageError(
-                f"staging memory on {where} for a pool on {device}", remedy="give a tensor on its device, or on the CPU"
-            )
+        where = "cpu" if staging_on == "host" else device
         self._runtime, self._kept = runtime, 0
-        self._held = tensor
-        base, nbytes = self._allocate(nbytes, where, mappable) if tensor is None else _address_of(tensor)[:2]
+        self._held: NDArray[np.uint8] | None = None
+        base, nbytes = self._allocate(nbytes, where, mappable)
         kind, _, number = where.partition(":")
         self.region = Region(base, nbytes, kind, int(number or 0))
-        self._lock = PageLock("staging memory", () if _same(where, device) else (self.region,), runtime)
+        self._lock = PageLock("staging memory", () if where == device else (self.region,), runtime)
 
     def _allocate(self, nbytes: int, where: str, mappable: bool) -> tuple[int, int]:
         """Address and bytes."""
@@ -171,20 +156,13 @@ class Memory:
 
     def parts(self, n: int) -> list[Region]:
         """`n` equal parts, each 256-byte aligned and a multiple of 256 bytes long."""
-        base = -(-self.region.base // ALIGNMENT) * ALIGNMENT
-        nbytes = (self.region.base + self.region.nbytes - base) // n // ALIGNMENT * ALIGNMENT
+        base, nbytes = self.region.base, self.region.nbytes // n // ALIGNMENT * ALIGNMENT
         if n < 1 or nbytes < ALIGNMENT:
             raise UsageError(
                 f"{self.region.nbytes} bytes of staging memory do not make {n} parts",
-                remedy=f"raise staging_nbytes to at least {(n + 1) * ALIGNMENT}",
+                remedy=f"raise staging_nbytes to at least {n * ALIGNMENT}",
             )
         return [Region(base + part * nbytes, nbytes, self.region.kind, self.region.device) for part in range(n)]
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two devices are the same; "cuda" is "cuda:0"."""
-    (kind, _, number), (other_kind, _, other_number) = one.partition(":"), other.partition(":")
-    return (kind, number or "0") == (other_kind, other_number or "0")
 
 
 def _granted(nbytes: int, where: str, ask: Callable[[], T]) -> T:
@@ -202,20 +180,6 @@ def _host_memory(nbytes: int, mappable: bool) -> NDArray[np.uint8]:
         with contextlib.suppress(OSError):
             return shared.allocate(nbytes)
     return shared.touched(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def _address_of(tensor: object) -> tuple[int, int, str]:
-    """Address, bytes and device."""
-    if isinstance(tensor, np.ndarray):
-        if not tensor.flags.c_contiguous or not tensor.flags.writeable:
-            raise UsageError(
-                "staging memory that is not contiguous, or read-only", remedy="give a whole contiguous array"
-            )
-        return tensor.ctypes.data, tensor.nbytes, "cpu"
-    try:
-        return int(tensor.data_ptr()), int(tensor.nbytes), str(getattr(tensor, "device", "cpu"))  # type: ignore[attr-defined]
-    except Exception as error:
-        raise UsageError(f"staging memory is {shown(tensor)}", remedy="give a tensor or a numpy array") from error
 
 
 class Copied(NamedTuple):

@@ -202,11 +202,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect]):
     (`pdstage.transport.open_from_config`) or an open transport. `bootstrap` is the directory to publish to; None embeds
     one on the host of `bind`, at `bootstrap_address`. Where the engine keeps the directory itself, `publish` is false,
     and `advert` is what to put there.
-    `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
-    instead of memory of the node's own. `staging_on` is "pool", where the pool lies, or "host", page-locked memory of
-    this host, for a pool on a GPU whose memory no NIC reaches (no GPUDirect); then, and with a tensor in host memory,
-    `path` must be "staged". So must it be if pages of a GPU's pool are in host memory (`Pool.on_host`): they are
-    page-locked, bytes land on the GPU, and its kernels scatter them. `path` is "auto" (by cost), "staged" or "direct".
+    `staging_nbytes` are split into `n_buffers` send buffers. `staging_on` is "pool", where the pool lies, or "host",
+    page-locked memory of this host, for a pool on a GPU whose memory no NIC reaches (no GPUDirect); then `path` must be
+    "staged". So must it be if pages of a GPU's pool are in host memory (`Pool.on_host`): they are page-locked, bytes
+    land on the GPU, and its kernels scatter them. `path` is "auto" (by cost), "staged" or "direct".
     `bind` is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else
     `insecure` must be true, and so for the directory. `config` holds deadlines and limits. `progress` is "inline"
     (polls do the work) or "thread", which sets Python's switch interval to 0.1 ms at most.
