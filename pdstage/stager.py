@@ -13,7 +13,7 @@ import os
 import time
 from collections import Counter, deque
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,6 +24,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Index, Pool
 from pdstage.layout import Layout, Region
 from pdstage.plan import Select, layers_of, selects
+from pdstage.plan.token_slices import by_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -225,16 +226,11 @@ class Passes:
         self,
         pools: tuple[Pool, Pool],
         cuts: tuple[Cut, Cut],
-        selects: tuple[Sequence[Select], Sequence[Select]],
+        selects: Sequence[Sequence[Select]],
     ) -> None:
         self.cuts = cuts
-        chosen: dict[tuple[int, int], tuple[list[Select], list[Select]]] = {}
-        for pair in zip(*map(sorted, selects), strict=True):
-            numbers = cuts[0].class_of(pair[0].key), cuts[1].class_of(pair[1].key)
-            for side, one in zip(chosen.setdefault(numbers, ([], [])), pair, strict=True):
-                side.append(one)
         self.plans: list[tuple[int, int, Plan, Plan]] = []
-        for (i, j), parts in chosen.items():
+        for (i, j), parts in by_classes(cuts[0], selects[0], cuts[1], selects[1]).items():
             ours, theirs = (
                 Pool.of(Layout(pool.layout.regions, cut.layouts[number].components), pool.device, pool).plan(
                     part, only="copy_to"
@@ -362,14 +358,11 @@ class Stager:
         staged = None if staged is self.pool.layout else staged
         select = selects(staged or self.pool.layout, move.owned, move.rects)
 
-        def plan(pool: Pool, chosen: Sequence[Select]) -> Plan:
-            return pool.plan(chosen, move.order, checksum=move.checksum, staged=staged, only=self._only)
-
-        if cut is None or not cut.key:
-            return ((0, plan(self.pool, select)),)
-        pools = [Pool.of(layout, self.pool.device, self.pool) for layout in cut.layouts]
-        runs = cut.runs(select)
-        return tuple((number, plan(pools[number], run)) for number, run in runs)
+        pools, runs = [self.pool], [(0, list(select))]
+        if cut is not None and cut.key:
+            pools, runs = [Pool.of(layout, self.pool.device, self.pool) for layout in cut.layouts], cut.runs(select)
+        how: dict[str, Any] = {"checksum": move.checksum, "staged": staged, "only": self._only}
+        return tuple((number, pools[number].plan(run, move.order, **how)) for number, run in runs)
 
 
 def _item_nbytes(views: Sequence[View]) -> int:

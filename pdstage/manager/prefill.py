@@ -89,11 +89,8 @@ class Sender(Handle):
     def backlog_nbytes(self) -> int:
         """Bytes given to `chunk` that no write has carried yet, summed over destinations."""
         with self.driver.use():
-            return self._backlog_nbytes()
-
-    def _backlog_nbytes(self) -> int:
-        chunks = (chunk for destination in self.room.destinations.values() for chunk in destination.chunks.values())
-        return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
+            chunks = (chunk for destination in self.room.destinations.values() for chunk in destination.chunks.values())
+            return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
 
     @changes_rooms
     def chunk(
@@ -172,7 +169,7 @@ class Sender(Handle):
     def _is_carried(self) -> bool:
         room = self.room
         with self.driver.lock:
-            return room.ended or not room.sources or (room.opened and not self._backlog_nbytes())
+            return room.ended or not room.sources or (room.opened and not self.backlog_nbytes)
 
 
 _DEVICE_CHUNK_S = 250e-6
@@ -261,18 +258,16 @@ class PrefillNode(Node[PrefillCore, ChunkEffect]):
             layout=pool.layout.digest(), transports=tuple(offer.transport for offer in self.offers), version=VERSION,
         )  # fmt: skip
         try:
+            if publish and not bootstrap:
+                host = Address.parse(self.options["bind"], "tcp", listening=True)._replace(port=0)
+                self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=self.options["insecure"]).start()
+                self.bootstrap_address = self._bootstrap.address
             if publish:
-                self.bootstrap_address = bootstrap or self._embed_bootstrap()
                 self.directory.publish(self.bootstrap_address, lambda: [self.advert])
             self.driver.start()
         except BaseException:  # a Ctrl-C too: an advert would be renewed for a node that nobody has
             self.close()
             raise
-
-    def _embed_bootstrap(self) -> str:
-        host = Address.parse(self.options["bind"], "tcp", listening=True)._replace(port=0)
-        self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=self.options["insecure"]).start()
-        return self._bootstrap.address
 
     def cost_of(self, traits: Traits) -> CostModel:
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies by
