@@ -102,10 +102,10 @@ def with_rooms(now: Status, handles: Collection[Handle]) -> Status:
 
 def by_state(handles: Iterable[Handle]) -> dict[str, int]:
     """How many of `handles` are in each state."""
-    found = Counter(dict.fromkeys(range(len(STATES)), 0))
+    found = dict.fromkeys(STATES, 0)
     for handle in handles:
-        found[handle.status & 0x7F] += 1
-    return {STATES[state]: n for state, n in found.items()}
+        found[STATES[handle.status & 0x7F]] += 1
+    return found
 
 
 def oldest(handles: Iterable[Handle], n: int) -> list[OpenRoom]:
