@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter, deque
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +25,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Index, Pool
 from pdstage.layout import Layout, Region
 from pdstage.plan import VIEW_ALIGNMENT, Select, layers_of, selects
+from pdstage.plan.token_slices import by_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,16 +62,6 @@ _released: WeakKeyDictionary[Runtime, dict[int, list[int]]] = WeakKeyDictionary(
 """
 _locked: WeakKeyDictionary[Runtime, Counter[int]] = WeakKeyDictionary()
 """How many hold each address that was page-locked here."""
-
-
-def place_of(staging: object, device: str, staging_on: str) -> str:
-    """Where the staging memory of a pool on `device` lies: where the tensor `staging` is, else as `staging_on` says.
-
-    "pool" is the pool's device, "host" is page-locked memory of this host.
-    """
-    if staging is None:
-        return "cpu" if staging_on == "host" else device
-    return _address_of(staging)[2]
 
 
 class PageLock:
@@ -117,34 +108,29 @@ class PageLock:
 
 
 class Memory:
-    """Staging memory of this process: page-aligned, or a caller's tensor or array of bytes.
+    """Staging memory of this process, aligned to pages.
 
     It is on the pool's `device`, or in host memory, which is then page-locked so that the pool's kernels reach it;
     `runtime` is that device's. `mappable` allocates host memory that peers on this host can map, if the system has such
-    memory. Raises `UsageError` for a tensor on another device.
+    memory. Raises `UsageError` if there is not as much.
     """
 
     def __init__(
         self,
         nbytes: int,
-        tensor: object = None,
         device: str = "cpu",
         *,
         mappable: bool = False,
         runtime: Runtime | None = None,
         staging_on: str = "pool",
     ) -> None:
-        where = place_of(tensor, device, staging_on)
-        if not (_same(where, device) or (where == "cpu" and runtime is not None)):
-            raise UsageError(
-                f"staging memory on {where} for a pool on {device}", remedy="give a tensor on its device, or on the CPU"
-            )
+        where = "cpu" if staging_on == "host" else device
         self._runtime, self._kept = runtime, 0
-        self._held = tensor
-        base, nbytes = self._allocate(nbytes, where, mappable) if tensor is None else _address_of(tensor)[:2]
+        self._held: NDArray[np.uint8] | None = None
+        base, nbytes = self._allocate(nbytes, where, mappable)
         kind, _, number = where.partition(":")
         self.region = Region(base, nbytes, kind, int(number or 0))
-        self._lock = PageLock("staging memory", () if _same(where, device) else (self.region,), runtime)
+        self._lock = PageLock("staging memory", () if where == device else (self.region,), runtime)
 
     def _allocate(self, nbytes: int, where: str, mappable: bool) -> tuple[int, int]:
         """Address and bytes."""
@@ -174,20 +160,13 @@ class Memory:
 
     def parts(self, n: int) -> list[Region]:
         """`n` equal parts, each 256-byte aligned and a multiple of 256 bytes long."""
-        base = -(-self.region.base // ALIGNMENT) * ALIGNMENT
-        nbytes = (self.region.base + self.region.nbytes - base) // n // ALIGNMENT * ALIGNMENT
+        base, nbytes = self.region.base, self.region.nbytes // n // ALIGNMENT * ALIGNMENT
         if n < 1 or nbytes < ALIGNMENT:
             raise UsageError(
                 f"{self.region.nbytes} bytes of staging memory do not make {n} parts",
-                remedy=f"raise staging_nbytes to at least {(n + 1) * ALIGNMENT}",
+                remedy=f"raise staging_nbytes to at least {n * ALIGNMENT}",
             )
         return [Region(base + part * nbytes, nbytes, self.region.kind, self.region.device) for part in range(n)]
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two devices are the same; "cuda" is "cuda:0"."""
-    (kind, _, number), (other_kind, _, other_number) = one.partition(":"), other.partition(":")
-    return (kind, number or "0") == (other_kind, other_number or "0")
 
 
 def _granted(nbytes: int, where: str, ask: Callable[[], T]) -> T:
@@ -205,20 +184,6 @@ def _host_memory(nbytes: int, mappable: bool) -> NDArray[np.uint8]:
         with contextlib.suppress(OSError):
             return shared.allocate(nbytes)
     return shared.touched(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def _address_of(tensor: object) -> tuple[int, int, str]:
-    """Address, bytes and device."""
-    if isinstance(tensor, np.ndarray):
-        if not tensor.flags.c_contiguous or not tensor.flags.writeable:
-            raise UsageError(
-                "staging memory that is not contiguous, or read-only", remedy="give a whole contiguous array"
-            )
-        return tensor.ctypes.data, tensor.nbytes, "cpu"
-    try:
-        return int(tensor.data_ptr()), int(tensor.nbytes), str(getattr(tensor, "device", "cpu"))  # type: ignore[attr-defined]
-    except Exception as error:
-        raise UsageError(f"staging memory is {shown(tensor)}", remedy="give a tensor or a numpy array") from error
 
 
 class Copied(NamedTuple):
@@ -264,16 +229,11 @@ class Passes:
         self,
         pools: tuple[Pool, Pool],
         cuts: tuple[Cut, Cut],
-        selects: tuple[Sequence[Select], Sequence[Select]],
+        selects: Sequence[Sequence[Select]],
     ) -> None:
         self.cuts = cuts
-        chosen: dict[tuple[int, int], tuple[list[Select], list[Select]]] = {}
-        for pair in zip(*map(sorted, selects), strict=True):
-            numbers = cuts[0].class_of(pair[0].key), cuts[1].class_of(pair[1].key)
-            for side, one in zip(chosen.setdefault(numbers, ([], [])), pair, strict=True):
-                side.append(one)
         self.plans: list[tuple[int, int, Plan, Plan]] = []
-        for (i, j), parts in chosen.items():
+        for (i, j), parts in by_classes(cuts[0], selects[0], cuts[1], selects[1]).items():
             ours, theirs = (
                 Pool.of(Layout(pool.layout.regions, cut.layouts[number].components), pool.device, pool).plan(
                     part, only="copy_to"
@@ -429,14 +389,11 @@ class Stager:
         staged = None if staged is self.pool.layout else staged
         select = selects(staged or self.pool.layout, move.owned, move.rects)
 
-        def plan(pool: Pool, chosen: Sequence[Select]) -> Plan:
-            return pool.plan(chosen, move.order, checksum=move.checksum, staged=staged, only=self._only)
-
-        if cut is None or not cut.key:
-            return ((0, plan(self.pool, select)),)
-        pools = [Pool.of(layout, self.pool.device, self.pool) for layout in cut.layouts]
-        runs = cut.runs(select)
-        return tuple((number, plan(pools[number], run)) for number, run in runs)
+        pools, runs = [self.pool], [(0, list(select))]
+        if cut is not None and cut.key:
+            pools, runs = [Pool.of(layout, self.pool.device, self.pool) for layout in cut.layouts], cut.runs(select)
+        how: dict[str, Any] = {"checksum": move.checksum, "staged": staged, "only": self._only}
+        return tuple((number, pools[number].plan(run, move.order, **how)) for number, run in runs)
 
 
 def _item_nbytes(views: Sequence[View]) -> int:

@@ -89,13 +89,12 @@ def listen_where_another_does() -> None:
     ("make", "error", "words"),
     [
         (lambda: decode_node(Rank(), n_lanes=10_000), UsageError, "parts"),
-        (lambda: decode_node(Rank(), staging="a tensor"), UsageError, "staging"),
         (lambda: decode_node(Rank(), progress="magic"), UsageError, "progress is .magic."),
         (lambda: decode_node(Rank(), keys="/nowhere"), UsageError, "/nowhere"),
         (listen_where_another_does, TransportError, "cannot listen"),
         (publish_nowhere, TransportError, "127.0.0.1:1"),
     ],
-    ids=["lanes", "staging", "progress", "keys", "address", "directory"],
+    ids=["lanes", "progress", "keys", "address", "directory"],
 )
 def test_a_node_that_cannot_be_made_leaves_nothing_open(make, error, words):
     def once() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _OURS = {
-    "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "staging", "bind",
+    "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "bind",
 }  # fmt: skip
 """Arguments that the adapter sets itself."""
 

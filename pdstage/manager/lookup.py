@@ -7,14 +7,13 @@ nobody else waiting. One more thread renews what this node has published.
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import logging
 import random
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pdstage.control.bootstrap import Advert, DirectoryClient, Incomplete, client_of
@@ -39,12 +38,14 @@ _MAX_ADDRESSES = 256
 """Addresses asked at a time; each has a thread."""
 
 
-class _Lookup(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Lookup:
     client: DirectoryClient
     dp_rank: int | None
     instance: str | None
     deadline_at: float
     answer: Answer
+    ask_at: float = 0.0
     wait_s: float = _RETRY_S
     """Until it is asked again, if not all is there yet."""
 
@@ -65,7 +66,6 @@ class Directory:
         self._closed = False
         self.counters = DirectoryCounters()
         self._askers: dict[str, _Asker] = {}
-        self._n = itertools.count()
         self._publication: _Publication | None = None
         self._cache_s = cache_s
         self._watching: dict[str, EtcdClient] = {}
@@ -115,7 +115,7 @@ class Directory:
         try:
             with self._lock:
                 if not self._closed:
-                    self._put(_Lookup(client, dp_rank, instance, deadline_at, answer), 0.0)
+                    self._put(_Lookup(client, dp_rank, instance, deadline_at, answer))
         except TransportError as error:
             answer(None, error)
 
@@ -157,8 +157,8 @@ class Directory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _put(self, look: _Lookup, wait_s: float) -> None:
-        """Under the lock: `look` is asked in `wait_s`, by the thread of its address."""
+    def _put(self, look: _Lookup) -> None:
+        """Under the lock: `look` is asked when it says, by the thread of its address."""
         address = look.client.given
         asker = self._askers.get(address)
         if asker is None:
@@ -174,43 +174,45 @@ class Directory:
                 what = f"no thread could be started for a lookup ({error})"
                 raise TransportError(what, remedy="free some") from error
             asker = self._askers[address] = _Asker(thread, threading.Condition(self._lock), [])
-        heapq.heappush(asker.waiting, (time.monotonic() + wait_s, next(self._n), look))
+        asker.waiting.append(look)
         asker.changed.notify()
 
     def _serve(self, address: str) -> None:
         while (look := self._next(address)) is not None:
             try:
-                again = self._ask(look)
+                self._ask(look)
             except Exception:
                 log.exception("who waits for the directory at %s did not take its answer", address)
-                continue
-            if again is not None:
-                wait_s = min(look.wait_s * random.uniform(0.5, 1.0), again.deadline_at - time.monotonic())
-                with self._lock:
-                    self._put(again, wait_s)
 
     def _next(self, address: str) -> _Lookup | None:
         """The lookup whose time has come; None once there is none, and then nobody asks `address` any more."""
         with self._lock:
             asker = self._askers[address]
             while asker.waiting and not self._closed:
-                wait_s = asker.waiting[0][0] - time.monotonic()
+                look = min(asker.waiting, key=attrgetter("ask_at"))
+                wait_s = look.ask_at - time.monotonic()
                 if wait_s <= 0:
-                    return heapq.heappop(asker.waiting)[2]
+                    asker.waiting.remove(look)
+                    return look
                 asker.changed.wait(wait_s)
             del self._askers[address]
         return None
 
-    def _ask(self, look: _Lookup) -> _Lookup | None:
-        """Asks once, and answers; or what to ask later, where not all is there yet."""
+    def _ask(self, look: _Lookup) -> None:
+        """Asks once, and answers; or asks later, where not all is there yet."""
         adverts: list[Advert] | None = None
         failure: PdstageError | None = None
         try:
             adverts = self.cached(*look.key) or look.client.lookup(look.dp_rank, instance=look.instance)
             self._keep(look, adverts)
         except (Incomplete, TransportError) as error:
-            if time.monotonic() + _RETRY_S < look.deadline_at:
-                return look._replace(wait_s=min(2 * look.wait_s, _RETRY_CAP_S))
+            now = time.monotonic()
+            if now + _RETRY_S < look.deadline_at:
+                look.ask_at = min(now + look.wait_s * random.uniform(0.5, 1.0), look.deadline_at)
+                look.wait_s = min(2 * look.wait_s, _RETRY_CAP_S)
+                with self._lock:
+                    self._put(look)
+                return
             failure = DeadlineExceeded(f"no prefill found in time: {error.what}", remedy=error.remedy)
             failure.__cause__ = error
         except PdstageError as error:
@@ -224,7 +226,6 @@ class Directory:
             self.counters.lookups_failed += 1
         if not self._closed:
             look.answer(adverts, failure)
-        return None
 
     def _keep(self, look: _Lookup, adverts: list[Advert]) -> None:
         now = time.monotonic()
@@ -234,11 +235,11 @@ class Directory:
 
 
 class _Asker(NamedTuple):
-    """The thread that asks one address; `waiting` is a heap, by when to ask."""
+    """The thread that asks one address, and what it is to ask."""
 
     thread: threading.Thread
     changed: threading.Condition
-    waiting: list[tuple[float, int, _Lookup]]
+    waiting: list[_Lookup]
 
 
 class _Publication:

@@ -121,7 +121,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
             check_memory(options, pool, self.transport.traits)
             mappable = not writes and self.transport.traits.maps
             self.memory = Memory(
-                options["staging_nbytes"], options["staging"], pool.device,
+                options["staging_nbytes"], pool.device,
                 mappable=mappable, runtime=runtime, staging_on=options["staging_on"],
             )  # fmt: skip
             opened.callback(self.memory.release)

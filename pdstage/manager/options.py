@@ -14,7 +14,7 @@ from pdstage.errors import UsageError
 from pdstage.metadata import WAYS, MetadataBuffers
 from pdstage.protocol.config import Config
 from pdstage.protocol.messages import MAX_FACTS, MAX_WORD, Fact
-from pdstage.stager import DEFAULT_MAX_SMS, place_of
+from pdstage.stager import DEFAULT_MAX_SMS
 from pdstage.transport import Traits, Transport, open_from_config, supporting
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ class NodeOptions(TypedDict, total=False):
     transport: str | Mapping[str, object] | Transport
     path: str
     staging_nbytes: int
-    staging: object
     staging_on: str
     bind: str
     config: Config | None
@@ -53,7 +52,7 @@ class NodeOptions(TypedDict, total=False):
 
 
 DEFAULTS: NodeOptions = {
-    "transport": "auto", "path": "auto", "staging_nbytes": 256 << 20, "staging": None, "staging_on": "pool",
+    "transport": "auto", "path": "auto", "staging_nbytes": 256 << 20, "staging_on": "pool",
     "bind": "tcp://127.0.0.1:0", "config": None, "progress": "inline", "max_sms": DEFAULT_MAX_SMS, "insecure": False,
     "keys": None, "aux": "tcp", "metadata": None, "observers": (), "model": None,
 }  # fmt: skip
@@ -121,7 +120,7 @@ def transport_of(options: NodeOptions, config: Config, pool: Pool, *, writes: bo
 
 def check_memory(options: NodeOptions, pool: Pool, traits: Traits) -> None:
     """Raises `UsageError` where staging memory and pool are of a kind that the transport does not move."""
-    path, where = options["path"], place_of(options["staging"], pool.device, options["staging_on"])
+    path, where = options["path"], "cpu" if options["staging_on"] == "host" else pool.device
     on_device, staged = pool.device.partition(":")[0], where.partition(":")[0]
     if path != "staged" and (pool.on_host or staged == "cpu" != on_device):
         what = "pages in host memory" if pool.on_host else f"staging memory on {where}"

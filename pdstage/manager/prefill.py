@@ -89,11 +89,8 @@ class Sender(Handle):
     def backlog_nbytes(self) -> int:
         """Bytes given to `chunk` that no write has carried yet, summed over destinations."""
         with self.driver.use():
-            return self._backlog_nbytes()
-
-    def _backlog_nbytes(self) -> int:
-        chunks = (chunk for destination in self.room.destinations.values() for chunk in destination.chunks.values())
-        return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
+            chunks = (chunk for destination in self.room.destinations.values() for chunk in destination.chunks.values())
+            return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
 
     @changes_rooms
     def chunk(
@@ -172,7 +169,7 @@ class Sender(Handle):
     def _is_carried(self) -> bool:
         room = self.room
         with self.driver.lock:
-            return room.ended or not room.sources or (room.opened and not self._backlog_nbytes())
+            return room.ended or not room.sources or (room.opened and not self.backlog_nbytes)
 
 
 _DEVICE_CHUNK_S = 250e-6
@@ -200,11 +197,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     (`pdstage.transport.open_from_config`) or an open transport. `bootstrap` is the directory to publish to; None embeds
     one on the host of `bind`, at `bootstrap_address`. Where the engine keeps the directory itself, `publish` is false,
     and `advert` is what to put there.
-    `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
-    instead of memory of the node's own. `staging_on` is "pool", where the pool lies, or "host", page-locked memory of
-    this host, for a pool on a GPU whose memory no NIC reaches (no GPUDirect); then, and with a tensor in host memory,
-    `path` must be "staged". So must it be if pages of a GPU's pool are in host memory (`Pool.on_host`): they are
-    page-locked, bytes land on the GPU, and its kernels scatter them. `path` is "auto" (by cost), "staged" or "direct".
+    `staging_nbytes` are split into `n_buffers` send buffers. `staging_on` is "pool", where the pool lies, or "host",
+    page-locked memory of this host, for a pool on a GPU whose memory no NIC reaches (no GPUDirect); then `path` must be
+    "staged". So must it be if pages of a GPU's pool are in host memory (`Pool.on_host`): they are page-locked, bytes
+    land on the GPU, and its kernels scatter them. `path` is "auto" (by cost), "staged" or "direct".
     `bind` is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else
     `insecure` must be true, and so for the directory. `config` holds deadlines and limits. `progress` is "inline"
     (polls do the work) or "thread", which sets Python's switch interval to 0.1 ms at most.
@@ -261,18 +257,16 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             if self.options["path"] != "direct":
                 with self.driver.device():
                     self._copies_at = self.stager.rate(self.parts[0], checksum=self.config.checksums)
+            if publish and not bootstrap:
+                host = Address.parse(self.options["bind"], "tcp", listening=True)._replace(port=0)
+                self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=self.options["insecure"]).start()
+                self.bootstrap_address = self._bootstrap.address
             if publish:
-                self.bootstrap_address = bootstrap or self._embed_bootstrap()
                 self.directory.publish(self.bootstrap_address, lambda: [self.advert])
             self.driver.start()
         except BaseException:  # a Ctrl-C too: an advert would be renewed for a node that nobody has
             self.close()
             raise
-
-    def _embed_bootstrap(self) -> str:
-        host = Address.parse(self.options["bind"], "tcp", listening=True)._replace(port=0)
-        self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=self.options["insecure"]).start()
-        return self._bootstrap.address
 
     def cost_of(self, traits: Traits) -> CostModel:
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say, and a device's copies as

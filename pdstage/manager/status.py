@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pdstage.layout.topology import Topology
     from pdstage.manager.handle import Handle
     from pdstage.protocol.lane import Lease
-    from pdstage.protocol.room import RoomId
 
 
 class LaneStatus(NamedTuple):
@@ -103,25 +102,22 @@ def with_rooms(now: Status, handles: Collection[Handle]) -> Status:
 
 def by_state(handles: Iterable[Handle]) -> dict[str, int]:
     """How many of `handles` are in each state."""
-    found = Counter(dict.fromkeys(range(len(STATES)), 0))
+    found = dict.fromkeys(STATES, 0)
     for handle in handles:
-        found[handle.status & 0x7F] += 1
-    return {STATES[state]: n for state, n in found.items()}
+        found[STATES[handle.status & 0x7F]] += 1
+    return found
 
 
 def oldest(handles: Iterable[Handle], n: int) -> list[OpenRoom]:
-    """The `n` rooms of `handles` that began first, the oldest first."""
-    now = time.monotonic()
-    slowest = heapq.nsmallest(n, handles, key=attrgetter("began_at"))
-    return [OpenRoom(_named(one.id), STATES[one.status & 0x7F], now - one.began_at) for one in slowest]
+    """The `n` rooms of `handles` that began first, the oldest first; their names as the router wrote them."""
+    now, found = time.monotonic(), []
+    for one in heapq.nsmallest(n, handles, key=attrgetter("began_at")):
+        name = one.id.hex() if isinstance(one.id, bytes) else str(one.id)
+        found.append(OpenRoom(name, STATES[one.status & 0x7F], now - one.began_at))
+    return found
 
 
 def places(topology: Topology) -> tuple[str, ...]:
     """ "rank/size" of tp, pp, cp and dp."""
     sizes = ((f"{axis}_rank", f"{axis}_size") for axis in ("tp", "pp", "cp", "dp"))
     return tuple(f"{getattr(topology, rank)}/{getattr(topology, size)}" for rank, size in sizes)
-
-
-def _named(room: RoomId) -> str:
-    """As its router wrote it; what is no text, in hexadecimal digits."""
-    return room.hex() if isinstance(room, bytes) else str(room)

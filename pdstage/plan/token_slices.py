@@ -251,19 +251,27 @@ class Pair:
         self.order = order or order_of(pairs)  # type: ignore[arg-type]
 
 
+def by_classes(
+    src: Cut, src_select: Iterable[Select], dst: Cut, dst_select: Iterable[Select]
+) -> dict[tuple[int, int], tuple[list[Select], list[Select]]]:
+    """Two selections of the same views, by the classes that a view has on either side."""
+    found: dict[tuple[int, int], tuple[list[Select], list[Select]]] = {}
+    for ours, theirs in zip(sorted(src_select), sorted(dst_select), strict=True):
+        of_class = found.setdefault((src.class_of(ours.key), dst.class_of(theirs.key)), ([], []))
+        of_class[0].append(ours)
+        of_class[1].append(theirs)
+    return found
+
+
 class DirectPlans:
     """The direct path between two cut layouts: a `DirectPlan` for each pair of classes."""
 
     def __init__(self, src: Cut, src_select: Iterable[Select], dst: Cut, dst_select: Iterable[Select]) -> None:
         """Takes and raises the same as `DirectPlan`."""
         self._src, self._dst = src, dst
-        pairs: dict[tuple[int, int], tuple[list[Select], list[Select]]] = {}
-        for ours, theirs in zip(sorted(src_select), sorted(dst_select), strict=True):
-            of_class = pairs.setdefault((src.class_of(ours.key), dst.class_of(theirs.key)), ([], []))
-            of_class[0].append(ours)
-            of_class[1].append(theirs)
         self._plans = [
-            (i, j, DirectPlan(src.layouts[i], ours, dst.layouts[j], theirs)) for (i, j), (ours, theirs) in pairs.items()
+            (i, j, DirectPlan(src.layouts[i], ours, dst.layouts[j], theirs))
+            for (i, j), (ours, theirs) in by_classes(src, src_select, dst, dst_select).items()
         ]
 
     def spans(self, tokens: Tokens, src_items: Mapping[str, Index], dst_items: Mapping[str, Index]) -> Spans:

@@ -12,6 +12,7 @@ from gpu.plain import Plain  # noqa: E402  (needs torch)
 from pdstage.errors import UsageError  # noqa: E402
 from pdstage.kernels import driver  # noqa: E402
 from pdstage.kernels.virtual_memory import DESCRIPTOR  # noqa: E402
+from pdstage.layout import Region  # noqa: E402
 from pdstage.stager import Memory, PageLock  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,7 @@ def memory(request, runtime, monkeypatch):
             pytest.skip("CUDA's own")
         monkeypatch.setenv("PDSTAGE_DEVICE_MEMORY", how)
         nbytes = 3 << 20  # which no other test gave back
-    held = Memory(nbytes, None, "cuda:0", mappable=mappable, runtime=runtime, staging_on=staging_on)
+    held = Memory(nbytes, "cuda:0", mappable=mappable, runtime=runtime, staging_on=staging_on)
     yield held
     torch.cuda.synchronize()
     held.release()
@@ -61,7 +62,7 @@ def test_kernels_write_and_read_it(plain, memory):
 @pytest.mark.skipif(torch.version.hip is not None, reason="CUDA's own attributes")
 def test_of_cumemcreate_it_may_leave_by_a_descriptor(runtime, monkeypatch):
     monkeypatch.setenv("PDSTAGE_DEVICE_MEMORY", "cuMemCreate")
-    memory, attribute = Memory(5 << 20, None, "cuda:0", runtime=runtime), driver.cuda().attribute
+    memory, attribute = Memory(5 << 20, "cuda:0", runtime=runtime), driver.cuda().attribute
     base = memory.region.base
     assert not attribute(driver.IPC_CAPABLE, base)
     assert attribute(driver.HANDLE_TYPES, base) & DESCRIPTOR
@@ -72,22 +73,22 @@ def test_of_cumemcreate_it_may_leave_by_a_descriptor(runtime, monkeypatch):
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="CUDA's own attributes")
 def test_on_the_device_other_processes_may_open_it_whatever_torchs_allocator_is(runtime):
-    memory = Memory(1 << 20, None, "cuda:0", runtime=runtime)
+    memory = Memory(1 << 20, "cuda:0", runtime=runtime)
     assert driver.cuda().attribute(driver.IPC_CAPABLE, memory.region.base)
     memory.release()
-    assert Memory(1 << 20, None, "cuda:0", runtime=runtime).region == memory.region
+    assert Memory(1 << 20, "cuda:0", runtime=runtime).region == memory.region
 
 
 def test_a_tensor_that_torch_has_page_locked_stays_so(runtime):
     pinned, plain = torch.zeros(4096, dtype=torch.uint8, pin_memory=True), np.zeros(8192, np.uint8)
-    Memory(0, pinned, "cuda:0", runtime=runtime).release()
-    assert pinned.is_pinned()
-    assert not runtime.page_lock(pinned.data_ptr(), 4096)
-    held = Memory(0, plain, "cuda:0", runtime=runtime)
+    regions = [Region(pinned.data_ptr(), 4096), Region(plain.ctypes.data, 8192)]
+    held = PageLock("the pool", regions, runtime)
     assert not runtime.page_lock(plain.ctypes.data, 4096)
     with pytest.raises(UsageError, match="not all page-locked"):
         runtime.page_lock(plain.ctypes.data + 4096, 1 << 20)
     held.release()
+    assert pinned.is_pinned()
+    assert not runtime.page_lock(pinned.data_ptr(), 4096)
 
 
 @pytest.mark.parametrize("pinned", [True, False])

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from pdstage import State, UsageError
@@ -101,12 +100,11 @@ def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monke
 def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
     """Each role gives back all it had, so that the other may begin at once, time after time (I2, I8, I14)."""
     one, other = Rank(page=4), Rank(page=8, hnd=True)
-    staging = [np.zeros(1 << 20, np.uint8) for _ in range(2)]
     options = {"transport": transport, "path": path, "progress": "thread"}
     for turn in range(6):
         src, dst = (one, other) if turn % 2 == 0 else (other, one)
-        p = prefill_node(src, site.address, staging=staging[0], **options)
-        d = decode_node(dst, staging=staging[1], **options)
+        p = prefill_node(src, site.address, **options)
+        d = decode_node(dst, **options)
         Pair(p, src, d, dst).move(turn)
         late = d.receive(100 + turn, site.address)
         late.bind(dst.allocate(4), 4)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from pdstage import Config
@@ -73,7 +72,6 @@ def test_a_device_pool_over_a_transport_of_host_memory(site, opened, path, role)
     ("pages", "options", "words"),
     [
         ("cuda", {"staging_on": "host"}, "with staging memory on cpu"),
-        ("cuda", {"staging": np.zeros(1 << 16, np.uint8)}, "with staging memory on cpu"),
         ("cpu", {}, "with pages in host memory"),
     ],
 )
@@ -130,7 +128,7 @@ def test_a_converting_pool_is_asked_before_a_transport_is_opened(opened, monkeyp
 
 def test_staging_memory_that_cannot_be(site, opened):
     with pytest.raises(UsageError, match="do not make"):
-        site.prefill(Rank(), staging=np.zeros(64, np.uint8))
+        site.prefill(Rank(), staging_nbytes=100, n_buffers=64)
     assert [transport.closed for transport in opened] == [True]
 
 

@@ -35,8 +35,8 @@ MUTANTS = [
     Mutant(
         "a column more moves the others, in place",
         "10 aux, I5",
-        "            spans.append(Span(src.offset, dst.offset, src.nbytes))",
-        "            spans.append(Span(src.offset, src.offset, src.nbytes))",
+        "Span(a.offset, b.offset, a.nbytes) for",
+        "Span(a.offset, a.offset, a.nbytes) for",
     ),
     Mutant(
         "a column more moves the others, packed",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 from pdstage import Pool
 from pdstage.layout import Layout
@@ -39,22 +38,16 @@ class DeviceRank(Rank):
         self.pool = Pool.of(Layout(tuple(regions), layout.components), DEVICE, keep=held)
 
 
-def staging():
-    memory = cuda_double.double().allocate(STAGING_NBYTES)
-    return SimpleNamespace(data_ptr=lambda: memory.address, nbytes=memory.nbytes, device=DEVICE, held=memory)
-
-
 def serve_decode(pipe, address, path="staged", types=None, k_on_host=False, config=QUICK, **where):
     """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied.
 
-    `where` says where its staging memory lies; the double's device memory if nothing is said. `types` and `k_on_host`
+    `where` says where its staging memory lies; on the device if nothing is said. `types` and `k_on_host`
     are its pool's.
     """
     with cuda_double.use():
         rank = DeviceRank(types, page=8, hnd=True, k_on_host=k_on_host)
-        where = where or {"staging": staging()}
-        options = {"transport": "local", "path": path, "config": config}
-        with decode_node(rank, **options, **where) as node:
+        options = {"transport": "local", "path": path, "config": config, "staging_nbytes": STAGING_NBYTES}
+        with decode_node(rank, **options | where) as node:
             pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
             receivers = [node.receive(room, address) for room in range(N_ROOMS)]
             for receiver, into in zip(receivers, pages, strict=True):

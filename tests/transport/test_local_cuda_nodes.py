@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
-from transport.device_rank import N_ROOMS, TOKENS, DeviceRank, serve_decode, staging
+from transport.device_rank import N_ROOMS, STAGING_NBYTES, TOKENS, DeviceRank, serve_decode
 
 from pdstage import State, stager
 from pdstage.control.bootstrap import BootstrapServer
@@ -64,13 +64,13 @@ def test_a_devices_copies_cost_what_they_were_measured_to(gpu, address, monkeypa
     """Not what the host's do; a calibration file has the last word."""
     monkeypatch.setattr(stager, "_RATE_WAIT_S", 60.0)  # however busy this machine is
     rank, options = DeviceRank(0), {"bootstrap": address, "transport": "local"}
-    with prefill_node(rank, staging=staging(), **options) as node:
+    with prefill_node(rank, staging_nbytes=STAGING_NBYTES, **options) as node:
         made = node.cost_of(node.transport.traits)
         known = CostModel.linear(1e9, 1e-6, 1e-5)
         assert 0 < made.gather_bytes_per_s == made.scatter_bytes_per_s != known.gather_bytes_per_s
     file = tmp_path / "calibration.json"
     Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": known}).write(file)
-    with prefill_node(rank, staging=staging(), calibration=file, **options) as node:
+    with prefill_node(rank, staging_nbytes=STAGING_NBYTES, calibration=file, **options) as node:
         assert node.cost_of(node.transport.traits) == known
 
 
@@ -112,14 +112,13 @@ def send_all(node, rank, decode, cuts=(0, TOKENS)):
 def test_rooms_between_two_processes(gpu, address, path, transport):
     """A tag that left before its kernel or its copy were over would be seen: the pages are looked at then."""
     rank = DeviceRank(n_pages=128)
-    send_buffers, ran = staging(), gpu["n_kernels"]
-    options = {"transport": transport(), "path": path, "staging": send_buffers}
+    ran, options = gpu["n_kernels"], {"transport": transport(), "path": path, "staging_nbytes": STAGING_NBYTES}
     with prefill_node(rank, address, **options) as node, decoding(address, path) as (decode, _):
         send_all(node, rank, decode, cuts=(0, 20, TOKENS))
         stats, one_pass = node.stats(), transport is LocalTransport
         assert stats["sessions_over_local"] == 1
         assert gpu["n_kernels"] - ran >= N_ROOMS if path == "staged" or one_pass else gpu["n_kernels"] == ran
-        n_copies = gpu.copies_of(send_buffers.data_ptr() if path == "staged" else rank.pool.keep.address)
+        n_copies = gpu.copies_of(node.memory.region.base if path == "staged" else rank.pool.keep.address)
         assert n_copies == 0 if one_pass else n_copies >= N_ROOMS
         assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (path == "direct", path == "staged")
 
@@ -133,7 +132,7 @@ def test_rooms_with_staging_memory_of_the_nodes_own(gpu, address, where, kind):
     """
     k_on_host = where.get("k_on_host", False)
     rank, before = DeviceRank(n_pages=128, k_on_host=k_on_host), gpu["n_copies"]
-    own = {"staging_nbytes": 1 << 16} | {name: value for name, value in where.items() if name == "staging_on"}
+    own = {"staging_nbytes": STAGING_NBYTES} | {name: value for name, value in where.items() if name == "staging_on"}
     given = own | where if not k_on_host else where
     with (
         prefill_node(rank, address, transport="local", path="staged", **own) as node,
@@ -157,7 +156,7 @@ def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is
     rank = DeviceRank(n_pages=128)
     with (
         caplog.at_level(logging.INFO),
-        prefill_node(rank, address, transport="local", path=path, staging=staging()) as node,
+        prefill_node(rank, address, transport="local", path=path, staging_nbytes=STAGING_NBYTES) as node,
         decoding(address, path="auto", types=types) as (decode, _),
     ):
         send_all(node, rank, decode)
@@ -179,7 +178,7 @@ def test_a_killed_decode_gives_the_source_back_once_what_writes_there_is_over(gp
     rank = DeviceRank(n_pages=128)
     options = {"transport": "local", "path": path, "config": IMPATIENT}
     with (
-        prefill_node(rank, address, staging=staging(), **options) as node,
+        prefill_node(rank, address, staging_nbytes=STAGING_NBYTES, **options) as node,
         decoding(address, config=IMPATIENT, path=path) as (_, process),
     ):
         try:

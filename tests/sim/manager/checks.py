@@ -204,7 +204,8 @@ class Checks:
         for address, asker in node.directory._askers.items():
             task = asker.thread.task
             if task is not None and task.waits_for == "a condition" and asker.waiting:
-                late_s = now + (task.until - self._world.scheduler.now) - asker.waiting[0][0]
+                ask_at = min(look.ask_at for look in asker.waiting)
+                late_s = now + (task.until - self._world.scheduler.now) - ask_at
                 if late_s > _SLACK_S:
                     raise Violation(f"{host.name} sleeps {late_s:.3f} s beyond the time to ask {address}")
 

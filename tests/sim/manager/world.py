@@ -13,7 +13,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest import mock
 
@@ -50,8 +50,9 @@ class Host:
 
     process: Process
     rank: Rank
-    staging: np.ndarray
     metadata: MetadataBuffers | None
+    staging: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    """Of its node, kept after that gave it back."""
     node: PrefillNode | DecodeNode | None = None
     closed: bool = False
     """Its engine has begun to close it."""
@@ -93,7 +94,7 @@ class World:
         n = scenario.n_prefill if name[0] == "p" else scenario.n_decode
         rank = Rank(n, number, page=4, n_pages=16, layers=1)
         rows = MetadataBuffers([Column("said", "uint8", (16,), required=True)], 8) if scenario.rows else None
-        return Host(Process(name, scenario.ahead_s[name]), rank, np.zeros(STAGING_NBYTES, np.uint8), rows)
+        return Host(Process(name, scenario.ahead_s[name]), rank, rows)
 
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)
@@ -103,14 +104,16 @@ class World:
         scenario = self.scenario
         transport = SimTransport(self.fabric, host.process, scenario.traits, announces=scenario.announces)
         options = {
-            "transport": transport, "path": scenario.path, "staging": host.staging,
-            "staging_nbytes": STAGING_NBYTES, "config": CONFIG,
+            "transport": transport, "path": scenario.path, "staging_nbytes": STAGING_NBYTES, "config": CONFIG,
             "progress": "thread" if scenario.threads[0 if host.writes else 1] else "inline",
             "metadata": host.metadata, "aux": scenario.rows or "tcp",
         }  # fmt: skip
         if host.writes:
-            return PrefillNode(host.rank.pool, host.rank.topology, bootstrap="one:1", **options)
-        return DecodeNode(host.rank.pool, host.rank.topology, **options)
+            node = PrefillNode(host.rank.pool, host.rank.topology, bootstrap="one:1", **options)
+        else:
+            node = DecodeNode(host.rank.pool, host.rank.topology, **options)
+        host.staging = node.memory._held
+        return node
 
     # What is disturbed.
 
