@@ -499,9 +499,10 @@ class World:
 
     # Running.
 
-    def run(self, until: float | None = None, steps: int = 100_000) -> None:
+    def run(self, until: float | None = None) -> None:
         """Delivers everything that may move; then, up to `until`, lets time pass from timer to timer."""
-        for _ in range(steps):
+        n_ticks = 0
+        for _ in range(100_000):
             if self.queue:
                 self._deliver(self.queue.pop(self.pick(len(self.queue))))
                 continue
@@ -509,7 +510,8 @@ class World:
             if until is None or not due or min(due) > until:
                 self.now = max(self.now, until or self.now)
                 return
-            self.now = max(self.now, min(due))
+            self.now, n_ticks = max(self.now, min(due)), n_ticks + 1
+            assert n_ticks < 3_000, "a timer is due for ever"
             for node in self.nodes():
                 node.core.endpoint.tick(self.now)
                 self.carry(node)
