@@ -6,16 +6,12 @@ import gc
 import importlib.util
 import signal
 import threading
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from pdstage.protocol import state
 from tests import descriptors, rows
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 _SHOWN_NBYTES = 256  # of longer strings pytest's own difference takes minutes, and screens
 _MAY_OUTLIVE = "pdstage-mooncake"
@@ -115,15 +111,6 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
         f"{len(left):,} bytes == as many others, of which {np.count_nonzero(wrong):,} differ",
         f"at {start:,}: {left[start : start + 16]!r} != {right[start : start + 16]!r}",
     ]
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
-    """The names of what failed, after all reasons: where only the end of a long log is kept, they are in it."""
-    yield
-    for outcome in ("failed", "error"):
-        for report in terminalreporter.getreports(outcome):
-            terminalreporter.write_line(f"{outcome}: {report.nodeid}")
 
 
 @pytest.fixture(autouse=True, scope="module")
