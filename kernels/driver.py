@@ -446,11 +446,6 @@ class Hip:
         failed = self._quick.hipHostGetDevicePointer(ctypes.byref(found), ctypes.c_void_p(ptr), 0)
         return 0 if failed else found.value or 0
 
-    def pci_address(self, device: int) -> str:
-        found = ctypes.create_string_buffer(32)
-        check("hipDeviceGetPCIBusId", self._quick.hipDeviceGetPCIBusId(found, len(found), device))
-        return found.value.decode()
-
     def page_lock(self, ptr: int, nbytes: int) -> None:
         what = (ctypes.c_void_p(ptr), _SIZE(nbytes), _PORTABLE_AND_MAPPED)
         check("hipHostRegister", self._slow.hipHostRegister(*what))

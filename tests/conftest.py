@@ -1,4 +1,4 @@
-"""Skips what this machine cannot run, watches for what a test leaves behind, and says briefly what failed."""
+"""Skips what this machine cannot run, and watches for what a test leaves behind."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ import gc
 import importlib.util
 import signal
 import threading
-from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from pdstage.protocol import state
 from tests import descriptors, rows
 
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-_SHOWN_NBYTES = 256  # of longer strings pytest's own difference takes minutes, and screens
 _MAY_OUTLIVE = "pdstage-mooncake"
 """A question to a peer that does not answer, which nothing ends."""
 _ENDS_S = 240.0
@@ -99,31 +93,6 @@ def _skip_without_devices(items: list[pytest.Item]) -> None:
     for item, n in marked:
         if n > held:
             item.add_marker(pytest.mark.skip(reason=f"needs {n} CUDA devices, this machine has {held}"))
-
-
-def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Where two long strings of bytes first differ."""
-    if op != "==" or not (isinstance(left, bytes) and isinstance(right, bytes)):
-        return None
-    if max(len(left), len(right)) <= _SHOWN_NBYTES:
-        return None
-    if len(left) != len(right):
-        return [f"{len(left):,} bytes == {len(right):,} bytes"]
-    wrong = np.frombuffer(left, np.uint8) != np.frombuffer(right, np.uint8)
-    start = int(wrong.argmax())
-    return [
-        f"{len(left):,} bytes == as many others, of which {np.count_nonzero(wrong):,} differ",
-        f"at {start:,}: {left[start : start + 16]!r} != {right[start : start + 16]!r}",
-    ]
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
-    """The names of what failed, after all reasons: where only the end of a long log is kept, they are in it."""
-    yield
-    for outcome in ("failed", "error"):
-        for report in terminalreporter.getreports(outcome):
-            terminalreporter.write_line(f"{outcome}: {report.nodeid}")
 
 
 @pytest.fixture(autouse=True, scope="module")

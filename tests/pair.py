@@ -21,7 +21,7 @@ from pdstage.columns import Column, Columns
 from pdstage.errors import TransportError
 from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.layout.topology import Topology, shard_axis
-from pdstage.plan import HEAD_MAJOR, Rect, Select, selects, wire_order
+from pdstage.plan import HEAD_MAJOR, Rect, Share, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol import state, wire
 from pdstage.protocol.config import Config
@@ -114,13 +114,12 @@ def common(src: Layout, dst: Layout, rect: Rect) -> list[int]:
 
 
 def staged(
-    layout: Layout, other: Layout, memory: Memory, select: tuple[Select, ...], pages: list[int],
-    rects: tuple[Rect, ...], wire: str,
-):  # fmt: skip
+    layout: Layout, other: Layout, memory: Memory, shares: tuple[Share, ...], pages: list[int], rects: tuple[Rect, ...]
+) -> Iterator[tuple[int, np.ndarray]]:
     """(staged offset, cell) of every cell of a chunk: the definition of the staged order, cell by cell."""
-    rect_of = {rect.component: rect for rect in rects}
+    rect_of, wire = {rect.component: rect for rect in rects}, wire_order(layout, other)
     views, offset = layout.by_key(), 0
-    for key, first, count in select:
+    for key, first, count in selects(layout, shares, rects):
         view, tokens = views[key], common(layout, other, rect_of[key.component])
         order = [(t, s) for t in tokens for s in range(count)]
         if wire == HEAD_MAJOR:
@@ -409,11 +408,19 @@ class World:
 
     def fill(self, room: int, tokens: int, pages: list[int], rank: int = 0) -> None:
         """What the model computes: the room's truth into the rank's pool."""
-        node = self.prefill[rank]
-        for view in node.core.layout.views():
-            for token, shard in itertools.product(held_of(node.core.layout, tokens), range(view.shards)):
-                value = truth(view.key.layer, view.key.role, token, view.axis.first + shard, room)
-                cell(view, node.memory, pages, place(node.core.layout, token), shard)[:] = value
+        for _, stored, value in self._cells(self.prefill[rank], room, tokens, pages):
+            stored[:] = value
+
+    def _cells(
+        self, node: Prefill | Decode, room: int, tokens: int, pages: list[int], prefix: int = 0
+    ) -> Iterator[tuple[object, np.ndarray, np.ndarray]]:
+        """Every cell of a room's tokens in a rank's pool: its name, its bytes, and what they must be."""
+        layout = node.core.layout
+        asked = [token for token in held_of(layout, tokens) if token >= prefix]
+        for view in layout.views():
+            for token, shard in itertools.product(asked, range(view.shards)):
+                want = truth(view.key.layer, view.key.role, token, view.axis.first + shard, room)
+                yield (view.key, token, shard), cell(view, node.memory, pages, place(layout, token), shard), want
 
     def chunk(
         self, handle: PrefillRoom, tokens: tuple[int, int] = (0, 8), pages: list[int] | None = None, rank: int = 0, *,
@@ -469,12 +476,8 @@ class World:
         """Success, and every byte asked for is the truth."""
         assert handle.state is State.SUCCESS, (handle.state, handle.error)
         node = self.decode[rank]
-        for view in node.core.layout.views():
-            asked = [token for token in held_of(node.core.layout, tokens) if token >= prefix]
-            for token, shard in itertools.product(asked, range(view.shards)):
-                got = cell(view, node.memory, node.pages[handle], place(node.core.layout, token), shard)
-                want = truth(view.key.layer, view.key.role, token, view.axis.first + shard, room)
-                assert np.array_equal(got, want), (view.key, token, shard)
+        for name, got, want in self._cells(node, room, tokens, node.pages[handle], prefix):
+            assert np.array_equal(got, want), name
 
     # Rules about what is on its way.
 
@@ -499,9 +502,10 @@ class World:
 
     # Running.
 
-    def run(self, until: float | None = None, steps: int = 100_000) -> None:
+    def run(self, until: float | None = None) -> None:
         """Delivers everything that may move; then, up to `until`, lets time pass from timer to timer."""
-        for _ in range(steps):
+        n_ticks = 0
+        for _ in range(100_000):
             if self.queue:
                 self._deliver(self.queue.pop(self.pick(len(self.queue))))
                 continue
@@ -509,7 +513,8 @@ class World:
             if until is None or not due or min(due) > until:
                 self.now = max(self.now, until or self.now)
                 return
-            self.now = max(self.now, min(due))
+            self.now, n_ticks = max(self.now, min(due)), n_ticks + 1
+            assert n_ticks < 3_000, "a timer is due for ever"
             for node in self.nodes():
                 node.core.endpoint.tick(self.now)
                 self.carry(node)
@@ -667,12 +672,10 @@ class World:
         self.must(room is not None and not room.released, "I8", "a gather from released source memory")
         lost = chunk.destination.session.id not in node.core.sessions
         self.must(lost or node.core.chunks.windows.is_open(chunk), "I11", "a buffer held for a closed window")
-        select = selects(node.core.layout, chunk.destination.shares, chunk.rects)
-        buffer = node.buffers[effect.buffer]
+        buffer, to = node.buffers[effect.buffer], chunk.destination
         buffer[:] = 0xEE
-        wire = wire_order(node.core.layout, chunk.destination.session.layout)
-        layouts, pages = (node.core.layout, chunk.destination.session.layout), chunk.source.items["kv"]
-        for offset, src in staged(*layouts, node.memory, select, pages, chunk.rects, wire):  # type: ignore[arg-type]
+        pages: list[int] = chunk.source.items["kv"]  # type: ignore[assignment]
+        for offset, src in staged(node.core.layout, to.session.layout, node.memory, to.shares, pages, chunk.rects):
             buffer[offset : offset + WIDTH] = src
         if self.placed:
             self._place(self.greeter(chunk.destination.session.id), effect, buffer[: chunk.nbytes])
@@ -751,11 +754,9 @@ class World:
         """The scatter itself: from staging memory into the room's pages. Returns the checksum of what it found."""
         writer = landing.writer
         self.must(not writer.room.released, "I2", "a scatter into released pages")
-        select = selects(node.core.layout, writer.shares, landing.rects)
-        wire = wire_order(writer.session.layout, node.core.layout)
         src = node.staging.at(landing.address, landing.nbytes)
         layouts, pages = (node.core.layout, writer.session.layout), node.pages[writer.room]
-        for offset, dst in staged(*layouts, node.memory, select, pages, landing.rects, wire):
+        for offset, dst in staged(*layouts, node.memory, writer.shares, pages, landing.rects):
             dst[:] = src[offset : offset + WIDTH]
         return _checksum(writer.session, src)
 

@@ -32,27 +32,6 @@ def test_unset_and_empty_are_the_same(variable, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "value"),
-    [
-        (environment.NATIVE, "no", "no"),
-        (environment.CALIBRATION, __file__, Path(__file__)),
-        (environment.CACHE_DIR, "/not/there/yet", Path("/not/there/yet")),
-        (environment.COMMIT, "abc", "abc"),
-        (environment.TEST_TRANSPORTS, "mori  postbox", ["mori", "postbox"]),
-        (environment.GPU_TESTS, "few", "few"),
-        (
-            environment.NODE,
-            '{"path": "staged", "config": {"drain_s": 3}}',
-            {"path": "staged", "config": {"drain_s": 3}},
-        ),
-    ],
-)
-def test_values(variable, text, value, monkeypatch):
-    monkeypatch.setenv(variable.name, text)
-    assert variable.read() == value
-
-
-@pytest.mark.parametrize(
     ("variable", "text", "why"),
     [
         (environment.NATIVE, "maybe", "it is not yes or no; set it to `yes` or `no`, or unset it"),

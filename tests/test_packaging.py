@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -29,16 +28,6 @@ def wheel_of(source: Path, out: Path, **env: str) -> subprocess.CompletedProcess
         [*command, "-w", str(out), str(source)],
         cwd=out, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
-
-
-def probe(code: str, site_dir: Path) -> str:
-    """Runs `code` where pdstage can come from `site_dir` only; the dependencies come from this environment."""
-    # Appended by hand: the .pth files there would bring the checkout's own pdstage.
-    paths = [str(site_dir), *sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})]
-    code = f"import sys\nsys.path.extend({paths})\n{code}"
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False, cwd="/")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +70,7 @@ def expected_modules(root: Path) -> set[str]:
 
 
 def test_wheel_holds_every_module_once_under_pdstage(checkout: Path, wheel: zipfile.ZipFile) -> None:
+    assert wheel.filename.endswith("-py3-none-any.whl"), wheel.filename
     names = wheel.namelist()
     assert len(names) == len(set(names)), "a name twice"
     assert {name.split("/")[0] for name in names} == {"pdstage", f"pdstage-{pdstage.__version__}.dist-info"}
@@ -88,16 +78,6 @@ def test_wheel_holds_every_module_once_under_pdstage(checkout: Path, wheel: zipf
     assert "pdstage/py.typed" in names
     for path in [*checkout.glob("csrc/cuda/*.cu*"), checkout / "bench/limits.c"]:  # what is compiled at run time
         assert wheel.read(f"pdstage/{path.relative_to(checkout)}") == path.read_bytes()
-
-
-def test_pure_wheel_imports(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    assert wheel.filename.endswith("-py3-none-any.whl"), wheel.filename
-    wheel.extractall(tmp_path)
-    code = (
-        "import pdstage.plan, pdstage.kernels, pathlib; from pdstage import native\n"
-        "print(native.active(), *(pathlib.Path(p.__path__[0]).parent for p in (pdstage, pdstage.kernels)))"
-    )
-    assert probe(code, tmp_path) == f"numpy {tmp_path} {tmp_path}/pdstage"
 
 
 def test_sdist_holds_sources_once(checkout: Path, sdist: Path) -> None:

@@ -50,25 +50,27 @@ FAR = [0, 4, 2, 6], [3, 7, 1, 5]  # no neighbours
 NEAR = [0, 1, 2, 3], [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    ("src", "dst", "pads", "items", "shards", "n", "estimate"),
-    [
-        pytest.param(NHD, NHD, {}, FAR, 4, 8, 8, id="whole pages, K and V apart"),
-        pytest.param(NHD, NHD, {}, NEAR, 4, 2, 8, id="neighbouring pages join"),
-        pytest.param(NHD, NHD, {"shard": 16}, NEAR, 4, 32, 32, id="padded rows: token by token"),
-        pytest.param(HND, HND, {}, FAR, 4, 8, 8, id="whole pages, heads outermost"),
-        pytest.param(HND, HND, {}, FAR, 2, 8, 8, id="half of the heads, outermost"),
-        pytest.param(HND, HND, {"shard": 16}, FAR, 2, 8, 8, id="half of the heads, padded pages"),
-        pytest.param(HND, HND, {"row": 16}, FAR, 2, 16, 16, id="padded heads"),
-        pytest.param(NHD, NHD, {}, FAR, 2, 32, 32, id="half of the heads, token by token"),
-        pytest.param(NHD, HND, {}, FAR, 4, 128, 128, id="another order: cell by cell"),
-        pytest.param(FUSED, FUSED, {}, FAR, 4, 4, 4, id="K and V fused in a head"),
-        pytest.param(FUSED, FUSED, {}, NEAR, 4, 1, 4, id="K and V fused, neighbouring pages"),
-        pytest.param(FUSED, NHD, {}, FAR, 4, 128, 128, id="fused to split"),
-    ],
-)
+# How both sides are stored, items and shards; and how many descriptors that takes, and is estimated to.
+CASES = {
+    "whole pages, K and V apart": (NHD, NHD, {}, FAR, 4, 8, 8),
+    "neighbouring pages join": (NHD, NHD, {}, NEAR, 4, 2, 8),
+    "padded rows: token by token": (NHD, NHD, {"shard": 16}, NEAR, 4, 32, 32),
+    "whole pages, heads outermost": (HND, HND, {}, FAR, 4, 8, 8),
+    "half of the heads, outermost": (HND, HND, {}, FAR, 2, 8, 8),
+    "half of the heads, padded pages": (HND, HND, {"shard": 16}, FAR, 2, 8, 8),
+    "padded heads": (HND, HND, {"row": 16}, FAR, 2, 16, 16),
+    "half of the heads, token by token": (NHD, NHD, {}, FAR, 2, 32, 32),
+    "another order: cell by cell": (NHD, HND, {}, FAR, 4, 128, 128),
+    "K and V fused in a head": (FUSED, FUSED, {}, FAR, 4, 4, 4),
+    "K and V fused, neighbouring pages": (FUSED, FUSED, {}, NEAR, 4, 1, 4),
+    "fused to split": (FUSED, NHD, {}, FAR, 4, 128, 128),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("code", HOST_CODES)
-def test_as_few_descriptors_as_both_sides_allow(code, src, dst, pads, items, shards, n, estimate):
+def test_as_few_descriptors_as_both_sides_allow(code, case):
+    src, dst, pads, items, shards, n, estimate = CASES[case]
     stored = [Stored(OF, n_items=8, rows_per_item=4, order=order, pads=pads) for order in (src, dst)]
     held = [hold([one]) for one in stored]
     select = [Select(key, 0, shards) for key in OF.view_keys()]

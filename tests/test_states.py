@@ -301,7 +301,6 @@ MISUSES = {
         r"v\[0\] has pages of 1536 bytes for 16 tokens of 5 heads",
     ),
     "sections": (lambda: conv(sections=[Section("q", 2, 8)]), r"has 24 channels, this rank's sections 16 \(q 16\)"),
-    "too many sections": (lambda: conv(sections=[Section("q", 2, 20)]), r"this rank's sections 40 \(q 40\)"),
     "window": (lambda: conv(window=4), "has 3 rows, not the 4 of window"),
     "conv axes": (lambda: conv((2, 24)), r"not \[slots, channels, rows\]"),
     "ssm heads": (lambda: ssm(3, 4, 2, 2), r"has 4 heads, but this rank holds 2 of 4 \(from head 2\)"),

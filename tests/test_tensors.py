@@ -273,7 +273,6 @@ MISUSES = {
     "pages": (lambda: nhd(v=[filled(PAGES + 1, PAGE, HEADS, DIM)]), r"v\[0\] has 6 pages of 4 tokens, k\[0\] has 5"),
     "page size": (lambda: nhd(v=[filled(PAGES, 2, HEADS, DIM)]), r"v\[0\] has 5 pages of 2 tokens, k\[0\] has 5 of 4"),
     "the same cache twice": (twice, r"v\[0\] is the same memory as k\[0\]"),
-    "tp rank": (lambda: nhd(tp=(4, 4)), "rank=4"),
     "slots": (lambda: slots(n=21), r"k\[0\] has 21 slots, not a multiple of page_size=4"),
     "no page size": (lambda: slots(page_size=0), "page_size=0"),
     "mla heads": (lambda: mla([filled(8, 2, 18)], page_size=4), r"caches\[0\] has shape .* not \[slots, 1, dim\]"),
@@ -285,21 +284,6 @@ MISUSES = {
     "key too wide": (
         lambda: vllm_blocks(vllm_caches("LBHNC")[1], format="bf16", key_nbytes=CONTENT, **WHOLE),
         "cannot be split at 32",
-    ),
-    "component twice": (
-        lambda: build(mla([filled(PAGES, PAGE, 18)]), mla([filled(PAGES, PAGE, 18)])),
-        "given twice",
-    ),
-    "components of other pages": (
-        lambda: build(mla([filled(PAGES, PAGE, 18)]), mla([filled(9, PAGE, 18)], layers=[1])),
-        "9 items of 4 tokens",
-    ),
-    "parts on two devices": (
-        lambda: build(
-            mla([FakeTensor(filled(2, 4, 18), "cuda", 1)]),
-            mla([FakeTensor(filled(2, 4, 18), "cuda", 0)], layers=[1]),
-        ),
-        "on cuda:0 and cuda:1",
     ),
     "nothing": (build, "no device"),
 }

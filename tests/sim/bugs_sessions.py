@@ -97,7 +97,7 @@ MUTANTS = [
         "no heartbeat",
         "7 silence, I4",
         "            self.send(session, Heartbeat(self.need_of(session)))\n",
-        "            pass\n",
+        "            session.sent_at = self.now\n",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
