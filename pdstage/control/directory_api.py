@@ -110,13 +110,14 @@ def _carry_out(directory: Directory, body: bytes) -> object:
         raise UsageError(f"the request does not decode ({error})", remedy="check the peer's version") from error
     match asked:
         case Publish(advert, ttl_s):
-            return directory.publish(advert, ttl_s)
+            directory.publish(advert, ttl_s)
         case Withdraw(advert):
-            return directory.withdraw(advert)
+            directory.withdraw(advert)
         case Lookup(dp_rank, instance):
             return Adverts(directory.lookup(instance, dp_rank))
         case _:
             assert_never(asked)
+    return {}
 
 
 def _engines(directory: Directory) -> dict[str, object]:

@@ -23,7 +23,6 @@ import inspect
 import logging
 import pkgutil
 from collections.abc import Mapping
-from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
@@ -35,7 +34,7 @@ from pdstage.transport._backend import Backend, Description, Link, Post
 from pdstage.transport.base import Done, Event, Figures, Inbound, Mapped, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
     from importlib.metadata import EntryPoint
 
 __all__ = [
@@ -136,7 +135,7 @@ def supporting(kinds: Collection[str]) -> list[str]:
 
 def names() -> list[str]:
     """The names of all known transports, installed or not, without importing any."""
-    return sorted(_loaders())
+    return sorted([*_own(), *plugins()])
 
 
 def plugins() -> dict[str, EntryPoint]:
@@ -150,15 +149,6 @@ def plugins() -> dict[str, EntryPoint]:
 def _own() -> list[str]:
     found = (module.name for module in pkgutil.iter_modules(__path__))
     return [name for name in found if name != "base" and not name.startswith("_")]
-
-
-def _loaders() -> dict[str, Callable[[], object]]:
-    found: dict[str, Callable[[], object]] = {name: partial(_transport_of, f"{__name__}.{name}") for name in _own()}
-    return found | {name: partial(_foreign, point) for name, point in plugins().items()}
-
-
-def _transport_of(path: str) -> object:
-    return import_module(path).TRANSPORT
 
 
 def _foreign(point: EntryPoint) -> object:
@@ -180,11 +170,11 @@ def _foreign(point: EntryPoint) -> object:
 
 def load(name: str) -> type[Transport]:
     """The class of that name. Raises `UsageError` if it is unknown, does not load, or is not a transport."""
-    loaders = _loaders()
-    if name not in loaders:
-        raise UsageError(f"no transport {name!r}", remedy=f"choose of auto, {', '.join(sorted(loaders))}", name=name)
+    if name not in names():
+        raise UsageError(f"no transport {name!r}", remedy=f"choose of auto, {', '.join(names())}", name=name)
     try:
-        return cast("type[Transport]", loaders[name]())
+        kind = _foreign(plugins()[name]) if name not in _own() else import_module(f"{__name__}.{name}").TRANSPORT
+        return cast("type[Transport]", kind)
     except ImportError as error:
         package, *_ = (error.name or "").split(".")
         if package == "pdstage":  # our own fault, not a missing package

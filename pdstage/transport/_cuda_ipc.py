@@ -144,9 +144,6 @@ class Cuda:
         every = range(self.driver.n_devices())
         return next((device for device in every if self.driver.uuid(device) == uuid), None)
 
-    def can_access(self, device: int, peer: int) -> bool:
-        return device == peer or self.driver.can_access(device, peer)
-
     def open(self, export: Export, device: int, fetch: Callable[[int], int]) -> Mapping:
         """Maps another process's memory for kernels and copies of `device`. Memory that is open already is shared.
         `fetch` turns a descriptor number of that process into a descriptor of this one.

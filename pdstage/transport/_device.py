@@ -167,7 +167,7 @@ class Devices:
         if not export.holds(offered.base, offered.nbytes):
             raise PeerError(f"peer {peer!r} describes memory outside its allocation", remedy="stop using that peer")
         seen = cuda.ordinal(export.uuid)
-        if seen is not None and not cuda.can_access(device, seen):  # else the driver knows, when it maps the memory
+        if seen not in (None, device) and not cuda.driver.can_access(device, seen):  # else the driver says it later
             raise self._refused(peer, f"device {device} cannot access device {seen}")
         try:
             mapping = cuda.open(export, device, fetch)
