@@ -18,7 +18,6 @@ A module `x` of this package that defines a class `TRANSPORT` is the transport "
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import pkgutil
@@ -186,10 +185,7 @@ def load(name: str) -> type[Transport]:
 
 def _importable() -> list[tuple[str, type[Transport]]]:
     """The transports that import here, by name, most preferred first."""
-    found = []
-    for name in names():
-        with contextlib.suppress(UsageError):
-            found.append((name, load(name)))
+    found = [(name, load(name)) for name, reason in available().items() if not reason]
     return sorted(found, key=lambda one: -one[1].preference)
 
 
