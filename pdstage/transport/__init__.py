@@ -112,7 +112,9 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
             options[option] = value[device]
     if name == "auto" and not options:
         return _auto(host)
-    return open_transport(name, **(_placed(load(name), host) | options))
+    if host and "host" in inspect.signature(load(name)).parameters:
+        options.setdefault("host", host)
+    return open_transport(name, **options)
 
 
 def available() -> dict[str, str]:
@@ -189,21 +191,16 @@ def _importable() -> list[tuple[str, type[Transport]]]:
     return sorted(found, key=lambda one: -one[1].preference)
 
 
-def _placed(kind: type[Transport], host: str) -> dict[str, object]:
-    """Where the control plane listens, if the transport has an option for it."""
-    return {"host": host} if host and "host" in inspect.signature(kind).parameters else {}
-
-
 def _auto(host: str = "") -> Transport:
     """The transports that "auto" may choose, as one transport. Those that do not start are left out."""
     ways: list[Transport] = []
-    for _, kind in _importable():
+    for name, kind in _importable():
         if kind.preference < 1:
             break
         if not kind.traits.notifies:  # both sides must know before connecting whether tags travel as messages
             continue
         try:
-            ways.append(kind(**_placed(kind, host)))
+            ways.append(open_from_config(name, "", host))
         except PdstageError as error:
             log.warning("auto leaves out transport %s: %s", kind.traits.name, error)
     if not ways:

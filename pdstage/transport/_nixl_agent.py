@@ -167,7 +167,7 @@ def check_metadata(metadata: bytes, agent: str) -> None:
         nonlocal left
         at = len(tag) + 8
         end = at + int.from_bytes(left[at - 8 : at], "little")
-        if left[: len(tag)] != tag or end - at > _MAX_FIELD_NBYTES or left[end : end + 1] != b"|":
+        if left[: len(tag)].tobytes() != tag or end - at > _MAX_FIELD_NBYTES or left[end : end + 1].tobytes() != b"|":
             raise ValueError(f"no whole field {tag.decode()!r} {len(left)} bytes before its end")
         taken, left = bytes(left[at:end]), left[end + 1 :]
         return taken

@@ -177,11 +177,11 @@ def test_a_connection_whose_name_a_stranger_took_is_made_anew(make):
 
 
 def test_an_oversize_frame_costs_the_sender_its_connection_only(make):
-    node = make(b"node", max_frame_nbytes=1 << 16)
+    node = make(b"node")
     with raw_dealer(node.endpoint, b"big") as dealer:
-        dealer.send(bytes(1 << 16))
-        assert len(receive(node)[0][1][0]) == 1 << 16, "the cap itself is allowed"
-        dealer.send(bytes((1 << 16) + 1))
+        dealer.send(bytes(MAX_FRAME_NBYTES))
+        assert len(receive(node)[0][1][0]) == MAX_FRAME_NBYTES, "the cap itself is allowed"
+        dealer.send(bytes(MAX_FRAME_NBYTES + 1))
         still_works(node, make())
     assert node.counters.received == 2
 
@@ -197,9 +197,9 @@ def test_half_open_connections_are_found_by_the_kernel(make):
 
 
 def test_what_peers_do_not_take_is_refused_at_the_sender(make):
-    node = make(b"me", max_frame_nbytes=100)
+    node = make(b"me")
     route = node.connect(node.endpoint)
-    for frames in ([], [b"x" * 101], [b"x"] * (MAX_FRAMES + 1)):
+    for frames in ([], [bytes(MAX_FRAME_NBYTES + 1)], [b"x"] * (MAX_FRAMES + 1)):
         with pytest.raises(UsageError, match="control message of"):
             node.send(route, frames)
     with pytest.raises(TypeError):
