@@ -163,9 +163,13 @@ def _foreign(point: EntryPoint) -> object:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{whose} does not import here: {why}", remedy=remedy, name=point.name) from error
-    is_whole = isinstance(kind, type) and issubclass(kind, Transport) and not inspect.isabstract(kind)
-    if not is_whole or not isinstance(getattr(kind, "traits", None), Traits):
-        raise UsageError(f"{whose} is not a Transport class with traits and all verbs", remedy=remedy, name=point.name)
+    is_one = (
+        isinstance(kind, type) and issubclass(kind, Transport) and isinstance(getattr(kind, "traits", None), Traits)
+    )
+    lacks = ", ".join(sorted(getattr(kind, "__abstractmethods__", ())))
+    if not is_one or lacks:
+        what = f"lacks {lacks}" if lacks else "is not a Transport class with traits"
+        raise UsageError(f"{whose} {what}", remedy=remedy, name=point.name)
     return kind
 
 
