@@ -170,7 +170,7 @@ class BootstrapClient:
             connection.request(method, path, body, {"Connection": "close"})
             response = connection.getresponse()
             return response.status, response.read(MAX_ANSWER_NBYTES)
-        except (OSError, UnicodeError) as error:  # UnicodeError: IDNA, for an invalid name
+        except OSError as error:
             raise TransportError(
                 f"no bootstrap server answers at {self.address} ({error})",
                 remedy="start one with `pdstage bootstrap`, or check the prefill node's address and the network"

@@ -227,12 +227,8 @@ def replica(instance: str, held: Mapping[int, Advert], dp_rank: int | None) -> l
     if missing:
         raise Incomplete(
             f"instance {instance!r}: {len(missing)} of {place.group_size} ranks of dp replica {dp_rank} "
-            f"are not registered, {_brief(missing)}",
+            f"are not registered, ranks {', '.join(map(str, missing[:8]))}{', ...' if len(missing) > 8 else ''}",
             missing,
             instance=instance,
         )
     return [held[rank] for rank in wanted]
-
-
-def _brief(ranks: tuple[int, ...]) -> str:
-    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"

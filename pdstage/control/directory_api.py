@@ -117,7 +117,7 @@ def _carry_out(directory: Directory, body: bytes) -> object:
             return Adverts(directory.lookup(instance, dp_rank))
         case _:
             assert_never(asked)
-    return None
+    return {}
 
 
 def _engines(directory: Directory) -> dict[str, object]:

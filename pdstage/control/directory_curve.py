@@ -30,7 +30,9 @@ class Server:
 
     def __init__(self, address: Address, directory: Directory, keys: Keys, advertise: str | None) -> None:
         self._directory = directory
-        self._socket = _socket(keys, f"tcp://{address}", advertise)
+        self._socket = ControlSocket(
+            f"tcp://{address}", identity=secrets.token_bytes(8), advertise=advertise, keys=keys
+        )
         self.address = self._socket.endpoint.removeprefix("tcp://")
         self._stopping = False
 
@@ -66,7 +68,7 @@ class Server:
 def ask(address: Address, keys: Keys, request: tuple[str, str, bytes], timeout_s: float) -> tuple[int, bytes]:
     """Status and body. Raises `PeerError` if the keys do not match, `TransportError` if nothing answers in time."""
     method, target, body = request
-    with _socket(keys) as socket:
+    with ControlSocket(None, identity=secrets.token_bytes(8), keys=keys) as socket:
         route = socket.connect(f"tcp://{address.keyed}")
         socket.send(route, [method.encode(), target.encode(), body])
         for _, frames in socket.arrivals(time.monotonic() + timeout_s):
@@ -77,14 +79,4 @@ def ask(address: Address, keys: Keys, request: tuple[str, str, bytes], timeout_s
         f"no bootstrap server with keys answers at {address} in {timeout_s} s",
         remedy="start one with `pdstage bootstrap --keys FILE`; check the prefill node's address, and that it has keys",
         address=str(address),
-    )
-
-
-def _socket(keys: Keys, bind: str | None = None, advertise: str | None = None) -> ControlSocket:
-    return ControlSocket(
-        bind,
-        identity=secrets.token_bytes(8),
-        advertise=advertise,
-        max_frame_nbytes=api.MAX_ANSWER_NBYTES,
-        keys=keys,
     )

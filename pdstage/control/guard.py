@@ -8,8 +8,8 @@ enforced ZAP domain, a missing handler lets nobody in.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
+import re
 import struct
 import time
 from collections import Counter
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from pdstage.control.address import Address
 from pdstage.errors import PeerError
 from pdstage.log_limit import LogLimit
 
@@ -36,6 +35,7 @@ _GOOD = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _PROTOCOL, _AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
+_IP = re.compile(r"tcp://([\d.]+|\[.*\]):")
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _BROKEN_OFF_IS_FINAL = 3
 """A server that expects another key of itself is silent: it closes the connection, as a server that ends does."""
@@ -114,7 +114,7 @@ class Guard:
             return endpoint
         port = endpoint.rpartition(":")[2]
         # A copy: other threads connect and disconnect meanwhile.
-        named = (t for t in list(self._targets) if t.rpartition(":")[2] == port and not _is_number(t))
+        named = (t for t in list(self._targets) if t.rpartition(":")[2] == port and not _IP.match(t))
         return next(named, "")
 
     def _on_connect(self, what: int, value: int, target: str) -> None:
@@ -165,11 +165,3 @@ def _why_theirs(what: int, value: int) -> str:
     if value == _OTHER_MECHANISM:
         return "it does not encrypt"
     return "it expects another key of this node, or does not speak this protocol"
-
-
-def _is_number(target: str) -> bool:
-    try:
-        ipaddress.ip_address(Address.parse(target, "tcp").host)
-    except ValueError:  # UsageError included
-        return False
-    return True

@@ -42,7 +42,6 @@ class Keys:
     def __init__(self, secret: bytes, allow: str | os.PathLike[str] | None = None) -> None:
         if len(secret) != NBYTES:
             raise UsageError(f"a secret key of {len(secret)} bytes", remedy=f"give {NBYTES}, or a key file's path")
-        check_available()
         self.secret = secret
         self.public: bytes = z85.decode(zmq.curve_public(z85.encode(secret)))
         self._allow = _AllowList(Path(allow)) if allow is not None else None
@@ -58,7 +57,6 @@ class Keys:
     @classmethod
     def make(cls, path: str | os.PathLike[str]) -> Keys:
         """A new pair, written to a new file that only its owner can read. Raises `UsageError` if the file exists."""
-        check_available()
         secret: bytes = z85.decode(zmq.curve_keypair()[1])
         keys = cls(secret)
         try:
@@ -89,15 +87,6 @@ class Keys:
 def keys_of(given: Keys | str | os.PathLike[str] | None) -> Keys | None:
     """Reads an option `keys=`: a key file's path, or keys."""
     return given if given is None or isinstance(given, Keys) else Keys.load(arguments.path("keys", given))
-
-
-def check_available() -> None:
-    """Raises `UsageError` if libzmq was built without CURVE."""
-    if not zmq.has("curve"):
-        raise UsageError(
-            f"libzmq {zmq.zmq_version()} was built without CURVE, so that nothing can be encrypted",
-            remedy="install pyzmq's wheel (pip install --force-reinstall --only-binary :all: pyzmq)",
-        )
 
 
 def parse_key(text: str) -> bytes | None:

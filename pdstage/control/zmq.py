@@ -145,7 +145,6 @@ class ControlSocket:
         bind: str | None = "tcp://127.0.0.1:0",
         *,
         identity: bytes,
-        max_frame_nbytes: int = MAX_FRAME_NBYTES,
         advertise: str | None = None,
         insecure: bool = False,
         keys: Keys | None = None,
@@ -157,7 +156,6 @@ class ControlSocket:
         self._identity = identity
         self._keys = keys
         self.counters = ControlCounters()
-        self._max_frame_nbytes = max_frame_nbytes
         self._routes: dict[str, bytes] = {}
         self._targets_at: dict[bytes, str] = {}  # the same, by route
         self._targets: dict[str, bytes] = {}  # what is connected to, with the key found there
@@ -167,7 +165,7 @@ class ControlSocket:
         self._gave_up = False
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        sealed_nbytes = max_frame_nbytes + (_SEALING_NBYTES if keys is not None else 0)
+        sealed_nbytes = MAX_FRAME_NBYTES + (_SEALING_NBYTES if keys is not None else 0)
         try:
             for option, value in _options(identity, sealed_nbytes).items():
                 self._socket.setsockopt(option, value)
@@ -301,10 +299,10 @@ class ControlSocket:
         Raises `UsageError` for a frame that peers do not accept, for no frames, or for too many.
         """
         largest = max(map(len, frames), default=0)
-        if not 1 <= len(frames) <= MAX_FRAMES or largest > self._max_frame_nbytes:
+        if not 1 <= len(frames) <= MAX_FRAMES or largest > MAX_FRAME_NBYTES:
             raise UsageError(
                 f"a control message of {len(frames)} frames, the largest of {largest} bytes",
-                remedy=f"send 1 to {MAX_FRAMES} frames of at most {self._max_frame_nbytes} bytes",
+                remedy=f"send 1 to {MAX_FRAMES} frames of at most {MAX_FRAME_NBYTES} bytes",
             )
         failed = self._port.send(self._renewed.get(route, route), frames)
         if not failed:

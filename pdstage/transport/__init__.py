@@ -18,12 +18,10 @@ A module `x` of this package that defines a class `TRANSPORT` is the transport "
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import pkgutil
 from collections.abc import Mapping
-from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
@@ -35,7 +33,7 @@ from pdstage.transport._backend import Backend, Description, Link, Post
 from pdstage.transport.base import Done, Event, Figures, Inbound, Mapped, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
     from importlib.metadata import EntryPoint
 
 __all__ = [
@@ -114,7 +112,9 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
             options[option] = value[device]
     if name == "auto" and not options:
         return _auto(host)
-    return open_transport(name, **(_placed(load(name), host) | options))
+    if host and "host" in inspect.signature(load(name)).parameters:
+        options.setdefault("host", host)
+    return open_transport(name, **options)
 
 
 def available() -> dict[str, str]:
@@ -136,7 +136,7 @@ def supporting(kinds: Collection[str]) -> list[str]:
 
 def names() -> list[str]:
     """The names of all known transports, installed or not, without importing any."""
-    return sorted(_loaders())
+    return sorted([*_own(), *plugins()])
 
 
 def plugins() -> dict[str, EntryPoint]:
@@ -152,15 +152,6 @@ def _own() -> list[str]:
     return [name for name in found if name != "base" and not name.startswith("_")]
 
 
-def _loaders() -> dict[str, Callable[[], object]]:
-    found: dict[str, Callable[[], object]] = {name: partial(_transport_of, f"{__name__}.{name}") for name in _own()}
-    return found | {name: partial(_foreign, point) for name, point in plugins().items()}
-
-
-def _transport_of(path: str) -> object:
-    return import_module(path).TRANSPORT
-
-
 def _foreign(point: EntryPoint) -> object:
     """The class that an entry point of another distribution names. Every fault becomes a `UsageError`: a broken package
     must not stop nodes that do not use it.
@@ -172,19 +163,23 @@ def _foreign(point: EntryPoint) -> object:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{whose} does not import here: {why}", remedy=remedy, name=point.name) from error
-    is_whole = isinstance(kind, type) and issubclass(kind, Transport) and not inspect.isabstract(kind)
-    if not is_whole or not isinstance(getattr(kind, "traits", None), Traits):
-        raise UsageError(f"{whose} is not a Transport class with traits and all verbs", remedy=remedy, name=point.name)
+    is_one = (
+        isinstance(kind, type) and issubclass(kind, Transport) and isinstance(getattr(kind, "traits", None), Traits)
+    )
+    lacks = ", ".join(sorted(getattr(kind, "__abstractmethods__", ())))
+    if not is_one or lacks:
+        what = f"lacks {lacks}" if lacks else "is not a Transport class with traits"
+        raise UsageError(f"{whose} {what}", remedy=remedy, name=point.name)
     return kind
 
 
 def load(name: str) -> type[Transport]:
     """The class of that name. Raises `UsageError` if it is unknown, does not load, or is not a transport."""
-    loaders = _loaders()
-    if name not in loaders:
-        raise UsageError(f"no transport {name!r}", remedy=f"choose of auto, {', '.join(sorted(loaders))}", name=name)
+    if name not in names():
+        raise UsageError(f"no transport {name!r}", remedy=f"choose of auto, {', '.join(names())}", name=name)
     try:
-        return cast("type[Transport]", loaders[name]())
+        kind = _foreign(plugins()[name]) if name not in _own() else import_module(f"{__name__}.{name}").TRANSPORT
+        return cast("type[Transport]", kind)
     except ImportError as error:
         package, *_ = (error.name or "").split(".")
         if package == "pdstage":  # our own fault, not a missing package
@@ -196,28 +191,20 @@ def load(name: str) -> type[Transport]:
 
 def _importable() -> list[tuple[str, type[Transport]]]:
     """The transports that import here, by name, most preferred first."""
-    found = []
-    for name in names():
-        with contextlib.suppress(UsageError):
-            found.append((name, load(name)))
+    found = [(name, load(name)) for name, reason in available().items() if not reason]
     return sorted(found, key=lambda one: -one[1].preference)
-
-
-def _placed(kind: type[Transport], host: str) -> dict[str, object]:
-    """Where the control plane listens, if the transport has an option for it."""
-    return {"host": host} if host and "host" in inspect.signature(kind).parameters else {}
 
 
 def _auto(host: str = "") -> Transport:
     """The transports that "auto" may choose, as one transport. Those that do not start are left out."""
     ways: list[Transport] = []
-    for _, kind in _importable():
+    for name, kind in _importable():
         if kind.preference < 1:
             break
         if not kind.traits.notifies:  # both sides must know before connecting whether tags travel as messages
             continue
         try:
-            ways.append(kind(**_placed(kind, host)))
+            ways.append(open_from_config(name, "", host))
         except PdstageError as error:
             log.warning("auto leaves out transport %s: %s", kind.traits.name, error)
     if not ways:

@@ -24,7 +24,6 @@ class Inbox:
 
     def __init__(self) -> None:
         self.name = f"pdstage.{secrets.token_hex(16)}"
-        self._buffer = bytearray(MAX_NBYTES)
         self._socket = _socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind("\0" + self.name)
@@ -44,12 +43,12 @@ class Inbox:
         room = socket.CMSG_SPACE(_CREDENTIALS.size)
         for _ in range(_PER_RECEIVE):
             try:
-                nbytes, extra, flags, _ = self._socket.recvmsg_into([self._buffer], room)
+                tag, extra, flags, _ = self._socket.recvmsg(MAX_NBYTES, room)
             except BlockingIOError:
                 break
             uid = _CREDENTIALS.unpack(extra[0][2])[1] if extra else -1
             if uid in ours and not flags & socket.MSG_TRUNC:
-                tags.append(bytes(memoryview(self._buffer)[:nbytes]))
+                tags.append(tag)
         return tags
 
     def close(self) -> None:

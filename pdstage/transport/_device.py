@@ -225,7 +225,6 @@ class Copies:
     def __init__(self, cuda: Cuda, device: int) -> None:
         self._cuda, self._device = cuda, device
         self.running: deque[_Running] = deque()
-        self._spare: list[int] = []
         with cuda.on(device):
             self._stream = cuda.driver.new_stream()
         reap()
@@ -237,7 +236,7 @@ class Copies:
         cuda, event, failed = self._cuda, 0, None
         try:
             with cuda.on(self._device):
-                event = self._spare.pop() if self._spare else cuda.driver.new_event()
+                event = cuda.driver.new_event()
                 try:  # spans that a refused batch has begun are copied again, after it
                     if len(spans.nbytes) == 1 or not cuda.has_batches or not cuda.copy_batch(spans, self._stream):
                         for src, dst, nbytes in zip(*(column.tolist() for column in spans), strict=True):
@@ -257,8 +256,8 @@ class Copies:
             with self._cuda.on(self._device):
                 while self.running and self.running[0].event and self._cuda.driver.done(self.running[0].event):
                     one = self.running.popleft()
-                    self._spare.append(one.event)
                     ended.append((one.word, one.error))
+                    self._cuda.driver.free_event(one.event)
             broken = bool(self.running) and not self.running[0].event
             failed = self.running[0].error if broken else None
         except DriverError as error:
@@ -276,8 +275,6 @@ class Copies:
             return
         try:
             with self._cuda.on(self._device):
-                for event in self._spare:
-                    self._cuda.driver.free_event(event)
                 self._cuda.driver.free_stream(self._stream)
         except DriverError as error:
             log.warning("a stream is not released: %s", error)

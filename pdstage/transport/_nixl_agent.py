@@ -152,60 +152,52 @@ _UCX_ADDRESS_VERSIONS = (0, 1)
 """The lower half of the first byte. UCX ends the process for any other value (src/ucp/wireup/address.c)."""
 
 
-class _Fields:
-    """A blob of NIXL's serializer: a head, then fields of a tag, a length of 8 bytes, that many bytes, and a bar."""
+def check_metadata(metadata: bytes, agent: str) -> None:
+    """Raises `ValueError` unless metadata is laid out as NIXL 1.5.1 lays out `agent`'s. NIXL's reader trusts every
+    length in it, and some lengths end the process (src/core/nixl_agent.cpp, `loadRemoteMD`; src/utils/serdes).
 
-    def __init__(self, blob: bytes) -> None:
-        self._blob, self._at = blob, len(_HEAD)
-        if not blob.startswith(_HEAD):
-            raise ValueError("it is not a blob of NIXL's serializer")
+    It is a blob of NIXL's serializer: a head, then fields of a tag, a length of 8 bytes, that many bytes, and a bar.
+    """
+    if not metadata.startswith(_HEAD):
+        raise ValueError("it is not a blob of NIXL's serializer")
+    left = memoryview(metadata)[len(_HEAD) :]
 
-    def take(self, tag: bytes) -> bytes:
-        """The bytes of the next field. Raises `ValueError` if its tag is not `tag`, or if it is cut short."""
-        at = self._at + len(tag) + 8
-        if self._blob[self._at : at - 8] != tag:
-            raise ValueError(f"no field {tag.decode()!r} at byte {self._at}")
-        end = at + int.from_bytes(self._blob[at - 8 : at], "little")
-        if end - at > _MAX_FIELD_NBYTES or self._blob[end : end + 1] != b"|":
-            raise ValueError(f"field {tag.decode()!r} at byte {self._at} is cut short")
-        self._at = end + 1
-        return self._blob[at:end]
+    def take(tag: bytes) -> bytes:
+        """The bytes of the next field."""
+        nonlocal left
+        at = len(tag) + 8
+        end = at + int.from_bytes(left[at - 8 : at], "little")
+        if left[: len(tag)].tobytes() != tag or end - at > _MAX_FIELD_NBYTES or left[end : end + 1].tobytes() != b"|":
+            raise ValueError(f"no whole field {tag.decode()!r} {len(left)} bytes before its end")
+        taken, left = bytes(left[at:end]), left[end + 1 :]
+        return taken
 
-    def count(self, tag: bytes, most: int) -> int:
-        n = int.from_bytes(self.take(tag), "little")
+    def count(tag: bytes, most: int) -> int:
+        n = int.from_bytes(take(tag), "little")
         if n > most:
             raise ValueError(f"{n} entries in field {tag.decode()!r}")
         return n
 
-    def end(self) -> None:
-        if self._at != len(self._blob):
-            raise ValueError(f"{len(self._blob) - self._at} bytes follow its end")
-
-
-def check_metadata(metadata: bytes, agent: str) -> None:
-    """Raises `ValueError` unless metadata is laid out as NIXL 1.5.1 lays out `agent`'s. NIXL's reader trusts every
-    length in it, and some lengths end the process (src/core/nixl_agent.cpp, `loadRemoteMD`; src/utils/serdes).
-    """
-    fields = _Fields(metadata)
-    if fields.take(b"Agent") != agent.encode():
+    if take(b"Agent") != agent.encode():
         raise ValueError("it belongs to another agent")
-    for _ in range(fields.count(b"Conns", 64)):
-        backend, address = fields.take(b"t"), fields.take(b"c")
+    for _ in range(count(b"Conns", 64)):
+        backend, address = take(b"t"), take(b"c")
         if not backend or not address:
             raise ValueError("a connection without backend or address")
         if backend == b"UCX" and address[0] & 0x0F not in _UCX_ADDRESS_VERSIONS:
             raise ValueError(f"an address of UCX's version {address[0] & 0x0F}")
-    if fields.take(b"") != b"MemSection":
+    if take(b"") != b"MemSection":
         raise ValueError("it has no memory section")
-    for _ in range(fields.count(b"nixlSecElms", 64)):
-        fields.take(b"bknd")
-        if fields.take(b"nixlDList") != b"nixlSDList":
+    for _ in range(count(b"nixlSecElms", 64)):
+        take(b"bknd")
+        if take(b"nixlDList") != b"nixlSDList":
             raise ValueError("a list of an unknown kind")
-        fields.count(b"t", _MAX_MEMORY_KIND)
-        for _ in range(fields.count(b"n", 1 << 20)):
-            if len(fields.take(b"")) < _MIN_DESCRIPTOR_NBYTES:
+        count(b"t", _MAX_MEMORY_KIND)
+        for _ in range(count(b"n", 1 << 20)):
+            if len(take(b"")) < _MIN_DESCRIPTOR_NBYTES:
                 raise ValueError("a descriptor that is cut off")
-    fields.end()
+    if left:
+        raise ValueError(f"{len(left)} bytes follow its end")
 
 
 def is_known(metadata: bytes, agent: str) -> bool:

@@ -15,9 +15,10 @@ import logging
 import os
 import select
 import weakref
+from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -86,7 +87,18 @@ def own_identity() -> Identity:
         raise UsageError(f"cannot identify this process: {error}", remedy="mount /proc of a Linux host") from error
 
 
-class Process:
+class Target(ABC):
+    """One process, or a stand-in for one."""
+
+    @abstractmethod
+    def gone(self) -> bool:
+        """Whether it has ended, which is final."""
+
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
+        """It is not asked about any more."""
+
+
+class Process(Target):
     """Another process, held so that a successor with its pid is never taken for it, and its shared memory that is
     mapped here.
     """
@@ -128,7 +140,6 @@ class Process:
             )
 
     def gone(self) -> bool:
-        """Whether the process has ended, which is final."""
         if self._pidfd >= 0 and (
             native.ext.is_readable(self._pidfd) if native.ext is not None else self._ended.poll(0)
         ):
@@ -232,15 +243,7 @@ class Process:
         return TransportError(what, remedy=remedy, pid=self.pid, errno=code)
 
 
-class Target(Protocol):
-    """One process, or a stand-in for one."""
-
-    def gone(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class Unheld:
+class Unheld(Target):
     """A process that cannot be held: it runs elsewhere, where its end is never known, or `ended` before."""
 
     def __init__(self, *, ended: bool) -> None:
@@ -249,11 +252,8 @@ class Unheld:
     def gone(self) -> bool:
         return self._ended
 
-    def close(self) -> None:
-        pass
 
-
-class Here:
+class Here(Target):
     """A transport of this process. Its life ends with its `close`, which removes it from `lives`."""
 
     lives: ClassVar[weakref.WeakValueDictionary[str, Any]] = weakref.WeakValueDictionary()
@@ -263,9 +263,6 @@ class Here:
 
     def gone(self) -> bool:
         return self._life not in self.lives
-
-    def close(self) -> None:
-        pass
 
     def write(self, spans: Spans) -> tuple[int, TransportError | None]:
         error = self.why_not(spans)

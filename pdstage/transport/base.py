@@ -299,7 +299,7 @@ class Ranges:
         return i >= 0 and base + nbytes <= self._ends[i]
 
     def index(self, addresses: Ints) -> Ints:
-        """The index in `regions` of the region that holds each address; all must be inside, as `find` has checked."""
+        """The index in `regions` of the region that holds each address, if it is inside of one."""
         return np.searchsorted(self._starts_array, addresses, side="right") - 1
 
     def find(self, addresses: Ints, nbytes: Ints) -> Place:
@@ -314,7 +314,7 @@ class Ranges:
                 if not self.holds(at, n):
                     raise self._outside(at, at + n)
             return self._place
-        index = np.searchsorted(self._starts_array, addresses, side="right") - 1
+        index = self.index(addresses)
         inside = index >= 0
         if self.regions:  # an address inside is at least the base, so the difference cannot wrap around
             inside &= nbytes <= self._ends_array[index] - addresses

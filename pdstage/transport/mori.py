@@ -108,9 +108,6 @@ class _Post:
         self.statuses: list[Any] = []
         self.error: TransportError | None = None
 
-    def has_ended(self) -> bool:
-        return all(status.Succeeded() or status.Failed() for status in self.statuses)
-
 
 class MoriTransport(Backend[_Way, _Description]):
     """Transport `mori`.
@@ -250,7 +247,7 @@ class MoriTransport(Backend[_Way, _Description]):
     def _progress(self) -> None:
         flying, self._flying = self._flying, []
         for post in flying:
-            if not post.has_ended():
+            if not all(status.Succeeded() or status.Failed() for status in post.statuses):
                 self._flying.append(post)
                 continue
             post.way.target.n_in_flight -= post.n_descriptors

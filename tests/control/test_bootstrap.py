@@ -182,18 +182,10 @@ def test_a_server_leaves_nothing_used_or_not(no_leaks, keys):
         BootstrapClient(server.address, DEADLINE_S, keys=keys).lookup()
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "tcp://127.0.0.1:80", "127.0.0.1:http", "http://127.0.0.1:1/path",
-        "127.0.0.1:" + "9" * 450, "127.0.0.1:" + "9" * 5000,
-    ],
-)  # fmt: skip
-def test_bad_addresses_are_named(address):
-    with pytest.raises(UsageError, match="address"):
-        BootstrapClient(address)
-    with pytest.raises(UsageError, match="address"):
-        BootstrapServer(address)
+def test_bad_addresses_are_named():
+    for make in (BootstrapClient, BootstrapServer):
+        with pytest.raises(UsageError, match="scheme 'tcp'; write it as http://"):
+            make("tcp://127.0.0.1:80")
 
 
 def test_a_taken_port_and_an_open_host_are_named(server):
