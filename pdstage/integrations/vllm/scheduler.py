@@ -78,7 +78,6 @@ class SchedulerSide:
         self._server: BootstrapServer | None = None
         self._first: Directory | None = None
         """Of a data-parallel replica that publishes its ranks in the first one's directory."""
-        self._life, self._n_rooms = secrets.token_hex(4), 0
 
     # The directory.
 
@@ -184,8 +183,7 @@ class SchedulerSide:
         if stream is not None:
             room, says = stream.room, self._says(n_tokens, adapter)
         else:
-            self._n_rooms += 1
-            room, says = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}", None
+            room, says = f"{self._engine_id}:{request.request_id}:{secrets.token_hex(8)}", None
             if turns is not None:
                 self._kept.add(request.request_id)
         ttl_s = turns.ttl_s if turns is not None else None
