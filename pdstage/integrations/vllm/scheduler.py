@@ -32,7 +32,7 @@ from pdstage.manager import PrefillNode
 from pdstage.manager.lookup import Directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
@@ -355,7 +355,7 @@ def _remote(params: Mapping[str, Any], *, is_turn: bool) -> Remote | None:
     early, directory = params.get("transfer_id"), params.get("remote_bootstrap_addr")
     if early and directory and params.get("remote_engine_id"):
         return Remote(early, directory, params["remote_engine_id"], is_early=True, is_routers=True)
-    names: Iterable[str] = ("remote_room", "remote_engine_id", "remote_host", "remote_port")
+    names = "remote_room", "remote_engine_id", "remote_host", "remote_port"
     room, engine, host, port = (params.get(name) for name in names)
     if not (room and engine and host and port):
         log.warning("kv_transfer_params %s name no request of a prefill engine: it is computed here", dict(params))
