@@ -100,7 +100,6 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.scheduler: Any = None
         """This rank's, from its first request on."""
         self._unsafe: dict[int, list[Receiver]] = {}
-        self._unsafe_lock = threading.Lock()
         self.register_buffer_to_engine()
         self._heartbeat = None if self.is_prefill else self._start_heartbeat_checker_thread()
 
@@ -221,7 +220,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
 
     def hold(self, room: int, receiver: Receiver) -> None:
         """The room failed here, and a peer may still write to its memory."""
-        with self._unsafe_lock:
+        with self.status_lock:
             for name in [name for name, held in self._unsafe.items() if all(one.released for one in held)]:
                 del self._unsafe[name]
             held = self._unsafe.setdefault(room, [])
@@ -230,17 +229,16 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing can write to the memory of failed rooms of that name; acknowledgements are not counted."""
-        with self._unsafe_lock:
+        with self.status_lock:
             return all(receiver.released for receiver in self._unsafe.get(bootstrap_room, ()))
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """SGLang takes back the memory of the oldest failed room of that name; later ones are still held."""
-        with self._unsafe_lock:
+        with self.status_lock:
             held = self._unsafe.pop(bootstrap_room, [])
             if held[1:]:
                 self._unsafe[bootstrap_room] = held[1:]
-            is_early = bool(held) and not held[0].released
-        if is_early:
+        if not all(oldest.released for oldest in held[:1]):
             log.error(
                 "room %s: SGLang reuses its memory though a peer may still write to it; fence %s, or raise %s",
                 bootstrap_room, "its peers" if self.node is None else list(self.node.unfenced()),

@@ -158,13 +158,12 @@ class Caches:
 
     def own(self, held: Mapping[str, Held]) -> dict[str, Held]:
         """`held` without the groups of which this pipeline stage has no layer."""
-        mine = {component.name for component in self.layout.components}
-        return {component: one for component, one in held.items() if component in mine}
+        return {component: one for component, one in held.items() if component in self.n_pages}
 
     def pages(self, component: str, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """The pages of vLLM's `blocks`: a block is several pages if a kernel wants smaller ones."""
-        held, n = np.array(blocks, np.int64), self.n_pages[component]
-        return held if n == 1 else (held[:, None] * n + np.arange(n)).reshape(-1)
+        n = self.n_pages[component]
+        return (np.array(blocks, np.int64)[:, None] * n + np.arange(n)).reshape(-1)
 
     def nbytes(self, held: Mapping[str, Held]) -> int:
         """Bytes of vLLM's blocks in every layer of their components."""

@@ -32,7 +32,7 @@ from pdstage.manager import PrefillNode
 from pdstage.manager.lookup import Directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
@@ -78,7 +78,6 @@ class SchedulerSide:
         self._server: BootstrapServer | None = None
         self._first: Directory | None = None
         """Of a data-parallel replica that publishes its ranks in the first one's directory."""
-        self._life, self._n_rooms = secrets.token_hex(4), 0
 
     # The directory.
 
@@ -184,8 +183,7 @@ class SchedulerSide:
         if stream is not None:
             room, says = stream.room, self._says(n_tokens, adapter)
         else:
-            self._n_rooms += 1
-            room, says = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}", None
+            room, says = f"{self._engine_id}:{request.request_id}:{secrets.token_hex(8)}", None
             if turns is not None:
                 self._kept.add(request.request_id)
         ttl_s = turns.ttl_s if turns is not None else None
@@ -357,7 +355,7 @@ def _remote(params: Mapping[str, Any], *, is_turn: bool) -> Remote | None:
     early, directory = params.get("transfer_id"), params.get("remote_bootstrap_addr")
     if early and directory and params.get("remote_engine_id"):
         return Remote(early, directory, params["remote_engine_id"], is_early=True, is_routers=True)
-    names: Iterable[str] = ("remote_room", "remote_engine_id", "remote_host", "remote_port")
+    names = "remote_room", "remote_engine_id", "remote_host", "remote_port"
     room, engine, host, port = (params.get(name) for name in names)
     if not (room and engine and host and port):
         log.warning("kv_transfer_params %s name no request of a prefill engine: it is computed here", dict(params))

@@ -72,17 +72,17 @@ class Streams:
             return {}, {}
         preempted = self._preempted(output)
         chunks = {}
-        for name, n_scheduled in output.num_scheduled_tokens.items():
-            stream = self._streams.get(name)
-            blocks = output.kv_connector_block_state.get_block_ids(name) if stream is not None else None
-            if stream is not None and blocks is not None:
-                n_prompt = stream.request.num_prompt_tokens
-                stop = min(stream.request.num_computed_tokens + n_scheduled, n_prompt)
-                if stop > stream.stop:
-                    held = self._held(blocks, stream.stop, stop, n_prompt)
-                    chunks[name] = Chunk(held, stop)
-                    stream.blocks.update(*(one.blocks for one in held.values()))
-                    stream.stop, stream.has_begun = stop, True
+        for name, stream in self._streams.items():
+            n_scheduled = output.num_scheduled_tokens.get(name)
+            if n_scheduled is None or (blocks := output.kv_connector_block_state.get_block_ids(name)) is None:
+                continue
+            n_prompt = stream.request.num_prompt_tokens
+            stop = min(stream.request.num_computed_tokens + n_scheduled, n_prompt)
+            if stop > stream.stop:
+                held = self._held(blocks, stream.stop, stop, n_prompt)
+                chunks[name] = Chunk(held, stop)
+                stream.blocks.update(*(one.blocks for one in held.values()))
+                stream.stop, stream.has_begun = stop, True
         return preempted, chunks
 
     def _preempted(self, output: SchedulerOutput) -> dict[str, bool]:
