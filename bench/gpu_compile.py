@@ -88,11 +88,10 @@ def compile_all(device: str, wanted: list[Job]) -> tuple[float, list[str]]:
 def _try(bed: Bed, job: Job) -> None:
     case = _case(bed, job)
     plan = plan_of(case.pool, case.select, job.order, job.variant, checksum=job.checksum)
-    total, other = bed.memory(8, poison=0), bed.memory(case.nbytes)
+    total = bed.memory(8, poison=0)
     at = (case.staging.data_ptr(), case.nbytes, case.index, case.tokens)
     for sum_ptr in (0, total.data_ptr()) if job.checksum else (0,):
         plan.gather(*at, sum_ptr=sum_ptr)
-        plan.gather(*at, sum_ptr=sum_ptr, also=[other.data_ptr()])
         plan.scatter(*at, sum_ptr=sum_ptr)
     plan.copy_to(plan, case.index, case.index, case.tokens)
     bed.wait()

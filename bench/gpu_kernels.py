@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pdstage.kernels import Pool
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
-from pdstage.stager import DEFAULT_MAX_SMS
 
 from . import curves, shapes
 from .harness import Row, Spread, rate
@@ -349,47 +347,3 @@ def fused(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
                 "baseline: without" if base != "copy" else "pool to pool of one GPU; baseline: a copy of as many bytes"
             )
             yield rate(name, nbytes, times[name], times[base], detail, point=point)
-    yield from several(bed, quick)
-
-
-def several(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
-    """One gather to several destinations beside as many gathers to one each, with few multiprocessors and with all."""
-    nbytes = bed.sized(nbytes)
-    counts = (4,) if quick else (2, 8)
-    for run_nbytes in (1024,) if quick else (1024, 16384):
-        case = runs_case(bed, run_nbytes, nbytes)
-        stagings = [bed.memory(case.nbytes, poison=0xA5) for _ in range(max(counts))]
-        for v, n, max_sms in product(bed.variants, counts, (DEFAULT_MAX_SMS, None)):
-            first, *also = (one.data_ptr() for one in stagings[:n])
-            call = partial(
-                case.plan(v).gather, dst_nbytes=case.nbytes, indexes=case.index, tokens=case.tokens,
-                stream=bed.stream(), max_sms=max_sms,
-            )  # fmt: skip
-            works: dict[str, Work] = {
-                "together": partial(call, first, also=also), "each": partial(_each, call, (first, *also)),
-            }  # fmt: skip
-            _check_several(case, works["together"], stagings[:n], v)
-            times = bed.spreads(works, QUICK_REPEATS if quick else REPEATS)
-            by = f"{max_sms} SMs" if max_sms else "all SMs"
-            point = {"table": "several", "variant": v, "run_nbytes": run_nbytes, "n": n, "max_sms": max_sms}
-            yield rate(
-                f"gather to {n} at once, {v}, {curves.size_name(run_nbytes)} runs, {by}", n * case.nbytes,
-                times["together"], times["each"],
-                f"{case.nbytes / 2**20:.1f} MiB to each, summed; baseline: {n} gathers, one after the other",
-                point=point,
-            )  # fmt: skip
-
-
-def _each(gather: Callable[[int], None], destinations: tuple[int, ...]) -> None:
-    for at in destinations:
-        gather(at)
-
-
-def _check_several(case: Case, gather: Work, stagings: list[torch.Tensor], variant: str) -> None:
-    """Raises unless every destination holds the bytes of a gather to one."""
-    for staging in stagings:
-        staging.fill_(0xA5)
-    gather()
-    expected = case.gathered(variant)
-    if not all(bool((staging == expected).all()) for staging in stagings):
-        raise RuntimeError(f"{variant} gathers other bytes to {len(stagings)} destinations than to one")

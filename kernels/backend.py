@@ -14,22 +14,16 @@ if TYPE_CHECKING:
     from .index_ring import Runtime
 
 
-MAX_DESTINATIONS = 8
-"""The most destinations of one launch."""
-
-
 class Launch(NamedTuple):
     """The parameters of one call: its stream, its number of multiprocessors, and where its checksum is added (0:
     nowhere).
 
     `sum_ptr` is the address of a uint64 that the plan's device can write; only plans made with `checksum` take one.
-    `also` are further destinations of a gather, fewer than MAX_DESTINATIONS, for plans that fan out.
     """
 
     stream: object = None
     max_sms: int | None = None
     sum_ptr: int = 0
-    also: tuple[int, ...] = ()
 
 
 class Cells(NamedTuple):
@@ -72,10 +66,6 @@ class Recipe(NamedTuple):
 
 class Compiled(Protocol):
     """A selection prepared by a backend. It checks everything before the first byte moves."""
-
-    @property
-    def fans_out(self) -> bool:
-        """Whether a gather takes `Launch.also` and reads once for all destinations; else each destination is a call."""
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch

@@ -108,7 +108,6 @@ class ConvertPlan(CudaPlan):
     """A selection some of whose views are bf16 in the pool and fp8 in staging."""
 
     merges = False
-    fans_out = False
 
     def __init__(self, recipe: Recipe, machine: CudaRuntime, ring: IndexRing) -> None:
         assert recipe.staged is not None

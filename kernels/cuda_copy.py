@@ -36,7 +36,6 @@ from .cuda_tables import (
     n_tiles,
     pack_groups,
     pack_params,
-    pack_several,
     pack_views,
     run_nbytes,
 )
@@ -120,8 +119,6 @@ class Call(NamedTuple):
     """Whether the call has a limit on multiprocessors."""
     room: int
     """The number of items in the parameters; 0 if lists are in device memory."""
-    many: bool = False
-    """Whether it is a gather to several destinations."""
     access: int = UNIT
     """Bytes of the widest access that the device and all staging addresses allow."""
 
@@ -209,7 +206,6 @@ class CudaPlan:
 
     merges = True
     """Whether cells that are adjacent in memory may form one run, if nothing is summed."""
-    fans_out = True
 
     def __init__(self, recipe: Recipe, machine: CudaRuntime, ring: IndexRing, bulk_from: int | None = None) -> None:
         """`bulk_from`: the shortest runs for bulk copies, in bytes; None as in `BULK_FROM_NBYTES`, 0 for never."""
@@ -236,11 +232,12 @@ class CudaPlan:
     def _ahead(self) -> Iterator[tuple[Tables, Call]]:
         """The kernels that are compiled when the plan is made; those for a peer are compiled with its first copy."""
         sums, rooms = {False, self._recipe.checksum}, (0, *self._machine.listed)
-        gathers, scatters = [(TO_STAGING, False)] + [(TO_STAGING, True)] * self.fans_out, [(FROM_STAGING, False)]
-        ways = {"gather": gathers, "scatter": scatters, "copy_to": [], "": gathers + scatters}[self._recipe.only]
+        ways = {
+            "gather": [TO_STAGING], "scatter": [FROM_STAGING], "copy_to": [], "": [TO_STAGING, FROM_STAGING],
+        }[self._recipe.only]  # fmt: skip
         accesses = {UNIT, self._machine.widest}
-        for (way, many), summed, few, room, access in product(ways, sums, (False, True), rooms, accesses):
-            yield self._tables, Call(way, summed, few, room, many, access)
+        for way, summed, few, room, access in product(ways, sums, (False, True), rooms, accesses):
+            yield self._tables, Call(way, summed, few, room, access)
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
@@ -288,7 +285,6 @@ class CudaPlan:
         machine = self._machine
         macros = {
             **part.macros, "PDSTAGE_WAY": call.way, "PDSTAGE_SUM": int(call.summed), "PDSTAGE_LISTED": call.room,
-            "PDSTAGE_MANY": int(call.many),
         }  # fmt: skip
         if part.bulk and not call.summed:
             shared = BULK_THREADS // LANES * machine.bulk.nbytes + BULK_THREADS * EXTENT_NBYTES
@@ -326,8 +322,7 @@ class CudaPlan:
     ) -> None:
         machine = self._machine
         room = 0 if way == TO_PEER else self._room(sides[0])
-        access = math.gcd(machine.widest, staging, *launch.also)
-        call = Call(way, bool(launch.sum_ptr), bool(launch.max_sms), room, bool(launch.also), access)
+        call = Call(way, bool(launch.sum_ptr), bool(launch.max_sms), room, math.gcd(machine.widest, staging))
         launches = self._launches(tables, call, [one.span for one in sides[0]], launch.max_sms)
         if not launches:
             return
@@ -339,8 +334,6 @@ class CudaPlan:
                     if room:
                         spans = [self._listed(sides[0])]
                     pack_params(self._arguments.buffer, staging, launch.sum_ptr, tables.addresses, spans)
-                    if launch.also:
-                        pack_several(self._arguments.buffer, staging, launch.also)
                     for kernel, grid in launches:
                         machine.launch(kernel, grid, stream, self._arguments.params, tables.table)
             finally:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import UsageError
-from .backend import MAX_DESTINATIONS
 from .device import MAX_COMPONENTS, rows
 
 if TYPE_CHECKING:
@@ -35,12 +34,9 @@ _GROUP = np.dtype(
         *((name, "<u4") for name in ("first_view", "n_views", "width", "access", "tokens_per_row", "first_shard")),
     ]
 )
-# staging, sum, groups, views, n_groups; then spans for the pool, and as many for its peer. A gather with several
-# destinations has them in the peer's place.
+# staging, sum, groups, views, n_groups; then spans for the pool, and as many for its peer.
 _HEAD = struct.Struct("<QQQQQ")
 _SPAN = struct.Struct("<Qqqqq")
-_SEVERAL = struct.Struct(f"<Q{MAX_DESTINATIONS}q")
-_PEER_AT = _HEAD.size + MAX_COMPONENTS * _SPAN.size
 PARAMS_NBYTES = _HEAD.size + 2 * MAX_COMPONENTS * _SPAN.size
 # Items that parameters hold: every driver takes 4 KiB of parameters; that of CUDA 12.1 or later, on Volta or later,
 # takes 32,764 bytes (NVIDIA, "CUDA 12.1 Supports Large Kernel Parameters"). `Params` is a multiple of 8 bytes long.
@@ -148,12 +144,6 @@ def pack_params(
         for ptr, bits, _, first_token, start, stop in held:
             _SPAN.pack_into(out, at, ptr, first_token, start, stop, bits)  # type: ignore[arg-type]
             at += _SPAN.size
-
-
-def pack_several(out: object, staging: int, also: Sequence[int]) -> None:
-    """Writes to `Params` that a gather has more destinations than `staging`."""
-    apart = [0, *(ptr - staging for ptr in also)]
-    _SEVERAL.pack_into(out, _PEER_AT, len(apart), *apart, *[0] * (MAX_DESTINATIONS - len(apart)))  # type: ignore[arg-type]
 
 
 def n_tiles(groups: Sequence[Group], spans: Sequence[ComponentArgs], tile_units: int) -> int:

@@ -40,8 +40,6 @@ def runtime_of(device: str) -> None:
 class NativePlan:
     """A plan held by the extension. A call passes one tuple per component and releases the GIL."""
 
-    fans_out = False
-
     def __init__(self, table: Table, plan: Any) -> None:  # noqa: ANN401  (the extension's, which has no types)
         self._table = table
         self._as_peer = replace(table, side=DESTINATION)

@@ -21,11 +21,11 @@ from . import (
     triton_convert,
     triton_copy,
 )
-from .backend import MAX_DESTINATIONS, Launch, Recipe
-from .device import ALIGNMENT, check_aligned
+from .backend import Launch, Recipe
+from .device import check_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from ..layout import Region, View
     from ..plan import Select, Tokens
@@ -226,29 +226,9 @@ class Plan:
         stream: object = None,
         max_sms: int | None = None,
         sum_ptr: int = 0,
-        also: Sequence[int] = (),
     ) -> None:
-        """Pool to staging. Padding between views is not written.
-
-        `also` are further destinations of the same bytes, as long as the first and equally aligned. A GPU's plan reads
-        the pool once for up to `MAX_DESTINATIONS` of them; host, reference and converting plans gather once per
-        destination. The checksum is added once. Triton uploads the destinations' addresses, which no graph can record.
-        """
-        launch = self._launch(stream, max_sms, sum_ptr)
-        if not also:
-            self._compiled.gather(dst_ptr, dst_nbytes, indexes, tokens, launch)
-            return
-        for ptr in also:
-            if (ptr - dst_ptr) % ALIGNMENT:
-                raise UsageError(
-                    f"a destination at {ptr:#x} is not aligned as the first, at {dst_ptr:#x}",
-                    remedy=f"give destinations that are a multiple of {ALIGNMENT} bytes apart",
-                )
-        everywhere, n = (dst_ptr, *also), MAX_DESTINATIONS if self._compiled.fans_out else 1
-        for at in range(0, len(everywhere), n):
-            first, *others = everywhere[at : at + n]
-            one = launch._replace(also=tuple(others), sum_ptr=launch.sum_ptr if at == 0 else 0)
-            self._compiled.gather(first, dst_nbytes, indexes, tokens, one)
+        """Pool to staging. Padding between views is not written."""
+        self._compiled.gather(dst_ptr, dst_nbytes, indexes, tokens, self._launch(stream, max_sms, sum_ptr))
 
     def scatter(
         self,

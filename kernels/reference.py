@@ -65,8 +65,6 @@ class Moving(NamedTuple):
 class ReferencePlan:
     """The formula of `pdstage.layout`, one byte address for every byte moved."""
 
-    fans_out = False
-
     def __init__(self, layout: Layout, select: tuple[Select, ...], order: str, staging: Staging | None = None) -> None:
         """`staging` is the selection's, if it differs from that of `layout`."""
         self._staging = staging or Staging(layout, select)

@@ -59,8 +59,6 @@ class _Run(NamedTuple):
 class ConvertPlan:
     """A selection's tables on the device and its kernels."""
 
-    fans_out = False
-
     def __init__(self, recipe: Recipe, device: Device) -> None:
         assert recipe.staged is not None
         fed = feeding(recipe.layout, recipe.staged)

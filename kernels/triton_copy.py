@@ -2,9 +2,8 @@
 
 Imports neither torch nor triton before a plan is made.
 
-A plan has its tables on the device. A call uploads at most its item lists and, for a gather with several destinations,
-their distances. It makes one launch for each component and class of widths (16; 8 and 4; 2 and 1 bytes per access), on
-a grid of as many programs as multiprocessors.
+A plan has its tables on the device. A call uploads at most its item lists. It makes one launch for each component and
+class of widths (16; 8 and 4; 2 and 1 bytes per access), on a grid of as many programs as multiprocessors.
 """
 
 from __future__ import annotations
@@ -110,8 +109,6 @@ class _Section(NamedTuple):
 class TritonPlan:
     """A selection's tables on the device and its kernels."""
 
-    fans_out = True
-
     def __init__(self, recipe: Recipe, device: Device) -> None:
         self._recipe = recipe
         self._device = device
@@ -167,7 +164,7 @@ class TritonPlan:
 
     def _launch(self, sections: Sequence[_Section], staged: int, sides: Sequence[_Side], launch: Launch) -> None:
         """One launch for each class of each section that has tokens."""
-        work, destination = [], staged
+        work = []
         for section in sections:
             span = sides[0].spans[section.component]
             work += [(section, one.variant, staged, n) for one in section.classes if (n := _n_tiles(one, span))]
@@ -177,19 +174,17 @@ class TritonPlan:
         stream = self._device.stream(launch.stream)
         most = launch.max_sms or self._device.n_programs
         lists = [found for side in sides for found in side.lists()]
-        apart = [np.array([ptr - destination for ptr in launch.also], np.int64)] if launch.also else []
         tables = [self._views, *(held for section, *_ in work for held in (section.groups, section.peer_views))]
-        with self._device.call(tables, [*(items for _, items, _ in lists), *apart], stream) as placed:
-            at = {span: address - skipped for (span, _, skipped), address in zip(lists, placed, strict=False)}
+        with self._device.call(tables, [items for _, items, _ in lists], stream) as placed:
+            at = {span: address - skipped for (span, _, skipped), address in zip(lists, placed, strict=True)}
             for section, variant, base, n_tiles in work:
                 own, peer = (side.spans[section.component] for side in (sides[0], sides[-1]))
                 arguments = (
                     section.groups.ptr, len(section.runs), base, self._views.ptr, at.get(id(own), own.ptr), own.bits,
                     own.start, own.stop, own.first_token, section.peer_views.ptr, at.get(id(peer), peer.ptr), peer.bits,
-                    peer.start, launch.sum_ptr, placed[-1] if apart else 0, len(launch.also),
+                    peer.start, launch.sum_ptr,
                 )  # fmt: skip
                 chosen = variant if launch.sum_ptr or not variant.CHECKSUM else variant._replace(CHECKSUM=False)
-                chosen = chosen._replace(MANY=True) if apart else chosen
                 self._device.launch(chosen, min(n_tiles, most), arguments, stream)
 
     def _compile(self, way: int, runs: Sequence[_Run], peer_views: Held) -> Iterator[_Section]:
@@ -201,8 +196,7 @@ class TritonPlan:
                 members = tuple(run for run in held if run.access in accesses)
                 if members:
                     classes.append(_Class(self._variant(way, members), members))
-                    for many in (False, True)[: 1 + (way == GATHER)]:
-                        self._device.prepare(classes[-1].variant._replace(MANY=many))
+                    self._device.prepare(classes[-1].variant)
             variants = {access: one.variant for one in classes for access in {run.access for run in one.runs}}
             lines = [_columns(run, variants[run.access]) for run in held]
             groups = self._device.put(np.array(lines, np.int64))

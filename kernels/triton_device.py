@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # The largest block; with that many threads ptxas limits itself to 64 registers.
 THREADS = 1024
 _INT32 = frozenset({
-    "n_groups", "n_also", "bits", "start", "stop", "peer_bits", "peer_start", "n_views", "rows_per_item", "outer_rows",
+    "n_groups", "bits", "start", "stop", "peer_bits", "peer_start", "n_views", "rows_per_item", "outer_rows",
     "shards", "segs", "n_values", "tokens_per_row",
 })  # fmt: skip
 
@@ -46,7 +46,6 @@ class Variant(NamedTuple):
     CHECKSUM: bool
     UNIT: int
     UNITS: int
-    MANY: bool = False
 
 
 class ConvertVariant(NamedTuple):

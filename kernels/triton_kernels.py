@@ -165,17 +165,16 @@ def _terms(data, place, unit, ok, UNIT: tl.constexpr, LANES: tl.constexpr, UNITS
 @triton.jit
 def copy_kernel(
     groups, n_groups, staged, views, items, bits, start, stop, first_token, peer_views, peer_items, peer_bits,
-    peer_start, sum_ptr, also, n_also,
+    peer_start, sum_ptr,
     WAY: tl.constexpr, HEAD_MAJOR: tl.constexpr, ACCESS: tl.constexpr, SEGS: tl.constexpr, SHARDS: tl.constexpr,
     LEVELS: tl.constexpr, PEER_LEVELS: tl.constexpr, CHECKSUM: tl.constexpr, UNIT: tl.constexpr,
-    UNITS: tl.constexpr, MANY: tl.constexpr,
+    UNITS: tl.constexpr,
 ):  # fmt: skip
     """Copies tokens `[start, stop)`, counted from the index's first item, of the groups of one class of one component.
 
     `groups`, `views`, `items` are addresses on the device; `staged` is that of the component's first view. `bits` is
     the width of an item. ACCESS is the bytes of one load or store. SEGS, SHARDS and LEVELS say whether any group has
-    more than one of them. The peer's arguments are used only if WAY is COPY. A gather that is MANY writes each unit to
-    `n_also` more places: `also` is a table of their distances from `staged`.
+    more than one of them. The peer's arguments are used only if WAY is COPY.
     """
     if ACCESS == 8:
         DTYPE: tl.constexpr = tl.uint64
@@ -270,12 +269,6 @@ def copy_kernel(
                 else:
                     data = tl.load(ours, mask=whole, other=0)
                     tl.store(theirs, data, mask=whole)
-                    if MANY:
-                        for d in range(n_also):
-                            beside = theirs + _at(also, d) // NBYTES
-                            if ACCESS == 16:
-                                beside = tl.max_contiguous(tl.multiple_of(beside, [16, 16]), [1, 4])
-                            tl.store(beside, data, mask=whole)
                 if CHECKSUM:
                     total += _terms(data, place, byte // UNIT, ok, UNIT, LANES, UNITS)
             # The next group's tiles continue where these end, so that programs share groups smaller than the grid.

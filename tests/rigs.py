@@ -6,12 +6,11 @@ A suite brings a `Rig`, which says where memory lies and how plans are made.
 from __future__ import annotations
 
 import contextlib
-import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from pools import GUARD, Logical, Stored, aligned, gathered, hold, moved, on_device, staging
+from pools import GUARD, Logical, Stored, aligned, gathered, hold, moved, on_device
 
 from pdstage import native
 from pdstage.errors import UsageError
@@ -85,13 +84,6 @@ def outcome(rig, t):
     whole = rig.get(staging)
     found["gather: staged"] = whole[start : start + n]
     found["gather: bytes around it"] = np.unique(np.r_[whole[:start], whole[start + n :]])
-    # To several destinations at once: their bytes are the first's, one after the other in bytes of nobody's.
-    apart, n_destinations = -(-n // 128) * 128 + 256, 2 + t.skew % 3
-    several = rig.put(np.full(apart * n_destinations + 512, 0xA5, np.uint8))
-    first = several.ptr + -several.ptr % 128 + skew
-    also = [first + apart * at for at in range(n_destinations - 1, 0, -1)]
-    run("gather to several", functools.partial(gather.gather, also=also), first, n, t.src_index)
-    found["gather to several: staged"] = rig.get(several)[first - several.ptr :][: apart * n_destinations]
     for way in ("scatter", "copy"):
         blocks, layout = rig.place(t.dst)
         plan = rig.plan(layout, t.dst_select, t.wire, t.spare or t.checksum)
@@ -178,16 +170,14 @@ def check_refused(rig, way, case, words):
 
 
 def check_left_out(rig, held, select, wire, items, range_, left_out, device="cuda:0"):
-    """A gather, to one and to three, leaves these staged bytes alone, and a scatter what is in their place."""
+    """A gather leaves these staged bytes alone, and a scatter what is in their place."""
     plan, reference = (one.plan(held.layout, select, wire, False) for one in (rig, REFERENCE))
     n_items, tokens, before = next(held.layout.views()).n_items, {"kv": range_}, held.bytes()
     want = gathered(reference, {"kv": Index.of(np.where((items < 0) | (items >= n_items), 0, items))}, tokens)
     want[left_out] = 0xA5
-    index, also = on_device({"kv": Index.of(items)}, device), [staging(want.size) for _ in range(2)]
-    for others in ([], also):
-        found = gathered(plan, index, tokens, max_sms=1, also=[one.ctypes.data for one in others])
-        for staged in (found, *others):
-            np.testing.assert_array_equal(staged, want)
+    index = on_device({"kv": Index.of(items)}, device)
+    found = gathered(plan, index, tokens, max_sms=1)
+    np.testing.assert_array_equal(found, want)
     plan.scatter(found.ctypes.data, found.size, index, tokens, max_sms=1)
     np.testing.assert_array_equal(held.memory, before)
 

@@ -7,7 +7,6 @@
 // Rows that are adjacent in memory are one piece.
 //
 // Groups here have 16-byte access and runs as `run_nbytes` in kernels/cuda_tables.py allows. Macros as in copy.cu.
-// With PDSTAGE_MANY a stage is read once, and as many lanes as there are stagings write it, one each.
 #include "bulk.cuh"
 #include "extents.cuh"
 
@@ -104,38 +103,20 @@ __device__ __forceinline__ bool start_reads(const Params& params, const Work& wo
     return left_out;
 }
 
-// A gather's destinations, and the distance of one of them from the first.
-#if PDSTAGE_MANY
-__device__ __forceinline__ u32 n_destinations(const Params& params) {
-    return u32(params.several.n);
-}
-__device__ __forceinline__ u64 apart(const Params& params, u32 d) {
-    return params.several.apart[d];
-}
-#else
-__device__ __forceinline__ u32 n_destinations(const Params&) {
-    return 1;
-}
-__device__ __forceinline__ u64 apart(const Params&, u32) {
-    return 0;
-}
-#endif
-
 // Starts to empty a full slot.
 __device__ __forceinline__ void start_writes(const Params& params, const Work& work, SharedAddress slot,
                                              bool left_out) {
-    const u32 n = n_destinations(params);
     if (!FROM_STAGING && left_out) {
         // Only lists from the device get here: the slot has gaps, so its units are moved one by one.
         const u32 end = min(work.first + STAGE_UNITS, work.extent->n_units);
         for (u32 unit = work.first + lane(); unit < end; unit += LANES) {
             if (!piece_at(params, work, false, unit).address) continue;
             const u64 to = TO_STAGING ? work.staged + u64(unit) * UNIT : piece_at(params, work, true, unit).address;
-            for (u32 d = 0; to && d < n; d++)
-                bulk_write(to + apart(params, d), slot + (unit - work.first) * UNIT, UNIT);
+            const SharedAddress from = slot + (unit - work.first) * UNIT;
+            if (to) bulk_write(to, from, UNIT);
         }
     } else if (TO_STAGING) {
-        if (lane() < n) bulk_write(work.staged + u64(work.first) * UNIT + apart(params, lane()), slot, nbytes_of(work));
+        if (lane() == 0) bulk_write(work.staged + u64(work.first) * UNIT, slot, nbytes_of(work));
     } else {
         each_piece(params, work, TO_PEER, [&](u32 unit, u32 units, u64 address) {
             if (address) bulk_write(address, slot + (unit - work.first) * UNIT, units * UNIT);

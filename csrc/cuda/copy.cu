@@ -8,9 +8,8 @@
 // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool, 2 pool to peer. PDSTAGE_HEAD_MAJOR: the staged order.
 // PDSTAGE_NARROW: copies the groups that need accesses below 16 bytes; without it all others, and the machine code has
 // no such access. PDSTAGE_FLAT: every row is one run and there is one row level. PDSTAGE_SUM: adds the checksum.
-// PDSTAGE_MANY: from the pool to several stagings, each unit read once. PDSTAGE_ACCESS: 32 if every group, and staging,
-// allow accesses of two units; else 16. PDSTAGE_THREADS: the maximum per CTA. PDSTAGE_LISTED: items in the parameters,
-// 0 if lists are in device memory.
+// PDSTAGE_ACCESS: 32 if every group, and staging, allow accesses of two units; else 16. PDSTAGE_THREADS: the maximum
+// per CTA. PDSTAGE_LISTED: items in the parameters, 0 if lists are in device memory.
 #include "checksum.cuh"
 #include "extents.cuh"
 #include "units.cuh"
@@ -91,21 +90,12 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
         bytes[k] = load_unit<T>(FROM_STAGING ? dense(k) : pool[k], length(unit_of(k)));
         live |= 1 << k;
     }
-#if PDSTAGE_MANY
-#pragma unroll 1
-    for (u32 d = 0; d < u32(params.several.n); d++) {
-        const u64 apart = params.several.apart[d];
-#pragma unroll
-        for (u32 k = 0; k < N; k++)
-            if (live >> k & 1) store_unit<T>(dense(k) + apart, bytes[k], length(unit_of(k)));
-    }
-#endif
     u64 sum = 0;
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
         if (!(live >> k & 1)) continue;
         const u32 unit = unit_of(k);
-        if (!PDSTAGE_MANY) store_unit<T>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
+        store_unit<T>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
         if (PDSTAGE_SUM) {
             read_again();
             const Run at = run_at(group, extent, run_of(unit));

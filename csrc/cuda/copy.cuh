@@ -11,7 +11,6 @@ namespace pdstage {
 
 constexpr u32 UNIT = 16;
 constexpr u32 MAX_COMPONENTS = 16;
-constexpr u32 MAX_DESTINATIONS = 8;
 constexpr u64 VIEW_ALIGNMENT = 128;
 constexpr u32 NO_ITEM = ~0u;
 
@@ -52,13 +51,6 @@ struct Span {
     i64 bits;
 };
 
-// The destinations of a gather to several: the distance of each from the first, `staging`; 0 for that itself.
-struct Several {
-    u64 n, apart[MAX_DESTINATIONS];
-};
-
-// A gather has no peer, and only a gather has several destinations (PDSTAGE_MANY).
-//
 // With PDSTAGE_LISTED, every list of a call is in its parameters, with that many entries in all; a span's `items` is
 // the index of its item 0. The host has checked these lists.
 struct Params {
@@ -67,14 +59,7 @@ struct Params {
     const View* views;
     u64 n_groups;
     Span pool[MAX_COMPONENTS];
-#if PDSTAGE_MANY
-    union {
-        Span peer[MAX_COMPONENTS];
-        Several several;
-    };
-#else
     Span peer[MAX_COMPONENTS];
-#endif
 #if PDSTAGE_LISTED
     u32 lists[PDSTAGE_LISTED];
 #endif

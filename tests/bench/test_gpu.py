@@ -96,7 +96,7 @@ def test_sections_give_rows(bed):
         (format, way) for format in convert.FORMATS for way in ("gather", "scatter")
     }
     rows = finite(gpu_kernels.fused(bed, True, TINY))
-    assert {row.point["table"] for row in rows} == {"checksum", "copy_to", "several"}
+    assert {row.point["table"] for row in rows} == {"checksum", "copy_to"}
     rows = finite(gpu_kernels.launch(bed, True, 64))
     assert [row.target for row in rows] == [15, 15]
 
@@ -108,9 +108,6 @@ def test_a_wrong_kernel_is_not_timed(bed, monkeypatch):
     monkeypatch.setattr(case, "gathered", lambda v: good("host") if v == "host" else good("host").add_(1))
     with pytest.raises(RuntimeError, match="wrong and host gather different bytes"):
         case.check_agreement()
-    monkeypatch.setattr(gpu_kernels.Case, "gathered", lambda *_: torch.zeros(1, dtype=torch.uint8))
-    with pytest.raises(RuntimeError, match="other bytes to 4 destinations"):
-        next(gpu_kernels.several(Bed("cpu"), True, TINY))
 
 
 @pytest.mark.parametrize("transport", ["local", pytest.param("nixl", marks=pytest.mark.full)])

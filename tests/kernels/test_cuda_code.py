@@ -46,18 +46,16 @@ def macros(way, shape, narrow=0, summed=0, listed=0):
         "PDSTAGE_NARROW": narrow,
         "PDSTAGE_SUM": summed,
         "PDSTAGE_LISTED": listed,
-        "PDSTAGE_MANY": 0,
     }
 
 
-def plain(way, shape, narrow, summed, listed=0, access=16, many=0):
+def plain(way, shape, narrow, summed, listed=0, access=16):
     more = cuda_copy.plain_macros(CudaRuntime, WAYS[way], summed=bool(summed), access=access)
-    return cuda_copy.SOURCE, macros(way, shape, narrow, summed, listed) | more | {"PDSTAGE_MANY": many}
+    return cuda_copy.SOURCE, macros(way, shape, narrow, summed, listed) | more
 
 
-def bulk(way, shape, listed=0, many=0):
-    defines = macros(way, shape, listed=listed) | cuda_copy.bulk_macros(CudaRuntime)
-    return cuda_copy.BULK_SOURCE, defines | {"PDSTAGE_MANY": many}
+def bulk(way, shape, listed=0):
+    return cuda_copy.BULK_SOURCE, macros(way, shape, listed=listed) | cuda_copy.bulk_macros(CudaRuntime)
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +89,15 @@ def payload_of(accesses):
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
 @pytest.mark.parametrize("way", WAYS)
 def test_every_kernel_reads_its_payload_once_in_the_widest_accesses(accesses_of, architecture, way):
-    """Every load is issued before the first store; to several destinations the stores are a loop. Bulk copies pass the
-    registers by. A list in the parameters is no load.
+    """Every load is issued before the first store. Bulk copies pass the registers by. A list in the parameters is no
+    load.
     """
-    lists, many = (0,) if way == "copy" else (0, LISTED, LISTED_LARGE), (0, 1) if way == "gather" else (0,)
-    kernels = {
-        key: plain(way, *key[:3], key[3], many=key[4]) for key in product(SHAPES, (0, 1), SUMS[way], lists, many)
-    }
+    lists = (0,) if way == "copy" else (0, LISTED, LISTED_LARGE)
+    kernels = {key: plain(way, *key) for key in product(SHAPES, (0, 1), SUMS[way], lists)}
     if architecture != "sm_80":
-        kernels |= {key: bulk(way, key[0], *key[3:]) for key in product(SHAPES, (0,), ("bulk",), lists, many)}
+        kernels |= {key: bulk(way, key[0], key[3]) for key in product(SHAPES, (0,), ("bulk",), lists)}
     for key, accesses in accesses_of(kernels, architecture).items():
-        _, narrow, summed, listed, _ = key
+        _, narrow, summed, listed = key
         units = cuda_copy.units(WAYS[way], summed=bool(summed))
         if narrow:
             assert not {PAYLOAD_LOAD, PAYLOAD_STORE} & set(accesses), (key, "16-byte access has a launch of its own")
@@ -115,11 +111,11 @@ def test_every_kernel_reads_its_payload_once_in_the_widest_accesses(accesses_of,
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES_32, full={"sm_103", "sm_120"}))
 @pytest.mark.parametrize("way", WAYS)
 def test_32_byte_kernels_access_payload_in_32_bytes_only(accesses_of, architecture, way):
-    lists, many = (0,) if way == "copy" else (0, LISTED_LARGE), (0, 1) if way == "gather" else (0,)
+    lists = (0,) if way == "copy" else (0, LISTED_LARGE)
     kernels = {
-        key: plain(way, shape, 0, summed, listed, access=32, many=several)
-        for key in product(SHAPES, SUMS[way], lists, many)
-        for shape, summed, listed, several in [key]
+        key: plain(way, shape, 0, summed, listed, access=32)
+        for key in product(SHAPES, SUMS[way], lists)
+        for shape, summed, listed in [key]
     }
     for key, accesses in accesses_of(kernels, architecture).items():
         n = cuda_copy.units(WAYS[way], summed=bool(key[1]), access=32) // 2

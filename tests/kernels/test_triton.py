@@ -120,22 +120,6 @@ def test_16_byte_accesses_on_nvidia(arch, way, head_major):
         assert ("BAR.SYNC" in machine.sass) == summed, "warps never wait for each other but to add up"
 
 
-@pytest.mark.parametrize("arch", rows([80, 90], full={80}))
-def test_gathers_to_several_destinations_read_once_on_nvidia(arch):
-    kernels = {
-        (head_major, summed): build(
-            variant(GATHER, head_major, 16, summed)._replace(MANY=True), GPUTarget("cuda", arch, 32)
-        )
-        for head_major, summed in product([False, True], [False, True])
-    }
-    for (head_major, summed), machine in machines(kernels, arch).items():
-        n = DEPTH[GATHER, summed]
-        assert set(re.findall(r"\bSTG\S*", machine.sass)) == {"STG.E.128"}
-        stores = re.findall(r"st\.global\.(?:v4\.b32|v2\.b64)", kernels[head_major, summed].asm["ptx"])
-        assert len(stores) == 2 * n, "to the first, and in a loop, which ptxas may unroll, to the others"
-        assert len(re.findall(r"\bLDG\.E\.128\b", machine.sass)) == n
-
-
 @pytest.mark.parametrize("way", [GATHER, COPY])
 def test_narrow_accesses_fit_registers_too(way):
     kernels = {
