@@ -136,6 +136,43 @@ def test_imports_point_down() -> None:
     assert not problems, "\n".join(["imports that DESIGN does not allow:", *problems])
 
 
+# Who takes behaviour from a class of another file, and from which: everything else has its parts.
+HEIRS = {
+    "protocol/decode_rooms.py:DecodeRoom": "Room",
+    "protocol/destinations.py:PrefillRoom": "Room",
+    "manager/prefill.py:Sender": "Handle",
+    "manager/decode.py:Receiver": "Handle",
+    "manager/decode.py:DecodeNode": "Node",
+    "manager/prefill.py:PrefillNode": "Node",
+}
+
+
+def _behaves(node: ast.ClassDef) -> bool:
+    """Whether a method of the class does anything; those of an interface are abstract or a docstring."""
+    for one in node.body:
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+            abstract = any("abstractmethod" in ast.dump(mark) for mark in one.decorator_list)
+            if not abstract and not all(isinstance(line, ast.Expr | ast.Pass) for line in one.body):
+                return True
+    return False
+
+
+def test_cores_and_nodes_are_composed() -> None:
+    classes: dict[str, dict[str, ast.ClassDef]] = {}
+    for package in ("protocol", "manager"):
+        for path in sorted((ROOT / "pdstage" / package).glob("*.py")):
+            held = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+            for node in held:
+                classes.setdefault(node.name, {})[f"{package}/{path.name}"] = node
+    found = {}
+    for name, files in classes.items():
+        for file, node in files.items():
+            for base in (ast.unparse(base).split("[")[0] for base in node.bases):
+                if any(other != file and _behaves(one) for other, one in classes.get(base, {}).items()):
+                    found[f"{file}:{name}"] = base
+    assert found == HEIRS
+
+
 def test_modules_import_in_no_circle() -> None:
     """Inside functions too: whoever reads one module of a circle has to read all. A part may name the type of what has
     it, under TYPE_CHECKING. A circle is a `CycleError` that names it.
