@@ -23,8 +23,6 @@ MAX_RECTS = 64
 MAX_TAG_NBYTES = 56 + MAX_RECTS * 26
 """The largest tag: its header and `MAX_RECTS` rectangles, as `wire` packs them."""
 MAX_ROOM_NBYTES = 256
-MAX_ADVANCES = 64
-"""The most leases in one Open."""
 MAX_REASON = 4096
 MAX_WORD = 256
 MAX_FACTS = 64
@@ -207,24 +205,13 @@ class Asking(Message, frozen=True, tag=5):
     finished: bool
 
 
-class Advance(NamedTuple):
-    """A lease that nobody asked for yet: of the first attempt of that chunk of the room, if it has no more bytes."""
-
-    chunk: Number
-    lane: Number
-    cursor: Number
-    nbytes: Number
-    watermark: Number
-
-
 class Open(Message, frozen=True, tag=6):
     """D>P until Opened, CloseOk or CloseFailed. One destination rank wants its `shares` of a room, now.
 
     `asked`: the ranges wanted from this writer, of which it sends the tokens that both ranks hold.
     `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room
     with this writer; `rank` is the asking one's number among its group. `aux`: this writer brings the request's aux:
-    in its CloseOk, or by a write into `row`, the number of one of Hello's `rows`. `advances`: leases that the writer
-    need not ask for; a chunk that does not fit its own asks by its second attempt, once its data exists.
+    in its CloseOk, or by a write into `row`, the number of one of Hello's `rows`.
     """
 
     epoch: Number
@@ -238,7 +225,6 @@ class Open(Message, frozen=True, tag=6):
     priority: int
     deadline_s: Seconds
     row: Number | None = None
-    advances: Annotated[tuple[Advance, ...], Meta(max_length=MAX_ADVANCES)] = ()
 
 
 class Opened(Message, frozen=True, tag=7):
