@@ -662,7 +662,7 @@ class World:
         room = chunk.destination.room
         self.must(room is not None and not room.released, "I8", "a gather from released source memory")
         lost = chunk.destination.session.id not in node.core.sessions
-        self.must(lost or node.core.chunks.windows.is_open(chunk), "I11", "a buffer held for a closed window")
+        self.must(lost or node.core.chunks.is_open(chunk), "I11", "a buffer held for a closed window")
         select = selects(node.core.layout, chunk.destination.shares, chunk.rects)
         buffer = node.buffers[effect.buffer]
         buffer[:] = 0xEE
@@ -795,7 +795,7 @@ def snapshot(core: PrefillCore | DecodeCore) -> list[object]:
         for key, one in core.destinations.items()
     ]
     handles = [(key, room.status, room.in_flight) for key, room in core.by_key.items()]
-    return [handles, destinations, dict(core.chunks.windows.marks), list(core.chunks.buffers.free)]
+    return [handles, destinations, [dict(one.marks) for one in core.sessions.values()], list(core.chunks.free)]
 
 
 def assert_flat(world: World) -> None:
@@ -814,6 +814,6 @@ def assert_flat(world: World) -> None:
         else:
             rooms, chunks = core, core.chunks
             assert core.idle and not rooms.by_key and not rooms.destinations, (node.name, rooms.by_key)
-            assert sorted(chunks.buffers.free) == list(range(world.n_buffers))
+            assert sorted(chunks.free) == list(range(world.n_buffers))
             assert not rooms.pending and not chunks.flights and not chunks.orphans
-            assert chunks.buffers.idle
+            assert not chunks.staged and not chunks.direct

@@ -55,9 +55,6 @@ class Leases:
         """What each epoch of a session has, granted or waiting, by chunk."""
         self.contended_at: float | None = None
         """Since when something waits; as of the last `settle`."""
-        self.lent_nbytes: dict[tuple[Session, int], int] = {}
-        """What each session has of each lane."""
-        self.marks_sent: dict[Session, dict[int, int]] = {}
 
     # What there is.
 
@@ -74,7 +71,7 @@ class Leases:
     @property
     def lent(self) -> bool:
         """Whether any lease is live."""
-        return bool(self.lent_nbytes)
+        return bool(self.live())
 
     def live(self) -> list[Lease]:
         """Every live lease."""
@@ -214,7 +211,7 @@ class Leases:
             cursor = lane.place(request.nbytes) if among is None or number in among else None
             if cursor is None:
                 continue
-            lent_nbytes = self.lent_nbytes.get((request.session, number), 0)
+            lent_nbytes = request.session.lent_nbytes.get(number, 0)
             if others and lent_nbytes and not lane.idle and lent_nbytes + request.nbytes > lane.capacity // 2:
                 limited = True
                 continue
@@ -230,8 +227,7 @@ class Leases:
         assert cursor is not None, "the lane said it would grant"
         lane.grant(lease, cursor)
         lease.lane, lease.granted_at = number, self.endpoint.now
-        borrower = (lease.session, number)
-        self.lent_nbytes[borrower] = self.lent_nbytes.get(borrower, 0) + lease.nbytes
+        lease.session.lent_nbytes[number] = lease.session.lent_nbytes.get(number, 0) + lease.nbytes
         if not self.is_open(lease):
             self.closed[number].append(lease)
 
@@ -256,7 +252,7 @@ class Leases:
     def _mark_to_send(self, session: Session, lane: int) -> int:
         """The lane's watermark, noted as sent to `session`: it bounds what that session may still begin."""
         mark = self.lanes[lane].watermark
-        self.marks_sent.setdefault(session, {})[lane] = mark
+        session.marks[lane] = mark
         return mark
 
     def recall_all(self) -> None:
@@ -309,10 +305,7 @@ class Leases:
         if lane.release(lease):
             lane.moved_at = self.endpoint.now
         self._forget(lease)
-        borrower = (lease.session, lease.lane)
-        self.lent_nbytes[borrower] -= lease.nbytes
-        if not self.lent_nbytes[borrower]:
-            del self.lent_nbytes[borrower]
+        lease.session.lent_nbytes[lease.lane] -= lease.nbytes
 
     def quarantine(self, lease: Lease) -> None:
         self.endpoint.counters.leases_quarantined += 1
@@ -347,10 +340,9 @@ class Leases:
         """Quarantines what the session's writer may still write. A lease beyond the window that it was last told was
         never open to it, and is free at once.
         """
-        marks = self.marks_sent.pop(session, {})
         self.forget_requests(session)
         for lease in self.of(session):
-            never_writable = lease.end > marks.get(lease.lane, 0) + self.lanes[lease.lane].capacity
+            never_writable = lease.end > session.marks.get(lease.lane, 0) + self.lanes[lease.lane].capacity
             if lease.phase is not LeasePhase.LANDED and never_writable:
                 self.release(lease)
             elif lease.phase is LeasePhase.GRANTED:

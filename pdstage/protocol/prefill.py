@@ -453,7 +453,6 @@ class PrefillCore:
                 self.fail_destination(destination, error)
             if destination.in_flight == 0:
                 self.forget(destination)
-        self.chunks.windows.forget(session)
         if not session.said_bye:
             self.endpoint.effects.append(PeerWarning(session.route, error))
         self.endpoint.effects.append(Detach(session))

@@ -77,7 +77,7 @@ def test_a_write_older_than_write_s_tears_its_session_down() -> None:
     world.run(until=2.1)
     assert "took over 2.0 s" in str(sent.error)
     assert not sent.released, "the post may still read these pages"
-    assert len(world.prefill[0].core.chunks.buffers.free) == 1
+    assert len(world.prefill[0].core.chunks.free) == 1
     world.free()
     world.run(until=30.0)
     assert sent.released
