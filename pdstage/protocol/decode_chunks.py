@@ -13,7 +13,7 @@ from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.lane import Lease
-from pdstage.protocol.session import Changed, PeerWarning
+from pdstage.protocol.session import PeerWarning
 from pdstage.protocol.state import LeasePhase, RoomEvent, WriterPhase
 
 if TYPE_CHECKING:
@@ -95,8 +95,9 @@ class ChunkReceiver:
 
     # Arrived.
 
-    def tag(self, data: bytes) -> None:
+    def tag(self, data: bytes, now: float) -> None:
         """One notification of the data plane."""
+        self.endpoint.now = now
         self.endpoint.counters.tags_received += 1
         try:
             session = self.endpoint.sessions.get(wire.tag_session(data))
@@ -107,6 +108,7 @@ class ChunkReceiver:
             return
         if session is None or tag is None or not self._on_tag(session, tag):
             self.endpoint.counters.tags_stale += 1
+        self.endpoint.settle()
 
     def on_tagged(self, session: Session, tagged: m.Tagged) -> None:
         """A tag sent as a message. A repeated one is dropped, as any known tag is (I7)."""
@@ -159,7 +161,7 @@ class ChunkReceiver:
         writer.row_arrived |= tag.lane == m.AUX
         self._core.open_answered(writer)
         if room.on(RoomEvent.MOVED):
-            self.endpoint.effects.append(Changed(room))
+            self.endpoint.changed(room)
         if fresh:
             self.endpoint.cancel(self._core.late, room, "transfer")
         self._begun(room)
@@ -174,8 +176,9 @@ class ChunkReceiver:
 
     # Copied out.
 
-    def scattered(self, ticket: int, error: PdstageError | None = None, checksum: int = 0) -> None:
+    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
+        self.endpoint.now = now
         landing = self.flights.pop(ticket)
         if error is None and landing.writer.session.checksums and checksum != landing.checksum:
             self.endpoint.counters.chunks_altered += 1
@@ -190,6 +193,7 @@ class ChunkReceiver:
             self._core.fail_room(room, error)
         self._core.maybe_complete(room)
         self._core.maybe_release(room)
+        self.endpoint.settle()
 
     # Counted.
 

@@ -138,14 +138,16 @@ class HandshakeClient:
             self._owner.fail_room(room, error)
         self.hang_up(peer.route)
 
-    def unreachable(self, route: bytes, error: PdstageError) -> None:
+    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
 
         A session that lives is left alone: if its peer is gone, its silence will tell.
         """
+        self.endpoint.now = now
         peer = self.peers.get(route)
         if peer is not None and peer.session is None:
             self._refused(peer, error)
+        self.endpoint.settle()
 
     def _stop_greeting(self, peer: Peer) -> None:
         self.endpoint.cancel(self._greet, peer)

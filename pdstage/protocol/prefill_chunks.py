@@ -24,7 +24,6 @@ from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportE
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, SubmittedChunk, clip, split
-from pdstage.protocol.session import Changed
 from pdstage.protocol.state import CHUNK, ChunkEvent, ChunkPhase, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
@@ -375,7 +374,7 @@ class ChunkSender:
         if room is not None:
             room.in_flight += 1
             if room.on(RoomEvent.MOVED):
-                self.endpoint.effects.append(Changed(room))
+                self.endpoint.changed(room)
         if not chunk.direct:
             CHUNK.move(chunk, ChunkEvent.GATHER)
             self.endpoint.effects.append(Gather(ticket, buffer, chunk, self._address(chunk)))
@@ -438,12 +437,13 @@ class ChunkSender:
         else:
             self._doubts_all = True
 
-    def fenced(self, session: Session) -> None:
+    def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: posts of that session no longer read our memory. The driver still calls `gathered` for each
         gather under way.
 
         What such posts wrote may still be on its way: until their tickets end, the session is not quiet.
         """
+        self.endpoint.now = now
         error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
         for ticket, (chunk, _) in list(self.flights.items()):
             if chunk.destination.session is session and chunk.phase is ChunkPhase.WRITING:

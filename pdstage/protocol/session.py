@@ -298,6 +298,9 @@ class Endpoint:
         effects, self.effects = self.effects, []
         return effects
 
+    def changed(self, room: Room) -> None:
+        self.effects.append(Changed(room))
+
     def ticket(self) -> int:
         self._tickets += 1
         return self._tickets
