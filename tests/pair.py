@@ -251,14 +251,12 @@ class World:
         aux: str = "",
         src_columns: tuple[Column, ...] = COLUMNS,
         dst_columns: tuple[Column, ...] = COLUMNS,
-        advance: bool = True,
         models: tuple[tuple[m.Fact, ...], ...] = ((), ()),
         **config: float,
     ) -> None:
         self.now = 0.0
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
         self.notifies, self.models = notifies, models
-        self.advances = advance  # decode lends memory with Open
         self.placed = placed  # prefill maps decode's lanes, and gathers straight into them
         self.choose = choose or (lambda _: self.path == "direct")
         self.pick: Callable[[int], int] = lambda _: 0
@@ -330,9 +328,7 @@ class World:
             2000 + rank + 100 * life, layout=layout, topology=topology, transport="test", description=b"",
             lanes=lanes, config=self.config, notifies=self.notifies, rows=rows, model=self.models[1],
         )  # fmt: skip
-        if not self.advances:
-            core.leases.max_advances = 0
-        node = Decode(b"D%d" % rank, memory, row_memory, core, staging)
+        node = Decode(b"D%d" % rank, core, memory, staging, row_memory)
         self.processes.append(node)
         return node
 
@@ -671,7 +667,7 @@ class World:
         room = chunk.destination.room
         self.must(room is not None and not room.released, "I8", "a gather from released source memory")
         lost = chunk.destination.session.id not in node.core.sessions
-        self.must(lost or node.core.chunks.windows.is_open(chunk), "I11", "a buffer held for a closed window")
+        self.must(lost or node.core.chunks.is_open(chunk), "I11", "a buffer held for a closed window")
         buffer, to = node.buffers[effect.buffer], chunk.destination
         buffer[:] = 0xEE
         pages: list[int] = chunk.source.items["kv"]  # type: ignore[assignment]
@@ -796,7 +792,7 @@ def snapshot(core: PrefillCore | DecodeCore) -> list[object]:
         for key, one in core.destinations.items()
     ]
     handles = [(key, room.status, room.in_flight) for key, room in core.by_key.items()]
-    return [handles, destinations, dict(core.chunks.windows.marks), list(core.chunks.buffers.free)]
+    return [handles, destinations, [dict(one.marks) for one in core.sessions.values()], list(core.chunks.free)]
 
 
 def assert_flat(world: World) -> None:
@@ -815,6 +811,6 @@ def assert_flat(world: World) -> None:
         else:
             rooms, chunks = core, core.chunks
             assert core.idle and not rooms.by_key and not rooms.destinations, (node.name, rooms.by_key)
-            assert sorted(chunks.buffers.free) == list(range(world.n_buffers))
+            assert sorted(chunks.free) == list(range(world.n_buffers))
             assert not rooms.pending and not chunks.flights and not chunks.orphans
-            assert chunks.buffers.idle
+            assert not chunks.staged and not chunks.direct

@@ -303,7 +303,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
 
     def status(self) -> Status:
         with self.driver.lock:
-            free = len(self.core.chunks.buffers.free)
+            free = len(self.core.chunks.free)
             now = self._status()._replace(
                 n_buffers=len(self.parts), n_buffers_free=free, buffer_nbytes=self.parts[0].nbytes
             )

@@ -23,7 +23,7 @@ from pdstage.protocol.decode_rooms import Coverage, DecodeRoom, Writer
 from pdstage.protocol.handshake import HandshakeClient, features
 from pdstage.protocol.leases import Leases
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
+from pdstage.protocol.session import CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
 from pdstage.protocol.state import WRITER, RoomEvent, State, WriterEvent, WriterPhase
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class DecodeCore:
         self._given_up: dict[bytes, None] = {}
         """Of the last rooms that no writer was to wait for: announced again, it must hear that at once."""
         self.chunks = ChunkReceiver(self, rows)
+        self.tag, self.scattered, self.unreachable = self.chunks.tag, self.chunks.scattered, self.handshake.unreachable
         self.endpoint.handlers = {
             m.Reserve: self.chunks.on_reserve, m.CloseOk: self.chunks.on_close_ok, m.Opened: self._on_opened,
             m.Heartbeat: self.handshake.on_heartbeat, m.Tagged: self.chunks.on_tagged, m.Asking: self._on_asking,
@@ -246,26 +247,6 @@ class DecodeCore:
         for room in list(self.by_key.values()):
             self.abort(room, "the node closes", now)
 
-    # What the driver says.
-
-    def tag(self, data: bytes, now: float) -> None:
-        """One notification of the data plane."""
-        self.endpoint.now = now
-        self.chunks.tag(data)
-        self.endpoint.settle()
-
-    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
-        """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
-        self.endpoint.now = now
-        self.chunks.scattered(ticket, error, checksum)
-        self.endpoint.settle()
-
-    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
-        """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`."""
-        self.endpoint.now = now
-        self.handshake.unreachable(route, error)
-        self.endpoint.settle()
-
     @property
     def quiet(self) -> bool:
         """Nothing of ours is in flight, so that Bye may be said."""
@@ -321,7 +302,7 @@ class DecodeCore:
             return
         room.ready_to_bind = asking.finished
         self.endpoint.cancel(self.ask, room)
-        self.endpoint.effects.append(Changed(room))
+        self.endpoint.changed(room)
 
     def _on_opened(self, session: Session, opened: m.Opened) -> None:
         writer: Writer | None = session.claims.get(opened.epoch)
@@ -471,7 +452,7 @@ class DecodeCore:
             writer = Writer(room, number, session, dealt[number], has_aux=number == aux)
             room.writers[session.id] = session.claims[room.epoch] = writer
         room.on(RoomEvent.CONNECTED)
-        self.endpoint.effects.append(Changed(room))
+        self.endpoint.changed(room)
         if room.bound:
             self.open(room)
         elif room.waits_to_bind or room.key in self._given_up:
@@ -514,8 +495,6 @@ class DecodeCore:
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
-            writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
-            self.leases.lend_in_advance(writer)  # so that a writer of little need not ask for staging memory
             self.send_open(writer)
         self.maybe_complete(room)
 
@@ -533,7 +512,6 @@ class DecodeCore:
             room.priority,
             room.deadline_s,
             room.row if writer.has_aux else None,
-            self.leases.advances_of(writer.session, room.epoch),
         )
         self.endpoint.send(writer.session, opening)
         self.endpoint.repeat(self.send_open, writer)
@@ -574,7 +552,7 @@ class DecodeCore:
                 peer.rooms.pop(room, None)
         for writer in room.writers.values():
             self.leases.forget_requests(writer.session, room.epoch)
-        self.endpoint.effects.append(Changed(room))
+        self.endpoint.changed(room)
 
     def abort_writer(self, writer: Writer, reason: str) -> None:
         if WRITER.move(writer, WriterEvent.ABORT):
@@ -650,7 +628,7 @@ class DecodeCore:
                 del writer.session.claims[room.epoch]
             room.writers = {}  # writer and room name each other: without this only the collector could free either
             room.release()
-            self.endpoint.effects.append(Changed(room))
+            self.endpoint.changed(room)
 
     # Writers.
 

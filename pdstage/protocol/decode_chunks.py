@@ -13,7 +13,7 @@ from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.lane import Lease
-from pdstage.protocol.session import Changed, PeerWarning
+from pdstage.protocol.session import PeerWarning
 from pdstage.protocol.state import LeasePhase, RoomEvent, WriterPhase
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ class ChunkReceiver:
         elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
         elif held is None or not waits or held.attempt <= reserve.attempt:
-            writer.most_nbytes = max(writer.most_nbytes, reserve.nbytes)
             asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
             self._leases.enqueue(Lease(session, *asked, writer.room.priority))
 
@@ -96,8 +95,9 @@ class ChunkReceiver:
 
     # Arrived.
 
-    def tag(self, data: bytes) -> None:
+    def tag(self, data: bytes, now: float) -> None:
         """One notification of the data plane."""
+        self.endpoint.now = now
         self.endpoint.counters.tags_received += 1
         try:
             session = self.endpoint.sessions.get(wire.tag_session(data))
@@ -108,6 +108,7 @@ class ChunkReceiver:
             return
         if session is None or tag is None or not self._on_tag(session, tag):
             self.endpoint.counters.tags_stale += 1
+        self.endpoint.settle()
 
     def on_tagged(self, session: Session, tagged: m.Tagged) -> None:
         """A tag sent as a message. A repeated one is dropped, as any known tag is (I7)."""
@@ -130,17 +131,13 @@ class ChunkReceiver:
             lease = self._leases.at(tag.lane, tag.cursor)
             if lease is None or lease.phase is not LeasePhase.GRANTED or lease.session is not session:
                 return False
-            nbytes = _nbytes_in(lease, writer, tag)
-            if not nbytes:
+            if (lease.epoch, lease.chunk, lease.rects) != (tag.epoch, tag.chunk, tag.rects):
                 return False
-            if lease in self._leases.advances:
-                self._leases.know(lease, tag.rects)
-                writer.most_nbytes = max(writer.most_nbytes, nbytes)
             self._leases.land(lease)
             span = self._leases.spans[lease.lane]
             ticket = self.endpoint.ticket()
             address = span.base + lease.cursor % span.nbytes
-            landing = Landing(writer, lease, address, nbytes, tag.rects, tag.checksum)
+            landing = Landing(writer, lease, address, lease.nbytes, tag.rects, tag.checksum)
             self.flights[ticket] = landing
             writer.room.pending += 1
             self.endpoint.effects.append(Scatter(ticket, landing))
@@ -164,7 +161,7 @@ class ChunkReceiver:
         writer.row_arrived |= tag.lane == m.AUX
         self._core.open_answered(writer)
         if room.on(RoomEvent.MOVED):
-            self.endpoint.effects.append(Changed(room))
+            self.endpoint.changed(room)
         if fresh:
             self.endpoint.cancel(self._core.late, room, "transfer")
         self._begun(room)
@@ -179,8 +176,9 @@ class ChunkReceiver:
 
     # Copied out.
 
-    def scattered(self, ticket: int, error: PdstageError | None = None, checksum: int = 0) -> None:
+    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
+        self.endpoint.now = now
         landing = self.flights.pop(ticket)
         if error is None and landing.writer.session.checksums and checksum != landing.checksum:
             self.endpoint.counters.chunks_altered += 1
@@ -195,6 +193,7 @@ class ChunkReceiver:
             self._core.fail_room(room, error)
         self._core.maybe_complete(room)
         self._core.maybe_release(room)
+        self.endpoint.settle()
 
     # Counted.
 
@@ -220,8 +219,6 @@ class ChunkReceiver:
             if not writer.arrived.issuperset([w.chunk for w in close.written]):
                 self._begun(room)
                 return
-            if writer.owed_nbytes:
-                self._leases.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
             shortfall = self._shortfall(writer, close)
             if shortfall:
                 self._core.fail_room(room, PeerError(f"prefill rank {writer.number} {shortfall}"))
@@ -258,14 +255,3 @@ class ChunkReceiver:
             self.endpoint.counters.aux_fallbacks += 1
             what = "an aux row came by control message, not by the data transport"
             self.endpoint.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")
-
-
-def _nbytes_in(lease: Lease, writer: Writer, tag: wire.Tag) -> int:
-    """The staged bytes of the chunk that a tag tells of; 0 if the lease granted is not for it."""
-    if (lease.epoch, lease.chunk) != (tag.epoch, tag.chunk):
-        return 0
-    if lease.rects:
-        return lease.nbytes if lease.rects == tag.rects else 0
-    assert writer.coverage is not None
-    nbytes = 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)
-    return nbytes if nbytes <= lease.nbytes else 0

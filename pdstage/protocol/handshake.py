@@ -109,18 +109,11 @@ class HandshakeClient:
             restarted = PeerError("the prefill rank restarted", remedy="send its rooms again")
             self._owner.denied(peer.session, restarted)
             return
-        problem = self._welcome_problem(welcome)
-        if problem:
+        if problem := greeting_problem(welcome, welcome, self.hello):
             self._refused(peer, PeerError(f"a prefill rank does not fit: {problem}", remedy="match both sides"))
             return
-        silence_s = welcome.max_silence_s
-        staged = staged_pair(welcome, self.hello)
-        session = Session(
-            session_id, route, welcome.layout, welcome.topology, staged, self._stagings.of_layout(staged.taken), (),
-            silence_s, half_open=False,
-        )  # fmt: skip
+        session = _agreed(session_id, route, welcome, welcome, self.hello, stagings=self._stagings)
         session.last_seq = frame.seq
-        _agree(session, welcome, self.hello)
         peer.session = session
         self._stop_greeting(peer)
         self.endpoint.begin(session, m.offers(welcome))
@@ -129,12 +122,6 @@ class HandshakeClient:
             self.endpoint.send(session, abort)
         peer.given_up.clear()
         self._owner.welcomed(peer)
-
-    def _welcome_problem(self, welcome: m.Welcome) -> str:
-        if problem := _apart(welcome, "prefill", self.hello, "decode"):
-            return problem
-        problem = columns.problem(welcome.columns, columns.MAX_ROW_NBYTES)
-        return problem or layout_problem(welcome.layout) or _misfit(welcome, self.hello)
 
     def on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused) -> None:
         peer = self.peers.get(route)
@@ -151,14 +138,16 @@ class HandshakeClient:
             self._owner.fail_room(room, error)
         self.hang_up(peer.route)
 
-    def unreachable(self, route: bytes, error: PdstageError) -> None:
+    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
 
         A session that lives is left alone: if its peer is gone, its silence will tell.
         """
+        self.endpoint.now = now
         peer = self.peers.get(route)
         if peer is not None and peer.session is None:
             self._refused(peer, error)
+        self.endpoint.settle()
 
     def _stop_greeting(self, peer: Peer) -> None:
         self.endpoint.cancel(self._greet, peer)
@@ -227,25 +216,19 @@ class HandshakeServer:
             if session_id in self.lost:
                 self.endpoint.counters.frames_stale += 1
                 return
-            problem = self._hello_problem(hello)
-            problem = problem or self._make_place(route)
-            if problem:
+            if problem := self._hello_problem(hello) or self._make_place(route):
                 self.endpoint.counters.sessions_refused += 1
                 self.endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
                 self.endpoint.effects.append(
                     PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
                 )
                 return
-            staged = staged_pair(self.welcome, hello)
-            session = Session(
-                session_id, route, hello.layout, hello.topology, staged, self._stagings.of_layout(staged.offered),
-                hello.lanes, hello.max_silence_s,
-            )  # fmt: skip
-            session.exposes_pool = m.DIRECT_FEATURE in hello.features
-            session.rows = hello.rows
-            _agree(session, self.welcome, hello)
+            session = _agreed(session_id, route, hello, self.welcome, hello, stagings=self._stagings)
             self.endpoint.begin(session, m.offers(hello))
         self.endpoint.send(session, self.welcome)
+
+    def _hello_problem(self, hello: m.Hello) -> str:
+        return greeting_problem(hello, self.welcome, hello)
 
     def on_hello_again(self, session: Session, _: m.Hello) -> None:
         self.endpoint.send(session, self.welcome)
@@ -253,11 +236,6 @@ class HandshakeServer:
     def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
         self.endpoint.counters.sessions_refused += 1
         self.endpoint.send_loose(route, m.SessionId(*error.session), m.HelloRefused(error.what))
-
-    def _hello_problem(self, hello: m.Hello) -> str:
-        if problem := _apart(hello, "decode", self.welcome, "prefill"):
-            return problem
-        return _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self.welcome, hello)
 
     def on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
         if beat.idle == m.SPARE and not self._owner.in_use(session):
@@ -304,19 +282,35 @@ class HandshakeServer:
             self.lost.popitem(last=False)
 
 
-def _rows_problem(hello: m.Hello) -> str:
-    rows = hello.rows
+def greeting_problem(theirs: m.Hello | m.Welcome, welcome: m.Welcome, hello: m.Hello) -> str:
+    """Why no session can come of the two greetings, as who got `theirs` judges it, in words; empty if one can."""
+    if theirs is hello:
+        apart, rows = _apart(hello, "decode", welcome, "prefill"), hello.rows
+    else:
+        apart, rows = _apart(welcome, "prefill", hello, "decode"), None
+    if apart:
+        return apart
     if rows is not None and rows.base + rows.n_rows * rows.row_nbytes >= 1 << 63:
         return f"{rows.n_rows} aux rows at {rows.base}"
-    return columns.problem(hello.columns, rows.row_nbytes if rows is not None else columns.MAX_ROW_NBYTES)
+    problem = columns.problem(theirs.columns, rows.row_nbytes if rows is not None else columns.MAX_ROW_NBYTES)
+    return problem or layout_problem(theirs.layout) or _misfit(welcome, hello)
 
 
-def _agree(session: Session, welcome: m.Welcome, hello: m.Hello) -> None:
-    """What both sides' greetings make of a session, the same on both."""
-    session.common = Common.of(welcome.layout, hello.layout)
-    session.aux = columns.share(welcome.columns, hello.columns)
-    session.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
-    session.tags_as_messages = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
+def _agreed(
+    session_id: m.SessionId, route: bytes, theirs: m.Hello | m.Welcome, welcome: m.Welcome, hello: m.Hello,
+    *, stagings: Stagings,
+) -> Session:  # fmt: skip
+    """The session that the two greetings make, as who got `theirs` sees it."""
+    staged, both = staged_pair(welcome, hello), {*welcome.features} & {*hello.features}
+    at_prefill = theirs is hello
+    return Session(
+        session_id, route, theirs.layout, theirs.topology, staged,
+        stagings.of_layout(staged.offered if at_prefill else staged.taken), hello.lanes if at_prefill else (),
+        theirs.max_silence_s, half_open=at_prefill, rows=hello.rows if at_prefill else None,
+        exposes_pool=at_prefill and m.DIRECT_FEATURE in hello.features, common=Common.of(welcome.layout, hello.layout),
+        aux=columns.share(welcome.columns, hello.columns), checksums=m.CHECKSUM_FEATURE in both,
+        tags_as_messages=m.TAGS_FEATURE in both,
+    )  # fmt: skip
 
 
 def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:

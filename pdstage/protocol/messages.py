@@ -23,8 +23,6 @@ MAX_RECTS = 64
 MAX_TAG_NBYTES = 56 + MAX_RECTS * 26
 """The largest tag: its header and `MAX_RECTS` rectangles, as `wire` packs them."""
 MAX_ROOM_NBYTES = 256
-MAX_ADVANCES = 64
-"""The most leases in one Open."""
 MAX_REASON = 4096
 MAX_WORD = 256
 MAX_FACTS = 64
@@ -142,6 +140,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the closed union `AnyMessage`."""
 
 
+class _OfEpoch(Message, frozen=True):
+    epoch: Number
+
+
+class _OfChunk(_OfEpoch, frozen=True):
+    chunk: Number
+    attempt: Number
+
+
 class Hello(Message, frozen=True, tag=1):
     """D>P until Welcome or HelloRefused: what decode has, and where prefill may write.
 
@@ -191,43 +198,29 @@ class HelloRefused(Message, frozen=True, tag=3):
     reason: Reason
 
 
-class Ask(Message, frozen=True, tag=4):
+class Ask(_OfEpoch, frozen=True, tag=4):
     """D>P, then in each Heartbeat until Asking says finished, or Open. Is this room there yet? Lets decode allocate
     late.
     """
 
-    epoch: Number
     room: RoomKey
 
 
-class Asking(Message, frozen=True, tag=5):
+class Asking(_OfEpoch, frozen=True, tag=5):
     """P>D, answer to Ask, and to a Heartbeat that asks if `finished`: every chunk is computed and held for an Open."""
 
-    epoch: Number
     finished: bool
 
 
-class Advance(NamedTuple):
-    """A lease that nobody asked for yet: of the first attempt of that chunk of the room, if it has no more bytes."""
-
-    chunk: Number
-    lane: Number
-    cursor: Number
-    nbytes: Number
-    watermark: Number
-
-
-class Open(Message, frozen=True, tag=6):
+class Open(_OfEpoch, frozen=True, tag=6):
     """D>P until Opened, CloseOk or CloseFailed. One destination rank wants its `shares` of a room, now.
 
     `asked`: the ranges wanted from this writer, of which it sends the tokens that both ranks hold.
     `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room
     with this writer; `rank` is the asking one's number among its group. `aux`: this writer brings the request's aux:
-    in its CloseOk, or by a write into `row`, the number of one of Hello's `rows`. `advances`: leases that the writer
-    need not ask for; a chunk that does not fit its own asks by its second attempt, once its data exists.
+    in its CloseOk, or by a write into `row`, the number of one of Hello's `rows`.
     """
 
-    epoch: Number
     room: RoomKey
     shares: Shares
     asked: Annotated[tuple[Asked, ...], Meta(max_length=MAX_RECTS)]
@@ -238,49 +231,38 @@ class Open(Message, frozen=True, tag=6):
     priority: int
     deadline_s: Seconds
     row: Number | None = None
-    advances: Annotated[tuple[Advance, ...], Meta(max_length=MAX_ADVANCES)] = ()
 
 
-class Opened(Message, frozen=True, tag=7):
+class Opened(_OfEpoch, frozen=True, tag=7):
     """P>D, answer to Open. `state` is "waiting" (not submitted yet), "accepted" or "refused" with the `reason`."""
 
-    epoch: Number
     state: Word
     reason: Reason
 
 
-class Reserve(Message, frozen=True, tag=8):
+class Reserve(_OfChunk, frozen=True, tag=8):
     """P>D while the chunk has no lease or its window is closed."""
 
-    epoch: Number
-    chunk: Number
-    attempt: Number
     nbytes: Number
     rects: Rects
 
 
-class Lease(Message, frozen=True, tag=9):
+class Lease(_OfChunk, frozen=True, tag=9):
     """D>P, answer to Reserve: `nbytes` of staging memory for this attempt of this chunk, at `cursor` modulo the size of
     `lane`: a cursor only grows.
     """
 
-    epoch: Number
-    chunk: Number
-    attempt: Number
     lane: Number
     cursor: Number
     nbytes: Number
     watermark: Number
 
 
-class Refused(Message, frozen=True, tag=10):
+class Refused(_OfChunk, frozen=True, tag=10):
     """D>P, answer to Reserve: `why` is "gone", "covered" or "too_big" (then no lease above `max_nbytes` can be granted
     while what is carved out of the lanes stays so).
     """
 
-    epoch: Number
-    chunk: Number
-    attempt: Number
     why: Word
     max_nbytes: Number
 
@@ -295,25 +277,19 @@ class Watermark(Message, frozen=True, tag=11):
     watermark: Number
 
 
-class Recall(Message, frozen=True, tag=12):
+class Recall(_OfChunk, frozen=True, tag=12):
     """D>P: give this lease back unless you use it. Repeated while others wait for memory, until the lease has landed,
     or was returned or released.
     """
 
-    epoch: Number
-    chunk: Number
-    attempt: Number
     lane: Number
     cursor: Number
     watermark: Number
 
 
-class Returned(Message, frozen=True, tag=13):
+class Returned(_OfChunk, frozen=True, tag=13):
     """P>D: nothing writes this lease, nor ever will."""
 
-    epoch: Number
-    chunk: Number
-    attempt: Number
     lane: Number
     cursor: Number
 
@@ -333,50 +309,43 @@ class Given(NamedTuple):
     n: Number
 
 
-class CloseOk(Message, frozen=True, tag=14):
+class CloseOk(_OfEpoch, frozen=True, tag=14):
     """P>D until Closed or Abort: all this writer owes is written; here is what, and the aux bytes if asked for.
 
     `slots`: of each component without positions that this writer owes, how many there are; no more will come.
     `packed`: `aux` is a row: the columns that both sides have, one after the other in the order of their names.
     """
 
-    epoch: Number
     written: Annotated[tuple[Written, ...], Meta(max_length=1 << 20)]
     aux: bytes | None
     slots: Annotated[tuple[Given, ...], Meta(max_length=MAX_RECTS)] = ()
     packed: bool = False
 
 
-class CloseFailed(Message, frozen=True, tag=15):
+class CloseFailed(_OfEpoch, frozen=True, tag=15):
     """P>D until Abort: the writer gives the room up. Proves nothing about writes in flight."""
 
-    epoch: Number
     reason: Reason
 
 
-class Closed(Message, frozen=True, tag=16):
+class Closed(_OfEpoch, frozen=True, tag=16):
     """D>P, answer to CloseOk."""
 
-    epoch: Number
 
-
-class Abort(Message, frozen=True, tag=17):
+class Abort(_OfEpoch, frozen=True, tag=17):
     """D>P until Drained or CloseOk: stop writing for this epoch. `finished`: all was delivered, only CloseOk is
     missing.
 
     `room`: said once, of a room that was never opened and never will be: given up, or its writers do not fit.
     """
 
-    epoch: Number
     reason: Reason
     finished: bool
     room: RoomKey = b""
 
 
-class Drained(Message, frozen=True, tag=18):
+class Drained(_OfEpoch, frozen=True, tag=18):
     """P>D, answer to Abort: nothing of this epoch is in flight, nothing will begin."""
-
-    epoch: Number
 
 
 class Heartbeat(Message, frozen=True, tag=19):

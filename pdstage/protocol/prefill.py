@@ -25,7 +25,6 @@ from pdstage.protocol.prefill_chunks import ChunkEffect, ChunkSender
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import (
     HOLD_EVERY_S,
-    Changed,
     CoreEffect,
     Detach,
     Endpoint,
@@ -117,6 +116,7 @@ class PrefillCore:
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.chunks = ChunkSender(self.endpoint, n_buffers, buffer_nbytes, choose, piece)
         self.chunks.core = self
+        self.fenced = self.chunks.fenced
         self.endpoint.handlers = {
             m.Hello: self.handshake.on_hello_again, m.Lease: self.chunks.on_lease, m.Open: self._on_open,
             m.Closed: self._on_closed, m.Watermark: self.chunks.on_watermark, m.Heartbeat: self._on_heartbeat,
@@ -453,15 +453,9 @@ class PrefillCore:
                 self.fail_destination(destination, error)
             if destination.in_flight == 0:
                 self.forget(destination)
-        self.chunks.windows.forget(session)
         if not session.said_bye:
             self.endpoint.effects.append(PeerWarning(session.route, error))
         self.endpoint.effects.append(Detach(session))
-
-    def fenced(self, session: Session, now: float) -> None:
-        """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves."""
-        self.endpoint.now = now
-        self.chunks.fenced(session)
 
     # What its parts ask of it.
 
@@ -490,7 +484,7 @@ class PrefillCore:
                 self.fail(room, PeerError(problem, remedy="serve the same model with the same caches"))
                 return
             if room.on(RoomEvent.CONNECTED):
-                self.endpoint.effects.append(Changed(room))
+                self.endpoint.changed(room)
         for source in room.sources:
             self.chunks.add(destination, source)
         if room.finished:
@@ -659,12 +653,12 @@ class PrefillCore:
         for source in room.sources:
             source.chunks.clear()
         room.sources.clear()
-        self.endpoint.effects.append(Changed(room))
+        self.endpoint.changed(room)
         self._maybe_release(room)
 
     def _maybe_release(self, room: PrefillRoom) -> None:
         if room.ended and room.in_flight == 0 and room.release():
-            self.endpoint.effects.append(Changed(room))
+            self.endpoint.changed(room)
 
     def _drain(self, destination: Destination) -> None:
         self.chunks.drop(destination)

@@ -24,11 +24,10 @@ from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportE
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, SubmittedChunk, clip, split
-from pdstage.protocol.session import Changed
 from pdstage.protocol.state import CHUNK, ChunkEvent, ChunkPhase, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pdstage.plan import Rect
     from pdstage.protocol.destinations import PieceLength
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 _MAX_PIECES = 1024
 """The most pieces that a chunk too big for any lease is split into. With more it goes direct, waits, or fails."""
+_MAX_DIRECT = 4
+"""Direct chunks of one session under way; they need no send buffer."""
 _MAX_IN_DOUBT = 4096
 """Sessions in doubt that are remembered by name. With more, every session that is over counts as one in doubt."""
 
@@ -90,43 +91,6 @@ class WriteRow(NamedTuple):
 ChunkEffect: TypeAlias = Gather | Write | WriteDirect | WriteRow
 
 
-class Windows:
-    """How far each session's lanes may be written, and the held chunks whose window is closed."""
-
-    def __init__(self) -> None:
-        self.marks: dict[tuple[Session, int], int] = {}
-        self.closed: dict[tuple[Session, int], list[Chunk]] = {}
-
-    def is_open(self, chunk: Chunk) -> bool:
-        session = chunk.destination.session
-        mark = self.marks.get((session, chunk.lane), 0)
-        return chunk.cursor + chunk.nbytes <= mark + session.lanes[chunk.lane].nbytes
-
-    def wait(self, chunk: Chunk) -> None:
-        """`chunk` waits here until `raise_mark` gives it."""
-        self.closed.setdefault((chunk.destination.session, chunk.lane), []).append(chunk)
-
-    def raise_mark(self, session: Session, lane: int, watermark: int) -> list[Chunk]:
-        """The lane's watermark, which only rises; the held chunks whose window it opens."""
-        if lane >= len(session.lanes):
-            raise PeerError(f"a watermark of lane {lane}", remedy=f"Hello named {len(session.lanes)} lanes")
-        key = (session, lane)
-        if watermark <= self.marks.get(key, 0):
-            return []
-        self.marks[key] = watermark
-        held = [one for one in self.closed.pop(key, ()) if one.phase is ChunkPhase.HELD and one.lane == lane]
-        held.sort(key=lambda chunk: chunk.cursor)
-        n_open = sum(map(self.is_open, held))
-        if n_open < len(held):
-            self.closed[key] = held[n_open:]
-        return held[:n_open]
-
-    def forget(self, session: Session) -> None:
-        for lane in range(len(session.lanes)):
-            self.marks.pop((session, lane), None)
-            self.closed.pop((session, lane), None)
-
-
 class _Turns:
     """Chunks that wait, by session: sessions in turn, none with more than `most` under way.
 
@@ -174,40 +138,6 @@ class _Turns:
             self.line.setdefault(session)
 
 
-class SendBuffers:
-    """The gather targets, and whose turn it is: sessions in turn, none holding all of them.
-
-    A chunk queues only while its window is open, so no buffer waits for a destination. Direct chunks need no buffer and
-    take turns of their own.
-    """
-
-    def __init__(self, n_buffers: int, max_direct: int = 4) -> None:
-        self.free = list(range(n_buffers))
-        self.staged = _Turns(max(1, n_buffers - 1))
-        self.direct = _Turns(max_direct)
-
-    @property
-    def idle(self) -> bool:
-        """Nothing waits and nothing is under way."""
-        return not self.staged and not self.direct
-
-    def queue(self, chunk: Chunk) -> None:
-        (self.direct if chunk.direct else self.staged).queue(chunk)
-
-    def pop(self) -> Iterator[tuple[Chunk, int]]:
-        """(chunk, buffer) pairs that may begin now; the buffer is -1 for direct ones. Sessions take turns."""
-        while (chunk := self.direct.begin()) is not None:
-            yield chunk, -1
-        while self.free and (chunk := self.staged.begin()) is not None:
-            yield chunk, self.free.pop()
-
-    def done(self, chunk: Chunk, buffer: int) -> None:
-        """Gives back what `pop` gave."""
-        (self.direct if buffer < 0 else self.staged).done(chunk.destination.session)
-        if buffer >= 0:
-            self.free.append(buffer)
-
-
 class ChunkSender:
     """Chunks, from the first Reserve to the last completion.
 
@@ -224,8 +154,10 @@ class ChunkSender:
         piece: PieceLength | None,
     ) -> None:
         self.endpoint = endpoint
-        self.buffers = SendBuffers(n_buffers)
-        self.windows = Windows()
+        self.free = list(range(n_buffers))
+        """Send buffers. A chunk queues only while its window is open, so none waits for a destination."""
+        self.staged = _Turns(max(1, n_buffers - 1))
+        self.direct = _Turns(_MAX_DIRECT)
         self.flights: dict[int, tuple[Chunk, int]] = {}
         """Gathers and writes under way, by ticket: the chunk, and its buffer or -1."""
         self.orphans: dict[int, m.SessionId] = {}
@@ -253,18 +185,19 @@ class ChunkSender:
         self._give_back(session, lease)
 
     def _take(self, chunk: Chunk, lease: m.Lease) -> None:
-        nbytes = chunk.destination.session.lanes[lease.lane].nbytes
+        session = chunk.destination.session
+        nbytes = session.lanes[lease.lane].nbytes
         if lease.nbytes < chunk.nbytes or lease.cursor % nbytes + chunk.nbytes > nbytes:
             raise PeerError(
                 f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
             )
         chunk.lane, chunk.cursor = lease.lane, lease.cursor
         CHUNK.move(chunk, ChunkEvent.LEASED)
-        if self.windows.is_open(chunk):
+        if self.is_open(chunk):
             self.endpoint.cancel(self.reserve_again, chunk)
             self.advance(chunk)
         else:
-            self.windows.wait(chunk)
+            session.closed.setdefault(chunk.lane, []).append(chunk)
 
     def on_refused(self, session: Session, refused: m.Refused) -> None:
         chunk = self._chunk(session, refused.epoch, refused.chunk)
@@ -304,9 +237,6 @@ class ChunkSender:
                 return
             if chunk.phase in (ChunkPhase.RESERVING, ChunkPhase.HELD):
                 self._recalled(chunk)
-        destination: Destination | None = session.claims.get(recall.epoch)
-        if destination is not None and recall.chunk in destination.advances:
-            destination.advances[recall.chunk] = None
         self._give_back(session, recall)
 
     def _recalled(self, chunk: Chunk) -> None:
@@ -323,9 +253,26 @@ class ChunkSender:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
 
     def on_watermark(self, session: Session, said: m.Watermark | m.Lease | m.Recall) -> None:
-        for chunk in self.windows.raise_mark(session, said.lane, said.watermark):
-            self.endpoint.cancel(self.reserve_again, chunk)
-            self.advance(chunk)
+        """A lane's watermark, which only rises: held chunks whose window it opens go on."""
+        lane = said.lane
+        if lane >= len(session.lanes):
+            raise PeerError(f"a watermark of lane {lane}", remedy=f"Hello named {len(session.lanes)} lanes")
+        if said.watermark <= session.marks.get(lane, 0):
+            return
+        session.marks[lane] = said.watermark
+        for chunk in sorted(session.closed.pop(lane, ()), key=lambda chunk: chunk.cursor):
+            if chunk.phase is not ChunkPhase.HELD or chunk.lane != lane:
+                continue
+            if self.is_open(chunk):
+                self.endpoint.cancel(self.reserve_again, chunk)
+                self.advance(chunk)
+            else:
+                session.closed.setdefault(lane, []).append(chunk)
+
+    def is_open(self, chunk: Chunk) -> bool:
+        """Whether its lease lies in its lane's window, as far as decode has told."""
+        session = chunk.destination.session
+        return chunk.cursor + chunk.nbytes <= session.marks.get(chunk.lane, 0) + session.lanes[chunk.lane].nbytes
 
     # Chunks.
 
@@ -345,13 +292,9 @@ class ChunkSender:
         destination.chunks[chunk.number] = chunk
         source.chunks.append(chunk)
         destination.unwritten += 1
-        chunk.attempt = int(chunk.number in destination.advances)  # nothing more of the first is accepted
-        advance = destination.advances.pop(chunk.number, None)
         if destination.may_direct(rects) and (nbytes > self._buffer_nbytes or self._choose(chunk)):
             chunk.direct = True
             CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
-            if advance is not None:
-                self._give_back(destination.session, _lease_of(destination, advance))
             self.advance(chunk)
         elif nbytes > self._buffer_nbytes:
             error = UsageError(
@@ -359,12 +302,6 @@ class ChunkSender:
                 remedy="raise staging_nbytes at prefill",
             )
             self.core.fail_destination(destination, error)
-        elif advance is not None and nbytes <= advance.nbytes:
-            chunk.attempt, chunk.waits_since = 0, self.endpoint.now
-            self.endpoint.repeat(self.reserve_again, chunk)  # while its window is closed
-            self.on_lease(destination.session, _lease_of(destination, advance))
-        elif chunk.attempt and not source.ready:
-            CHUNK.move(chunk, ChunkEvent.RECALLED)
         else:
             self.reserve(chunk)
 
@@ -378,7 +315,7 @@ class ChunkSender:
         self._send_reserve(chunk)
 
     def reserve_again(self, chunk: Chunk) -> None:
-        waits_for_window = chunk.phase is ChunkPhase.HELD and not self.windows.is_open(chunk)
+        waits_for_window = chunk.phase is ChunkPhase.HELD and not self.is_open(chunk)
         if chunk.phase is not ChunkPhase.RESERVING and not waits_for_window:
             return
         waited_s = self.endpoint.now - chunk.waits_since
@@ -418,32 +355,34 @@ class ChunkSender:
 
     def advance(self, chunk: Chunk) -> None:
         """Queues a held chunk once its data exists and, unless direct, its window is open."""
-        if chunk.phase is ChunkPhase.HELD and chunk.source.ready and (chunk.direct or self.windows.is_open(chunk)):
+        if chunk.phase is ChunkPhase.HELD and chunk.source.ready and (chunk.direct or self.is_open(chunk)):
             CHUNK.move(chunk, ChunkEvent.QUEUED)
-            self.buffers.queue(chunk)
+            (self.direct if chunk.direct else self.staged).queue(chunk)
 
     def start_ready(self) -> None:
-        """Begins every chunk whose turn it is."""
-        if not self.buffers.staged.line and not self.buffers.direct.line:  # the most frequent answer, without a call
+        """Begins every chunk whose turn it is: sessions in turn."""
+        while self.direct.line and (chunk := self.direct.begin()) is not None:
+            self._start(chunk, -1)
+        while self.staged.line and self.free and (chunk := self.staged.begin()) is not None:
+            self._start(chunk, self.free.pop())
+
+    def _start(self, chunk: Chunk, buffer: int) -> None:
+        room = chunk.destination.room
+        ticket = self.endpoint.ticket()
+        self.flights[ticket] = (chunk, buffer)
+        chunk.destination.in_flight += 1
+        if room is not None:
+            room.in_flight += 1
+            if room.on(RoomEvent.MOVED):
+                self.endpoint.changed(room)
+        if not chunk.direct:
+            CHUNK.move(chunk, ChunkEvent.GATHER)
+            self.endpoint.effects.append(Gather(ticket, buffer, chunk, self._address(chunk)))
             return
-        for chunk, buffer in self.buffers.pop():
-            destination = chunk.destination
-            ticket = self.endpoint.ticket()
-            self.flights[ticket] = (chunk, buffer)
-            destination.in_flight += 1
-            if destination.room is not None:
-                destination.room.in_flight += 1
-                if destination.room.on(RoomEvent.MOVED):
-                    self.endpoint.effects.append(Changed(destination.room))
-            if chunk.direct:
-                CHUNK.move(chunk, ChunkEvent.WRITE)
-                self.endpoint.after(self.endpoint.config.write_s, self.on_write_timer, ticket)
-                self.endpoint.effects.append(
-                    self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk))
-                )
-            else:
-                CHUNK.move(chunk, ChunkEvent.GATHER)
-                self.endpoint.effects.append(Gather(ticket, buffer, chunk, self._address(chunk)))
+        CHUNK.move(chunk, ChunkEvent.WRITE)
+        self.endpoint.after(self.endpoint.config.write_s, self.on_write_timer, ticket)
+        write = self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk))
+        self.endpoint.effects.append(write)
 
     def _row_write(self, ticket: int, chunk: Chunk) -> WriteRow:
         """All that a room's aux row has in common with the one that its destination named."""
@@ -498,12 +437,13 @@ class ChunkSender:
         else:
             self._doubts_all = True
 
-    def fenced(self, session: Session) -> None:
+    def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: posts of that session no longer read our memory. The driver still calls `gathered` for each
         gather under way.
 
         What such posts wrote may still be on its way: until their tickets end, the session is not quiet.
         """
+        self.endpoint.now = now
         error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
         for ticket, (chunk, _) in list(self.flights.items()):
             if chunk.destination.session is session and chunk.phase is ChunkPhase.WRITING:
@@ -530,7 +470,9 @@ class ChunkSender:
         """A gather or write ended: gives back what it held and moves its destination on."""
         chunk, buffer = self.flights.pop(ticket)
         self.endpoint.cancel(self.on_write_timer, ticket)
-        self.buffers.done(chunk, buffer)
+        (self.direct if buffer < 0 else self.staged).done(chunk.destination.session)
+        if buffer >= 0:
+            self.free.append(buffer)
         destination = chunk.destination
         destination.in_flight -= 1
         if chunk.phase is ChunkPhase.WRITING:
@@ -589,7 +531,3 @@ class ChunkSender:
             if chunk.phase is not ChunkPhase.WRITTEN:
                 self.endpoint.cancel(self.reserve_again, chunk)
                 CHUNK.move(chunk, ChunkEvent.DROP)
-
-
-def _lease_of(destination: Destination, advance: m.Advance) -> m.Lease:
-    return m.Lease(destination.epoch, advance.chunk, 0, advance.lane, advance.cursor, advance.nbytes, advance.watermark)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from pdstage.plan.ownership import Common
     from pdstage.protocol.config import Config
     from pdstage.protocol.decode import DecodeCore
+    from pdstage.protocol.destinations import Chunk
     from pdstage.protocol.messages import RowSpan
     from pdstage.protocol.prefill import PrefillCore
     from pdstage.protocol.room import Room
@@ -107,6 +108,12 @@ class Session:
     """The tokens that both ranks hold of each component."""
     asking: dict[bytes, int] = field(default_factory=dict)
     """At prefill: the rooms that decode asks about, with the epochs in which it will open them."""
+    marks: dict[int, int] = field(default_factory=dict)
+    """The watermarks that decode has told, by lane."""
+    lent_nbytes: dict[int, int] = field(default_factory=dict)
+    """At decode: what it has of each lane."""
+    closed: dict[int, list[Chunk]] = field(default_factory=dict)
+    """At prefill: by lane, held chunks whose window is closed."""
     parked_nbytes: int = 0
     """At prefill: of its Opens of rooms that are not here yet."""
     shares: set[tuple[Share, ...]] = field(default_factory=set)
@@ -290,6 +297,9 @@ class Endpoint:
         """The effects since the last call, in order; the driver carries them out."""
         effects, self.effects = self.effects, []
         return effects
+
+    def changed(self, room: Room) -> None:
+        self.effects.append(Changed(room))
 
     def ticket(self) -> int:
         self._tickets += 1

@@ -50,9 +50,8 @@ def _of_prefill(node: PrefillNode) -> dict[str, int]:
         "destinations": len(core.destinations),
         "writes": len(core.chunks.flights),
         "posts": len(node.data_path.posts._writes),
-        "send buffers": len(node.parts) - len(core.chunks.buffers.free),
+        "send buffers": len(node.parts) - len(core.chunks.free),
         "parked rooms": len(core.pending),
-        "marks": sum(session.id not in core.sessions for session, _ in core.chunks.windows.marks),
     }
 
 

@@ -14,12 +14,15 @@ LANE = 2048
 class Session:
     def __init__(self, n: int) -> None:
         self.id = SessionId(n, 0)
+        self.lent_nbytes: dict[int, int] = {}
 
 
 A, B = Session(1), Session(2)
 
 
 def leases(*sizes: int, recall_after_s: float = 1000.0, stuck_after_s: float = 1000.0) -> Leases:
+    for one in (A, B):
+        one.lent_nbytes.clear()
     config = Config(recall_after_s=recall_after_s, stuck_after_s=stuck_after_s)
     endpoint = Endpoint(1, config, None)  # type: ignore[arg-type]
     return Leases(endpoint, (LaneSpan(n << 20, size) for n, size in enumerate(sizes or (LANE,))))

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol.prefill_chunks import SendBuffers
+from pdstage.protocol.config import Config
+from pdstage.protocol.prefill_chunks import ChunkSender
+from pdstage.protocol.session import Endpoint
 from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import World, is_kind, is_message
 
@@ -109,11 +111,10 @@ def test_no_destination_has_every_send_buffer() -> None:
         return SimpleNamespace(direct=False, phase=ChunkPhase.READY, destination=SimpleNamespace(session=session))
 
     slow, quick = object(), object()
-    buffers = SendBuffers(3)
+    turns = ChunkSender(Endpoint(1, Config(), None), 3, 4096, lambda _: False, None).staged  # type: ignore[arg-type]
     for _ in range(5):
-        buffers.queue(chunk(slow))
-    assert len(list(buffers.pop())) == 2
-    buffers.queue(chunk(quick))
-    ((begun, _),) = buffers.pop()
-    assert begun.destination.session is quick
-    assert not list(buffers.pop())
+        turns.queue(chunk(slow))
+    assert [turns.begin() is None for _ in range(3)] == [False, False, True]
+    turns.queue(chunk(quick))
+    assert turns.begin().destination.session is quick
+    assert turns.begin() is None

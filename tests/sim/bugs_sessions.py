@@ -64,10 +64,7 @@ MUTANTS = [
         """        if older is not None:
             self._owner.lose(older""",
         """        if older is not None:
-            marks = self._owner.chunks.windows.marks
-            for (held, lane), mark in list(marks.items()):
-                if held is older:
-                    marks[session, lane] = mark
+            session.marks.update(older.marks)
             self._owner.lose(older""",
         "tests/protocol/test_traces.py",
     ),

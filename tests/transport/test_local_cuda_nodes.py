@@ -81,7 +81,7 @@ def test_a_device_that_is_busy_as_a_node_starts(gpu, address, monkeypatch, caplo
     """
     monkeypatch.setattr(stager, "_RATE_WAIT_S", 0.01)
     gpu["held"] = 1
-    node = prefill_node(DeviceRank(0), staging=staging(), bootstrap=address, transport="local")
+    node = prefill_node(DeviceRank(0), staging_nbytes=STAGING_NBYTES, bootstrap=address, transport="local")
     cost = node.cost_of(node.transport.traits)
     assert cost.gather_bytes_per_s == CostModel.linear(1.0, 1.0, 1.0).gather_bytes_per_s
     assert node.stager.launched
