@@ -75,6 +75,10 @@ FRAMES: dict[str, m.AnyMessage] = {
         (m.Items("kv", 0, memoryview(b"\1\0\0\0\xff\xff\xff\x7f")),), 0, 1, True, 0, 0.5,
     ),
     "Open, row": m.Open(7, b"i13", (), (), (), 0, 1, True, 0, 60.0, 5),
+    "Open, lent in advance": m.Open(
+        7, b"i13", (Share("kv", "k", (0, 2, 1), 2, 2),), (m.Asked("kv", 2, 8),), (), 0, 1, True, 0, 60.0, None,
+        (m.Advance(0, 1, 8192, 4096, 256),),
+    ),
     "Opened, accepted": m.Opened(7, "accepted", ""),
     "Opened, refused": m.Opened(7, "refused", "the pool has no such room"),
     "Reserve": m.Reserve(7, 1, 2, 4096, _RECTS),

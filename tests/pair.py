@@ -251,12 +251,14 @@ class World:
         aux: str = "",
         src_columns: tuple[Column, ...] = COLUMNS,
         dst_columns: tuple[Column, ...] = COLUMNS,
+        advance: bool = True,
         models: tuple[tuple[m.Fact, ...], ...] = ((), ()),
         **config: float,
     ) -> None:
         self.now = 0.0
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
         self.notifies, self.models = notifies, models
+        self.advances = advance  # decode lends memory with Open
         self.placed = placed  # prefill maps decode's lanes, and gathers straight into them
         self.choose = choose or (lambda _: self.path == "direct")
         self.pick: Callable[[int], int] = lambda _: 0
@@ -328,6 +330,8 @@ class World:
             2000 + rank + 100 * life, layout=layout, topology=topology, transport="test", description=b"",
             lanes=lanes, config=self.config, notifies=self.notifies, rows=rows, model=self.models[1],
         )  # fmt: skip
+        if not self.advances:
+            core.leases.max_advances = 0
         node = Decode(b"D%d" % rank, core, memory, staging, row_memory)
         self.processes.append(node)
         return node

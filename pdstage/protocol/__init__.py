@@ -58,6 +58,7 @@ Words; docs/concepts.md has pictures of the first of them:
 * *lane*: a ring of decode's staging memory. *Lease*: a span of it, lent to one chunk. *Cursor*: where in its lane, a
   position that only grows; the address is the cursor modulo the lane's size. Its *window* ends one size past the lane's
   *watermark*, the cursor before which nothing is lent any more.
+* *advance*: a lease that comes with Open, so that the writer need not ask.
 * *tag*: the data plane's word that a write has landed.
 * *driver*: who feeds a core and carries out its effects: `pdstage.manager.driver`, or a test.
 * *incarnation*: one life of one process, as a random number. A *session* is what two processes have agreed on after

@@ -179,6 +179,10 @@ def check_open(opened: m.Open, session: Session, layout: Layout) -> None:
         raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
     if opened.row is not None and (session.rows is None or opened.row >= session.rows.n_rows):
         raise PeerError(f"Open names aux row {opened.row}, which Hello did not expose", remedy="check the peer")
+    for one in opened.advances:
+        lane = session.lanes[one.lane] if one.lane < len(session.lanes) else None
+        if lane is None or one.cursor % lane.nbytes + one.nbytes > lane.nbytes:
+            raise PeerError(f"Open with {one}", remedy="check the peer")
     if opened.shares not in session.shares:
         check_shares(session.staged[:2], opened.shares)
         if len(session.shares) >= _MAX_SHARES:

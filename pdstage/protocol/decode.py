@@ -495,6 +495,8 @@ class DecodeCore:
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
+            writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
+            self.leases.lend_in_advance(writer)  # so that a writer of little need not ask for staging memory
             self.send_open(writer)
         self.maybe_complete(room)
 
@@ -512,6 +514,7 @@ class DecodeCore:
             room.priority,
             room.deadline_s,
             room.row if writer.has_aux else None,
+            self.leases.advances_of(writer.session, room.epoch),
         )
         self.endpoint.send(writer.session, opening)
         self.endpoint.repeat(self.send_open, writer)

@@ -84,6 +84,7 @@ class ChunkReceiver:
         elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
         elif held is None or not waits or held.attempt <= reserve.attempt:
+            writer.most_nbytes = max(writer.most_nbytes, reserve.nbytes)
             asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
             self._leases.enqueue(Lease(session, *asked, writer.room.priority))
 
@@ -131,13 +132,17 @@ class ChunkReceiver:
             lease = self._leases.at(tag.lane, tag.cursor)
             if lease is None or lease.phase is not LeasePhase.GRANTED or lease.session is not session:
                 return False
-            if (lease.epoch, lease.chunk, lease.rects) != (tag.epoch, tag.chunk, tag.rects):
+            nbytes = _nbytes_in(lease, writer, tag)
+            if not nbytes:
                 return False
+            if lease in self._leases.advances:
+                self._leases.know(lease, tag.rects)
+                writer.most_nbytes = max(writer.most_nbytes, nbytes)
             self._leases.land(lease)
             span = self._leases.spans[lease.lane]
             ticket = self.endpoint.ticket()
             address = span.base + lease.cursor % span.nbytes
-            landing = Landing(writer, lease, address, lease.nbytes, tag.rects, tag.checksum)
+            landing = Landing(writer, lease, address, nbytes, tag.rects, tag.checksum)
             self.flights[ticket] = landing
             writer.room.pending += 1
             self.endpoint.effects.append(Scatter(ticket, landing))
@@ -219,6 +224,8 @@ class ChunkReceiver:
             if not writer.arrived.issuperset([w.chunk for w in close.written]):
                 self._begun(room)
                 return
+            if writer.owed_nbytes:
+                self._leases.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
             shortfall = self._shortfall(writer, close)
             if shortfall:
                 self._core.fail_room(room, PeerError(f"prefill rank {writer.number} {shortfall}"))
@@ -255,3 +262,14 @@ class ChunkReceiver:
             self.endpoint.counters.aux_fallbacks += 1
             what = "an aux row came by control message, not by the data transport"
             self.endpoint.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")
+
+
+def _nbytes_in(lease: Lease, writer: Writer, tag: wire.Tag) -> int:
+    """The staged bytes of the chunk that a tag tells of; 0 if the lease granted is not for it."""
+    if (lease.epoch, lease.chunk) != (tag.epoch, tag.chunk):
+        return 0
+    if lease.rects:
+        return lease.nbytes if lease.rects == tag.rects else 0
+    assert writer.coverage is not None
+    nbytes = 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)
+    return nbytes if nbytes <= lease.nbytes else 0

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pdstage.plan import Rect
 from pdstage.plan.ownership import EVERYTHING
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import WriterPhase
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping
 
     from pdstage.columns import Shared
-    from pdstage.plan import Rect, Share
+    from pdstage.plan import Share
     from pdstage.plan.ownership import Common, CommonTokens
     from pdstage.protocol import messages as m
     from pdstage.protocol.messages import Asked
@@ -135,6 +136,14 @@ class Coverage:
         self._uncounted = {component for component in self._needs if component in exact}
         self._complete = False
 
+    def whole(self) -> tuple[Rect, ...]:
+        """All that is owed, as one chunk."""
+        return tuple(
+            Rect(component, need.start, need.stop, need.layers[0], need.layers[-1] + 1)
+            for component, need in self._needs.items()
+            if need.start < need.stop
+        )
+
     def problem(self, rects: Iterable[Rect]) -> str:
         """Why `rects` were not asked of this writer, in words; empty if they were."""
         for rect in rects:
@@ -195,6 +204,10 @@ class Writer:
     shares: tuple[Share, ...]
     phase: WriterPhase = WriterPhase.UNOPENED
     coverage: Coverage | None = None
+    owed_nbytes: int = 0
+    """All that it owes, staged as one chunk."""
+    most_nbytes: int = 0
+    """Of its largest staged chunk."""
     arrived: set[int] = field(default_factory=set)
     closing: m.CloseOk | None = None
     has_aux: bool = False

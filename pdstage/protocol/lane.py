@@ -54,6 +54,7 @@ class Lease:
     attempt: int
     nbytes: int
     rects: tuple[Rect, ...]
+    """None of a lease in advance whose tag has not come."""
     priority: int
     place: int = 0
     """In line, while it waits."""
@@ -63,6 +64,7 @@ class Lease:
     phase: LeasePhase = LeasePhase.WAITING
     said_written: bool = False
     """Its writer's CloseOk lists it as written, so its tag is on the way. Set by `decode_chunks`."""
+    recalled: bool = False
 
     @property
     def end(self) -> int:

@@ -6,6 +6,10 @@
     a tag came     ChunkReceiver._on_tag        Leases.land            the bytes are there, and are scattered
     it was copied  ChunkReceiver.scattered      Leases.release        the watermark may rise; more may be granted
 
+A lease may be granted *in advance*, with Open and for no Reserve, while half of a lane is free and nothing waits
+(`Leases.lend_in_advance`): as its writer's last room of such a size was staged. What its chunk is, its tag says. Once
+something waits, leases in advance are the first to be recalled.
+
 A lease ends without a tag when its writer returns it (`Leases.on_returned`, often because of a Recall), asks again with
 a newer attempt (`on_reserve`), or can no longer write for the room (`release_of`). If the room fails first, a lease
 that has not landed is quarantined (`quarantine_of`, called by `DecodeRooms.fail`) until its writer returns it or can no
@@ -22,14 +26,21 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
+from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
 from pdstage.protocol.lane import Lane, Lease
 from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from pdstage.plan import Rect
+    from pdstage.protocol.decode_rooms import Writer
     from pdstage.protocol.session import Endpoint, Session
 
+MAX_UNASKED = 256
+"""Leases that nobody asked for, of all rooms together."""
+_ADVANCE_S = 0.02
+"""Such a lease is used within so long, if its room's data is there."""
 _TURN = attrgetter("priority", "place")
 
 
@@ -55,6 +66,13 @@ class Leases:
         """What each epoch of a session has, granted or waiting, by chunk."""
         self.contended_at: float | None = None
         """Since when something waits; as of the last `settle`."""
+        self.max_advances = MAX_UNASKED
+        self.advances: set[Lease] = set()
+        """Leases that nobody asked for, until their tags come."""
+        self._staged: dict[Session, dict[int, tuple[int, int]]] = {}
+        """Of each session, by a room's size as a power of two: how many chunks its last such room staged, and the bytes
+        of the largest.
+        """
 
     # What there is.
 
@@ -150,8 +168,11 @@ class Leases:
             return
         if self.contended_at is None:
             self.contended_at = self.endpoint.now
-        soon = min(self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s)
-        self.endpoint.after(soon, self.recall_all, anew=False)
+        if self.contended_at == self.endpoint.now and self.advances:
+            self.endpoint.after(_ADVANCE_S, self.recall_all)
+        else:
+            soon = min(self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s)
+            self.endpoint.after(soon, self.recall_all, anew=False)
 
     def grant_waiting(self) -> Iterator[Lease]:
         """Grants what can be granted, in order, and yields each. One that is larger than what any lane has that is not
@@ -242,6 +263,52 @@ class Leases:
                 if live:
                     yield lease
 
+    # In advance.
+
+    def lend_in_advance(self, writer: Writer) -> None:
+        """Lends memory for the chunks that a writer will make of what it owes a room, as it made them of its last room
+        of that size; without one it is one chunk, or none if it may go direct. They are to be written at once: nothing
+        is lent where that could be in another's way.
+        """
+        owed, room = writer.owed_nbytes, writer.room
+        first = (int(not writer.direct and 0 < owed <= LEAST_PIECE_NBYTES), owed)
+        n, nbytes = self._staged.get(writer.session, {}).get(owed.bit_length(), first)
+        for chunk in range(min(n, m.MAX_ADVANCES)):
+            if self.contended_at is not None or self.contended or len(self.advances) >= self.max_advances:
+                return
+            lease = Lease(writer.session, room.epoch, chunk, 0, min(nbytes, owed), (), room.priority)
+            number, _ = self._lane_for(lease)
+            if number is None:
+                return
+            lane = self.lanes[number]
+            cursor = lane.place(lease.nbytes)
+            if cursor is None or cursor + lease.nbytes > lane.watermark + lane.capacity // 2:
+                return
+            self._note(lease)
+            self._grant(lease, number)
+            self.advances.add(lease)
+            self.endpoint.counters.leases_granted += 1
+
+    def know(self, lease: Lease, rects: tuple[Rect, ...]) -> None:
+        """What a lease in advance is used for."""
+        lease.rects = rects
+        self.advances.remove(lease)
+
+    def learn(self, writer: Writer, n_staged: int) -> None:
+        """A writer closed a room of which it staged so many chunks."""
+        sizes = self._staged.setdefault(writer.session, {})
+        sizes[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
+
+    def advances_of(self, session: Session, epoch: int) -> tuple[m.Advance, ...]:
+        """The leases in advance that a room's writer has, as Open says them. None that was recalled: a writer that had
+        not heard of it has said that nothing writes it, or will.
+        """
+        return tuple(
+            m.Advance(lease.chunk, lease.lane, lease.cursor, lease.nbytes, self._mark_to_send(session, lease.lane))
+            for lease in (self.of(session, epoch) if self.advances else ())
+            if lease in self.advances and not lease.recalled and lease.phase is LeasePhase.GRANTED
+        )
+
     # What writers are told.
 
     def send_lease(self, lease: Lease) -> None:
@@ -259,6 +326,7 @@ class Leases:
         """Recalls what `to_recall` names, and again while something waits."""
         for lease in self.to_recall():
             if lease.session.id in self.endpoint.sessions:
+                lease.recalled = True
                 self.endpoint.counters.leases_recalled += 1
                 mark = self._mark_to_send(lease.session, lease.lane)
                 recall = m.Recall(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor, mark)
@@ -269,7 +337,7 @@ class Leases:
     def to_recall(self) -> list[Lease]:
         """Leases to ask back: those in the way of their lane's watermark (`Lane.in_the_way`); closed ones whose lane's
         watermark has not risen for `stuck_after_s`, if another lane could serve them at once; and open ones that were
-        not written for `recall_after_s` while others wait.
+        not written for `recall_after_s` while others wait, for `_ADVANCE_S` if nobody asked for them.
         """
         wanted, now, config = [], self.endpoint.now, self.endpoint.config
         for lane in self.lanes:
@@ -278,13 +346,14 @@ class Leases:
             for lease in lane.leases():
                 if lease.phase is not LeasePhase.GRANTED or lease.said_written:
                     continue
+                early = lease in self.advances and now - lease.granted_at >= _ADVANCE_S
                 shut_in = stuck and not self.is_open(lease) and self.elsewhere(lease)
                 late = (
                     self.contended_at is not None
                     and self.is_open(lease)
                     and (now - max(lease.granted_at, self.contended_at) >= config.recall_after_s)
                 )
-                if lease in in_the_way or shut_in or late:
+                if early or lease in in_the_way or shut_in or late:
                     wanted.append(lease)
         return wanted
 
@@ -304,6 +373,7 @@ class Leases:
         lane = self.lanes[lease.lane]
         if lane.release(lease):
             lane.moved_at = self.endpoint.now
+        self.advances.discard(lease)
         self._forget(lease)
         lease.session.lent_nbytes[lease.lane] -= lease.nbytes
 
@@ -340,6 +410,7 @@ class Leases:
         """Quarantines what the session's writer may still write. A lease beyond the window that it was last told was
         never open to it, and is free at once.
         """
+        self._staged.pop(session, None)
         self.forget_requests(session)
         for lease in self.of(session):
             never_writable = lease.end > session.marks.get(lease.lane, 0) + self.lanes[lease.lane].capacity

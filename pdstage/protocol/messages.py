@@ -23,6 +23,8 @@ MAX_RECTS = 64
 MAX_TAG_NBYTES = 56 + MAX_RECTS * 26
 """The largest tag: its header and `MAX_RECTS` rectangles, as `wire` packs them."""
 MAX_ROOM_NBYTES = 256
+MAX_ADVANCES = 64
+"""The most leases in one Open."""
 MAX_REASON = 4096
 MAX_WORD = 256
 MAX_FACTS = 64
@@ -212,13 +214,24 @@ class Asking(_OfEpoch, frozen=True, tag=5):
     finished: bool
 
 
+class Advance(NamedTuple):
+    """A lease that nobody asked for yet: of the first attempt of that chunk of the room, if it has no more bytes."""
+
+    chunk: Number
+    lane: Number
+    cursor: Number
+    nbytes: Number
+    watermark: Number
+
+
 class Open(_OfEpoch, frozen=True, tag=6):
     """D>P until Opened, CloseOk or CloseFailed. One destination rank wants its `shares` of a room, now.
 
     `asked`: the ranges wanted from this writer, of which it sends the tokens that both ranks hold.
     `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room
     with this writer; `rank` is the asking one's number among its group. `aux`: this writer brings the request's aux:
-    in its CloseOk, or by a write into `row`, the number of one of Hello's `rows`.
+    in its CloseOk, or by a write into `row`, the number of one of Hello's `rows`. `advances`: leases that the writer
+    need not ask for; a chunk that does not fit its own asks by its second attempt, once its data exists.
     """
 
     room: RoomKey
@@ -231,6 +244,7 @@ class Open(_OfEpoch, frozen=True, tag=6):
     priority: int
     deadline_s: Seconds
     row: Number | None = None
+    advances: Annotated[tuple[Advance, ...], Meta(max_length=MAX_ADVANCES)] = ()
 
 
 class Opened(_OfEpoch, frozen=True, tag=7):

@@ -237,6 +237,9 @@ class ChunkSender:
                 return
             if chunk.phase in (ChunkPhase.RESERVING, ChunkPhase.HELD):
                 self._recalled(chunk)
+        destination: Destination | None = session.claims.get(recall.epoch)
+        if destination is not None and recall.chunk in destination.advances:
+            destination.advances[recall.chunk] = None
         self._give_back(session, recall)
 
     def _recalled(self, chunk: Chunk) -> None:
@@ -292,9 +295,13 @@ class ChunkSender:
         destination.chunks[chunk.number] = chunk
         source.chunks.append(chunk)
         destination.unwritten += 1
+        chunk.attempt = int(chunk.number in destination.advances)  # nothing more of the first is accepted
+        advance = destination.advances.pop(chunk.number, None)
         if destination.may_direct(rects) and (nbytes > self._buffer_nbytes or self._choose(chunk)):
             chunk.direct = True
             CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
+            if advance is not None:
+                self._give_back(destination.session, _lease_of(destination, advance))
             self.advance(chunk)
         elif nbytes > self._buffer_nbytes:
             error = UsageError(
@@ -302,6 +309,12 @@ class ChunkSender:
                 remedy="raise staging_nbytes at prefill",
             )
             self.core.fail_destination(destination, error)
+        elif advance is not None and nbytes <= advance.nbytes:
+            chunk.attempt, chunk.waits_since = 0, self.endpoint.now
+            self.endpoint.repeat(self.reserve_again, chunk)  # while its window is closed
+            self.on_lease(destination.session, _lease_of(destination, advance))
+        elif chunk.attempt and not source.ready:
+            CHUNK.move(chunk, ChunkEvent.RECALLED)
         else:
             self.reserve(chunk)
 
@@ -531,3 +544,7 @@ class ChunkSender:
             if chunk.phase is not ChunkPhase.WRITTEN:
                 self.endpoint.cancel(self.reserve_again, chunk)
                 CHUNK.move(chunk, ChunkEvent.DROP)
+
+
+def _lease_of(destination: Destination, advance: m.Advance) -> m.Lease:
+    return m.Lease(destination.epoch, advance.chunk, 0, advance.lane, advance.cursor, advance.nbytes, advance.watermark)

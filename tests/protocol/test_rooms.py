@@ -175,7 +175,7 @@ def opened(world: World) -> tuple[DecodeRoom, PrefillRoom]:
     ],
 )
 def test_a_reserve_for_what_was_not_asked_fails_the_room_naming_it(reserve: tuple, words: str) -> None:
-    world = World()
+    world = World(advance=False)
     handle, _ = opened(world)
     world.say(world.decode[0], m.Reserve(*reserve))
     world.run(until=5.0)
@@ -214,6 +214,8 @@ OPEN: dict[str, object] = {
         ({"items": (("kv", 0, b"\x10\0\0\0"),)}, "past its 16"),
         ({"items": (("kv", 0, b"\xff\xff\xff\xff"),)}, "past its 16"),
         ({"items": (("kv", 0, b"\1\0\0\0"),), "asked": (("kv", 0, 8),)}, "for 0..4 and asks for 0..8"),
+        ({"advances": (m.Advance(0, 1, 0, 256, 0),)}, "Open with Advance"),
+        ({"advances": (m.Advance(0, 0, 3840, 512, 0),)}, "Open with Advance"),
         ({"items": (("kv", 4, b"\1\0\0\0"),), "asked": (("kv", 0, 8),)}, "for 4..8 and asks for 0..8"),
     ],
 )
@@ -253,7 +255,7 @@ def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> Non
     ids=["lane", "too small", "past the end", "watermark lane", "recall lane"],
 )
 def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m.AnyMessage) -> None:
-    world = World()
+    world = World(advance=False)
     world.hold(is_message(m.Lease))
     handle, _ = world.serve(1)
     world.say(world.prefill[0], message)

@@ -178,7 +178,7 @@ def test_reserve_is_answered_by_its_attempt() -> None:
 
 
 def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
-    world = World(prefill=2, instances=True)
+    world = World(prefill=2, instances=True, advance=False)
     world.hold(is_kind("gather"))
     handle = world.receive(1, prefill=0)
     other = world.receive(2, prefill=1)
@@ -207,9 +207,10 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     ],
     ids=lambda change: "-".join(f"{name}={value}" for name, value in change.items()),
 )  # fmt: skip
-def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object]) -> None:
+@pytest.mark.parametrize("advance", [True, False], ids=["lent in advance", "asked for"])
+def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object], advance: bool) -> None:
     """I6: epoch, writer, chunk, lease and rectangle; else it is counted and dropped."""
-    world = World()
+    world = World(advance=advance)
     world.hold(is_kind("gather"))
     handle, other = world.receive(1), world.receive(2)
     sent = world.send(1)

@@ -120,9 +120,35 @@ MUTANTS = [
     Mutant(
         "recall forgets leases on quarantined bytes",
         "6 recall (c), I12",
-        "if lease in in_the_way or shut_in or",
-        "if shut_in or",
+        "if early or lease in in_the_way or shut_in or",
+        "if early or shut_in or",
         "tests/protocol/test_leases.py",
+    ),
+    Mutant(
+        "a lease in advance is offered again after its Recall",
+        "6 recall, I2",
+        "if lease in self.advances and not lease.recalled and lease.phase",
+        "if lease in self.advances and lease.phase",
+    ),
+    Mutant(
+        "a lease in advance is given back and taken all the same",
+        "6 recall, I2",
+        "            destination.advances[recall.chunk] = None",
+        "            pass",
+    ),
+    Mutant(
+        "leases in advance stay when something waits",
+        "6 recall, I12",
+        "early = lease in self.advances and now - lease.granted_at >= _ADVANCE_S",
+        "early = False",
+        "tests/protocol/test_advance.py",
+    ),
+    Mutant(
+        "a tag of more than was lent in advance counts",
+        "7 tags, I3",
+        "return nbytes if nbytes <= lease.nbytes else 0",
+        "return nbytes",
+        "tests/protocol/test_advance.py",
     ),
     Mutant(
         "decode frees on sending Recall",

@@ -94,6 +94,7 @@ class Scenario:
     """Sessions that nobody needs end soon. That frees all there is to free, and so hides what was left: not often."""
     aux: str = ""
     """"" for bytes; "packed" for rows in messages, "rows" for rows written in place."""
+    advance: bool = True
     """Decode lends staging memory with Open."""
     more_columns: str = ""
     """The side, "P" or "D", that has one the other lacks."""
@@ -142,6 +143,7 @@ def draw(seed: int) -> Scenario:
         eager=rng.choice([0.02, 0.1, 1.0]),
         calm=calm,
         parting=random.Random(f"parting/{seed}").random() < 0.25,
+        advance=random.Random(f"advance/{seed}").random() < 0.7,
         aux=random.Random(f"aux/{seed}").choice(["", "packed", "rows", "rows"]),
         more_columns=random.Random(f"columns/{seed}").choice(["", "P", "D"]),
         faults=_draw_noise(rng) if calm else _draw_faults(rng),

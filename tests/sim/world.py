@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _SHAPE = (
     "prefill", "decode", "heads", "n_pages", "lane_nbytes", "n_lanes", "n_buffers", "buffer_nbytes", "path", "dst_hnd",
-    "dst_page", "roles", "fences", "notifies", "instances", "aux", "deadline_s", "checksums",
+    "dst_page", "roles", "fences", "notifies", "instances", "advance", "aux", "deadline_s", "checksums",
 )  # fmt: skip
 """What a scenario says of a world by the world's own names."""
 CLOSE_S = 5.0

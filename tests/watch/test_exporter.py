@@ -107,6 +107,7 @@ def test_lanes_are_told_while_leases_are_held(watched):
 def test_leases_beyond_the_watermark_are_told_apart(make_watched):
     """Granted, landed and quarantined bytes are never more than a lane has; what waits for the watermark is ahead."""
     watched = make_watched(staging_nbytes=32 << 10)
+    watched.d.core.leases.max_advances = 0
     rooms, ahead = [watched.begin(number, 16) for number in range(6)], []
 
     def released() -> bool:
