@@ -332,7 +332,7 @@ class World:
         )  # fmt: skip
         if not self.advances:
             core.leases.max_advances = 0
-        node = Decode(b"D%d" % rank, core, memory, staging, row_memory)
+        node = Decode(b"D%d" % rank, memory, row_memory, core, staging)
         self.processes.append(node)
         return node
 
