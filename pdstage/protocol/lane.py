@@ -60,15 +60,13 @@ class Lease:
     """In line, while it waits."""
     lane: int = 0
     cursor: int = 0
+    end: int = 0
+    """Where its bytes in the lane end; they are multiples of 256."""
     granted_at: float = 0.0
     phase: LeasePhase = LeasePhase.WAITING
     said_written: bool = False
     """Its writer's CloseOk lists it as written, so its tag is on the way. Set by `decode_chunks`."""
     recalled: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.cursor + rounded(self.nbytes)
 
 
 class Lane:
@@ -125,7 +123,7 @@ class Lane:
         LEASE.move(lease, LeaseEvent.GRANT)
         lease.cursor = cursor
         self._ahead[cursor] = lease
-        self.head = lease.end
+        self.head = lease.end = cursor + rounded(lease.nbytes)
         self._advance()  # past the padding in front, if the lane was idle
 
     def is_open(self, end: int) -> bool:

@@ -187,6 +187,7 @@ class Endpoint:
         self.config = config
         self.counters = Counters()
         self.timers = Timers()
+        self.cancel = self.timers.cancel
         self.sessions: dict[SessionId, Session] = {}
         self.owner = owner
         self.now = 0.0
@@ -402,12 +403,9 @@ class Endpoint:
         if anew or key not in self.timers:
             self.timers.set(key, self.now + wait_s)
 
-    def cancel(self, call: Callable[..., None], *things: object) -> None:
-        self.timers.cancel((call, *things))
-
     def repeat(self, call: Callable[..., None], *things: object) -> None:
         """`call(*things)` follows after `retry_s`: the side that waits repeats its question."""
-        self.after(self.config.retry_s, call, *things)
+        self.timers.set((call, *things), self.now + self.config.retry_s)
 
     def back_off(self, n_tries: int, salt: int, call: Callable[..., None], thing: object) -> None:
         """As `repeat`, after `n_tries` in vain: twice as long each time up to 20 times, less up to half of it.

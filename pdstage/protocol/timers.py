@@ -43,7 +43,7 @@ class Timers:
             self._heap = list(self._at.values())
             heapq.heapify(self._heap)
 
-    def cancel(self, key: Hashable) -> None:
+    def cancel(self, *key: object) -> None:
         entry = self._at.pop(key, None)
         if entry is not None:
             entry[2] = _GONE

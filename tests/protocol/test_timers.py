@@ -27,10 +27,10 @@ def test_a_cancelled_moment_holds_nothing_of_its_key() -> None:
         timers.set(("deadline", room), 1e9)
     gone = [weakref.ref(room) for room in rooms]
     for room in rooms[:25]:
-        timers.cancel(("deadline", room))
+        timers.cancel("deadline", room)
     for room in rooms[25:]:
         timers.set(("deadline", room), 2e9)
-        timers.cancel(("deadline", room))
+        timers.cancel("deadline", room)
     rooms.clear()
     del room
     assert [ref() for ref in gone] == [None] * 50

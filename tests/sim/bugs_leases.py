@@ -27,7 +27,7 @@ MUTANTS = [
         """        self._ahead[cursor] = lease
 """,
         """        if cursor > self.head:
-            old = Lease(lease.session, 0, 0, 0, cursor - self.head, (), 0, 0, 0, self.head, phase=LeasePhase.LANDED)
+            old = Lease(lease.session, 0, 0, 0, cursor - self.head, (), 0, 0, 0, self.head, cursor, phase=LeasePhase.LANDED)
             self._ahead[self.head] = old
         self._ahead[cursor] = lease
 """,
