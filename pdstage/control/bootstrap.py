@@ -36,6 +36,8 @@ __all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "Director
 
 
 PLAIN = "plain://"
+_POLL_S = 0.1
+"""A server that is closed ends within so long."""
 _MAYBE_KEYS = "; if it has keys, pass keys= (--keys)"
 
 
@@ -81,7 +83,8 @@ class BootstrapServer:
         """Starts to answer in a thread."""
         if self._thread is not None or self._closed:
             raise UsageError("this bootstrap server was started or closed before", remedy="make a new one")
-        thread = threading.Thread(target=self._server.serve_forever, name="pdstage-bootstrap", daemon=True)
+        serve = self._server.serve_forever
+        thread = threading.Thread(target=serve, args=(_POLL_S,), name="pdstage-bootstrap", daemon=True)
         thread.start()
         self._thread = thread
         return self

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
 _PAUSE_S = 0.1
 
 
@@ -36,16 +35,16 @@ class Server:
         self.address = self._socket.endpoint.removeprefix("tcp://")
         self._stopping = False
 
-    def serve_forever(self) -> None:
+    def serve_forever(self, poll_interval: float) -> None:
         while not self._stopping:
             try:
-                self._serve()
+                self._serve(poll_interval)
             except Exception:
                 log.exception("the directory at %s goes on after an error", self.address)
                 time.sleep(_PAUSE_S)  # the error may repeat at once, as a lack of descriptors does
 
-    def _serve(self) -> None:
-        self._socket.wait(_LOOK_S)
+    def _serve(self, wait_s: float) -> None:
+        self._socket.wait(wait_s)
         for route, frames in self._socket.recv():
             status, body = self._answer(frames)
             self._socket.send(route, [b"%d" % status, body])

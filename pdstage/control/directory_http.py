@@ -75,9 +75,5 @@ class Server(ThreadingTCPServer):
             ) from error
         self.address = str(address._replace(port=self.server_address[1]).reachable(advertise))
 
-    def serve_forever(self, poll_interval: float = 0.1) -> None:
-        """As the base class, with a shorter poll interval, so that it ends sooner."""
-        super().serve_forever(poll_interval)
-
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         log.debug("bootstrap: the connection from %s broke", client_address, exc_info=True)

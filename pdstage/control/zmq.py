@@ -25,12 +25,12 @@ import secrets
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import zmq
 
 from pdstage.control.address import Address
-from pdstage.control.counters import ControlCounters
 from pdstage.control.guard import Guard
 from pdstage.control.port import open_port
 from pdstage.errors import TransportError, UsageError
@@ -54,6 +54,22 @@ _DESCRIPTORS = 32
 """As many as a node takes: a context, its threads and a guarded socket, a transport, and a few for connections."""
 _AGAIN = re.compile(rb"#[0-9a-f]{16}$")
 """A random suffix of a node's identity for each renewed connection, so that nobody can guess the name and take it."""
+
+
+@dataclass(slots=True)
+class ControlCounters:
+    """Totals of one socket, in messages; a message is the frames of one turn to one route."""
+
+    sent: int = 0
+    received: int = 0
+    unroutable: int = 0
+    """Not sent: the route has no connection. This is loss, as on any wire."""
+    full: int = 0
+    """Not sent: the peer has stopped reading, and its queue is full."""
+    refused: int = 0
+    """Connections that failed, here or at the peer, because the keys did not match."""
+    malformed: int = 0
+    """Received and dropped: no frames, or more than `MAX_FRAMES`."""
 
 
 class Ready(NamedTuple):

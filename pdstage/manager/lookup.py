@@ -17,7 +17,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pdstage.control.bootstrap import Advert, DirectoryClient, Incomplete, client_of
-from pdstage.control.counters import DirectoryCounters
 from pdstage.control.etcd import EtcdClient
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError
 
@@ -36,6 +35,17 @@ _END_S = 5.0
 """How long `close` waits for a thread that talks to a directory: longer than two steps of a request may take."""
 _MAX_ADDRESSES = 256
 """Addresses asked at a time; each has a thread."""
+
+
+@dataclass(slots=True)
+class DirectoryCounters:
+    """Totals of one node's requests to directories. A look-up is one room's, however often it was asked."""
+
+    lookups_answered: int = 0
+    lookups_failed: int = 0
+    publications: int = 0
+    """Registrations and renewals that the directory took."""
+    publications_failed: int = 0
 
 
 @dataclass(slots=True, eq=False)

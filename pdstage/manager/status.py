@@ -43,7 +43,7 @@ class Status(NamedTuple):
     counters: dict[str, int]
     """By field of `pdstage.metrics.Counters`."""
     control: dict[str, int]
-    """By field of `pdstage.control.counters.ControlCounters`."""
+    """By field of `pdstage.control.zmq.ControlCounters`."""
     sessions_over: dict[str, int]
     """Sessions that began, by transport."""
     rooms: dict[str, int]

@@ -155,7 +155,8 @@ def test_every_counter_is_exported():
 
     for metric in catalogue.METRICS:
         list(metric.read(Asked(), None))
-    from pdstage.control.counters import ControlCounters, DirectoryCounters  # noqa: PLC0415
+    from pdstage.control.zmq import ControlCounters  # noqa: PLC0415
+    from pdstage.manager.lookup import DirectoryCounters  # noqa: PLC0415
     from pdstage.metrics import Counters  # noqa: PLC0415
 
     fields = {name for one in (Counters, ControlCounters, DirectoryCounters) for name in one.__dataclass_fields__}
