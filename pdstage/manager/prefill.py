@@ -347,7 +347,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect]):
                 self.core.chunks.completed(effect.ticket, now, error)
         elif self.transport.traits_of(self.sessions.plan(effect.chunk.destination.session).label).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
-            self.driver._early += self.transport.poll()
+            self.driver.poll()
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Done) and (figures := event.figures):
