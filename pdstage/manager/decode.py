@@ -222,7 +222,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         )  # fmt: skip
         self.stager.scatter(effect.ticket, move, Region(landing.address, landing.nbytes))
 
-    def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
+    def _on_transport(self, event: Done | PostFailed | Inbound, now: float, seen_at: float) -> None:
         if isinstance(event, Inbound):
             self.core.tag(event.tag, now)
 

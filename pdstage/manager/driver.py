@@ -214,7 +214,7 @@ class Driver:
         self._outgoing: dict[bytes, list[bytes]] = {}
         self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
         self._unread: deque[tuple[bytes, bytes]] = deque()  # (route, frame) that no turn has read yet
-        self._early: list[Done | PostFailed | Inbound] = []  # polled outside a turn: the next one begins with them
+        self._early: list[tuple[Done | PostFailed | Inbound, float]] = []  # what was polled for the next turn, and when
         self._until_at = 0.0  # when the sleep ends if nothing is announced; under the lock
 
     @property
@@ -311,9 +311,9 @@ class Driver:
         """
         node = self._node
         asked = ready.messages and not self._unread and self._receive()
-        events, self._early = self._early, []
         if ready.transport:
-            events += node.transport.poll()
+            self.poll()
+        events, self._early = self._early, []
         staged = node.stager.poll()
         refusals = node.socket.take_refusals()
         came = bool(self._unread or events or staged or refusals or asked)
@@ -329,8 +329,8 @@ class Driver:
                 node.core.endpoint.receive(route, frame, now)
                 if time.monotonic() > until:
                     break
-            for event in events:
-                node._on_transport(event, now)
+            for event, seen_at in events:
+                node._on_transport(event, now, seen_at)
             for copied in staged:
                 if node.observed is not None:
                     node.observed.over(copied.ticket, copied.error, copied.began_at, copied.ended_at)
@@ -341,12 +341,9 @@ class Driver:
                 node.core.endpoint.tick(now)
             return came, self._take_effects()
 
-    def poll_early(self) -> None:
-        """The next turn begins with what the transport reports now."""
-        events = self._node.transport.poll()
-        self._early += events
-        if self._node.observed is not None:
-            self._node.observed.polled(events)
+    def poll(self) -> None:
+        """Asks the transport, in a turn or between two: large copies may come before its events are taken up."""
+        self._early += [(event, time.monotonic()) for event in self._node.transport.poll()]
 
     def _receive(self) -> bool:
         """Takes in what peers sent, and answers operators. Whether there was one."""
@@ -472,7 +469,7 @@ class Driver:
                 with self.acting:  # an engine's call in another thread may post, or launch
                     if not fds:
                         began_s = time.thread_time()
-                        self.poll_early()
+                        self.poll()
                         if node.transport.traits.polled and time.thread_time() - began_s > _MOVED_S:
                             self._moved_at = time.monotonic()
                     over = bool(self._early) or node.stager.over

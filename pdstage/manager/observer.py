@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pdstage.protocol.messages import SessionId
     from pdstage.protocol.room import RoomId
     from pdstage.protocol.session import Session
-    from pdstage.transport import Done, Inbound, PostFailed
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +153,6 @@ class Observation:
         self._rooms: dict[Handle, _Seen] = {}
         self._n_rooms = 0
         self._stages: dict[int, StageOver] = {}
-        self._polled: dict[int, float] = {}
 
     # Rooms.
 
@@ -233,15 +231,6 @@ class Observation:
         stage = self._stages.get(ticket)
         if stage is not None:
             self._stages[ticket] = stage._replace(began_at=time.monotonic())
-
-    def polled(self, events: Iterable[Done | PostFailed | Inbound]) -> None:
-        """The transport reported this before its turn: large copies may come first."""
-        now = time.monotonic()
-        self._polled.update((event.ticket, now) for event in events if hasattr(event, "ticket"))
-
-    def post_ended(self, post: int, now: float) -> float:
-        """When the end of the transport's `post`, which the driver takes up now, was seen."""
-        return self._polled.pop(post, now)
 
     def over(self, ticket: int, error: PdstageError | None, began_at: float, ended_at: float) -> None:
         """A copy or a write ended; `began_at` is 0 for a write, and for a copy that never began."""

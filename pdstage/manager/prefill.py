@@ -346,15 +346,15 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
                 self.core.chunks.completed(effect.ticket, now, error)
         elif self.transport.traits_of(self.sessions.plan(effect.chunk.destination.session).label).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
-            self.driver.poll_early()
+            self.driver.poll()
 
-    def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
+    def _on_transport(self, event: Done | PostFailed | Inbound, now: float, seen_at: float) -> None:
         if isinstance(event, Done) and (figures := event.figures):
             self.core.counters.measured(figures.nbytes, figures.post_s, figures.write_s)
         if not isinstance(event, Inbound) and (over := self.data_path.posts.ended(event)) is not None:
             ticket, error, settled = over
             if self.observed is not None:
-                self.observed.over(ticket, error, 0.0, self.observed.post_ended(event.ticket, now))
+                self.observed.over(ticket, error, 0.0, seen_at)
             self.core.chunks.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
