@@ -74,10 +74,10 @@ def test_a_directory_goes_on_after_an_error(tmp_path, monkeypatch, caplog):
     with BootstrapServer(keys=keys) as server:
         plain = server._server._serve
 
-        def serve():
+        def serve(wait_s):
             if (error := next(failures, None)) is not None:
                 raise error
-            plain()
+            plain(wait_s)
 
         monkeypatch.setattr(server._server, "_serve", serve)
         assert BootstrapClient(server.address, keys=keys).instances()

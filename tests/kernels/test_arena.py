@@ -30,6 +30,7 @@ def runtime(gpu):
 @pytest.fixture
 def arena(gpu, runtime):
     made = Arena(runtime, SLAB)
+    gc.collect()  # what another file's tests left
     gpu.forget_calls()
     return made
 
@@ -98,7 +99,6 @@ def test_a_dropped_table_makes_no_call_and_is_not_overwritten_before_its_kernels
     held = arena.put(table(7))
     run(gpu)
     found, at = launch(gpu, held, stream), held.ptr
-    gc.collect()  # what another file's tests left
     gpu.forget_calls()
     del held
     gc.collect()
