@@ -26,7 +26,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import state, wire
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.decode_chunks import Landing, Scatter
+from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import Chunk, GivenRow, PrefillRoom, SubmittedChunk
 from pdstage.protocol.handshake import _GOLDEN
@@ -746,17 +746,17 @@ class World:
     def _scatter(self, node: Decode, effect: Scatter) -> None:
         if not node.alive:
             return
-        checksum = self.copy_in(node, effect.landing)
+        checksum = self.copy_in(node, effect)
         node.core.scattered(effect.ticket, self.now, checksum=checksum)
         self.carry(node)
 
-    def copy_in(self, node: Decode, landing: Landing) -> int:
+    def copy_in(self, node: Decode, chunk: Scatter) -> int:
         """The scatter itself: from staging memory into the room's pages. Returns the checksum of what it found."""
-        writer = landing.writer
+        writer = chunk.writer
         self.must(not writer.room.released, "I2", "a scatter into released pages")
-        src = node.staging.at(landing.address, landing.nbytes)
+        src = node.staging.at(chunk.address, chunk.nbytes)
         layouts, pages = (node.core.layout, writer.session.layout), node.pages[writer.room]
-        for offset, dst in staged(*layouts, node.memory, writer.shares, pages, landing.rects):
+        for offset, dst in staged(*layouts, node.memory, writer.shares, pages, chunk.lease.rects):
             dst[:] = src[offset : offset + WIDTH]
         return _checksum(writer.session, src)
 

@@ -114,14 +114,15 @@ def lend(lane, nbytes):
     if cursor is None:
         return None
     lease = Lease(None, 1, 0, 0, nbytes, (), 0)
-    lane.grant(lease, cursor)
+    lane.grant(lease, cursor, 0.0)
     return lease
 
 
 def end(lane, model, entry, verb):
-    before = model.watermark()
+    before, now = model.watermark(), lane.moved_at + 1.0
     entry[2] = f"{verb}d"
-    assert getattr(lane, verb)(lane.at(entry[0] * B)) == (model.watermark() > before)
+    getattr(lane, verb)(lane.at(entry[0] * B), now)
+    assert (lane.moved_at == now) == (model.watermark() > before)
 
 
 def same_books(lane, model):
@@ -145,7 +146,7 @@ def test_padding_is_not_waited_for_when_idle():
     lane = Lane(4 * B)
     first = lend(lane, 3 * B)
     assert first.cursor == 0
-    lane.release(first)
+    lane.release(first, 0.0)
     second = lend(lane, 4 * B)
     assert second.cursor == lane.watermark == 4 * B, "the padding in front is passed at once"
     assert lane.is_open(second.end)
@@ -156,9 +157,9 @@ def test_a_writer_of_very_many_leases_stops_nothing() -> None:
     lane = Lane(256 * 20_000)
     leases = [lend(lane, 256) for _ in range(20_000)]
     for lease in leases:
-        lane.quarantine(lease)
+        lane.quarantine(lease, 0.0)
     assert lane.largest() == 0
     assert lane.watermark == lane.head
     for lease in leases:
-        lane.release(lease)
+        lane.release(lease, 0.0)
     assert lane.largest() == lane.capacity

@@ -214,13 +214,13 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     # What the core asks for.
 
     def _carry(self, effect: Scatter) -> None:
-        landing, writer = effect.landing, effect.landing.writer
-        pair, session = self.sessions.plan(writer.session).pair, writer.session
+        writer, session, rects = effect.writer, effect.writer.session, effect.lease.rects
+        pair = self.sessions.plan(session).pair
         move = Move(
-            writer.shares, landing.rects, session.common.tokens(landing.rects), pair.order, writer.room.items,
+            writer.shares, rects, session.common.tokens(rects), pair.order, writer.room.items,
             session.checksums, pair.dst, session.staged.taken,
         )  # fmt: skip
-        self.stager.scatter(effect.ticket, move, Region(landing.address, landing.nbytes))
+        self.stager.scatter(effect.ticket, move, Region(effect.address, effect.nbytes))
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float, seen_at: float) -> None:
         if isinstance(event, Inbound):
@@ -291,4 +291,4 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
 
     def _in_flight(self) -> bool:
         traits = self.transport.traits
-        return (traits.notifies or traits.polled) and (bool(self.core.by_epoch) or self.core.leases.lent)
+        return (traits.notifies or traits.polled) and bool(self.core.by_epoch or self.core.leases.live())

@@ -384,7 +384,7 @@ class Driver:
                 continue
             nbytes = effect.chunk.nbytes if isinstance(effect, _OF_A_CHUNK) else 0
             if isinstance(effect, Scatter):
-                nbytes = effect.landing.nbytes
+                nbytes = effect.nbytes
             one_large = nbytes >= _LARGE_NBYTES
             others.append((effect, one_large))
             large = large or one_large

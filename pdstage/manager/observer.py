@@ -213,12 +213,11 @@ class Observation:
                     self._stages[ticket] = _of_chunk("direct", chunk, now)
                 case WriteRow(ticket, chunk):
                     self._stages[ticket] = _of_chunk("aux", chunk, now)
-                case Scatter(ticket, landing):
-                    session, asked, room = landing.writer.session, landing.lease, landing.writer.room.id
-                    session_id, peer, lane = session.id, landing.writer.number, landing.lease.lane
+                case Scatter(ticket, writer, lease):
                     self._stages[ticket] = StageOver(
-                        "scatter", room, session_id, asked.epoch, peer, lane, asked.chunk, now, now, landing.nbytes
-                    )
+                        "scatter", writer.room.id, writer.session.id, lease.epoch, writer.number, lease.lane,
+                        lease.chunk, now, now, effect.nbytes,
+                    )  # fmt: skip
                 case _:
                     pass
 

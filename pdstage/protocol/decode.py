@@ -10,6 +10,7 @@ room `released`.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
@@ -84,7 +85,7 @@ class DecodeCore:
         self.by_epoch: dict[int, DecodeRoom] = {}
         """Rooms until they are released."""
         self.slots = Slots(layout)
-        self.dealt: dict[tuple[tuple[int, m.SessionId], ...], dict[int, tuple[Share, ...]]] = {}
+        self._deal = lru_cache(_MAX_DEALT)(self._dealt)
         """Who sends what, by a room's writers; a session that ends empties it."""
         self._given_up: dict[bytes, None] = {}
         """Of the last rooms that no writer was to wait for: announced again, it must hear that at once."""
@@ -128,9 +129,7 @@ class DecodeCore:
         if writers is not None:
             self._admit(key, writers)
         self._last_epoch += 1
-        room = DecodeRoom(key, self._last_epoch)
-        room.deadline_s = deadline_s
-        room.wait_s = self.endpoint.config.wait_s if wait_s is None else wait_s
+        room = DecodeRoom(key, self._last_epoch, deadline_s, self.endpoint.config.wait_s if wait_s is None else wait_s)
         self.by_key[key] = self.by_epoch[room.epoch] = room
         self.endpoint.counters.rooms_opened += 1
         self.endpoint.after(deadline_s, self.late, room, "room")
@@ -155,21 +154,21 @@ class DecodeCore:
         if room.ended:
             for route in writers.values():
                 self.handshake.peer(route)
-            self.give_up(m.Abort(room.epoch, m.brief(str(room.error)), False, room.key), writers.values())
+            self._give_up(room, writers.values())
         else:
             self._greet(room, writers)
 
     def _admit(self, key: bytes, writers: Mapping[int, bytes]) -> None:
         """Raises `UsageError` for a room's writers as `announce` says."""
-        if not writers or len(set(writers.values())) != len(writers):
+        routes = set(writers.values())
+        if not writers or len(routes) != len(writers):
             named = room_id(key)
             raise UsageError(
-                f"room {named!r} has {len(writers)} writers at {len(set(writers.values()))} routes",
+                f"room {named!r} has {len(writers)} writers at {len(routes)} routes",
                 remedy="name each prefill rank once, at least one",
                 room=named,
             )
-        peers, most = self.handshake.peers, self.endpoint.config.max_peers
-        n_peers = len(peers) + sum(route not in peers for route in writers.values())
+        most, n_peers = self.endpoint.config.max_peers, len(routes | self.handshake.peers.keys())
         if n_peers > most:
             self.endpoint.counters.peers_crowded += 1
             raise UsageError(
@@ -234,13 +233,12 @@ class DecodeCore:
             self.ask(room)
 
     def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
-        self.endpoint.now = now
-        self.fail_room(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"))
-        self.endpoint.settle()
+        self.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
 
     def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
         self.endpoint.now = now
         self.fail_room(room, error)
+        self.endpoint.settle()
 
     def close(self, now: float) -> None:
         """Ends every room; `idle` tells when every writer is quiet."""
@@ -254,11 +252,9 @@ class DecodeCore:
 
     @property
     def idle(self) -> bool:
-        return not self.by_epoch and not self.chunks.flights and not self.leases.lent
+        return not self.by_epoch and not self.chunks.flights and not self.leases.live()
 
-    @property
-    def memory_is_free(self) -> bool:
-        return self.idle
+    memory_is_free = idle
 
     # What peers say.
 
@@ -324,7 +320,8 @@ class DecodeCore:
         elif writer.phase is WriterPhase.ABORTING:
             self.send_abort(writer)
         else:
-            self.abort_writer(writer, "the room is over")
+            writer.reason = "the room is over"
+            self.abort_writer(writer)
 
     def _on_drained(self, session: Session, drained: m.Drained) -> None:
         writer: Writer | None = session.claims.get(drained.epoch)
@@ -343,16 +340,15 @@ class DecodeCore:
         """
         if not self.endpoint.end(session):
             return
-        self.dealt.clear()
-        peer = self.handshake.peers.pop(session.route, None)
+        self._deal.cache_clear()
+        peer = self.handshake.peers.pop(session.route)
         for writer in list(session.claims.values()):
             self.fail_room(writer.room, error)
             self.cancel_timers(writer)
             if not writer.writes_in_place:  # it can write staging memory alone, which its leases account for
                 self.mark_quiet(writer)
-        if peer is not None:
-            for room in list(peer.rooms):
-                self.fail_room(room, error)
+        for room in list(peer.rooms):
+            self.fail_room(room, error)
         self.leases.session_lost(session)
         if not session.said_bye:
             self.endpoint.effects.append(PeerWarning(session.route, error))
@@ -366,12 +362,15 @@ class DecodeCore:
         """The process at the session's address does not know the session: it is another one, or lost it. It may hold a
         room that it never answered under this session and would wait for its Open, so it is sent Abort for that room.
         """
-        unheard = [room for room in self.handshake.peers[session.route].rooms if _is_unheard(room, session)]
+        unheard = []
+        for room in self.handshake.peers[session.route].rooms:
+            writer = room.writers.get(session.id)
+            if writer is None or writer.phase in (WriterPhase.UNOPENED, WriterPhase.OPENING):
+                unheard.append(room)
         self.lose(session, error)
-        if unheard:
-            self.handshake.peer(session.route)
         for room in unheard:
-            self.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), (session.route,))
+            self.handshake.peer(session.route)
+            self._give_up(room, (session.route,))
 
     def needs(self, route: bytes) -> bool:
         """Whether a handshake, a session, a Bye or a lost session still needs the connection of `route`."""
@@ -420,10 +419,7 @@ class DecodeCore:
         """The warning is enough: nobody greets a decode node."""
 
     def in_use(self, session: Session) -> bool:
-        peer = self.handshake.peers.get(session.route)
-        return bool(session.claims) or (peer is not None and bool(peer.rooms))
-
-    # Rooms and their writers.
+        return bool(session.claims or self.handshake.peers[session.route].rooms)
 
     # Before the data.
 
@@ -433,16 +429,16 @@ class DecodeCore:
 
     def connect(self, room: DecodeRoom) -> None:
         """Once every writer is greeted: deals the shares and opens."""
-        sessions = {}
-        for number, route in room.routes.items():
-            peer = self.handshake.peers.get(route)
-            if peer is None or peer.session is None:
-                return
-            sessions[number] = peer.session
         if room.state is not State.BOOTSTRAPPING:
             return
+        sessions = {}
+        for number, route in room.routes.items():
+            session = self.handshake.peers[route].session
+            if session is None:
+                return
+            sessions[number] = session
         try:
-            dealt = self._deal(sessions)
+            dealt = self._deal(tuple(sorted(sessions.items())))
         except UsageError as error:
             self.fail_room(room, PeerError(f"prefill cannot serve this layout: {error}", remedy="match both sides"))
             return
@@ -460,20 +456,13 @@ class DecodeCore:
         else:  # most engines bind at once, and then there is nothing to ask
             self.endpoint.repeat(self.ask, room)
 
-    def _deal(self, sessions: dict[int, Session]) -> dict[int, tuple[Share, ...]]:
-        key = tuple((number, session.id) for number, session in sorted(sessions.items()))
-        dealt = self.dealt.get(key)
-        if dealt is None:
-            layouts = {number: session.staged.offered for number, session in sessions.items()}
-            wanted = merged(self.layout, (session.staged.taken for session in sessions.values()))
-            problem = lacking("prefill", layouts.values(), (wanted,))
-            if problem:
-                raise UsageError(problem, remedy="serve the same model with the same caches")
-            dealt = shares(layouts, wanted, (self.topology.tp_size, self.topology.tp_rank))
-            if len(self.dealt) >= _MAX_DEALT:
-                self.dealt.clear()
-            self.dealt[key] = dealt
-        return dealt
+    def _dealt(self, sessions: tuple[tuple[int, Session], ...]) -> dict[int, tuple[Share, ...]]:
+        layouts = {number: session.staged.offered for number, session in sessions}
+        wanted = merged(self.layout, (session.staged.taken for _, session in sessions))
+        problem = lacking("prefill", layouts.values(), (wanted,))
+        if problem:
+            raise UsageError(problem, remedy="serve the same model with the same caches")
+        return shares(layouts, wanted, (self.topology.tp_size, self.topology.tp_rank))
 
     def ask(self, room: DecodeRoom) -> None:
         writer = next(writer for writer in room.writers.values() if writer.has_aux)
@@ -494,7 +483,6 @@ class DecodeCore:
         for writer in room.writers.values():
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
-            writer.direct = bool(room.wire_items) and bool(writer.shares)
             writer.owed_nbytes = writer.staged_nbytes(writer.coverage.whole())
             self.leases.lend_in_advance(writer)  # so that a writer of little need not ask for staging memory
             self.send_open(writer)
@@ -503,19 +491,10 @@ class DecodeCore:
     def send_open(self, writer: Writer) -> None:
         room, topology = writer.room, self.topology
         opening = m.Open(
-            room.epoch,
-            room.key,
-            writer.shares,
-            room.asked,
-            room.wire_items if writer.direct else (),
-            topology.group_rank,
-            topology.group_size,
-            writer.has_aux,
-            room.priority,
-            room.deadline_s,
-            room.row if writer.has_aux else None,
-            self.leases.advances_of(writer.session, room.epoch),
-        )
+            room.epoch, room.key, writer.shares, room.asked, room.wire_items if writer.direct else (),
+            topology.group_rank, topology.group_size, writer.has_aux, room.priority, room.deadline_s,
+            room.row if writer.has_aux else None, self.leases.advances_of(writer.session, room.epoch),
+        )  # fmt: skip
         self.endpoint.send(writer.session, opening)
         self.endpoint.repeat(self.send_open, writer)
 
@@ -524,16 +503,17 @@ class DecodeCore:
             return
         self.endpoint.counters.rooms_failed += 1
         if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
-            self.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.routes.values())
+            self._give_up(room, room.routes.values())
         self._end(room)
         for writer in room.writers.values():
             self.leases.quarantine_of(writer.session, room.epoch)
-            self.abort_writer(writer, str(error))
+            self.abort_writer(writer)
         self.maybe_release(room)
 
-    def give_up(self, abort: m.Abort, routes: Iterable[bytes]) -> None:
-        """Tells the writers at `routes` not to wait for this room's Open; those without a session as they get one."""
-        self._given_up[abort.room] = None
+    def _give_up(self, room: DecodeRoom, routes: Iterable[bytes]) -> None:
+        """Tells the writers at `routes` that no Open of this room follows; those without a session as they get one."""
+        abort = m.Abort(room.epoch, m.brief(str(room.error)), False, room.key)
+        self._given_up[room.key] = None
         if len(self._given_up) > _MAX_GIVEN_UP:
             del self._given_up[next(iter(self._given_up))]
         for route in routes:
@@ -541,7 +521,7 @@ class DecodeCore:
             if peer is not None and peer.session is not None:
                 self.endpoint.send(peer.session, abort)
             elif peer is not None and len(peer.given_up) < _MAX_GIVEN_UP:
-                peer.given_up[abort.room] = abort
+                peer.given_up[room.key] = abort
 
     def _end(self, room: DecodeRoom) -> None:
         self.endpoint.cancel(self.ask, room)
@@ -557,32 +537,29 @@ class DecodeCore:
             self.leases.forget_requests(writer.session, room.epoch)
         self.endpoint.changed(room)
 
-    def abort_writer(self, writer: Writer, reason: str) -> None:
+    def abort_writer(self, writer: Writer) -> None:
+        lives = writer.session.id in self.endpoint.sessions
         if WRITER.move(writer, WriterEvent.ABORT):
-            if writer.phase is WriterPhase.QUIET:
-                return
-            writer.reason = reason
             self.cancel_timers(writer)
-            if writer.session.id in self.endpoint.sessions:
+            if lives and writer.phase is WriterPhase.ABORTING:
                 self.endpoint.after(self.endpoint.config.drain_s, self._not_drained, writer)
                 self.send_abort(writer)
-        elif (
-            writer.phase is WriterPhase.QUIET
-            and not (writer.shares or writer.has_aux)
-            and writer.session.id in self.endpoint.sessions
-        ):
+        elif lives and writer.phase is WriterPhase.QUIET and not (writer.shares or writer.has_aux):
             # This writer owes nothing, so one Abort, not repeated, is enough: it lets prefill forget its Destination.
-            self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(reason), False))
+            self._say_abort(writer)
+
+    def _say_abort(self, writer: Writer) -> None:
+        room = writer.room
+        reason = m.brief(str(room.error or writer.reason))
+        self.endpoint.send(writer.session, m.Abort(room.epoch, reason, room.state is State.SUCCESS))
 
     def send_abort(self, writer: Writer) -> None:
-        finished = writer.room.state is State.SUCCESS
-        self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(writer.reason), finished))
+        self._say_abort(writer)
         self.endpoint.repeat(self.send_abort, writer)
 
     def cancel_timers(self, writer: Writer) -> None:
-        for call in (self.send_open, self.send_abort, self._not_drained):
+        for call in (self.send_open, self.send_abort, self._not_drained, self.abort_writer):
             self.endpoint.cancel(call, writer)
-        self.endpoint.cancel(self.abort_writer, writer, "finished")
 
     def mark_quiet(self, writer: Writer) -> None:
         WRITER.move(writer, WriterEvent.QUIET)
@@ -594,9 +571,7 @@ class DecodeCore:
         if room.ended or not room.bound or room.pending:
             return
         for writer in room.writers.values():
-            if writer.coverage is None or not writer.coverage.complete:
-                return
-            if writer.has_aux and writer.phase is not WriterPhase.QUIET:
+            if writer.coverage.missing() or (writer.has_aux and writer.phase is not WriterPhase.QUIET):
                 return
         problem = self._unlike(room)
         if problem:
@@ -607,14 +582,13 @@ class DecodeCore:
             # A writer that owes nothing may not have heard its Open yet: that is still repeated.
             for writer in room.writers.values():
                 if writer.phase is not WriterPhase.QUIET:
-                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer, "finished")
+                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer)
             self.maybe_release(room)
 
     def _unlike(self, room: DecodeRoom) -> str:
         """Where the writers' numbers of slots disagree, in words; empty where they do not (I5)."""
         ends: dict[str, tuple[int, int]] = {}
-        for writer in room.writers.values() if self.slots.names else ():
-            assert writer.coverage is not None
+        for writer in room.writers.values():
             for name, stop in writer.coverage.stops():
                 number, other = ends.setdefault(name, (writer.number, stop))
                 if name in self.slots.names and stop != other:
@@ -623,7 +597,7 @@ class DecodeCore:
         return ""
 
     def maybe_release(self, room: DecodeRoom) -> None:
-        if not room.ended or room.pending or room.status >= 0x80:
+        if not room.ended or room.pending or room.released:
             return
         if all(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):
             self.by_epoch.pop(room.epoch, None)
@@ -655,10 +629,4 @@ class DecodeCore:
 
     def _not_drained(self, writer: Writer) -> None:
         late = DeadlineExceeded(f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s")
-        self.endpoint.owner.lose(writer.session, late)
-
-
-def _is_unheard(room: DecodeRoom, session: Session) -> bool:
-    """Whether the session's writer never answered the room's Open, if it was said."""
-    writer = room.writers.get(session.id)
-    return writer is None or writer.phase in (WriterPhase.UNOPENED, WriterPhase.OPENING)
+        self.lose(writer.session, late)

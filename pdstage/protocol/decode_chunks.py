@@ -6,7 +6,6 @@ chunk whose tag has not come yet waits for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import PdstageError, PeerError, TransportError
@@ -14,12 +13,11 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.lane import Lease
 from pdstage.protocol.session import PeerWarning
-from pdstage.protocol.state import LeasePhase, RoomEvent, WriterPhase
+from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase, RoomEvent, WriterPhase
 
 if TYPE_CHECKING:
-    from pdstage.plan import Rect
     from pdstage.protocol.decode import DecodeCore
-    from pdstage.protocol.decode_rooms import Coverage, DecodeRoom, Writer
+    from pdstage.protocol.decode_rooms import DecodeRoom, Writer
     from pdstage.protocol.room import OwnRows
     from pdstage.protocol.session import Session
 
@@ -29,23 +27,15 @@ _MAX_REPEATS = 65_536
 """Chunks noted of one writer of a room. Beyond it, a direct chunk that adds no coverage is ignored."""
 
 
-@dataclass(slots=True, eq=False)
-class Landing:
-    """A chunk that lies in staging memory and must be scattered into its room's items."""
+class Scatter(NamedTuple):
+    """Scatter a chunk, which lies in staging memory, into its room's items; answer `scattered(ticket)`."""
 
+    ticket: int
     writer: Writer
     lease: Lease
     address: int
     nbytes: int
-    rects: tuple[Rect, ...]
     checksum: int
-
-
-class Scatter(NamedTuple):
-    """Scatter a landed chunk into the room's items; answer `scattered(ticket)`."""
-
-    ticket: int
-    landing: Landing
 
 
 class ChunkReceiver:
@@ -53,7 +43,7 @@ class ChunkReceiver:
 
     def __init__(self, core: DecodeCore, rows: OwnRows) -> None:
         self.endpoint = core.endpoint
-        self.flights: dict[int, Landing] = {}
+        self.flights: dict[int, Scatter] = {}
         """Scatters under way, by ticket."""
         self._leases = core.leases
         self._core = core
@@ -63,7 +53,7 @@ class ChunkReceiver:
 
     def on_reserve(self, session: Session, reserve: m.Reserve) -> None:
         writer: Writer | None = session.claims.get(reserve.epoch)
-        if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:
+        if writer is None or writer.room.ended or not writer.room.bound or writer.phase is WriterPhase.QUIET:
             self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "gone", 0))
             return
         self._core.open_answered(writer)
@@ -84,7 +74,6 @@ class ChunkReceiver:
         elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
             return  # it asks again
         elif held is None or not waits or held.attempt <= reserve.attempt:
-            writer.most_nbytes = max(writer.most_nbytes, reserve.nbytes)
             asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
             self._leases.enqueue(Lease(session, *asked, writer.room.priority))
 
@@ -102,13 +91,11 @@ class ChunkReceiver:
         self.endpoint.counters.tags_received += 1
         try:
             session = self.endpoint.sessions.get(wire.tag_session(data))
-            tag = wire.decode_tag(data, self._core.layout.names) if session is not None else None
+            known = session is not None and self._on_tag(session, wire.decode_tag(data, self._core.layout.names))
+            self.endpoint.counters.tags_stale += not known
         except PeerError as error:
             self.endpoint.counters.tags_malformed += 1
             self.endpoint.effects.append(PeerWarning(b"", error))
-            return
-        if session is None or tag is None or not self._on_tag(session, tag):
-            self.endpoint.counters.tags_stale += 1
         self.endpoint.settle()
 
     def on_tagged(self, session: Session, tagged: m.Tagged) -> None:
@@ -117,17 +104,16 @@ class ChunkReceiver:
         if not session.tags_as_messages or tag.session != session.id:
             raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
         self.endpoint.counters.tags_received += 1
-        if not self._on_tag(session, tag):
-            self.endpoint.counters.tags_stale += 1
+        self.endpoint.counters.tags_stale += not self._on_tag(session, tag)
 
     def _on_tag(self, session: Session, tag: wire.Tag) -> bool:
+        """False if it changes nothing."""
         writer: Writer | None = session.claims.get(tag.epoch)
-        if writer is None or writer.room.ended or writer.coverage is None:
+        if writer is None or writer.room.ended or not writer.room.bound:
             return False
         if tag.lane in (m.DIRECT, m.AUX):
-            if not self._is_news(writer, writer.coverage, tag):
+            if not self._is_news(writer, tag):
                 return False
-            self._arrived(writer, tag)
         else:
             lease = self._leases.at(tag.lane, tag.cursor)
             if lease is None or lease.phase is not LeasePhase.GRANTED or lease.session is not session:
@@ -135,31 +121,29 @@ class ChunkReceiver:
             nbytes = _nbytes_in(lease, writer, tag)
             if not nbytes:
                 return False
-            if lease in self._leases.advances:
-                self._leases.know(lease, tag.rects)
-                writer.most_nbytes = max(writer.most_nbytes, nbytes)
-            self._leases.land(lease)
+            self._leases.advances.discard(lease)
+            lease.rects = tag.rects
+            writer.most_nbytes = max(writer.most_nbytes, nbytes)
+            LEASE.move(lease, LeaseEvent.LAND)
             span = self._leases.spans[lease.lane]
-            ticket = self.endpoint.ticket()
             address = span.base + lease.cursor % span.nbytes
-            landing = Landing(writer, lease, address, nbytes, tag.rects, tag.checksum)
-            self.flights[ticket] = landing
+            scatter = Scatter(self.endpoint.ticket(), writer, lease, address, nbytes, tag.checksum)
+            self.flights[scatter.ticket] = scatter
             writer.room.pending += 1
-            self.endpoint.effects.append(Scatter(ticket, landing))
-            self._arrived(writer, tag)
+            self.endpoint.effects.append(scatter)
+        self._arrived(writer, tag)
         return True
 
-    def _is_news(self, writer: Writer, coverage: Coverage, tag: wire.Tag) -> bool:
+    def _is_news(self, writer: Writer, tag: wire.Tag) -> bool:
         """Whether the tag of a direct write is allowed and new (I6, I7)."""
         if tag.lane == m.AUX:
             return writer.has_aux and writer.room.row is not None and not writer.row_arrived and not tag.rects
-        if not writer.direct or not tag.rects or coverage.problem(tag.rects) or tag.chunk in writer.arrived:
+        if not writer.direct or not tag.rects or writer.coverage.problem(tag.rects) or tag.chunk in writer.arrived:
             return False
-        return not (coverage.covers(tag.rects) and len(writer.arrived) >= _MAX_REPEATS)
+        return len(writer.arrived) < _MAX_REPEATS or not writer.coverage.covers(tag.rects)
 
     def _arrived(self, writer: Writer, tag: wire.Tag) -> None:
         room = writer.room
-        assert writer.coverage is not None
         fresh = tag.lane == m.AUX or not writer.coverage.covers(tag.rects)
         writer.coverage.add(tag.rects)
         writer.arrived.add(tag.chunk)
@@ -167,33 +151,31 @@ class ChunkReceiver:
         self._core.open_answered(writer)
         if room.on(RoomEvent.MOVED):
             self.endpoint.changed(room)
-        if fresh:
-            self.endpoint.cancel(self._core.late, room, "transfer")
-        self._begun(room)
+        self._begun(room, anew=fresh)
         if writer.closing is not None:
             self.on_close_ok(writer.session, writer.closing)
         self._core.maybe_complete(room)
 
-    def _begun(self, room: DecodeRoom) -> None:
+    def _begun(self, room: DecodeRoom, *, anew: bool = False) -> None:
         """Its first chunk has come, or was written and its tag may be lost."""
         self.endpoint.cancel(self._core.late, room, "wait")
-        self.endpoint.after(self.endpoint.config.transfer_s, self._core.late, room, "transfer", anew=False)
+        self.endpoint.after(self.endpoint.config.transfer_s, self._core.late, room, "transfer", anew=anew)
 
     # Copied out.
 
     def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
         self.endpoint.now = now
-        landing = self.flights.pop(ticket)
-        if error is None and landing.writer.session.checksums and checksum != landing.checksum:
+        chunk = self.flights.pop(ticket)
+        if error is None and chunk.writer.session.checksums and checksum != chunk.checksum:
             self.endpoint.counters.chunks_altered += 1
             error = TransportError(
-                f"a chunk of {landing.nbytes} bytes from prefill rank {landing.writer.number} was altered on its way",
+                f"a chunk of {chunk.nbytes} bytes from prefill rank {chunk.writer.number} was altered on its way",
                 remedy="send the room again; if it recurs, suspect the fabric or memory",
             )
-        room = landing.writer.room
+        room = chunk.writer.room
         room.pending -= 1
-        self._leases.release(landing.lease)
+        self._leases.release(chunk.lease)
         if error is not None:
             self._core.fail_room(room, error)
         self._core.maybe_complete(room)
@@ -209,7 +191,7 @@ class ChunkReceiver:
             return
         room = writer.room
         if not room.ended and writer.phase is not WriterPhase.QUIET:
-            if writer.coverage is None:
+            if not room.bound:
                 raise PeerError("CloseOk for a room that was never opened", remedy="check the peer")
             if close.aux is not None and len(close.aux) > self.endpoint.config.max_aux_nbytes:
                 raise PeerError(
@@ -243,7 +225,6 @@ class ChunkReceiver:
         Of components without positions it may have fewer slots than were asked for: then no more are needed (I9). What
         it says changes nothing else, so a writer that lies cannot leave a hole (I5).
         """
-        assert writer.coverage is not None
         given = dict(close.slots)
         for name, stop in writer.coverage.stops():
             if name in self._core.slots.names and name in given:
@@ -251,7 +232,8 @@ class ChunkReceiver:
                 if problem:
                     return f"does not fit: {problem}"
                 writer.coverage.count(name, given[name])
-        return f"finished without {writer.coverage.missing()}" if not writer.coverage.complete else ""
+        missing = writer.coverage.missing()
+        return missing and f"finished without {missing}"
 
     def _take_aux(self, room: DecodeRoom, session: Session, close: m.CloseOk) -> None:
         """If the row came both by a write, which prefill took for failed, and in CloseOk, the bytes in CloseOk win."""
@@ -270,6 +252,5 @@ def _nbytes_in(lease: Lease, writer: Writer, tag: wire.Tag) -> int:
         return 0
     if lease.rects:
         return lease.nbytes if lease.rects == tag.rects else 0
-    assert writer.coverage is not None
     nbytes = 0 if writer.coverage.problem(tag.rects) else writer.staged_nbytes(tag.rects)
     return nbytes if nbytes <= lease.nbytes else 0

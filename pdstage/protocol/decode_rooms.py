@@ -29,93 +29,72 @@ if TYPE_CHECKING:
 class Intervals:
     """A set of integers as disjoint, ascending half-open intervals."""
 
-    __slots__ = ("_bounds",)
+    __slots__ = ("bounds",)
 
-    def __init__(self, bounds: tuple[int, ...] = ()) -> None:
-        self._bounds: list[int] = list(bounds)
-
-    def copy(self) -> Intervals:
-        return Intervals(tuple(self._bounds))
+    def __init__(self, bounds: Iterable[int] = ()) -> None:
+        self.bounds = list(bounds)
 
     def add(self, start: int, stop: int) -> None:
-        bounds = self._bounds
+        bounds = self.bounds
         low, high = bisect_left(bounds, start), bisect_left(bounds, stop + 1)
         bounds[low:high] = ([start] if low % 2 == 0 else []) + ([stop] if high % 2 == 0 else [])
 
-    def covers(self, start: int, stop: int) -> bool:
-        at = bisect_left(self._bounds, start + 1)
-        return start >= stop or (at % 2 == 1 and stop <= self._bounds[at])
-
     def first_gap(self, start: int, stop: int) -> int | None:
         """The first number of `[start, stop)` that is missing."""
-        at = bisect_left(self._bounds, start + 1)
-        reached = self._bounds[at] if at % 2 == 1 else start
+        at = bisect_left(self.bounds, start + 1)
+        reached = self.bounds[at] if at % 2 == 1 else start
         return reached if reached < stop else None
 
 
 class _Need:
     """One component's tokens `[start, stop)` over a writer's layers, in bands of layers that arrived alike."""
 
-    __slots__ = ("bands", "layers", "numbers", "start", "stop")
+    __slots__ = ("bands", "begins", "layers", "numbers", "start", "stop")
 
     def __init__(self, layers: list[int], start: int, stop: int, numbers: CommonTokens) -> None:
         self.layers = layers
         self.start = start
         self.stop = stop
         self.numbers = numbers
-        self.bands: list[tuple[int, Intervals]] = [(len(layers), Intervals())]
+        self.begins = [0, len(layers)]
+        """Where each band begins, as a place in `layers`, and where the last ends."""
+        self.bands = [Intervals()]
 
     def numbered(self, start: int, stop: int) -> tuple[int, int]:
-        numbers = self.numbers
-        return (start, stop) if numbers.whole else (numbers.count(start), numbers.count(stop))
+        return self.numbers.count(start), self.numbers.count(stop)
 
     def span(self, rect: Rect) -> tuple[int, int]:
         """The owned layers of `rect`, as places in `layers`."""
         return bisect_left(self.layers, rect.layer_start), bisect_left(self.layers, rect.layer_stop)
 
     def add(self, rect: Rect) -> None:
+        low, high = map(self._cut, self.span(rect))
+        for tokens in self.bands[low:high]:
+            tokens.add(*self.numbered(rect.start, rect.stop))
+
+    def gap(self, rect: Rect) -> tuple[int, int] | None:
+        """(layer, token) of the first thing of `rect` that is missing."""
         low, high = self.span(rect)
         start, stop = self.numbered(rect.start, rect.stop)
-        for place in (low, high):
-            self._cut(place)
-        for end, tokens in self.bands:
-            if low < end <= high:
-                tokens.add(start, stop)
-
-    def covers(self, rect: Rect) -> bool:
-        low, high = self.span(rect)
-        start, stop = self.numbered(rect.start, rect.stop)
-        begin = 0
-        for end, tokens in self.bands:
-            if begin < high and end > low and not tokens.covers(start, stop):
-                return False
-            begin = end
-        return True
-
-    def gap(self) -> tuple[int, int] | None:
-        """(layer, token) of the first thing missing."""
-        begin = 0
-        start, stop = self.numbered(self.start, self.stop)
-        for end, tokens in self.bands:
-            token = tokens.first_gap(start, stop)
-            if token is not None and begin < end:
-                return self.layers[begin], self.numbers.token(token)
-            begin = end
+        for begin, end, tokens in zip(self.begins, self.begins[1:], self.bands, strict=False):
+            token = tokens.first_gap(start, stop) if begin < high and low < end else None
+            if token is not None:
+                return self.layers[max(begin, low)], self.numbers.token(token)
         return None
 
-    def _cut(self, place: int) -> None:
-        begin = 0
-        for at, (end, tokens) in enumerate(self.bands):
-            if begin < place < end:
-                self.bands[at : at + 1] = [(place, tokens), (end, tokens.copy())]
-                return
-            begin = end
+    def _cut(self, place: int) -> int:
+        """The number of the band that begins at `place`, from now on."""
+        at = bisect_left(self.begins, place)
+        if self.begins[at] != place:
+            self.begins.insert(at, place)
+            self.bands.insert(at, Intervals(self.bands[at - 1].bounds))
+        return at
 
 
 class Coverage:
     """What one writer owes one room, and what of it has arrived: of the tokens in `common` with it."""
 
-    __slots__ = ("_complete", "_needs", "_uncounted")
+    __slots__ = ("_needs", "_uncounted")
 
     def __init__(
         self,
@@ -134,7 +113,6 @@ class Coverage:
             if ask.component in layers
         }
         self._uncounted = {component for component in self._needs if component in exact}
-        self._complete = False
 
     def whole(self) -> tuple[Rect, ...]:
         """All that is owed, as one chunk."""
@@ -165,14 +143,7 @@ class Coverage:
             self._needs[rect.component].add(rect)
 
     def covers(self, rects: Iterable[Rect]) -> bool:
-        return all(self._needs[rect.component].covers(rect) for rect in rects)
-
-    @property
-    def complete(self) -> bool:
-        """Once true, always: no more is needed later, and nothing is missing again."""
-        if not self._complete:
-            self._complete = not self._uncounted and all(need.gap() is None for need in self._needs.values())
-        return self._complete
+        return all(self._needs[rect.component].gap(rect) is None for rect in rects)
 
     def stops(self) -> Iterator[tuple[str, int]]:
         """Where what is needed of each component ends."""
@@ -186,11 +157,11 @@ class Coverage:
         self._uncounted.discard(component)
 
     def missing(self) -> str:
-        """The first thing missing, in words; empty when complete."""
-        for component, need in self._needs.items():
-            gap = need.gap()
+        """The first thing missing, in words. Once empty, always: no more is needed later."""
+        for rect in self.whole():
+            gap = self._needs[rect.component].gap(rect)
             if gap is not None:
-                return f"{component!r} layer {gap[0]} from token {gap[1]}"
+                return f"{rect.component!r} layer {gap[0]} from token {gap[1]}"
         return f"the number of slots of {min(self._uncounted)!r}" if self._uncounted else ""
 
 
@@ -203,7 +174,8 @@ class Writer:
     session: Session
     shares: tuple[Share, ...]
     phase: WriterPhase = WriterPhase.UNOPENED
-    coverage: Coverage | None = None
+    coverage: Coverage = field(init=False)
+    """Once its room is bound."""
     owed_nbytes: int = 0
     """All that it owes, staged as one chunk."""
     most_nbytes: int = 0
@@ -211,13 +183,18 @@ class Writer:
     arrived: set[int] = field(default_factory=set)
     closing: m.CloseOk | None = None
     has_aux: bool = False
-    direct: bool = False
     row_arrived: bool = False
-    reason: str = ""
+    reason: str = "finished"
+    """Of its Abort after a success."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether it may write the room's pages."""
+        return bool(self.room.wire_items and self.shares)
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether this writer was given addresses in the room's pages or aux row, which it writes without a lease."""
+        """Whether it may write the room's pages or aux row, without a lease."""
         return self.direct or (self.has_aux and self.room.row is not None)
 
     @property
@@ -238,6 +215,8 @@ class DecodeRoom(Room):
     """One room as its decode rank sees it. `items` are the engine's, opaque here."""
 
     epoch: int
+    deadline_s: float
+    wait_s: float
     routes: dict[int, bytes] = field(default_factory=dict)
     """Of each writer, by its number; none while they are looked up."""
     writers: dict[m.SessionId, Writer] = field(default_factory=dict)
@@ -256,5 +235,3 @@ class DecodeRoom(Room):
     """Once the aux is here, if it is a row: of which columns. Its bytes are in the row itself if `aux` is None."""
     pending: int = 0
     priority: int = 0
-    deadline_s: float = 0.0
-    wait_s: float = 0.0

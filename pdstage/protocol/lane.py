@@ -84,11 +84,10 @@ class Lane:
         """The cursor below which everything is released or carved out. Never falls (I4); equals `head` in an idle lane.
         """
         self.moved_at = 0.0
-        """When the watermark last rose, or the lane was idle. Set by `leases`."""
+        """When the watermark last rose, or the lane was idle."""
         self._ahead: OrderedDict[int, Lease] = OrderedDict()  # unreleased, from the watermark on; cursors rise
         self._passed: dict[int, Lease] = {}  # quarantined and passed by the watermark
         self._gaps: list[tuple[int, int]] | None = [(0, capacity)]  # of `_find_gaps`; None once outdated
-        self._largest = capacity  # of the gaps
 
     @property
     def idle(self) -> bool:
@@ -102,9 +101,7 @@ class Lane:
 
     def largest(self) -> int:
         """The largest lease that the lane can grant now: its largest span that is not carved out."""
-        if self._gaps is None:
-            self._find_gaps()
-        return self._largest
+        return max((stop - start for start, stop in self._find_gaps()), default=0)
 
     def place(self, nbytes: int) -> int | None:
         """The cursor that a lease of `nbytes` would have now; None if it must wait, or is larger than `largest()`."""
@@ -112,41 +109,41 @@ class Lane:
         lap = self.head // self.capacity * self.capacity
         # The second lap has every gap whole, so the largest is found there.
         for base in (lap, lap + self.capacity):
-            for start, stop in self._gaps or self._find_gaps():
+            for start, stop in self._find_gaps():
                 cursor = max(self.head, base + start)
                 if cursor + size <= base + stop:
                     return cursor if cursor + size <= self.watermark + 2 * self.capacity else None
         return None
 
-    def grant(self, lease: Lease, cursor: int) -> None:
+    def grant(self, lease: Lease, cursor: int, now: float) -> None:
         """Lends a lease that waits the bytes from `cursor` on, which `place` has said."""
         LEASE.move(lease, LeaseEvent.GRANT)
-        lease.cursor = cursor
+        if self.idle:
+            self.moved_at = now
+        lease.cursor, lease.granted_at = cursor, now
         self._ahead[cursor] = lease
         self.head = lease.end = cursor + rounded(lease.nbytes)
-        self._advance()  # past the padding in front, if the lane was idle
+        self._advance(now)  # past the padding in front, if the lane was idle
 
     def is_open(self, end: int) -> bool:
         """Whether a writer may start to write a lease up to `end`: the bytes one lap before it are all free."""
         return end <= self.watermark + self.capacity
 
-    def release(self, lease: Lease) -> bool:
-        """Nothing will write or read the lease any more. Returns whether the watermark advanced."""
+    def release(self, lease: Lease, now: float) -> None:
+        """Nothing will write or read the lease any more."""
         (self._ahead if lease.cursor in self._ahead else self._passed).pop(lease.cursor)
         if lease.phase is LeasePhase.QUARANTINED:
             self._gaps = None
         LEASE.move(lease, LeaseEvent.RELEASE)
-        return self._advance()
+        self._advance(now)
 
-    def quarantine(self, lease: Lease) -> bool:
-        """A granted lease is not needed, but its writer may still write: it is carved out.
-
-        Returns whether the watermark advanced. Call `in_the_way` next: those leases hold the watermark until they
-        return.
+    def quarantine(self, lease: Lease, now: float) -> None:
+        """A granted lease is not needed, but its writer may still write: it is carved out. Call `in_the_way` next:
+        those leases hold the watermark until they return.
         """
         LEASE.move(lease, LeaseEvent.QUARANTINE)
         self._gaps = None
-        return self._advance()
+        self._advance(now)
 
     def in_the_way(self) -> set[Lease]:
         """Leases that have a quarantined lease's bytes one lap on. All are closed, so they can be recalled."""
@@ -175,7 +172,7 @@ class Lane:
             at = max(at, start + nbytes)
         if at < self.capacity:
             gaps.append((at, self.capacity))
-        self._gaps, self._largest = gaps, max((stop - start for start, stop in gaps), default=0)
+        self._gaps = gaps
         return gaps
 
     def _one_lap_on(self, old: Lease) -> Iterator[Lease]:
@@ -186,8 +183,8 @@ class Lane:
             if lease.phase is not LeasePhase.QUARANTINED and lease.cursor < old.end + self.capacity:
                 yield lease
 
-    def _advance(self) -> bool:
-        """Moves the watermark as far as it may go; True if it moved."""
+    def _advance(self, now: float) -> None:
+        """Moves the watermark as far as it may go."""
         before = self.watermark
         while self._ahead:
             first = next(iter(self._ahead.values()))
@@ -195,4 +192,5 @@ class Lane:
                 break
             self._passed[first.cursor] = self._ahead.pop(first.cursor)
         self.watermark = next(iter(self._ahead), self.head)
-        return self.watermark > before
+        if self.watermark > before:
+            self.moved_at = now

@@ -2,8 +2,8 @@
 
     event          called by                    method                    effect
     Reserve came   ChunkReceiver.on_reserve     Leases.enqueue        the request waits
-    any input      `Endpoint.settle`            Leases.settle            what can be granted is, and Lease is sent
-    a tag came     ChunkReceiver._on_tag        Leases.land            the bytes are there, and are scattered
+    any input      `Endpoint.settle`            Leases.settle         what can be granted is, and Lease is sent
+    a tag came     ChunkReceiver._on_tag        LEASE.move            the bytes are there, and are scattered
     it was copied  ChunkReceiver.scattered      Leases.release        the watermark may rise; more may be granted
 
 A lease may be granted *in advance*, with Open and for no Reserve, while half of a lane is free and nothing waits
@@ -28,12 +28,11 @@ from typing import TYPE_CHECKING
 from pdstage.protocol import messages as m
 from pdstage.protocol.destinations import LEAST_PIECE_NBYTES
 from pdstage.protocol.lane import Lane, Lease
-from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
+from pdstage.protocol.state import LeasePhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pdstage.plan import Rect
     from pdstage.protocol.decode_rooms import Writer
     from pdstage.protocol.session import Endpoint, Session
 
@@ -86,11 +85,6 @@ class Leases:
     def is_open(self, lease: Lease) -> bool:
         return self.lanes[lease.lane].is_open(lease.end)
 
-    @property
-    def lent(self) -> bool:
-        """Whether any lease is live."""
-        return bool(self.live())
-
     def live(self) -> list[Lease]:
         """Every live lease."""
         return [lease for lane in self.lanes for lease in lane.leases()]
@@ -140,29 +134,24 @@ class Leases:
         self._of.setdefault((lease.session, lease.epoch), {})[lease.chunk] = lease
 
     def _forget(self, lease: Lease) -> None:
-        held = self._of.get((lease.session, lease.epoch), {})
-        if held.get(lease.chunk) is lease:
-            del held[lease.chunk]
-            if not held:
-                del self._of[lease.session, lease.epoch]
+        held = self._of[lease.session, lease.epoch]
+        del held[lease.chunk]
+        if not held:
+            del self._of[lease.session, lease.epoch]
 
     def settle(self) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
-        if self.contended_at is None and not self.waiting and not any(self.closed):
+        if self.contended_at is None and not self.contended:
             return  # nothing waits, nor did the last time
         for lease in self.grant_waiting():
             if lease.phase is LeasePhase.GRANTED:
-                self.endpoint.counters.leases_granted += 1
                 self.send_lease(lease)
             else:
                 refused = m.Refused(lease.epoch, lease.chunk, lease.attempt, "too_big", self.largest())
                 self.endpoint.send(lease.session, refused)
-        notified = set()
-        for lease in self.opened():
-            session = lease.session
-            if (session, lease.lane) not in notified and session.id in self.endpoint.sessions:
-                notified.add((session, lease.lane))
-                self.endpoint.send(session, m.Watermark(lease.lane, self._mark_to_send(session, lease.lane)))
+        for session, lane in dict.fromkeys((lease.session, lease.lane) for lease in self.opened()):
+            if session.id in self.endpoint.sessions:
+                self.endpoint.send(session, m.Watermark(lane, self._mark_to_send(session, lane)))
         if not self.contended:
             self.contended_at = None
             return
@@ -179,21 +168,11 @@ class Leases:
         quarantined leaves the line, and is yielded as it is: the caller refuses it.
         """
         over: set[Session] = set()
-        while (request := next((one for one in self.waiting if one.session not in over), None)) is not None:
-            lane = None
-            if request.nbytes <= self.largest():
-                lane, limited = self._lane_for(request)
-                if limited:
-                    over.add(request.session)
-                    continue
-                if lane is None:
-                    overtaker = self._overtaker(request)
-                    if overtaker is None:
-                        return
-                    request, lane = overtaker
+        while (found := self._next(over)) is not None:
+            request, place = found
             self.waiting.remove(request)
-            if lane is not None:
-                self._grant(request, lane)
+            if place is not None:
+                self._grant(request, *place)
             else:
                 self._forget(request)
             yield request
@@ -203,51 +182,52 @@ class Leases:
     def _others_wait(self, session: Session) -> bool:
         return any(one.session is not session for one in self.waiting)
 
-    def _overtaker(self, first: Lease) -> tuple[Lease, int] | None:
-        """One behind the first that may be granted now, and in which lane; None if there is none (I13).
+    def _next(self, over: set[Session]) -> tuple[Lease, tuple[int, int] | None] | None:
+        """The first that need not wait, and its lane and cursor, or None if it is too large for every lane.
 
-        It may only use a lane that quarantine leaves too small for all in front of it: they do not wait for that lane.
-        Without quarantine nobody overtakes.
+        Who waits does so for every lane that could serve it: those behind may only use a lane that quarantine leaves
+        too small for it (I13). A session that only its share forbids a lease joins `over`, and delays nobody.
         """
-        spare = {number for number, lane in enumerate(self.lanes) if first.nbytes > lane.largest()}
-        if not spare:
-            return None
+        lanes = list(enumerate(self.lanes))
         for request in self.waiting:
-            number, limited = self._lane_for(request, spare)
-            if number is not None:
-                return request, number
-            if not limited:
-                spare = {number for number in spare if request.nbytes > self.lanes[number].largest()}
+            if request.session in over:
+                continue
+            if request.nbytes > self.largest():
+                return request, None
+            place, limited = self._place(request, lanes)
+            if place is not None:
+                return request, place
+            if limited:
+                over.add(request.session)
+                continue
+            lanes = [(number, lane) for number, lane in lanes if request.nbytes > lane.largest()]
+            if not lanes:
+                break
         return None
 
-    def _lane_for(self, request: Lease, among: set[int] | None = None) -> tuple[int | None, bool]:
-        """(lane, limited): where to grant it now, preferring a lane in which it is open at once, then the least loaded.
-
-        If no lane can serve it now, the first is None, and `limited` says whether only its session's share forbids it.
+    def _place(self, request: Lease, among: Iterable[tuple[int, Lane]]) -> tuple[tuple[int, int] | None, bool]:
+        """The lane and cursor of a lease that can be granted now, preferring a lane in which it is open at once, then
+        the least loaded; and whether its session's share forbids one.
         """
         others = self._others_wait(request.session)
-        best: tuple[bool, int, int] | None = None
+        places: list[tuple[bool, int, int, int]] = []
         limited = False
-        for number, lane in enumerate(self.lanes):
-            cursor = lane.place(request.nbytes) if among is None or number in among else None
+        for number, lane in among:
+            cursor = lane.place(request.nbytes)
             if cursor is None:
                 continue
             lent_nbytes = request.session.lent_nbytes.get(number, 0)
             if others and lent_nbytes and not lane.idle and lent_nbytes + request.nbytes > lane.capacity // 2:
                 limited = True
-                continue
-            rank = (not lane.is_open(cursor + request.nbytes), lane.head - lane.watermark, number)
-            best = rank if best is None else min(best, rank)
-        return (best[2] if best else None), limited and best is None
+            else:
+                closed = not lane.is_open(cursor + request.nbytes)
+                places.append((closed, lane.head - lane.watermark, number, cursor))
+        return (min(places)[2:] if places else None), limited
 
-    def _grant(self, lease: Lease, number: int) -> None:
-        lane = self.lanes[number]
-        if lane.idle:
-            lane.moved_at = self.endpoint.now
-        cursor = lane.place(lease.nbytes)
-        assert cursor is not None, "the lane said it would grant"
-        lane.grant(lease, cursor)
-        lease.lane, lease.granted_at = number, self.endpoint.now
+    def _grant(self, lease: Lease, number: int, cursor: int) -> None:
+        self.endpoint.counters.leases_granted += 1
+        self.lanes[number].grant(lease, cursor, self.endpoint.now)
+        lease.lane = number
         lease.session.lent_nbytes[number] = lease.session.lent_nbytes.get(number, 0) + lease.nbytes
         if not self.is_open(lease):
             self.closed[number].append(lease)
@@ -255,12 +235,9 @@ class Leases:
     def opened(self) -> Iterator[Lease]:
         """Leases that their lane's window has come to cover since the last call."""
         for closed in self.closed:
-            while closed:
-                live = closed[0].phase is LeasePhase.GRANTED
-                if live and not self.is_open(closed[0]):
-                    break
+            while closed and (closed[0].phase is not LeasePhase.GRANTED or self.is_open(closed[0])):
                 lease = closed.popleft()
-                if live:
+                if lease.phase is LeasePhase.GRANTED:
                     yield lease
 
     # In advance.
@@ -277,27 +254,20 @@ class Leases:
             if self.contended_at is not None or self.contended or len(self.advances) >= self.max_advances:
                 return
             lease = Lease(writer.session, room.epoch, chunk, 0, min(nbytes, owed), (), room.priority)
-            number, _ = self._lane_for(lease)
-            if number is None:
+            place, _ = self._place(lease, enumerate(self.lanes))
+            if place is None:
                 return
+            number, cursor = place
             lane = self.lanes[number]
-            cursor = lane.place(lease.nbytes)
-            if cursor is None or cursor + lease.nbytes > lane.watermark + lane.capacity // 2:
+            if cursor + lease.nbytes > lane.watermark + lane.capacity // 2:
                 return
             self._note(lease)
-            self._grant(lease, number)
+            self._grant(lease, number, cursor)
             self.advances.add(lease)
-            self.endpoint.counters.leases_granted += 1
-
-    def know(self, lease: Lease, rects: tuple[Rect, ...]) -> None:
-        """What a lease in advance is used for."""
-        lease.rects = rects
-        self.advances.remove(lease)
 
     def learn(self, writer: Writer, n_staged: int) -> None:
         """A writer closed a room of which it staged so many chunks."""
-        sizes = self._staged.setdefault(writer.session, {})
-        sizes[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
+        self._staged.setdefault(writer.session, {})[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
 
     def advances_of(self, session: Session, epoch: int) -> tuple[m.Advance, ...]:
         """The leases in advance that a room's writer has, as Open says them. None that was recalled: a writer that had
@@ -334,12 +304,12 @@ class Leases:
         if self.contended:
             self.endpoint.repeat(self.recall_all)
 
-    def to_recall(self) -> list[Lease]:
+    def to_recall(self) -> Iterator[Lease]:
         """Leases to ask back: those in the way of their lane's watermark (`Lane.in_the_way`); closed ones whose lane's
         watermark has not risen for `stuck_after_s`, if another lane could serve them at once; and open ones that were
         not written for `recall_after_s` while others wait, for `_ADVANCE_S` if nobody asked for them.
         """
-        wanted, now, config = [], self.endpoint.now, self.endpoint.config
+        now, config = self.endpoint.now, self.endpoint.config
         for lane in self.lanes:
             in_the_way = lane.in_the_way()
             stuck = now - lane.moved_at >= config.stuck_after_s
@@ -354,8 +324,7 @@ class Leases:
                     and (now - max(lease.granted_at, self.contended_at) >= config.recall_after_s)
                 )
                 if early or lease in in_the_way or shut_in or late:
-                    wanted.append(lease)
-        return wanted
+                    yield lease
 
     def elsewhere(self, lease: Lease) -> bool:
         """Whether another lane could serve it at once."""
@@ -366,22 +335,15 @@ class Leases:
 
     # How they end.
 
-    def land(self, lease: Lease) -> None:
-        LEASE.move(lease, LeaseEvent.LAND)
-
     def release(self, lease: Lease) -> None:
-        lane = self.lanes[lease.lane]
-        if lane.release(lease):
-            lane.moved_at = self.endpoint.now
+        self.lanes[lease.lane].release(lease, self.endpoint.now)
         self.advances.discard(lease)
         self._forget(lease)
         lease.session.lent_nbytes[lease.lane] -= lease.nbytes
 
     def quarantine(self, lease: Lease) -> None:
         self.endpoint.counters.leases_quarantined += 1
-        lane = self.lanes[lease.lane]
-        if lane.quarantine(lease):
-            lane.moved_at = self.endpoint.now
+        self.lanes[lease.lane].quarantine(lease, self.endpoint.now)
         self.endpoint.after(0.0, self.recall_all)
 
     def on_returned(self, session: Session, returned: m.Returned) -> None:

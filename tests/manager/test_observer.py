@@ -162,7 +162,7 @@ def test_a_chunk_that_waited_in_vain_and_went_direct(site, seen):
     pair.p.core.chunks._choose = lambda chunk: False
     first, second = pair.open("first", 16), pair.open("second", 16)  # 6 KiB each: two do not fit the lane
     first.sender.chunk(first.pages, 16, ready=Event())
-    drive(pair.nodes, lambda: bool(pair.d.core.leases.lent))
+    drive(pair.nodes, lambda: bool(pair.d.core.leases.live()))
     second.sender.chunk(second.pages, 16)
     second.sender.finish()
     drive(pair.nodes, lambda: second.sender.state is State.SUCCESS)

@@ -77,7 +77,7 @@ def waiting(site):
     pair = site.pair(transport="nixl", path="direct")
     d, room = pair.d, pair.open(1, TOKENS)
     drive(pair.nodes, lambda: room.sender.state is not State.BOOTSTRAPPING)
-    assert not d.core.leases.lent
+    assert not d.core.leases.live()
     assert not d.transport.filenos()
     yield d
     room.sender.abort()

@@ -7,6 +7,7 @@ from pdstage.protocol.lane import Lease
 from pdstage.protocol.leases import Leases
 from pdstage.protocol.messages import LaneSpan, SessionId
 from pdstage.protocol.session import Endpoint
+from pdstage.protocol.state import LEASE, LeaseEvent
 
 LANE = 2048
 
@@ -43,7 +44,7 @@ def grant(held: Leases, *requests: Lease) -> list[Lease]:
 
 def recalled(held: Leases, now: float) -> list[Lease]:
     held.endpoint.now = now
-    return held.to_recall()
+    return list(held.to_recall())
 
 
 def test_first_come_first_served_within_a_priority() -> None:
@@ -84,7 +85,7 @@ def test_quarantine_carves_out_and_delays_none() -> None:
         (mine,) = grant(held, ask(B, chunk, LANE // 2))
         assert held.is_open(mine), "it never waits for the stuck one"
         assert mine.cursor % LANE == LANE // 2
-        held.land(mine)
+        LEASE.move(mine, LeaseEvent.LAND)
         held.release(mine)
     refused = grant(held, ask(B, 50, LANE))
     assert refused[0].phase == "waiting", "told at once that it does not fit"
@@ -103,7 +104,7 @@ def test_recall_a_open_without_a_tag_while_something_waits() -> None:
     idle.said_written = True
     assert not recalled(held, 102.0), "its writer says it was written"
     idle.said_written = False
-    held.land(idle)
+    LEASE.move(idle, LeaseEvent.LAND)
     assert not recalled(held, 102.0), "landed is ours to finish"
 
 
@@ -114,7 +115,7 @@ def test_recall_b_closed_behind_a_stuck_head_when_another_lane_would_grant() -> 
     assert (head.lane, other.lane, closed.lane) == (0, 1, 0)
     assert not held.is_open(closed)
     assert not recalled(held, 50.0), "no other lane would grant it"
-    held.land(other)
+    LEASE.move(other, LeaseEvent.LAND)
     held.release(other)
     assert recalled(held, 50.0) == [closed]
     assert not recalled(held, 0.5), "lane 0 has not stood still for long enough"

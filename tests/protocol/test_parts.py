@@ -100,11 +100,11 @@ def test_a_writer_that_holds_none_of_a_rectangle_may_not_deliver_it():
     assert "hold no token both" in coverage.problem([Rect("kv", 16, 32, 0, 2)])
     assert not coverage.problem([Rect("kv", 15, 32, 0, 2)])
     for start, stop in ((0, 8), (8, 16), (40, 48), (32, 40), (60, 99)):
-        assert not coverage.complete
+        assert coverage.missing()
         coverage.add([Rect("kv", start, stop, 0, 2)])
-    assert not coverage.complete and "layer 0 from token 99" in coverage.missing()
+    assert "layer 0 from token 99" in coverage.missing()
     coverage.add([Rect("kv", 99, 100, 0, 2)])
-    assert coverage.complete and coverage.covers([Rect("kv", 0, 100, 0, 2)])
+    assert not coverage.missing() and coverage.covers([Rect("kv", 0, 100, 0, 2)])
 
 
 @pytest.mark.parametrize(("n_items", "first", "fits"), [(2, 0, True), (1, 0, False), (1, 4, False), (2, 4, False)])

@@ -229,9 +229,9 @@ MUTANTS = [
     Mutant(
         "what landed is free before its scatter is done",
         "6 life, I2",
-        """            self._leases.land(lease)
+        """            LEASE.move(lease, LeaseEvent.LAND)
             span""",
-        """            self._leases.land(lease)
+        """            LEASE.move(lease, LeaseEvent.LAND)
             self._leases.release(lease)
             span""",
     ),
@@ -268,8 +268,8 @@ MUTANTS = [
     Mutant(
         "too_big waits instead of being refused",
         "6 too_big, I12",
-        "            if request.nbytes <= self.largest():",
-        "            if True:",
+        "            if request.nbytes > self.largest():",
+        "            if False:",
         "tests/protocol/test_leases.py",
     ),
     Mutant(

@@ -8,20 +8,20 @@ MUTANTS = [
     Mutant(
         "one chunk of each writer counts as all",
         "7 fan-in, I5",
-        "            if writer.coverage is None or not writer.coverage.complete:\n",
-        "            if writer.coverage is None or not writer.arrived:\n",
+        "            if writer.coverage.missing() or (writer.has_aux",
+        "            if not writer.arrived or (writer.has_aux",
     ),
     Mutant(
         "chunks are counted, not what they cover",
         "7 fan-in, I5",
-        "            if writer.coverage is None or not writer.coverage.complete:\n",
-        "            if writer.coverage is None or len(writer.arrived) < 4:\n",
+        "            if writer.coverage.missing() or (writer.has_aux",
+        "            if len(writer.arrived) < 4 or (writer.has_aux",
     ),
     Mutant(
         "the first layer stands for all",
         "7 fan-in, I5",
-        "            if token is not None and begin < end:",
-        "            if token is not None and begin < 1:",
+        "            token = tokens.first_gap(start, stop) if begin < high and low < end else None",
+        "            token = tokens.first_gap(start, stop) if begin < 1 and low < end else None",
     ),
     Mutant(
         "Success before the scatters are done",
@@ -32,18 +32,14 @@ MUTANTS = [
     Mutant(
         "Success before aux is here",
         "7 fan-in, I5",
-        "            if writer.has_aux and writer.phase is not WriterPhase.QUIET:\n                return\n",
-        "",
+        "writer.coverage.missing() or (writer.has_aux and writer.phase is not WriterPhase.QUIET):",
+        "writer.coverage.missing():",
     ),
     Mutant(
         "Success without a writer that is still to deliver",
         "7 fan-in, I5",
-        """            if writer.coverage is None or not writer.coverage.complete:
-                return
-            if""",
-        """            if writer.coverage is None or not (writer.coverage.complete or writer.phase is WriterPhase.OPENING):
-                return
-            if""",
+        "            if writer.coverage.missing() or",
+        "            if (writer.coverage.missing() and writer.phase is not WriterPhase.OPENING) or",
     ),
     Mutant(
         "Failed is overwritten by Success",
@@ -61,14 +57,14 @@ MUTANTS = [
     Mutant(
         "released before its own scatters are done",
         "7 released, I2",
-        "        if not room.ended or room.pending or room.status >= 0x80:",
+        "        if not room.ended or room.pending or room.released:",
         "        if not room.ended or room.released:",
     ),
     Mutant(
         "a failed room is released at once",
         "7 released, I2",
-        "            writer.reason = reason\n",
-        "            writer.phase, writer.reason = WriterPhase.QUIET, reason\n",
+        "            self.cancel_timers(writer)\n            if lives and",
+        "            self.cancel_timers(writer)\n            writer.phase = WriterPhase.QUIET\n            if lives and",
     ),
     Mutant(
         "an epoch is used again",
@@ -93,8 +89,8 @@ MUTANTS = [
     Mutant(
         "a tag counts after its room ended",
         "7 tags, I6",
-        "        if writer is None or writer.room.ended or writer.coverage is None:\n            return False",
-        "        if writer is None or writer.coverage is None:\n            return False",
+        "        if writer is None or writer.room.ended or not writer.room.bound:\n            return False",
+        "        if writer is None or not writer.room.bound:\n            return False",
     ),
     Mutant(
         "Open is not repeated",
@@ -135,8 +131,8 @@ MUTANTS = [
     Mutant(
         "Reserve is granted after its room ended",
         "7 Reserve, I14",
-        "if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:",
-        "if writer is None or writer.coverage is None:",
+        "if writer is None or writer.room.ended or not writer.room.bound or writer.phase is WriterPhase.QUIET:",
+        "if writer is None or not writer.room.bound:",
         "tests/protocol/test_rules.py",
     ),
     Mutant(
@@ -155,8 +151,8 @@ MUTANTS = [
     Mutant(
         "Success before the number of slots was told",
         "8 I5, I9",
-        "            self._complete = not self._uncounted and all(",
-        "            self._complete = all(",
+        'slots of {min(self._uncounted)!r}" if self._uncounted',
+        'slots of {min(self._uncounted)!r}" if False',
         "tests/protocol/test_slots.py",
     ),
     Mutant(
@@ -243,7 +239,7 @@ MUTANTS = [
     Mutant(
         "a writer that has not answered is never told that its room was given up",
         "7 Abort, I10",
-        "                peer.given_up[abort.room] = abort\n",
+        "                peer.given_up[room.key] = abort\n",
         "                pass\n",
         "tests/protocol/test_given_up.py",
     ),
@@ -291,7 +287,7 @@ MUTANTS = [
     Mutant(
         "nobody asks a writer that does not close",
         "7 drain_s, I10",
-        """                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer, "finished")
+        """                    self.endpoint.after(self.endpoint.config.drain_s, self.abort_writer, writer)
 """,
         "                    pass\n",
         "tests/protocol/test_rules.py",
@@ -312,8 +308,8 @@ MUTANTS = [
     Mutant(
         "another checksum is ignored",
         "7 checksums, I5",
-        "landing.writer.session.checksums and checksum != landing.checksum:",
-        "landing.writer.session.checksums and not checksum:",
+        "chunk.writer.session.checksums and checksum != chunk.checksum:",
+        "chunk.writer.session.checksums and not checksum:",
     ),
     Mutant(
         "a tag that was lost is not said again with CloseOk",

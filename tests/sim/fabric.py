@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pdstage.layout import Key
-    from pdstage.protocol.decode_chunks import Landing
     from pdstage.protocol.destinations import Chunk
     from pdstage.protocol.messages import SessionId
     from pdstage.protocol.room import Room
@@ -300,22 +299,22 @@ class FabricWorld(World):
         else:
             super()._scatter(node, effect)
 
-    def copy_in(self, node: Decode, landing: Landing) -> int:
-        room, side = landing.writer.room, self.sides[node]
+    def copy_in(self, node: Decode, chunk: Scatter) -> int:
+        room, side = chunk.writer.room, self.sides[node]
         side.must_own(room, node.pages[room], "I2", "a scatter into")
-        for rect in landing.rects:
-            for key, first, count in selects(node.core.layout, landing.writer.shares, (rect,)):
+        for rect in chunk.lease.rects:
+            for key, first, count in selects(node.core.layout, chunk.writer.shares, (rect,)):
                 side.count(room, key, slice(rect.start, rect.stop), slice(first, first + count))
-        checksum = super().copy_in(node, landing)
-        self._image(node, side, landing)
+        checksum = super().copy_in(node, chunk)
+        self._image(node, side, chunk)
         return checksum
 
-    def _image(self, node: Decode, side: Side, landing: Landing) -> None:
+    def _image(self, node: Decode, side: Side, chunk: Scatter) -> None:
         """What those cells must hold from now on: the truth, unless the network changed it on purpose."""
-        altered = (id(node), landing.lease.lane, landing.lease.cursor) in self.altered
-        room, views = landing.writer.room, node.core.layout.by_key()
-        for rect in landing.rects:
-            for key, first, count in selects(node.core.layout, landing.writer.shares, (rect,)):
+        altered = (id(node), chunk.lease.lane, chunk.lease.cursor) in self.altered
+        room, views = chunk.writer.room, node.core.layout.by_key()
+        for rect in chunk.lease.rects:
+            for key, first, count in selects(node.core.layout, chunk.writer.shares, (rect,)):
                 view = views[key]
                 where = offsets(view, node.pages[room], rect.start, rect.stop)[:, first : first + count]
                 shards = slice(view.axis.first + first, view.axis.first + first + count)

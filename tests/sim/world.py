@@ -237,7 +237,7 @@ class SimWorld(FabricWorld):
         """Every core agrees that its rooms are over."""
         cores = [node.core for node in self.nodes()]
         return all(c.idle and not c.by_key for c in cores) and not any(
-            c.leases.lent for c in cores if isinstance(c, DecodeCore)
+            c.leases.live() for c in cores if isinstance(c, DecodeCore)
         )
 
     def _tick(self) -> None:
