@@ -804,7 +804,7 @@ def assert_flat(world: World) -> None:
     for node in world.nodes():
         core = node.core
         end = core.endpoint
-        own = {(call, session) for call in (end._beat_again, end._listen) for session in core.sessions.values()}
+        own = {(call, session) for call in (end._beat, end._listen) for session in core.sessions.values()}
         left = {key for key in end.timers._at if key not in own and key[0].__name__ != "recall_all"}
         assert not left, (node.name, left)
         if isinstance(core, DecodeCore):

@@ -9,6 +9,7 @@ Here are also the effects that both cores ask for; what only prefill or only dec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pdstage.columns import NOTHING
@@ -187,6 +188,7 @@ class Endpoint:
         self.config = config
         self.counters = Counters()
         self.timers = Timers()
+        self.ticket = count(1).__next__
         self.cancel = self.timers.cancel
         self.sessions: dict[SessionId, Session] = {}
         self.owner = owner
@@ -198,7 +200,6 @@ class Endpoint:
         """Called after every input: begins what may begin now. Set by the core that has it."""
         self.effects: list[Any] = []
         """What a part asks of the driver is appended here."""
-        self._tickets = 0
         self._ticked_at = -1.0
         self._said: set[str] = set()
 
@@ -302,10 +303,6 @@ class Endpoint:
     def changed(self, room: Room) -> None:
         self.effects.append(Changed(room))
 
-    def ticket(self) -> int:
-        self._tickets += 1
-        return self._tickets
-
     def send(self, session: Session, message: AnyMessage) -> None:
         session.n_sent += 1
         session.sent_at = self.now
@@ -334,18 +331,18 @@ class Endpoint:
         """Both sides agreed on `session`. Starts its two timers: our heartbeat and the peer's silence."""
         for what in session.aux.left_out:
             self.warn_once(session.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
-        session.received_at = session.used_at = self.now
+        session.received_at = session.used_at = session.sent_at = session.beat_at = self.now
         self.sessions[session.id] = session
         self.counters.sessions_opened += 1
-        self.after(min(self.config.max_silence_s / 3, HOLD_EVERY_S), self._beat_again, session)
-        self.after(self._patience_s(session), self._listen, session)
+        self._beat(session)
+        self._listen(session)
         self.effects.append(Attach(session, offers))
 
     def end(self, session: Session) -> bool:
         """Forgets `session`; False if it was forgotten already."""
         if self.sessions.pop(session.id, None) is None:
             return False
-        self.cancel(self._beat_again, session)
+        self.cancel(self._beat, session)
         self.cancel(self._listen, session)
         if session.said_bye:
             self.counters.sessions_ended += 1
@@ -353,14 +350,15 @@ class Endpoint:
             self.counters.sessions_lost += 1
         return True
 
-    def _beat_again(self, session: Session) -> None:
-        self.timers.set((self._beat_again, session), self._beat(session))
-
     def _listen(self, session: Session) -> None:
-        """Ends a session whose peer was silent for too long. Decode connects anew: the other end may be gone."""
-        silent_at = session.received_at + self._patience_s(session)
+        """Ends a session whose peer was silent for too long. Decode connects anew: the other end may be gone.
+
+        A session that is only greeted expires after `hello_s`, whatever `max_silence_s` its peer promised.
+        """
+        patience_s = min(session.silence_s, self.config.hello_s) if session.half_open else session.silence_s
+        silent_at = session.received_at + patience_s
         if silent_at > self.now:
-            self.timers.set((self._listen, session), silent_at)
+            self.timers.set(silent_at, self._listen, session)
             return
         late = f"{self.owner.peer} was silent for {session.silence_s} s"
         self.owner.lose(session, DeadlineExceeded(late, remedy="look at that node"))
@@ -373,8 +371,8 @@ class Endpoint:
         for session in self.sessions.values():
             self._beat(session)
 
-    def _beat(self, session: Session) -> float:
-        """Sends a heartbeat if it is due; returns when the next one is. Rooms that wait need one whatever else is said,
+    def _beat(self, session: Session) -> None:
+        """Sends a heartbeat if it is due; sets when the next one is. Rooms that wait need one whatever else is said,
         one for all of them.
         """
         pause_s = self.config.max_silence_s / 3
@@ -385,7 +383,7 @@ class Endpoint:
                 self.send(session, Heartbeat(IN_USE, asks, waits))
         if session.sent_at + pause_s <= self.now:
             self.send(session, Heartbeat(self.need_of(session)))
-        return min(session.sent_at + pause_s, session.beat_at + held_s)
+        self.timers.set(min(session.sent_at + pause_s, session.beat_at + held_s), self._beat, session)
 
     def need_of(self, session: Session) -> int:
         """What a heartbeat says of the session. One that no room needs costs both ends memory and a connection."""
@@ -393,19 +391,14 @@ class Endpoint:
             return IN_USE
         return SPARE if self.now - session.used_at >= self.config.idle_s else IDLE
 
-    def _patience_s(self, session: Session) -> float:
-        """A session that is only greeted expires after `hello_s`, whatever `max_silence_s` its peer promised."""
-        return min(session.silence_s, self.config.hello_s) if session.half_open else session.silence_s
-
     def after(self, wait_s: float, call: Callable[..., None], *things: object, anew: bool = True) -> None:
         """`call(*things)` follows in `wait_s`; later than asked for before, or, if not `anew`, then."""
-        key = (call, *things)
-        if anew or key not in self.timers:
-            self.timers.set(key, self.now + wait_s)
+        if anew or (call, *things) not in self.timers:
+            self.timers.set(self.now + wait_s, call, *things)
 
     def repeat(self, call: Callable[..., None], *things: object) -> None:
         """`call(*things)` follows after `retry_s`: the side that waits repeats its question."""
-        self.timers.set((call, *things), self.now + self.config.retry_s)
+        self.after(self.config.retry_s, call, *things)
 
     def back_off(self, n_tries: int, salt: int, call: Callable[..., None], thing: object) -> None:
         """As `repeat`, after `n_tries` in vain: twice as long each time up to 20 times, less up to half of it.

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import logging
 from enum import Enum, IntEnum, StrEnum, auto
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -175,14 +172,13 @@ class Moving(Protocol[S]):
 class Machine(Generic[S, E]):
     """A table by state: each event's next state, or None for an event that changes nothing there."""
 
-    def __init__(self, name: str, rows: Mapping[S, Mapping[E, S | None]]) -> None:
+    def __init__(self, name: str, rows: _Rows[S, E]) -> None:
         self.name = name
-        self.rows = {state: dict(row) for state, row in rows.items()}
+        self.rows = rows
 
     def move(self, thing: Moving[S], event: E) -> bool:
         """Brings `thing` into the state that follows; False if none does."""
-        row = self.rows.get(thing.phase)
-        state = row[event] if row is not None and event in row else self.after(thing.phase, event)
+        state = self.after(thing.phase, event)
         if state is None:
             return False
         thing.phase = state

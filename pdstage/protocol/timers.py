@@ -32,10 +32,8 @@ class Timers:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._at
 
-    def set(self, key: Hashable, at: float) -> None:
-        moved = self._at.get(key)
-        if moved is not None:
-            moved[2] = _GONE
+    def set(self, at: float, *key: object) -> None:
+        self.cancel(*key)
         self._n += 1
         entry = self._at[key] = [at, self._n, key]
         heapq.heappush(self._heap, entry)
@@ -64,7 +62,5 @@ class Timers:
 
     def delay(self, by_s: float) -> None:
         """Moves every moment `by_s` later: for a driver that itself came late."""
-        for entry in self._at.values():
+        for entry in self._heap:  # their order stays
             entry[0] += by_s
-        self._heap = list(self._at.values())
-        heapq.heapify(self._heap)

@@ -54,7 +54,7 @@ MAX_FRAME_NBYTES = 16 << 20
 _FRAME = struct.Struct("<2sBBQQQ")
 _TAG = struct.Struct("<2sBBQQQQQQHH")
 _RECT = struct.Struct("<HQQII")
-_FRAME_MAGIC, _TAG_MAGIC, _VERSIONS = b"Pd", b"Pt", bytes([VERSION, OLDEST])
+_FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
 
 
 class Frame(NamedTuple):
@@ -66,11 +66,11 @@ class Frame(NamedTuple):
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _KINDS: dict[int, type[AnyMessage]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyMessage)}
-_HELLO, _HELLO_REFUSED = 1, 3
 
 
-def _kind(body: memoryview) -> int:
+def _kind(frame: bytes | memoryview) -> int:
     """The tag of a message that may be of any version, or not one at all (-1): an array's first element."""
+    body = frame[_FRAME.size : _FRAME.size + 2]
     return body[1] if len(body) > 1 and 0x91 <= body[0] <= 0x9F and body[1] < 0x80 else -1
 
 
@@ -92,16 +92,14 @@ def decode_head(frame: bytes | memoryview) -> tuple[SessionId, int]:
     """Whose frame it is, and its seq. Raises as `decode` does, for what the header tells."""
     if not _FRAME.size < len(frame) <= MAX_FRAME_NBYTES:
         raise PeerError(f"a control frame of {len(frame)} bytes", remedy=f"frames have {_FRAME.size} to 16 MiB")
-    magic, version, oldest, session_decode, session_writer, seq = _FRAME.unpack_from(frame)
+    magic, version, oldest, at_decode, at_writer, seq = _FRAME.unpack_from(frame)
     if magic != _FRAME_MAGIC:
         raise PeerError(
             f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here"
         )
-    session_id = SessionId(session_decode, session_writer)
-    if (version, oldest) != (VERSION, OLDEST) and not talks_with(version, oldest):
-        kind = _kind(memoryview(frame)[_FRAME.size :])
-        if kind != _HELLO_REFUSED:
-            raise OtherVersion(version, oldest, session_id, greets=kind == _HELLO)
+    session_id = SessionId(at_decode, at_writer)
+    if not talks_with(version, oldest) and (kind := kind_of(frame)) is not HelloRefused:
+        raise OtherVersion(version, oldest, session_id, greets=kind is Hello)
     return session_id, seq
 
 
@@ -115,16 +113,15 @@ def kind_of(frame: bytes | memoryview) -> type[AnyMessage] | None:
     """Which message a frame says it is, without reading it; None for none that is known, which `decode_body` refuses
     at its first bytes.
     """
-    return _KINDS.get(_kind(memoryview(frame)[_FRAME.size :]))
+    return _KINDS.get(_kind(frame))
 
 
 def decode_body(frame: bytes | memoryview) -> AnyMessage:
     """The message of a frame whose head is good. Raises `PeerError` for one that does not decode."""
-    body = memoryview(frame)[_FRAME.size :]
     try:
-        return _decoder.decode(body)
+        return _decoder.decode(memoryview(frame)[_FRAME.size :])
     except (msgspec.MsgspecError, RecursionError) as error:
-        kind = _kind(body)
+        kind = _kind(frame)
         if kind >= 0 and kind not in _KINDS:
             what = f"control message number {kind} of wire version {VERSION}, which this node does not know"
             raise UnknownMessage(what, remedy="the greeting did not offer it: check the peer's version") from error
@@ -161,7 +158,7 @@ def encode_tag(tag: Tag, components: tuple[str, ...]) -> bytes:
 
 def tag_session(data: bytes) -> SessionId:
     """The session a tag belongs to. Raises `PeerError` for what is not a tag of a version talked with."""
-    if len(data) < _TAG.size or data[:2] != _TAG_MAGIC or (data[2:4] != _VERSIONS and not talks_with(data[2], data[3])):
+    if len(data) < _TAG.size or data[:2] != _TAG_MAGIC or not talks_with(data[2], data[3]):
         raise PeerError(f"a tag of {len(data)} bytes that is not ours", remedy="only pdstage nodes may write here")
     return SessionId(*_TAG.unpack_from(data)[3:5])
 
@@ -169,7 +166,7 @@ def tag_session(data: bytes) -> SessionId:
 def decode_tag(data: bytes, components: tuple[str, ...]) -> Tag:
     """Raises `PeerError` for anything but a well-formed tag about `components`."""
     session_id = tag_session(data)
-    _, _, _, _, _, epoch, chunk, cursor, checksum, lane, n_rects = _TAG.unpack_from(data)
+    epoch, chunk, cursor, checksum, lane, n_rects = _TAG.unpack_from(data)[5:]
     if n_rects > MAX_RECTS or len(data) != _TAG.size + n_rects * _RECT.size:
         raise PeerError(f"a tag of {len(data)} bytes that announces {n_rects} rectangles", remedy="check the peer")
     rects = []

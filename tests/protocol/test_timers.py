@@ -10,9 +10,9 @@ from pdstage.protocol.timers import Timers
 def test_memory_is_of_live_moments_only() -> None:
     """A key set again and again, as a repeated question is, leaves nothing behind (I14)."""
     timers = Timers()
-    timers.set("far", 1e9)
+    timers.set(1e9, "far")
     for n in range(100_000):
-        timers.set("retry", float(n))
+        timers.set(float(n), "retry")
     assert len(timers._heap) <= 64 + 4 * len(timers) + 1
 
 
@@ -24,12 +24,12 @@ def test_a_cancelled_moment_holds_nothing_of_its_key() -> None:
 
     timers, rooms = Timers(), [Room() for _ in range(50)]
     for room in rooms:
-        timers.set(("deadline", room), 1e9)
+        timers.set(1e9, "deadline", room)
     gone = [weakref.ref(room) for room in rooms]
     for room in rooms[:25]:
         timers.cancel("deadline", room)
     for room in rooms[25:]:
-        timers.set(("deadline", room), 2e9)
+        timers.set(2e9, "deadline", room)
         timers.cancel("deadline", room)
     rooms.clear()
     del room
