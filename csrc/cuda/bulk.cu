@@ -112,8 +112,8 @@ __device__ __forceinline__ void start_writes(const Params& params, const Work& w
         for (u32 unit = work.first + lane(); unit < end; unit += LANES) {
             if (!piece_at(params, work, false, unit).address) continue;
             const u64 to = TO_STAGING ? work.staged + u64(unit) * UNIT : piece_at(params, work, true, unit).address;
-            const SharedAddress from = slot + (unit - work.first) * UNIT;
-            if (to) bulk_write(to, from, UNIT);
+            const u32 nth = unit - work.first;
+            if (to) bulk_write(to, slot + nth * UNIT, UNIT);
         }
     } else if (TO_STAGING) {
         if (lane() == 0) bulk_write(work.staged + u64(work.first) * UNIT, slot, nbytes_of(work));
