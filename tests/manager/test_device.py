@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -191,7 +190,7 @@ def test_several_scatters_of_a_turn_are_one_flush(site, monkeypatch):
     d = site.decode(rank_on(device, monkeypatch))
     monkeypatch.setattr(Driver, "_carry", lambda *_: False)
     with device.current():
-        d.driver._carry_out([Scatter(ticket, SimpleNamespace(nbytes=0)) for ticket in range(3)])
+        d.driver._carry_out([Scatter(ticket, None, None, 0, 0, 0) for ticket in range(3)])
         d.driver._carry_out([HangUp(b"")])
     monkeypatch.undo()
     assert device.log == ["flush"]
