@@ -98,7 +98,8 @@ def decode_head(frame: bytes | memoryview) -> tuple[SessionId, int]:
             f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here"
         )
     session_id = SessionId(at_decode, at_writer)
-    if not talks_with(version, oldest) and (kind := kind_of(frame)) is not HelloRefused:
+    usual = (version, oldest) == (VERSION, OLDEST)
+    if not usual and not talks_with(version, oldest) and (kind := kind_of(frame)) is not HelloRefused:
         raise OtherVersion(version, oldest, session_id, greets=kind is Hello)
     return session_id, seq
 
