@@ -33,7 +33,8 @@ class Timers:
         return key in self._at
 
     def set(self, at: float, *key: object) -> None:
-        self.cancel(*key)
+        if (moved := self._at.get(key)) is not None:
+            moved[2] = _GONE
         self._n += 1
         entry = self._at[key] = [at, self._n, key]
         heapq.heappush(self._heap, entry)
