@@ -132,9 +132,16 @@ class Shared:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The spans of a write from row to row: one if both sides have exactly these columns."""
-        if self.src and not self.left_out:  # then each lies at the same place
-            return (Span(0, 0, self.src[-1].offset + self.src[-1].nbytes),)
-        return tuple(Span(a.offset, b.offset, a.nbytes) for a, b in zip(self.src, self.dst, strict=True))
+        spans: list[Span] = []
+        for src, dst in zip(self.src, self.dst, strict=True):
+            if spans:
+                last = spans[-1]
+                gaps = src.offset - last.src_offset - last.nbytes, dst.offset - last.dst_offset - last.nbytes
+                if gaps[0] == gaps[1] and 0 <= gaps[0] < _ALIGNMENT:  # no room for another column: padding on both
+                    spans[-1] = last._replace(nbytes=last.nbytes + gaps[0] + src.nbytes)
+                    continue
+            spans.append(Span(src.offset, dst.offset, src.nbytes))
+        return tuple(spans)
 
     def pack(self, row: memoryview) -> bytes:
         """The common columns of one of prefill's rows, one after the other."""

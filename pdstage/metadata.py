@@ -197,6 +197,11 @@ class MetadataBuffers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def n_free(self) -> int:
+        """Rows that `allocate` can still give."""
+        return len(self._free)
+
     def allocate(self) -> AuxRow:
         """A row for one request, with its previous content. Raises `RowsExhausted`."""
         if self._closed:

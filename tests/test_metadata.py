@@ -32,6 +32,16 @@ def test_rows_are_disjoint_and_in_the_region() -> None:
     assert held.region.nbytes == 5 * held.row_nbytes
 
 
+def test_columns_that_a_peer_places_otherwise_are_written_where_it_has_them() -> None:
+    """I2: our whole row, written as one, would end in the next row of a peer that has no padding."""
+    ours, theirs, at = Columns(COLUMNS).placed, [], 0
+    for column in reversed(ours):
+        theirs.append(column._replace(offset=at))
+        at += column.nbytes
+    written = {(span.dst_offset, span.nbytes) for span in share(ours, tuple(theirs)).spans}
+    assert written == {(column.offset, column.nbytes) for column in theirs}
+
+
 def test_allocation_says_what_is_wrong() -> None:
     held = MetadataBuffers(COLUMNS, 2)
     first, second = held.allocate(), held.allocate()
@@ -53,7 +63,7 @@ def test_allocation_says_what_is_wrong() -> None:
         held.lend(second)
     held.give_back(second)
     held.free(second)
-    held.allocate()
+    assert held.n_free == 1
 
 
 def test_views_are_of_the_memory_itself() -> None:
@@ -97,7 +107,10 @@ def test_memory_is_the_kind_that_was_asked_for() -> None:
     assert target.of(shared.dst).names == ("ids",)
 
 
-def test_no_rows_make_no_buffers() -> None:
+@pytest.mark.parametrize("columns", [[], [Column("a", "int32", (1,))] * 2])
+def test_what_makes_no_buffers(columns: list[Column]) -> None:
+    with pytest.raises(UsageError, match="aux"):
+        MetadataBuffers(columns, 1)
     with pytest.raises(UsageError, match="n_rows is 0"):
         MetadataBuffers(COLUMNS, 0)
 

@@ -185,13 +185,12 @@ class Devices:
         return PeerError(f"device memory of peer {peer!r} is not mapped: {why}", remedy=_OTHER_WAY, peer=peer)
 
     def start(self, word: object, spans: Spans, views: Views) -> None:
-        """Starts a copy of device memory; `ended` returns `word`."""
+        """Starts a copy of device memory; `ended` returns `word`. Raises `TransportError` if nothing is copied."""
         assert self._copies is not None, "device memory was prepared"
         dst, held = views.here(spans.dst)
         self._copies.start(word, spans._replace(dst=dst), held)
 
-    def ended(self) -> list[tuple[Any, TransportError | None]]:
-        """The words of copies that are over, and why one failed: then bytes may still land."""
+    def ended(self) -> list[Ended]:
         return self._copies.ended() if self._copies is not None else []
 
     def under_way(self) -> bool:
@@ -205,6 +204,14 @@ class Devices:
         self._copies = None
         self._regions.clear()
         self._exports.clear()
+
+
+class Ended(NamedTuple):
+    """A finished copy. Not `settled`: the device failed, and bytes may still land."""
+
+    word: Any
+    error: TransportError | None
+    settled: bool = True
 
 
 class _Running(NamedTuple):
@@ -225,30 +232,40 @@ class Copies:
     def __init__(self, cuda: Cuda, device: int) -> None:
         self._cuda, self._device = cuda, device
         self.running: deque[_Running] = deque()
+        self._spare: list[int] = []
         with cuda.on(device):
             self._stream = cuda.driver.new_stream()
         reap()
 
     def start(self, word: object, spans: Spans, held: object) -> None:
-        """Starts independent copies: by one call if the driver supports that, else one call per span. A fault is told
-        when what had begun is over.
+        """Starts independent copies: by one call if the driver supports that, else one call per span.
+
+        Raises `TransportError` if nothing is copied. A fault after the first span is reported when the copy ends.
         """
-        cuda, event, failed = self._cuda, 0, None
+        cuda, failed, begun = self._cuda, None, False
         try:
             with cuda.on(self._device):
-                event = cuda.driver.new_event()
-                try:  # spans that a refused batch has begun are copied again, after it
-                    if len(spans.nbytes) == 1 or not cuda.has_batches or not cuda.copy_batch(spans, self._stream):
-                        for src, dst, nbytes in zip(*(column.tolist() for column in spans), strict=True):
+                event = self._spare.pop() if self._spare else cuda.driver.new_event()
+                # Spans that a refused batch has begun are copied again, after it.
+                begun = len(spans.nbytes) > 1 and cuda.has_batches
+                if not begun or not cuda.copy_batch(spans, self._stream):
+                    columns = zip(spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True)
+                    try:
+                        for dst, src, nbytes in columns:
                             cuda.driver.copy(dst, src, nbytes, self._stream)
-                except DriverError as error:
-                    failed = _failed(error)
+                            begun = True
+                    except DriverError as error:
+                        failed = _failed(error)
+                        if not begun:
+                            raise
                 cuda.driver.record(event, self._stream)
         except DriverError as error:
+            if not begun:
+                raise _failed(error) from error
             failed, event = _failed(error), 0
         self.running.append(_Running(word, event, held, failed))
 
-    def ended(self) -> list[tuple[Any, TransportError | None]]:
+    def ended(self) -> list[Ended]:
         if not self.running:
             return []
         ended = []
@@ -256,14 +273,14 @@ class Copies:
             with self._cuda.on(self._device):
                 while self.running and self.running[0].event and self._cuda.driver.done(self.running[0].event):
                     one = self.running.popleft()
-                    ended.append((one.word, one.error))
-                    self._cuda.driver.free_event(one.event)
+                    self._spare.append(one.event)
+                    ended.append(Ended(one.word, one.error))
             broken = bool(self.running) and not self.running[0].event
             failed = self.running[0].error if broken else None
         except DriverError as error:
             broken, failed = True, _failed(error)
         if broken:  # a failed device never answers again
-            ended += [(one.word, one.error or failed) for one in self.running]
+            ended += [Ended(one.word, one.error or failed, settled=False) for one in self.running]
             self.running.clear()
         return ended
 
@@ -275,6 +292,8 @@ class Copies:
             return
         try:
             with self._cuda.on(self._device):
+                for event in self._spare:
+                    self._cuda.driver.free_event(event)
                 self._cuda.driver.free_stream(self._stream)
         except DriverError as error:
             log.warning("a stream is not released: %s", error)

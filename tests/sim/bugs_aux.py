@@ -35,8 +35,8 @@ MUTANTS = [
     Mutant(
         "a column more moves the others, in place",
         "10 aux, I5",
-        "Span(a.offset, b.offset, a.nbytes) for",
-        "Span(a.offset, a.offset, a.nbytes) for",
+        "            spans.append(Span(src.offset, dst.offset, src.nbytes))",
+        "            spans.append(Span(src.offset, src.offset, src.nbytes))",
     ),
     Mutant(
         "a column more moves the others, packed",
