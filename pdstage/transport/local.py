@@ -219,9 +219,9 @@ class LocalTransport(Backend[_Link, _Description]):
         self._devices.start((post.ticket, link, post.tag), post.spans, link.views)
 
     def _follow_copies(self) -> None:
-        for (ticket, link, tag), error in self._devices.ended():
+        for (ticket, link, tag), error, settled in self._devices.ended():
             if error is not None:
-                self._tell(PostFailed(ticket, error, settled=False))
+                self._tell(PostFailed(ticket, error, settled))
             elif tag and self.links.get(link.peer) is not link:
                 self._tell(PostFailed(ticket, _disconnected(link.peer)))
             else:

@@ -435,8 +435,8 @@ def test_a_failed_device_ends_every_post_and_settles_none(a, b, gpu, in_batch):
     assert [event.ticket for event in ended] == tickets
     assert not any(event.settled for event in ended)
     assert {"failed with 700" in str(event.error) for event in ended} == {True}
-    ticket = a.post("b", [(0, b.base, 4)], b"tag")
-    assert [(event.ticket, event.settled) for event in a.poll()] == [(ticket, False)]
+    with pytest.raises(TransportError, match="failed with 700"):
+        a.post("b", [(0, b.base, 4)], b"tag")
     gpu["broken"] = gpu["held"] = 0
     gpu.drop_work()
 
@@ -452,10 +452,12 @@ def test_a_fault_in_the_middle_of_a_post_is_told_when_what_had_begun_is_over(a, 
     ticket = a.post("b", thirds(b), b"tag")
     log.until(lambda: len(log.ended(a)) == 2)
     failed = log.ended(a)[1]
-    assert (failed.ticket, failed.settled) == (ticket, False)
-    assert "cuMemcpyAsync failed with 1" in str(failed.error)
+    assert (failed.ticket, failed.settled) == (ticket, True)
     assert b.read(0, 12) == b"\1" * 8 + bytes(4)
     assert log.tags(b) == []
+    gpu.fail("cuMemcpyAsync", 1, 1)
+    with pytest.raises(TransportError, match="cuMemcpyAsync failed with 1"):
+        a.post("b", [(0, b.base, 4)], b"tag")
 
 
 @pytest.mark.parametrize("batches", ["taken", "refused", "unknown"])
