@@ -588,7 +588,7 @@ class DecodeCore:
     def _unlike(self, room: DecodeRoom) -> str:
         """Where the writers' numbers of slots disagree, in words; empty where they do not (I5)."""
         ends: dict[str, tuple[int, int]] = {}
-        for writer in room.writers.values():
+        for writer in room.writers.values() if self.slots.names else ():
             for name, stop in writer.coverage.stops():
                 number, other = ends.setdefault(name, (writer.number, stop))
                 if name in self.slots.names and stop != other:

@@ -61,7 +61,8 @@ class _Need:
         self.bands = [Intervals()]
 
     def numbered(self, start: int, stop: int) -> tuple[int, int]:
-        return self.numbers.count(start), self.numbers.count(stop)
+        numbers = self.numbers
+        return (start, stop) if numbers.whole else (numbers.count(start), numbers.count(stop))
 
     def span(self, rect: Rect) -> tuple[int, int]:
         """The owned layers of `rect`, as places in `layers`."""
@@ -72,10 +73,9 @@ class _Need:
         for tokens in self.bands[low:high]:
             tokens.add(*self.numbered(rect.start, rect.stop))
 
-    def gap(self, rect: Rect) -> tuple[int, int] | None:
-        """(layer, token) of the first thing of `rect` that is missing."""
-        low, high = self.span(rect)
-        start, stop = self.numbered(rect.start, rect.stop)
+    def gap(self, start: int, stop: int, low: int, high: int) -> tuple[int, int] | None:
+        """(layer, token) of the first thing missing of tokens `[start, stop)` of the layers at `[low, high)`."""
+        start, stop = self.numbered(start, stop)
         for begin, end, tokens in zip(self.begins, self.begins[1:], self.bands, strict=False):
             token = tokens.first_gap(start, stop) if begin < high and low < end else None
             if token is not None:
@@ -94,7 +94,7 @@ class _Need:
 class Coverage:
     """What one writer owes one room, and what of it has arrived: of the tokens in `common` with it."""
 
-    __slots__ = ("_needs", "_uncounted")
+    __slots__ = ("_complete", "_needs", "_uncounted")
 
     def __init__(
         self,
@@ -113,6 +113,7 @@ class Coverage:
             if ask.component in layers
         }
         self._uncounted = {component for component in self._needs if component in exact}
+        self._complete = False
 
     def whole(self) -> tuple[Rect, ...]:
         """All that is owed, as one chunk."""
@@ -143,7 +144,11 @@ class Coverage:
             self._needs[rect.component].add(rect)
 
     def covers(self, rects: Iterable[Rect]) -> bool:
-        return all(self._needs[rect.component].gap(rect) is None for rect in rects)
+        for rect in rects:
+            need = self._needs[rect.component]
+            if need.gap(rect.start, rect.stop, *need.span(rect)) is not None:
+                return False
+        return True
 
     def stops(self) -> Iterator[tuple[str, int]]:
         """Where what is needed of each component ends."""
@@ -158,11 +163,14 @@ class Coverage:
 
     def missing(self) -> str:
         """The first thing missing, in words. Once empty, always: no more is needed later."""
-        for rect in self.whole():
-            gap = self._needs[rect.component].gap(rect)
+        if self._complete:
+            return ""
+        for component, need in self._needs.items():
+            gap = need.gap(need.start, need.stop, 0, len(need.layers))
             if gap is not None:
-                return f"{rect.component!r} layer {gap[0]} from token {gap[1]}"
-        return f"the number of slots of {min(self._uncounted)!r}" if self._uncounted else ""
+                return f"{component!r} layer {gap[0]} from token {gap[1]}"
+        self._complete = not self._uncounted
+        return "" if self._complete else f"the number of slots of {min(self._uncounted)!r}"
 
 
 @dataclass(slots=True, eq=False)

@@ -12,9 +12,9 @@ something waits, leases in advance are the first to be recalled.
 
 A lease ends without a tag when its writer returns it (`Leases.on_returned`, often because of a Recall), asks again with
 a newer attempt (`on_reserve`), or can no longer write for the room (`release_of`). If the room fails first, a lease
-that has not landed is quarantined (`quarantine_of`, called by `DecodeRooms.fail`) until its writer returns it or can no
-longer write for the room. If the session is lost, leases that may still be written are quarantined until it is fenced
-(`session_lost`, `release_of`); those that never may be are released at once, and landed ones once they are
+that has not landed is quarantined (`quarantine_of`, called by `DecodeCore.fail_room`) until its writer returns it or
+can no longer write for the room. If the session is lost, leases that may still be written are quarantined until it is
+fenced (`session_lost`, `release_of`); those that never may be are released at once, and landed ones once they are
 scattered. So a lease may outlive its room, and rooms are not known here (I2, I15).
 """
 
@@ -68,10 +68,6 @@ class Leases:
         self.max_advances = MAX_UNASKED
         self.advances: set[Lease] = set()
         """Leases that nobody asked for, until their tags come."""
-        self._staged: dict[Session, dict[int, tuple[int, int]]] = {}
-        """Of each session, by a room's size as a power of two: how many chunks its last such room staged, and the bytes
-        of the largest.
-        """
 
     # What there is.
 
@@ -249,7 +245,7 @@ class Leases:
         """
         owed, room = writer.owed_nbytes, writer.room
         first = (int(not writer.direct and 0 < owed <= LEAST_PIECE_NBYTES), owed)
-        n, nbytes = self._staged.get(writer.session, {}).get(owed.bit_length(), first)
+        n, nbytes = writer.session.staged_before.get(owed.bit_length(), first)
         for chunk in range(min(n, m.MAX_ADVANCES)):
             if self.contended_at is not None or self.contended or len(self.advances) >= self.max_advances:
                 return
@@ -267,7 +263,7 @@ class Leases:
 
     def learn(self, writer: Writer, n_staged: int) -> None:
         """A writer closed a room of which it staged so many chunks."""
-        self._staged.setdefault(writer.session, {})[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
+        writer.session.staged_before[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
 
     def advances_of(self, session: Session, epoch: int) -> tuple[m.Advance, ...]:
         """The leases in advance that a room's writer has, as Open says them. None that was recalled: a writer that had
@@ -372,7 +368,6 @@ class Leases:
         """Quarantines what the session's writer may still write. A lease beyond the window that it was last told was
         never open to it, and is free at once.
         """
-        self._staged.pop(session, None)
         self.forget_requests(session)
         for lease in self.of(session):
             never_writable = lease.end > session.marks.get(lease.lane, 0) + self.lanes[lease.lane].capacity

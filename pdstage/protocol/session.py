@@ -113,6 +113,10 @@ class Session:
     """The watermarks that decode has told, by lane."""
     lent_nbytes: dict[int, int] = field(default_factory=dict)
     """At decode: what it has of each lane."""
+    staged_before: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """At decode, by a room's size as a power of two: how many chunks its last such room staged, and the bytes of the
+    largest.
+    """
     closed: dict[int, list[Chunk]] = field(default_factory=dict)
     """At prefill: by lane, held chunks whose window is closed."""
     parked_nbytes: int = 0
@@ -369,21 +373,26 @@ class Endpoint:
         """Sends the heartbeats that are due, in a turn that has more to read than it has time for."""
         self.now = now
         for session in self.sessions.values():
-            self._beat(session)
+            if self._beats_at(session) <= now:
+                self._beat(session)
+
+    def _beats_at(self, session: Session) -> float:
+        """When its next heartbeat is due."""
+        pause_s = self.config.max_silence_s / 3
+        return min(session.sent_at + pause_s, session.beat_at + min(pause_s, HOLD_EVERY_S))
 
     def _beat(self, session: Session) -> None:
         """Sends a heartbeat if it is due; sets when the next one is. Rooms that wait need one whatever else is said,
         one for all of them.
         """
         pause_s = self.config.max_silence_s / 3
-        held_s = min(pause_s, HOLD_EVERY_S)
-        if session.beat_at + held_s <= self.now:
+        if session.beat_at + min(pause_s, HOLD_EVERY_S) <= self.now:
             session.beat_at = self.now
             for asks, waits in self.owner.waiting(session):
                 self.send(session, Heartbeat(IN_USE, asks, waits))
         if session.sent_at + pause_s <= self.now:
             self.send(session, Heartbeat(self.need_of(session)))
-        self.timers.set(min(session.sent_at + pause_s, session.beat_at + held_s), self._beat, session)
+        self.timers.set(self._beats_at(session), self._beat, session)
 
     def need_of(self, session: Session) -> int:
         """What a heartbeat says of the session. One that no room needs costs both ends memory and a connection."""

@@ -151,8 +151,8 @@ MUTANTS = [
     Mutant(
         "Success before the number of slots was told",
         "8 I5, I9",
-        'slots of {min(self._uncounted)!r}" if self._uncounted',
-        'slots of {min(self._uncounted)!r}" if False',
+        "        self._complete = not self._uncounted\n",
+        "        self._complete = True\n",
         "tests/protocol/test_slots.py",
     ),
     Mutant(
