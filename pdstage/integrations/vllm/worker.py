@@ -107,8 +107,7 @@ class WorkerSide:
         self.topology = topology_of(vllm_config.parallel_config)
         self.prefill: PrefillNode | None = None
         self.decode: DecodeNode | None = None
-        self._caches: Caches
-        """There once vLLM has registered its caches, before any request."""
+        self._caches: Caches | None = None
         self._computed: CudaEvent | None = None
         # The task thread fills these three and the worker's thread empties them, by atomic calls.
         self._sending: dict[str, Sender | None] = {}
@@ -187,7 +186,7 @@ class WorkerSide:
         self._chunks = {}
         if not metadata.chunks:
             return
-        assert self.prefill is not None, "a chunk of an engine that does not prefill"
+        assert self._caches is not None and self.prefill is not None, "a chunk of an engine that does not prefill"
         own = {name: one._replace(held=self._caches.own(one.held)) for name, one in metadata.chunks.items()}
         self._chunks = {name: chunk for name, chunk in own.items() if chunk.held}
         if self._chunks:
@@ -223,6 +222,7 @@ class WorkerSide:
         that a connector loads, since it assumes that whole blocks are loaded (`record_for_zeroing`). Their other
         content, such as another layer's state, may be NaN as K and V, and a masked NaN is a NaN.
         """
+        assert self._caches is not None, "a request before register_kv_caches"
         if not self._kv_cache_config.needs_kv_cache_zeroing:
             return
         for receive in metadata.receives.values():
@@ -332,6 +332,7 @@ class WorkerSide:
 
     def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, tuple[int, int]], dict[str, Items]]:
         """Pages and their tokens, and states, as nodes expect them."""
+        assert self._caches is not None, "a request before register_kv_caches"
         items, tokens, states = {}, {}, {}
         for component, one in self._caches.own(held).items():
             if one.tokens is None:
@@ -342,6 +343,7 @@ class WorkerSide:
         return items, tokens, states
 
     def _event(self) -> CudaEvent | None:
+        assert self._caches is not None, "a request before register_kv_caches"
         if self._caches.device.type == "cpu":
             return None
         # Not torch.Event, which forgets the device's index and is recorded on whatever device is current.
