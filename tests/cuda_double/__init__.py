@@ -126,6 +126,7 @@ class Double:
 
     def reset(self) -> None:
         """All but memory of cuMemAlloc, streams and events is as at the process's start."""
+        self._free_given_up()
         for address in list(self._sizes):
             self.free(address)
         self._library.cuda_double_reset()
@@ -175,8 +176,7 @@ class Double:
 
     def allocate(self, nbytes: int, device: int = 0, how: int = MALLOC) -> Memory:
         """Memory of any kind, by whatever call it is made. No context is made for it."""
-        for unused in [one for one in self._given_up if not self._library.cuda_double_is_used(one)]:
-            self.free(unused)
+        self._free_given_up()
         address = int(self._library.cuda_double_allocate(nbytes, device, how))
         assert address
         return Memory(address, nbytes, device)
@@ -197,6 +197,10 @@ class Double:
                 self.driver.call("cuMemFree_v2", ctypes.c_uint64(address))
             else:
                 virtual_memory.unmap_all(virtual_memory.VirtualMemory(self.driver), address, sizes)
+
+    def _free_given_up(self) -> None:
+        for unused in [one for one in self._given_up if not self._library.cuda_double_is_used(one)]:
+            self.free(unused)
 
     def give_up(self, address: int) -> None:
         """To be freed once nobody has it open and no copy of this process needs it."""
