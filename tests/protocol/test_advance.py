@@ -70,7 +70,7 @@ def test_a_tag_of_more_than_was_lent_is_stale() -> None:
     world.receive(2, 24, [0, 1, 2, 3, 4, 5])
     world.run()
     core = world.decode[0].core
-    lease = next(iter(core.leases.advances))
+    lease = min(core.leases.advances, key=lambda lease: lease.chunk)
     tag = wire.Tag(lease.session.id, 3, 0, lease.lane, lease.cursor, (Rect("kv", 0, 24, 0, 2),))
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == 1
