@@ -1,16 +1,21 @@
-"""What tests ask of the kernel about processes: to stop one, to end with its parent, to be in a network, its size."""
+"""What tests ask of the kernel about processes: to stop one, to end with its parent, to be in a network, its
+size, a port of its own.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 _STOPS_S = 240.0
 _CLONE_NEWNET = 0x4000_0000
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CLAIMS: list[socket.socket] = []
 
 
 def stop(pid: int) -> None:
@@ -30,9 +35,9 @@ def _state(task: Path) -> str:
         return "X"
 
 
-def die_with_parent() -> None:
+def die_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     """This process, stopped or not, ends with its parent, however that ends: the kernel sees to it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, how)
 
 
 def enter(namespace: str | int) -> None:
@@ -41,8 +46,7 @@ def enter(namespace: str | int) -> None:
         return
     fd = namespace if isinstance(namespace, int) else os.open(f"/run/netns/{namespace}", os.O_RDONLY)
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(fd, _CLONE_NEWNET):
+        if _LIBC.setns(fd, _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter namespace {namespace}")
     finally:
         if fd != namespace:
@@ -52,3 +56,19 @@ def enter(namespace: str | int) -> None:
 def n_tasks() -> int:
     """Threads of this process, Python's and others."""
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def free_port() -> int:
+    """A port that stays this process's: below those that the kernel hands out, and taken by no other run of tests."""
+    for port in range(20_000, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0port {port} of a test's server")
+            with socket.socket() as one:
+                one.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        _CLAIMS.append(claim)
+        return port
+    raise AssertionError("no port is free")

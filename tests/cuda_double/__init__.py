@@ -126,10 +126,10 @@ class Double:
 
     def reset(self) -> None:
         """All but memory of cuMemAlloc, streams and events is as at the process's start."""
+        self._library.cuda_double_reset()
         self._free_given_up()
         for address in list(self._sizes):
             self.free(address)
-        self._library.cuda_double_reset()
         self._before = {name: self[name] for name in ("n_handles", "n_mapped", "n_reserved")}
 
     def new(self, name: str) -> int:

@@ -631,10 +631,11 @@ void cuda_double_see(const int* numbers, int n) {
     state().visible.assign(numbers, numbers + n);
 }
 
-// All but memory, streams and events is as at the start.
+// All but memory, streams and events is as at the start. Work that waits is done first, while what it touches is there.
 void cuda_double_reset() {
     const Locked locked;
     State& all = state();
+    for (CUstream_st* stream : all_streams()) drain(*stream);
     all.settings = DEFAULTS;
     all.calls.clear(), all.fails.clear(), all.copies_of.clear(), all.broken.clear(), all.visible.clear();
     for (int n = 0; n < 16; n++) contexts()[n].is_active = false, contexts()[n].peers.clear();

@@ -6,19 +6,20 @@ A server is a process group of its own, so that its workers end with it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.processes import die_with_parent, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,15 +27,6 @@ if TYPE_CHECKING:
 
 UP_S = 900.0
 """How long a server may take to be up: many start at once on few cores."""
-
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def name_of(engine: Any) -> str:
@@ -73,7 +65,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 cwd=self.log.parent,  # not the repository, whose kernels/ is not the package of that name
                 start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509  (started by the only thread)
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509  (started by the only thread)
             )
         self.was_up = False
         return self
@@ -172,8 +164,3 @@ def wait_until(true: Callable[[], object], deadline_s: float, *, every_s: float 
             return False
         time.sleep(every_s)
     return True
-
-
-def _end_with_parent() -> None:
-    """So that no server outlives a test run that was killed."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

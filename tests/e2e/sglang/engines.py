@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e import load, servers
 from tests.e2e.servers import Server
+from tests.processes import free_port
 
 if TYPE_CHECKING:
     import aiohttp
@@ -83,7 +84,7 @@ class Engine:
         env = ENV | {"PDSTAGE_NODE": self.node}
         if (n_ranks := self.tp * self.pp) > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(n % 2) for n in range(n_ranks))
-        bootstrap = servers.free_port()
+        bootstrap = free_port()
         command = lambda port: self.command(folder, port, bootstrap)  # noqa: E731
         return SglangServer(self.name, command, logs / f"{self.name}.log", env, bootstrap=bootstrap)
 
@@ -156,7 +157,7 @@ def router(prefill: SglangServer, decode: SglangServer, logs: Path) -> Server:
     def command(port: int) -> list[str]:
         made = [*RUN, "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
         made += ["--pd-disaggregation", "--prefill", prefill.url, str(prefill.bootstrap), "--decode", decode.url]
-        return [*made, "--prometheus-port", str(servers.free_port()), "--disable-retries", "--policy", "round_robin"]
+        return [*made, "--prometheus-port", str(free_port()), "--disable-retries", "--policy", "round_robin"]
 
     return Server("router", command, logs / "router.log", ENV, ready="/readiness")
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tests.e2e import load, servers
-from tests.e2e.servers import Server, free_port, wait_until
+from tests.e2e.servers import Server, wait_until
+from tests.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

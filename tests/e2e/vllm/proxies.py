@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.e2e.servers import Server, free_port
+from tests.e2e.servers import Server
 from tests.e2e.vllm import fetch
 from tests.e2e.vllm.engines import DIRECTORY_PORT
+from tests.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

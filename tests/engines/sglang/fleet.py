@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -105,10 +104,7 @@ class Fleet:
         self.page_size = page_size
         pages = {"prefill": page_size, "decode": decode_page_size or page_size}
         said = tuple(environ.items())
-        with socket.socket() as free, socket.socket() as other:
-            for one in (free, other):
-                one.bind(("127.0.0.1", 0))
-            self.port, self.other_port = free.getsockname()[1], other.getsockname()[1]
+        self.port, self.other_port = processes.free_port(), processes.free_port()
         with ExitStack() as opened:
             self.server = self._child(opened, "server", self.port)
             self.server.answer()
