@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import pytest
 from cuda_on_cpu import COMPILER, CpuMachine, plan_of
@@ -37,10 +39,15 @@ class CpuRig(Rig):
 
     skews = False
 
-    def __init__(self, *, max_sms=None, bulk_from=None, listed=CpuMachine.listed, widest=16):
+    def __init__(self, *, max_sms=None, bulk_from=None, listed=CpuMachine.small, widest=16):
         super().__init__("cuda")
-        self.machine, self.max_sms, self.bulk_from = CpuMachine(), max_sms, bulk_from
-        self.machine.listed, self.machine.widest = listed, widest
+        self.max_sms, self.bulk_from, self._of_the_device = max_sms, bulk_from, (listed, widest)
+
+    @cached_property
+    def machine(self):
+        made = CpuMachine()
+        made.listed, made.widest = self._of_the_device
+        return made
 
     def plan(self, layout, select, wire, checksum):
         pool = Pool.of(layout)
@@ -50,7 +57,7 @@ class CpuRig(Rig):
 
 
 RIGS = [
-    CpuRig(listed=CpuMachine.listed if everything else CpuMachine.listed[1:]),
+    CpuRig(listed=CpuMachine.small if everything else CpuMachine.small[1:]),
     CpuRig(listed=(), max_sms=1),
     CpuRig(bulk_from=16),
     CpuRig(bulk_from=16, max_sms=3),
@@ -144,7 +151,7 @@ def test_a_plan_for_one_call_loads_the_kernels_of_that_call(only):
     (held, select), device = stored(), CpuMachine()
     recipe = Recipe(held.layout, Staging(held.layout, select).select, TOKEN_MAJOR, "cuda:0", checksum=False, only=only)
     plan = cuda_copy.CudaPlan(recipe, device, IndexRing(device, 1, 64))
-    assert {dict(macros)["PDSTAGE_WAY"] for _, macros in device._functions} == WAYS[only]
+    assert {dict(macros)["PDSTAGE_WAY"] for _, macros in device._kernels} == WAYS[only]
     plan.scatter(staging(512).ctypes.data, 512, {"kv": Index.of(np.array([2]))}, {"kv": (0, 1)}, Launch())
     assert len(device.launches) == 1
 
@@ -156,7 +163,7 @@ def test_a_plan_of_long_runs_takes_bulk_copies_where_they_are(order):
         rig = CpuRig()
         rig.machine.capability = capability
         rig.plan(held.layout, select, TOKEN_MAJOR if order == NHD else HEAD_MAJOR, False)
-        assert {name for name, _ in rig.machine._functions} == {source}
+        assert {name for name, _ in rig.machine._kernels} == {source}
 
 
 @pytest.mark.parametrize(("bulk_from", "widest"), [(0, 16), (0, 32), (16, 16)])

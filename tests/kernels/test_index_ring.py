@@ -6,15 +6,31 @@ import ctypes
 
 import numpy as np
 import pytest
-from cuda_on_cpu import CpuMachine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.errors import UsageError
+from pdstage.kernels import driver
+from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.cuda_tables import divisor
+from pdstage.kernels.driver import DriverError
 from pdstage.kernels.index_ring import IndexRing
+from tests import cuda_double
 
 THREE = np.arange(3)
+
+
+@pytest.fixture
+def gpu():
+    with cuda_double.use() as gpu:
+        gpu.reset()
+        yield gpu
+        gpu.reset()
+
+
+@pytest.fixture
+def machine(gpu):
+    return CudaRuntime(0)
 
 
 def piece(items):
@@ -22,73 +38,67 @@ def piece(items):
     return items.ctypes.data, items.nbytes
 
 
-def there(address, like):
-    """A list as the device sees it."""
-    return np.frombuffer((ctypes.c_uint8 * like.nbytes).from_address(address), like.dtype)
+def check_there(machine, address, items):
+    """A list is on the device, once its stream is past it."""
+    with machine.current():
+        driver.cuda().call("cuStreamSynchronize", None)
+    found = np.frombuffer((ctypes.c_uint8 * items.nbytes).from_address(address), items.dtype)
+    np.testing.assert_array_equal(found, items)
 
 
-def test_a_full_ring_grows_and_touches_no_list_that_a_kernel_may_still_read():
-    machine = CpuMachine(eager=False)
+def test_a_full_ring_grows_and_touches_no_list_that_a_kernel_may_still_read(gpu, machine):
     ring = IndexRing(machine, n_slots=2, slot_nbytes=64)
-    held = []
+    held, gpu["held"] = [], 1
     for number in range(7):
         items = np.full(9, number, np.int32)
         slot, (address,) = ring.put([piece(items)], stream=0)
         ring.give(slot, stream=0)
         held.append((address, items))
+    gpu["held"] = 0
     for address, items in held:
-        np.testing.assert_array_equal(there(address, items), items)
+        check_there(machine, address, items)
 
 
-def test_a_slot_is_used_again_once_its_kernel_has_run():
-    machine = CpuMachine(eager=False)
+def test_a_slot_is_used_again_once_its_kernel_has_run(gpu, machine):
     ring = IndexRing(machine, n_slots=1, slot_nbytes=64)
-    items = np.arange(4)
-    slot, first = ring.put([piece(items)], 0)
-    ring.give(slot, 0)
-    slot.event["pending"] = False
+    n_made, found = gpu.calls("cuMemAlloc"), set()
     for _ in range(50):
-        again, address = ring.put([piece(items)], 0)
-        ring.give(again, 0)
-        again.event["pending"] = False
-        assert address == first
-    assert len(machine.held) == 1
+        slot, (address,) = ring.put([piece(THREE)], 0)
+        ring.give(slot, 0)
+        check_there(machine, address, THREE)
+        found.add(address)
+    assert (len(found), gpu.calls("cuMemAlloc")) == (1, n_made)
 
 
-def test_lists_of_one_call_lie_apart_and_aligned_and_a_long_one_gets_a_slot():
-    ring = IndexRing(CpuMachine(), n_slots=1, slot_nbytes=64)
+def test_lists_of_one_call_lie_apart_and_aligned_and_a_long_one_gets_a_slot(machine):
+    ring = IndexRing(machine, n_slots=1, slot_nbytes=64)
     lists = [np.arange(3, dtype=np.int32), np.arange(1000), np.array([7], np.int32)]
     slot, addresses = ring.put([piece(items) for items in lists], 0)
     for address, items in zip(addresses, lists, strict=True):
         assert address % 16 == 0
-        np.testing.assert_array_equal(there(address, items), items)
+        check_there(machine, address, items)
     ring.give(slot, 0)
 
 
-def test_a_captured_stream_is_refused_and_the_ring_goes_on():
-    machine = CpuMachine()
+def test_a_captured_stream_is_refused_and_the_ring_goes_on(gpu, machine, monkeypatch):
     ring = IndexRing(machine, n_slots=1)
-    machine.capture = True
-    with pytest.raises(UsageError, match="give lists that lie on the device"):
+    n_made = gpu.calls("cuMemAlloc")
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="give lists that lie on the device"):
+        patch.setattr(machine, "capturing", lambda _: True)
         ring.put([piece(THREE)], 0)
-    machine.capture = False
     ring.give(ring.put([piece(THREE)], 0)[0], 0)
-    assert len(machine.held) == 1
+    assert gpu.calls("cuMemAlloc") == n_made
 
 
-def test_an_upload_that_fails_gives_its_slot_back(monkeypatch):
-    machine = CpuMachine()
+def test_an_upload_that_fails_gives_its_slot_back(gpu, machine):
     ring = IndexRing(machine, n_slots=1)
-
-    def fail(*_):
-        raise RuntimeError("no such stream")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(machine, "upload", fail)
-        with pytest.raises(RuntimeError, match="no such stream"):
-            ring.put([piece(THREE)], 0)
+    n_made = gpu.calls("cuMemAlloc")
+    gpu.fail("cuMemcpyHtoDAsync", 1)
+    with pytest.raises(DriverError, match="cuMemcpyHtoDAsync"):
+        ring.put([piece(THREE)], 0)
+    check_there(machine, THREE.ctypes.data, THREE)  # what was recorded is over
     ring.give(ring.put([piece(THREE)], 0)[0], 0)
-    assert len(machine.held) == 1
+    assert gpu.calls("cuMemAlloc") == n_made
 
 
 @given(by=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1), near=st.integers(-2, 2))

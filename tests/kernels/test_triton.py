@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_on_cpu import CpuMachine
 
-from pdstage.kernels import backends, checksum, device, triton_copy
+from pdstage.kernels import backends, checksum, device, driver, triton_copy
+from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
 from pdstage.kernels.triton_device import THREADS, ConvertVariant, Gpu, SumVariant, Variant, build, interpreted
-from tests import disassembly
+from tests import cuda_double, disassembly
 from tests.rows import rows
 
 triton = pytest.importorskip("triton")
@@ -198,16 +198,24 @@ def test_arguments_are_in_the_kernels_order():
 
 def test_a_calls_tables_are_in_use_until_its_stream_is_past_it():
     """Even if one of its launches could not be made: others were."""
-    gpu = Gpu.__new__(Gpu)
-    gpu.runtime = CpuMachine(eager=False)
-    table = gpu.put(np.arange(8).reshape(4, 2))
-    assert np.frombuffer((ctypes.c_int64 * 8).from_address(table.ptr), np.int64).tolist() == list(range(8))
-    with pytest.raises(ValueError, match="a launch"), gpu.call([table, table], [], 0x99) as placed:
-        assert placed == []
-        raise ValueError("a launch")
-    assert gpu.runtime.waits == [0x99], "for the upload, on the device"
-    (event,) = table._place.events.values()
-    assert event["pending"]
+    with cuda_double.use() as double:
+        double.reset()
+        double["held"] = 1
+        gpu = Gpu.__new__(Gpu)
+        gpu.runtime = runtime = CudaRuntime(0)
+        with runtime.current():
+            stream = driver.cuda().new_stream()
+        table = gpu.put(np.arange(8).reshape(4, 2))
+        with pytest.raises(ValueError, match="a launch"), gpu.call([table, table], [], stream) as placed:
+            assert placed == []
+            raise ValueError("a launch")
+        assert double.calls("cuStreamWaitEvent") == 1, "for the upload, on the device"
+        (event,) = table._place.events.values()
+        assert not runtime.done(event)
+        double["held"] = 0
+        while not runtime.done(event):
+            pass
+        assert np.frombuffer((ctypes.c_int64 * 8).from_address(table.ptr), np.int64).tolist() == list(range(8))
 
 
 def test_checksums_are_of_one_definition():
