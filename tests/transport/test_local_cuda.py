@@ -15,7 +15,7 @@ from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.kernels import driver
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
-from pdstage.transport import Done, PostFailed, Spans, _cuda_ipc, _peer
+from pdstage.transport import Done, PostFailed, Spans, _cuda_ipc, _device, _peer
 from pdstage.transport._device import ExportedRegion
 from pdstage.transport.local import LocalTransport, _Description
 from tests import cuda_double, descriptors
@@ -38,8 +38,9 @@ def stock() -> object:
 def gpu() -> object:
     """This process's GPUs, as at its start."""
     with cuda_double.use() as gpu:
-        gc.collect()  # what another file's tests left
+        gc.collect()  # what another file's tests left, in flight too
         gpu.reset()
+        _device.reap()
         gpu["strict"], n_streams = 1, gpu["n_streams"]
         yield gpu
         gc.collect()
