@@ -38,6 +38,9 @@ class CpuMachine(CudaRuntime):
         """Of each launch: bytes of an access to groups of 16 or more; None for kernels that know 16 only."""
         self.capture = False
 
+    def stream(self, stream):
+        return super().stream(stream or 0)  # CuPy asks a real driver for the current one
+
     def capturing(self, stream):
         return self.capture or super().capturing(stream)
 
