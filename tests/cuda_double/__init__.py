@@ -61,7 +61,7 @@ def folder() -> Path:
     """Where what was built from these sources is kept: beside the venv, for all processes."""
     made_of = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(HERE.iterdir()) if path.is_file()))
     held = ROOT / ".venv" if (ROOT / ".venv").is_dir() else Path(tempfile.gettempdir())
-    path = held / "cuda-double" / made_of.hexdigest()[:16]
+    path = held.resolve() / "cuda-double" / made_of.hexdigest()[:16]
     path.mkdir(parents=True, exist_ok=True)
     return path
 

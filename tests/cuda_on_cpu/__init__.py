@@ -38,6 +38,11 @@ class CpuMachine(CudaRuntime):
         """Of each launch: bytes of an access to groups of 16 or more; None for kernels that know 16 only."""
         self.capture = False
 
+    def allocate(self, nbytes):
+        address = super().allocate(nbytes)
+        ctypes.memset(address, 0xEE, nbytes)  # nobody may count on zeros
+        return address
+
     def stream(self, stream):
         return super().stream(stream or 0)  # CuPy asks a real driver for the current one
 

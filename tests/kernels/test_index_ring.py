@@ -15,17 +15,8 @@ from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.cuda_tables import divisor
 from pdstage.kernels.driver import DriverError
 from pdstage.kernels.index_ring import IndexRing
-from tests import cuda_double
 
 THREE = np.arange(3)
-
-
-@pytest.fixture
-def gpu():
-    with cuda_double.use() as gpu:
-        gpu.reset()
-        yield gpu
-        gpu.reset()
 
 
 @pytest.fixture
@@ -38,10 +29,14 @@ def piece(items):
     return items.ctypes.data, items.nbytes
 
 
-def check_there(machine, address, items):
+def finish():
+    """What was put into the default stream is over."""
+    driver.cuda().call("cuStreamSynchronize", None)
+
+
+def check_there(address, items):
     """A list is on the device, once its stream is past it."""
-    with machine.current():
-        driver.cuda().call("cuStreamSynchronize", None)
+    finish()
     found = np.frombuffer((ctypes.c_uint8 * items.nbytes).from_address(address), items.dtype)
     np.testing.assert_array_equal(found, items)
 
@@ -56,7 +51,7 @@ def test_a_full_ring_grows_and_touches_no_list_that_a_kernel_may_still_read(gpu,
         held.append((address, items))
     gpu["held"] = 0
     for address, items in held:
-        check_there(machine, address, items)
+        check_there(address, items)
 
 
 def test_a_slot_is_used_again_once_its_kernel_has_run(gpu, machine):
@@ -65,7 +60,7 @@ def test_a_slot_is_used_again_once_its_kernel_has_run(gpu, machine):
     for _ in range(50):
         slot, (address,) = ring.put([piece(THREE)], 0)
         ring.give(slot, 0)
-        check_there(machine, address, THREE)
+        check_there(address, THREE)
         found.add(address)
     assert (len(found), gpu.calls("cuMemAlloc")) == (1, n_made)
 
@@ -76,7 +71,7 @@ def test_lists_of_one_call_lie_apart_and_aligned_and_a_long_one_gets_a_slot(mach
     slot, addresses = ring.put([piece(items) for items in lists], 0)
     for address, items in zip(addresses, lists, strict=True):
         assert address % 16 == 0
-        check_there(machine, address, items)
+        check_there(address, items)
     ring.give(slot, 0)
 
 
@@ -96,7 +91,7 @@ def test_an_upload_that_fails_gives_its_slot_back(gpu, machine):
     gpu.fail("cuMemcpyHtoDAsync", 1)
     with pytest.raises(DriverError, match="cuMemcpyHtoDAsync"):
         ring.put([piece(THREE)], 0)
-    check_there(machine, THREE.ctypes.data, THREE)  # what was recorded is over
+    finish()
     ring.give(ring.put([piece(THREE)], 0)[0], 0)
     assert gpu.calls("cuMemAlloc") == n_made
 
