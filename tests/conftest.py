@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import resource
 import signal
 import threading
 
@@ -37,15 +38,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Moves that no state table has are errors; and SIGINT is heard again.
+    """Moves that no state table has are errors; SIGINT is heard again; and files are as many as the system allows.
 
     A shell that starts tests in the background has them ignore SIGINT, and with them the programs they end by it.
+    Device memory of the double of CUDA, most of which lives as long as its process, is a file each.
     """
     state.strict = True
     _be_patient()
     rows.everything = config.getoption("--full")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _be_patient() -> None:

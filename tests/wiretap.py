@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import select
+import selectors
 import socket
 import socketserver
 import struct
@@ -34,15 +34,20 @@ class _Both(socketserver.BaseRequestHandler):
     server: Wiretap
 
     def handle(self) -> None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.server.target)) as target:
-            ends = [self.request, target]
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self.server.target)) as target,
+            selectors.DefaultSelector() as selector,  # not select(), which ends at descriptor 1,023
+        ):
+            selector.register(self.request, selectors.EVENT_READ, target)
+            selector.register(target, selectors.EVENT_READ, self.request)
             while True:
-                for src in select.select(ends, [], [])[0]:
-                    data = src.recv(65536)
+                for end, _ in selector.select():
+                    data = end.fileobj.recv(65536)
                     if not data:
                         return
                     self.server.seen += data
-                    ends[src is self.request].sendall(data)
+                    end.data.sendall(data)
 
 
 def listeners(pid: int | str = "self") -> set[tuple[str, int]]:

@@ -259,7 +259,9 @@ def test_what_hangs_is_ended_with_all_it_started(tmp_path):
         assert ended.code is None
         if begun.exists():
             break
-    assert select.select([reading], [], [], 30)[0], "something still holds the pipe"
+    poll = select.poll()
+    poll.register(reading)
+    assert poll.poll(30_000), "something still holds the pipe"
     assert os.read(reading, 1) == b""
     os.close(reading)
 
