@@ -68,6 +68,11 @@ _GLANCE_S = 10e-6
 _ACTIVE_S = 0.02
 _MOVED_S = 20e-6
 """A call that takes so much of the processor has moved bytes: NIXL's takes 2 to 5 us when there are none."""
+_BATCH_S, _LONGEST_BATCH_S, _GAP_S = 1e-3, 4e-3, 10e-3
+"""Pieces that a library takes in only while it is asked cost the more, the fewer lie there: over TCP each is then sent,
+acknowledged and read alone, by processors that wait for each other. So once pieces come, with no gap, for so long, they
+are left to gather for so long, and in long streams for a thirty-second of the time that they have lasted.
+"""
 _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
 _prctl = getattr(ctypes.PyDLL(None), "prctl", lambda *_: 0)  # which keeps the interpreter
 _PATIENCE_S = 1e-3
@@ -210,6 +215,9 @@ class Driver:
         self._thread: threading.Thread | None = None
         self._n_forks = _n_forks
         self._moved_at = 0.0
+        self._pieces_at = self._stream_at = self._look_at = (
+            0.0  # the last came, the first did, not asked for more before
+        )
         self._kept: list[Effect] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
         self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
@@ -343,7 +351,18 @@ class Driver:
 
     def poll(self) -> None:
         """Asks the transport, in a turn or between two: large copies may come before its events are taken up."""
-        self._early += [(event, time.monotonic()) for event in self._node.transport.poll()]
+        transport, polled = self._node.transport, self._node.transport.traits.polled
+        if polled and time.monotonic() < self._look_at:
+            return
+        began_s = time.thread_time() if polled else 0.0
+        self._early += [(event, time.monotonic()) for event in transport.poll()]
+        if polled and time.thread_time() - began_s > _MOVED_S:
+            now = self._moved_at = time.monotonic()
+            if now - self._pieces_at > _GAP_S:
+                self._stream_at = now
+            self._pieces_at, lasted_s = now, now - self._stream_at
+            if lasted_s > _BATCH_S and self._node._written_in_place():
+                self._look_at = now + min(max(_BATCH_S, lasted_s / 32), _LONGEST_BATCH_S)
 
     def _receive(self) -> bool:
         """Takes in what peers sent, and answers operators. Whether there was one."""
@@ -468,10 +487,7 @@ class Driver:
                 ready = node.socket.wait(min(self._patience_s(), max(0.0, until - time.monotonic())), fds)
                 with self.acting:  # an engine's call in another thread may post, or launch
                     if not fds:
-                        began_s = time.thread_time()
                         self.poll()
-                        if node.transport.traits.polled and time.thread_time() - began_s > _MOVED_S:
-                            self._moved_at = time.monotonic()
                     over = bool(self._early) or node.stager.over
                 if any(ready) or over or time.monotonic() >= until or _must_leave():
                     return Ready(ready.messages, bool(ready.fds))
@@ -482,11 +498,14 @@ class Driver:
 
     def _patience_s(self) -> float:
         """How long that may be left unasked: an eighth of the time since anything came or was done, as most of it is
-        short.
+        short; and pieces until they may be asked for.
         """
-        still_s = time.monotonic() - self._moved_at
+        now = time.monotonic()
+        still_s = now - self._moved_at
         longest_s = _NAP_S if self._node.stager.launched or still_s < _ACTIVE_S else _PATIENCE_S
-        return min(max(_GLANCE_S, still_s / 8), longest_s)
+        return max(
+            min(max(_GLANCE_S, still_s / 8), longest_s), 0.0 if self._node.stager.launched else self._look_at - now
+        )
 
     # What engines' calls do.
 
