@@ -292,6 +292,3 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def _in_flight(self) -> bool:
         traits = self.transport.traits
         return (traits.notifies or traits.polled) and bool(self.core.by_epoch or self.core.leases.live())
-
-    def _written_in_place(self) -> bool:
-        return not self.core.leases.live()

@@ -68,9 +68,9 @@ _GLANCE_S = 10e-6
 _ACTIVE_S = 0.02
 _MOVED_S = 20e-6
 """A call that takes so much of the processor has moved bytes: NIXL's takes 2 to 5 us when there are none."""
-_BATCH_S, _LONGEST_BATCH_S, _GAP_S = 1e-3, 4e-3, 10e-3
+_BATCH_S, _GAP_S = 1e-3, 10e-3
 """Pieces that a library takes in only while it is asked cost the more, the fewer lie there: over TCP each is then sent,
-acknowledged and read alone, by processors that wait for each other. So once pieces come, with no gap, for so long, they
+acknowledged and read alone, by processors that wait for each other. So once they come, with no gap, for so long, they
 are left to gather for so long, and in long streams for a thirty-second of the time that they have lasted.
 """
 _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
@@ -84,9 +84,6 @@ silent, since its frame may be among those left.
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_n_forks = 0
-"""In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call."""
-
 
 @contextlib.contextmanager
 def _exact_sleep() -> Iterator[None]:
@@ -98,13 +95,6 @@ def _exact_sleep() -> Iterator[None]:
     finally:
         _prctl(_PR_SET_TIMERSLACK, before, 0, 0, 0)
 
-
-def _count_fork() -> None:
-    global _n_forks  # noqa: PLW0603  (one number of the process)
-    _n_forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 _started: weakref.WeakSet[Driver] = weakref.WeakSet()
 _ends_at: float | None = None
@@ -213,7 +203,7 @@ class Driver:
         self.closed = False
         self.failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._n_forks = _n_forks
+        self._pid = os.getpid()
         self._moved_at = 0.0
         self._pieces_at = self._stream_at = self._look_at = (
             0.0  # the last came, the first did, not asked for more before
@@ -228,7 +218,7 @@ class Driver:
     @property
     def was_forked(self) -> bool:
         """Whether this is a child's copy of a node."""
-        return self._n_forks != _n_forks
+        return self._pid != os.getpid()
 
     def start(self) -> None:
         """Starts the thread, if there is to be one; the last step of the node's constructor."""
@@ -351,18 +341,18 @@ class Driver:
 
     def poll(self) -> None:
         """Asks the transport, in a turn or between two: large copies may come before its events are taken up."""
-        transport, polled = self._node.transport, self._node.transport.traits.polled
+        node, polled = self._node, self._node.transport.traits.polled
         if polled and time.monotonic() < self._look_at:
             return
-        began_s = time.thread_time() if polled else 0.0
-        self._early += [(event, time.monotonic()) for event in transport.poll()]
+        began_s = time.thread_time()
+        self._early += [(event, time.monotonic()) for event in node.transport.poll()]
         if polled and time.thread_time() - began_s > _MOVED_S:
-            now = self._moved_at = time.monotonic()
-            if now - self._pieces_at > _GAP_S:
+            now = time.monotonic()
+            if now - self._moved_at > _GAP_S:
                 self._stream_at = now
-            self._pieces_at, lasted_s = now, now - self._stream_at
-            if lasted_s > _BATCH_S and self._node._written_in_place():
-                self._look_at = now + min(max(_BATCH_S, lasted_s / 32), _LONGEST_BATCH_S)
+            self._moved_at, lasted_s = now, now - self._stream_at
+            if lasted_s > _BATCH_S and node.role == "decode" and not node.core.leases.live():  # all is written in place
+                self._look_at = now + min(max(_BATCH_S, lasted_s / 32), 4 * _BATCH_S)
 
     def _receive(self) -> bool:
         """Takes in what peers sent, and answers operators. Whether there was one."""
@@ -503,9 +493,7 @@ class Driver:
         now = time.monotonic()
         still_s = now - self._moved_at
         longest_s = _NAP_S if self._node.stager.launched or still_s < _ACTIVE_S else _PATIENCE_S
-        return max(
-            min(max(_GLANCE_S, still_s / 8), longest_s), 0.0 if self._node.stager.launched else self._look_at - now
-        )
+        return max(min(max(_GLANCE_S, still_s / 8), longest_s), self._look_at - now)
 
     # What engines' calls do.
 
@@ -516,7 +504,7 @@ class Driver:
 
     def check(self) -> None:
         """Raises `UsageError` once the node is closed, has failed, or in a fork."""
-        if _n_forks != self._n_forks:
+        if self.was_forked:
             raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
         if self.closed:
             raise UsageError("this node is closed", remedy="make a new one")

@@ -190,10 +190,6 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
     def _in_flight(self) -> bool:
         """Whether a transport without descriptors may have something to say, or bytes to move."""
 
-    def _written_in_place(self) -> bool:
-        """Whether peers write rooms' pages here, and no staging memory."""
-        return False
-
     # What its sessions ask.
 
     @abstractmethod

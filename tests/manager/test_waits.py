@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,6 +115,27 @@ def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch):
         pass
     monkeypatch.setattr(waiting.transport, "traits", replace(traits, notifies=False))
     assert not driver._is_under_way(()), "its tags come as messages"
+
+
+@pytest.mark.parametrize(("lent", "n_asked"), [([], range(28, 32)), ([None], (200,))])
+def test_pieces_for_its_pages_are_left_to_gather(waiting, monkeypatch, lent, n_asked):
+    """Over TCP each that is read alone is acknowledged alone: so decode asks at once for 1 ms, and then every ms."""
+    asked = []
+    clock = SimpleNamespace(monotonic=lambda: clock.now, thread_time=lambda: clock.spent, now=1e6, spent=0.0)
+    monkeypatch.setattr(drivers, "time", clock)
+    monkeypatch.setattr(waiting.core.leases, "live", lambda: lent)
+
+    def moves():
+        asked.append(clock.now)
+        clock.spent += 2 * drivers._MOVED_S
+        return []
+
+    monkeypatch.setattr(waiting.transport, "poll", moves)
+    for _ in range(200):
+        clock.now += 1e-4
+        waiting.driver.poll()
+    monkeypatch.undo()
+    assert len(asked) in n_asked
 
 
 def test_sleeps_are_exact_in_a_caller_s_thread_too(waiting, monkeypatch):
