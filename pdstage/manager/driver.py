@@ -342,15 +342,15 @@ class Driver:
     def poll(self) -> None:
         """Asks the transport, in a turn or between two: large copies may come before its events are taken up."""
         node, polled = self._node, self._node.transport.traits.polled
-        if polled and time.monotonic() < self._look_at:
+        began_at, began_s = time.monotonic(), time.thread_time()
+        if polled and began_at < self._look_at:
             return
-        began_s = time.thread_time()
         self._early += [(event, time.monotonic()) for event in node.transport.poll()]
         if polled and time.thread_time() - began_s > _MOVED_S:
-            now = time.monotonic()
-            if now - self._moved_at > _GAP_S:
-                self._stream_at = now
-            self._moved_at, lasted_s = now, now - self._stream_at
+            if began_at - self._moved_at > _GAP_S:
+                self._stream_at = began_at
+            now = self._moved_at = time.monotonic()
+            lasted_s = now - self._stream_at
             if lasted_s > _BATCH_S and node.role == "decode" and not node.core.leases.live():  # all is written in place
                 self._look_at = now + min(max(_BATCH_S, lasted_s / 32), 4 * _BATCH_S)
 
