@@ -68,10 +68,10 @@ _GLANCE_S = 10e-6
 _ACTIVE_S = 0.02
 _MOVED_S = 20e-6
 """A call that takes so much of the processor has moved bytes: NIXL's takes 2 to 5 us when there are none."""
-_BATCH_S, _GAP_S = 1e-3, 10e-3
+_BATCH_S, _GAP_S = 1e-3, 5e-3
 """Pieces that a library takes in only while it is asked cost the more, the fewer lie there: over TCP each is then sent,
-acknowledged and read alone, by processors that wait for each other. So once they come, with no gap, for so long, they
-are left to gather for so long, and in long streams for a thirty-second of the time that they have lasted.
+acknowledged and read alone, by processors that wait for each other. So once they come for so long with no gap, and with
+no room through, they are left to gather for so long, and later for a thirty-second of the time that they have come.
 """
 _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
 _prctl = getattr(ctypes.PyDLL(None), "prctl", lambda *_: 0)  # which keeps the interpreter
@@ -346,13 +346,14 @@ class Driver:
         if polled and began_at < self._look_at:
             return
         self._early += [(event, time.monotonic()) for event in node.transport.poll()]
+        now = time.monotonic()
+        if self._early or began_at - self._look_at > _GAP_S:  # a room is through, or another begins: it may be short
+            self._stream_at = began_at
         if polled and time.thread_time() - began_s > _MOVED_S:
-            if began_at - self._moved_at > _GAP_S:
-                self._stream_at = began_at
-            now = self._moved_at = time.monotonic()
+            self._moved_at = self._look_at = now
             lasted_s = now - self._stream_at
             if lasted_s > _BATCH_S and node.role == "decode" and not node.core.leases.live():  # all is written in place
-                self._look_at = now + min(max(_BATCH_S, lasted_s / 32), 4 * _BATCH_S)
+                self._look_at += min(max(_BATCH_S, lasted_s / 32), 4 * _BATCH_S)
 
     def _receive(self) -> bool:
         """Takes in what peers sent, and answers operators. Whether there was one."""
