@@ -2,9 +2,9 @@
 
     python -m pdstage.bench.kit            into .gpu-kit of this checkout, which git ignores; at most 64 MiB
 
-It has, for Python 3.11 and 3.12 on x86-64: msgspec and pyzmq, NIXL without the parts that one GPU does not need,
-pytest, hypothesis, rich, the compiled extension, and vLLM without its compiled operators, as the adapter's tests need
-it. Only missing packages are used from it.
+It has, for Python 3.11 and 3.12 on x86-64: msgspec, pyzmq and psutil, NIXL without the parts that one GPU does not
+need, pytest, hypothesis, rich, the compiled extension, and vLLM without its compiled operators, as the adapter's tests
+need it. Only missing packages are used from it.
 `kit.json` lists its content, and why the rest is absent.
 """
 
@@ -92,6 +92,7 @@ _VLLM = (
 PACKAGES = (
     Package("msgspec", ("msgspec",), everything),
     Package("zmq", ("pyzmq",), everything),
+    Package("psutil", ("psutil",), everything),
     Package("pytest", ("pytest", "iniconfig", "pluggy", "packaging"), everything),
     Package("hypothesis", ("hypothesis", "sortedcontainers"), everything),
     Package("nixl", ("nixl", "nixl-cu13"), of_nixl),

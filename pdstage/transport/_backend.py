@@ -236,8 +236,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
 
     def _connect(self, peer: str, given: AnyDescription) -> None:
         if given.life == self.life:
-            what = f"peer {peer!r} is this transport itself"
-            raise UsageError(what, remedy="connect two transports", peer=peer)
+            raise UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
         link = self.links.get(peer)
         if link is not None and link.description.life == given.life:
             self._refresh(link, given)
@@ -263,8 +262,9 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         prepared = Ranges(link.prepared.whose, regions)
         for region in prepared.regions:
             if not self._offers(link, region):
-                what = f"peer {peer!r} has not registered {region}"
-                raise PeerError(what, remedy="connect again with its newest description")
+                raise PeerError(
+                    f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description"
+                )
         self._prepare(link, prepared)
 
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
@@ -319,8 +319,8 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
     def check_tag(self, tag: bytes) -> None:
         """Raises `UsageError` for a tag that is too long."""
         if len(tag) > self.max_tag_nbytes:
-            name = self.traits.name
-            raise UsageError(f"a tag of {len(tag)} bytes", remedy=f"{name} carries at most {self.max_tag_nbytes}")
+            most = f"{self.traits.name} carries at most {self.max_tag_nbytes}"
+            raise UsageError(f"a tag of {len(tag)} bytes", remedy=most)
 
     def check_open(self) -> None:
         """Raises `UsageError` once this transport is closed."""

@@ -275,11 +275,10 @@ class Copies:
                     one = self.running.popleft()
                     self._spare.append(one.event)
                     ended.append(Ended(one.word, one.error))
-            broken = bool(self.running) and not self.running[0].event
-            failed = self.running[0].error if broken else None
+            failed = self.running[0].error if self.running and not self.running[0].event else None
         except DriverError as error:
-            broken, failed = True, _failed(error)
-        if broken:  # a failed device never answers again
+            failed = _failed(error)
+        if failed is not None:  # a failed device never answers again
             ended += [Ended(one.word, one.error or failed, settled=False) for one in self.running]
             self.running.clear()
         return ended

@@ -1,19 +1,18 @@
 """The network devices of this host, to choose which of them a transport uses.
 
-RDMA devices are read from sysfs (sysfs-class-infiniband in the kernel's documentation). Plain devices are looked up by
-name, since sysfs may show another network namespace's.
+RDMA devices are read from sysfs (sysfs-class-infiniband in the kernel's documentation). Plain devices are asked of the
+kernel, since sysfs may show another network namespace's.
 """
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
-from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
 
 from pdstage.errors import UsageError
 
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SYS, _DEV = Path("/sys"), Path("/dev")
-_IF_INET6 = Path("/proc/thread-self/net/if_inet6")
-_SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
-_IFF_UP = 1
-_IFREQ_NBYTES = 40
-_MAX_ADDRESSES = 4096
 
 
 class Port(NamedTuple):
@@ -65,7 +59,7 @@ def device_ports(devices: Sequence[str]) -> list[str]:
     if isinstance(devices, str):
         raise UsageError(f"devices={devices!r}", remedy=f"give a list of names, such as [{devices!r}]", field="devices")
     rdma = rdma_ports()
-    plain = sorted(name for _, name in socket.if_nameindex())
+    plain = sorted(psutil.net_if_addrs())
     found = []
     for device in devices:
         name, _, number = device.partition(":")
@@ -92,28 +86,16 @@ def devices_at(host: str) -> list[str]:
     None if that would leave UCX without a network: no interface holds the address, or a bridge does, which UCX does not
     use.
     """
-    interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_of(host)
+    address = ipaddress.ip_address(host)
+    holders = (
+        name.partition(":")[0]  # a second address of an interface may be labelled eth0:1
+        for name, held in psutil.net_if_addrs().items()
+        if str(address) in [one.address.partition("%")[0] for one in held]
+    )
+    interface = "lo" if address.is_loopback else next(holders, "")
     if not interface or (_SYS / "class/net" / interface / "bridge").is_dir():
         return []
     return [*dict.fromkeys(("lo", interface)), *_usable_ports()]
-
-
-def interface_of(host: str) -> str:
-    """The interface that holds an address (netdevice(7) for IPv4, proc_net(5) for IPv6); empty if none does."""
-    address = ipaddress.ip_address(host)
-    if address.version == 6:
-        lines = _IF_INET6.read_text().split("\n") if _IF_INET6.exists() else []
-        held = {fields[0]: fields[-1] for fields in map(str.split, filter(None, lines))}
-        return held.get(address.packed.hex(), "")
-    rows = array("B", bytes(_IFREQ_NBYTES * _MAX_ADDRESSES))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iP", len(rows), rows.buffer_info()[0]))
-    filled = rows.tobytes()[: struct.unpack("iP", answer)[0]]
-    for at in range(0, len(filled), _IFREQ_NBYTES):
-        if filled[at + 20 : at + 24] == address.packed:
-            label = filled[at : at + 16].partition(b"\0")[0].decode()
-            return label.partition(":")[0]  # a second address of an interface may be labelled eth0:1
-    return ""
 
 
 def own_address() -> str:
@@ -143,7 +125,4 @@ def _text(path: Path) -> str:
 
 
 def _is_up(interface: str) -> bool:
-    """Whether a plain device is up in this thread's network namespace (netdevice(7))."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack("16sH22x", interface.encode(), 0))
-    return bool(struct.unpack_from("H", answer, 16)[0] & _IFF_UP)
+    return bool(psutil.net_if_stats()[interface].isup)
