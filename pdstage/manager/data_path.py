@@ -11,7 +11,6 @@ import numpy as np
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Layout, Region
-from pdstage.manager.sessions import label
 from pdstage.plan import layers_of, selects
 from pdstage.plan.spans import Index, split
 from pdstage.plan.token_slices import DirectPlans
@@ -240,10 +239,6 @@ class DataPath:
         """Such a copy ended: only its tag is left to be sent. With an error its write is over."""
         one = self.copies.pop(copied.ticket)
         return copied.error or self.posts.begin(copied.ticket, one.peer, None, one.tag)
-
-    def copies_to(self, session: Session) -> bool:
-        """Whether such a copy to the session's peer is under way. No disconnect ends it. From any thread."""
-        return any(copy.peer == label(session) for copy in list(self.copies.values()))
 
 
 def _items_of(destination: Destination) -> dict[str, Index]:

@@ -16,7 +16,6 @@ import numpy as np
 
 from pdstage import arguments
 from pdstage.errors import UsageError
-from pdstage.protocol.room import Room, room_id
 from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from pdstage.errors import PdstageError
     from pdstage.manager.node import AnyNode
     from pdstage.metadata import AuxRow
-    from pdstage.protocol.room import RoomId
+    from pdstage.protocol.room import Room, RoomId
 
 _ENDED = (State.SUCCESS, State.FAILED)
 
@@ -83,7 +82,7 @@ class Handle:
     @property
     def id(self) -> RoomId:
         """The room, as the engine named it to `send` or `receive`."""
-        return room_id(self.room.key)
+        return self.room.id
 
     @property
     def state(self) -> State:

@@ -391,7 +391,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         return not (self.data_path.posts.to(label(session)) or self._copies_to(session))
 
     def _copies_to(self, session: Session) -> bool:
-        return self.data_path.copies_to(session)
+        return any(copy.peer == label(session) for copy in list(self.data_path.copies.values()))
 
     # What it waits for.
 
