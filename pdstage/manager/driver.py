@@ -342,7 +342,7 @@ class Driver:
     def poll(self) -> None:
         """Asks the transport, in a turn or between two: large copies may come before its events are taken up."""
         node, polled = self._node, self._node.transport.traits.polled
-        began_at, began_s = time.monotonic(), time.thread_time()
+        began_at, began_s = time.monotonic(), polled and time.thread_time()
         if polled and began_at < self._look_at:
             return
         self._early += [(event, time.monotonic()) for event in node.transport.poll()]
