@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pdstage.control.bootstrap import Advert, DirectoryClient, Incomplete, client_of
 from pdstage.control.etcd import EtcdClient
@@ -67,7 +67,7 @@ class _Lookup:
 class Directory:
     """Lookups, each answered once, on a thread of its address; and what is published, kept alive.
 
-    Any thread may call it; once it is closed, nothing is looked up and nothing answers.
+    A context manager. Any thread may call it; once it is closed, nothing is looked up and nothing answers.
     """
 
     def __init__(self, keys: Keys | None = None, *, cache_s: float = 2.0) -> None:
@@ -160,6 +160,12 @@ class Directory:
         self.withdraw()
         for client in self._watching.values():
             client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _put(self, look: _Lookup) -> None:
         """Under the lock: `look` is asked when it says, by the thread of its address."""

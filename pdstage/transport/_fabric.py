@@ -125,4 +125,4 @@ def _text(path: Path) -> str:
 
 
 def _is_up(interface: str) -> bool:
-    return bool(psutil.net_if_stats()[interface].isup)
+    return "up" in psutil.net_if_stats()[interface].flags.split(",")

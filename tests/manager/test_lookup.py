@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import socket
@@ -42,7 +41,7 @@ class Lookups(Directory):
 
 def test_answers_that_are_old_are_not_kept() -> None:
     """Of thousands of instances each asked for once (I14)."""
-    with BootstrapServer() as server, contextlib.closing(Lookups(cache_s=1e-9)) as directory:
+    with BootstrapServer() as server, Lookups(cache_s=1e-9) as directory:
         for n in range(20):
             BootstrapClient(server.address).publish(advert(n))
             directory.look(server.address, f"p{n}")
@@ -53,7 +52,7 @@ def test_answers_that_are_old_are_not_kept() -> None:
 def test_an_instance_that_is_not_there_is_asked_for_ever_more_seldom(monkeypatch) -> None:
     lookup = mock.Mock(side_effect=Incomplete("nobody is there", (0,)))
     monkeypatch.setattr(BootstrapClient, "lookup", lookup)
-    with contextlib.closing(Lookups()) as directory:
+    with Lookups() as directory:
         directory.look("127.0.0.1:1", "p", within_s=3.0)
         adverts, error = directory.answer()
     assert adverts is None
@@ -149,7 +148,7 @@ def test_a_lookup_that_fails_as_nobody_foresaw_harms_its_own_room_only(site: Sit
 
 def test_a_thread_that_cannot_be_started_fails_its_lookup_alone(site: Site, monkeypatch) -> None:
     site.prefill(Rank())
-    with contextlib.closing(Lookups()) as directory:
+    with Lookups() as directory:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
             directory.look(site.address)
@@ -163,7 +162,7 @@ def test_a_thread_that_cannot_be_started_fails_its_lookup_alone(site: Site, monk
 
 def test_who_does_not_take_his_answer_keeps_no_other_from_his(site: Site, caplog) -> None:
     site.prefill(Rank())
-    with contextlib.closing(Lookups()) as directory:
+    with Lookups() as directory:
         deaf = mock.Mock(side_effect=OSError("nobody listens"))
         directory.lookup(directory.client(site.address), None, None, time.monotonic() + 20.0, deaf)
         directory.look(site.address)
@@ -176,7 +175,7 @@ def test_addresses_asked_at_a_time_are_bounded(monkeypatch) -> None:
     released = threading.Event()
     monkeypatch.setattr("pdstage.manager.lookup._MAX_ADDRESSES", 2)
     monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: released.wait(60.0) and [])
-    with contextlib.closing(Lookups()) as directory:
+    with Lookups() as directory:
         for port in (1, 2, 3):
             directory.look(f"127.0.0.1:{port}")
         adverts, error = directory.answer()
@@ -205,7 +204,7 @@ def test_a_lease_is_renewed_whatever_a_renewal_raises(asked, monkeypatch) -> Non
 
     monkeypatch.setattr(BootstrapClient, "publish", publish)
     monkeypatch.setattr(BootstrapClient, "withdraw", lambda *_: None)
-    with contextlib.closing(Directory()) as directory:
+    with Directory() as directory:
         directory.publish("127.0.0.1:1", lambda: [advert()])
         for _ in range(6):
             assert asked.acquire(timeout=60.0)
@@ -222,7 +221,7 @@ def test_what_is_published_eventually_is_there_once_the_directory_is(asked, monk
         publish(self, advert, 60.0)
 
     monkeypatch.setattr(BootstrapClient, "publish", seen)
-    with contextlib.closing(Directory()) as directory:
+    with Directory() as directory:
         directory.publish(address, lambda: [advert(0), advert(1)], eventually=True)
         for _ in range(2):
             assert asked.acquire(timeout=60.0)
