@@ -84,6 +84,11 @@ silent, since its frame may be among those left.
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_n_forks = 0
+"""In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call, and
+a child in another pid namespace may have its parent's.
+"""
+
 
 @contextlib.contextmanager
 def _exact_sleep() -> Iterator[None]:
@@ -95,6 +100,13 @@ def _exact_sleep() -> Iterator[None]:
     finally:
         _prctl(_PR_SET_TIMERSLACK, before, 0, 0, 0)
 
+
+def _count_fork() -> None:
+    global _n_forks  # noqa: PLW0603  (one number of the process)
+    _n_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 _started: weakref.WeakSet[Driver] = weakref.WeakSet()
 _ends_at: float | None = None
@@ -203,11 +215,9 @@ class Driver:
         self.closed = False
         self.failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
+        self._n_forks = _n_forks
         self._moved_at = 0.0
-        self._pieces_at = self._stream_at = self._look_at = (
-            0.0  # the last came, the first did, not asked for more before
-        )
+        self._stream_at = self._look_at = 0.0  # since when pieces come; until when they are left to gather
         self._kept: list[Effect] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
         self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
@@ -218,7 +228,7 @@ class Driver:
     @property
     def was_forked(self) -> bool:
         """Whether this is a child's copy of a node."""
-        return self._pid != os.getpid()
+        return self._n_forks != _n_forks
 
     def start(self) -> None:
         """Starts the thread, if there is to be one; the last step of the node's constructor."""
@@ -505,7 +515,7 @@ class Driver:
 
     def check(self) -> None:
         """Raises `UsageError` once the node is closed, has failed, or in a fork."""
-        if self.was_forked:
+        if _n_forks != self._n_forks:
             raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
         if self.closed:
             raise UsageError("this node is closed", remedy="make a new one")

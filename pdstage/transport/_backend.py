@@ -319,8 +319,9 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
     def check_tag(self, tag: bytes) -> None:
         """Raises `UsageError` for a tag that is too long."""
         if len(tag) > self.max_tag_nbytes:
-            most = f"{self.traits.name} carries at most {self.max_tag_nbytes}"
-            raise UsageError(f"a tag of {len(tag)} bytes", remedy=most)
+            raise UsageError(
+                f"a tag of {len(tag)} bytes", remedy=f"{self.traits.name} carries at most {self.max_tag_nbytes}"
+            )
 
     def check_open(self) -> None:
         """Raises `UsageError` once this transport is closed."""

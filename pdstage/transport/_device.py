@@ -249,9 +249,10 @@ class Copies:
                 # Spans that a refused batch has begun are copied again, after it.
                 begun = len(spans.nbytes) > 1 and cuda.has_batches
                 if not begun or not cuda.copy_batch(spans, self._stream):
-                    columns = zip(spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True)
                     try:
-                        for dst, src, nbytes in columns:
+                        for dst, src, nbytes in zip(
+                            spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True
+                        ):
                             cuda.driver.copy(dst, src, nbytes, self._stream)
                             begun = True
                     except DriverError as error:
@@ -278,7 +279,7 @@ class Copies:
             failed = self.running[0].error if self.running and not self.running[0].event else None
         except DriverError as error:
             failed = _failed(error)
-        if failed is not None:  # a failed device never answers again
+        if failed:  # a failed device never answers again
             ended += [Ended(one.word, one.error or failed, settled=False) for one in self.running]
             self.running.clear()
         return ended

@@ -59,7 +59,7 @@ def device_ports(devices: Sequence[str]) -> list[str]:
     if isinstance(devices, str):
         raise UsageError(f"devices={devices!r}", remedy=f"give a list of names, such as [{devices!r}]", field="devices")
     rdma = rdma_ports()
-    plain = sorted(psutil.net_if_addrs())
+    plain = sorted(psutil.net_if_stats())
     found = []
     for device in devices:
         name, _, number = device.partition(":")
@@ -86,7 +86,7 @@ def devices_at(host: str) -> list[str]:
     None if that would leave UCX without a network: no interface holds the address, or a bridge does, which UCX does not
     use.
     """
-    address = ipaddress.ip_address(host)
+    address = ipaddress.ip_address(host.partition("%")[0])
     holders = (
         name.partition(":")[0]  # a second address of an interface may be labelled eth0:1
         for name, held in psutil.net_if_addrs().items()

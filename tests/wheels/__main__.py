@@ -36,7 +36,7 @@ EXPORTS = "{ global: PyInit_*; local: *; };\n"
 """libc++ is inside, and no other library of the process may answer for a part of it."""
 
 PLACES = ("~/.pyenv/versions/{}.*/bin", "~/.local/share/uv/python/cpython-{}.*/bin")
-NEEDED = {"numpy", "torch", "nixl", "vllm", "pyzmq", "msgspec"}
+NEEDED = {"numpy", "torch", "nixl", "vllm", "pyzmq", "msgspec", "psutil"}
 
 
 @dataclass(frozen=True)
