@@ -35,6 +35,7 @@ ORDER = (
     Section("launch", 30.0, "gpu_kernels:launch"),
     Section("rooms", 90.0, "gpu_rooms:rows", by_kernel=False),
     Section("sms", 70.0, "gpu_kernels:sms"),
+    Section("narrow", 30.0, "gpu_kernels:narrow"),
     Section("models", 90.0, "gpu_kernels:models"),
     Section("fused", 40.0, "gpu_kernels:fused"),
     Section("convert", 40.0, "convert:rows", by_kernel=False),

@@ -15,7 +15,7 @@ from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR
 
 from . import shapes
 from .bed import Bed
-from .gpu_kernels import Case, model_case, runs_case
+from .gpu_kernels import NARROW, Case, model_case, runs_case
 from .harness import Row
 from .variants import plan_of
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NBYTES = 1 << 16
-_WIDTHS = (64, 1, 8, 12, 16, 256, 4096, 65536)
+_WIDTHS = (64, *NARROW, 12, 256, 4096, 65536)
 
 
 class Job(NamedTuple):

@@ -20,7 +20,7 @@ from .harness import Row, Spread, rate
 from .variants import CUDA_BULK, CUDA_PLAIN, plan_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
@@ -35,6 +35,8 @@ CHUNKS = (256, 1024, 4096, 8192)
 RUN_VIEWS = 16
 RUNS_NBYTES = 256 << 20
 CURVE_NBYTES = 64 << 20
+NARROW = (1, 4, 8, 16, 132)  # 132: an index of DeepSeek-V3.2
+NARROW_NBYTES = 16 << 20
 OF_COPY = 0.9  # from runs of 256 B on
 SM_TARGETS = {50: 2, 400: 16}
 LAUNCH_TARGET_US = 15
@@ -233,12 +235,22 @@ def _beside_copy(
 
 def sms(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
     """Bandwidth by `max_sms`, and how many multiprocessors a 400 Gb NIC and NVLink need."""
-    nbytes = bed.sized(nbytes)
-    for run_nbytes in (256,) if quick else (256, 1024, 16384):
+    runs = (256,) if quick else (256, 1024, 16384)
+    return _by_sms(bed, runs, curves.sm_steps(bed.n_sms, quick=quick), bed.sized(nbytes))
+
+
+def narrow(bed: Bed, quick: bool, nbytes: int = NARROW_NBYTES) -> Iterator[Row]:
+    """The same for runs that no 16-byte access divides, and for single ones of 16."""
+    return _by_sms(bed, NARROW[-2:] if quick else NARROW, (*SM_TARGETS.values(), bed.n_sms), bed.sized(nbytes))
+
+
+def _by_sms(bed: Bed, runs: Iterable[int], steps: Sequence[int], nbytes: int) -> Iterator[Row]:
+    for run_nbytes in runs:
         case = runs_case(bed, run_nbytes, nbytes)
+        case.check_agreement()
         run = curves.size_name(run_nbytes)
         reached: dict[tuple[str, str], dict[int, float]] = {}
-        for n in curves.sm_steps(bed.n_sms, quick=quick):
+        for n in steps:
             works = {(way, v): w for v in bed.variants for way, w in case.works(v, max_sms=n).items()}
             timed = {f"{way}, {v}, {run} runs, {n} SMs": work for (way, v), work in works.items()}
             points = [

@@ -19,7 +19,7 @@ from ..plan import Staging
 from ..plan.convert import DATA, SCALE, TOKEN_HEAD, feeding
 from ..plan.tables import FAULT_TOO_SMALL
 from . import cuda_copy
-from .cuda_copy import CTAS_PER_SM, FROM_STAGING, LANES, TO_STAGING, Call, CudaPlan, Fitted, Part, Tables
+from .cuda_copy import CTAS_PER_SM, FROM_STAGING, LANES, TO_STAGING, Call, CudaPlan, Fitted, Part, Tables, reach_macros
 from .cuda_runtime import held_runtime
 from .cuda_tables import UNIT, access_of, pack_groups, pack_views
 from .device import ALIGNMENT, COPY, HOLDS, KINDS, check_aligned
@@ -185,7 +185,8 @@ class ConvertPlan(CudaPlan):
         for narrow in (0, 1):
             mine = [number for number, group in enumerate(groups) if (access_of(group, group) < UNIT) == bool(narrow)]
             if mine:
-                macros = {"PDSTAGE_FLAT": 0, "PDSTAGE_HEAD_MAJOR": 0, "PDSTAGE_NARROW": narrow}
+                macros = reach_macros((groups[number] for number in mine), narrow)
+                macros |= {"PDSTAGE_FLAT": 0, "PDSTAGE_HEAD_MAJOR": 0}
                 macros |= macros_of(machine, [coded[number].kind for number in mine])
                 parts.append(Part([groups[number] for number in mine], macros, False, UNIT, {}))
         return Tables((table.ptr, table.ptr + of_groups.nbytes, len(coded)), parts, table)

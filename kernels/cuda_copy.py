@@ -33,6 +33,7 @@ from .cuda_tables import (
     PARAMS_NBYTES,
     UNIT,
     access_of,
+    counts,
     n_tiles,
     pack_groups,
     pack_params,
@@ -42,7 +43,7 @@ from .cuda_tables import (
 from .device import DeviceTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ..plan import Tokens
     from ..plan.tables import Index, Int64s
@@ -81,21 +82,27 @@ def runtime_of(device: str) -> Runtime:
     return held_runtime(device)[0]
 
 
-def units(way: int, *, summed: bool, access: int = UNIT) -> int:
-    """Units of 16 bytes that a thread has in flight. With a checksum or a second pool, one unit less fits 64 registers.
-
-    Accesses of 32 bytes have half the addresses, so all fit.
+def units(way: int, *, summed: bool, access: int = UNIT, far: bool = False) -> int:
+    """Units of up to 16 bytes that a thread has in flight: as many as fit 64 registers. A checksum takes some of them,
+    a second pool too, and so do offsets of 64 bits. Accesses of 32 bytes have half the addresses.
     """
-    return 4 if access > UNIT else 4 - summed - (way == TO_PEER)
+    if access > UNIT:
+        return 4
+    return 1 if far else 4 - summed - (way == TO_PEER) * (1 + (access < UNIT))
 
 
 def plain_macros(
-    machine: CudaRuntime | type[CudaRuntime], way: int, *, summed: bool, access: int = UNIT
+    machine: CudaRuntime | type[CudaRuntime], way: int, *, summed: bool, access: int = UNIT, far: bool = False
 ) -> dict[str, int]:
+    n_units = units(way, summed=summed, access=access, far=far)
     return {
-        "PDSTAGE_THREADS": CTAS_PER_SM * machine.threads, "PDSTAGE_UNITS": units(way, summed=summed, access=access),
-        "PDSTAGE_ACCESS": access,
+        "PDSTAGE_THREADS": CTAS_PER_SM * machine.threads, "PDSTAGE_UNITS": n_units, "PDSTAGE_ACCESS": access,
     }  # fmt: skip
+
+
+def reach_macros(groups: Iterable[Group], narrow: int) -> dict[str, int]:
+    """Of kernels for the groups of 16-byte access and wider, or for the narrower ones."""
+    return {"PDSTAGE_NARROW": narrow, "PDSTAGE_FAR": int(bool(narrow) and not all(counts(g, 1) for g in groups))}
 
 
 def bulk_macros(machine: CudaRuntime | type[CudaRuntime]) -> dict[str, int]:
@@ -135,7 +142,7 @@ class Fitted(NamedTuple):
 class Part(NamedTuple):
     """The groups of one launch, and its kernels.
 
-    `access`: bytes of the widest access that all of them allow, if at least 16.
+    `access`: bytes of the widest access that all of them allow.
     """
 
     groups: Sequence[Group]
@@ -191,13 +198,14 @@ def _part(pairs: Sequence[tuple[Group, Group]], narrow: int, bulk_from: int, *, 
     both = [group for pair in pairs for group in pair]
     flat = all(g.shards == g.segs == 1 and g.outer_rows == g.rows_per_item for g in both)
     macros = {
-        "PDSTAGE_HEAD_MAJOR": int(head_major and not flat), "PDSTAGE_NARROW": narrow, "PDSTAGE_FLAT": int(flat),
+        **reach_macros(both, narrow), "PDSTAGE_HEAD_MAJOR": int(head_major and not flat), "PDSTAGE_FLAT": int(flat),
+        "PDSTAGE_LONGEST": min(UNIT, max(g.width for g in both)),
     }  # fmt: skip
     # Between pools of different page sizes head-major runs do not match.
     meets = not macros["PDSTAGE_HEAD_MAJOR"] or all(mine is other for mine, other in pairs)
     runs = min(run_nbytes(g, head_major=head_major) for g in both)
-    # One launch for all wide groups: a single group with 16-byte access limits it to 16 bytes.
-    access = max(UNIT, min(access_of(*pair) for pair in pairs))
+    # One launch for all wide groups, one for all narrow ones: a single group with a narrower access limits it.
+    access = min(access_of(*pair) for pair in pairs)
     return Part([mine for mine, _ in pairs], macros, meets and 0 < bulk_from <= runs, access, {})
 
 
@@ -290,7 +298,9 @@ class CudaPlan:
             shared = BULK_THREADS // LANES * machine.bulk.nbytes + BULK_THREADS * EXTENT_NBYTES
             kernel = machine.kernel(BULK_SOURCE, macros | bulk_macros(machine), BULK_THREADS, shared)
             return Fitted(kernel, machine.bulk.stage_nbytes // UNIT, BULK_THREADS // LANES, machine.n_sms)
-        macros |= plain_macros(machine, call.way, summed=call.summed, access=min(part.access, call.access))
+        macros |= plain_macros(
+            machine, call.way, summed=call.summed, access=min(part.access, call.access), far=bool(macros["PDSTAGE_FAR"])
+        )
         return self._resized(SOURCE, macros, tables, few=call.few)
 
     def _resized(self, source: str, macros: dict[str, int], tables: Tables, *, few: bool) -> Fitted:

@@ -92,15 +92,15 @@ def _strides(group: Group) -> tuple[int, ...]:
 def access_of(mine: Group, other: Group) -> int:
     """Bytes of one access to views of both pools: 16 or more only if kernels can count within an item in 32 bits."""
     access = min(mine.access, other.access)
-    return access if access < UNIT or (_counts(mine) and _counts(other)) else UNIT // 2
+    return access if access < UNIT or (counts(mine, UNIT) and counts(other, UNIT)) else UNIT // 2
 
 
-def _counts(group: Group) -> bool:
-    """Whether an item's stride and all offsets within an item are below 64 GiB."""
+def counts(group: Group, step: int) -> bool:
+    """Whether an item's stride and all offsets within an item are below 2^32 steps of so many bytes."""
     last = (-(-group.rows_per_item // group.outer_rows), group.outer_rows, group.shards, group.segs)
     used = [stride * (n - 1) for stride, n in zip(_strides(group)[1:], last, strict=True)]
-    steps = (sum(used) + group.width) // UNIT
-    return min(used) >= 0 and steps < MAX_STEPS and 0 <= group.item_stride // UNIT < MAX_STEPS
+    steps = (sum(used) + group.width) // step
+    return min(used) >= 0 and steps < MAX_STEPS and 0 <= group.item_stride // step < MAX_STEPS
 
 
 def joined_rows(group: Group) -> int:

@@ -6,19 +6,20 @@
 // CTA may be as large as the call allows. The grid is persistent: the host limits the multiprocessors used.
 //
 // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool, 2 pool to peer. PDSTAGE_HEAD_MAJOR: the staged order.
-// PDSTAGE_NARROW: copies the groups that need accesses below 16 bytes; without it all others, and the machine code has
-// no such access. PDSTAGE_FLAT: every row is one run and there is one row level. PDSTAGE_SUM: adds the checksum.
-// PDSTAGE_ACCESS: 32 if every group, and staging, allow accesses of two units; else 16. PDSTAGE_THREADS: the maximum
-// per CTA. PDSTAGE_LISTED: items in the parameters, 0 if lists are in device memory.
+// PDSTAGE_NARROW: copies the groups that need accesses below 16 bytes; without it all others. PDSTAGE_FLAT: every row
+// is one run and there is one row level. PDSTAGE_SUM: adds the checksum. PDSTAGE_ACCESS: the bytes of an access, which
+// every group allows, from 16 on staging too. PDSTAGE_LONGEST: the bytes of the longest unit. PDSTAGE_THREADS: the
+// maximum per CTA. PDSTAGE_LISTED: items in the parameters, 0 if lists are in device memory. PDSTAGE_FAR as in copy.cuh.
 #include "checksum.cuh"
 #include "extents.cuh"
 #include "units.cuh"
 
 namespace pdstage {
 
-constexpr u32 UNITS = PDSTAGE_UNITS, TILE = LANES * UNITS;
-// Units of one access. Narrow groups have several accesses for one unit.
+constexpr u32 UNITS = PDSTAGE_UNITS, TILE = LANES * UNITS, LONGEST = PDSTAGE_LONGEST;
+// Units of one access. Narrow groups have one access or several for one unit.
 constexpr u32 WIDE = PDSTAGE_NARROW ? 1 : PDSTAGE_ACCESS / UNIT;
+using Access = decltype(accessed<PDSTAGE_ACCESS>());
 
 __device__ __forceinline__ Run run_at(const Group& group, const Extent& extent, u32 run) {
     if (PDSTAGE_FLAT) return {run, 0, 0};
@@ -87,7 +88,7 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
         if (unit_of(k) >= extent.n_units || !pool[k] || (TO_PEER && !peer[k])) continue;
-        bytes[k] = load_unit<T>(FROM_STAGING ? dense(k) : pool[k], length(unit_of(k)));
+        bytes[k] = load_unit<T, LONGEST>(FROM_STAGING ? dense(k) : pool[k], length(unit_of(k)));
         live |= 1 << k;
     }
     u64 sum = 0;
@@ -95,7 +96,7 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
     for (u32 k = 0; k < N; k++) {
         if (!(live >> k & 1)) continue;
         const u32 unit = unit_of(k);
-        store_unit<T>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
+        store_unit<T, LONGEST>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
         if (PDSTAGE_SUM) {
             read_again();
             const Run at = run_at(group, extent, run_of(unit));
@@ -106,37 +107,6 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
         }
     }
     return sum;
-}
-
-// Narrow units go one at a time: each is several loads in flight, and the registers must suffice for every width.
-template <typename T>
-__device__ __forceinline__ u64 copy_narrow(const Params& params, const Work& work, u32 first) {
-    u64 sum = 0;
-#pragma unroll 1
-    for (u32 k = 0; k < UNITS; k++) {
-        read_again();
-        sum += copy_units<T, 1>(params, work, first + k * LANES);
-    }
-    return sum;
-}
-
-__device__ __forceinline__ u64 copy_tile(const Params& params, const Work& work, u32 first) {
-#if PDSTAGE_NARROW
-    switch (work.group->access) {
-        case 1:
-            return copy_narrow<u8>(params, work, first);
-        case 2:
-            return copy_narrow<u16>(params, work, first);
-        case 4:
-            return copy_narrow<u32>(params, work, first);
-        default:
-            return copy_narrow<u64>(params, work, first);
-    }
-#elif PDSTAGE_ACCESS == 32
-    return copy_units<Bytes32, UNITS / WIDE>(params, work, first);
-#else
-    return copy_units<Bytes16, UNITS>(params, work, first);
-#endif
 }
 
 }  // namespace pdstage
@@ -156,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 1)
     for (u32 tile = blockIdx.x * warps + threadIdx.x / LANES; tile < n_tiles; tile += gridDim.x * warps) {
         while (tile >= extents[index].tiles) index++;
         const Work work = work_of(params, extents, TILE, index, tile);
-        [[maybe_unused]] const u64 sum = copy_tile(params, work, work.first + lane * WIDE);
+        [[maybe_unused]] const u64 sum = copy_units<Access, UNITS / WIDE>(params, work, work.first + lane * WIDE);
 #if PDSTAGE_SUM
         sums[threadIdx.x] += sum;
 #endif

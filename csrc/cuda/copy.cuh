@@ -106,15 +106,14 @@ __device__ __forceinline__ Run head_major(const Group& group, const Extent& exte
     return {before + within - shard * rows.by, shard, run - cell * group.segs.by};
 }
 
-// Within an item, groups of 16-byte access or wider count strides and offsets in 32 bits of 16 bytes each, others in
-// bytes. If a group's items reach further, the host gives it narrower accesses.
-#if PDSTAGE_NARROW
+// Within an item, strides and offsets count bytes, or 16 of them in groups of 16-byte access or wider: in 32 bits, but
+// with PDSTAGE_FAR, for groups whose items reach further.
+#if PDSTAGE_FAR
 using Offset = u64;
-constexpr u32 STEP = 1;
 #else
 using Offset = u32;
-constexpr u32 STEP = UNIT;
 #endif
+constexpr u32 STEP = PDSTAGE_NARROW ? 1 : UNIT;
 
 // The offset of a run from its row, and of a row from its item.
 __device__ __forceinline__ Offset in_row(const Side& side, const Run& run) {

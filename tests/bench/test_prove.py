@@ -49,7 +49,7 @@ def read(tmp_path, name="nvidia-x1", folder="out"):
 
 def test_what_would_be_missed_most_comes_first(machine, tmp_path):
     assert prove.main([]) == 0
-    first = ["compile", "smoke", "runs", "launch", "rooms", "sms", "models", "tests", "streams", "vllm"]
+    first = ["compile", "smoke", "runs", "launch", "rooms", "sms", "narrow", "models", "tests", "streams", "vllm"]
     assert machine["ran"] == [*first, "fused", "convert", "decode"]
     for folder in ("results", "out"):
         report = read(tmp_path, folder=folder)

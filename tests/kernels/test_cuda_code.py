@@ -37,21 +37,23 @@ pytestmark = [
 ]
 
 
-def macros(way, shape, narrow=0, summed=0, listed=0):
+def macros(way, shape, narrow=0, summed=0, listed=0, far=0):
     flat, head_major = SHAPES[shape]
     return {
         "PDSTAGE_WAY": WAYS[way],
         "PDSTAGE_FLAT": flat,
         "PDSTAGE_HEAD_MAJOR": head_major,
         "PDSTAGE_NARROW": narrow,
+        "PDSTAGE_FAR": far,
+        "PDSTAGE_LONGEST": 16,
         "PDSTAGE_SUM": summed,
         "PDSTAGE_LISTED": listed,
     }
 
 
-def plain(way, shape, narrow, summed, listed=0, access=16):
-    more = cuda_copy.plain_macros(CudaRuntime, WAYS[way], summed=bool(summed), access=access)
-    return cuda_copy.SOURCE, macros(way, shape, narrow, summed, listed) | more
+def plain(way, shape, summed, listed=0, access=16, far=0):
+    more = cuda_copy.plain_macros(CudaRuntime, WAYS[way], summed=bool(summed), access=access, far=bool(far))
+    return cuda_copy.SOURCE, macros(way, shape, int(access < 16), summed, listed, far) | more
 
 
 def bulk(way, shape, listed=0):
@@ -93,19 +95,28 @@ def test_every_kernel_reads_its_payload_once_in_the_widest_accesses(accesses_of,
     load.
     """
     lists = (0,) if way == "copy" else (0, LISTED, LISTED_LARGE)
-    kernels = {key: plain(way, *key) for key in product(SHAPES, (0, 1), SUMS[way], lists)}
+    kernels = {key: plain(way, *key) for key in product(SHAPES, SUMS[way], lists)}
     if architecture != "sm_80":
-        kernels |= {key: bulk(way, key[0], key[3]) for key in product(SHAPES, (0,), ("bulk",), lists)}
+        kernels |= {key: bulk(way, key[0], key[2]) for key in product(SHAPES, ("bulk",), lists)}
     for key, accesses in accesses_of(kernels, architecture).items():
-        _, narrow, summed, listed = key
+        _, summed, listed = key
         units = cuda_copy.units(WAYS[way], summed=bool(summed))
-        if narrow:
-            assert not {PAYLOAD_LOAD, PAYLOAD_STORE} & set(accesses), (key, "16-byte access has a launch of its own")
-        elif summed == "bulk":
+        if summed == "bulk":
             assert set(payload_of(accesses)) == BULK, key
         else:
             assert payload_of(accesses) == [PAYLOAD_LOAD] * units + [PAYLOAD_STORE] * units, key
-        assert narrow or not listed or not INDEX_LISTS & set(accesses), key
+        assert not listed or not INDEX_LISTS & set(accesses), key
+
+
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
+@pytest.mark.parametrize("way", WAYS)
+def test_narrow_kernels_fit_their_registers_with_several_units_in_flight(accesses_of, architecture, way):
+    kernels = {
+        key: plain(way, shape, summed, listed, access, far)
+        for key in product(SHAPES, SUMS[way], (0,) if way == "copy" else (0, LISTED_LARGE), (1, 4, 8), (0, 1))
+        for shape, summed, listed, access, far in [key]
+    }
+    accesses_of(kernels, architecture, code=False)
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES_32, full={"sm_103", "sm_120"}))
@@ -113,7 +124,7 @@ def test_every_kernel_reads_its_payload_once_in_the_widest_accesses(accesses_of,
 def test_32_byte_kernels_access_payload_in_32_bytes_only(accesses_of, architecture, way):
     lists = (0,) if way == "copy" else (0, LISTED_LARGE)
     kernels = {
-        key: plain(way, shape, 0, summed, listed, access=32)
+        key: plain(way, shape, summed, listed, access=32)
         for key in product(SHAPES, SUMS[way], lists)
         for shape, summed, listed in [key]
     }
@@ -129,7 +140,7 @@ DECODED_SCALES = {"LDG.E.U8.CONSTANT"}
 
 def converting(way, kinds, narrow=0, listed=0):
     more = cuda_convert.convert_macros(CudaRuntime, kinds) | {"PDSTAGE_UNITS": cuda_convert.UNITS[WAYS[way]]}
-    return cuda_convert.SOURCE, macros(way, "token-major", narrow, listed=listed) | more
+    return cuda_convert.SOURCE, macros(way, "token-major", narrow, listed=listed, far=narrow) | more
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))

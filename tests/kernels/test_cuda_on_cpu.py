@@ -125,6 +125,19 @@ def test_what_is_no_multiple_of_32_bytes_is_accessed_in_16(less, checksum):
     assert set(narrower.machine.accesses) == {16}, "a device without such accesses"
 
 
+NARROW = [(width, checksum) for width in (1, 2, 4, 6, 8, 12, 24, 33, 132) for checksum in (False, True)]
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["", "far"])
+@pytest.mark.parametrize(("width", "checksum"), NARROW)
+def test_narrow_runs_of_any_length_are_the_references(monkeypatch, width, checksum, far):
+    """By accesses as wide as the run allows, of which a unit has one to sixteen; with offsets of either size."""
+    monkeypatch.setattr(cuda_copy, "counts", lambda *_: not far)
+    rig = CpuRig(listed=())
+    check(rig, one_transfer({"pads": {"shard": width}}, {}, width=width, checksum=checksum))
+    assert set(rig.machine.accesses) <= {width & -width, 2 * width & -2 * width}, "cells that lie together are one run"
+
+
 def stored(*of, n_items=64, rows=4, order=NHD):
     """A pool, and all of it selected."""
     of = of or (Logical(width=64),)
@@ -136,7 +149,7 @@ def test_one_group_of_16_bytes_keeps_its_launch_to_16():
     of = [Logical("kv", width=64), Logical("index", width=48), Logical("scale", width=24)]
     held, select = stored(*of, n_items=20, rows=8)
     index, tokens = {one.name: Index.of(np.arange(20)) for one in of}, {one.name: (3, 151) for one in of}
-    for chosen, taken in ((select[:1], [32]), (select[:2], [16]), (select[::2], [32, 16])):
+    for chosen, taken in ((select[:1], [32]), (select[:2], [16]), (select[::2], [32, 8])):
         rig = CpuRig(widest=32)
         gathered(rig.plan(held.layout, chosen, TOKEN_MAJOR, False), index, tokens)
         assert rig.machine.accesses == taken
