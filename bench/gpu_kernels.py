@@ -20,7 +20,7 @@ from .harness import Row, Spread, rate
 from .variants import CUDA_BULK, CUDA_PLAIN, plan_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -35,7 +35,7 @@ CHUNKS = (256, 1024, 4096, 8192)
 RUN_VIEWS = 16
 RUNS_NBYTES = 256 << 20
 CURVE_NBYTES = 64 << 20
-NARROW = (1, 4, 8, 16, 132)  # 132: an index of DeepSeek-V3.2
+NARROW = (1, 4, 8, 16)
 NARROW_NBYTES = 16 << 20
 OF_COPY = 0.9  # from runs of 256 B on
 SM_TARGETS = {50: 2, 400: 16}
@@ -235,41 +235,49 @@ def _beside_copy(
 
 def sms(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
     """Bandwidth by `max_sms`, and how many multiprocessors a 400 Gb NIC and NVLink need."""
-    runs = (256,) if quick else (256, 1024, 16384)
-    return _by_sms(bed, runs, curves.sm_steps(bed.n_sms, quick=quick), bed.sized(nbytes))
+    nbytes = bed.sized(nbytes)
+    for run_nbytes in (256,) if quick else (256, 1024, 16384):
+        case = runs_case(bed, run_nbytes, nbytes)
+        of_run = {"table": "sms", "run_nbytes": run_nbytes}
+        named = f"{curves.size_name(run_nbytes)} runs"
+        yield from _by_sms(case, named, of_run, curves.sm_steps(bed.n_sms, quick=quick))
 
 
 def narrow(bed: Bed, quick: bool, nbytes: int = NARROW_NBYTES) -> Iterator[Row]:
-    """The same for runs that no 16-byte access divides, and for single ones of 16."""
-    return _by_sms(bed, NARROW[-2:] if quick else NARROW, (*SM_TARGETS.values(), bed.n_sms), bed.sized(nbytes))
+    """The same for runs of at most 16 bytes, which a device moves by their number, and for a model that has some."""
+    steps = (*SM_TARGETS.values(), bed.n_sms)
+    for run_nbytes in NARROW[-1:] if quick else NARROW:
+        case = runs_case(bed, run_nbytes, bed.sized(nbytes))
+        of_run = {"table": "narrow", "run_nbytes": run_nbytes}
+        yield from _by_sms(case, f"{curves.size_name(run_nbytes)} runs", of_run, steps)
+    model = shapes.DEEPSEEK_V32_FP8
+    tokens = TRIED_TOKENS if bed.kind == "cpu" else CHUNKS[-1]
+    case = model_case(bed, shapes.Pair(model, 4, 8), tokens, "gather")
+    yield from _by_sms(case, model.name, {"table": "narrow", "pair": model.name}, steps)
 
 
-def _by_sms(bed: Bed, runs: Iterable[int], steps: Sequence[int], nbytes: int) -> Iterator[Row]:
-    for run_nbytes in runs:
-        case = runs_case(bed, run_nbytes, nbytes)
-        case.check_agreement()
-        run = curves.size_name(run_nbytes)
-        reached: dict[tuple[str, str], dict[int, float]] = {}
-        for n in steps:
-            works = {(way, v): w for v in bed.variants for way, w in case.works(v, max_sms=n).items()}
-            timed = {f"{way}, {v}, {run} runs, {n} SMs": work for (way, v), work in works.items()}
-            points = [
-                {"table": "sms", "way": way, "variant": v, "run_nbytes": run_nbytes, "max_sms": n} for way, v in works
-            ]
-            measured = _beside_copy(case, timed, points, repeats=QUICK_REPEATS)
-            yield from measured
-            for key, row in zip(works, measured, strict=True):
-                reached.setdefault(key, {})[n] = row.value
-        for (way, v), curve in reached.items():
-            yield from (needed(bed.n_sms, (way, v, run_nbytes), curve, wanted) for wanted in SM_TARGETS)
+def _by_sms(case: Case, named: str, point: dict[str, object], steps: Sequence[int]) -> Iterator[Row]:
+    bed = case.bed
+    case.check_agreement()
+    reached: dict[tuple[str, str], dict[int, float]] = {}
+    for n in steps:
+        works = {(way, v): w for v in bed.variants for way, w in case.works(v, max_sms=n).items()}
+        timed = {f"{way}, {v}, {named}, {n} SMs": work for (way, v), work in works.items()}
+        points = [{**point, "way": way, "variant": v, "max_sms": n} for way, v in works]
+        measured = _beside_copy(case, timed, points, repeats=QUICK_REPEATS)
+        yield from measured
+        for key, row in zip(works, measured, strict=True):
+            reached.setdefault(key, {})[n] = row.value
+    for (way, v), curve in reached.items():
+        of_curve = {**point, "table": f"{point['table']} needed", "way": way, "variant": v}
+        yield from (needed(bed.n_sms, f"{way}, {v}, {named}", of_curve, curve, wanted) for wanted in SM_TARGETS)
 
 
-def needed(n_sms: int, where: tuple[str, str, int], curve: dict[int, float], wanted: int) -> Row:
+def needed(n_sms: int, named: str, point: dict[str, object], curve: dict[int, float], wanted: int) -> Row:
     """The multiprocessors that `wanted` GB/s needs; if all of them do not reach it, one more than there are, a miss."""
-    way, variant, run_nbytes = where
     least = curves.least_reaching(curve, wanted)
     return Row(
-        name=f"SMs for {wanted} GB/s, {way}, {variant}, {curves.size_name(run_nbytes)} runs",
+        name=f"SMs for {wanted} GB/s, {named}",
         value=max(n_sms, SM_TARGETS[wanted]) + 1 if least is None else least,
         baseline=n_sms,
         unit="SMs",
@@ -277,11 +285,8 @@ def needed(n_sms: int, where: tuple[str, str, int], curve: dict[int, float], wan
         on="value",
         better="lower",
         detail=f"not reached: at most {max(curve.values()):.0f} GB/s" if least is None else "baseline: all there are",
-        point={
-            "table": "sms needed", "way": way, "variant": variant, "run_nbytes": run_nbytes, "wanted": wanted,
-            "reached": least is not None,
-        },
-    )  # fmt: skip
+        point={**point, "wanted": wanted, "reached": least is not None},
+    )
 
 
 def launch(bed: Bed, quick: bool, tokens: int = 256) -> list[Row]:

@@ -71,6 +71,16 @@ DEEPSEEK_V32 = Model(
     ),
     page=64,
 )
+# The same as the kernels keep it: 512 latent bytes, their scales and 64 rope elements; of an index page keys before
+# scales.
+DEEPSEEK_V32_FP8 = Model(
+    "DeepSeek-V3.2 in fp8",
+    tuple(
+        Block("kv", range(61), (Array(role, "none", 1, width, "bytes"),))
+        for role, width in (("latent", 656), ("index_k", 128), ("index_scale", 4))
+    ),
+    page=64,
+)
 # Every fourth of 48 layers is attention; the others keep a convolution's last 3 columns of [q | k | v] and a float32
 # state [v_head, 128, 128].
 _LINEAR = tuple(layer for layer in range(48) if layer % 4 != 3)

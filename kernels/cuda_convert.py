@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 missing = cuda_copy.missing
 SOURCE, SUM_SOURCE = "convert.cu", "sum.cu"
-# Units of a thread in flight: 64 bytes of the pool when encoding, as many of staging when decoding or summing.
-UNITS = {TO_STAGING: 2, FROM_STAGING: 4}
+# Units of a thread in flight, multiples of 3: 48 bytes of the pool when encoding, as many of staging when decoding.
+UNITS = {TO_STAGING: 3, FROM_STAGING: 6}
 SUM_UNITS = 4
-_VALUES = 16  # values of a unit
+_VALUES = 8  # values of a unit
 _WIDE, _WORDS_STAGED, _VALUES_AND_BYTES, _BYTES = range(4)
 _CODING = np.dtype(
     [
@@ -100,7 +100,7 @@ class _Coded(NamedTuple):
             return _WIDE if pool >= UNIT else _WORDS_STAGED if pool >= 4 else _BYTES
         staged = UNIT if encoding.part == SCALE else math.gcd(UNIT, self.width, self.n_values)
         if pool >= UNIT and staged >= 4:
-            return _WIDE if staged == UNIT else _WORDS_STAGED
+            return _WIDE if staged >= _VALUES else _WORDS_STAGED
         return _VALUES_AND_BYTES if pool >= 2 else _BYTES
 
 

@@ -55,7 +55,10 @@ __device__ __forceinline__ T load(u64 address) {
 
 template <typename T>
 __device__ __forceinline__ void store(u64 address, T value) {
-    *reinterpret_cast<T*>(address) = value;
+    if constexpr (sizeof(T) == 8) asm volatile("st.global.u64 [%0], %1;" ::"l"(address), "l"(value));
+    if constexpr (sizeof(T) == 4) asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(value));
+    if constexpr (sizeof(T) == 2) asm volatile("st.global.u16 [%0], %1;" ::"l"(address), "h"(value));
+    if constexpr (sizeof(T) == 1) asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "r"(u32(value)));
 }
 
 // An entry of an index or a table: constant during a launch and read by many threads, so L1 may keep it.

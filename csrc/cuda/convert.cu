@@ -1,11 +1,11 @@
 // Gather that encodes bf16 as fp8, and scatter that decodes: one launch over all views of a chunk, with the tables,
 // tiles per warp and persistent grid of copy.cu.
 //
-// A *unit* here is 16 values of one cell: two 16-byte accesses of the pool, one of staging. A thread issues the
-// loads of UNITS units before its first store. Values that share a scale are in neighbouring lanes, which agree on it
-// by shuffles: a block of 32 is two lanes, a token's head as many lanes as it has units, up to a power of two.
-// (kernels/cuda_convert.py numbers units so that a warp's end cuts none of these.) Copied groups move as in copy.cu, in
-// units of 16 bytes.
+// A *unit* here is 8 values of one cell: a 16-byte access of the pool, one of 8 bytes of staging, so that neighbouring
+// lanes access neighbouring bytes of both. A thread issues the loads of UNITS units before its first store. Values that
+// share a scale are in neighbouring lanes, which agree on it by shuffles: a block of 32 is four lanes, a token's head
+// as many lanes as it has units, up to a power of two. (kernels/cuda_convert.py numbers units so that a warp's end cuts
+// none of these.) Copied groups move as in copy.cu, in units of 16 bytes.
 //
 // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool. PDSTAGE_KINDS: a bit for each kind of the groups, numbered as
 // in e4m3.cuh. PDSTAGE_NARROW: converts the groups that need accesses below 16 bytes in the pool or in staging; without
@@ -17,7 +17,7 @@
 
 namespace pdstage {
 
-constexpr u32 UNITS = PDSTAGE_UNITS, TILE = LANES * UNITS, VALUES = 16;
+constexpr u32 UNITS = PDSTAGE_UNITS, TILE = LANES * UNITS, VALUES = 8;
 // Units whose loads are issued at once: fewer if the registers must suffice for every width.
 constexpr u32 TOGETHER = PDSTAGE_NARROW ? 1 : UNITS;
 
@@ -32,35 +32,28 @@ struct Coding {
 // How narrow groups are accessed in the pool and in staging; copied groups in both as in staging.
 constexpr u32 WORDS_STAGED = 1, VALUES_AND_BYTES = 2;
 
-// 16 bf16 values, two per word.
+// 8 bf16 values, two per word.
 struct Values {
-    u32 words[8];
+    u32 words[4];
 };
 
 template <typename T>
 __device__ __forceinline__ Values load_values(u64 address, u32 n) {
-    const Bytes16 low = load_unit<T>(address, 2 * n);
-    Bytes16 high = {0, 0};
-    if (n > 8) high = load_unit<T>(address + UNIT, 2 * n - UNIT);
-    return {{u32(low.low), u32(low.low >> 32), u32(low.high), u32(low.high >> 32), u32(high.low), u32(high.low >> 32),
-             u32(high.high), u32(high.high >> 32)}};
+    const Bytes16 all = load_unit<T>(address, 2 * n);
+    return {{u32(all.low), u32(all.low >> 32), u32(all.high), u32(all.high >> 32)}};
 }
 
 template <typename T>
 __device__ __forceinline__ void store_values(u64 address, const Values& values, u32 n) {
-    const auto half = [&](u32 at) {
-        const u32* words = values.words + at;
-        return Bytes16{words[0] | u64(words[1]) << 32, words[2] | u64(words[3]) << 32};
-    };
-    store_unit<T>(address, half(0), 2 * n);
-    if (n > 8) store_unit<T>(address + UNIT, half(4), 2 * n - UNIT);
+    const u32* words = values.words;
+    store_unit<T>(address, {words[0] | u64(words[1]) << 32, words[2] | u64(words[3]) << 32}, 2 * n);
 }
 
 // The bits of the largest magnitude.
 __device__ __forceinline__ u32 greatest(const Values& values) {
     u32 most = 0;
 #pragma unroll
-    for (u32 i = 0; i < 8; i++) most = max(most, max(values.words[i] << 16 & MAGNITUDE, values.words[i] & 0x7FFF0000));
+    for (u32 i = 0; i < 4; i++) most = max(most, max(values.words[i] << 16 & MAGNITUDE, values.words[i] & 0x7FFF0000));
     return most;
 }
 
@@ -72,9 +65,9 @@ __device__ __forceinline__ u32 greatest_of_lanes(u32 most, u32 lanes) {
 // The divisor or factor of all values of a unit.
 template <u32 KIND>
 __device__ __forceinline__ Bytes16 encoded(const Values& values, float factor) {
-    u32 codes[4] = {0, 0, 0, 0};
+    u32 codes[2] = {0, 0};
 #pragma unroll
-    for (u32 i = 0; i < 8; i++) {
+    for (u32 i = 0; i < 4; i++) {
         float low = float_of(values.words[i] << 16), high = float_of(values.words[i] & 0xFFFF0000);
         if (KIND == TENSOR_DIVIDE) {
             low = low / factor;
@@ -90,15 +83,15 @@ __device__ __forceinline__ Bytes16 encoded(const Values& values, float factor) {
         }
         codes[i / 2] |= to_e4m3(low, high) << (i % 2 * 16);
     }
-    return {codes[0] | u64(codes[1]) << 32, codes[2] | u64(codes[3]) << 32};
+    return {codes[0] | u64(codes[1]) << 32, 0};
 }
 
-__device__ __forceinline__ Values decoded(Bytes16 codes, float scale) {
+__device__ __forceinline__ Values decoded(u64 codes, float scale) {
     Values values;
 #pragma unroll
-    for (u32 i = 0; i < 8; i++) {
+    for (u32 i = 0; i < 4; i++) {
         float low, high;
-        from_e4m3(u32((i < 4 ? codes.low : codes.high) >> (i % 4 * 16)), low, high);
+        from_e4m3(u32(codes >> (i * 16)), low, high);
         values.words[i] = to_bf16(low * scale, high * scale);
     }
     return values;
@@ -157,7 +150,7 @@ __device__ __forceinline__ void encode_units(const Params& params, const Coding&
         }
         if (!unit.n || items[k] == NO_ITEM) continue;
         const u64 cell = work.staged + u64(unit.run) * group.width;
-        if (coding.holds != SCALES) store_unit<S>(cell + unit.offset, encoded<KIND>(values[k], factor), unit.n);
+        if (coding.holds != SCALES) store_unit<S, VALUES>(cell + unit.offset, encoded<KIND>(values[k], factor), unit.n);
         const u64 scales = coding.holds == SCALES ? cell : cell + coding.n_values;
         if (KIND < TOKEN_HEAD || coding.holds == DATA) continue;
         if (KIND != TOKEN_HEAD) {
@@ -176,7 +169,7 @@ template <u32 KIND, typename T, typename S, u32 N>
 __device__ __forceinline__ void decode_units(const Params& params, const Coding& coding, const Work& work, u64 scales,
                                              u32 apart, u32 first) {
     const Group& group = *work.group;
-    Bytes16 codes[N];
+    u64 codes[N];
     float factors[N];
     u32 live = 0;
 #pragma unroll
@@ -184,7 +177,7 @@ __device__ __forceinline__ void decode_units(const Params& params, const Coding&
         const Unit unit(group, coding, work, first + k * LANES);
         if (!unit.n) continue;
         live |= 1 << k;
-        codes[k] = load_unit<S>(work.staged + u64(unit.run) * group.width + unit.offset, unit.n);
+        codes[k] = load_unit<S, VALUES>(work.staged + u64(unit.run) * group.width + unit.offset, unit.n).low;
         const u64 beside = scales + u64(unit.run) * apart;
         if (KIND == TOKEN_HEAD)
             factors[k] = float_of(sizeof(S) >= 4 ? load<u32>(beside) : u32(load_unit<u8>(beside, 4).low));
@@ -235,7 +228,7 @@ __device__ __forceinline__ void copy_units(const Params& params, const Work& wor
 template <u32 KIND, typename T, typename S, u32 N>
 __device__ __forceinline__ void convert_units(const Params& params, const Extent* extents, const Coding& coding,
                                               const Work& work, u32 first) {
-    if (KIND == COPY) {
+    if constexpr (KIND == COPY) {
         copy_units<S, N>(params, work, first);
     } else if (TO_STAGING) {
         encode_units<KIND, T, S, N>(params, coding, work, first);
@@ -255,7 +248,7 @@ __device__ __forceinline__ void convert_units(const Params& params, const Extent
 template <u32 KIND>
 __device__ __forceinline__ void convert_tile(const Params& params, const Extent* extents, const Coding& coding,
                                              const Work& work, u32 first) {
-    constexpr u32 N = KIND == COPY && TOGETHER > 2 ? 2 : TOGETHER;
+    constexpr u32 N = KIND == COPY && TOGETHER > 2 ? TOGETHER / 3 : TOGETHER;
 #pragma unroll 1
     for (u32 k = 0; k < UNITS; k += N, first += N * LANES) {
 #if PDSTAGE_NARROW
@@ -266,7 +259,8 @@ __device__ __forceinline__ void convert_tile(const Params& params, const Extent*
         else
             convert_units<KIND, u8, u8, 1>(params, extents, coding, work, first);
 #else
-        convert_units<KIND, Bytes16, Bytes16, N>(params, extents, coding, work, first);
+        convert_units<KIND, Bytes16, decltype(accessed<KIND == COPY ? UNIT : VALUES>()), N>(params, extents, coding,
+                                                                                            work, first);
 #endif
     }
 }

@@ -9,7 +9,8 @@
 // PDSTAGE_NARROW: copies the groups that need accesses below 16 bytes; without it all others. PDSTAGE_FLAT: every row
 // is one run and there is one row level. PDSTAGE_SUM: adds the checksum. PDSTAGE_ACCESS: the bytes of an access, which
 // every group allows, from 16 on staging too. PDSTAGE_LONGEST: the bytes of the longest unit. PDSTAGE_THREADS: the
-// maximum per CTA. PDSTAGE_LISTED: items in the parameters, 0 if lists are in device memory. PDSTAGE_FAR as in copy.cuh.
+// maximum per CTA. PDSTAGE_LISTED: items in the parameters, 0 if lists are in device memory. PDSTAGE_FAR as in
+// copy.cuh.
 #include "checksum.cuh"
 #include "extents.cuh"
 #include "units.cuh"
