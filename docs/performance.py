@@ -43,12 +43,19 @@ Targets were missed on two shared cores for these reasons, by profiles (`perf re
   more than the list's 4.8: Open 0.7 ms until prefill has it, 0.1 for descriptors and their checks, 0.5 from the
   write's end to Success. Over TCP most of that hides behind the bytes. `local`, which `auto` takes within a host,
   moves the same pages at 1.4 times the speed of NIXL's lists (median of 26 cells of 32 MiB and more; 0.9 in one).
-* *Rooms.* 71 % of both sides' samples are in the interpreter, 23 % in the kernel (sockets), 1 % in own C++. A room is
+* *Rooms.* 71 % of both sides' samples are in the interpreter, 23 % in the kernel (sockets), 1 % in own C++. A room was
   1,084 calls on both sides, spread over 330 functions: the dearest has 2.5 % of the time, and wire, timers and coverage
   together 10 %. So there is no hot end to compile. Prefill's process takes 132 us a room, of which 103 are in turns of
   its node. With 10,000 rooms open Python's garbage collector walks them: without it their cost is 1.2 x.
 * An idle room is two messages one after the other, each from a sleeping process to another: the echo alone takes 90 to
   150 us. `bind` takes 55 us, prefill's turn 160 and decode's 100, what follows their last message included.
+* *A page between two processes on one H200* (at 1fb54d5, `local`, inline, 1.85 ms): receive to bind 0.16, Open 0.49, the
+  gather 0.31, to the write 0.06, write 0.06, tag 0.16, scatter 0.34, to Success 0.12. Without a GPU the gather and the
+  scatter of such a room take 0.12 and 0.14: the rest is two processes that take turns on one device. `local` refuses
+  device memory of processes under MPS, so the room was not measured there.
+* *The first room there* (18 to 24 ms over `local`, 42 to 48 over NIXL, beside 3): 2 ms of HTTP, the handshake and the
+  peer's checks on both sides, 1 to 2 of CUDA IPC, plans and tables; NIXL's `add_remote_agent` takes 16, and the first
+  message on the other side 12.
 * Host copies of 64 and 128 B from pool to pool cost an address each on both sides, which the tuned loop has in a list
   already. A gather of single heads of 64 B reads a line of 512: neither it nor the loop is near a streaming copy.
 * *Cells* are medians of three to nine on a machine that others share: two runs of one commit differ by up to 30 % in a

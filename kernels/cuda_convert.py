@@ -39,17 +39,12 @@ if TYPE_CHECKING:
 
 missing = cuda_copy.missing
 SOURCE, SUM_SOURCE = "convert.cu", "sum.cu"
-# Units of a thread in flight, multiples of 3: 48 bytes of the pool when encoding, as many of staging when decoding.
-UNITS = {TO_STAGING: 3, FROM_STAGING: 6}
+# Units of a thread in flight: 64 bytes of the pool when encoding, 48 of staging when decoding, 64 when summing.
+UNITS = {TO_STAGING: 2, FROM_STAGING: 3}
 SUM_UNITS = 4
-_VALUES = 8  # values of a unit
-_WIDE, _WORDS_STAGED, _VALUES_AND_BYTES, _BYTES = range(4)
-_CODING = np.dtype(
-    [
-        (name, "<u4")
-        for name in ("kind", "holds", "n_values", "units", "access", "scales_group", "scales_first", "unused")
-    ]
-)
+_VALUES = 16  # values of a unit
+WIDE, WORDS_STAGED, _VALUES_AND_BYTES, BYTES = range(4)
+_CODING = np.dtype([(name, "<u4") for name in ("kind", "holds", "n_values", "units", "scales_group", "scales_first")])
 
 
 def compile_plan(recipe: Recipe) -> ConvertPlan:
@@ -94,14 +89,16 @@ class _Coded(NamedTuple):
 
     @property
     def access(self) -> int:
-        """How units are loaded and stored: the numbers of csrc/cuda/convert.cu."""
+        """How units are loaded and stored: the numbers of csrc/cuda/convert.cu, each of which allows what those before
+        it allow.
+        """
         pool, encoding = access_of(self.group, self.group), self.coding.encoding
         if encoding is None:
-            return _WIDE if pool >= UNIT else _WORDS_STAGED if pool >= 4 else _BYTES
+            return WIDE if pool >= UNIT else WORDS_STAGED if pool >= 4 else BYTES
         staged = UNIT if encoding.part == SCALE else math.gcd(UNIT, self.width, self.n_values)
         if pool >= UNIT and staged >= 4:
-            return _WIDE if staged >= _VALUES else _WORDS_STAGED
-        return _VALUES_AND_BYTES if pool >= 2 else _BYTES
+            return WIDE if staged == UNIT else WORDS_STAGED
+        return _VALUES_AND_BYTES if pool >= 2 else BYTES
 
 
 class ConvertPlan(CudaPlan):
@@ -151,23 +148,29 @@ class ConvertPlan(CudaPlan):
         coded = list(self._coded())
         self._sums = self._loaded(
             [one.accessed(math.gcd(UNIT, one.width)) for one in coded], [-(-one.width // UNIT) for one in coded],
-            sum_macros,
+            lambda _: sum_macros(self._machine),
         )  # fmt: skip
+
+        def macros_of(mine: Sequence[int]) -> dict[str, int]:
+            return convert_macros(
+                self._machine, [coded[number].kind for number in mine], max(coded[number].access for number in mine)
+            )
+
         return self._loaded(
-            [one.accessed(UNIT if one.access == _WIDE else min(one.group.access, UNIT // 2)) for one in coded],
-            [one.numbered for one in coded], convert_macros, _pack_codings(coded),
+            [one.accessed(UNIT if one.access == WIDE else min(one.group.access, UNIT // 2)) for one in coded],
+            [one.numbered for one in coded], macros_of, _pack_codings(coded),
         )  # fmt: skip
 
     def _loaded(
         self,
         coded: Sequence[_Coded],
         units: Sequence[int],
-        macros_of: Callable[[CudaRuntime, Sequence[int]], dict[str, int]],
+        macros_of: Callable[[Sequence[int]], dict[str, int]],
         *behind: NDArray[np.uint8],
     ) -> Tables:
         """Groups of cells of `units` units each; `behind` are further tables that the kernel reads per group.
 
-        Groups of 16-byte access have one launch, all others another; each is compiled for its kinds.
+        Groups of 16-byte access have one launch, all others another; each is compiled for its groups, by their numbers.
         """
         machine = self._machine
         if len(coded) > machine.threads:
@@ -187,7 +190,7 @@ class ConvertPlan(CudaPlan):
             if mine:
                 macros = reach_macros((groups[number] for number in mine), narrow)
                 macros |= {"PDSTAGE_FLAT": 0, "PDSTAGE_HEAD_MAJOR": 0}
-                macros |= macros_of(machine, [coded[number].kind for number in mine])
+                macros |= macros_of(mine)
                 parts.append(Part([groups[number] for number in mine], macros, False, UNIT, {}))
         return Tables((table.ptr, table.ptr + of_groups.nbytes, len(coded)), parts, table)
 
@@ -218,15 +221,16 @@ class ConvertPlan(CudaPlan):
         return self._resized(SUM_SOURCE if call.summed else SOURCE, macros, tables, few=call.few)
 
 
-def convert_macros(machine: CudaRuntime | type[CudaRuntime], kinds: Sequence[int]) -> dict[str, int]:
-    """For groups of these kinds: with several kinds, half the threads may have twice the registers."""
+def convert_macros(machine: CudaRuntime | type[CudaRuntime], kinds: Sequence[int], access: int) -> dict[str, int]:
+    """For groups of these kinds and accesses: with several kinds, half the threads may have twice the registers."""
     bits = sum(1 << kind for kind in set(kinds))
     return {
-        "PDSTAGE_KINDS": bits, "PDSTAGE_THREADS": machine.threads * (CTAS_PER_SM if bits.bit_count() == 1 else 1),
+        "PDSTAGE_KINDS": bits, "PDSTAGE_CELLS": access,
+        "PDSTAGE_THREADS": machine.threads * (CTAS_PER_SM if bits.bit_count() == 1 else 1),
     }  # fmt: skip
 
 
-def sum_macros(machine: CudaRuntime | type[CudaRuntime], _kinds: Sequence[int] = ()) -> dict[str, int]:
+def sum_macros(machine: CudaRuntime | type[CudaRuntime]) -> dict[str, int]:
     return {"PDSTAGE_THREADS": machine.threads * CTAS_PER_SM}
 
 
@@ -237,7 +241,7 @@ def _pack_codings(coded: Sequence[_Coded]) -> NDArray[np.uint8]:
         encoding = one.coding.encoding
         scales = _scales_of(one, coded) if encoding is not None and encoding.part == DATA else (0, 0)
         holds = HOLDS[encoding.part] if encoding is not None else 0
-        packed[at] = (one.kind, holds, one.n_values, one.units, one.access, *scales, 0)
+        packed[at] = (one.kind, holds, one.n_values, one.units, *scales)
     return packed.view(np.uint8)
 
 

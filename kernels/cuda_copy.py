@@ -62,9 +62,7 @@ BULK_SOURCE = "bulk.cu"
 BULK_THREADS = 128
 BULK_FROM_NBYTES = {90: 2048, 100: 2048, 120: 0}
 """The shortest runs for bulk copies, by compute capability: a device uses the last entry that is not above its own; 0
-is never. From 120 on a CTA has 99 KiB of shared memory, and the rings take 192.
-
-An assumption, until the row "bulk copies are ahead from" in bench/results of such a device replaces it.
+is never. From 120 on a CTA has 99 KiB of shared memory, and the rings take 192. An H200 confirms 2,048.
 """
 
 
@@ -82,19 +80,20 @@ def runtime_of(device: str) -> Runtime:
     return held_runtime(device)[0]
 
 
-def units(way: int, *, summed: bool, access: int = UNIT, far: bool = False) -> int:
+def units(way: int, *, summed: bool, access: int = UNIT, longest: int = UNIT, far: bool = False) -> int:
     """Units of up to 16 bytes that a thread has in flight: as many as fit 64 registers. A checksum takes some of them,
-    a second pool too, and so do offsets of 64 bits. Accesses of 32 bytes have half the addresses.
+    a second pool too, and so do offsets of 64 bits. Accesses of 32 bytes have half the addresses. Scattered units of
+    several accesses are the slower the more there are (an H200: runs of 132 B).
     """
     if access > UNIT:
         return 4
-    return 1 if far else 4 - summed - (way == TO_PEER) * (1 + (access < UNIT))
+    if far:
+        return 1
+    several = way == FROM_STAGING and access < min(UNIT, longest)
+    return 2 if several else 4 - summed - (way == TO_PEER) * (1 + (access < UNIT))
 
 
-def plain_macros(
-    machine: CudaRuntime | type[CudaRuntime], way: int, *, summed: bool, access: int = UNIT, far: bool = False
-) -> dict[str, int]:
-    n_units = units(way, summed=summed, access=access, far=far)
+def plain_macros(machine: CudaRuntime | type[CudaRuntime], n_units: int, access: int = UNIT) -> dict[str, int]:
     return {
         "PDSTAGE_THREADS": CTAS_PER_SM * machine.threads, "PDSTAGE_UNITS": n_units, "PDSTAGE_ACCESS": access,
     }  # fmt: skip
@@ -298,9 +297,9 @@ class CudaPlan:
             shared = BULK_THREADS // LANES * machine.bulk.nbytes + BULK_THREADS * EXTENT_NBYTES
             kernel = machine.kernel(BULK_SOURCE, macros | bulk_macros(machine), BULK_THREADS, shared)
             return Fitted(kernel, machine.bulk.stage_nbytes // UNIT, BULK_THREADS // LANES, machine.n_sms)
-        macros |= plain_macros(
-            machine, call.way, summed=call.summed, access=min(part.access, call.access), far=bool(macros["PDSTAGE_FAR"])
-        )
+        access, longest, far = min(part.access, call.access), macros["PDSTAGE_LONGEST"], bool(macros["PDSTAGE_FAR"])
+        n_units = units(call.way, summed=call.summed, access=access, longest=longest, far=far)
+        macros |= plain_macros(machine, n_units, access)
         return self._resized(SOURCE, macros, tables, few=call.few)
 
     def _resized(self, source: str, macros: dict[str, int], tables: Tables, *, few: bool) -> Fitted:

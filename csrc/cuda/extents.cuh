@@ -89,17 +89,16 @@ __device__ __forceinline__ Work work_of(const Params& params, const Extent* exte
             (local - number * extent.tiles_per_view.by) * tile_units};
 }
 
-// Lays out a call's views in `extents`, and passes a warp's tiles to `take` one after the other: the work, the
-// number of its group, and the calling lane's first unit.
+// Lays out a call's views in `extents`, and passes a warp's tiles to `take` one after the other: the work, and the
+// number of its group.
 template <typename Take>
 __device__ __forceinline__ void for_tiles(const Params& params, Extent* extents, u32 tile_units, const Take& take) {
     lay_out(params, extents, tile_units);
-    const u32 n_tiles = extents[params.n_groups - 1].tiles, warps = blockDim.x / LANES, lane = threadIdx.x % LANES;
+    const u32 n_tiles = extents[params.n_groups - 1].tiles, warps = blockDim.x / LANES;
     u32 index = 0;
     for (u32 tile = blockIdx.x * warps + threadIdx.x / LANES; tile < n_tiles; tile += gridDim.x * warps) {
         while (tile >= extents[index].tiles) index++;
-        const Work work = work_of(params, extents, tile_units, index, tile);
-        take(work, index, work.first + lane);
+        take(work_of(params, extents, tile_units, index, tile), index);
     }
 }
 

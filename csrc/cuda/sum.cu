@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 1)
     __shared__ u64 sums[PDSTAGE_THREADS];
     u64 sum = 0;
     for_tiles(params, reinterpret_cast<Extent*>(dynamic_shared()), TILE,
-              [&](const Work& work, u32, u32 first) { sum += sum_tile(params, work, first); });
+              [&](const Work& work, u32) { sum += sum_tile(params, work, work.first + threadIdx.x % LANES); });
     sums[threadIdx.x] = sum;
     add_all(params.sum, sums);
 }

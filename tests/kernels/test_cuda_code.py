@@ -45,14 +45,14 @@ def macros(way, shape, narrow=0, summed=0, listed=0, far=0):
         "PDSTAGE_HEAD_MAJOR": head_major,
         "PDSTAGE_NARROW": narrow,
         "PDSTAGE_FAR": far,
-        "PDSTAGE_LONGEST": 16,
         "PDSTAGE_SUM": summed,
         "PDSTAGE_LISTED": listed,
     }
 
 
-def plain(way, shape, summed, listed=0, access=16, far=0):
-    more = cuda_copy.plain_macros(CudaRuntime, WAYS[way], summed=bool(summed), access=access, far=bool(far))
+def plain(way, shape, summed, listed=0, access=16, far=0, longest=16):
+    n_units = cuda_copy.units(WAYS[way], summed=bool(summed), access=access, longest=longest, far=bool(far))
+    more = {"PDSTAGE_LONGEST": longest} | cuda_copy.plain_macros(CudaRuntime, n_units, access)
     return cuda_copy.SOURCE, macros(way, shape, int(access < 16), summed, listed, far) | more
 
 
@@ -108,13 +108,16 @@ def test_every_kernel_reads_its_payload_once_in_the_widest_accesses(accesses_of,
         assert not listed or not INDEX_LISTS & set(accesses), key
 
 
+NARROW = [(1, 16), (4, 4), (4, 16), (8, 8)]
+
+
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
 @pytest.mark.parametrize("way", WAYS)
 def test_narrow_kernels_fit_their_registers_with_several_units_in_flight(accesses_of, architecture, way):
     kernels = {
-        key: plain(way, shape, summed, listed, access, far)
-        for key in product(SHAPES, SUMS[way], (0,) if way == "copy" else (0, LISTED_LARGE), (1, 4, 8), (0, 1))
-        for shape, summed, listed, access, far in [key]
+        key: plain(way, shape, summed, listed, access, far, longest)
+        for key in product(SHAPES, SUMS[way], (0,) if way == "copy" else (0, LISTED_LARGE), NARROW, (0, 1))
+        for shape, summed, listed, (access, longest), far in [key]
     }
     accesses_of(kernels, architecture, code=False)
 
@@ -135,24 +138,27 @@ def test_32_byte_kernels_access_payload_in_32_bytes_only(accesses_of, architectu
 
 KINDS = {"tensor divide": 1, "tensor bf16": 2, "token head": 3, "mx floor": 4, "mx ceil": 5}
 OF_ITSELF = {"STG.E", "STG.E.U8"}  # scales of a head, of a block
-STAGED_STORE = "STG.E.64"  # a load of staging looks as one of an index list
 DECODED_SCALES = {"LDG.E.U8.CONSTANT"}
 
 
-def converting(way, kinds, narrow=0, listed=0):
-    more = cuda_convert.convert_macros(CudaRuntime, kinds) | {"PDSTAGE_UNITS": cuda_convert.UNITS[WAYS[way]]}
+def converting(way, kinds, access=cuda_convert.WIDE, listed=0):
+    narrow = int(access != cuda_convert.WIDE)
+    more = cuda_convert.convert_macros(CudaRuntime, kinds, access) | {"PDSTAGE_UNITS": cuda_convert.UNITS[WAYS[way]]}
     return cuda_convert.SOURCE, macros(way, "token-major", narrow, listed=listed, far=narrow) | more
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
 @pytest.mark.parametrize("way", ["gather", "scatter"])
-def test_converting_kernels_access_values_in_16_bytes_and_codes_in_8(accesses_of, architecture, way):
+def test_converting_kernels_access_values_in_16_bytes_only(accesses_of, architecture, way):
     kernels = {kind: converting(way, [number]) for kind, number in KINDS.items()}
     for kind, accesses in accesses_of(kernels, architecture).items():
         units = cuda_convert.UNITS[WAYS[way]]
         payload = [access for access in payload_of(accesses) if access not in OF_ITSELF | DECODED_SCALES]
-        pool = 2 * units if kind == "token head" and way == "gather" else units  # long heads are read once more
-        expected = [PAYLOAD_LOAD] * pool + [STAGED_STORE] * units if way == "gather" else [PAYLOAD_STORE] * pool
+        if way == "gather":  # a scatter's loads of staging look as those of an index list
+            pool = 4 * units if kind == "token head" else 2 * units  # long heads are read once more
+            expected = [PAYLOAD_LOAD] * pool + [PAYLOAD_STORE] * units
+        else:
+            expected = [PAYLOAD_STORE] * 2 * units
         assert sorted(payload) == expected, kind
 
 
@@ -163,9 +169,9 @@ SEVERAL_KINDS = [(3,), (4,), (0, 1), (0, 3), (0, 5), (0, 1, 4)]
 @pytest.mark.parametrize("kinds", rows(SEVERAL_KINDS, full={(4,), (0, 1), (0, 3)}), ids=str)
 def test_converting_kernels_of_several_kinds_and_widths_fit_their_registers(accesses_of, architecture, kinds):
     kernels = {
-        key: converting(way, kinds, narrow, listed)
-        for key in product(["gather", "scatter"], [0, 1], [0, LISTED_LARGE])
-        for way, narrow, listed in [key]
+        key: converting(way, kinds, access, listed)
+        for key in product(["gather", "scatter"], range(cuda_convert.BYTES + 1), [0, LISTED_LARGE])
+        for way, access, listed in [key]
     }
     accesses_of(kernels, architecture, most_registers=64 if len(kinds) == 1 else 128, code=False)
 
