@@ -49,10 +49,10 @@ Targets were missed on two shared cores for these reasons, by profiles (`perf re
   its node. With 10,000 rooms open Python's garbage collector walks them: without it their cost is 1.2 x.
 * An idle room is two messages one after the other, each from a sleeping process to another: the echo alone takes 90 to
   150 us. `bind` takes 55 us, prefill's turn 160 and decode's 100, what follows their last message included.
-* *A page between two processes on one H200* (at 1fb54d5, `local`, inline, 1.85 ms): receive to bind 0.16, Open 0.49, the
-  gather 0.31, to the write 0.06, write 0.06, tag 0.16, scatter 0.34, to Success 0.12. Without a GPU the gather and the
-  scatter of such a room take 0.12 and 0.14: the rest is two processes that take turns on one device. `local` refuses
-  device memory of processes under MPS, so the room was not measured there.
+* *A page between two processes on one H200* (at 1fb54d5, `local`, inline, 1.85 ms): receive to bind 0.16, Open 0.49,
+  the gather 0.31, to the write 0.06, write 0.06, tag 0.16, scatter 0.34, to Success 0.12. Without a GPU the gather
+  and the scatter of such a room take 0.12 and 0.14: the rest is two processes that take turns on one device. `local`
+  refuses device memory of processes under MPS, so the room was not measured there.
 * *The first room there* (18 to 24 ms over `local`, 42 to 48 over NIXL, beside 3): 2 ms of HTTP, the handshake and the
   peer's checks on both sides, 1 to 2 of CUDA IPC, plans and tables; NIXL's `add_remote_agent` takes 16, and the first
   message on the other side 12.
