@@ -115,6 +115,12 @@ DEVICE_MEMORY = Variable(
     "memory with fabric handles: `cuMemCreate`.",
     "a node with a pool on a GPU, when it is created",
 )  # fmt: skip
+COPY_BATCHES = Variable(
+    "PDSTAGE_COPY_BATCHES", _one_of("yes", "no"), "`yes` or `no`", "`yes`",
+    "Whether one call of an NVIDIA driver enqueues up to 512 copies (cuMemcpyBatchAsync). On some drivers it hangs "
+    "(vllm#49276), which the log says; `no` enqueues copies one by one.",
+    "the transport `local`, when it first copies device memory",
+)  # fmt: skip
 NODE = Variable(
     "PDSTAGE_NODE", _options,
     "a JSON object of arguments of `PrefillNode` and `DecodeNode`, `config` as an object inside, and `trust_layout`",
@@ -136,7 +142,8 @@ GPU_TESTS = Variable(
 
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, NODE, DEVICE_MEMORY, TEST_TRANSPORTS, GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, NODE, DEVICE_MEMORY, COPY_BATCHES, TEST_TRANSPORTS,
+    GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

@@ -346,6 +346,11 @@ class Stager:
         if self._stream is not None:
             self._stream.reserve()
 
+    def check(self) -> None:
+        """Raises the driver's error on a device that has failed, which nothing mends in this process."""
+        if self._stream is not None:
+            self._stream.check()
+
     def forget(self, *staged: Layout) -> None:
         """Drops the plans of layouts other than the pool's, whose session is over."""
         gone = {id(layout) for layout in staged} - {id(self.pool.layout)}
@@ -516,6 +521,10 @@ class _Stream:
 
     def reserve(self) -> None:
         self._runtime.reserve()
+
+    def check(self) -> None:
+        spare = self._spare[-1] if self._spare else self._running[-1]
+        self._runtime.done(spare.event)
 
     def _more(self) -> list[_Running]:
         """Grows the pool for more concurrent copies than before."""

@@ -77,6 +77,7 @@ class Sessions:
         try:
             node._identify_peer(session, node.transport.described(offers))
         except PdstageError as error:
+            node.stager.check()  # a device of our own that has failed is no fault of a peer
             self.warn(session.route, error)
             with self._lock:
                 node.core.endpoint.lose(session, error, time.monotonic())

@@ -154,7 +154,7 @@ class HandshakeClient:
         self.endpoint.cancel(self._unanswered, peer)
 
     def _unanswered(self, peer: Peer) -> None:
-        late = f"no answer from {peer.route!r} in {self.endpoint.config.hello_s} s"
+        late = f"prefill gave no answer in {self.endpoint.config.hello_s} s"
         self._refused(peer, DeadlineExceeded(late, remedy="is it up?"))
 
     def hang_up(self, route: bytes) -> None:

@@ -35,9 +35,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
 
+from pdstage import environment
 from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import driver, virtual_memory
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
+from pdstage.plan.spans import split
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from pdstage.plan.spans import Spans
 
 log = logging.getLogger(__name__)
+
+MAX_BATCH, STUCK_S = 512, 5.0
 
 _REMEDY = (
     "leave staging memory to the node, or give memory of cudaMalloc (torch without cudaMallocAsync), or let auto take "
@@ -98,7 +102,7 @@ class Cuda:
         self._calls = calls
         self._lock = threading.RLock()  # the garbage collector may release a mapping while another is being opened
         self._open: dict[tuple[int, bytes], _Opened] = {}
-        self.has_batches = library.has_batches
+        self.has_batches = library.has_batches and environment.COPY_BATCHES.read() != "no"
         """One call can enqueue many copies: the driver supports it and has not refused it yet."""
         self._contexts: dict[int, int] = {}
 
@@ -215,12 +219,24 @@ class Cuda:
                     log.warning("mapped device memory is not closed: %s", error)
 
     def copy_batch(self, spans: Spans, stream: int) -> bool:
-        """Enqueues many copies by one call. False if the driver refuses; some copies may have begun then."""
-        status = self.driver.copy_batch(spans, stream)
-        self.has_batches = status == 0
+        """Enqueues many copies, up to `MAX_BATCH` by a call. False if the driver refuses; some copies may have begun
+        then. A call that does not return, as with the driver 580.159 (vllm#49276), is named in the log.
+        """
+        said = (
+            "cuMemcpyBatchAsync has not returned in %g s, so this node stands still; end its process, and start it "
+            "with %s=no"
+        )
+        watch = threading.Timer(STUCK_S, log.error, (said, STUCK_S, environment.COPY_BATCHES.name))
+        watch.daemon = True
+        watch.start()
+        status = 0
+        for part in split(spans, MAX_BATCH):
+            status = status or self.driver.copy_batch(part, stream)
+        watch.cancel()
         if status:
+            self.has_batches = False
             log.info("the driver refuses batches of copies (CUresult %d): copies are enqueued one by one", status)
-        return self.has_batches
+        return not status
 
 
 def _ranges(library: Library, base: int, nbytes: int) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +24,7 @@ from pools import (
 )
 from rigs import REFERENCE, Rig, by_misuse, check, check_left_out, check_refused
 
+from pdstage.bench.shapes import runs_layout
 from pdstage.kernels import Index, Plan, Pool, cuda_copy
 from pdstage.kernels.backend import Launch, Recipe
 from pdstage.kernels.cuda_tables import access_of
@@ -289,3 +291,25 @@ def test_misuse_is_refused_by_name_and_launches_nothing(way, case, words):
     rig.machine.capture = case.get("capture", False)
     check_refused(rig, way, case, words)
     assert rig.machine.launches == []
+
+
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux
+
+
+def test_pages_at_the_end_of_a_pool_of_40_gib():
+    """Of which this machine has only the pages that are touched."""
+    n_items, width, last = 40 << 12, 1 << 18, np.array([-1, -3], np.int64)
+    reserved = mmap.mmap(-1, n_items * width, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    memory = np.frombuffer(reserved, np.uint8).reshape(n_items, width)
+    layout = runs_layout(width, n_items, 1, base=memory.ctypes.data, kind="cpu")
+    select = [Select(view.key, 0, 1) for view in layout.views()]
+    rng = np.random.default_rng(5)
+    for rig in (CpuRig(), CpuRig(listed=(), bulk_from=16)):
+        memory[last] = data = rng.integers(0, 256, (2, width), np.uint8)
+        plan = rig.plan(layout, select, TOKEN_MAJOR, False)
+        index, tokens = {"kv": Index.of(n_items + last)}, {"kv": (0, 2)}
+        staged = gathered(plan, index, tokens)
+        np.testing.assert_array_equal(staged[: 2 * width], data.reshape(-1))
+        memory[last] = 0
+        plan.scatter(staged.ctypes.data, staged.nbytes, index, tokens)
+        np.testing.assert_array_equal(memory[last], data)

@@ -28,7 +28,7 @@ def asked(world: World) -> Room:
 
 
 DEADLINES: list[tuple[dict[str, float], Callable[[World], object], Callable[[World], Room], str]] = [
-    ({"hello_s": 3.0}, lambda w: w.drop(is_message(m.Welcome)), asked, "no answer from b'P0' in 3.0 s"),
+    ({"hello_s": 3.0}, lambda w: w.drop(is_message(m.Welcome)), asked, "prefill gave no answer in 3.0 s"),
     ({"open_s": 3.0}, lambda w: w.drop(is_message(m.Open)), asked, "not answered by prefill in 3.0 s"),
     ({"deadline_s": 3.0}, lambda _: None, lambda w: w.announce(1), "did not end in its 3.0 s"),
     ({"wait_s": 3.0}, lambda w: w.submit(1), asked, "got no chunk in 3.0 s"),

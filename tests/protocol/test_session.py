@@ -110,7 +110,7 @@ def test_an_idle_node_keeps_its_deadlines() -> None:
     decode.core.endpoint.tick(3600.0)
     world.run(until=3606.0)
     assert handle.state is State.FAILED
-    assert "no answer from b'P0' in 5.0 s" in str(handle.error)
+    assert "prefill gave no answer in 5.0 s" in str(handle.error)
 
 
 def test_a_half_open_session_expires_whatever_it_promised() -> None:

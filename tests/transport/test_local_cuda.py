@@ -461,10 +461,12 @@ def test_a_fault_in_the_middle_of_a_post_is_told_when_what_had_begun_is_over(a, 
         a.post("b", [(0, b.base, 4)], b"tag")
 
 
-@pytest.mark.parametrize("batches", ["taken", "refused", "unknown"])
+@pytest.mark.parametrize("batches", ["taken", "refused", "unknown", "off"])
 def test_many_copies_are_one_call_of_the_driver_or_go_one_by_one(b, gpu, batches, monkeypatch, caplog):
     if batches == "unknown":
         monkeypatch.setattr(driver.Cuda, "has_batches", False)
+    if batches == "off":
+        monkeypatch.setenv("PDSTAGE_COPY_BATCHES", "no")
     gpu["batch_status"] = 801 * (batches == "refused")
     a = Endpoint("local+cuda")
     meet(a, b)
@@ -474,6 +476,22 @@ def test_many_copies_are_one_call_of_the_driver_or_go_one_by_one(b, gpu, batches
     log = Log(a)
     log.until(lambda: log.done(a) == tickets)
     assert b.read(0, 13) == bytes(range(13))
-    assert gpu.calls("cuMemcpyBatchAsync") == {"taken": 2, "refused": 1, "unknown": 0}[batches], "one goes by itself"
+    assert gpu.calls("cuMemcpyBatchAsync") == {"taken": 2, "refused": 1}.get(batches, 0), "one goes by itself"
     assert ("one by one" in caplog.text) == (batches == "refused")
+    a.close()
+
+
+def test_a_batch_has_at_most_512_copies_and_one_that_does_not_return_is_named(b, gpu, monkeypatch, caplog):
+    monkeypatch.setattr(_cuda_ipc, "STUCK_S", 0.01)
+    gpu["us:cuMemcpyBatchAsync"] = 50_000
+    a = Endpoint("local+cuda")
+    meet(a, b)
+    a.fill(0, bytes(range(250)) * 5)
+    with caplog.at_level(logging.ERROR):
+        ticket = a.post("b", [(at, b.base + at, 1) for at in range(0, 1250, 2)], b"")
+    log = Log(a)
+    log.until(lambda: log.done(a) == [ticket])
+    assert b.read(0, 1250) == bytes(n % 250 if n % 2 == 0 else 0 for n in range(1250))
+    assert gpu.calls("cuMemcpyBatchAsync") == 2
+    assert "PDSTAGE_COPY_BATCHES=no" in caplog.text
     a.close()
