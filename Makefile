@@ -28,7 +28,7 @@ CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-all test-engines test-e2e venvs sim mutants matrix chaos fuzz etcd lint weight types format bench \
-    gpu sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
+    gpu rehearse sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -152,6 +152,9 @@ GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 gpu:  ## Run the GPU tests and the GPU benchmark in 9 minutes, with the Python there is (PYTHON=python3.12, ARGS=--rehearse).
 	$(GPU_PYTHON) -m pdstage.bench.prove $(ARGS)
+
+rehearse: $(STAMP)  ## Rehearse `make gpu` on the CPU, and what can go wrong with it: no numpy, hangs, killed processes, no time.
+	$(BIN)/python $(PYTEST) tests/bench/test_prove.py tests/bench/test_gpu.py --full $(ARGS)
 
 sanitize:  ## Run the kernel tests on the GPU under compute-sanitizer, or say why not.
 	$(GPU_PYTHON) -m pdstage.bench.prove --sanitize

@@ -33,7 +33,7 @@ ORDER = (
     Section("compile", 75.0, "gpu_compile:rows"),
     Section("runs", 100.0, "gpu_kernels:runs"),
     Section("launch", 30.0, "gpu_kernels:launch"),
-    Section("rooms", 90.0, "gpu_rooms:rows", by_kernel=False),
+    Section("rooms", 120.0, "gpu_rooms:rows", by_kernel=False),
     Section("sms", 70.0, "gpu_kernels:sms"),
     Section("narrow", 30.0, "gpu_kernels:narrow"),
     Section("models", 90.0, "gpu_kernels:models"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR
@@ -55,9 +56,10 @@ def rows(bed: Bed, quick: bool) -> Iterator[Row]:
     wanted = jobs(bed.variants)[:: 9 if bed.kind == "cpu" else 1]
     n_processes = min(len(os.sched_getaffinity(0)), 16, len(wanted)) if bed.kind != "cpu" else 1
     begun = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(n_processes) as pool:
-        parts = [(bed.device, wanted[n::n_processes]) for n in range(n_processes)]
-        done = pool.starmap(compile_all, parts, chunksize=1)
+    # It says so if one of its processes is killed; multiprocessing's pool waits for that one for ever.
+    with ProcessPoolExecutor(n_processes, multiprocessing.get_context("spawn")) as pool:
+        parts = [wanted[n::n_processes] for n in range(n_processes)]
+        done = list(pool.map(compile_all, [bed.device] * n_processes, parts))
     seconds = time.perf_counter() - begun
     failed = [said for part in done for said in part[1]]
     yield Row(

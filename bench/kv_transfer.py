@@ -564,8 +564,12 @@ def _fitting(case: Case, n_libraries: int, limit: int) -> Case:
     return case._replace(sizes=sizes)
 
 
-def _memory() -> int:
-    """Bytes that a run may use: two thirds of what is free."""
+def _memory(device: str) -> int:
+    """Bytes that a run may use: two thirds of what is free there."""
+    if device != "cpu":
+        import torch  # noqa: PLC0415  (of a device alone)
+
+        return int(torch.cuda.mem_get_info(device)[0]) * 2 // 3
     (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     return int(line.split()[1]) * 1024 * 2 // 3
 
@@ -575,7 +579,7 @@ def run(quick: bool, *, scale: int = 0, transport: str = "", device: str = "cpu"
     where pools are, "cpu" or "cuda:N".
     """
     over = [fabric for fabric in fabrics() if transport in ("", fabric.transport)]
-    limit, rows, left_out = _memory(), list[Row](), list[str]()
+    limit, rows, left_out = _memory(device), list[Row](), list[str]()
     for whole in cases(scale or (QUICK_SCALE if quick else 1), quick):
         for fabric in over:
             known = libraries(whole, fabric.transport, device)

@@ -10,13 +10,14 @@ installed; `pdstage.bench.kit` prepares a folder with everything else it needs.
     python3 -m pdstage.bench.prove --rehearse                   the same on the CPU, tiny: everything but the numbers
     python3 -m pdstage.bench.prove --sanitize                   each kernel test again under compute-sanitizer
 
-The exit code is 0 if everything succeeded, 1 if not, 2 without a device.
+The exit code is 0 if all was run and succeeded, 1 if not, 2 without a device.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -29,8 +30,15 @@ from typing import TYPE_CHECKING, Any
 from pdstage import environment
 from pdstage.errors import UsageError
 
-from . import curves, gpu, harness, kit
-from .runner import ROOT, Command, Record, Runner, Section, call
+try:
+    from . import curves, gpu, harness, kit
+    from .runner import DROPPED, ROOT, Command, Record, Runner, Section, call
+except ModuleNotFoundError as lacking:
+    if __name__ != "__main__":
+        raise
+    why = f"nothing was run: {lacking}; install numpy and torch for {sys.executable}"
+    Path(os.environ.get("OUT") or ".", "gpu.json").write_text(json.dumps({"finished": True, "failed": [why]}))
+    sys.exit(f"gpu: {why}")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -210,8 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop_at=stop_at,
         chosen=chosen,
     )
-    show(report)
-    return _verdict(report["failed"])
+    incomplete = show(report)
+    return _verdict(report["failed"], incomplete)
 
 
 def _named(text: str, known: dict[str, Any], field: str) -> list[str]:
@@ -222,21 +230,27 @@ def _named(text: str, known: dict[str, Any], field: str) -> list[str]:
     return names
 
 
-def show(report: dict[str, Any]) -> None:
-    print(harness.table(report))
+def show(report: dict[str, Any]) -> list[str]:
+    """What was dropped comes first. Returns what of the chosen was not run, in words."""
     tests = report["tests"]
+    incomplete = [f"{one['name']}: {one['why']}" for one in report["sections"] if one["state"] == DROPPED]
+    incomplete += [f"{tests['not_run']} tests"] if tests["not_run"] else []
+    for line in incomplete:
+        print(f"NOT RUN {line}")
+    print(harness.table(report))
     print(f"tests: {', '.join(f'{tests[what]} {what}' for what in ('passed', 'failed', 'skipped', 'not_run'))}")
     for skip in tests["skips"]:
         print(f"skipped: {skip['n']} of {skip['file']}: {skip['why']}")
     for line in report["left_out"]:
         print(f"left out: {line}")
+    return incomplete
 
 
-def _verdict(failed: Sequence[str]) -> int:
+def _verdict(failed: Sequence[str], incomplete: Sequence[str] = ()) -> int:
     for line in failed:
         print(f"FAILED {line}")
-    print("all good" if not failed else f"{len(failed)} failed")
-    return 1 if failed else 0
+    print(f"{len(failed)} failed" if failed else f"not run: {'; '.join(incomplete)}" if incomplete else "all good")
+    return 1 if failed or incomplete else 0
 
 
 if __name__ == "__main__":

@@ -132,7 +132,8 @@ class Pool:
         return pool
 
     def _check(self) -> None:
-        kind = self.device.partition(":")[0]
+        kind, _, ordinal = self.device.partition(":")
+        self.device = kind if kind == "cpu" else f"{kind}:{ordinal or 0}"  # of one name, so of one runtime
         for number, region in enumerate(self.layout.regions):
             if region.kind not in (kind, "cpu"):
                 raise UsageError(

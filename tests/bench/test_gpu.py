@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -140,6 +143,16 @@ def test_rooms_on_the_double_of_a_device(tmp_path):
     out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=300).stdout
     rows = json.loads(out.splitlines()[-1])
     assert {row["point"]["what"] for row in rows} == {"first", "a room", "8 rooms at once", "one page"}
+
+
+def test_a_killed_process_ends_the_compiling(bed, monkeypatch):
+    monkeypatch.setattr(gpu_compile, "compile_all", _killed)
+    with pytest.raises(BrokenProcessPool):
+        list(gpu_compile.rows(bed, True))
+
+
+def _killed(device, jobs):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_every_kind_of_plan_is_compiled_and_one_that_fails_is_named(bed, monkeypatch):

@@ -28,11 +28,12 @@ def row(name, value=2.0):
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A machine whose device and sections are told what to say; results go to folders of the test's."""
-    told = {"device": "NVIDIA X1", "lines": {}, "ran": []}
+    told = {"device": "NVIDIA X1", "lines": {}, "ran": [], "not_run": 0}
 
     def section(self, one, stop_at):
         told["ran"].append(one.name)
         self.record.take(told["lines"].get(one.name, []))
+        self.record.report["tests"]["not_run"] += told["not_run"]
         return [line["problem"] for line in told["lines"].get(one.name, []) if "problem" in line]
 
     monkeypatch.setattr(gpu, "device_name", lambda: told["device"])
@@ -141,6 +142,27 @@ def test_no_device_is_told(machine, capsys):
     assert prove.main(["--sanitize"]) == 0
     assert "sanitize: skipped: no CUDA device" in capsys.readouterr().err
     assert machine["ran"] == []
+
+
+def test_a_bare_python_is_told_what_it_lacks(tmp_path):
+    command = [sys.executable, "-S", "-m", "pdstage.bench.prove"]
+    bare = {**os.environ, "OUT": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=runner.ROOT, env=bare, check=False)
+    assert done.returncode == 1
+    assert "No module named 'numpy'; install numpy and torch for " in done.stderr
+    assert "Traceback" not in done.stderr
+    (said,) = json.loads((tmp_path / "gpu.json").read_text())["failed"]
+    assert said in done.stderr
+
+
+def test_what_was_not_run_is_no_success(machine, tmp_path, capsys):
+    machine["not_run"] = 2
+    assert prove.main(["--only", "tests"]) == 1
+    assert "NOT RUN 2 tests" in capsys.readouterr().out
+    assert prove.main(["--only", "tests", "--budget-s", "1"]) == 1
+    said = capsys.readouterr().out
+    assert said.index("NOT RUN tests: no time was left") < said.index("tests: 0 passed")
+    assert "all good" not in said
 
 
 @pytest.mark.parametrize("option", ["--require", "--only"])

@@ -137,6 +137,7 @@ def test_a_gpus_pool_may_have_regions_in_host_memory_and_a_hosts_none_on_a_gpu()
     held = hold([Stored(Logical(shards=2))])
     assert Pool.of(held.layout, "cuda:0").on_host == held.layout.regions
     assert Pool.of(held.layout).on_host == ()
+    assert Pool.of(held.layout, "cuda").device == "cuda:0", "page locks are counted by device"
     with pytest.raises(UsageError, match="region 0 is cuda memory in a pool on 'cpu'"):
         Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="cuda"),)))
 
