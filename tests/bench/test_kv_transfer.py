@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch):
     monkeypatch.setattr(kv_transfer, "cases", lambda scale, quick: [case, case._replace(tokens=8 * TOKENS)])
     limit = case._replace(sizes=(1,)).memory_nbytes(0)
     assert kv_transfer._fitting(case, 1, limit).sizes == (), "libraries have pools of their own"
-    monkeypatch.setattr(kv_transfer, "_memory", lambda: limit)
+    monkeypatch.setattr(kv_transfer, "_memory", lambda _: limit)
     report = run_named("kv-transfer", quick=True, transport="local")
     left_out = [line.partition(":")[0].rpartition(", ")[2] for line in report["left_out"]]
     assert left_out == ["3 at once", "1 at once", "3 at once"]
