@@ -37,7 +37,9 @@ except ModuleNotFoundError as lacking:
     if __name__ != "__main__":
         raise
     why = f"nothing was run: {lacking}; install numpy and torch for {sys.executable}"
-    Path(os.environ.get("OUT") or ".", "gpu.json").write_text(json.dumps({"finished": True, "failed": [why]}))
+    folder = Path(os.environ.get("OUT") or Path(__file__).resolve().parents[1] / "build/gpu")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gpu.json").write_text(json.dumps({"finished": True, "failed": [why]}))
     sys.exit(f"gpu: {why}")
 
 if TYPE_CHECKING:
