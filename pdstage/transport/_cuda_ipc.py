@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_BATCH, STUCK_S = 512, 5.0
+_STUCK = "cuMemcpyBatchAsync does not return: end this process, and start it with PDSTAGE_COPY_BATCHES=no"
 
 _REMEDY = (
     "leave staging memory to the node, or give memory of cudaMalloc (torch without cudaMallocAsync), or let auto take "
@@ -222,11 +223,7 @@ class Cuda:
         """Enqueues many copies, up to `MAX_BATCH` by a call. False if the driver refuses; some copies may have begun
         then. A call that does not return, as with the driver 580.159 (vllm#49276), is named in the log.
         """
-        said = (
-            "cuMemcpyBatchAsync has not returned in %g s, so this node stands still; end its process, and start it "
-            "with %s=no"
-        )
-        watch = threading.Timer(STUCK_S, log.error, (said, STUCK_S, environment.COPY_BATCHES.name))
+        watch = threading.Timer(STUCK_S, log.error, (_STUCK,))
         watch.daemon = True
         watch.start()
         status = 0
