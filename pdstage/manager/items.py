@@ -143,7 +143,9 @@ def _check_one(
     name, per_item = component.name, component.tokens_per_item
     own = CommonTokens.of(component.owned)
     end = first + len(given) * per_item
-    start, stop = span if span is not None else _covered(own, first, end)
+    if span is None:
+        span = own.token(first), own.token(end - 1) + 1 if end > first else own.token(first)
+    start, stop = span
     fields = {"component": name}
     low, high = own.count(start), own.count(stop)
     holds_none = component.owned.size > 1 and high <= low
@@ -164,11 +166,6 @@ def _check_one(
         raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy, position=at, **fields)
     pages = given.astype(np.int32)  # always a copy: the caller's array stays the caller's (I9)
     return Checked(pages, start, stop, Index.of(pages, first))
-
-
-def _covered(own: CommonTokens, first: int, end: int) -> tuple[int, int]:
-    """The tokens that the rank's own numbers `[first, end)` stand for."""
-    return own.token(first), own.token(end - 1) + 1 if end > first else own.token(first)
 
 
 def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray[np.integer[Any]]:

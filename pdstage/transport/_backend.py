@@ -175,11 +175,13 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         """The process that wrote a description, held to tell when it ends: by default the one that its `identity`
         names, if it has one. Raises `TransportError` if it has ended.
         """
-        identity = getattr(description, "identity", None)
-        if identity is not None and identity == self.identity:
-            return Here(description.life)
-        if identity is not None and identity.is_visible_from(self.identity):
-            return Process(identity, peer)
+        there = getattr(description, "identity", None)
+        if there is not None:
+            here = self.identity
+            if there == here:
+                return Here(description.life)
+            if (there.boot_id, there.namespaces) == (here.boot_id, here.namespaces):  # its pid means the same
+                return Process(there, peer)
         return Unheld(ended=False)
 
     def _attach(self, peer: str, description: AnyDescription, target: Target) -> AnyLink:

@@ -55,10 +55,6 @@ class Identity(msgspec.Struct, frozen=True):
     pid: Annotated[int, Meta(gt=0, lt=1 << 31)]
     started: Annotated[int, Meta(ge=0)]  # clock ticks after boot
 
-    def is_visible_from(self, here: Identity) -> bool:
-        """Whether its pid and its socket names mean the same thing to `here`."""
-        return self.boot_id == here.boot_id and self.namespaces == here.namespaces
-
     def check_reachable_from(self, here: Identity, peer: str) -> None:
         """Raises `PeerError` if `here` cannot write to this process."""
         if self.boot_id != here.boot_id:

@@ -218,15 +218,6 @@ class LocalTransport(Backend[_Link, _Description]):
             raise error
         self._devices.start((post.ticket, link, post.tag), post.spans, link.views)
 
-    def _follow_copies(self) -> None:
-        for (ticket, link, tag), error, settled in self._devices.ended():
-            if error is not None:
-                self._tell(PostFailed(ticket, error, settled))
-            elif tag and self.links.get(link.peer) is not link:
-                self._tell(PostFailed(ticket, _disconnected(link.peer)))
-            else:
-                self._put(link, ticket, tag)
-
     def notify(self, peer: str, tag: bytes) -> int:
         link = self.link(peer)
         self.check_tag(tag)
@@ -243,7 +234,13 @@ class LocalTransport(Backend[_Link, _Description]):
             self._tell(Done(ticket))
 
     def _progress(self) -> None:
-        self._follow_copies()
+        for (ticket, link, tag), error, settled in self._devices.ended():
+            if error is not None:
+                self._tell(PostFailed(ticket, error, settled))
+            elif tag and self.links.get(link.peer) is not link:
+                self._tell(PostFailed(ticket, _disconnected(link.peer)))
+            else:
+                self._put(link, ticket, tag)
         for link in self._blocked.copy():
             self._send(link)
         if self.events:
