@@ -222,3 +222,13 @@ def test_that_the_reference_copies_for_want_of_host_code_is_said_once(caplog):
     assert (
         "copied by the reference, correctly and very slowly: the host code needs the extension" in record.getMessage()
     )
+
+
+def test_that_triton_converts_where_cuda_could_is_said_once(caplog, monkeypatch):
+    pool._warn_slow.cache_clear()
+    for module in (pool.triton_convert, pool.cuda_convert):
+        monkeypatch.setattr(module, "missing", lambda: "")
+    for name in ("cuda", "triton", "triton"):
+        pool.converting(name)
+    (record,) = caplog.records
+    assert "converted by Triton, correctly and very slowly: CUDA's kernels are here" in record.getMessage()
