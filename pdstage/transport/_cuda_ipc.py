@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_BATCH, STUCK_S = 512, 5.0
-_STUCK = "cuMemcpyBatchAsync does not return: end this process, and start it with PDSTAGE_COPY_BATCHES=no"
 
 _REMEDY = (
     "leave staging memory to the node, or give memory of cudaMalloc (torch without cudaMallocAsync), or let auto take "
@@ -223,7 +222,7 @@ class Cuda:
         """Enqueues many copies, up to `MAX_BATCH` by a call. False if the driver refuses; some copies may have begun
         then. A call that does not return, as with the driver 580.159 (vllm#49276), is named in the log.
         """
-        watch = threading.Timer(STUCK_S, log.error, (_STUCK,))
+        watch = threading.Timer(STUCK_S, _say_stuck)
         watch.daemon = True
         watch.start()
         status = 0
@@ -234,6 +233,10 @@ class Cuda:
             self.has_batches = False
             log.info("the driver refuses batches of copies (CUresult %d): copies are enqueued one by one", status)
         return not status
+
+
+def _say_stuck() -> None:
+    log.error("cuMemcpyBatchAsync does not return: end this process, and start it with PDSTAGE_COPY_BATCHES=no")
 
 
 def _ranges(library: Library, base: int, nbytes: int) -> list[tuple[int, int]]:
