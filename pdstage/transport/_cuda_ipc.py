@@ -28,6 +28,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from functools import cache, partial
 from pathlib import Path
@@ -104,6 +105,8 @@ class Cuda:
         self._open: dict[tuple[int, bytes], _Opened] = {}
         self.has_batches = library.has_batches and environment.COPY_BATCHES.read() != "no"
         """One call can enqueue many copies: the driver supports it and has not refused it yet."""
+        self._batches: dict[int, float] = {}  # when the present call of each thread began
+        self._watch: threading.Timer | None = None
         self._contexts: dict[int, int] = {}
 
     def on(self, device: int) -> driver.Current:
@@ -222,21 +225,31 @@ class Cuda:
         """Enqueues many copies, up to `MAX_BATCH` by a call. False if the driver refuses; some copies may have begun
         then. A call that does not return, as with the driver 580.159 (vllm#49276), is named in the log.
         """
-        watch = threading.Timer(STUCK_S, _say_stuck)
-        watch.daemon = True
-        watch.start()
-        status = 0
-        for part in split(spans, MAX_BATCH):
-            status = status or self.driver.copy_batch(part, stream)
-        watch.cancel()
+        this, status = threading.get_ident(), 0
+        self._batches[this] = time.monotonic()
+        if self._watch is None or not self._watch.is_alive():  # a thread's start takes longer than a batch
+            self._watch = threading.Timer(STUCK_S, self._look)
+            self._watch.daemon = True
+            self._watch.start()
+        try:
+            for part in split(spans, MAX_BATCH):
+                status = status or self.driver.copy_batch(part, stream)
+        finally:
+            del self._batches[this]
         if status:
             self.has_batches = False
             log.info("the driver refuses batches of copies (CUresult %d): copies are enqueued one by one", status)
         return not status
 
-
-def _say_stuck() -> None:
-    log.error("cuMemcpyBatchAsync does not return: end this process, and start it with PDSTAGE_COPY_BATCHES=no")
+    def _look(self) -> None:
+        """Ends where no call is under way; the next one starts another."""
+        while under_way := list(self._batches.values()):
+            if time.monotonic() - min(under_way) >= STUCK_S:
+                log.error(
+                    "cuMemcpyBatchAsync does not return: end this process, and start it with PDSTAGE_COPY_BATCHES=no"
+                )
+                return
+            time.sleep(STUCK_S / 4)
 
 
 def _ranges(library: Library, base: int, nbytes: int) -> list[tuple[int, int]]:

@@ -109,17 +109,25 @@ def test_every_kernel_reads_its_payload_once_in_the_widest_accesses(accesses_of,
 
 
 NARROW = [(1, 16), (4, 4), (4, 16), (8, 8)]
+STORES = {1: "STG.E.U8", 4: "STG.E", 8: "STG.E.64"}
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
 @pytest.mark.parametrize("way", WAYS)
 def test_narrow_kernels_fit_their_registers_with_several_units_in_flight(accesses_of, architecture, way):
+    """And access as many bytes at a time as they are made for: 16 have a launch of their own."""
     kernels = {
         key: plain(way, shape, summed, listed, access, far, longest)
         for key in product(SHAPES, SUMS[way], (0,) if way == "copy" else (0, LISTED_LARGE), NARROW, (0, 1))
         for shape, summed, listed, (access, longest), far in [key]
     }
     accesses_of(kernels, architecture, code=False)
+    of_each = {key: kernel for key, kernel in kernels.items() if key[1:3] == (0, 0)}
+    for key, accesses in accesses_of(of_each, architecture).items():
+        access, longest = key[3]
+        n = cuda_copy.units(WAYS[way], summed=False, access=access, longest=longest, far=bool(key[4]))
+        assert not {PAYLOAD_LOAD, PAYLOAD_STORE} & set(accesses), key
+        assert [one for one in accesses if one.startswith("ST")] == [STORES[access]] * (n * longest // access), key
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES_32, full={"sm_103", "sm_120"}))
@@ -137,8 +145,8 @@ def test_32_byte_kernels_access_payload_in_32_bytes_only(accesses_of, architectu
 
 
 KINDS = {"tensor divide": 1, "tensor bf16": 2, "token head": 3, "mx floor": 4, "mx ceil": 5}
-OF_ITSELF = {"STG.E", "STG.E.U8"}  # scales of a head, of a block
-DECODED_SCALES = {"LDG.E.U8.CONSTANT"}
+SCALES = {"STG.E", "STG.E.U8", "LDG.E.CONSTANT", "LDG.E.U8.CONSTANT"}  # of a head, of a block
+CODES_LOAD = "LDG.E.64.CONSTANT"
 
 
 def converting(way, kinds, access=cuda_convert.WIDE, listed=0):
@@ -149,16 +157,17 @@ def converting(way, kinds, access=cuda_convert.WIDE, listed=0):
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
 @pytest.mark.parametrize("way", ["gather", "scatter"])
-def test_converting_kernels_access_values_in_16_bytes_only(accesses_of, architecture, way):
-    kernels = {kind: converting(way, [number]) for kind, number in KINDS.items()}
+def test_converting_kernels_access_values_in_16_bytes_and_scattered_codes_in_8(accesses_of, architecture, way):
+    # With lists in the parameters no load of one looks like a scatter's of staging.
+    kernels = {kind: converting(way, [number], listed=LISTED) for kind, number in KINDS.items()}
     for kind, accesses in accesses_of(kernels, architecture).items():
         units = cuda_convert.UNITS[WAYS[way]]
-        payload = [access for access in payload_of(accesses) if access not in OF_ITSELF | DECODED_SCALES]
-        if way == "gather":  # a scatter's loads of staging look as those of an index list
+        payload = [access for access in accesses if access not in TABLES | SCALES]
+        if way == "gather":
             pool = 4 * units if kind == "token head" else 2 * units  # long heads are read once more
             expected = [PAYLOAD_LOAD] * pool + [PAYLOAD_STORE] * units
-        else:
-            expected = [PAYLOAD_STORE] * 2 * units
+        else:  # two lanes a unit
+            expected = [CODES_LOAD] * 2 * units + [PAYLOAD_STORE] * 2 * units
         assert sorted(payload) == expected, kind
 
 
