@@ -117,9 +117,9 @@ def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch):
     assert not driver._is_under_way(()), "its tags come as messages"
 
 
-@pytest.mark.parametrize(("lent", "n_asked"), [([], range(28, 32)), ([None], (200,))])
+@pytest.mark.parametrize(("lent", "n_asked"), [([], range(34, 38)), ([None], (400,))])
 def test_pieces_for_its_pages_are_left_to_gather(waiting, monkeypatch, lent, n_asked):
-    """Over TCP each that is read alone is acknowledged alone: so decode asks at once for 1 ms, and then every ms."""
+    """Over TCP each that is read alone is acknowledged alone: so decode asks at once for 1 ms, then every ms, and later every 2 ms."""
     asked = []
     clock = SimpleNamespace(monotonic=lambda: clock.now, thread_time=lambda: clock.spent, now=1e6, spent=0.0)
     monkeypatch.setattr(drivers, "time", clock)
@@ -131,7 +131,7 @@ def test_pieces_for_its_pages_are_left_to_gather(waiting, monkeypatch, lent, n_a
         return []
 
     monkeypatch.setattr(waiting.transport, "poll", moves)
-    for _ in range(200):
+    for _ in range(400):
         clock.now += 1e-4
         waiting.driver.poll()
     monkeypatch.undo()
