@@ -110,7 +110,12 @@ class VllmRank(Actor):
         from vllm.config import DeviceConfig  # noqa: PLC0415  (not everywhere)
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: PLC0415
         from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: PLC0415
+        from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            KVCacheTensor,
+        )  # fmt: skip
 
         from pdstage.integrations.vllm import PdStageConnector  # noqa: PLC0415
 
@@ -126,10 +131,12 @@ class VllmRank(Actor):
         config.device_config = DeviceConfig("cpu")
         spec = FullAttentionSpec(block_size=BLOCK, head_size=DIM, dtype=torch.float16, num_kv_heads=HEADS)
         names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
-        plan = KVCacheConfig(N_BLOCKS, [], [KVCacheGroupSpec(names, spec)])
+        caches = torch.ones((LAYERS, N_BLOCKS, HEADS, BLOCK, 2 * DIM), dtype=torch.float16)
+        layer_nbytes = caches[0].nbytes
+        tensor = KVCacheTensor(caches.nbytes, names, layer_nbytes, layer_nbytes // N_BLOCKS)
+        plan = KVCacheConfig(N_BLOCKS, [tensor], [KVCacheGroupSpec(names, spec)])
         self.scheduler = PdStageConnector(config, KVConnectorRole.SCHEDULER, plan)
         self.worker = PdStageConnector(config, KVConnectorRole.WORKER, plan)
-        caches = torch.ones((LAYERS, N_BLOCKS, HEADS, BLOCK, 2 * DIM), dtype=torch.float16)
         self.worker.register_kv_caches(dict(zip(names, caches, strict=True)))
         (self.group,) = self.scheduler.scheduler_side._groups
         self.square = torch.ones((384, 384))
