@@ -282,7 +282,7 @@ class HandshakeServer:
             self.lost.popitem(last=False)
 
 
-def greeting_problem(theirs: m.Hello | m.Welcome, welcome: m.Welcome, hello: m.Hello) -> str:
+def greeting_problem(theirs: m.Greeting, welcome: m.Welcome, hello: m.Hello) -> str:
     """Why no session can come of the two greetings, as who got `theirs` judges it, in words; empty if one can."""
     if theirs is hello:
         apart, rows = _apart(hello, "decode", welcome, "prefill"), hello.rows
@@ -297,7 +297,7 @@ def greeting_problem(theirs: m.Hello | m.Welcome, welcome: m.Welcome, hello: m.H
 
 
 def _agreed(
-    session_id: m.SessionId, route: bytes, theirs: m.Hello | m.Welcome, welcome: m.Welcome, hello: m.Hello,
+    session_id: m.SessionId, route: bytes, theirs: m.Greeting, welcome: m.Welcome, hello: m.Hello,
     *, stagings: Stagings,
 ) -> Session:  # fmt: skip
     """The session that the two greetings make, as who got `theirs` sees it."""
@@ -313,7 +313,7 @@ def _agreed(
     )  # fmt: skip
 
 
-def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:
+def _apart(theirs: m.Greeting, there: str, ours: m.Greeting, here: str) -> str:
     """Why the two have no transport in common, in words; empty if they have one."""
     other, own = m.offers(theirs), m.offers(ours)
     if other.keys() & own.keys():

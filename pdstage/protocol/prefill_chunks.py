@@ -362,7 +362,7 @@ class ChunkSender:
         self.endpoint.counters.chunks_fallen_back += 1
         self.advance(chunk)
 
-    def _give_back(self, session: Session, lease: m.Lease | m.Recall | m.Returned) -> None:
+    def _give_back(self, session: Session, lease: m.OfLease) -> None:
         self.endpoint.counters.leases_returned += 1
         self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor))
 
