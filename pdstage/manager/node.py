@@ -101,7 +101,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         if self.observers:
             origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
             self.observed = Observation(origin, self.observers)
-        self._waiting: list[tuple[Handle, CudaEvent, Callable[[float], None]]] = []
+        self._waiting: list[tuple[Handle, CudaEvent, Callable[[], None]]] = []
         """Whose event is waited for, and what follows: asked in turns, not in each of an engine's calls."""
         self._closing = threading.RLock()
         self._gave_back: bool | None = None
@@ -145,7 +145,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
 
     # What the driver asks, under its lock.
 
-    def _take_asked(self, now: float) -> None:
+    def _take_asked(self) -> None:
         """In a turn: gives the core what engines asked for, once what it waited for is there."""
         if not self._waiting:
             return
@@ -155,19 +155,19 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
                 continue
             done, wrong = ask_event(event)
             if wrong:
-                self.core.abort(handle.room, wrong, now)  # type: ignore[arg-type]
+                self.core.abort(handle.room, wrong)  # type: ignore[arg-type]
             elif done:
-                then(now)
+                then()
             else:
                 self._waiting.append((handle, event, then))
 
     @abstractmethod
-    def _on_staged(self, copied: Copied, now: float) -> None: ...
+    def _on_staged(self, copied: Copied) -> None: ...
 
     @abstractmethod
-    def _on_transport(self, event: Done | PostFailed | Inbound, now: float, seen_at: float) -> None: ...
+    def _on_transport(self, event: Done | PostFailed | Inbound, seen_at: float) -> None: ...
 
-    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+    def _on_refused(self, route: bytes, error: PdstageError) -> None:
         """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
     def _on_changed(self, handle: Handle, status: int) -> None:
@@ -240,7 +240,8 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
     def abort(self, handle: Handle, reason: str) -> None:
         """`Handle.abort`."""
         with self.driver.use():
-            self.core.abort(handle.room, arguments.sayable(reason), time.monotonic())  # type: ignore[arg-type]
+            self.core.endpoint.now = time.monotonic()
+            self.core.abort(handle.room, arguments.sayable(reason))  # type: ignore[arg-type]
         self.driver.kick()
 
     def _lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
@@ -492,16 +493,18 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         deadline_at, driver = time.monotonic() + timeout_s, self.driver
         with driver.lock:
             driver.ending = True
-            self.core.close(time.monotonic())
+            self.core.endpoint.now = time.monotonic()
+            self.core.close()
         driver.kick()
         while not self.core.idle and time.monotonic() < deadline_at:
             if driver.inline:
                 driver.turn(0.01)
             else:
                 time.sleep(0.001)
-        if self.core.quiet:
+        if not self.core.chunks.flights:  # nothing is in flight, so that Bye may be said
             with driver.lock:
-                self.core.endpoint.bye(time.monotonic())
+                self.core.endpoint.now = time.monotonic()
+                self.core.endpoint.bye()
             driver.kick()
 
     def __enter__(self) -> Self:

@@ -17,7 +17,6 @@ from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Key, check_inside, mismatch
 from pdstage.plan.ownership import CommonTokens
 from pdstage.plan.token_slices import tokens_problem
-from pdstage.protocol.session import PeerWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -277,7 +276,5 @@ class Slots:
         if name not in self._warned:
             self._warned.add(name)
             kept = f"component {name!r} has {both}: the first {min(at_prefill, at_decode)} are used"
-            endpoint.effects.append(
-                PeerWarning(session.route, PeerError(kept, remedy="this is said once; see slots_trimmed"))
-            )
+            endpoint.warn(session.route, PeerError(kept, remedy="this is said once; see slots_trimmed"))
         return ""

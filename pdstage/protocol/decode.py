@@ -24,7 +24,7 @@ from pdstage.protocol.decode_rooms import Coverage, DecodeRoom, Writer
 from pdstage.protocol.handshake import HandshakeClient, features
 from pdstage.protocol.leases import Leases
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
+from pdstage.protocol.session import CoreEffect, Detach, Endpoint, Session, forgotten_at
 from pdstage.protocol.state import WRITER, RoomEvent, State, WriterEvent, WriterPhase
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class DecodeCore:
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.handshake = HandshakeClient(self.endpoint, hello, self)
         self.leases = Leases(self.endpoint, lanes)
-        self.endpoint.settle = self.leases.settle
+        self.settle = self.leases.settle
         self.by_key: dict[bytes, DecodeRoom] = {}
         """Rooms until they end."""
         self.by_epoch: dict[int, DecodeRoom] = {}
@@ -109,7 +109,6 @@ class DecodeCore:
         self,
         key: bytes,
         writers: Mapping[int, bytes] | None,
-        now: float,
         *,
         deadline_s: float,
         wait_s: float | None = None,
@@ -120,7 +119,6 @@ class DecodeCore:
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
         more than `max_peers` peers with them.
         """
-        self.endpoint.now = now
         if key in self.by_key:
             named = room_id(key)
             raise UsageError(
@@ -131,19 +129,18 @@ class DecodeCore:
         self._last_epoch += 1
         room = DecodeRoom(key, self._last_epoch, deadline_s, self.endpoint.config.wait_s if wait_s is None else wait_s)
         self.by_key[key] = self.by_epoch[room.epoch] = room
-        self.endpoint.counters.rooms_opened += 1
+        self.counters.rooms_opened += 1
         self.endpoint.after(deadline_s, self.late, room, "room")
         if writers is not None:
             self._greet(room, writers)
         return room
 
-    def found(self, room: DecodeRoom, writers: Mapping[int, bytes], now: float) -> None:
+    def found(self, room: DecodeRoom, writers: Mapping[int, bytes]) -> None:
         """Who sends a room that was announced without writers. It fails where `announce` would raise.
 
         If the room has ended meanwhile, Abort is sent to them: they may already hold its state and wait. It is not sent
         if the room is being received again, or if there are too many peers; then they wait for their deadline.
         """
-        self.endpoint.now = now
         if self.by_key.get(room.key, room) is not room:
             return
         try:
@@ -170,7 +167,7 @@ class DecodeCore:
             )
         most, n_peers = self.endpoint.config.max_peers, len(routes | self.handshake.peers.keys())
         if n_peers > most:
-            self.endpoint.counters.peers_crowded += 1
+            self.counters.peers_crowded += 1
             raise UsageError(
                 f"room {room_id(key)!r} would make {n_peers} peers of this node",
                 remedy=f"raise Config.max_peers, now {most}, or use fewer prefill ranks",
@@ -190,7 +187,6 @@ class DecodeCore:
         room: DecodeRoom,
         asked: tuple[m.Asked, ...],
         items: Mapping[str, Any],
-        now: float,
         *,
         wire_items: tuple[m.Items, ...] = (),
         priority: int = 0,
@@ -201,7 +197,6 @@ class DecodeCore:
 
         Raises `UsageError` if it is bound already, or asks for a component twice, backwards, or that this layout lacks.
         """
-        self.endpoint.now = now
         if room.bound:
             raise UsageError(f"room {room.id!r} is bound already", remedy="call bind() once", room=room.id)
         if len({ask.component for ask in asked}) != len(asked):
@@ -222,9 +217,8 @@ class DecodeCore:
         if room.state is State.WAITING_FOR_INPUT:
             self.open(room)
 
-    def wait_to_bind(self, room: DecodeRoom, now: float) -> None:
+    def wait_to_bind(self, room: DecodeRoom) -> None:
         """The engine binds once `room.ready_to_bind`: prefill is asked as soon as may be."""
-        self.endpoint.now = now
         if room.waits_to_bind or room.bound or room.ended:
             return
         room.waits_to_bind = True
@@ -232,23 +226,17 @@ class DecodeCore:
             self.endpoint.cancel(self.ask, room)
             self.ask(room)
 
-    def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
-        self.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
+    def abort(self, room: DecodeRoom, reason: str) -> None:
+        self.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"))
 
-    def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
-        self.endpoint.now = now
+    def fail(self, room: DecodeRoom, error: PdstageError) -> None:
         self.fail_room(room, error)
-        self.endpoint.settle()
+        self.settle()
 
-    def close(self, now: float) -> None:
+    def close(self) -> None:
         """Ends every room; `idle` tells when every writer is quiet."""
         for room in list(self.by_key.values()):
-            self.abort(room, "the node closes", now)
-
-    @property
-    def quiet(self) -> bool:
-        """Nothing of ours is in flight, so that Bye may be said."""
-        return not self.chunks.flights
+            self.abort(room, "the node closes")
 
     @property
     def idle(self) -> bool:
@@ -273,23 +261,23 @@ class DecodeCore:
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
                     if isinstance(answer, m.Bye) or answer.incarnation == stranded.id.writer:
-                        self._fenced(stranded)
+                        self.fenced(stranded)
                     else:  # another process, or the writer is in doubt: only the driver's `fenced` frees the memory
                         self._leave_stranded(stranded)
                 self.handshake.left(route, frame.session)
-            case _ if not self.handshake.is_leaving(route, frame.session):  # else it has not heard our Bye yet
-                self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
+            case _ if (route, frame.session) not in self.handshake.leaving:  # else it has not heard our Bye yet
+                self.endpoint.send_loose(route, frame.session, m.NoSession(self.incarnation))
 
     def _on_no_session(self, session: Session, message: m.NoSession) -> None:
         self.denied(session, forgotten_at("prefill"))
         if message.incarnation == session.id.writer:
-            self._fenced(session)
+            self.fenced(session)
 
     def _on_bye(self, session: Session, _: m.Bye) -> None:
         """A process says Bye after its last completion, so the session is quiet."""
         session.said_bye = True
         self.lose(session, PeerError("the prefill rank closed", remedy="route elsewhere"))
-        self._fenced(session)
+        self.fenced(session)
 
     def _on_asking(self, session: Session, asking: m.Asking) -> None:
         writer: Writer | None = session.claims.get(asking.epoch)
@@ -351,7 +339,7 @@ class DecodeCore:
             self.fail_room(room, error)
         self.leases.session_lost(session)
         if not session.said_bye:
-            self.endpoint.effects.append(PeerWarning(session.route, error))
+            self.endpoint.warn(session.route, error)
         self.endpoint.effects.append(Detach(session))
         if self.holds(session):
             self._stranded[session.id] = session
@@ -395,17 +383,13 @@ class DecodeCore:
             self.endpoint.cancel(self._ask_stranded, session)
             self.handshake.hang_up(session.route)
 
-    def fenced(self, session: Session, now: float) -> None:
-        """After `Detach`: nothing of that session lands any more, so all it held is free."""
-        self.endpoint.now = now
-        self._fenced(session)
-
-    def _fenced(self, session: Session) -> None:
+    def fenced(self, session: Session) -> None:
+        """Nothing of a lost session lands any more, so all it held is free; the driver answers `Detach` so."""
         self._leave_stranded(session)
         self.leases.release_of(session, None)
         for writer in list(session.claims.values()):
             self.mark_quiet(writer)
-        self.endpoint.settle()
+        self.settle()
 
     def holds(self, session: Session) -> bool:
         """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""
@@ -414,9 +398,6 @@ class DecodeCore:
         return any(writer.phase is not WriterPhase.QUIET for writer in session.claims.values())
 
     # What its parts ask of it.
-
-    def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
-        """The warning is enough: nobody greets a decode node."""
 
     def in_use(self, session: Session) -> bool:
         return bool(session.claims or self.handshake.peers[session.route].rooms)
@@ -501,7 +482,7 @@ class DecodeCore:
     def fail_room(self, room: DecodeRoom, error: PdstageError) -> None:
         if not room.on(RoomEvent.FAILED, error):
             return
-        self.endpoint.counters.rooms_failed += 1
+        self.counters.rooms_failed += 1
         if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
             self._give_up(room, room.routes.values())
         self._end(room)
@@ -538,7 +519,7 @@ class DecodeCore:
         self.endpoint.changed(room)
 
     def abort_writer(self, writer: Writer) -> None:
-        lives = writer.session.id in self.endpoint.sessions
+        lives = writer.session.id in self.sessions
         if WRITER.move(writer, WriterEvent.ABORT):
             self.cancel_timers(writer)
             if lives and writer.phase is WriterPhase.ABORTING:
@@ -577,7 +558,7 @@ class DecodeCore:
         if problem:
             self.fail_room(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.id))
         elif room.on(RoomEvent.COMPLETED):
-            self.endpoint.counters.rooms_succeeded += 1
+            self.counters.rooms_succeeded += 1
             self._end(room)
             # A writer that owes nothing may not have heard its Open yet: that is still repeated.
             for writer in room.writers.values():

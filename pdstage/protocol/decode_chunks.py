@@ -12,7 +12,6 @@ from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.lane import Lease
-from pdstage.protocol.session import PeerWarning
 from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase, RoomEvent, WriterPhase
 
 if TYPE_CHECKING:
@@ -85,9 +84,8 @@ class ChunkReceiver:
 
     # Arrived.
 
-    def tag(self, data: bytes, now: float) -> None:
+    def tag(self, data: bytes) -> None:
         """One notification of the data plane."""
-        self.endpoint.now = now
         self.endpoint.counters.tags_received += 1
         try:
             session = self.endpoint.sessions.get(wire.tag_session(data))
@@ -95,8 +93,8 @@ class ChunkReceiver:
             self.endpoint.counters.tags_stale += not known
         except PeerError as error:
             self.endpoint.counters.tags_malformed += 1
-            self.endpoint.effects.append(PeerWarning(b"", error))
-        self.endpoint.settle()
+            self.endpoint.warn(b"", error)
+        self._core.settle()
 
     def on_tagged(self, session: Session, tagged: m.Tagged) -> None:
         """A tag sent as a message. A repeated one is dropped, as any known tag is (I7)."""
@@ -163,9 +161,8 @@ class ChunkReceiver:
 
     # Copied out.
 
-    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+    def scattered(self, ticket: int, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
-        self.endpoint.now = now
         chunk = self.flights.pop(ticket)
         if error is None and chunk.writer.session.checksums and checksum != chunk.checksum:
             self.endpoint.counters.chunks_altered += 1
@@ -180,7 +177,7 @@ class ChunkReceiver:
             self._core.fail_room(room, error)
         self._core.maybe_complete(room)
         self._core.maybe_release(room)
-        self.endpoint.settle()
+        self._core.settle()
 
     # Counted.
 

@@ -23,7 +23,7 @@ from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import incompatible, layout_problem, other_model
-from pdstage.protocol.session import HangUp, PeerWarning, Renew, Session
+from pdstage.protocol.session import HangUp, Renew, Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -77,7 +77,7 @@ class HandshakeClient:
         self.hello = hello
         self._stagings = Stagings(hello.layout)
         self.peers: dict[bytes, Peer] = {}
-        self.leaving: dict[m.SessionId, Session] = {}
+        self.leaving: dict[tuple[bytes, m.SessionId], Session] = {}
         """Those whose Bye is not answered yet."""
         self._owner = owner
         self._n_greeted = 0
@@ -133,21 +133,20 @@ class HandshakeClient:
         self.endpoint.counters.sessions_refused += 1
         self.peers.pop(peer.route, None)
         self._stop_greeting(peer)
-        self.endpoint.effects.append(PeerWarning(peer.route, error))
+        self.endpoint.warn(peer.route, error)
         for room in list(peer.rooms):
             self._owner.fail_room(room, error)
         self.hang_up(peer.route)
 
-    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
+    def unreachable(self, route: bytes, error: PdstageError) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
 
         A session that lives is left alone: if its peer is gone, its silence will tell.
         """
-        self.endpoint.now = now
         peer = self.peers.get(route)
         if peer is not None and peer.session is None:
             self._refused(peer, error)
-        self.endpoint.settle()
+        self._owner.settle()
 
     def _stop_greeting(self, peer: Peer) -> None:
         self.endpoint.cancel(self._greet, peer)
@@ -174,7 +173,7 @@ class HandshakeClient:
         """Ends a session that neither side needs: Bye, until it is answered or the peer was silent for too long."""
         self.endpoint.counters.sessions_idle += 1
         session.said_bye = True
-        self.leaving[session.id] = session
+        self.leaving[session.route, session.id] = session
         self._owner.lose(session, PeerError("neither side needed the session"))
         self.endpoint.after(session.silence_s, self.left, session.route, session.id)
         self._say_bye(session)
@@ -186,13 +185,10 @@ class HandshakeClient:
         self.endpoint.back_off(session.n_byes, session.id.decode, self._say_bye, session)
         session.n_byes += 1
 
-    def is_leaving(self, route: bytes, session_id: m.SessionId) -> bool:
-        return session_id in self.leaving and self.leaving[session_id].route == route
-
     def left(self, route: bytes, session_id: m.SessionId) -> None:
         """The peer answered our Bye, with whatever message, or its time is over."""
-        if self.is_leaving(route, session_id):
-            session = self.leaving.pop(session_id)
+        session = self.leaving.pop((route, session_id), None)
+        if session is not None:
             self.endpoint.cancel(self._say_bye, session)
             self.endpoint.cancel(self.left, route, session_id)
             self.hang_up(route)
@@ -219,9 +215,7 @@ class HandshakeServer:
             if problem := self._hello_problem(hello) or self._make_place(route):
                 self.endpoint.counters.sessions_refused += 1
                 self.endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
-                self.endpoint.effects.append(
-                    PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
-                )
+                self.endpoint.warn(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
                 return
             session = _agreed(session_id, route, hello, self.welcome, hello, stagings=self._stagings)
             self.endpoint.begin(session, m.offers(hello))
@@ -232,10 +226,6 @@ class HandshakeServer:
 
     def on_hello_again(self, session: Session, _: m.Hello) -> None:
         self.endpoint.send(session, self.welcome)
-
-    def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
-        self.endpoint.counters.sessions_refused += 1
-        self.endpoint.send_loose(route, m.SessionId(*error.session), m.HelloRefused(error.what))
 
     def on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
         if beat.idle == m.SPARE and not self._owner.in_use(session):
@@ -284,12 +274,10 @@ class HandshakeServer:
 
 def greeting_problem(theirs: m.Greeting, welcome: m.Welcome, hello: m.Hello) -> str:
     """Why no session can come of the two greetings, as who got `theirs` judges it, in words; empty if one can."""
-    if theirs is hello:
-        apart, rows = _apart(hello, "decode", welcome, "prefill"), hello.rows
-    else:
-        apart, rows = _apart(welcome, "prefill", hello, "decode"), None
-    if apart:
-        return apart
+    at_prefill, at_decode = m.offers(welcome), m.offers(hello)
+    if not at_prefill.keys() & at_decode.keys():
+        return f"transport {_either(at_prefill)} at prefill, {_either(at_decode)} at decode"
+    rows = hello.rows if theirs is hello else None
     if rows is not None and rows.base + rows.n_rows * rows.row_nbytes >= 1 << 63:
         return f"{rows.n_rows} aux rows at {rows.base}"
     problem = columns.problem(theirs.columns, rows.row_nbytes if rows is not None else columns.MAX_ROW_NBYTES)
@@ -311,14 +299,6 @@ def _agreed(
         aux=columns.share(welcome.columns, hello.columns), checksums=m.CHECKSUM_FEATURE in both,
         tags_as_messages=m.TAGS_FEATURE in both,
     )  # fmt: skip
-
-
-def _apart(theirs: m.Greeting, there: str, ours: m.Greeting, here: str) -> str:
-    """Why the two have no transport in common, in words; empty if they have one."""
-    other, own = m.offers(theirs), m.offers(ours)
-    if other.keys() & own.keys():
-        return ""
-    return f"transport {_either(other)} at {there}, {_either(own)} at {here}"
 
 
 def _either(names: Iterable[str]) -> str:

@@ -28,7 +28,6 @@ from pdstage.protocol.session import (
     CoreEffect,
     Detach,
     Endpoint,
-    PeerWarning,
     Session,
     forgotten_at,
 )
@@ -111,7 +110,6 @@ class PrefillCore:
         self.topology = topology
         self.endpoint = Endpoint(incarnation, config, self)
         self.handshake = HandshakeServer(self.endpoint, welcome, self)
-        self.on_other_version = self.handshake.on_other_version
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
         self.chunks = ChunkSender(self.endpoint, n_buffers, buffer_nbytes, choose, piece)
@@ -125,7 +123,7 @@ class PrefillCore:
         }  # fmt: skip
         self.by_key: dict[bytes, PrefillRoom] = {}
         """Rooms until they end."""
-        self.destinations: dict[tuple[m.SessionId, int], Destination] = {}
+        self.destinations: dict[Destination, None] = {}
         """Until they are closed or drained, or their session is lost with nothing in flight."""
         self.pending: dict[bytes, dict[Destination, None]] = {}
         """Destinations that wait for their room, by its key."""
@@ -133,17 +131,16 @@ class PrefillCore:
         self.slots = Slots(layout)
         self._rows = rows
         self._fitting: set[frozenset[m.SessionId]] = set()
-        self.endpoint.settle = self.chunks.start_ready
+        self.settle = self.chunks.start_ready
         self._direct = direct
         self._draining = False
 
     # What the engine does.
 
-    def submit(self, key: bytes, now: float, *, open_wait_s: float | None = None) -> PrefillRoom:
+    def submit(self, key: bytes, *, open_wait_s: float | None = None) -> PrefillRoom:
         """The engine will send this room. `open_wait_s` is until the last Open; None: as configured. Raises
         `UsageError` if it is being sent already.
         """
-        self.endpoint.now = now
         if key in self.by_key:
             named = room_id(key)
             raise UsageError(
@@ -152,7 +149,7 @@ class PrefillCore:
         room = self.by_key[key] = PrefillRoom(key)
         ended = self.how_ended(key)
         self.ended.pop(key, None)
-        self.endpoint.counters.rooms_opened += 1
+        self.counters.rooms_opened += 1
         room.open_wait_s = self.endpoint.config.open_wait_s if open_wait_s is None else open_wait_s
         self.endpoint.after(room.open_wait_s, self.unopened, room)
         if ended is not None and not ended.begun:
@@ -164,17 +161,16 @@ class PrefillCore:
                 self.turn_away(destination, str(room.error))
             else:
                 self.attach(room, destination)
-        self.endpoint.settle()
+        self.settle()
         return room
 
     def chunk(
-        self, room: PrefillRoom, rects: tuple[Rect, ...], items: Mapping[str, Any], now: float, *, ready: bool = True
+        self, room: PrefillRoom, rects: tuple[Rect, ...], items: Mapping[str, Any], *, ready: bool = True
     ) -> SubmittedChunk:
         """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed.
 
         An empty one of a component without positions says that there are none of its slots.
         """
-        self.endpoint.now = now
         source = SubmittedChunk(tuple([rect for rect in rects if rect.start < rect.stop]), items, ready)
         if room.ended:
             return source
@@ -187,7 +183,7 @@ class PrefillCore:
         room.sources.append(source)
         for destination in list(room.destinations.values()):
             self.chunks.add(destination, source)
-        self.endpoint.settle()
+        self.settle()
         return source
 
     def _check_rects(self, room: PrefillRoom, rects: tuple[Rect, ...]) -> None:
@@ -218,9 +214,8 @@ class PrefillCore:
                     room=room.id,
                 )
 
-    def data_ready(self, room: PrefillRoom, source: SubmittedChunk, now: float) -> None:
+    def data_ready(self, room: PrefillRoom, source: SubmittedChunk) -> None:
         """The data of a chunk given with `ready=False` exists now."""
-        self.endpoint.now = now
         source.ready = True
         for chunk in source.chunks:
             chunk.waits_since = self.endpoint.now
@@ -228,17 +223,14 @@ class PrefillCore:
                 self.chunks.reserve(chunk)
             elif chunk.phase is ChunkPhase.HELD:
                 self.chunks.advance(chunk)
-        self.endpoint.settle()
+        self.settle()
 
-    def finish(
-        self, room: PrefillRoom, aux: bytes | GivenRow | None, now: float, *, open_wait_s: float | None = None
-    ) -> None:
+    def finish(self, room: PrefillRoom, aux: bytes | GivenRow | None, *, open_wait_s: float | None = None) -> None:
         """No more chunks will come; `aux` goes to the destinations that want it. The last Open is awaited for
         `open_wait_s` from here; None: as `submit` said.
 
         A row is written straight into the destination's row if both sides can reach them. Else CloseOk carries it.
         """
-        self.endpoint.now = now
         if room.ended:
             return
         if room.finished:
@@ -261,32 +253,25 @@ class PrefillCore:
                 self.add_row(destination)
                 self.maybe_close(destination)
         self.maybe_complete(room)
-        self.endpoint.settle()
+        self.settle()
 
-    def abort(self, room: PrefillRoom, reason: str, now: float) -> None:
-        self.endpoint.now = now
+    def abort(self, room: PrefillRoom, reason: str) -> None:
         self.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"))
 
     def needs(self, route: bytes) -> bool:
         """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
         return True
 
-    def drain(self, now: float) -> None:
+    def drain(self) -> None:
         """No room begins any more: decode ranks that wait for one, or will, are told at once. Those begun go on."""
-        self.endpoint.now = now
         self._draining = True
         self.turn_all_away(_ENDING)
 
-    def close(self, now: float) -> None:
+    def close(self) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.by_key.values()):
-            self.abort(room, "the node closes", now)
+            self.abort(room, "the node closes")
         self.turn_all_away("the prefill node closes")
-
-    @property
-    def quiet(self) -> bool:
-        """Nothing of a live session is in flight, so that Bye may be said."""
-        return not self.chunks.flights
 
     @property
     def idle(self) -> bool:
@@ -310,9 +295,9 @@ class PrefillCore:
             return
         if self.chunks.in_flight(frame.session):
             return
-        if frame.session.writer == self.endpoint.incarnation:
+        if frame.session.writer == self.incarnation:
             self.handshake.never_again(frame.session)
-        proof = 0 if self.chunks.is_in_doubt(frame.session) else self.endpoint.incarnation
+        proof = 0 if self.chunks.is_in_doubt(frame.session) else self.incarnation
         self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
     def _asked(self, session: Session, key: bytes, epoch: int) -> bool:
@@ -454,7 +439,7 @@ class PrefillCore:
             if destination.in_flight == 0:
                 self.forget(destination)
         if not session.said_bye:
-            self.endpoint.effects.append(PeerWarning(session.route, error))
+            self.endpoint.warn(session.route, error)
         self.endpoint.effects.append(Detach(session))
 
     # What its parts ask of it.
@@ -540,7 +525,7 @@ class PrefillCore:
 
     def maybe_complete(self, room: PrefillRoom) -> None:
         if room.complete and room.on(RoomEvent.COMPLETED):
-            self.endpoint.counters.rooms_succeeded += 1
+            self.counters.rooms_succeeded += 1
             self._end(room)
 
     def _close(self, destination: Destination) -> None:
@@ -596,7 +581,7 @@ class PrefillCore:
 
     def row_failed(self, destination: Destination, why: str) -> None:
         if self._rows.wanted and destination.phase is DestinationPhase.LIVE:
-            self.endpoint.counters.aux_fallbacks += 1
+            self.counters.aux_fallbacks += 1
             self.endpoint.warn_once(
                 destination.session.route, f"{why}: it goes by control message", "see aux_fallbacks"
             )
@@ -617,7 +602,7 @@ class PrefillCore:
     def fail(self, room: PrefillRoom, error: PdstageError) -> None:
         if not room.on(RoomEvent.FAILED, error):
             return
-        self.endpoint.counters.rooms_failed += 1
+        self.counters.rooms_failed += 1
         served = {rank: (destination.session.id, destination.epoch) for rank, destination in room.destinations.items()}
         self.note_ended(room.key, Ended(str(error), served))
         for destination in list(room.destinations.values()):
@@ -669,7 +654,7 @@ class PrefillCore:
 
     def _maybe_drained(self, destination: Destination) -> None:
         if destination.phase is DestinationPhase.DRAINING and destination.in_flight == 0:
-            if destination.session.id in self.endpoint.sessions:
+            if destination.session.id in self.sessions:
                 self.endpoint.send(destination.session, m.Drained(destination.epoch))
             self.forget(destination)
 
@@ -677,7 +662,7 @@ class PrefillCore:
         if destination.room is not None:
             destination.room.in_flight -= 1
             self._maybe_release(destination.room)
-        if destination.session.id in self.endpoint.sessions:
+        if destination.session.id in self.sessions:
             self._maybe_drained(destination)
         elif destination.in_flight == 0:
             self.forget(destination)
@@ -686,14 +671,14 @@ class PrefillCore:
         self.chunks.drop(destination)
         self.unpark(destination)
         self.endpoint.cancel(self.close_again, destination)
-        self.destinations.pop((destination.session.id, destination.epoch), None)
+        self.destinations.pop(destination, None)
         destination.session.claims.pop(destination.epoch, None)
         # Chunks name their destination, and that its room: without this only the collector could free any of them.
         destination.chunks.clear()
         destination.room = None
 
     def note(self, destination: Destination) -> None:
-        self.destinations[destination.session.id, destination.epoch] = destination
+        self.destinations[destination] = None
         destination.session.claims[destination.epoch] = destination
 
     def park(self, destination: Destination) -> bool:

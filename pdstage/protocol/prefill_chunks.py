@@ -301,7 +301,7 @@ class ChunkSender:
             chunk.direct = True
             CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
             if advance is not None:
-                self._give_back(destination.session, _lease_of(destination, advance))
+                self._give_back(destination.session, advance)
             self.advance(chunk)
         elif nbytes > self._buffer_nbytes:
             error = UsageError(
@@ -312,7 +312,7 @@ class ChunkSender:
         elif advance is not None and nbytes <= advance.nbytes:
             chunk.attempt, chunk.waits_since = 0, self.endpoint.now
             self.endpoint.repeat(self.reserve_again, chunk)  # while its window is closed
-            self.on_lease(destination.session, _lease_of(destination, advance))
+            self.on_lease(destination.session, advance)
         elif chunk.attempt and not source.ready:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
         else:
@@ -410,12 +410,11 @@ class ChunkSender:
 
     # What the driver reports.
 
-    def gathered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+    def gathered(self, ticket: int, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The gather's kernel ended. Comes for every `Gather`, of lost sessions too: its buffer was busy.
 
         `checksum` is of the bytes gathered, where the session has checksums.
         """
-        self.endpoint.now = now
         chunk, buffer = self.flights[ticket]
         if error is not None or chunk.destination.phase is not DestinationPhase.LIVE:
             self._end_flight(ticket, error)
@@ -425,14 +424,13 @@ class ChunkSender:
         self.endpoint.after(self.endpoint.config.write_s, self.on_write_timer, ticket)
         self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
-    def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
+    def completed(self, ticket: int, error: PdstageError | None = None, *, settled: bool = True) -> None:
         """A post ended. With `error` it is unknown what landed: it is not repeated, and its room fails. A failed aux
         row goes by message instead.
 
         `settled=False`: its bytes may land even after this call. So the session is lost without a Drained, and this
         process later answers for it with NoSession(0) in place of its incarnation: it proves nothing.
         """
-        self.endpoint.now = now
         orphan = self.orphans.pop(ticket, None)
         if orphan is not None and not settled:
             self._doubt(orphan)
@@ -450,13 +448,12 @@ class ChunkSender:
         else:
             self._doubts_all = True
 
-    def fenced(self, session: Session, now: float) -> None:
+    def fenced(self, session: Session) -> None:
         """After `Detach`: posts of that session no longer read our memory. The driver still calls `gathered` for each
         gather under way.
 
         What such posts wrote may still be on its way: until their tickets end, the session is not quiet.
         """
-        self.endpoint.now = now
         error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
         for ticket, (chunk, _) in list(self.flights.items()):
             if chunk.destination.session is session and chunk.phase is ChunkPhase.WRITING:
@@ -544,7 +541,3 @@ class ChunkSender:
             if chunk.phase is not ChunkPhase.WRITTEN:
                 self.endpoint.cancel(self.reserve_again, chunk)
                 CHUNK.move(chunk, ChunkEvent.DROP)
-
-
-def _lease_of(destination: Destination, advance: m.Advance) -> m.Lease:
-    return m.Lease(destination.epoch, advance.chunk, 0, advance.lane, advance.cursor, advance.nbytes, advance.watermark)

@@ -197,11 +197,9 @@ class Endpoint:
         self.sessions: dict[SessionId, Session] = {}
         self.owner = owner
         self.now = 0.0
-        """The time of the input under way: each input says it."""
+        """The time of the input under way: the driver sets it before it says anything."""
         self.handlers: dict[type[AnyMessage], Callable[[Session, Any], None]]
         """What its core does with each message of a live session."""
-        self.settle: Callable[[], None]
-        """Called after every input: begins what may begin now. Set by the core that has it."""
         self.effects: list[Any] = []
         """What a part asks of the driver is appended here."""
         self._ticked_at = -1.0
@@ -209,9 +207,8 @@ class Endpoint:
 
     # Inputs.
 
-    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
+    def receive(self, route: bytes, data: bytes | memoryview) -> None:
         """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
-        self.now = now
         session = None
         try:
             session_id, seq = decode_head(data)
@@ -236,12 +233,13 @@ class Endpoint:
             self.counters.frames_malformed += 1
             # Engines may keep this error for long, as their rooms': without the stack frames that refer to the message.
             error.__traceback__ = error.__cause__ = error.__context__ = None
-            self.effects.append(PeerWarning(route, error))
-            if isinstance(error, OtherVersion) and error.greets:
-                self.owner.on_other_version(route, error)
+            self.warn(route, error)
+            if isinstance(error, OtherVersion) and error.greets and self.owner.role == "prefill":
+                self.counters.sessions_refused += 1
+                self.send_loose(route, error.session, HelloRefused(error.what))
             if session is not None and not isinstance(error, UnknownMessage):
                 self.owner.lose(session, error)
-        self.settle()
+        self.owner.settle()
 
     def _serve(self, session: Session, message: AnyMessage) -> None:
         handler = self.handlers.get(type(message))
@@ -263,12 +261,12 @@ class Endpoint:
         self.counters.frames_stale += not isinstance(message, Hello | Welcome | HelloRefused)
         return message
 
-    def tick(self, now: float) -> None:
+    def tick(self) -> None:
         """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a
         peer's: one that comes later than its own promise pushes its deadlines by the excess.
         """
-        due_at, gap_s = self.timers.next_at(), now - self._ticked_at
-        self.now = self._ticked_at = now
+        now, due_at = self.now, self.timers.next_at()
+        gap_s, self._ticked_at = now - self._ticked_at, now
         # A node that had nothing due was idle, not late: nothing is pushed further than what was due is overdue.
         excess = min(gap_s - self.config.max_silence_s, now - due_at) if due_at is not None else 0.0
         if excess > 0:
@@ -277,12 +275,7 @@ class Endpoint:
                 session.received_at += excess
         for call, *things in self.timers.due(now):
             call(*things)
-        self.settle()
-
-    def lose(self, session: Session, error: PdstageError, now: float) -> None:
-        """The driver finds that the session is over: its core says what follows."""
-        self.now = now
-        self.owner.lose(session, error)
+        self.owner.settle()
 
     def _moves_on(self, session: Session, seq: int, message: AnyMessage) -> bool:
         """Whether the frame is its session's next; else it is to be dropped. NoSession is outside of any order."""
@@ -317,15 +310,17 @@ class Endpoint:
         self.counters.frames_sent += 1
         self.effects.append(Send(route, encode(session_id, seq, message)))
 
+    def warn(self, route: bytes, error: PdstageError) -> None:
+        self.effects.append(PeerWarning(route, error))
+
     def warn_once(self, route: bytes, what: str, remedy: str) -> None:
         """A warning that would otherwise repeat for many rooms or peers."""
         if what not in self._said and len(self._said) < _MAX_SAID:
             self._said.add(what)
-            self.effects.append(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
+            self.warn(route, PeerError(what, remedy=f"{remedy}; this is said once"))
 
-    def bye(self, now: float) -> None:
+    def bye(self) -> None:
         """After the last completion: this process ends its sessions in order."""
-        self.now = now
         for session in self.sessions.values():
             self.send(session, Bye())
 
@@ -369,11 +364,10 @@ class Endpoint:
         if self.owner.peer == "prefill":
             self.effects.append(Renew(session.route))
 
-    def keep_alive(self, now: float) -> None:
+    def keep_alive(self) -> None:
         """Sends the heartbeats that are due, in a turn that has more to read than it has time for."""
-        self.now = now
         for session in self.sessions.values():
-            if self._beats_at(session) <= now:
+            if self._beats_at(session) <= self.now:
                 self._beat(session)
 
     def _beats_at(self, session: Session) -> float:

@@ -206,7 +206,7 @@ def test_a_decode_pipeline_without_a_layer_is_refused_by_prefill_and_each_stage_
     sent = world.submit(1) if submit_first else None
     handles = [world.announce(1, rank) for rank in range(2)]
     for rank, handle in enumerate(handles):
-        world.decode[rank].core.bind(handle, (m.Asked("kv", 0, 4),), {}, 0.0)
+        world.decode[rank].core.bind(handle, (m.Asked("kv", 0, 4),), {})
         world.carry(world.decode[rank])
     world.run()
     sent = sent or world.submit(1)

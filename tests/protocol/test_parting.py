@@ -224,7 +224,7 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
 
     def say(message: m.AnyMessage, seq: int) -> list[m.AnyMessage]:
         writer.core.endpoint.take_effects()
-        writer.core.endpoint.receive(b"D0", wire.encode(session.id, seq, message), world.now)
+        writer.core.endpoint.receive(b"D0", wire.encode(session.id, seq, message))
         return [
             wire.decode(effect.frame).message
             for effect in writer.core.endpoint.take_effects()

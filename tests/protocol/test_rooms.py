@@ -113,13 +113,13 @@ def usage(world: World) -> dict[str, Callable[[], object]]:
     other = world.submit(3)
 
     def asked(*asks: tuple) -> Callable[[], object]:
-        return lambda: decode.bind(loose, tuple(m.Asked(*ask) for ask in asks), {}, 0.0)
+        return lambda: decode.bind(loose, tuple(m.Asked(*ask) for ask in asks), {})
 
     def chunk(*rects: tuple) -> Callable[[], object]:
-        return lambda: prefill.chunk(other, tuple(Rect(*rect) for rect in rects), {}, 0.0)
+        return lambda: prefill.chunk(other, tuple(Rect(*rect) for rect in rects), {})
 
     def announce(*routes: bytes) -> Callable[[], object]:
-        return lambda: decode.announce(b"i9", dict(enumerate(routes)), 0.0, deadline_s=1.0)
+        return lambda: decode.announce(b"i9", dict(enumerate(routes)), deadline_s=1.0)
 
     return {
         "received already": lambda: world.announce(1),
@@ -331,7 +331,7 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     world.drop(is_kind("frame"))
     (node,) = world.prefill
     ((ticket, (chunk, *_)),) = node.core.chunks.flights.items()
-    node.core.chunks.completed(ticket, 0.0, TransportError("link down"))
+    node.core.chunks.completed(ticket, TransportError("link down"))
     world.carry(node)
     world.run()
     assert chunk.phase is ChunkPhase.BROKEN
@@ -361,7 +361,7 @@ def test_a_node_that_drains_ends_what_it_began_and_tells_the_others() -> None:
     parked = world.receive(2)
     world.run(until=world.now)
     (prefill,) = world.prefill
-    prefill.core.drain(world.now)
+    prefill.core.drain()
     world.carry(prefill)
     late = world.receive(3)
     world.run(until=world.now)
@@ -386,7 +386,7 @@ def test_destinations_turned_away_still_count() -> None:
     for epoch in range(10, 40):
         world.say(prefill, m.Open(**(OPEN | {"epoch": epoch, "room": b"i2"})))
         world.now += 1.5
-        prefill.core.endpoint.tick(world.now)
+        prefill.core.endpoint.tick()
         prefill.core.endpoint.take_effects()
     assert not prefill.core.pending
     assert len(prefill.core.destinations) == 4, "three and the room that is open"
@@ -436,7 +436,7 @@ def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:
     (session,) = world.decode[0].core.sessions.values()
     for chunk in range(40):
         tag = wire.Tag(session.id, handle.epoch, chunk, m.DIRECT, 0, (Rect("kv", 0, 4, 0, 2),))
-        world.decode[0].core.tag(wire.encode_tag(tag, ("kv",)), world.now)
+        world.decode[0].core.tag(wire.encode_tag(tag, ("kv",)))
         world.carry(world.decode[0])
         world.run(until=world.now + 0.5)
     assert handle.state is State.FAILED
@@ -459,7 +459,7 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
     sent = world.submit(1)
     world.chunk(sent, (0, 2400), list(range(600)))
     world.run()
-    (destination,) = world.prefill[0].core.destinations.values()
+    (destination,) = world.prefill[0].core.destinations
     n_before = len(destination.chunks)
     for number in range(n_before):
         world.say(world.prefill[0], m.Refused(destination.epoch, number, 0, "too_big", 256))

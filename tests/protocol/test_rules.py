@@ -23,7 +23,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     handle, _ = world.serve(1)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    decode.abort(handle, "changed its mind", world.now)
+    decode.abort(handle, "changed its mind")
     said = world.say(world.decode[0], m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),)))
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.leases.contended
@@ -57,7 +57,7 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     assert [decode.leases.is_open(lease) for lease in decode.leases.of(session)] == [True, False]
-    decode.endpoint.lose(session, PeerError("the test says so"), world.now)
+    decode.lose(session, PeerError("the test says so"))
     assert [(lease.phase, lease.cursor) for lease in decode.leases.of(session)] == [("quarantined", 0)]
 
 
@@ -68,8 +68,8 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     handle, _ = world.serve(1)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    decode.endpoint.lose(session, PeerError("the test says so"), world.now)
-    decode.fenced(session, world.now)
+    decode.lose(session, PeerError("the test says so"))
+    decode.fenced(session)
     assert [lease.phase for lease in decode.leases.of(session)] == ["landed"]
     assert not handle.released
     world.carry(world.decode[0])
@@ -87,7 +87,7 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     world.receive(1)
     sender = world.send(1)
     world.run(until=world.now)
-    (destination,) = world.prefill[0].core.destinations.values()
+    (destination,) = world.prefill[0].core.destinations
     (chunk,) = destination.chunks.values()
     assert chunk.phase is ChunkPhase.GATHERING
     world.drop(is_message(m.CloseFailed))
