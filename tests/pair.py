@@ -29,7 +29,7 @@ from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import Chunk, GivenRow, PrefillRoom, SubmittedChunk
-from pdstage.protocol.handshake import _GOLDEN
+from pdstage.protocol.handshake import _GOLDEN, features
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import NO_ROWS, OwnRows, Room, room_key
@@ -301,9 +301,8 @@ class World:
         memory, layout, topology = self.rank_of("P", rank)
         row_memory, rows = self.make_rows("P")
         core = PrefillCore(
-            1000 + rank + 100 * life, layout=layout, topology=topology, transport="test", description=b"",
-            n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes, config=self.config,
-            choose=self.choose, notifies=self.notifies, rows=rows, model=self.models[0],
+            1000 + rank + 100 * life, m.Welcome(**self.said("P", layout, topology, rows)), self.config, rows,
+            n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes, choose=self.choose,
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
         return Prefill(b"P%d" % rank, memory, row_memory, core, buffers)
@@ -323,6 +322,14 @@ class World:
         memory = self.make_memory(pool_nbytes(**shape))
         return memory, make_layout(memory, hnd=hnd, **shape, **self.kind), at
 
+    def said(self, side: str, layout: Layout, topology: Topology, rows: OwnRows) -> dict[str, object]:
+        """What the greeting of a rank of "P" or "D" says."""
+        return {
+            "topology": topology, "layout": layout, "transport": "test", "description": b"", "columns": rows.columns,
+            "features": features(self.config, tags=not self.notifies, direct=side == "D"),
+            "max_silence_s": self.config.max_silence_s, "model": self.models[side == "D"],
+        }  # fmt: skip
+
     def make_rows(self, side: str) -> tuple[Memory, OwnRows]:
         """A rank's aux rows, if this world has any: `aux` is "packed" for those that only travel in messages, "rows"
         for those that may be written in place.
@@ -339,10 +346,8 @@ class World:
         staging = self.make_memory(self.lane_nbytes * self.n_lanes)
         row_memory, rows = self.make_rows("D")
         lanes = tuple(m.LaneSpan(staging.base + n * self.lane_nbytes, self.lane_nbytes) for n in range(self.n_lanes))
-        core = DecodeCore(
-            2000 + rank + 100 * life, layout=layout, topology=topology, transport="test", description=b"",
-            lanes=lanes, config=self.config, notifies=self.notifies, rows=rows, model=self.models[1],
-        )  # fmt: skip
+        hello = m.Hello(lanes=lanes, rows=rows.span, **self.said("D", layout, topology, rows))
+        core = DecodeCore(2000 + rank + 100 * life, hello, self.config, rows)
         if not self.advances:
             core.leases.max_advances = 0
         node = Decode(b"D%d" % rank, memory, row_memory, core, staging)
@@ -373,7 +378,8 @@ class World:
         """`prefill` names the one writer; else every prefill rank is one."""
         node = self.decode[rank]
         writers = {n: p.name for n, p in enumerate(self.prefill) if prefill in {None, n}}
-        handle = node.core.announce(room_key(room), writers, deadline_s=self.deadline_s)
+        handle = node.core.announce(room_key(room), deadline_s=self.deadline_s)
+        node.core.found(handle, writers)
         self.carry(node)
         return handle
 

@@ -151,7 +151,8 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         super().__init__(pool, topology, arguments.integer("n_lanes", n_lanes, low=1, high=MAX_PARTS), options)
         self.path = self.options["path"]
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
-        self.core = DecodeCore(self.incarnation, lanes=lanes, **self._said())
+        hello = m.Hello(lanes=lanes, rows=self.rows.span, **self._said(direct=self.path != "staged"))
+        self.core = DecodeCore(self.incarnation, hello, self.config, self.rows)
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
         self._answers: deque[tuple[DecodeRoom, list[Advert] | None, PdstageError | None]] = deque()
         try:
@@ -189,7 +190,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         with self.driver.use():
             self.driver.check_begins()
             self.core.endpoint.now = now = time.monotonic()
-            announced = self.core.announce(room_key(room), None, deadline_s=deadline_s, wait_s=wait_s)
+            announced = self.core.announce(room_key(room), deadline_s=deadline_s, wait_s=wait_s)
             receiver = Receiver(self, announced)
             self.roster.add(announced, receiver)
             if self.observed is not None:

@@ -28,6 +28,7 @@ from pdstage.manager.lookup import Directory
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.options import NodeOptions, check_memory, checked, facts_of, transport_of
 from pdstage.manager.status import Status
+from pdstage.protocol.handshake import features
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Copied, Memory, PageLock, Stager
@@ -227,13 +228,14 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
                 log.warning("aux rows go by control message, not by %r: %s", aux, error)
         return OwnRows(held.columns.placed, aux != "tcp", span)
 
-    def _said(self) -> dict[str, Any]:
-        """What either core is made with: what this node tells its peers of itself."""
+    def _said(self, *, direct: bool = False) -> dict[str, Any]:
+        """What either role's greeting says: what this node tells its peers of itself."""
         (transport, description), *others = self.offers
         return {
             "layout": self.pool.layout, "topology": self.topology, "transport": transport, "description": description,
-            "others": tuple(others), "config": self.config, "direct": self.options["path"] != "staged",
-            "notifies": self.transport.traits.notifies, "rows": self.rows, "model": facts_of(self.options["model"]),
+            "others": tuple(others), "max_silence_s": self.config.max_silence_s, "columns": self.rows.columns,
+            "features": features(self.config, tags=not self.transport.traits.notifies, direct=direct),
+            "model": facts_of(self.options["model"]),
         }  # fmt: skip
 
     @changes_rooms

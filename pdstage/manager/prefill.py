@@ -27,6 +27,7 @@ from pdstage.manager.status import Status, with_rooms
 from pdstage.metadata import AuxRow
 from pdstage.plan.cost import CostModel
 from pdstage.protocol.destinations import GivenRow
+from pdstage.protocol.messages import Welcome
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather
 from pdstage.protocol.room import RoomId, room_key
@@ -246,8 +247,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             buffers=self.parts, chunk_nbytes=self.chunk_nbytes, observed=self.observed,
         )  # fmt: skip
         self.core = PrefillCore(
-            self.incarnation, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=self.data_path.prefers_direct,
-            piece=self.data_path.piece_nbytes, **self._said(),
+            self.incarnation, Welcome(**self._said()), self.config, self.rows, n_buffers=n_buffers,
+            buffer_nbytes=buffer_nbytes, choose=self.data_path.prefers_direct, piece=self.data_path.piece_nbytes,
+            direct=self.options["path"] != "staged",
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""

@@ -69,13 +69,6 @@ class Chunk:
         """Lane and cursor, as its tag and Close say it."""
         return (self.lane, self.cursor) if not self.direct else (AUX if self.row else DIRECT, 0)
 
-    @property
-    def begun(self) -> bool:
-        return self.phase in _BEGUN
-
-
-_BEGUN = frozenset({ChunkPhase.GATHERING, ChunkPhase.WRITING, ChunkPhase.WRITTEN, ChunkPhase.BROKEN})
-
 
 @dataclass(slots=True, eq=False)
 class Destination:
@@ -145,15 +138,6 @@ class PrefillRoom(Room):
     def opened(self) -> bool:
         """Whether every decode rank that will take part of the room has said so."""
         return 0 < self.n_destinations <= len(self.destinations)
-
-    @property
-    def complete(self) -> bool:
-        """Finished, and every destination is known and has everything."""
-        return (
-            self.finished
-            and 0 < self.n_destinations == len(self.destinations)
-            and all(destination.phase is DestinationPhase.CLOSING for destination in self.destinations.values())
-        )
 
 
 def clip(rects: tuple[Rect, ...], destination: Destination) -> tuple[Rect, ...]:

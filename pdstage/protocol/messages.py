@@ -41,6 +41,11 @@ AUX = 0xFFFE
 IN_USE, IDLE, SPARE = 0, 1, 2
 """What a Heartbeat says of its session: the sender's rooms need it; none does; none does, and please end it."""
 
+
+def _most(length: int) -> Meta:
+    return Meta(max_length=length)
+
+
 # What a peer may say, by the schema: a number is a count, a cursor or an address of 63 bits; no time is
 # endless; no list, name or text is
 # longer than any honest peer's.
@@ -48,12 +53,12 @@ Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Device: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFF)]
-Word: TypeAlias = Annotated[str, Meta(max_length=MAX_WORD)]
-Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
-RoomKey: TypeAlias = Annotated[bytes, Meta(max_length=MAX_ROOM_NBYTES)]
-Described: TypeAlias = Annotated[bytes, Meta(max_length=4 << 20)]
-Features: TypeAlias = Annotated[tuple[Word, ...], Meta(max_length=64)]
-AuxColumns: TypeAlias = Annotated[tuple[Placed, ...], Meta(max_length=MAX_COLUMNS)]
+Word: TypeAlias = Annotated[str, _most(MAX_WORD)]
+Reason: TypeAlias = Annotated[str, _most(MAX_REASON)]
+RoomKey: TypeAlias = Annotated[bytes, _most(MAX_ROOM_NBYTES)]
+Described: TypeAlias = Annotated[bytes, _most(4 << 20)]
+Features: TypeAlias = Annotated[tuple[Word, ...], _most(64)]
+AuxColumns: TypeAlias = Annotated[tuple[Placed, ...], _most(MAX_COLUMNS)]
 
 
 def brief(reason: str) -> str:
@@ -131,8 +136,8 @@ class Wanted(NamedTuple):
     room: RoomKey
 
 
-Offers: TypeAlias = Annotated[tuple[Offer, ...], Meta(max_length=16)]
-Model: TypeAlias = Annotated[tuple[Fact, ...], Meta(max_length=MAX_FACTS)]
+Offers: TypeAlias = Annotated[tuple[Offer, ...], _most(16)]
+Model: TypeAlias = Annotated[tuple[Fact, ...], _most(MAX_FACTS)]
 
 
 @dataclass_transform(frozen_default=True)
@@ -140,11 +145,11 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the closed union `AnyMessage`; all are frozen, as it is."""
 
 
-class _OfEpoch(Message):
+class OfEpoch(Message):
     epoch: Number
 
 
-class _OfChunk(_OfEpoch):
+class _OfChunk(OfEpoch):
     chunk: Number
     attempt: Number
 
@@ -194,8 +199,7 @@ Greeting: TypeAlias = Hello | Welcome
 
 def offers(greeting: Greeting) -> dict[str, bytes]:
     """The transports that a greeting names, best first, each with what `connect` needs of it."""
-    others = {other.transport: other.description for other in greeting.others}
-    return {greeting.transport: greeting.description} | others
+    return {greeting.transport: greeting.description} | dict(greeting.others)
 
 
 class HelloRefused(Message, tag=3):
@@ -206,7 +210,7 @@ class HelloRefused(Message, tag=3):
     reason: Reason
 
 
-class Ask(_OfEpoch, tag=4):
+class Ask(OfEpoch, tag=4):
     """D>P, then in each Heartbeat until Asking says finished, or Open. Is this room there yet? Lets decode allocate
     late.
     """
@@ -214,7 +218,7 @@ class Ask(_OfEpoch, tag=4):
     room: RoomKey
 
 
-class Asking(_OfEpoch, tag=5):
+class Asking(OfEpoch, tag=5):
     """P>D, answer to Ask, and to a Heartbeat that asks if `finished`: every chunk is computed and held for an Open."""
 
     finished: bool
@@ -230,7 +234,7 @@ class Advance(NamedTuple):
     watermark: Number
 
 
-class Open(_OfEpoch, tag=6):
+class Open(OfEpoch, tag=6):
     """D>P until Opened, CloseOk or CloseFailed. One destination rank wants its `shares` of a room, now.
 
     `asked`: the ranges wanted from this writer, of which it sends the tokens that both ranks hold.
@@ -241,19 +245,19 @@ class Open(_OfEpoch, tag=6):
     """
 
     room: RoomKey
-    shares: Annotated[tuple[Share, ...], Meta(max_length=4096)]
-    asked: Annotated[tuple[Asked, ...], Meta(max_length=MAX_RECTS)]
-    items: Annotated[tuple[Items, ...], Meta(max_length=MAX_RECTS)]
+    shares: Annotated[tuple[Share, ...], _most(4096)]
+    asked: Annotated[tuple[Asked, ...], _most(MAX_RECTS)]
+    items: Annotated[tuple[Items, ...], _most(MAX_RECTS)]
     rank: Number
     destinations: Number
     aux: bool
     priority: int
     deadline_s: Seconds
     row: Number | None = None
-    advances: Annotated[tuple[Advance, ...], Meta(max_length=MAX_ADVANCES)] = ()
+    advances: Annotated[tuple[Advance, ...], _most(MAX_ADVANCES)] = ()
 
 
-class Opened(_OfEpoch, tag=7):
+class Opened(OfEpoch, tag=7):
     """P>D, answer to Open. `state` is "waiting" (not submitted yet), "accepted" or "refused" with the `reason`."""
 
     state: Word
@@ -264,7 +268,7 @@ class Reserve(_OfChunk, tag=8):
     """P>D while the chunk has no lease or its window is closed."""
 
     nbytes: Number
-    rects: Annotated[tuple[Rect, ...], Meta(max_length=MAX_RECTS)]
+    rects: Annotated[tuple[Rect, ...], _most(MAX_RECTS)]
 
 
 class Lease(OfLease, tag=9):
@@ -322,30 +326,30 @@ class Given(NamedTuple):
     n: Number
 
 
-class CloseOk(_OfEpoch, tag=14):
+class CloseOk(OfEpoch, tag=14):
     """P>D until Closed or Abort: all this writer owes is written; here is what, and the aux bytes if asked for.
 
     `slots`: of each component without positions that this writer owes, how many there are; no more will come.
     `packed`: `aux` is a row: the columns that both sides have, one after the other in the order of their names.
     """
 
-    written: Annotated[tuple[Written, ...], Meta(max_length=1 << 20)]
+    written: Annotated[tuple[Written, ...], _most(1 << 20)]
     aux: bytes | None
-    slots: Annotated[tuple[Given, ...], Meta(max_length=MAX_RECTS)] = ()
+    slots: Annotated[tuple[Given, ...], _most(MAX_RECTS)] = ()
     packed: bool = False
 
 
-class CloseFailed(_OfEpoch, tag=15):
+class CloseFailed(OfEpoch, tag=15):
     """P>D until Abort: the writer gives the room up. Proves nothing about writes in flight."""
 
     reason: Reason
 
 
-class Closed(_OfEpoch, tag=16):
+class Closed(OfEpoch, tag=16):
     """D>P, answer to CloseOk."""
 
 
-class Abort(_OfEpoch, tag=17):
+class Abort(OfEpoch, tag=17):
     """D>P until Drained or CloseOk: stop writing for this epoch. `finished`: all was delivered, only CloseOk is
     missing.
 
@@ -357,7 +361,7 @@ class Abort(_OfEpoch, tag=17):
     room: RoomKey = b""
 
 
-class Drained(_OfEpoch, tag=18):
+class Drained(OfEpoch, tag=18):
     """P>D, answer to Abort: nothing of this epoch is in flight, nothing will begin."""
 
 
@@ -371,8 +375,8 @@ class Heartbeat(Message, tag=19):
     """
 
     idle: Number = IN_USE
-    asks: Annotated[tuple[Wanted, ...], Meta(max_length=MAX_WAITING)] = ()
-    waits: Annotated[tuple[RoomKey, ...], Meta(max_length=MAX_WAITING)] = ()
+    asks: Annotated[tuple[Wanted, ...], _most(MAX_WAITING)] = ()
+    waits: Annotated[tuple[RoomKey, ...], _most(MAX_WAITING)] = ()
 
 
 class Bye(Message, tag=20):
@@ -395,7 +399,7 @@ class Tagged(Message, tag=22):
     Sent again in answer to a Recall of a written chunk, and with each repeated CloseOk. A known tag is dropped.
     """
 
-    tag: Annotated[bytes, Meta(max_length=MAX_TAG_NBYTES)]
+    tag: Annotated[bytes, _most(MAX_TAG_NBYTES)]
 
 
 # fmt: off

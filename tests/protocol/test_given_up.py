@@ -152,7 +152,7 @@ def test_writers_that_are_none_fail_the_room_that_was_looked_up(writers: dict[in
 
 
 def look_up(world: World, *, deadline_s: float = 60.0) -> DecodeRoom:
-    return world.decode[0].core.announce(b"i1", None, deadline_s=deadline_s)
+    return world.decode[0].core.announce(b"i1", deadline_s=deadline_s)
 
 
 def found(world: World, handle: DecodeRoom) -> None:

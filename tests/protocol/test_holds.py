@@ -57,7 +57,7 @@ def test_ten_thousand_rooms_are_held_by_one_message_a_peer_and_interval() -> Non
     core: DecodeCore = world.decode[0].core
     sent = [world.prefill[1].core.submit(room_key(n)) for n in range(10_000)]
     for n in range(10_000):
-        core.announce(room_key(n), {0: b"P0", 1: b"P1"}, deadline_s=HOUR_S)
+        core.found(core.announce(room_key(n), deadline_s=HOUR_S), {0: b"P0", 1: b"P1"})
     world.carry(world.decode[0])
     world.run(until=1.0)
     said: list[m.Heartbeat] = []

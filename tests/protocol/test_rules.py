@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol.config import Config
-from pdstage.protocol.prefill_chunks import ChunkSender
-from pdstage.protocol.session import Endpoint
 from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import World, is_kind, is_message
 
@@ -111,7 +108,7 @@ def test_no_destination_has_every_send_buffer() -> None:
         return SimpleNamespace(direct=False, phase=ChunkPhase.READY, destination=SimpleNamespace(session=session))
 
     slow, quick = object(), object()
-    turns = ChunkSender(Endpoint(1, Config(), None), 3, 4096, lambda _: False, None).staged  # type: ignore[arg-type]
+    turns = World(n_buffers=3).prefill[0].core.chunks.staged
     for _ in range(5):
         turns.queue(chunk(slow))
     assert [turns.begin() is None for _ in range(3)] == [False, False, True]

@@ -236,7 +236,8 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
     error = PeerError("the peer refuses this node's key", remedy="add it to its list")
     core.unreachable(b"nobody", error)
     assert not core.endpoint.take_effects()
-    room = core.announce(b"i1", {0: b"P9"}, deadline_s=60.0)
+    room = core.announce(b"i1", deadline_s=60.0)
+    core.found(room, {0: b"P9"})
     core.endpoint.take_effects()
     core.unreachable(b"P9", error)
     assert room.state is State.FAILED
@@ -248,7 +249,7 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
     assert core.counters.sessions_refused == 1
     assert core.endpoint.timers.next_at() is None, "nobody is greeted any more"
     assert b"P9" not in core.handshake.peers
-    core.announce(b"i1", {0: b"P9"}, deadline_s=60.0)
+    core.found(core.announce(b"i1", deadline_s=60.0), {0: b"P9"})
     greeting = next(e for e in core.endpoint.take_effects() if isinstance(e, Send))
     assert isinstance(wire.decode(greeting.frame).message, m.Hello), "another room greets it again"
 
@@ -256,7 +257,7 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
 def test_the_connection_to_a_peer_that_does_not_answer_is_made_anew() -> None:
     """Its other end may be another's by now. The question is asked on the new one."""
     core = World(hello_s=5.0).decode[0].core
-    core.announce(b"i1", {0: b"P9"}, deadline_s=60.0)
+    core.found(core.announce(b"i1", deadline_s=60.0), {0: b"P9"})
     said = []
     while b"P9" in core.handshake.peers:
         said += [

@@ -126,7 +126,8 @@ class Engines:
         world, job = self.world, part.job
         part.node = node = world.decode[rank]
         writers = {n: p.name for n, p in enumerate(world.prefill) if job.writer in {None, n}}
-        room = node.core.announce(room_key(job.number), writers, deadline_s=world.deadline_s)
+        room = node.core.announce(room_key(job.number), deadline_s=world.deadline_s)
+        node.core.found(room, writers)
         node.pages[room] = []
         self._began(part, room, world.deadline_s)
         world.carry(node)
