@@ -71,7 +71,7 @@ class DecodeCore:
             m.Heartbeat: self.handshake.on_heartbeat, m.Tagged: self.chunks.on_tagged, m.Asking: self._on_asking,
             m.Returned: self.leases.on_returned, m.CloseFailed: self._on_close_failed, m.Drained: self._on_drained,
             m.Bye: self._on_bye, m.NoSession: self._on_no_session,
-            **dict.fromkeys((m.Welcome, m.HelloRefused), lambda *_: None),  # a greeting said twice was answered twice
+            m.Welcome: lambda *_: None,  # a greeting said twice was answered twice
         }  # fmt: skip
         self._last_epoch = 0
         self._stranded: dict[m.SessionId, Session] = {}

@@ -219,9 +219,6 @@ class HandshakeServer:
     def _hello_problem(self, hello: m.Hello) -> str:
         return greeting_problem(hello, self.welcome, hello)
 
-    def on_hello_again(self, session: Session, _: m.Hello) -> None:
-        self.endpoint.send(session, self.welcome)
-
     def _make_place(self, route: bytes) -> str:
         """Why no peer more is taken, in words; empty if one is. At the limit the oldest half-open session ends, of
         this route or of all: an honest peer confirms its own within a round trip. A peer that greets anew is none more.

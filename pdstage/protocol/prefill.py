@@ -104,10 +104,10 @@ class PrefillCore:
         self.chunks = ChunkSender(self, n_buffers, buffer_nbytes, choose, piece)
         self.fenced = self.chunks.fenced
         self.endpoint.handlers = {
-            m.Hello: self.handshake.on_hello_again, m.Lease: self.chunks.on_lease, m.Open: self._on_open,
-            m.Closed: self._on_closed, m.Watermark: self.chunks.on_watermark, m.Heartbeat: self._on_heartbeat,
-            m.Ask: self._on_ask, m.Refused: self.chunks.on_refused, m.Recall: self.chunks.on_recall,
-            m.Abort: self._on_abort, m.Bye: self._on_bye, m.NoSession: self._on_no_session,
+            m.Lease: self.chunks.on_lease, m.Open: self._on_open, m.Closed: self._on_closed,
+            m.Watermark: self.chunks.on_watermark, m.Heartbeat: self._on_heartbeat, m.Ask: self._on_ask,
+            m.Refused: self.chunks.on_refused, m.Recall: self.chunks.on_recall, m.Abort: self._on_abort,
+            m.Bye: self._on_bye, m.NoSession: self._on_no_session,
         }  # fmt: skip
         self.by_key: dict[bytes, PrefillRoom] = {}
         """Rooms until they end."""

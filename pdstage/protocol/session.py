@@ -250,7 +250,7 @@ class Endpoint:
         if handler is None:
             what = f"{type(message).__name__} sent to a {self.owner.role} node"
             raise PeerError(what, remedy="check the peer's role")
-        if session.half_open and not isinstance(message, Hello | NoSession):  # decode has heard Welcome
+        if session.half_open and not isinstance(message, NoSession):  # decode has heard Welcome
             self.owner.handshake.confirm(session)  # type: ignore[union-attr]
         if isinstance(message, OfEpoch):
             handler(session, session.claims.get(message.epoch), message)

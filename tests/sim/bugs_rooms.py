@@ -351,7 +351,8 @@ MUTANTS = [
         "7 tags by message, I5",
         """        if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
 """,
-        """        if session.tags_as_messages and chunk.phase in (ChunkPhase.WRITTEN, ChunkPhase.BROKEN) and session.id in self.endpoint.sessions:
+        """        begun = (ChunkPhase.GATHERING, ChunkPhase.WRITING, ChunkPhase.WRITTEN, ChunkPhase.BROKEN)
+        if session.tags_as_messages and chunk.phase in begun and session.id in self.endpoint.sessions:
 """,
     ),
     Mutant(
