@@ -119,9 +119,9 @@ class Span(NamedTuple):
 class Shared:
     """What prefill's rows (`src`) and decode's (`dst`) have in common, in name order: the same on both sides."""
 
-    src: tuple[Placed, ...] = ()
-    dst: tuple[Placed, ...] = ()
-    left_out: tuple[str, ...] = ()
+    src: tuple[Placed, ...]
+    dst: tuple[Placed, ...]
+    left_out: tuple[str, ...]
     """What is not common, for the log."""
 
     @cached_property
@@ -153,9 +153,6 @@ class Shared:
         for column in self.dst:
             yield column, view[at : at + column.nbytes]
             at += column.nbytes
-
-
-NOTHING = Shared()
 
 
 def share(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> Shared:

@@ -29,7 +29,7 @@ from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import Chunk, GivenRow, PrefillRoom, SubmittedChunk
-from pdstage.protocol.handshake import _GOLDEN
+from pdstage.protocol.handshake import _GOLDEN, features
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import NO_ROWS, OwnRows, Room, room_key
@@ -255,6 +255,8 @@ class World:
         models: tuple[tuple[m.Fact, ...], ...] = ((), ()),
         **config: float,
     ) -> None:
+        self.prefill: list[Prefill] = []
+        self.decode: list[Decode] = []
         self.now = 0.0
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
         self.notifies, self.models = notifies, models
@@ -282,15 +284,25 @@ class World:
         self.prefill = [self.make_prefill(rank) for rank in range(prefill)]
         self.decode = [self.make_decode(rank) for rank in range(decode)]
 
+    @property
+    def now(self) -> float:
+        return self._now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        """Every core has the world's time."""
+        self._now = now
+        for node in self.nodes():
+            node.core.endpoint.now = now
+
     # Building and rebuilding ranks.
 
     def make_prefill(self, rank: int, life: int = 0) -> Prefill:
         memory, layout, topology = self.rank_of("P", rank)
         row_memory, rows = self.make_rows("P")
         core = PrefillCore(
-            1000 + rank + 100 * life, layout=layout, topology=topology, transport="test", description=b"",
-            n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes, config=self.config,
-            choose=self.choose, notifies=self.notifies, rows=rows, model=self.models[0],
+            1000 + rank + 100 * life, m.Welcome(**self.said("P", layout, topology, rows)), self.config, rows,
+            n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes, choose=self.choose,
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
         return Prefill(b"P%d" % rank, memory, row_memory, core, buffers)
@@ -310,6 +322,14 @@ class World:
         memory = self.make_memory(pool_nbytes(**shape))
         return memory, make_layout(memory, hnd=hnd, **shape, **self.kind), at
 
+    def said(self, side: str, layout: Layout, topology: Topology, rows: OwnRows) -> dict[str, object]:
+        """What the greeting of a rank of "P" or "D" says."""
+        return {
+            "topology": topology, "layout": layout, "transport": "test", "description": b"", "columns": rows.columns,
+            "features": features(self.config, tags=not self.notifies, direct=side == "D"),
+            "max_silence_s": self.config.max_silence_s, "model": self.models[side == "D"],
+        }  # fmt: skip
+
     def make_rows(self, side: str) -> tuple[Memory, OwnRows]:
         """A rank's aux rows, if this world has any: `aux` is "packed" for those that only travel in messages, "rows"
         for those that may be written in place.
@@ -326,10 +346,8 @@ class World:
         staging = self.make_memory(self.lane_nbytes * self.n_lanes)
         row_memory, rows = self.make_rows("D")
         lanes = tuple(m.LaneSpan(staging.base + n * self.lane_nbytes, self.lane_nbytes) for n in range(self.n_lanes))
-        core = DecodeCore(
-            2000 + rank + 100 * life, layout=layout, topology=topology, transport="test", description=b"",
-            lanes=lanes, config=self.config, notifies=self.notifies, rows=rows, model=self.models[1],
-        )  # fmt: skip
+        hello = m.Hello(lanes=lanes, rows=rows.span, **self.said("D", layout, topology, rows))
+        core = DecodeCore(2000 + rank + 100 * life, hello, self.config, rows)
         if not self.advances:
             core.leases.max_advances = 0
         node = Decode(b"D%d" % rank, memory, row_memory, core, staging)
@@ -351,6 +369,7 @@ class World:
             (self.prefill, self.make_prefill) if isinstance(node, Prefill) else (self.decode, self.make_decode)
         )
         ranks[rank] = make(rank, life=next(self.lives))  # type: ignore[operator]
+        ranks[rank].core.endpoint.now = self.now  # type: ignore[operator]
         return ranks[rank]
 
     # What an engine does.
@@ -359,7 +378,8 @@ class World:
         """`prefill` names the one writer; else every prefill rank is one."""
         node = self.decode[rank]
         writers = {n: p.name for n, p in enumerate(self.prefill) if prefill in {None, n}}
-        handle = node.core.announce(room_key(room), writers, self.now, deadline_s=self.deadline_s)
+        handle = node.core.announce(room_key(room), deadline_s=self.deadline_s)
+        node.core.found(handle, writers)
         self.carry(node)
         return handle
 
@@ -381,7 +401,7 @@ class World:
         data = memoryview(np.array(pages, np.int32)).cast("B")
         wire_items = (m.Items("kv", 0, data),) if self.path != "staged" else ()
         asked = (m.Asked("kv", prefix, tokens),)
-        node.core.bind(handle, asked, {"kv": pages}, self.now, wire_items=wire_items, priority=priority, row=row)
+        node.core.bind(handle, asked, {"kv": pages}, wire_items=wire_items, priority=priority, row=row)
         self.carry(node)
 
     def receive(
@@ -393,7 +413,7 @@ class World:
         return handle
 
     def abort(self, node: Prefill | Decode, room: Room, why: str = "changed its mind") -> None:
-        node.core.abort(room, why, self.now)  # type: ignore[arg-type]
+        node.core.abort(room, why)  # type: ignore[arg-type]
         self.carry(node)
 
     def pages(self, room: int) -> list[int]:
@@ -402,7 +422,7 @@ class World:
 
     def submit(self, room: int, rank: int = 0) -> PrefillRoom:
         node = self.prefill[rank]
-        handle = node.core.submit(room_key(room), self.now)
+        handle = node.core.submit(room_key(room))
         self.carry(node)
         return handle
 
@@ -434,7 +454,7 @@ class World:
         node = self.prefill[rank]
         low, high = layers or self.src_stages[node.core.handshake.welcome.topology.pp_rank]
         rects = (Rect("kv", *tokens, low, high),)
-        source = node.core.chunk(handle, rects, {"kv": pages}, self.now, ready=ready)
+        source = node.core.chunk(handle, rects, {"kv": pages}, ready=ready)
         self.carry(node)
         return source
 
@@ -450,7 +470,7 @@ class World:
         return GivenRow(node.rows.base + number * len(held), lambda: memoryview(held))
 
     def finish(self, handle: PrefillRoom, rank: int = 0, aux: bytes | GivenRow | None = b"aux") -> None:
-        self.prefill[rank].core.finish(handle, aux, self.now)
+        self.prefill[rank].core.finish(handle, aux)
         self.carry(self.prefill[rank])
 
     def send(
@@ -516,7 +536,7 @@ class World:
             self.now, n_ticks = max(self.now, min(due)), n_ticks + 1
             assert n_ticks < 3_000, "a timer is due for ever"
             for node in self.nodes():
-                node.core.endpoint.tick(self.now)
+                node.core.endpoint.tick()
                 self.carry(node)
         raise AssertionError("the world does not come to rest")
 
@@ -608,7 +628,7 @@ class World:
     def say(self, node: Prefill | Decode, message: m.AnyMessage) -> list[m.AnyMessage]:
         """Says `message` to `node` in the session with its one peer, and takes its answers before they travel."""
         (session,) = node.core.sessions.values()
-        node.core.endpoint.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), self.now)
+        node.core.endpoint.receive(session.route, wire.encode(session.id, session.last_seq + 1, message))
         effects = node.core.endpoint.take_effects()
         node.peer_warnings += [str(effect.error) for effect in effects if isinstance(effect, PeerWarning)]
         return [wire.decode(effect.frame).message for effect in effects if isinstance(effect, Send)]
@@ -621,7 +641,7 @@ class World:
         """A frame arrives at whoever lives at `route` by now."""
         target = self.node(route)
         if target.alive:
-            target.core.endpoint.receive(src.name, frame, self.now)
+            target.core.endpoint.receive(src.name, frame)
             self.carry(target)
 
     def fence(self, node: Prefill | Decode, session: Session) -> None:
@@ -639,7 +659,7 @@ class World:
         for item in ours:
             assert item.fail is not None
             item.fail()
-        node.core.fenced(session, self.now)
+        node.core.fenced(session)
         self.carry(node)
 
     def _post(
@@ -647,7 +667,7 @@ class World:
     ) -> None:
         def failed() -> None:
             if node.alive:
-                node.core.chunks.completed(effect.ticket, self.now, TransportError("disconnected"))
+                node.core.chunks.completed(effect.ticket, TransportError("disconnected"))
                 self.carry(node)
 
         def run() -> None:
@@ -679,9 +699,7 @@ class World:
             buffer[offset : offset + WIDTH] = src
         if self.placed:
             self._place(self.greeter(chunk.destination.session.id), effect, buffer[: chunk.nbytes])
-        node.core.chunks.gathered(
-            effect.ticket, self.now, checksum=_checksum(chunk.destination.session, buffer[: chunk.nbytes])
-        )
+        node.core.chunks.gathered(effect.ticket, checksum=_checksum(chunk.destination.session, buffer[: chunk.nbytes]))
         self.carry(node)
 
     def _write(self, node: Prefill, dst: Decode, effect: Write) -> None:
@@ -731,12 +749,12 @@ class World:
     def _landed(self, node: Prefill, dst: Decode, ticket: int, tag: bytes) -> None:
         def done() -> None:
             if node.alive:
-                node.core.chunks.completed(ticket, self.now)
+                node.core.chunks.completed(ticket)
                 self.carry(node)
 
         def told() -> None:
             if dst.alive:
-                dst.core.tag(tag, self.now)
+                dst.core.tag(tag)
                 self.carry(dst)
 
         if self.notifies:
@@ -747,7 +765,7 @@ class World:
         if not node.alive:
             return
         checksum = self.copy_in(node, effect)
-        node.core.scattered(effect.ticket, self.now, checksum=checksum)
+        node.core.scattered(effect.ticket, checksum=checksum)
         self.carry(node)
 
     def copy_in(self, node: Decode, chunk: Scatter) -> int:
@@ -792,8 +810,12 @@ def snapshot(core: PrefillCore | DecodeCore) -> list[object]:
         waiting = [(request, request.attempt) for request in core.leases.waiting]
         return [rooms, leases, waiting, [(lane.head, lane.watermark) for lane in core.leases.lanes]]
     destinations = [
-        (key, one.phase, [(chunk.number, chunk.phase, chunk.attempt, *chunk.where) for chunk in one.chunks.values()])
-        for key, one in core.destinations.items()
+        (
+            one.epoch,
+            one.phase,
+            [(chunk.number, chunk.phase, chunk.attempt, *chunk.where) for chunk in one.chunks.values()],
+        )
+        for one in core.destinations
     ]
     handles = [(key, room.status, room.in_flight) for key, room in core.by_key.items()]
     return [handles, destinations, [dict(one.marks) for one in core.sessions.values()], list(core.chunks.free)]

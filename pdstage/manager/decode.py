@@ -70,7 +70,8 @@ class Receiver(Handle):
         asks = not (self.room.waits_to_bind or self.bound)
         if asks and not (driver.closed or driver.failure is not None or driver.was_forked):
             with driver.lock:
-                self._node.core.wait_to_bind(self.room, time.monotonic())
+                self._node.core.endpoint.now = time.monotonic()
+                self._node.core.wait_to_bind(self.room)
             driver.kick()
         return self.room.ready_to_bind
 
@@ -122,7 +123,8 @@ class Receiver(Handle):
                 row=aux.number if aux is not None else None,
             )  # fmt: skip
             if after is None:
-                then(time.monotonic())
+                core.endpoint.now = time.monotonic()
+                then()
             else:
                 node._waiting.append((self, after, then))
         self.driver.kick()
@@ -149,7 +151,8 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         super().__init__(pool, topology, arguments.integer("n_lanes", n_lanes, low=1, high=MAX_PARTS), options)
         self.path = self.options["path"]
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
-        self.core = DecodeCore(self.incarnation, lanes=lanes, **self._said())
+        hello = m.Hello(lanes=lanes, rows=self.rows.span, **self._said(direct=self.path != "staged"))
+        self.core = DecodeCore(self.incarnation, hello, self.config, self.rows)
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
         self._answers: deque[tuple[DecodeRoom, list[Advert] | None, PdstageError | None]] = deque()
         try:
@@ -186,14 +189,14 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         client = self.directory.client(prefill) if adverts is None else None
         with self.driver.use():
             self.driver.check_begins()
-            now = time.monotonic()
-            announced = self.core.announce(room_key(room), None, now, deadline_s=deadline_s, wait_s=wait_s)
+            self.core.endpoint.now = now = time.monotonic()
+            announced = self.core.announce(room_key(room), deadline_s=deadline_s, wait_s=wait_s)
             receiver = Receiver(self, announced)
             self.roster.add(announced, receiver)
             if self.observed is not None:
                 self.observed.opened(receiver)
             if adverts is not None:
-                self._found(announced, adverts, now)
+                self._found(announced, adverts)
         if client is not None:
 
             def answer(found: list[Advert] | None, error: PdstageError | None) -> None:
@@ -222,23 +225,23 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         )  # fmt: skip
         self.stager.scatter(effect.ticket, move, Region(effect.address, effect.nbytes))
 
-    def _on_transport(self, event: Done | PostFailed | Inbound, now: float, seen_at: float) -> None:
+    def _on_transport(self, event: Done | PostFailed | Inbound, seen_at: float) -> None:
         if isinstance(event, Inbound):
-            self.core.tag(event.tag, now)
+            self.core.tag(event.tag)
 
-    def _on_staged(self, copied: Copied, now: float) -> None:
-        self.core.scattered(copied.ticket, now, copied.error, copied.checksum)
+    def _on_staged(self, copied: Copied) -> None:
+        self.core.scattered(copied.ticket, copied.error, copied.checksum)
 
-    def _take_asked(self, now: float) -> None:
+    def _take_asked(self) -> None:
         while self._answers:
             room, adverts, error = self._answers.popleft()
             if adverts is not None:
-                self._found(room, adverts, now)
+                self._found(room, adverts)
             else:
-                self.core.fail(room, error or PeerError("the directory gave no answer"), now)
-        super()._take_asked(now)
+                self.core.fail(room, error or PeerError("the directory gave no answer"))
+        super()._take_asked()
 
-    def _found(self, room: DecodeRoom, adverts: list[Advert], now: float) -> None:
+    def _found(self, room: DecodeRoom, adverts: list[Advert]) -> None:
         """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
         # A later version than ours may talk with us: it says so when greeted.
         old = next((a for a in adverts if a.version < OLDEST), None)
@@ -248,9 +251,9 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
                 raise PeerError(what, remedy="run a later release at prefill")
             writers = {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
         except PdstageError as error:
-            self.core.fail(room, error, now)
+            self.core.fail(room, error)
         else:
-            self.core.found(room, writers, now)
+            self.core.found(room, writers)
 
     def _on_changed(self, handle: Handle, status: int) -> None:
         room = handle.room
@@ -276,10 +279,10 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def _identify_peer(self, session: Session, description: bytes) -> None:
         self.transport.identify(label(session), description)
 
-    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+    def _on_refused(self, route: bytes, error: PdstageError) -> None:
         if route:
             self.directory.forget()  # the peer may be at the same address under another key
-            self.core.unreachable(route, error, now)
+            self.core.unreachable(route, error)
 
     def _is_fenced(self, session: Session) -> bool:
         return self.transport.traits_of(label(session)).fences or self.directory.has_ended(session.id.writer)

@@ -328,27 +328,28 @@ class Driver:
         refusals = node.socket.take_refusals()
         came = bool(self._unread or events or staged or refusals or asked)
         with self.lock:
-            now = time.monotonic()
-            node._take_asked(now)
+            endpoint = node.core.endpoint
+            endpoint.now = time.monotonic()
+            node._take_asked()
             for route, error in refusals:
                 node.core.counters.peers_refused += 1
-                node._on_refused(route, error, now)
-            until = now + _READING_S
+                node._on_refused(route, error)
+            until = endpoint.now + _READING_S
             while self._unread:
                 route, frame = self._unread.popleft()
-                node.core.endpoint.receive(route, frame, now)
+                endpoint.receive(route, frame)
                 if time.monotonic() > until:
                     break
             for event, seen_at in events:
-                node._on_transport(event, now, seen_at)
+                node._on_transport(event, seen_at)
             for copied in staged:
                 if node.observed is not None:
                     node.observed.over(copied.ticket, copied.error, copied.began_at, copied.ended_at)
-                node._on_staged(copied, now)
+                node._on_staged(copied)
             if self._unread:
-                node.core.endpoint.keep_alive(now)
+                endpoint.keep_alive()
             else:
-                node.core.endpoint.tick(now)
+                endpoint.tick()
             return came, self._take_effects()
 
     def poll(self) -> None:

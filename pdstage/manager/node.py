@@ -28,6 +28,7 @@ from pdstage.manager.lookup import Directory
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.options import NodeOptions, check_memory, checked, facts_of, transport_of
 from pdstage.manager.status import Status
+from pdstage.protocol.handshake import features
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Copied, Memory, PageLock, Stager
@@ -101,7 +102,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         if self.observers:
             origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
             self.observed = Observation(origin, self.observers)
-        self._waiting: list[tuple[Handle, CudaEvent, Callable[[float], None]]] = []
+        self._waiting: list[tuple[Handle, CudaEvent, Callable[[], None]]] = []
         """Whose event is waited for, and what follows: asked in turns, not in each of an engine's calls."""
         self._closing = threading.RLock()
         self._gave_back: bool | None = None
@@ -145,7 +146,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
 
     # What the driver asks, under its lock.
 
-    def _take_asked(self, now: float) -> None:
+    def _take_asked(self) -> None:
         """In a turn: gives the core what engines asked for, once what it waited for is there."""
         if not self._waiting:
             return
@@ -155,19 +156,19 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
                 continue
             done, wrong = ask_event(event)
             if wrong:
-                self.core.abort(handle.room, wrong, now)  # type: ignore[arg-type]
+                self.core.abort(handle.room, wrong)  # type: ignore[arg-type]
             elif done:
-                then(now)
+                then()
             else:
                 self._waiting.append((handle, event, then))
 
     @abstractmethod
-    def _on_staged(self, copied: Copied, now: float) -> None: ...
+    def _on_staged(self, copied: Copied) -> None: ...
 
     @abstractmethod
-    def _on_transport(self, event: Done | PostFailed | Inbound, now: float, seen_at: float) -> None: ...
+    def _on_transport(self, event: Done | PostFailed | Inbound, seen_at: float) -> None: ...
 
-    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+    def _on_refused(self, route: bytes, error: PdstageError) -> None:
         """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
     def _on_changed(self, handle: Handle, status: int) -> None:
@@ -227,20 +228,22 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
                 log.warning("aux rows go by control message, not by %r: %s", aux, error)
         return OwnRows(held.columns.placed, aux != "tcp", span)
 
-    def _said(self) -> dict[str, Any]:
-        """What either core is made with: what this node tells its peers of itself."""
+    def _said(self, *, direct: bool = False) -> dict[str, Any]:
+        """What either role's greeting says: what this node tells its peers of itself."""
         (transport, description), *others = self.offers
         return {
             "layout": self.pool.layout, "topology": self.topology, "transport": transport, "description": description,
-            "others": tuple(others), "config": self.config, "direct": self.options["path"] != "staged",
-            "notifies": self.transport.traits.notifies, "rows": self.rows, "model": facts_of(self.options["model"]),
+            "others": tuple(others), "max_silence_s": self.config.max_silence_s, "columns": self.rows.columns,
+            "features": features(self.config, tags=not self.transport.traits.notifies, direct=direct),
+            "model": facts_of(self.options["model"]),
         }  # fmt: skip
 
     @changes_rooms
     def abort(self, handle: Handle, reason: str) -> None:
         """`Handle.abort`."""
         with self.driver.use():
-            self.core.abort(handle.room, arguments.sayable(reason), time.monotonic())  # type: ignore[arg-type]
+            self.core.endpoint.now = time.monotonic()
+            self.core.abort(handle.room, arguments.sayable(reason))  # type: ignore[arg-type]
         self.driver.kick()
 
     def _lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
@@ -492,16 +495,18 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         deadline_at, driver = time.monotonic() + timeout_s, self.driver
         with driver.lock:
             driver.ending = True
-            self.core.close(time.monotonic())
+            self.core.endpoint.now = time.monotonic()
+            self.core.close()
         driver.kick()
         while not self.core.idle and time.monotonic() < deadline_at:
             if driver.inline:
                 driver.turn(0.01)
             else:
                 time.sleep(0.001)
-        if self.core.quiet:
+        if not self.core.chunks.flights:  # nothing is in flight, so that Bye may be said
             with driver.lock:
-                self.core.endpoint.bye(time.monotonic())
+                self.core.endpoint.now = time.monotonic()
+                self.core.endpoint.bye()
             driver.kick()
 
     def __enter__(self) -> Self:

@@ -27,6 +27,7 @@ from pdstage.manager.status import Status, with_rooms
 from pdstage.metadata import AuxRow
 from pdstage.plan.cost import CostModel
 from pdstage.protocol.destinations import GivenRow
+from pdstage.protocol.messages import Welcome
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather
 from pdstage.protocol.room import RoomId, room_key
@@ -115,7 +116,8 @@ class Sender(Handle):
         rects, given = rects_of(node.pool.layout, checked, layers), {name: one.index for name, one in checked.items()}
         if rects:
             with self.driver.use():
-                source = node.core.chunk(self.room, rects, given, time.monotonic(), ready=ready is None)
+                node.core.endpoint.now = time.monotonic()
+                source = node.core.chunk(self.room, rects, given, ready=ready is None)
                 if ready is not None:
                     node._waiting.append((self, ready, partial(node.core.data_ready, self.room, source)))
         self.driver.kick()
@@ -154,7 +156,8 @@ class Sender(Handle):
             self.finishing = True
             then = partial(node.core.finish, self.room, given, open_wait_s=open_wait_s)
             if ready is None:
-                then(time.monotonic())
+                node.core.endpoint.now = time.monotonic()
+                then()
             else:
                 node._waiting.append((self, ready, then))
         self.driver.kick()
@@ -244,8 +247,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             buffers=self.parts, chunk_nbytes=self.chunk_nbytes, observed=self.observed,
         )  # fmt: skip
         self.core = PrefillCore(
-            self.incarnation, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=self.data_path.prefers_direct,
-            piece=self.data_path.piece_nbytes, **self._said(),
+            self.incarnation, Welcome(**self._said()), self.config, self.rows, n_buffers=n_buffers,
+            buffer_nbytes=buffer_nbytes, choose=self.data_path.prefers_direct, piece=self.data_path.piece_nbytes,
+            direct=self.options["path"] != "staged",
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""
@@ -311,7 +315,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
 
     def _begin_drain(self) -> None:
         super()._begin_drain()
-        self.core.drain(time.monotonic())
+        self.core.endpoint.now = time.monotonic()
+        self.core.drain()
 
     # What senders call.
 
@@ -323,7 +328,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         open_wait_s = None if open_wait_s is None else arguments.number("open_wait_s", open_wait_s, above=0.0)
         with self.driver.use():
             self.driver.check_begins()
-            out = self.core.submit(room_key(room), time.monotonic(), open_wait_s=open_wait_s)
+            self.core.endpoint.now = time.monotonic()
+            out = self.core.submit(room_key(room), open_wait_s=open_wait_s)
             sender = Sender(self, out)
             self.roster.add(out, sender)
             if self.observed is not None:
@@ -340,31 +346,31 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         error = self.data_path.write(effect, self.core.counters)
         if error is not None:  # it never began
             with self.driver.lock:
-                now = time.monotonic()
+                self.core.endpoint.now = now = time.monotonic()
                 if self.observed is not None:
                     self.observed.over(effect.ticket, error, 0.0, now)
-                self.core.chunks.completed(effect.ticket, now, error)
+                self.core.chunks.completed(effect.ticket, error)
         elif self.transport.traits_of(self.sessions.plan(effect.chunk.destination.session).label).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
             self.driver.poll()
 
-    def _on_transport(self, event: Done | PostFailed | Inbound, now: float, seen_at: float) -> None:
+    def _on_transport(self, event: Done | PostFailed | Inbound, seen_at: float) -> None:
         if isinstance(event, Done) and (figures := event.figures):
             self.core.counters.measured(figures.nbytes, figures.post_s, figures.write_s)
         if not isinstance(event, Inbound) and (over := self.data_path.posts.ended(event)) is not None:
             ticket, error, settled = over
             if self.observed is not None:
                 self.observed.over(ticket, error, 0.0, seen_at)
-            self.core.chunks.completed(ticket, now, error, settled=settled)
+            self.core.chunks.completed(ticket, error, settled=settled)
 
-    def _on_staged(self, copied: Copied, now: float) -> None:
+    def _on_staged(self, copied: Copied) -> None:
         if copied.ticket in self.data_path.copies:
             error = self.data_path.copied(copied)
             if error is not None:
-                self.core.chunks.completed(copied.ticket, now, error)
+                self.core.chunks.completed(copied.ticket, error)
             return
         self.data_path.placed.pop(copied.ticket, None)
-        self.core.chunks.gathered(copied.ticket, now, copied.error, copied.checksum)
+        self.core.chunks.gathered(copied.ticket, copied.error, copied.checksum)
 
     # Its sessions.
 

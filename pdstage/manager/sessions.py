@@ -80,7 +80,8 @@ class Sessions:
             node.stager.check()  # a device of our own that has failed is no fault of a peer
             self.warn(session.route, error)
             with self._lock:
-                node.core.endpoint.lose(session, error, time.monotonic())
+                node.core.endpoint.now = time.monotonic()
+                node.core.lose(session, error)
             return
         node.stager.reserve()
         over = node.transport.traits_of(label(session)).name
@@ -141,7 +142,8 @@ class Sessions:
                     self._ended.discard(session)
                     if safe:
                         node.core.counters.sessions_fenced += 1
-                        node.core.fenced(session, now)
+                        node.core.endpoint.now = time.monotonic()
+                        node.core.fenced(session)
                     node.transport.forget(label(session))
                     self.hang_up(session.route)
         return let_go

@@ -18,10 +18,13 @@ Read in this order; all are modules of this folder:
 `config` holds every deadline, `timers` the moments that a core waits for. (I5) cites an invariant of
 docs/reliability.md.
 
+Whoever feeds a core sets `Endpoint.now` first, once for all that it says at that time.
+
 A control frame comes in by `Endpoint.receive`. It finds the session, decodes the message (`wire`), and calls the
-handler that the core has for it: a method of the part that the message concerns. A `PeerError` raised there ends the
-session. After every input `Endpoint.settle` begins what may begin now. A part sends by `Endpoint.send`. Deadlines and
-repeated questions are calls that `Endpoint.after` and `Endpoint.repeat` keep for later.
+handler that the core has for it: a method of the part that the message concerns, with what its epoch claims. A
+`PeerError` raised there ends the session. After every input the core's `settle` begins what may begin now. A part sends
+by `Endpoint.send`. Deadlines and repeated questions are calls that `Endpoint.after` and `Endpoint.repeat` keep for
+later.
 
 What happens when
 
@@ -45,7 +48,7 @@ checks the steps that name neither.
 * `prefill`, `decode`: a line in the `handlers` of the core that may receive it; the other refuses it. The part that
   receives it has an `on_...` method.
 * The part that sends it: `Endpoint.send`; if it is repeated `Endpoint.repeat` too.
-* If it may come outside a session: `wire.OUTSIDE_A_SESSION`, `accepts` and `_on_stray` of the core that receives it,
+* If it may come outside a session: `wire.OUTSIDE_A_SESSION`, `accepts` and `on_stray` of the core that receives it,
   and `Endpoint.send_loose`.
 * `state`: an event, if it moves a state.
 * `messages.FEATURES` and `handshake.features`: a feature of its own. A side sends the message only if both sides

@@ -9,6 +9,7 @@ of a room has opened it.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -17,7 +18,6 @@ from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Key, check_inside, mismatch
 from pdstage.plan.ownership import CommonTokens
 from pdstage.plan.token_slices import tokens_problem
-from pdstage.protocol.session import PeerWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -100,16 +100,11 @@ def lacking(side: str, src: Iterable[Layout], dst: Iterable[Layout]) -> str:
     return ""
 
 
-_POSITIONS = {True: "token positions", False: "no token positions"}
-_EXACT = {True: "only equal numbers of slots", False: "unequal numbers of slots too"}
-
-
 def _other_kind(src: Component, dst: Component) -> str:
     if src.positional != dst.positional:
-        both = f"{_POSITIONS[src.positional]} at prefill, {_POSITIONS[dst.positional]} at decode"
-        return f"component {dst.name!r} has {both}"
+        return f"component {dst.name!r} has token positions at {'prefill' if src.positional else 'decode'} alone"
     if src.exact != dst.exact:
-        return f"component {dst.name!r} takes {_EXACT[src.exact]} at prefill, {_EXACT[dst.exact]} at decode"
+        return f"component {dst.name!r} takes unequal numbers of slots at {'decode' if src.exact else 'prefill'} alone"
     return ""
 
 
@@ -146,7 +141,11 @@ def layout_problem(layout: Layout) -> str:
 def _view_problem(view: View, regions: tuple[Region, ...]) -> str:
     if any(len(name) > _MAX_NAME for name in (*view.key[:2], view.axis.name, view.format)):
         return "a name of more than 256 characters"
-    if any(abs(number) >= _MAX_NUMBER for number in _numbers(view)):
+    numbers = (
+        view.key.layer, view.region, view.offset, view.n_items, view.item_stride, view.tokens_per_item, view.shards,
+        view.shard_stride, view.segs, view.seg_stride, view.width, view.axis.total, *chain.from_iterable(view.rows),
+    )  # fmt: skip
+    if any(abs(number) >= _MAX_NUMBER for number in numbers):
         return f"view {view.key} has a number beyond 2^62"
     if view.tokens_per_item > _MAX_TOKENS_PER_ITEM:
         return f"view {view.key} has items of {view.tokens_per_item} tokens"
@@ -157,34 +156,28 @@ def _view_problem(view: View, regions: tuple[Region, ...]) -> str:
     return ""
 
 
-def _numbers(view: View) -> Iterator[int]:
-    yield from (view.key.layer, view.region, view.offset, view.n_items, view.item_stride, view.tokens_per_item)
-    yield from (view.shards, view.shard_stride, view.segs, view.seg_stride, view.width, view.axis.total)
-    for row in view.rows:
-        yield from row
-
-
 # What an Open asks for.
 
 
-def check_open(opened: m.Open, session: Session, layout: Layout) -> None:
-    """Raises `PeerError` unless every number is in its range, every share both of `layout`, this rank's, and of the
-    destination's, and every item in the destination's pool.
+def open_problems(opened: m.Open, session: Session) -> Iterator[str]:
+    """What is wrong with an Open, in words; nothing if every number is in its range, every share both of this rank's
+    layout and of the destination's, and every item in the destination's pool.
     """
     place = session.topology
     if (opened.rank, opened.destinations) != (place.group_rank, place.group_size):
-        what = f"Open from rank {opened.rank} of {opened.destinations}"
-        raise PeerError(f"{what}, Hello said {place.group_rank} of {place.group_size}", remedy="check the peer")
+        said = f"Hello said {place.group_rank} of {place.group_size}"
+        yield f"Open from rank {opened.rank} of {opened.destinations}, {said}"
     if opened.items and not session.exposes_pool:
-        raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
+        yield "Open gives items, but Hello did not expose the pool"
     if opened.row is not None and (session.rows is None or opened.row >= session.rows.n_rows):
-        raise PeerError(f"Open names aux row {opened.row}, which Hello did not expose", remedy="check the peer")
+        yield f"Open names aux row {opened.row}, which Hello did not expose"
     for one in opened.advances:
         lane = session.lanes[one.lane] if one.lane < len(session.lanes) else None
         if lane is None or one.cursor % lane.nbytes + one.nbytes > lane.nbytes:
-            raise PeerError(f"Open with {one}", remedy="check the peer")
+            yield f"Open with {one}"
     if opened.shares not in session.shares:
-        check_shares(session.staged[:2], opened.shares)
+        if problem := _shares_problem(session.staged[:2], opened.shares):
+            yield problem
         if len(session.shares) >= _MAX_SHARES:
             session.shares.clear()
         session.shares.add(opened.shares)
@@ -192,57 +185,56 @@ def check_open(opened: m.Open, session: Session, layout: Layout) -> None:
     known = session.layout.names
     for ask in opened.asked:
         if ask.component not in known or ask.start > ask.stop or asked[ask.component] is not ask:
-            what = f"Open asks for {ask.component!r} {ask.start}..{ask.stop}"
-            raise PeerError(what, remedy="ask for ascending tokens of each own component once")
+            yield f"Open asks for {ask.component!r} {ask.start}..{ask.stop}"
     for items in opened.items:
-        check_items(session.layout, items, asked.get(items.component))
+        if problem := items_problem(session.layout, items, asked.get(items.component)):
+            yield problem
 
 
-def check_shares(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> None:
-    """Raises `PeerError` unless each of `layouts` holds the shards of every share, and no two shares are of one."""
+def _shares_problem(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> str:
+    """Each of `layouts` must hold the shards of every share, and no two shares be of one."""
     held_by_each = [layout.by_key() for layout in layouts]
     taken: dict[Key, list[range]] = {}
     for share in owned:
         start, stop, step = share.layers
         if step < 1 or start >= stop or share.count < 1:
-            raise PeerError(f"Open asks for {share}", remedy="no such shards here")
+            return f"Open asks for {share}, which is nothing"
         shards = range(share.first, share.first + share.count)
         for layer in range(start, stop, step):
             key = Key(share.component, share.role, layer)
             for held in held_by_each:
-                view = held.get(key)
-                held_shards = (
-                    range(view.axis.first, view.axis.first + view.axis.count) if view is not None else range(0)
-                )
-                if shards[0] not in held_shards or shards[-1] not in held_shards:
-                    raise PeerError(f"Open asks for {share} of layer {layer}", remedy="no such shards here")
+                axis = held[key].axis if key in held else None
+                if axis is None or not axis.first <= shards.start < shards.stop <= axis.first + axis.count:
+                    return f"Open asks for {share} of layer {layer}, which is not here"
             others = taken.setdefault(key, [])
             if any(shards.start < other.stop and other.start < shards.stop for other in others):
-                raise PeerError(f"Open asks for {share} of layer {layer} twice", remedy="check the peer")
+                return f"Open asks for {share} of layer {layer} twice"
             others.append(shards)
+    return ""
 
 
-def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:
-    """Raises `PeerError` unless the item numbers exist in `layout`, each once, and cover what is asked."""
+def items_problem(layout: Layout, items: m.Items, asked: m.Asked | None) -> str:
+    """The item numbers must exist in `layout`, each once, and cover what is asked."""
     component = next((c for c in layout.components if c.name == items.component), None)
     if component is None or len(items.data) % 4:
-        raise PeerError(f"Open gives {len(items.data)} bytes of items of {items.component!r}", remedy="check the peer")
+        return f"Open gives {len(items.data)} bytes of items of {items.component!r}"
     numbers = np.frombuffer(items.data, _ITEM)
     # Of a few numbers plain Python finds these several times faster than numpy's calls.
     few = len(numbers) <= _FEW
     ordered = sorted(numbers.tolist()) if few else np.sort(numbers)
     view = component.views[0]
     if len(ordered) and not 0 <= ordered[0] <= ordered[-1] < view.n_items:
-        raise PeerError(f"Open gives items of {items.component!r} past its {view.n_items}", remedy="check the peer")
+        return f"Open gives items of {items.component!r} past its {view.n_items}"
     if len(set(ordered)) < len(ordered) if few else np.any(np.equal(ordered[1:], ordered[:-1])):
-        raise PeerError(f"Open gives an item of {items.component!r} twice", remedy="check the peer")
+        return f"Open gives an item of {items.component!r} twice"
     # The tokens asked for, by the numbers that the destination's own tokens have.
     own = CommonTokens.of(component.owned)
     first, end = (own.count(asked.start), own.count(asked.stop)) if asked is not None else (0, 0)
     stop = items.first_token + len(numbers) * view.tokens_per_item
     if first < end and not items.first_token <= first < end <= stop:
-        what = f"Open gives items of {items.component!r} for {items.first_token}..{stop}"
-        raise PeerError(f"{what} and asks for {first}..{end}", remedy="check the peer")
+        both = f"for {items.first_token}..{stop} and asks for {first}..{end}"
+        return f"Open gives items of {items.component!r} {both}"
+    return ""
 
 
 # Slots, at the end of a room.
@@ -277,7 +269,5 @@ class Slots:
         if name not in self._warned:
             self._warned.add(name)
             kept = f"component {name!r} has {both}: the first {min(at_prefill, at_decode)} are used"
-            endpoint.effects.append(
-                PeerWarning(session.route, PeerError(kept, remedy="this is said once; see slots_trimmed"))
-            )
+            endpoint.warn(session.route, PeerError(kept, remedy="this is said once; see slots_trimmed"))
         return ""

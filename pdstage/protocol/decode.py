@@ -21,21 +21,19 @@ from pdstage.protocol import wire
 from pdstage.protocol.compat import Slots, lacking
 from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
 from pdstage.protocol.decode_rooms import Coverage, DecodeRoom, Writer
-from pdstage.protocol.handshake import HandshakeClient, features
+from pdstage.protocol.handshake import HandshakeClient
 from pdstage.protocol.leases import Leases
-from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import CoreEffect, Detach, Endpoint, PeerWarning, Session, forgotten_at
+from pdstage.protocol.room import room_id
+from pdstage.protocol.session import CoreEffect, Detach, Endpoint, Session, forgotten_at
 from pdstage.protocol.state import WRITER, RoomEvent, State, WriterEvent, WriterPhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from pdstage.errors import PdstageError
-    from pdstage.layout import Layout
-    from pdstage.layout.topology import Topology
     from pdstage.plan import Share
     from pdstage.protocol.config import Config
-    from pdstage.protocol.handshake import Peer
+    from pdstage.protocol.room import OwnRows
 
 DecodeEffect: TypeAlias = CoreEffect | Scatter
 """What the decode core asks of its driver."""
@@ -44,47 +42,24 @@ _MAX_GIVEN_UP = 4096
 
 
 class DecodeCore:
-    """The protocol's decode half.
-
-    `direct`: writers may write into pages. `notifies`: the transport delivers tags; else writers send `Tagged`.
-    """
+    """The protocol's decode half: of the node that says `hello`."""
 
     role, peer = "decode", "prefill"
 
-    def __init__(
-        self,
-        incarnation: int,
-        *,
-        layout: Layout,
-        topology: Topology,
-        transport: str,
-        description: bytes,
-        lanes: tuple[m.LaneSpan, ...],
-        config: Config,
-        direct: bool = True,
-        notifies: bool = True,
-        others: tuple[m.Offer, ...] = (),
-        rows: OwnRows = NO_ROWS,
-        model: tuple[m.Fact, ...] = (),
-    ) -> None:
-        offered = features(config, tags=not notifies, direct=direct)
-        hello = m.Hello(
-            topology, layout, transport, description, lanes, config.max_silence_s, offered, rows.columns,
-            rows.span if rows.wanted else None, others, model,
-        )  # fmt: skip
-        self.layout = layout
-        self.topology = topology
+    def __init__(self, incarnation: int, hello: m.Hello, config: Config, rows: OwnRows) -> None:
+        self.layout = hello.layout
+        self.topology = hello.topology
         self.endpoint = Endpoint(incarnation, config, self)
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
-        self.handshake = HandshakeClient(self.endpoint, hello, self)
-        self.leases = Leases(self.endpoint, lanes)
-        self.endpoint.settle = self.leases.settle
+        self.handshake = HandshakeClient(self, hello)
+        self.leases = Leases(self.endpoint, hello.lanes)
+        self.settle = self.leases.settle
         self.by_key: dict[bytes, DecodeRoom] = {}
         """Rooms until they end."""
         self.by_epoch: dict[int, DecodeRoom] = {}
         """Rooms until they are released."""
-        self.slots = Slots(layout)
+        self.slots = Slots(self.layout)
         self._deal = lru_cache(_MAX_DEALT)(self._dealt)
         """Who sends what, by a room's writers; a session that ends empties it."""
         self._given_up: dict[bytes, None] = {}
@@ -96,9 +71,8 @@ class DecodeCore:
             m.Heartbeat: self.handshake.on_heartbeat, m.Tagged: self.chunks.on_tagged, m.Asking: self._on_asking,
             m.Returned: self.leases.on_returned, m.CloseFailed: self._on_close_failed, m.Drained: self._on_drained,
             m.Bye: self._on_bye, m.NoSession: self._on_no_session,
-            **dict.fromkeys((m.Welcome, m.HelloRefused), lambda *_: None),  # a greeting said twice was answered twice
+            m.Welcome: lambda *_: None,  # a greeting said twice was answered twice
         }  # fmt: skip
-        self._rows = rows
         self._last_epoch = 0
         self._stranded: dict[m.SessionId, Session] = {}
         """Lost sessions whose writers may still write, by their id."""
@@ -108,123 +82,81 @@ class DecodeCore:
     def announce(
         self,
         key: bytes,
-        writers: Mapping[int, bytes] | None,
-        now: float,
         *,
         deadline_s: float,
         wait_s: float | None = None,
     ) -> DecodeRoom:
-        """The engine will receive this room from `writers` (number -> route), or, with None, from those that `found`
-        will name. Greets those not known yet. `wait_s` is until its first chunk; None: as configured.
-
-        Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
-        more than `max_peers` peers with them.
+        """The engine will receive this room, from those that `found` will name. `wait_s` is until its first chunk; else
+        as configured. Raises `UsageError` if it is being received already.
         """
-        self.endpoint.now = now
         if key in self.by_key:
             named = room_id(key)
             raise UsageError(
                 f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
             )
-        if writers is not None:
-            self._admit(key, writers)
         self._last_epoch += 1
         room = DecodeRoom(key, self._last_epoch, deadline_s, self.endpoint.config.wait_s if wait_s is None else wait_s)
         self.by_key[key] = self.by_epoch[room.epoch] = room
-        self.endpoint.counters.rooms_opened += 1
+        self.counters.rooms_opened += 1
         self.endpoint.after(deadline_s, self.late, room, "room")
-        if writers is not None:
-            self._greet(room, writers)
         return room
 
-    def found(self, room: DecodeRoom, writers: Mapping[int, bytes], now: float) -> None:
-        """Who sends a room that was announced without writers. It fails where `announce` would raise.
+    def found(self, room: DecodeRoom, writers: Mapping[int, bytes]) -> None:
+        """Who sends an announced room: `writers` (number -> route). Greets those not known yet. The room fails if they
+        are none or share a route, or if there are more than `max_peers` peers with them.
 
         If the room has ended meanwhile, Abort is sent to them: they may already hold its state and wait. It is not sent
         if the room is being received again, or if there are too many peers; then they wait for their deadline.
         """
-        self.endpoint.now = now
         if self.by_key.get(room.key, room) is not room:
             return
-        try:
-            self._admit(room.key, writers)
-        except UsageError as error:
-            self.fail_room(room, error)
-            return
-        if room.ended:
+        routes, most = set(writers.values()), self.endpoint.config.max_peers
+        n_peers = len(routes | self.handshake.peers.keys())
+        if not writers or len(routes) != len(writers):
+            what = f"room {room.id!r} has {len(writers)} writers at {len(routes)} routes"
+            self.fail_room(room, UsageError(what, remedy="name each prefill rank once, at least one", room=room.id))
+        elif n_peers > most:
+            self.counters.peers_crowded += 1
+            what = f"room {room.id!r} would make {n_peers} peers of this node"
+            remedy = f"raise Config.max_peers, now {most}, or use fewer prefill ranks"
+            self.fail_room(room, UsageError(what, remedy=remedy, max_peers=most))
+        elif room.ended:
             for route in writers.values():
                 self.handshake.peer(route)
             self._give_up(room, writers.values())
         else:
-            self._greet(room, writers)
-
-    def _admit(self, key: bytes, writers: Mapping[int, bytes]) -> None:
-        """Raises `UsageError` for a room's writers as `announce` says."""
-        routes = set(writers.values())
-        if not writers or len(routes) != len(writers):
-            named = room_id(key)
-            raise UsageError(
-                f"room {named!r} has {len(writers)} writers at {len(routes)} routes",
-                remedy="name each prefill rank once, at least one",
-                room=named,
-            )
-        most, n_peers = self.endpoint.config.max_peers, len(routes | self.handshake.peers.keys())
-        if n_peers > most:
-            self.endpoint.counters.peers_crowded += 1
-            raise UsageError(
-                f"room {room_id(key)!r} would make {n_peers} peers of this node",
-                remedy=f"raise Config.max_peers, now {most}, or use fewer prefill ranks",
-                max_peers=most,
-            )
-
-    def _greet(self, room: DecodeRoom, writers: Mapping[int, bytes]) -> None:
-        room.routes = dict(writers)
-        for route in writers.values():
-            peer = self.handshake.peer(route)
-            peer.rooms[room] = None
-            peer.given_up.pop(room.key, None)
-        self.connect(room)
+            room.routes = dict(writers)
+            for route in writers.values():
+                peer = self.handshake.peer(route)
+                peer.rooms[room] = None
+                peer.given_up.pop(room.key, None)
+            self.connect(room)
 
     def bind(
         self,
         room: DecodeRoom,
         asked: tuple[m.Asked, ...],
         items: Mapping[str, Any],
-        now: float,
         *,
         wire_items: tuple[m.Items, ...] = (),
         priority: int = 0,
         row: int | None = None,
     ) -> None:
         """Publishes where the room goes. Writers may write the pages `wire_items`, if there are any, in place; one
-        writer may write the aux row `row`. To be called once the pages may be written.
-
-        Raises `UsageError` if it is bound already, or asks for a component twice, backwards, or that this layout lacks.
+        writer may write the aux row `row`. To be called once, when the pages may be written. Its caller has checked
+        that `asked` are ascending ranges of this layout's components, one of each.
         """
-        self.endpoint.now = now
-        if room.bound:
-            raise UsageError(f"room {room.id!r} is bound already", remedy="call bind() once", room=room.id)
-        if len({ask.component for ask in asked}) != len(asked):
-            raise UsageError(f"room {room.id!r} asks for a component twice", remedy="give one range each", room=room.id)
-        for ask in asked:
-            if ask.component not in self.layout.names or not 0 <= ask.start <= ask.stop:
-                raise UsageError(
-                    f"room {room.id!r} asks for {ask.component!r} {ask.start}..{ask.stop}",
-                    remedy=f"this layout has {', '.join(self.layout.names)}; ranges ascend from 0",
-                    room=room.id,
-                )
         if room.ended:
             return
         room.bound, room.asked, room.items = True, asked, items
         room.wire_items, room.priority = wire_items, priority
-        room.row = row if self._rows.within_reach else None
+        room.row = row if self.handshake.hello.rows is not None else None
         self.endpoint.cancel(self.ask, room)
         if room.state is State.WAITING_FOR_INPUT:
             self.open(room)
 
-    def wait_to_bind(self, room: DecodeRoom, now: float) -> None:
+    def wait_to_bind(self, room: DecodeRoom) -> None:
         """The engine binds once `room.ready_to_bind`: prefill is asked as soon as may be."""
-        self.endpoint.now = now
         if room.waits_to_bind or room.bound or room.ended:
             return
         room.waits_to_bind = True
@@ -232,23 +164,17 @@ class DecodeCore:
             self.endpoint.cancel(self.ask, room)
             self.ask(room)
 
-    def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
-        self.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
+    def abort(self, room: DecodeRoom, reason: str) -> None:
+        self.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"))
 
-    def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
-        self.endpoint.now = now
+    def fail(self, room: DecodeRoom, error: PdstageError) -> None:
         self.fail_room(room, error)
-        self.endpoint.settle()
+        self.settle()
 
-    def close(self, now: float) -> None:
+    def close(self) -> None:
         """Ends every room; `idle` tells when every writer is quiet."""
         for room in list(self.by_key.values()):
-            self.abort(room, "the node closes", now)
-
-    @property
-    def quiet(self) -> bool:
-        """Nothing of ours is in flight, so that Bye may be said."""
-        return not self.chunks.flights
+            self.abort(room, "the node closes")
 
     @property
     def idle(self) -> bool:
@@ -273,26 +199,25 @@ class DecodeCore:
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
                     if isinstance(answer, m.Bye) or answer.incarnation == stranded.id.writer:
-                        self._fenced(stranded)
+                        self.fenced(stranded)
                     else:  # another process, or the writer is in doubt: only the driver's `fenced` frees the memory
                         self._leave_stranded(stranded)
                 self.handshake.left(route, frame.session)
-            case _ if not self.handshake.is_leaving(route, frame.session):  # else it has not heard our Bye yet
-                self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
+            case _ if (route, frame.session) not in self.handshake.leaving:  # else it has not heard our Bye yet
+                self.endpoint.send_loose(route, frame.session, m.NoSession(self.incarnation))
 
     def _on_no_session(self, session: Session, message: m.NoSession) -> None:
         self.denied(session, forgotten_at("prefill"))
         if message.incarnation == session.id.writer:
-            self._fenced(session)
+            self.fenced(session)
 
     def _on_bye(self, session: Session, _: m.Bye) -> None:
         """A process says Bye after its last completion, so the session is quiet."""
         session.said_bye = True
         self.lose(session, PeerError("the prefill rank closed", remedy="route elsewhere"))
-        self._fenced(session)
+        self.fenced(session)
 
-    def _on_asking(self, session: Session, asking: m.Asking) -> None:
-        writer: Writer | None = session.claims.get(asking.epoch)
+    def _on_asking(self, _: Session, writer: Writer | None, asking: m.Asking) -> None:
         room = writer.room if writer is not None else None
         if room is None or room.bound or room.ended or room.ready_to_bind in (True, asking.finished):
             return
@@ -300,8 +225,7 @@ class DecodeCore:
         self.endpoint.cancel(self.ask, room)
         self.endpoint.changed(room)
 
-    def _on_opened(self, session: Session, opened: m.Opened) -> None:
-        writer: Writer | None = session.claims.get(opened.epoch)
+    def _on_opened(self, _: Session, writer: Writer | None, opened: m.Opened) -> None:
         if writer is None or writer.phase not in (WriterPhase.OPENING, WriterPhase.OPENED):
             return
         if opened.state == "refused":
@@ -311,8 +235,7 @@ class DecodeCore:
         if not writer.shares and not writer.has_aux:  # it never writes, so no CloseOk of it is waited for
             self.mark_quiet(writer)
 
-    def _on_close_failed(self, session: Session, close: m.CloseFailed) -> None:
-        writer: Writer | None = session.claims.get(close.epoch)
+    def _on_close_failed(self, session: Session, writer: Writer | None, close: m.CloseFailed) -> None:
         if writer is None or writer.phase is WriterPhase.QUIET:
             self.endpoint.send(session, m.Abort(close.epoch, "the room is over", False))
         elif not writer.room.ended:
@@ -323,8 +246,7 @@ class DecodeCore:
             writer.reason = "the room is over"
             self.abort_writer(writer)
 
-    def _on_drained(self, session: Session, drained: m.Drained) -> None:
-        writer: Writer | None = session.claims.get(drained.epoch)
+    def _on_drained(self, session: Session, writer: Writer | None, drained: m.Drained) -> None:
         if writer is None or writer.phase is WriterPhase.QUIET:
             return
         if not writer.room.ended:
@@ -351,7 +273,7 @@ class DecodeCore:
             self.fail_room(room, error)
         self.leases.session_lost(session)
         if not session.said_bye:
-            self.endpoint.effects.append(PeerWarning(session.route, error))
+            self.endpoint.warn(session.route, error)
         self.endpoint.effects.append(Detach(session))
         if self.holds(session):
             self._stranded[session.id] = session
@@ -362,11 +284,12 @@ class DecodeCore:
         """The process at the session's address does not know the session: it is another one, or lost it. It may hold a
         room that it never answered under this session and would wait for its Open, so it is sent Abort for that room.
         """
-        unheard = []
-        for room in self.handshake.peers[session.route].rooms:
-            writer = room.writers.get(session.id)
-            if writer is None or writer.phase in (WriterPhase.UNOPENED, WriterPhase.OPENING):
-                unheard.append(room)
+        early = (WriterPhase.UNOPENED, WriterPhase.OPENING)
+        unheard = [
+            room
+            for room in self.handshake.peers[session.route].rooms
+            if session.id not in room.writers or room.writers[session.id].phase in early
+        ]
         self.lose(session, error)
         for room in unheard:
             self.handshake.peer(session.route)
@@ -374,9 +297,8 @@ class DecodeCore:
 
     def needs(self, route: bytes) -> bool:
         """Whether a handshake, a session, a Bye or a lost session still needs the connection of `route`."""
-        if route in self.handshake.peers:
-            return True
-        return any(session.route == route for session in (*self.handshake.leaving.values(), *self._stranded.values()))
+        sessions = (*self.handshake.leaving.values(), *self._stranded.values())
+        return route in self.handshake.peers or any(session.route == route for session in sessions)
 
     def _ask_stranded(self, session: Session) -> None:
         """Asks a lost session's writer whether it still knows the session, at the pace of a heartbeat.
@@ -395,37 +317,26 @@ class DecodeCore:
             self.endpoint.cancel(self._ask_stranded, session)
             self.handshake.hang_up(session.route)
 
-    def fenced(self, session: Session, now: float) -> None:
-        """After `Detach`: nothing of that session lands any more, so all it held is free."""
-        self.endpoint.now = now
-        self._fenced(session)
-
-    def _fenced(self, session: Session) -> None:
+    def fenced(self, session: Session) -> None:
+        """Nothing of a lost session lands any more, so all it held is free; the driver answers `Detach` so."""
         self._leave_stranded(session)
         self.leases.release_of(session, None)
         for writer in list(session.claims.values()):
             self.mark_quiet(writer)
-        self.endpoint.settle()
+        self.settle()
 
     def holds(self, session: Session) -> bool:
         """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""
-        if self.leases.of(session):
-            return True
-        return any(writer.phase is not WriterPhase.QUIET for writer in session.claims.values())
+        return bool(self.leases.of(session)) or any(
+            writer.phase is not WriterPhase.QUIET for writer in session.claims.values()
+        )
 
     # What its parts ask of it.
-
-    def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
-        """The warning is enough: nobody greets a decode node."""
 
     def in_use(self, session: Session) -> bool:
         return bool(session.claims or self.handshake.peers[session.route].rooms)
 
     # Before the data.
-
-    def welcomed(self, peer: Peer) -> None:
-        for room in list(peer.rooms):
-            self.connect(room)
 
     def connect(self, room: DecodeRoom) -> None:
         """Once every writer is greeted: deals the shares and opens."""
@@ -501,7 +412,7 @@ class DecodeCore:
     def fail_room(self, room: DecodeRoom, error: PdstageError) -> None:
         if not room.on(RoomEvent.FAILED, error):
             return
-        self.endpoint.counters.rooms_failed += 1
+        self.counters.rooms_failed += 1
         if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
             self._give_up(room, room.routes.values())
         self._end(room)
@@ -527,8 +438,7 @@ class DecodeCore:
         self.endpoint.cancel(self.ask, room)
         for kind in ("room", "open_until", "wait", "transfer"):
             self.endpoint.cancel(self.late, room, kind)
-        if self.by_key.get(room.key) is room:
-            del self.by_key[room.key]
+        del self.by_key[room.key]
         for route in room.routes.values():
             peer = self.handshake.peers.get(route)
             if peer is not None:
@@ -538,7 +448,7 @@ class DecodeCore:
         self.endpoint.changed(room)
 
     def abort_writer(self, writer: Writer) -> None:
-        lives = writer.session.id in self.endpoint.sessions
+        lives = writer.session.id in self.sessions
         if WRITER.move(writer, WriterEvent.ABORT):
             self.cancel_timers(writer)
             if lives and writer.phase is WriterPhase.ABORTING:
@@ -577,7 +487,7 @@ class DecodeCore:
         if problem:
             self.fail_room(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.id))
         elif room.on(RoomEvent.COMPLETED):
-            self.endpoint.counters.rooms_succeeded += 1
+            self.counters.rooms_succeeded += 1
             self._end(room)
             # A writer that owes nothing may not have heard its Open yet: that is still repeated.
             for writer in room.writers.values():
@@ -600,7 +510,7 @@ class DecodeCore:
         if not room.ended or room.pending or room.released:
             return
         if all(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):
-            self.by_epoch.pop(room.epoch, None)
+            del self.by_epoch[room.epoch]
             for writer in room.writers.values():
                 del writer.session.claims[room.epoch]
             room.writers = {}  # writer and room name each other: without this only the collector could free either

@@ -12,7 +12,6 @@ from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.lane import Lease
-from pdstage.protocol.session import PeerWarning
 from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase, RoomEvent, WriterPhase
 
 if TYPE_CHECKING:
@@ -51,31 +50,31 @@ class ChunkReceiver:
 
     # Asked for.
 
-    def on_reserve(self, session: Session, reserve: m.Reserve) -> None:
-        writer: Writer | None = session.claims.get(reserve.epoch)
+    def on_reserve(self, session: Session, writer: Writer | None, reserve: m.Reserve) -> None:
+        asked = reserve.epoch, reserve.chunk, reserve.attempt
         if writer is None or writer.room.ended or not writer.room.bound or writer.phase is WriterPhase.QUIET:
-            self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "gone", 0))
+            self.endpoint.send(session, m.Refused(*asked, "gone", 0))
             return
         self._core.open_answered(writer)
         held = self._leases.find(session, reserve.epoch, reserve.chunk)
-        waits = held is not None and held.phase is LeasePhase.WAITING
-        if held is not None and not waits:
+        if held is not None and held.phase is not LeasePhase.WAITING:
             if held.attempt == reserve.attempt:
                 self._leases.send_lease(held)
                 return
             if held.attempt > reserve.attempt or held.phase is not LeasePhase.GRANTED:
                 return
             self._leases.release(held)
+            held = None
         problem = writer.coverage.problem(reserve.rects) or self._size_problem(writer, reserve)
         if problem:
             self._core.fail_room(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"))
         elif writer.coverage.covers(reserve.rects):
-            self.endpoint.send(session, m.Refused(reserve.epoch, reserve.chunk, reserve.attempt, "covered", 0))
-        elif held is None and self._leases.count(session, reserve.epoch) >= _MAX_LEASES:
-            return  # it asks again
-        elif held is None or not waits or held.attempt <= reserve.attempt:
-            asked = reserve.epoch, reserve.chunk, reserve.attempt, reserve.nbytes, reserve.rects
-            self._leases.enqueue(Lease(session, *asked, writer.room.priority))
+            self.endpoint.send(session, m.Refused(*asked, "covered", 0))
+        elif held is None:
+            if self._leases.count(session, reserve.epoch) < _MAX_LEASES:  # else it asks again
+                self._leases.enqueue(Lease(session, *asked, reserve.nbytes, reserve.rects, writer.room.priority))
+        elif held.attempt <= reserve.attempt:  # it keeps its place in line
+            held.attempt, held.nbytes, held.rects = reserve.attempt, reserve.nbytes, reserve.rects
 
     def _size_problem(self, writer: Writer, reserve: m.Reserve) -> str:
         nbytes = writer.staged_nbytes(reserve.rects)
@@ -85,9 +84,8 @@ class ChunkReceiver:
 
     # Arrived.
 
-    def tag(self, data: bytes, now: float) -> None:
+    def tag(self, data: bytes) -> None:
         """One notification of the data plane."""
-        self.endpoint.now = now
         self.endpoint.counters.tags_received += 1
         try:
             session = self.endpoint.sessions.get(wire.tag_session(data))
@@ -95,8 +93,8 @@ class ChunkReceiver:
             self.endpoint.counters.tags_stale += not known
         except PeerError as error:
             self.endpoint.counters.tags_malformed += 1
-            self.endpoint.effects.append(PeerWarning(b"", error))
-        self.endpoint.settle()
+            self.endpoint.warn(b"", error)
+        self._core.settle()
 
     def on_tagged(self, session: Session, tagged: m.Tagged) -> None:
         """A tag sent as a message. A repeated one is dropped, as any known tag is (I7)."""
@@ -131,18 +129,6 @@ class ChunkReceiver:
             self.flights[scatter.ticket] = scatter
             writer.room.pending += 1
             self.endpoint.effects.append(scatter)
-        self._arrived(writer, tag)
-        return True
-
-    def _is_news(self, writer: Writer, tag: wire.Tag) -> bool:
-        """Whether the tag of a direct write is allowed and new (I6, I7)."""
-        if tag.lane == m.AUX:
-            return writer.has_aux and writer.room.row is not None and not writer.row_arrived and not tag.rects
-        if not writer.direct or not tag.rects or writer.coverage.problem(tag.rects) or tag.chunk in writer.arrived:
-            return False
-        return len(writer.arrived) < _MAX_REPEATS or not writer.coverage.covers(tag.rects)
-
-    def _arrived(self, writer: Writer, tag: wire.Tag) -> None:
         room = writer.room
         fresh = tag.lane == m.AUX or not writer.coverage.covers(tag.rects)
         writer.coverage.add(tag.rects)
@@ -153,8 +139,17 @@ class ChunkReceiver:
             self.endpoint.changed(room)
         self._begun(room, anew=fresh)
         if writer.closing is not None:
-            self.on_close_ok(writer.session, writer.closing)
+            self.on_close_ok(session, writer, writer.closing)
         self._core.maybe_complete(room)
+        return True
+
+    def _is_news(self, writer: Writer, tag: wire.Tag) -> bool:
+        """Whether the tag of a direct write is allowed and new (I6, I7)."""
+        if tag.lane == m.AUX:
+            return writer.has_aux and writer.room.row is not None and not writer.row_arrived and not tag.rects
+        if not writer.direct or not tag.rects or writer.coverage.problem(tag.rects) or tag.chunk in writer.arrived:
+            return False
+        return len(writer.arrived) < _MAX_REPEATS or not writer.coverage.covers(tag.rects)
 
     def _begun(self, room: DecodeRoom, *, anew: bool = False) -> None:
         """Its first chunk has come, or was written and its tag may be lost."""
@@ -163,9 +158,8 @@ class ChunkReceiver:
 
     # Copied out.
 
-    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+    def scattered(self, ticket: int, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
-        self.endpoint.now = now
         chunk = self.flights.pop(ticket)
         if error is None and chunk.writer.session.checksums and checksum != chunk.checksum:
             self.endpoint.counters.chunks_altered += 1
@@ -180,12 +174,11 @@ class ChunkReceiver:
             self._core.fail_room(room, error)
         self._core.maybe_complete(room)
         self._core.maybe_release(room)
-        self.endpoint.settle()
+        self._core.settle()
 
     # Counted.
 
-    def on_close_ok(self, session: Session, close: m.CloseOk) -> None:
-        writer: Writer | None = session.claims.get(close.epoch)
+    def on_close_ok(self, session: Session, writer: Writer | None, close: m.CloseOk) -> None:
         if writer is None:
             self.endpoint.send(session, m.Closed(close.epoch))
             return
@@ -200,14 +193,15 @@ class ChunkReceiver:
             if close.packed and len(close.aux or b"") != session.aux.nbytes:
                 raise PeerError(f"an aux row packed in {len(close.aux or b'')} bytes", remedy="check the peer")
             writer.closing = close
-            written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
+            written = {(w.lane, w.cursor) for w in close.written}
             for lease in self._leases.of(session, close.epoch):
                 lease.said_written = (lease.lane, lease.cursor) in written
             if not writer.arrived.issuperset([w.chunk for w in close.written]):
                 self._begun(room)
                 return
             if writer.owed_nbytes:
-                self._leases.learn(writer, sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written))
+                n_staged = sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written)
+                session.staged_before[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
             shortfall = self._shortfall(writer, close)
             if shortfall:
                 self._core.fail_room(room, PeerError(f"prefill rank {writer.number} {shortfall}"))

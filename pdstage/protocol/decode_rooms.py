@@ -26,23 +26,19 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Session
 
 
-class Intervals:
-    """A set of integers as disjoint, ascending half-open intervals."""
+class Intervals(list[int]):
+    """A set of integers: the bounds of disjoint, ascending half-open intervals."""
 
-    __slots__ = ("bounds",)
-
-    def __init__(self, bounds: Iterable[int] = ()) -> None:
-        self.bounds = list(bounds)
+    __slots__ = ()
 
     def add(self, start: int, stop: int) -> None:
-        bounds = self.bounds
-        low, high = bisect_left(bounds, start), bisect_left(bounds, stop + 1)
-        bounds[low:high] = ([start] if low % 2 == 0 else []) + ([stop] if high % 2 == 0 else [])
+        low, high = bisect_left(self, start), bisect_left(self, stop + 1)
+        self[low:high] = ([start] if low % 2 == 0 else []) + ([stop] if high % 2 == 0 else [])
 
     def first_gap(self, start: int, stop: int) -> int | None:
         """The first number of `[start, stop)` that is missing."""
-        at = bisect_left(self.bounds, start + 1)
-        reached = self.bounds[at] if at % 2 == 1 else start
+        at = bisect_left(self, start + 1)
+        reached = self[at] if at % 2 == 1 else start
         return reached if reached < stop else None
 
 
@@ -87,7 +83,7 @@ class _Need:
         at = bisect_left(self.begins, place)
         if self.begins[at] != place:
             self.begins.insert(at, place)
-            self.bands.insert(at, Intervals(self.bands[at - 1].bounds))
+            self.bands.insert(at, Intervals(self.bands[at - 1]))
         return at
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pdstage.protocol.messages import AUX, DIRECT
+from pdstage.protocol.messages import AUX, DIRECT, Lease
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import ChunkPhase, DestinationPhase
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pdstage.plan import Rect, Share, Staging
-    from pdstage.protocol.messages import Advance, Open, Written
+    from pdstage.protocol.messages import Open, Written
     from pdstage.protocol.session import Session
 
 LEAST_PIECE_NBYTES = 4 << 20
@@ -69,13 +69,6 @@ class Chunk:
         """Lane and cursor, as its tag and Close say it."""
         return (self.lane, self.cursor) if not self.direct else (AUX if self.row else DIRECT, 0)
 
-    @property
-    def begun(self) -> bool:
-        return self.phase in _BEGUN
-
-
-_BEGUN = frozenset({ChunkPhase.GATHERING, ChunkPhase.WRITING, ChunkPhase.WRITTEN, ChunkPhase.BROKEN})
-
 
 @dataclass(slots=True, eq=False)
 class Destination:
@@ -98,7 +91,7 @@ class Destination:
     parked_nbytes: int = 0
     """What it counts for in its session while its room is not here."""
     epoch: int = field(init=False)
-    advances: dict[int, Advance | None] = field(init=False)
+    advances: dict[int, Lease | None] = field(init=False)
     """Leases of chunks that do not exist yet, by their numbers; None: it was recalled."""
     shares: tuple[Share, ...] = field(init=False)
     asked: dict[str, tuple[int, int]] = field(init=False)
@@ -106,7 +99,7 @@ class Destination:
 
     def __post_init__(self) -> None:
         self.epoch, self.shares = self.open.epoch, self.open.shares
-        self.advances = {one.chunk: one for one in self.open.advances}
+        self.advances = {one.chunk: Lease(self.epoch, one.chunk, 0, *one[1:]) for one in self.open.advances}
         self.asked = {ask.component: (ask.start, ask.stop) for ask in self.open.asked}
         exposed = frozenset([items.component for items in self.open.items] if self.may_go_direct else ())
         self._exposed = exposed - self.session.staged.staged_only
@@ -145,15 +138,6 @@ class PrefillRoom(Room):
     def opened(self) -> bool:
         """Whether every decode rank that will take part of the room has said so."""
         return 0 < self.n_destinations <= len(self.destinations)
-
-    @property
-    def complete(self) -> bool:
-        """Finished, and every destination is known and has everything."""
-        return (
-            self.finished
-            and 0 < self.n_destinations == len(self.destinations)
-            and all(destination.phase is DestinationPhase.CLOSING for destination in self.destinations.values())
-        )
 
 
 def clip(rects: tuple[Rect, ...], destination: Destination) -> tuple[Rect, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from pdstage import columns
@@ -23,7 +24,7 @@ from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import incompatible, layout_problem, other_model
-from pdstage.protocol.session import HangUp, PeerWarning, Renew, Session
+from pdstage.protocol.session import HangUp, Renew, Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.protocol.decode import DecodeCore
     from pdstage.protocol.prefill import PrefillCore
-    from pdstage.protocol.session import Endpoint
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _HELLOS_A_CONNECTION = 4
@@ -40,12 +40,8 @@ _MAX_LOST = 4096
 
 
 def features(config: Config, *, tags: bool, direct: bool = False) -> tuple[str, ...]:
-    """What a node offers: `tags` where its transport carries none, `direct` where its pages may be written."""
-    offered = (
-        (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
-        (m.TAGS_FEATURE, tags),
-    )  # fmt: skip
-    return tuple(name for name, offer in offered if offer)
+    """What a greeting offers: `tags` where the transport carries none, `direct` where pages may be written."""
+    return tuple(compress(m.FEATURES, (direct, config.checksums, config.convert, tags)))
 
 
 def staged_pair(welcome: m.Welcome, hello: m.Hello) -> StagedPair:
@@ -72,12 +68,12 @@ class Peer:
 class HandshakeClient:
     """Decode's half: says Hello to each writer of a room, once, and Bye where a session is idle."""
 
-    def __init__(self, endpoint: Endpoint, hello: m.Hello, owner: DecodeCore) -> None:
-        self.endpoint = endpoint
+    def __init__(self, owner: DecodeCore, hello: m.Hello) -> None:
+        self.endpoint = owner.endpoint
         self.hello = hello
         self._stagings = Stagings(hello.layout)
         self.peers: dict[bytes, Peer] = {}
-        self.leaving: dict[m.SessionId, Session] = {}
+        self.leaving: dict[tuple[bytes, m.SessionId], Session] = {}
         """Those whose Bye is not answered yet."""
         self._owner = owner
         self._n_greeted = 0
@@ -121,7 +117,8 @@ class HandshakeClient:
         for abort in peer.given_up.values():
             self.endpoint.send(session, abort)
         peer.given_up.clear()
-        self._owner.welcomed(peer)
+        for room in list(peer.rooms):
+            self._owner.connect(room)
 
     def on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused) -> None:
         peer = self.peers.get(route)
@@ -133,21 +130,20 @@ class HandshakeClient:
         self.endpoint.counters.sessions_refused += 1
         self.peers.pop(peer.route, None)
         self._stop_greeting(peer)
-        self.endpoint.effects.append(PeerWarning(peer.route, error))
+        self.endpoint.warn(peer.route, error)
         for room in list(peer.rooms):
             self._owner.fail_room(room, error)
         self.hang_up(peer.route)
 
-    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
+    def unreachable(self, route: bytes, error: PdstageError) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
 
         A session that lives is left alone: if its peer is gone, its silence will tell.
         """
-        self.endpoint.now = now
         peer = self.peers.get(route)
         if peer is not None and peer.session is None:
             self._refused(peer, error)
-        self.endpoint.settle()
+        self._owner.settle()
 
     def _stop_greeting(self, peer: Peer) -> None:
         self.endpoint.cancel(self._greet, peer)
@@ -165,16 +161,14 @@ class HandshakeClient:
     # The end of sessions that neither side needs.
 
     def on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
+        """Ends a session that neither side needs: Bye, until it is answered or the peer was silent for too long."""
         if beat.idle == m.IN_USE or self._owner.in_use(session):
             return
-        if m.SPARE in (beat.idle, self.endpoint.need_of(session)):
-            self._leave(session)
-
-    def _leave(self, session: Session) -> None:
-        """Ends a session that neither side needs: Bye, until it is answered or the peer was silent for too long."""
+        if m.SPARE not in (beat.idle, self.endpoint.need_of(session)):
+            return
         self.endpoint.counters.sessions_idle += 1
         session.said_bye = True
-        self.leaving[session.id] = session
+        self.leaving[session.route, session.id] = session
         self._owner.lose(session, PeerError("neither side needed the session"))
         self.endpoint.after(session.silence_s, self.left, session.route, session.id)
         self._say_bye(session)
@@ -186,13 +180,10 @@ class HandshakeClient:
         self.endpoint.back_off(session.n_byes, session.id.decode, self._say_bye, session)
         session.n_byes += 1
 
-    def is_leaving(self, route: bytes, session_id: m.SessionId) -> bool:
-        return session_id in self.leaving and self.leaving[session_id].route == route
-
     def left(self, route: bytes, session_id: m.SessionId) -> None:
         """The peer answered our Bye, with whatever message, or its time is over."""
-        if self.is_leaving(route, session_id):
-            session = self.leaving.pop(session_id)
+        session = self.leaving.pop((route, session_id), None)
+        if session is not None:
             self.endpoint.cancel(self._say_bye, session)
             self.endpoint.cancel(self.left, route, session_id)
             self.hang_up(route)
@@ -201,8 +192,8 @@ class HandshakeClient:
 class HandshakeServer:
     """Prefill's half: answers Hello. A session is *half-open* until the first frame under it."""
 
-    def __init__(self, endpoint: Endpoint, welcome: m.Welcome, owner: PrefillCore) -> None:
-        self.endpoint = endpoint
+    def __init__(self, owner: PrefillCore, welcome: m.Welcome) -> None:
+        self.endpoint = owner.endpoint
         self.welcome = welcome
         self._stagings = Stagings(welcome.layout)
         self.lost: OrderedDict[m.SessionId, None] = OrderedDict()
@@ -219,9 +210,7 @@ class HandshakeServer:
             if problem := self._hello_problem(hello) or self._make_place(route):
                 self.endpoint.counters.sessions_refused += 1
                 self.endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
-                self.endpoint.effects.append(
-                    PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
-                )
+                self.endpoint.warn(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
                 return
             session = _agreed(session_id, route, hello, self.welcome, hello, stagings=self._stagings)
             self.endpoint.begin(session, m.offers(hello))
@@ -229,17 +218,6 @@ class HandshakeServer:
 
     def _hello_problem(self, hello: m.Hello) -> str:
         return greeting_problem(hello, self.welcome, hello)
-
-    def on_hello_again(self, session: Session, _: m.Hello) -> None:
-        self.endpoint.send(session, self.welcome)
-
-    def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
-        self.endpoint.counters.sessions_refused += 1
-        self.endpoint.send_loose(route, m.SessionId(*error.session), m.HelloRefused(error.what))
-
-    def on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
-        if beat.idle == m.SPARE and not self._owner.in_use(session):
-            self.endpoint.send(session, m.Heartbeat(m.IDLE))
 
     def _make_place(self, route: bytes) -> str:
         """Why no peer more is taken, in words; empty if one is. At the limit the oldest half-open session ends, of
@@ -282,61 +260,52 @@ class HandshakeServer:
             self.lost.popitem(last=False)
 
 
-def greeting_problem(theirs: m.Hello | m.Welcome, welcome: m.Welcome, hello: m.Hello) -> str:
+def greeting_problem(theirs: m.Greeting, welcome: m.Welcome, hello: m.Hello) -> str:
     """Why no session can come of the two greetings, as who got `theirs` judges it, in words; empty if one can."""
-    if theirs is hello:
-        apart, rows = _apart(hello, "decode", welcome, "prefill"), hello.rows
-    else:
-        apart, rows = _apart(welcome, "prefill", hello, "decode"), None
-    if apart:
-        return apart
+
+    def judged(staged: StagedPair) -> str:
+        problem = incompatible(staged.offered, staged.taken, welcome.topology, hello.topology)
+        return problem or staged.undecodable(hello.layout)
+
+    at_prefill, at_decode = m.offers(welcome), m.offers(hello)
+    if not at_prefill.keys() & at_decode.keys():
+        return f"transport {_either(at_prefill)} at prefill, {_either(at_decode)} at decode"
+    rows = hello.rows if theirs is hello else None
     if rows is not None and rows.base + rows.n_rows * rows.row_nbytes >= 1 << 63:
         return f"{rows.n_rows} aux rows at {rows.base}"
-    problem = columns.problem(theirs.columns, rows.row_nbytes if rows is not None else columns.MAX_ROW_NBYTES)
-    return problem or layout_problem(theirs.layout) or _misfit(welcome, hello)
+    if (m.TAGS_FEATURE in welcome.features) != (m.TAGS_FEATURE in hello.features):
+        return f"transport {hello.transport!r} carries tags at one side only: run one version of it on both"
+    problem = (
+        columns.problem(theirs.columns, rows.row_nbytes if rows is not None else columns.MAX_ROW_NBYTES)
+        or layout_problem(theirs.layout)
+        or other_model(welcome.model, hello.model)
+        or columns.lacking(welcome.columns, hello.columns)
+    )
+    if problem:
+        return problem
+    problem = judged(staged_pair(welcome, hello))
+    if problem and not judged(convert.pair(welcome.layout, hello.layout)):
+        problem += "; to convert in flight, set Config.convert on both sides"
+    return problem
 
 
 def _agreed(
-    session_id: m.SessionId, route: bytes, theirs: m.Hello | m.Welcome, welcome: m.Welcome, hello: m.Hello,
+    session_id: m.SessionId, route: bytes, theirs: m.Greeting, welcome: m.Welcome, hello: m.Hello,
     *, stagings: Stagings,
 ) -> Session:  # fmt: skip
     """The session that the two greetings make, as who got `theirs` sees it."""
     staged, both = staged_pair(welcome, hello), {*welcome.features} & {*hello.features}
     at_prefill = theirs is hello
+    lanes = hello.lanes if at_prefill else ()
     return Session(
         session_id, route, theirs.layout, theirs.topology, staged,
-        stagings.of_layout(staged.offered if at_prefill else staged.taken), hello.lanes if at_prefill else (),
-        theirs.max_silence_s, half_open=at_prefill, rows=hello.rows if at_prefill else None,
-        exposes_pool=at_prefill and m.DIRECT_FEATURE in hello.features, common=Common.of(welcome.layout, hello.layout),
-        aux=columns.share(welcome.columns, hello.columns), checksums=m.CHECKSUM_FEATURE in both,
-        tags_as_messages=m.TAGS_FEATURE in both,
+        stagings.of_layout(staged.offered if at_prefill else staged.taken), lanes,
+        max([lane.nbytes for lane in lanes], default=0), theirs.max_silence_s, half_open=at_prefill,
+        rows=hello.rows if at_prefill else None, exposes_pool=at_prefill and m.DIRECT_FEATURE in hello.features,
+        common=Common.of(welcome.layout, hello.layout), aux=columns.share(welcome.columns, hello.columns),
+        checksums=m.CHECKSUM_FEATURE in both, tags_as_messages=m.TAGS_FEATURE in both,
     )  # fmt: skip
-
-
-def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:
-    """Why the two have no transport in common, in words; empty if they have one."""
-    other, own = m.offers(theirs), m.offers(ours)
-    if other.keys() & own.keys():
-        return ""
-    return f"transport {_either(other)} at {there}, {_either(own)} at {here}"
 
 
 def _either(names: Iterable[str]) -> str:
     return " or ".join(map(repr, names))
-
-
-def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
-    def judged(staged: StagedPair) -> str:
-        problem = incompatible(staged.offered, staged.taken, welcome.topology, hello.topology)
-        return problem or staged.undecodable(hello.layout)
-
-    if (m.TAGS_FEATURE in welcome.features) != (m.TAGS_FEATURE in hello.features):
-        return f"transport {hello.transport!r} carries tags at one side only: run one version of it on both"
-    if problem := other_model(welcome.model, hello.model):
-        return problem
-    if lacks := columns.lacking(welcome.columns, hello.columns):
-        return lacks
-    problem = judged(staged_pair(welcome, hello))
-    if problem and not judged(convert.pair(welcome.layout, hello.layout)):
-        problem += "; to convert in flight, set Config.convert on both sides"
-    return problem

@@ -2,7 +2,7 @@
 
     event          called by                    method                    effect
     Reserve came   ChunkReceiver.on_reserve     Leases.enqueue        the request waits
-    any input      `Endpoint.settle`            Leases.settle         what can be granted is, and Lease is sent
+    any input      `DecodeCore.settle`          Leases.settle         what can be granted is, and Lease is sent
     a tag came     ChunkReceiver._on_tag        LEASE.move            the bytes are there, and are scattered
     it was copied  ChunkReceiver.scattered      Leases.release        the watermark may rise; more may be granted
 
@@ -108,11 +108,7 @@ class Leases:
     # Those that wait.
 
     def enqueue(self, request: Lease) -> None:
-        """`request` waits. If an attempt of the same chunk waits already, it takes that one's place in line."""
-        older = self.find(request.session, request.epoch, request.chunk)
-        if older is not None and older.phase is LeasePhase.WAITING:
-            older.attempt, older.nbytes, older.rects = request.attempt, request.nbytes, request.rects
-            return
+        """`request` waits, the last of its priority."""
         self._n_asked += 1
         request.place = self._n_asked
         self._note(request)
@@ -261,10 +257,6 @@ class Leases:
             self._grant(lease, number, cursor)
             self.advances.add(lease)
 
-    def learn(self, writer: Writer, n_staged: int) -> None:
-        """A writer closed a room of which it staged so many chunks."""
-        writer.session.staged_before[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
-
     def advances_of(self, session: Session, epoch: int) -> tuple[m.Advance, ...]:
         """The leases in advance that a room's writer has, as Open says them. None that was recalled: a writer that had
         not heard of it has said that nothing writes it, or will.
@@ -342,7 +334,7 @@ class Leases:
         self.lanes[lease.lane].quarantine(lease, self.endpoint.now)
         self.endpoint.after(0.0, self.recall_all)
 
-    def on_returned(self, session: Session, returned: m.Returned) -> None:
+    def on_returned(self, session: Session, _: Writer | None, returned: m.Returned) -> None:
         lease = self.at(returned.lane, returned.cursor)
         if lease is None or lease.session is not session or lease.phase is LeasePhase.LANDED:
             return

@@ -8,7 +8,7 @@ with a default: docs/wire.md has the rules. Source: msgspec for the schema.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias, dataclass_transform
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,7 @@ from pdstage.arguments import sayable
 from pdstage.columns import MAX_COLUMNS, MAX_ROW_NBYTES, Placed
 from pdstage.layout import Layout  # noqa: TC001  (msgspec resolves these at run time)
 from pdstage.layout.topology import Topology  # noqa: TC001
-from pdstage.plan import Rect, Share
+from pdstage.plan import Rect, Share  # noqa: TC001
 
 MAX_RECTS = 64
 MAX_TAG_NBYTES = 56 + MAX_RECTS * 26
@@ -41,6 +41,11 @@ AUX = 0xFFFE
 IN_USE, IDLE, SPARE = 0, 1, 2
 """What a Heartbeat says of its session: the sender's rooms need it; none does; none does, and please end it."""
 
+
+def _most(length: int) -> Meta:
+    return Meta(max_length=length)
+
+
 # What a peer may say, by the schema: a number is a count, a cursor or an address of 63 bits; no time is
 # endless; no list, name or text is
 # longer than any honest peer's.
@@ -48,15 +53,12 @@ Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Device: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFF)]
-Word: TypeAlias = Annotated[str, Meta(max_length=MAX_WORD)]
-Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
-RoomKey: TypeAlias = Annotated[bytes, Meta(max_length=MAX_ROOM_NBYTES)]
-Described: TypeAlias = Annotated[bytes, Meta(max_length=4 << 20)]
-Features: TypeAlias = Annotated[tuple[Word, ...], Meta(max_length=64)]
-Rects: TypeAlias = Annotated[tuple[Rect, ...], Meta(max_length=MAX_RECTS)]
-TagBytes: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TAG_NBYTES)]
-Shares: TypeAlias = Annotated[tuple[Share, ...], Meta(max_length=4096)]
-AuxColumns: TypeAlias = Annotated[tuple[Placed, ...], Meta(max_length=MAX_COLUMNS)]
+Word: TypeAlias = Annotated[str, _most(MAX_WORD)]
+Reason: TypeAlias = Annotated[str, _most(MAX_REASON)]
+RoomKey: TypeAlias = Annotated[bytes, _most(MAX_ROOM_NBYTES)]
+Described: TypeAlias = Annotated[bytes, _most(4 << 20)]
+Features: TypeAlias = Annotated[tuple[Word, ...], _most(64)]
+AuxColumns: TypeAlias = Annotated[tuple[Placed, ...], _most(MAX_COLUMNS)]
 
 
 def brief(reason: str) -> str:
@@ -134,24 +136,30 @@ class Wanted(NamedTuple):
     room: RoomKey
 
 
-Offers: TypeAlias = Annotated[tuple[Offer, ...], Meta(max_length=16)]
-Model: TypeAlias = Annotated[tuple[Fact, ...], Meta(max_length=MAX_FACTS)]
+Offers: TypeAlias = Annotated[tuple[Offer, ...], _most(16)]
+Model: TypeAlias = Annotated[tuple[Fact, ...], _most(MAX_FACTS)]
 
 
+@dataclass_transform(frozen_default=True)
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of the closed union `AnyMessage`."""
+    """Base of the closed union `AnyMessage`; all are frozen, as it is."""
 
 
-class _OfEpoch(Message, frozen=True):
+class OfEpoch(Message):
     epoch: Number
 
 
-class _OfChunk(_OfEpoch, frozen=True):
+class _OfChunk(OfEpoch):
     chunk: Number
     attempt: Number
 
 
-class Hello(Message, frozen=True, tag=1):
+class OfLease(_OfChunk):
+    lane: Number
+    cursor: Number
+
+
+class Hello(Message, tag=1):
     """D>P until Welcome or HelloRefused: what decode has, and where prefill may write.
 
     `transport` is the one its sender prefers, `others` the rest: the writer chooses of those that both have.
@@ -172,7 +180,7 @@ class Hello(Message, frozen=True, tag=1):
     model: Model = ()
 
 
-class Welcome(Message, frozen=True, tag=2):
+class Welcome(Message, tag=2):
     """P>D, answer to Hello. `columns`: of the aux rows that prefill gives. `model`: as Hello's."""
 
     topology: Topology
@@ -186,13 +194,15 @@ class Welcome(Message, frozen=True, tag=2):
     model: Model = ()
 
 
-def offers(greeting: Hello | Welcome) -> dict[str, bytes]:
+Greeting: TypeAlias = Hello | Welcome
+
+
+def offers(greeting: Greeting) -> dict[str, bytes]:
     """The transports that a greeting names, best first, each with what `connect` needs of it."""
-    others = {other.transport: other.description for other in greeting.others}
-    return {greeting.transport: greeting.description} | others
+    return {greeting.transport: greeting.description} | dict(greeting.others)
 
 
-class HelloRefused(Message, frozen=True, tag=3):
+class HelloRefused(Message, tag=3):
     """P>D, answer to Hello: the reason in words. Read whatever the version; so neither its type number, nor Hello's,
     nor the frame's header ever change.
     """
@@ -200,7 +210,7 @@ class HelloRefused(Message, frozen=True, tag=3):
     reason: Reason
 
 
-class Ask(_OfEpoch, frozen=True, tag=4):
+class Ask(OfEpoch, tag=4):
     """D>P, then in each Heartbeat until Asking says finished, or Open. Is this room there yet? Lets decode allocate
     late.
     """
@@ -208,7 +218,7 @@ class Ask(_OfEpoch, frozen=True, tag=4):
     room: RoomKey
 
 
-class Asking(_OfEpoch, frozen=True, tag=5):
+class Asking(OfEpoch, tag=5):
     """P>D, answer to Ask, and to a Heartbeat that asks if `finished`: every chunk is computed and held for an Open."""
 
     finished: bool
@@ -224,7 +234,7 @@ class Advance(NamedTuple):
     watermark: Number
 
 
-class Open(_OfEpoch, frozen=True, tag=6):
+class Open(OfEpoch, tag=6):
     """D>P until Opened, CloseOk or CloseFailed. One destination rank wants its `shares` of a room, now.
 
     `asked`: the ranges wanted from this writer, of which it sends the tokens that both ranks hold.
@@ -235,44 +245,42 @@ class Open(_OfEpoch, frozen=True, tag=6):
     """
 
     room: RoomKey
-    shares: Shares
-    asked: Annotated[tuple[Asked, ...], Meta(max_length=MAX_RECTS)]
-    items: Annotated[tuple[Items, ...], Meta(max_length=MAX_RECTS)]
+    shares: Annotated[tuple[Share, ...], _most(4096)]
+    asked: Annotated[tuple[Asked, ...], _most(MAX_RECTS)]
+    items: Annotated[tuple[Items, ...], _most(MAX_RECTS)]
     rank: Number
     destinations: Number
     aux: bool
     priority: int
     deadline_s: Seconds
     row: Number | None = None
-    advances: Annotated[tuple[Advance, ...], Meta(max_length=MAX_ADVANCES)] = ()
+    advances: Annotated[tuple[Advance, ...], _most(MAX_ADVANCES)] = ()
 
 
-class Opened(_OfEpoch, frozen=True, tag=7):
+class Opened(OfEpoch, tag=7):
     """P>D, answer to Open. `state` is "waiting" (not submitted yet), "accepted" or "refused" with the `reason`."""
 
     state: Word
     reason: Reason
 
 
-class Reserve(_OfChunk, frozen=True, tag=8):
+class Reserve(_OfChunk, tag=8):
     """P>D while the chunk has no lease or its window is closed."""
 
     nbytes: Number
-    rects: Rects
+    rects: Annotated[tuple[Rect, ...], _most(MAX_RECTS)]
 
 
-class Lease(_OfChunk, frozen=True, tag=9):
+class Lease(OfLease, tag=9):
     """D>P, answer to Reserve: `nbytes` of staging memory for this attempt of this chunk, at `cursor` modulo the size of
     `lane`: a cursor only grows.
     """
 
-    lane: Number
-    cursor: Number
     nbytes: Number
     watermark: Number
 
 
-class Refused(_OfChunk, frozen=True, tag=10):
+class Refused(_OfChunk, tag=10):
     """D>P, answer to Reserve: `why` is "gone", "covered" or "too_big" (then no lease above `max_nbytes` can be granted
     while what is carved out of the lanes stays so).
     """
@@ -281,7 +289,7 @@ class Refused(_OfChunk, frozen=True, tag=10):
     max_nbytes: Number
 
 
-class Watermark(Message, frozen=True, tag=11):
+class Watermark(Message, tag=11):
     """D>P: a lease that ends at most one lane size above `watermark` may be written, since what lay there is free.
 
     A hint, which may be lost: Reserve is repeated, and Lease and Recall carry the watermark too.
@@ -291,21 +299,16 @@ class Watermark(Message, frozen=True, tag=11):
     watermark: Number
 
 
-class Recall(_OfChunk, frozen=True, tag=12):
+class Recall(OfLease, tag=12):
     """D>P: give this lease back unless you use it. Repeated while others wait for memory, until the lease has landed,
     or was returned or released.
     """
 
-    lane: Number
-    cursor: Number
     watermark: Number
 
 
-class Returned(_OfChunk, frozen=True, tag=13):
+class Returned(OfLease, tag=13):
     """P>D: nothing writes this lease, nor ever will."""
-
-    lane: Number
-    cursor: Number
 
 
 class Written(NamedTuple):
@@ -323,30 +326,30 @@ class Given(NamedTuple):
     n: Number
 
 
-class CloseOk(_OfEpoch, frozen=True, tag=14):
+class CloseOk(OfEpoch, tag=14):
     """P>D until Closed or Abort: all this writer owes is written; here is what, and the aux bytes if asked for.
 
     `slots`: of each component without positions that this writer owes, how many there are; no more will come.
     `packed`: `aux` is a row: the columns that both sides have, one after the other in the order of their names.
     """
 
-    written: Annotated[tuple[Written, ...], Meta(max_length=1 << 20)]
+    written: Annotated[tuple[Written, ...], _most(1 << 20)]
     aux: bytes | None
-    slots: Annotated[tuple[Given, ...], Meta(max_length=MAX_RECTS)] = ()
+    slots: Annotated[tuple[Given, ...], _most(MAX_RECTS)] = ()
     packed: bool = False
 
 
-class CloseFailed(_OfEpoch, frozen=True, tag=15):
+class CloseFailed(OfEpoch, tag=15):
     """P>D until Abort: the writer gives the room up. Proves nothing about writes in flight."""
 
     reason: Reason
 
 
-class Closed(_OfEpoch, frozen=True, tag=16):
+class Closed(OfEpoch, tag=16):
     """D>P, answer to CloseOk."""
 
 
-class Abort(_OfEpoch, frozen=True, tag=17):
+class Abort(OfEpoch, tag=17):
     """D>P until Drained or CloseOk: stop writing for this epoch. `finished`: all was delivered, only CloseOk is
     missing.
 
@@ -358,11 +361,11 @@ class Abort(_OfEpoch, frozen=True, tag=17):
     room: RoomKey = b""
 
 
-class Drained(_OfEpoch, frozen=True, tag=18):
+class Drained(OfEpoch, tag=18):
     """P>D, answer to Abort: nothing of this epoch is in flight, nothing will begin."""
 
 
-class Heartbeat(Message, frozen=True, tag=19):
+class Heartbeat(Message, tag=19):
     """Both ways, when nothing else was said for a while, and by decode while it waits with rooms. `idle`: IN_USE, IDLE
     or SPARE.
 
@@ -372,15 +375,15 @@ class Heartbeat(Message, frozen=True, tag=19):
     """
 
     idle: Number = IN_USE
-    asks: Annotated[tuple[Wanted, ...], Meta(max_length=MAX_WAITING)] = ()
-    waits: Annotated[tuple[RoomKey, ...], Meta(max_length=MAX_WAITING)] = ()
+    asks: Annotated[tuple[Wanted, ...], _most(MAX_WAITING)] = ()
+    waits: Annotated[tuple[RoomKey, ...], _most(MAX_WAITING)] = ()
 
 
-class Bye(Message, frozen=True, tag=20):
+class Bye(Message, tag=20):
     """Both ways: this process ends this session in order. Prefill answers it with its own."""
 
 
-class NoSession(Message, frozen=True, tag=21):
+class NoSession(Message, tag=21):
     """Both ways, in answer to a frame of an unknown session.
 
     If `incarnation` is the writer's own, nothing of the session is in flight. Any other value proves nothing: another
@@ -390,13 +393,13 @@ class NoSession(Message, frozen=True, tag=21):
     incarnation: int
 
 
-class Tagged(Message, frozen=True, tag=22):
+class Tagged(Message, tag=22):
     """P>D, once a write is done, where both sides offered `TAGS_FEATURE`: its tag, which the transport does not carry.
 
     Sent again in answer to a Recall of a written chunk, and with each repeated CloseOk. A known tag is dropped.
     """
 
-    tag: TagBytes
+    tag: Annotated[bytes, _most(MAX_TAG_NBYTES)]
 
 
 # fmt: off

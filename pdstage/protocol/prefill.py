@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.compat import Slots, check_open, lacking
+from pdstage.protocol.compat import Slots, lacking, open_problems
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
-from pdstage.protocol.handshake import HandshakeServer, features
+from pdstage.protocol.handshake import HandshakeServer
 from pdstage.protocol.prefill_chunks import ChunkEffect, ChunkSender
-from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
+from pdstage.protocol.room import room_id
 from pdstage.protocol.session import (
     HOLD_EVERY_S,
     CoreEffect,
     Detach,
     Endpoint,
-    PeerWarning,
     Session,
     forgotten_at,
 )
@@ -38,11 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pdstage.errors import PdstageError
-    from pdstage.layout import Layout
-    from pdstage.layout.topology import Topology
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
     from pdstage.protocol.destinations import PieceLength
+    from pdstage.protocol.room import OwnRows
 
 PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
 """What the prefill core asks of its driver."""
@@ -70,16 +69,16 @@ class Ended(NamedTuple):
     """False if a destination gave it up before it was submitted: to submit it before `until` then fails at once."""
     until: float = math.inf
 
-    def refuses(self, rank: int, session_id: m.SessionId, epoch: int) -> bool:
-        return self.known.setdefault(rank, (session_id, epoch)) == (session_id, epoch)
+    def refuses(self, session: Session, epoch: int) -> bool:
+        mine = session.id, epoch
+        return self.known.setdefault(session.topology.group_rank, mine) == mine
 
 
 class PrefillCore:
-    """The protocol's prefill half.
+    """The protocol's prefill half: of the node that says `welcome`.
 
     `choose(chunk)` says whether a chunk that may be written straight into pages should be; `direct`: any may be.
     `piece` says how long chunks are to be; None: as long as they may.
-    `notifies`: the transport delivers tags; else they are sent as `Tagged`.
     """
 
     role, peer = "prefill", "decode"
@@ -87,63 +86,50 @@ class PrefillCore:
     def __init__(
         self,
         incarnation: int,
+        welcome: m.Welcome,
+        config: Config,
+        rows: OwnRows,
         *,
-        layout: Layout,
-        topology: Topology,
-        transport: str,
-        description: bytes,
         n_buffers: int,
         buffer_nbytes: int,
-        config: Config,
         choose: Callable[[Chunk], bool],
         piece: PieceLength | None = None,
         direct: bool = True,
-        notifies: bool = True,
-        others: tuple[m.Offer, ...] = (),
-        rows: OwnRows = NO_ROWS,
-        model: tuple[m.Fact, ...] = (),
     ) -> None:
-        offered = features(config, tags=not notifies)
-        welcome = m.Welcome(
-            topology, layout, transport, description, config.max_silence_s, offered, rows.columns, others, model
-        )  # fmt: skip
-        self.layout = layout
-        self.topology = topology
+        self.layout = welcome.layout
         self.endpoint = Endpoint(incarnation, config, self)
-        self.handshake = HandshakeServer(self.endpoint, welcome, self)
-        self.on_other_version = self.handshake.on_other_version
+        self.handshake = HandshakeServer(self, welcome)
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
-        self.chunks = ChunkSender(self.endpoint, n_buffers, buffer_nbytes, choose, piece)
-        self.chunks.core = self
+        self.chunks = ChunkSender(self, n_buffers, buffer_nbytes, choose, piece)
         self.fenced = self.chunks.fenced
         self.endpoint.handlers = {
-            m.Hello: self.handshake.on_hello_again, m.Lease: self.chunks.on_lease, m.Open: self._on_open,
-            m.Closed: self._on_closed, m.Watermark: self.chunks.on_watermark, m.Heartbeat: self._on_heartbeat,
-            m.Ask: self._on_ask, m.Refused: self.chunks.on_refused, m.Recall: self.chunks.on_recall,
-            m.Abort: self._on_abort, m.Bye: self._on_bye, m.NoSession: self._on_no_session,
+            m.Lease: self.chunks.on_lease, m.Open: self._on_open, m.Closed: self._on_closed,
+            m.Watermark: self.chunks.on_watermark, m.Heartbeat: self._on_heartbeat, m.Ask: self._on_ask,
+            m.Refused: self.chunks.on_refused, m.Recall: self.chunks.on_recall, m.Abort: self._on_abort,
+            m.Bye: self._on_bye, m.NoSession: self._on_no_session,
         }  # fmt: skip
         self.by_key: dict[bytes, PrefillRoom] = {}
         """Rooms until they end."""
-        self.destinations: dict[tuple[m.SessionId, int], Destination] = {}
+        self.destinations: dict[Destination, None] = {}
         """Until they are closed or drained, or their session is lost with nothing in flight."""
         self.pending: dict[bytes, dict[Destination, None]] = {}
         """Destinations that wait for their room, by its key."""
         self.ended: OrderedDict[bytes, Ended] = OrderedDict()
-        self.slots = Slots(layout)
+        self.slots = Slots(self.layout)
         self._rows = rows
-        self._fitting: set[frozenset[m.SessionId]] = set()
-        self.endpoint.settle = self.chunks.start_ready
+        self._unwanted = lru_cache(_MAX_ENDED)(self._lacked)
+        """What is wrong with destinations' sessions together; a session that ends empties it."""
+        self.settle = self.chunks.start_ready
         self._direct = direct
         self._draining = False
 
     # What the engine does.
 
-    def submit(self, key: bytes, now: float, *, open_wait_s: float | None = None) -> PrefillRoom:
+    def submit(self, key: bytes, *, open_wait_s: float | None = None) -> PrefillRoom:
         """The engine will send this room. `open_wait_s` is until the last Open; None: as configured. Raises
         `UsageError` if it is being sent already.
         """
-        self.endpoint.now = now
         if key in self.by_key:
             named = room_id(key)
             raise UsageError(
@@ -152,7 +138,7 @@ class PrefillCore:
         room = self.by_key[key] = PrefillRoom(key)
         ended = self.how_ended(key)
         self.ended.pop(key, None)
-        self.endpoint.counters.rooms_opened += 1
+        self.counters.rooms_opened += 1
         room.open_wait_s = self.endpoint.config.open_wait_s if open_wait_s is None else open_wait_s
         self.endpoint.after(room.open_wait_s, self.unopened, room)
         if ended is not None and not ended.begun:
@@ -164,49 +150,37 @@ class PrefillCore:
                 self.turn_away(destination, str(room.error))
             else:
                 self.attach(room, destination)
-        self.endpoint.settle()
+        self.settle()
         return room
 
     def chunk(
-        self, room: PrefillRoom, rects: tuple[Rect, ...], items: Mapping[str, Any], now: float, *, ready: bool = True
+        self, room: PrefillRoom, rects: tuple[Rect, ...], items: Mapping[str, Any], *, ready: bool = True
     ) -> SubmittedChunk:
         """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed.
 
-        An empty one of a component without positions says that there are none of its slots.
+        An empty one of a component without positions says that there are none of its slots. The caller has checked
+        each against the layout. Raises `UsageError` after `finish`, and for what was given before.
         """
-        self.endpoint.now = now
         source = SubmittedChunk(tuple([rect for rect in rects if rect.start < rect.stop]), items, ready)
         if room.ended:
             return source
         if room.finished:
             raise UsageError(f"room {room.id!r} got a chunk after finish()", remedy="chunks come first", room=room.id)
         self._check_rects(room, rects)
-        for rect in rects if self.slots.names else ():
+        for rect in rects:
             if rect.component in self.slots.names:
                 room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)
         for destination in list(room.destinations.values()):
             self.chunks.add(destination, source)
-        self.endpoint.settle()
+        self.settle()
         return source
 
     def _check_rects(self, room: PrefillRoom, rects: tuple[Rect, ...]) -> None:
-        if not 0 < len(rects) <= m.MAX_RECTS or len({rect.component for rect in rects}) != len(rects):
-            raise UsageError(
-                f"room {room.id!r} got a chunk of {len(rects)} rectangles",
-                remedy=f"give one of each component, 1 to {m.MAX_RECTS}",
-                room=room.id,
-            )
+        if len(rects) > m.MAX_RECTS:
+            what = f"room {room.id!r} got a chunk of {len(rects)} components"
+            raise UsageError(what, remedy=f"give at most {m.MAX_RECTS} at once", room=room.id)
         for rect in rects:
-            known = rect.component in self.layout.names
-            least = 0 if rect.component in self.slots.names else 1
-            ascends = 0 <= rect.start <= rect.stop - least
-            if not known or not ascends or not 0 <= rect.layer_start < rect.layer_stop:
-                raise UsageError(
-                    f"room {room.id!r} got {rect}",
-                    remedy=f"this layout has {', '.join(self.layout.names)}; ranges ascend from 0",
-                    room=room.id,
-                )
             # A place in a destination's pages may be written once an epoch, and posts are not ordered.
             row = self.layout.row_tokens[rect.component]
             twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect, row)), None)
@@ -218,9 +192,8 @@ class PrefillCore:
                     room=room.id,
                 )
 
-    def data_ready(self, room: PrefillRoom, source: SubmittedChunk, now: float) -> None:
+    def data_ready(self, room: PrefillRoom, source: SubmittedChunk) -> None:
         """The data of a chunk given with `ready=False` exists now."""
-        self.endpoint.now = now
         source.ready = True
         for chunk in source.chunks:
             chunk.waits_since = self.endpoint.now
@@ -228,27 +201,17 @@ class PrefillCore:
                 self.chunks.reserve(chunk)
             elif chunk.phase is ChunkPhase.HELD:
                 self.chunks.advance(chunk)
-        self.endpoint.settle()
+        self.settle()
 
-    def finish(
-        self, room: PrefillRoom, aux: bytes | GivenRow | None, now: float, *, open_wait_s: float | None = None
-    ) -> None:
+    def finish(self, room: PrefillRoom, aux: bytes | GivenRow | None, *, open_wait_s: float | None = None) -> None:
         """No more chunks will come; `aux` goes to the destinations that want it. The last Open is awaited for
         `open_wait_s` from here; None: as `submit` said.
 
-        A row is written straight into the destination's row if both sides can reach them. Else CloseOk carries it.
+        A row is written straight into the destination's row if both sides can reach them. Else CloseOk carries it. To
+        be called once; its caller has checked that bytes are within `max_aux_nbytes`.
         """
-        self.endpoint.now = now
         if room.ended:
             return
-        if room.finished:
-            raise UsageError(f"room {room.id!r} is finished already", remedy="call finish() once", room=room.id)
-        if isinstance(aux, bytes) and len(aux) > self.endpoint.config.max_aux_nbytes:
-            raise UsageError(
-                f"room {room.id!r} has {len(aux)} aux bytes, the limit is {self.endpoint.config.max_aux_nbytes}",
-                remedy="raise Config.max_aux_nbytes, or send it as a component",
-                room=room.id,
-            )
         room.finished, room.aux = True, aux
         if open_wait_s is not None and (self.unopened, room) in self.endpoint.timers:
             room.open_wait_s = open_wait_s
@@ -257,36 +220,28 @@ class PrefillCore:
             if room.key in session.asking:
                 self.endpoint.send(session, m.Asking(session.asking.pop(room.key), True))
         for destination in list(room.destinations.values()):
-            if destination.phase is DestinationPhase.LIVE:
-                self.add_row(destination)
-                self.maybe_close(destination)
+            self.add_row(destination)
+            self.maybe_close(destination)
         self.maybe_complete(room)
-        self.endpoint.settle()
+        self.settle()
 
-    def abort(self, room: PrefillRoom, reason: str, now: float) -> None:
-        self.endpoint.now = now
+    def abort(self, room: PrefillRoom, reason: str) -> None:
         self.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"))
 
     def needs(self, route: bytes) -> bool:
         """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
         return True
 
-    def drain(self, now: float) -> None:
+    def drain(self) -> None:
         """No room begins any more: decode ranks that wait for one, or will, are told at once. Those begun go on."""
-        self.endpoint.now = now
         self._draining = True
         self.turn_all_away(_ENDING)
 
-    def close(self, now: float) -> None:
+    def close(self) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.by_key.values()):
-            self.abort(room, "the node closes", now)
+            self.abort(room, "the node closes")
         self.turn_all_away("the prefill node closes")
-
-    @property
-    def quiet(self) -> bool:
-        """Nothing of a live session is in flight, so that Bye may be said."""
-        return not self.chunks.flights
 
     @property
     def idle(self) -> bool:
@@ -310,9 +265,9 @@ class PrefillCore:
             return
         if self.chunks.in_flight(frame.session):
             return
-        if frame.session.writer == self.endpoint.incarnation:
+        if frame.session.writer == self.incarnation:
             self.handshake.never_again(frame.session)
-        proof = 0 if self.chunks.is_in_doubt(frame.session) else self.endpoint.incarnation
+        proof = 0 if self.chunks.is_in_doubt(frame.session) else self.incarnation
         self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
     def _asked(self, session: Session, key: bytes, epoch: int) -> bool:
@@ -332,14 +287,15 @@ class PrefillCore:
             self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.unopened, room)
         return room
 
-    def _on_ask(self, session: Session, ask: m.Ask) -> None:
+    def _on_ask(self, session: Session, _: Destination | None, ask: m.Ask) -> None:
         self.endpoint.send(session, m.Asking(ask.epoch, self._asked(session, ask.room, ask.epoch)))
 
     def _on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
         """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost; about no
-        others: what it asked before is over.
+        others: what it asked before is over. Only decode ends a session, so it is told if prefill needs it no more.
         """
-        self.handshake.on_heartbeat(session, beat)
+        if beat.idle == m.SPARE and not session.claims:
+            self.endpoint.send(session, m.Heartbeat(m.IDLE))
         session.asking.clear()
         for wanted in beat.asks:
             if self._asked(session, wanted.room, wanted.epoch):
@@ -347,18 +303,20 @@ class PrefillCore:
         for key in beat.waits:
             self._waited(key)
 
-    def _on_open(self, session: Session, opened: m.Open) -> None:
-        destination: Destination | None = session.claims.get(opened.epoch)
+    def _on_open(self, session: Session, destination: Destination | None, opened: m.Open) -> None:
         refusal = ""
         if destination is None:
-            check_open(opened, session, self.layout)
+            for problem in open_problems(opened, session):
+                raise PeerError(problem, remedy="check the peer")
             destination = Destination(session, opened, self._direct)
             room = self.by_key.get(opened.room)
             self._wanted_again(opened.room, session, opened.epoch)
             if room is None:
                 refusal = self._await_room(destination)
-            else:
-                self.note(destination)
+            if not refusal:
+                self.destinations[destination] = None
+                session.claims[opened.epoch] = destination
+            if room is not None:
                 self.attach(room, destination)
         if destination.phase is DestinationPhase.FAILING:
             refusal = destination.reason
@@ -370,19 +328,24 @@ class PrefillCore:
         """Keeps a destination until its room begins; or why it is refused."""
         opened, session = destination.open, destination.session
         ended = self.how_ended(opened.room)
-        if ended is not None and ended.refuses(opened.rank, session.id, opened.epoch):
+        if ended is not None and ended.refuses(session, opened.epoch):
             return ended.reason
         if self._draining:
             return _ENDING
-        return "" if self.park(destination) else "too many rooms wait for prefill"
+        nbytes = _OPEN_NBYTES + sum(len(items.data) for items in opened.items)
+        if session.parked_nbytes + nbytes > MAX_PARKED_NBYTES:
+            return "too many rooms wait for prefill"
+        session.parked_nbytes += nbytes
+        destination.parked_nbytes = nbytes
+        self.pending.setdefault(opened.room, {})[destination] = None
+        self.endpoint.after(min(opened.deadline_s, self.endpoint.config.send_wait_s), self.never_begun, destination)
+        return ""
 
-    def _on_closed(self, session: Session, closed: m.Closed) -> None:
-        destination: Destination | None = session.claims.get(closed.epoch)
+    def _on_closed(self, _: Session, destination: Destination | None, closed: m.Closed) -> None:
         if destination is not None and destination.phase is DestinationPhase.CLOSING:
             self.forget(destination)
 
-    def _on_abort(self, session: Session, abort: m.Abort) -> None:
-        destination: Destination | None = session.claims.get(abort.epoch)
+    def _on_abort(self, session: Session, destination: Destination | None, abort: m.Abort) -> None:
         if destination is None:
             if abort.room:
                 self._give_up(abort.room, session, abort)
@@ -427,7 +390,7 @@ class PrefillCore:
     def _wanted_again(self, key: bytes, session: Session, epoch: int) -> None:
         """A destination names a room in another epoch than the one it gave up: it wants the room again."""
         ended = self.how_ended(key)
-        if ended is not None and not ended.begun and not ended.refuses(session.topology.group_rank, session.id, epoch):
+        if ended is not None and not ended.begun and not ended.refuses(session, epoch):
             del self.ended[key]
 
     def _on_no_session(self, session: Session, _: m.NoSession) -> None:
@@ -446,6 +409,7 @@ class PrefillCore:
         """The session is over: its rooms fail, nothing further is sent under it."""
         if not self.handshake.unlink(session):
             return
+        self._unwanted.cache_clear()
         for destination in list(session.claims.values()):
             if destination.phase in (DestinationPhase.LIVE, DestinationPhase.FAILING):
                 DESTINATION.move(destination, DestinationEvent.ABORTED)
@@ -454,7 +418,7 @@ class PrefillCore:
             if destination.in_flight == 0:
                 self.forget(destination)
         if not session.said_bye:
-            self.endpoint.effects.append(PeerWarning(session.route, error))
+            self.endpoint.warn(session.route, error)
         self.endpoint.effects.append(Detach(session))
 
     # What its parts ask of it.
@@ -477,9 +441,9 @@ class PrefillCore:
             self._drain(older)
         room.deadline_s = min(destination.open.deadline_s, self.endpoint.config.max_deadline_s)
         self.endpoint.after(room.deadline_s, self.late, room)
-        if len(room.destinations) >= room.n_destinations:
+        if room.opened:
             self.endpoint.cancel(self.unopened, room)
-            problem = self._unwanted(room)
+            problem = self._unwanted(tuple([destination.session for destination in room.destinations.values()]))
             if problem:
                 self.fail(room, PeerError(problem, remedy="serve the same model with the same caches"))
                 return
@@ -491,21 +455,12 @@ class PrefillCore:
             self.add_row(destination)
         self.maybe_close(destination)
 
-    def _unwanted(self, room: PrefillRoom) -> str:
+    def _lacked(self, sessions: tuple[Session, ...]) -> str:
         """Which part of this rank's state no destination takes, in words; asked where decode has pipeline stages."""
-        sessions = [destination.session for destination in room.destinations.values()]
         if max([session.topology.pp_size for session in sessions]) == 1:
             return ""
-        ids = frozenset(session.id for session in sessions)
-        if ids in self._fitting:
-            return ""
         offered, taken, _ = zip(*(session.staged for session in sessions), strict=True)
-        problem = lacking("decode", offered, taken)
-        if not problem:
-            if len(self._fitting) >= _MAX_ENDED:
-                self._fitting.clear()
-            self._fitting.add(ids)
-        return problem
+        return lacking("decode", offered, taken)
 
     def maybe_close(self, destination: Destination) -> None:
         room = destination.room
@@ -539,8 +494,13 @@ class PrefillCore:
         return tuple(m.Given(name, named.get(name, 0)) for name, stop in asked if name in named or not stop)
 
     def maybe_complete(self, room: PrefillRoom) -> None:
-        if room.complete and room.on(RoomEvent.COMPLETED):
-            self.endpoint.counters.rooms_succeeded += 1
+        """Success: finished, and every destination is known and has everything."""
+        if not room.finished or not 0 < room.n_destinations == len(room.destinations):
+            return
+        if any(destination.phase is not DestinationPhase.CLOSING for destination in room.destinations.values()):
+            return
+        if room.on(RoomEvent.COMPLETED):
+            self.counters.rooms_succeeded += 1
             self._end(room)
 
     def _close(self, destination: Destination) -> None:
@@ -564,9 +524,9 @@ class PrefillCore:
     def add_row(self, destination: Destination) -> None:
         """Puts the room's aux row on its way into the row that `destination` named, where that is within reach."""
         room, session = destination.room, destination.session
-        if destination.phase is not DestinationPhase.LIVE or room is None:
+        if destination.phase is not DestinationPhase.LIVE or room is None or not destination.open.aux:
             return
-        if not isinstance(room.aux, GivenRow) or not destination.open.aux or not session.aux.spans:
+        if not isinstance(room.aux, GivenRow) or not session.aux.spans:
             return
         why = self._no_row(destination)
         if why:
@@ -588,7 +548,7 @@ class PrefillCore:
         self.chunks.advance(chunk)
 
     def _no_row(self, destination: Destination) -> str:
-        if not self._rows.within_reach:
+        if self._rows.span is None:
             return "aux rows are not within the data transport's reach, or not to be, at prefill"
         if destination.session.rows is None:
             return "aux rows are not within the data transport's reach, or not to be, at decode"
@@ -596,7 +556,7 @@ class PrefillCore:
 
     def row_failed(self, destination: Destination, why: str) -> None:
         if self._rows.wanted and destination.phase is DestinationPhase.LIVE:
-            self.endpoint.counters.aux_fallbacks += 1
+            self.counters.aux_fallbacks += 1
             self.endpoint.warn_once(
                 destination.session.route, f"{why}: it goes by control message", "see aux_fallbacks"
             )
@@ -617,15 +577,12 @@ class PrefillCore:
     def fail(self, room: PrefillRoom, error: PdstageError) -> None:
         if not room.on(RoomEvent.FAILED, error):
             return
-        self.endpoint.counters.rooms_failed += 1
+        self.counters.rooms_failed += 1
         served = {rank: (destination.session.id, destination.epoch) for rank, destination in room.destinations.items()}
         self.note_ended(room.key, Ended(str(error), served))
         for destination in list(room.destinations.values()):
             if destination.phase is DestinationPhase.LIVE:
-                DESTINATION.move(destination, DestinationEvent.FAILED)
-                destination.reason = str(error)
-                self.chunks.drop(destination)
-                self.close_failed(destination)
+                self.turn_away(destination, str(error))
         self._end(room)
 
     def how_ended(self, key: bytes) -> Ended | None:
@@ -648,8 +605,7 @@ class PrefillCore:
     def _end(self, room: PrefillRoom) -> None:
         self.endpoint.cancel(self.unopened, room)
         self.endpoint.cancel(self.late, room)
-        if self.by_key.get(room.key) is room:
-            del self.by_key[room.key]
+        del self.by_key[room.key]
         for source in room.sources:
             source.chunks.clear()
         room.sources.clear()
@@ -669,7 +625,7 @@ class PrefillCore:
 
     def _maybe_drained(self, destination: Destination) -> None:
         if destination.phase is DestinationPhase.DRAINING and destination.in_flight == 0:
-            if destination.session.id in self.endpoint.sessions:
+            if destination.session.id in self.sessions:
                 self.endpoint.send(destination.session, m.Drained(destination.epoch))
             self.forget(destination)
 
@@ -677,37 +633,17 @@ class PrefillCore:
         if destination.room is not None:
             destination.room.in_flight -= 1
             self._maybe_release(destination.room)
-        if destination.session.id in self.endpoint.sessions:
-            self._maybe_drained(destination)
-        elif destination.in_flight == 0:
-            self.forget(destination)
+        self._maybe_drained(destination)
 
     def forget(self, destination: Destination) -> None:
         self.chunks.drop(destination)
         self.unpark(destination)
         self.endpoint.cancel(self.close_again, destination)
-        self.destinations.pop((destination.session.id, destination.epoch), None)
+        self.destinations.pop(destination, None)
         destination.session.claims.pop(destination.epoch, None)
         # Chunks name their destination, and that its room: without this only the collector could free any of them.
         destination.chunks.clear()
         destination.room = None
-
-    def note(self, destination: Destination) -> None:
-        self.destinations[destination.session.id, destination.epoch] = destination
-        destination.session.claims[destination.epoch] = destination
-
-    def park(self, destination: Destination) -> bool:
-        """Holds a destination of a room that is not here yet; False if there is no place for it."""
-        session, opened = destination.session, destination.open
-        nbytes = _OPEN_NBYTES + sum(len(items.data) for items in opened.items)
-        if session.parked_nbytes + nbytes > MAX_PARKED_NBYTES:
-            return False
-        session.parked_nbytes += nbytes
-        destination.parked_nbytes = nbytes
-        self.pending.setdefault(opened.room, {})[destination] = None
-        self.note(destination)
-        self.endpoint.after(min(opened.deadline_s, self.endpoint.config.send_wait_s), self.never_begun, destination)
-        return True
 
     def unpark(self, destination: Destination) -> None:
         """Its room is here, or it has agreed that it will not be: until then it counts."""
@@ -727,10 +663,11 @@ class PrefillCore:
             self.turn_away(destination, reason)
 
     def turn_away(self, destination: Destination, reason: str) -> None:
-        """The room of a pending destination will not be sent."""
+        """Its room will not be sent, or not to its end."""
         self._wait_no_more(destination)
         DESTINATION.move(destination, DestinationEvent.FAILED)
         destination.reason = reason
+        self.chunks.drop(destination)
         self.close_failed(destination)
 
     # What came too late.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdstage.plan import Rect
     from pdstage.protocol.destinations import PieceLength
     from pdstage.protocol.prefill import PrefillCore
-    from pdstage.protocol.session import Endpoint, Session
+    from pdstage.protocol.session import Session
 
 _MAX_PIECES = 1024
 """The most pieces that a chunk too big for any lease is split into. With more it goes direct, waits, or fails."""
@@ -147,13 +147,13 @@ class ChunkSender:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        core: PrefillCore,
         n_buffers: int,
         buffer_nbytes: int,
         choose: Callable[[Chunk], bool],
         piece: PieceLength | None,
     ) -> None:
-        self.endpoint = endpoint
+        self.endpoint = core.endpoint
         self.free = list(range(n_buffers))
         """Send buffers. A chunk queues only while its window is open, so none waits for a destination."""
         self.staged = _Turns(max(1, n_buffers - 1))
@@ -162,45 +162,39 @@ class ChunkSender:
         """Gathers and writes under way, by ticket: the chunk, and its buffer or -1."""
         self.orphans: dict[int, m.SessionId] = {}
         """Writes whose session was fenced before they ended, by ticket."""
-        self.core: PrefillCore
-        """Whose rooms' chunks these are. Set by it."""
+        self.core = core
         self._buffer_nbytes = buffer_nbytes
-        self._limit = min(buffer_nbytes, endpoint.config.chunk_nbytes)
+        self._limit = min(buffer_nbytes, core.endpoint.config.chunk_nbytes)
         self._choose, self._piece = choose, piece
         self._in_doubt: set[m.SessionId] = set()
         self._doubts_all = False
 
     # What peers say.
 
-    def on_lease(self, session: Session, lease: m.Lease) -> None:
+    def on_lease(self, session: Session, destination: Destination | None, lease: m.Lease) -> None:
         self.on_watermark(session, lease)
-        chunk = self._chunk(session, lease.epoch, lease.chunk)
+        chunk = destination.chunks.get(lease.chunk) if destination is not None else None
         where = (lease.lane, lease.cursor)
         if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
             if chunk.phase is ChunkPhase.RESERVING:
-                self._take(chunk, lease)
+                nbytes = session.lanes[lease.lane].nbytes
+                if lease.nbytes < chunk.nbytes or lease.cursor % nbytes + chunk.nbytes > nbytes:
+                    what = f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}"
+                    raise PeerError(what, remedy="check the peer")
+                chunk.lane, chunk.cursor = where
+                CHUNK.move(chunk, ChunkEvent.LEASED)
+                if self.is_open(chunk):
+                    self.endpoint.cancel(self.reserve_again, chunk)
+                    self.advance(chunk)
+                else:
+                    session.closed.setdefault(chunk.lane, []).append(chunk)
                 return
             if chunk.phase not in (ChunkPhase.PARKED, ChunkPhase.DROPPED) and (chunk.lane, chunk.cursor) == where:
                 return
         self._give_back(session, lease)
 
-    def _take(self, chunk: Chunk, lease: m.Lease) -> None:
-        session = chunk.destination.session
-        nbytes = session.lanes[lease.lane].nbytes
-        if lease.nbytes < chunk.nbytes or lease.cursor % nbytes + chunk.nbytes > nbytes:
-            raise PeerError(
-                f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
-            )
-        chunk.lane, chunk.cursor = lease.lane, lease.cursor
-        CHUNK.move(chunk, ChunkEvent.LEASED)
-        if self.is_open(chunk):
-            self.endpoint.cancel(self.reserve_again, chunk)
-            self.advance(chunk)
-        else:
-            session.closed.setdefault(chunk.lane, []).append(chunk)
-
-    def on_refused(self, session: Session, refused: m.Refused) -> None:
-        chunk = self._chunk(session, refused.epoch, refused.chunk)
+    def on_refused(self, session: Session, destination: Destination | None, refused: m.Refused) -> None:
+        chunk = destination.chunks.get(refused.chunk) if destination is not None else None
         if chunk is None or chunk.phase is not ChunkPhase.RESERVING or chunk.attempt != refused.attempt:
             return
         self.endpoint.cancel(self.reserve_again, chunk)
@@ -228,32 +222,27 @@ class ChunkSender:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
             self.core.fail_destination(destination, error)
 
-    def on_recall(self, session: Session, recall: m.Recall) -> None:
+    def on_recall(self, session: Session, destination: Destination | None, recall: m.Recall) -> None:
+        """A lease that is not used goes back. Its chunk's attempt is raised first, so that no answer to the old one is
+        accepted, and the time until it falls back to direct counts anew. If Returned is lost, decode treats the next
+        Reserve, of a higher attempt, as the return of the old lease.
+        """
         self.on_watermark(session, recall)
-        chunk = self._chunk(session, recall.epoch, recall.chunk)
+        chunk = destination.chunks.get(recall.chunk) if destination is not None else None
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
-            if chunk.begun or chunk.phase is ChunkPhase.READY:
+            if chunk.phase in (ChunkPhase.RESERVING, ChunkPhase.HELD):
+                chunk.attempt += 1
+                self.endpoint.cancel(self.reserve_again, chunk)
+                if chunk.source.ready:
+                    self.reserve(chunk)
+                else:
+                    CHUNK.move(chunk, ChunkEvent.RECALLED)
+            elif chunk.phase not in (ChunkPhase.PARKED, ChunkPhase.DROPPED):  # it is used, or about to be
                 self.tell_tag(chunk)
                 return
-            if chunk.phase in (ChunkPhase.RESERVING, ChunkPhase.HELD):
-                self._recalled(chunk)
-        destination: Destination | None = session.claims.get(recall.epoch)
         if destination is not None and recall.chunk in destination.advances:
             destination.advances[recall.chunk] = None
         self._give_back(session, recall)
-
-    def _recalled(self, chunk: Chunk) -> None:
-        """Raises the attempt, so that no answer to the old one is accepted; the caller says Returned for that one.
-
-        If Returned is lost, decode treats the next Reserve, of a higher attempt, as the return of the old lease. The
-        time until the chunk falls back to direct counts anew.
-        """
-        chunk.attempt += 1
-        self.endpoint.cancel(self.reserve_again, chunk)
-        if chunk.source.ready:
-            self.reserve(chunk)
-        else:
-            CHUNK.move(chunk, ChunkEvent.RECALLED)
 
     def on_watermark(self, session: Session, said: m.Watermark | m.Lease | m.Recall) -> None:
         """A lane's watermark, which only rises: held chunks whose window it opens go on."""
@@ -301,7 +290,7 @@ class ChunkSender:
             chunk.direct = True
             CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
             if advance is not None:
-                self._give_back(destination.session, _lease_of(destination, advance))
+                self._give_back(destination.session, advance)
             self.advance(chunk)
         elif nbytes > self._buffer_nbytes:
             error = UsageError(
@@ -312,15 +301,11 @@ class ChunkSender:
         elif advance is not None and nbytes <= advance.nbytes:
             chunk.attempt, chunk.waits_since = 0, self.endpoint.now
             self.endpoint.repeat(self.reserve_again, chunk)  # while its window is closed
-            self.on_lease(destination.session, _lease_of(destination, advance))
+            self.on_lease(destination.session, destination, advance)
         elif chunk.attempt and not source.ready:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
         else:
             self.reserve(chunk)
-
-    def _chunk(self, session: Session, epoch: int, number: int) -> Chunk | None:
-        destination: Destination | None = session.claims.get(epoch)
-        return destination.chunks.get(number) if destination is not None else None
 
     def reserve(self, chunk: Chunk) -> None:
         CHUNK.move(chunk, ChunkEvent.RESERVE)
@@ -362,7 +347,7 @@ class ChunkSender:
         self.endpoint.counters.chunks_fallen_back += 1
         self.advance(chunk)
 
-    def _give_back(self, session: Session, lease: m.Lease | m.Recall | m.Returned) -> None:
+    def _give_back(self, session: Session, lease: m.OfLease) -> None:
         self.endpoint.counters.leases_returned += 1
         self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor))
 
@@ -410,12 +395,11 @@ class ChunkSender:
 
     # What the driver reports.
 
-    def gathered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+    def gathered(self, ticket: int, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The gather's kernel ended. Comes for every `Gather`, of lost sessions too: its buffer was busy.
 
         `checksum` is of the bytes gathered, where the session has checksums.
         """
-        self.endpoint.now = now
         chunk, buffer = self.flights[ticket]
         if error is not None or chunk.destination.phase is not DestinationPhase.LIVE:
             self._end_flight(ticket, error)
@@ -425,14 +409,13 @@ class ChunkSender:
         self.endpoint.after(self.endpoint.config.write_s, self.on_write_timer, ticket)
         self.endpoint.effects.append(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
-    def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
+    def completed(self, ticket: int, error: PdstageError | None = None, *, settled: bool = True) -> None:
         """A post ended. With `error` it is unknown what landed: it is not repeated, and its room fails. A failed aux
         row goes by message instead.
 
         `settled=False`: its bytes may land even after this call. So the session is lost without a Drained, and this
         process later answers for it with NoSession(0) in place of its incarnation: it proves nothing.
         """
-        self.endpoint.now = now
         orphan = self.orphans.pop(ticket, None)
         if orphan is not None and not settled:
             self._doubt(orphan)
@@ -441,7 +424,7 @@ class ChunkSender:
         session = self.flights[ticket][0].destination.session
         if error is not None and not settled:
             self._doubt(session.id)
-            self.endpoint.owner.lose(session, error)
+            self.core.lose(session, error)
         self._end_flight(ticket, error)
 
     def _doubt(self, session_id: m.SessionId) -> None:
@@ -450,13 +433,12 @@ class ChunkSender:
         else:
             self._doubts_all = True
 
-    def fenced(self, session: Session, now: float) -> None:
+    def fenced(self, session: Session) -> None:
         """After `Detach`: posts of that session no longer read our memory. The driver still calls `gathered` for each
         gather under way.
 
         What such posts wrote may still be on its way: until their tickets end, the session is not quiet.
         """
-        self.endpoint.now = now
         error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
         for ticket, (chunk, _) in list(self.flights.items()):
             if chunk.destination.session is session and chunk.phase is ChunkPhase.WRITING:
@@ -502,25 +484,23 @@ class ChunkSender:
 
     def _written(self, chunk: Chunk, error: PdstageError | None) -> None:
         destination = chunk.destination
-        if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
+        if error is None:
+            CHUNK.move(chunk, ChunkEvent.WRITTEN)
+            destination.written.append(m.Written(chunk.number, *chunk.where))
+            self.endpoint.counters.bytes_written += chunk.nbytes
+            if chunk.row:
+                self.endpoint.counters.aux_rows += 1
+            elif chunk.direct:
+                self.endpoint.counters.chunks_direct += 1
+            else:
+                self.endpoint.counters.chunks_staged += 1
+        else:  # what landed is unknown: not repeated, and its lease is not given back as if unused
             CHUNK.move(chunk, ChunkEvent.BROKEN)
-            destination.unwritten -= 1
+            if not chunk.row:
+                self.core.fail_destination(destination, error)
+                return
+            # Nothing of a row can land any more, else the session were lost by now.
             self.core.row_failed(destination, f"the write of an aux row failed: {error.what}")
-            self.core.maybe_close(destination)
-            return
-        if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
-            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self.core.fail_destination(destination, error)
-            return
-        CHUNK.move(chunk, ChunkEvent.WRITTEN)
-        self.endpoint.counters.bytes_written += chunk.nbytes
-        if chunk.row:
-            self.endpoint.counters.aux_rows += 1
-        elif chunk.direct:
-            self.endpoint.counters.chunks_direct += 1
-        else:
-            self.endpoint.counters.chunks_staged += 1
-        destination.written.append(m.Written(chunk.number, *chunk.where))
         destination.unwritten -= 1
         self.tell_tag(chunk)
         self.core.maybe_close(destination)
@@ -528,7 +508,7 @@ class ChunkSender:
     def on_write_timer(self, ticket: int) -> None:
         chunk = self.flights[ticket][0]
         late = DeadlineExceeded(f"a write of {chunk.nbytes} bytes took over {self.endpoint.config.write_s} s")
-        self.endpoint.owner.lose(chunk.destination.session, late)
+        self.core.lose(chunk.destination.session, late)
 
     def in_flight(self, session_id: m.SessionId) -> bool:
         under_way = any(chunk.destination.session.id == session_id for chunk, _ in self.flights.values())
@@ -544,7 +524,3 @@ class ChunkSender:
             if chunk.phase is not ChunkPhase.WRITTEN:
                 self.endpoint.cancel(self.reserve_again, chunk)
                 CHUNK.move(chunk, ChunkEvent.DROP)
-
-
-def _lease_of(destination: Destination, advance: m.Advance) -> m.Lease:
-    return m.Lease(destination.epoch, advance.chunk, 0, advance.lane, advance.cursor, advance.nbytes, advance.watermark)

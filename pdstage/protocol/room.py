@@ -64,16 +64,12 @@ _STATES = tuple(State)  # a look-up by value, without Enum's call
 
 class OwnRows(NamedTuple):
     """A node's own side of aux: the columns of its rows; whether rows are to travel by the data transport (else by
-    message); and where they lie, if it can reach them.
+    message); and where they lie, if so and if it can reach them.
     """
 
     columns: tuple[Placed, ...] = ()
     wanted: bool = False
     span: RowSpan | None = None
-
-    @property
-    def within_reach(self) -> bool:
-        return self.wanted and self.span is not None
 
 
 NO_ROWS = OwnRows()
@@ -107,10 +103,10 @@ class Room:
     def on(self, event: RoomEvent, error: PdstageError | None = None) -> bool:
         """Applies `event`; False if it changes nothing."""
         state = ROOM.after(_STATES[self.status & 0x7F], event)
-        if event is RoomEvent.FAILED and state is not None:
-            self.error = error  # first: another thread that reads the status may ask for the error
         if state is None:
             return False
+        if event is RoomEvent.FAILED:
+            self.error = error  # first: another thread that reads the status may ask for the error
         self.status = state | (self.status & 0x80)
         self.ended = state in _ENDED
         return True

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pdstage.columns import NOTHING
 from pdstage.errors import DeadlineExceeded, PeerError
 from pdstage.metrics import Counters
-from pdstage.plan.ownership import EVERYTHING
 from pdstage.protocol.messages import (
     IDLE,
     IN_USE,
@@ -27,6 +25,7 @@ from pdstage.protocol.messages import (
     HelloRefused,
     LaneSpan,
     NoSession,
+    OfEpoch,
     SessionId,
     Welcome,
 )
@@ -79,8 +78,23 @@ class Session:
     stagings: Stagings
     """Of this side of `staged`."""
     lanes: tuple[LaneSpan, ...]
+    largest_lane: int
+    """Bytes of the largest of `lanes`; 0 at decode, where the peer has none."""
     silence_s: float
     """What the peer promised: silent for longer, it is lost."""
+    half_open: bool
+    rows: RowSpan | None
+    """The peer's aux rows, if they may be written in place."""
+    exposes_pool: bool
+    """The peer's pages may be written in place; else only its staging memory."""
+    common: Common
+    """The tokens that both ranks hold of each component."""
+    aux: Shared
+    """The columns of aux rows that both have."""
+    checksums: bool
+    """Both sides offered them: staged chunks carry one."""
+    tags_as_messages: bool
+    """Both sides offered it: tags travel as messages."""
     received_at: float = 0.0
     used_at: float = 0.0
     """When a room last needed it: the last frame that was no heartbeat. No room of either side ends without one."""
@@ -90,23 +104,10 @@ class Session:
     n_sent: int = 0
     last_seq: int = 0
     """Of the frames accepted from the peer."""
-    half_open: bool = True
-    aux: Shared = NOTHING
-    """The columns of aux rows that both have."""
-    rows: RowSpan | None = None
-    """The peer's aux rows, if they may be written in place."""
-    exposes_pool: bool = False
-    """The peer's pages may be written in place; else only its staging memory."""
     in_place: bool = True
     """At prefill, set by the driver: whether its transport reaches the exposed pages."""
-    checksums: bool = False
-    """Both sides offered them: staged chunks carry one."""
-    tags_as_messages: bool = False
-    """Both sides offered it: tags travel as messages."""
     claims: dict[int, Any] = field(default_factory=dict)
     """What rooms hold under it, by epoch, until they are settled: at decode a `Writer`, at prefill a `Destination`."""
-    common: Common = EVERYTHING
-    """The tokens that both ranks hold of each component."""
     asking: dict[bytes, int] = field(default_factory=dict)
     """At prefill: the rooms that decode asks about, with the epochs in which it will open them."""
     marks: dict[int, int] = field(default_factory=dict)
@@ -126,11 +127,6 @@ class Session:
     n_byes: int = 0
     said_bye: bool = False
     """The peer ended the session in order: nothing to complain of."""
-    largest_lane: int = field(init=False)
-    """Bytes of the largest of `lanes`; 0 at decode, where the peer has none."""
-
-    def __post_init__(self) -> None:
-        self.largest_lane = max([lane.nbytes for lane in self.lanes], default=0)
 
 
 class Send(NamedTuple):
@@ -197,11 +193,9 @@ class Endpoint:
         self.sessions: dict[SessionId, Session] = {}
         self.owner = owner
         self.now = 0.0
-        """The time of the input under way: each input says it."""
-        self.handlers: dict[type[AnyMessage], Callable[[Session, Any], None]]
-        """What its core does with each message of a live session."""
-        self.settle: Callable[[], None]
-        """Called after every input: begins what may begin now. Set by the core that has it."""
+        """The time of the input under way: the driver sets it before it says anything."""
+        self.handlers: dict[type[AnyMessage], Callable[..., None]]
+        """What its core does with each message of a live session: with one of an epoch, what that epoch claims too."""
         self.effects: list[Any] = []
         """What a part asks of the driver is appended here."""
         self._ticked_at = -1.0
@@ -209,9 +203,8 @@ class Endpoint:
 
     # Inputs.
 
-    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
+    def receive(self, route: bytes, data: bytes | memoryview) -> None:
         """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
-        self.now = now
         session = None
         try:
             session_id, seq = decode_head(data)
@@ -230,27 +223,39 @@ class Endpoint:
                 return
             if session is None:
                 self.owner.on_stray(route, Frame(session_id, seq, message))
-            elif self._moves_on(session, seq, message):
-                self._serve(session, message)
+            else:
+                self._serve(session, seq, message)
         except PeerError as error:
             self.counters.frames_malformed += 1
             # Engines may keep this error for long, as their rooms': without the stack frames that refer to the message.
             error.__traceback__ = error.__cause__ = error.__context__ = None
-            self.effects.append(PeerWarning(route, error))
-            if isinstance(error, OtherVersion) and error.greets:
-                self.owner.on_other_version(route, error)
+            self.warn(route, error)
+            if isinstance(error, OtherVersion) and error.greets and self.owner.role == "prefill":
+                self.counters.sessions_refused += 1
+                self.send_loose(route, error.session, HelloRefused(error.what))
             if session is not None and not isinstance(error, UnknownMessage):
                 self.owner.lose(session, error)
-        self.settle()
+        self.owner.settle()
 
-    def _serve(self, session: Session, message: AnyMessage) -> None:
+    def _serve(self, session: Session, seq: int, message: AnyMessage) -> None:
+        """A frame under a live session; dropped unless it is the next. NoSession is outside of any order."""
+        if not isinstance(message, NoSession):
+            if seq <= session.last_seq:
+                self.counters.frames_stale += 1
+                return
+            session.last_seq, session.received_at = seq, self.now
+            if not isinstance(message, Heartbeat):
+                session.used_at = self.now
         handler = self.handlers.get(type(message))
         if handler is None:
             what = f"{type(message).__name__} sent to a {self.owner.role} node"
             raise PeerError(what, remedy="check the peer's role")
-        if session.half_open and not isinstance(message, Hello | NoSession):  # decode has heard Welcome
+        if session.half_open and not isinstance(message, NoSession):  # decode has heard Welcome
             self.owner.handshake.confirm(session)  # type: ignore[union-attr]
-        handler(session, message)
+        if isinstance(message, OfEpoch):
+            handler(session, session.claims.get(message.epoch), message)
+        else:
+            handler(session, message)
 
     def _read_stray(self, route: bytes, data: bytes | memoryview) -> AnyMessage | None:
         """The message of a frame of no live session. What anybody may say then is read only where it is of use, since
@@ -263,12 +268,12 @@ class Endpoint:
         self.counters.frames_stale += not isinstance(message, Hello | Welcome | HelloRefused)
         return message
 
-    def tick(self, now: float) -> None:
+    def tick(self) -> None:
         """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a
         peer's: one that comes later than its own promise pushes its deadlines by the excess.
         """
-        due_at, gap_s = self.timers.next_at(), now - self._ticked_at
-        self.now = self._ticked_at = now
+        now, due_at = self.now, self.timers.next_at()
+        gap_s, self._ticked_at = now - self._ticked_at, now
         # A node that had nothing due was idle, not late: nothing is pushed further than what was due is overdue.
         excess = min(gap_s - self.config.max_silence_s, now - due_at) if due_at is not None else 0.0
         if excess > 0:
@@ -277,25 +282,7 @@ class Endpoint:
                 session.received_at += excess
         for call, *things in self.timers.due(now):
             call(*things)
-        self.settle()
-
-    def lose(self, session: Session, error: PdstageError, now: float) -> None:
-        """The driver finds that the session is over: its core says what follows."""
-        self.now = now
-        self.owner.lose(session, error)
-
-    def _moves_on(self, session: Session, seq: int, message: AnyMessage) -> bool:
-        """Whether the frame is its session's next; else it is to be dropped. NoSession is outside of any order."""
-        if isinstance(message, NoSession):
-            return True
-        if seq <= session.last_seq:
-            self.counters.frames_stale += 1
-            return False
-        session.last_seq = seq
-        session.received_at = self.now
-        if not isinstance(message, Heartbeat):
-            session.used_at = self.now
-        return True
+        self.owner.settle()
 
     # Outputs.
 
@@ -317,15 +304,17 @@ class Endpoint:
         self.counters.frames_sent += 1
         self.effects.append(Send(route, encode(session_id, seq, message)))
 
+    def warn(self, route: bytes, error: PdstageError) -> None:
+        self.effects.append(PeerWarning(route, error))
+
     def warn_once(self, route: bytes, what: str, remedy: str) -> None:
         """A warning that would otherwise repeat for many rooms or peers."""
         if what not in self._said and len(self._said) < _MAX_SAID:
             self._said.add(what)
-            self.effects.append(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
+            self.warn(route, PeerError(what, remedy=f"{remedy}; this is said once"))
 
-    def bye(self, now: float) -> None:
+    def bye(self) -> None:
         """After the last completion: this process ends its sessions in order."""
-        self.now = now
         for session in self.sessions.values():
             self.send(session, Bye())
 
@@ -369,11 +358,10 @@ class Endpoint:
         if self.owner.peer == "prefill":
             self.effects.append(Renew(session.route))
 
-    def keep_alive(self, now: float) -> None:
+    def keep_alive(self) -> None:
         """Sends the heartbeats that are due, in a turn that has more to read than it has time for."""
-        self.now = now
         for session in self.sessions.values():
-            if self._beats_at(session) <= now:
+            if self._beats_at(session) <= self.now:
                 self._beat(session)
 
     def _beats_at(self, session: Session) -> float:

@@ -197,21 +197,16 @@ class Machine(Generic[S, E]):
 
 
 def _room() -> _Rows[State, RoomEvent]:
-    e = RoomEvent
-    over = dict.fromkeys(e)
+    e, s = RoomEvent, State
+    over: dict[RoomEvent, State | None] = dict.fromkeys(e)
+    begun = over | {e.FAILED: s.FAILED}
     return {
-        State.BOOTSTRAPPING: {
-            e.CONNECTED: State.WAITING_FOR_INPUT, e.MOVED: None, e.COMPLETED: None, e.FAILED: State.FAILED,
-        },
-        State.WAITING_FOR_INPUT: {
-            e.CONNECTED: None, e.MOVED: State.TRANSFERRING, e.COMPLETED: State.SUCCESS, e.FAILED: State.FAILED,
-        },
-        State.TRANSFERRING: {
-            e.CONNECTED: None, e.MOVED: None, e.COMPLETED: State.SUCCESS, e.FAILED: State.FAILED,
-        },
-        State.SUCCESS: over,
-        State.FAILED: over,
-    }  # fmt: skip
+        s.BOOTSTRAPPING: begun | {e.CONNECTED: s.WAITING_FOR_INPUT},
+        s.WAITING_FOR_INPUT: begun | {e.MOVED: s.TRANSFERRING, e.COMPLETED: s.SUCCESS},
+        s.TRANSFERRING: begun | {e.COMPLETED: s.SUCCESS},
+        s.SUCCESS: over,
+        s.FAILED: over,
+    }
 
 
 def _destination() -> _Rows[DestinationPhase, DestinationEvent]:

@@ -40,7 +40,7 @@ def talks_with(version: int, oldest: int) -> bool:
 class OtherVersion(PeerError):
     """A frame of a version that this node does not talk with. `greets`: it is a Hello, whose `session` to answer."""
 
-    def __init__(self, version: int, oldest: int, session_id: tuple[int, int], *, greets: bool) -> None:
+    def __init__(self, version: int, oldest: int, session_id: SessionId, *, greets: bool) -> None:
         super().__init__(
             f"wire version {version} from the peer, {VERSION} here; the peer talks with {oldest} and later, "
             f"this node with {OLDEST} and later",

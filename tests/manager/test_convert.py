@@ -5,7 +5,6 @@ What each format is, to the bit and in every layout, tests/kernels/test_convert.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import product
 
@@ -191,7 +190,7 @@ def test_the_plans_of_a_session_go_with_it(site):
     assert p.stager._plans
     assert d.stager._plans
     for session in list(p.core.sessions.values()):
-        p.core.endpoint.lose(session, PeerError("gone", remedy="none"), time.monotonic())
+        p.core.lose(session, PeerError("gone", remedy="none"))
     drive(site.nodes, lambda: not p.stager._plans and not d.stager._plans)
 
 

@@ -159,7 +159,7 @@ def test_auto_talks_to_who_was_given_a_name(site, at_prefill, at_decode, over):
     else:
         receiver = pair.receive(1)
         drive(site.nodes, lambda: receiver.released)
-        assert "transport 'nixl' at decode, 'local' at prefill" in str(receiver.error)
+        assert "transport 'local' at prefill, 'nixl' at decode" in str(receiver.error)
     counted = {name: n for name, n in pair.p.stats().items() if name.startswith("sessions_over")}
     assert counted == ({f"sessions_over_{over}": 1} if over else {})
 

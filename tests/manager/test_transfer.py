@@ -92,8 +92,8 @@ def test_data_is_gathered_only_when_ready(site):
     sender.chunk(pages, TOKENS, ready=ready)
     sender.finish()
     destinations = pair.p.core.destinations
-    drive(site.nodes, lambda: any(one.chunks for one in destinations.values()))
-    (chunk,) = [chunk for one in destinations.values() for chunk in one.chunks.values()]
+    drive(site.nodes, lambda: any(one.chunks for one in destinations))
+    (chunk,) = [chunk for one in destinations for chunk in one.chunks.values()]
     drive(site.nodes, lambda: chunk.phase is not ChunkPhase.RESERVING)
     assert chunk.phase is ChunkPhase.HELD, "it has its lease, and waits for its data"
     assert sender.backlog_nbytes > 0

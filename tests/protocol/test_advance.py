@@ -72,7 +72,7 @@ def test_a_tag_of_more_than_was_lent_is_stale() -> None:
     core = world.decode[0].core
     lease = min(core.leases.advances, key=lambda lease: lease.chunk)
     tag = wire.Tag(lease.session.id, 3, 0, lease.lane, lease.cursor, (Rect("kv", 0, 24, 0, 2),))
-    core.tag(wire.encode_tag(tag, ("kv",)), world.now)
+    core.tag(wire.encode_tag(tag, ("kv",)))
     assert core.counters.tags_stale == 1
     assert lease.phase == "granted"
 

@@ -38,7 +38,7 @@ def fail_row(world: World, *, settled: bool = True) -> None:
     """The write of a row, which is held, fails."""
     core = world.prefill[0].core
     (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
-    core.chunks.completed(ticket, world.now, TransportError("the post failed"), settled=settled)
+    core.chunks.completed(ticket, TransportError("the post failed"), settled=settled)
     world.carry(world.prefill[0])
 
 
@@ -181,7 +181,7 @@ def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None
     (session,) = core.sessions.values()
     tag = wire.encode_tag(wire.Tag(session.id, handle.epoch, 0, m.AUX, 0, ()), ("kv",))
     for _ in range(2):
-        core.tag(tag, world.now)
+        core.tag(tag)
     writer = next(iter(handle.writers.values()))
     assert writer.row_arrived == (row is not None)
     assert core.counters.tags_stale == (2 if row is None else 1)

@@ -51,7 +51,7 @@ def restart(world: World) -> None:
 def lose(world: World) -> None:
     (node,) = world.prefill
     (session,) = node.core.sessions.values()
-    node.core.endpoint.lose(session, DeadlineExceeded("decode was silent"), world.now)
+    node.core.lose(session, DeadlineExceeded("decode was silent"))
     world.carry(node)
 
 
@@ -145,18 +145,18 @@ def test_a_room_received_anew_meanwhile_is_not_given_up() -> None:
 def test_writers_that_are_none_fail_the_room_that_was_looked_up(writers: dict[int, bytes]) -> None:
     world = World()
     handle = look_up(world)
-    world.decode[0].core.found(handle, writers, world.now)
+    world.decode[0].core.found(handle, writers)
     world.carry(world.decode[0])
     assert isinstance(handle.error, UsageError) and handle.released
     assert_flat(world)
 
 
 def look_up(world: World, *, deadline_s: float = 60.0) -> DecodeRoom:
-    return world.decode[0].core.announce(b"i1", None, world.now, deadline_s=deadline_s)
+    return world.decode[0].core.announce(b"i1", deadline_s=deadline_s)
 
 
 def found(world: World, handle: DecodeRoom) -> None:
-    world.decode[0].core.found(handle, {0: world.prefill[0].name}, world.now)
+    world.decode[0].core.found(handle, {0: world.prefill[0].name})
     world.carry(world.decode[0])
 
 

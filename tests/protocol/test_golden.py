@@ -153,14 +153,14 @@ def test_versions_that_do_not_talk_refuse_each_other_in_words_on_both_sides() ->
     world.queue.clear()
     greeting = wire.encode(m.SessionId(next(iter(decode.handshake.peers.values())).nonce, 0), 0, hello.message)
     unread = greeting[:HEADER_NBYTES] + b"\x93\x01" + b"\xc1what a later version says"
-    prefill.endpoint.receive(b"D0", later(unread, version=VERSION + 2, oldest=VERSION + 1), 0.0)
+    prefill.endpoint.receive(b"D0", later(unread, version=VERSION + 2, oldest=VERSION + 1))
     warning, answer = prefill.endpoint.take_effects()
     words = f"wire version {VERSION + 2} from the peer, {VERSION} here"
     assert isinstance(warning, PeerWarning)
     assert words in str(warning.error)
     assert not prefill.sessions
     assert isinstance(answer, Send)
-    decode.endpoint.receive(b"P0", later(answer.frame, version=VERSION + 2, oldest=VERSION + 1), 0.0)
+    decode.endpoint.receive(b"P0", later(answer.frame, version=VERSION + 2, oldest=VERSION + 1))
     assert handle.state is State.FAILED
     assert words in str(handle.error)
     assert "prefill refused this node" in str(handle.error)
@@ -173,7 +173,7 @@ def test_only_a_hello_is_answered_across_versions(name: str) -> None:
     world = World()
     for core in (world.prefill[0].core, world.decode[0].core):
         frame = wire.encode(m.SessionId(5, 0), 0, golden.FRAMES[name])
-        core.endpoint.receive(b"??", later(frame, oldest=VERSION + 1), 0.0)
+        core.endpoint.receive(b"??", later(frame, oldest=VERSION + 1))
         (effect,) = core.endpoint.take_effects()
         assert isinstance(effect, PeerWarning)
 
@@ -186,7 +186,7 @@ def test_a_message_that_nobody_offered_is_named_and_changes_nothing() -> None:
     for node in world.nodes():
         (session,) = node.core.sessions.values()
         frame = wire.encode(session.id, session.last_seq + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
-        node.core.endpoint.receive(session.route, frame, 0.0)
+        node.core.endpoint.receive(session.route, frame)
         (warning,) = node.core.endpoint.take_effects()
         assert isinstance(warning, PeerWarning)
         assert f"control message number 99 of wire version {VERSION}" in str(warning.error)

@@ -55,9 +55,9 @@ def test_what_nobody_waits_with_is_held_no_longer_than_its_wait() -> None:
 def test_ten_thousand_rooms_are_held_by_one_message_a_peer_and_interval() -> None:
     world = World(prefill=2, **SHORT)
     core: DecodeCore = world.decode[0].core
-    sent = [world.prefill[1].core.submit(room_key(n), 0.0) for n in range(10_000)]
+    sent = [world.prefill[1].core.submit(room_key(n)) for n in range(10_000)]
     for n in range(10_000):
-        core.announce(room_key(n), {0: b"P0", 1: b"P1"}, 0.0, deadline_s=HOUR_S)
+        core.found(core.announce(room_key(n), deadline_s=HOUR_S), {0: b"P0", 1: b"P1"})
     world.carry(world.decode[0])
     world.run(until=1.0)
     said: list[m.Heartbeat] = []
@@ -96,7 +96,7 @@ def test_prefill_is_asked_whether_a_room_is_finished_when_its_engine_looks_or_is
     begun = world.now
     handle, sent = world.announce(2), world.send(2)
     if looks:
-        world.decode[0].core.wait_to_bind(handle, world.now)
+        world.decode[0].core.wait_to_bind(handle)
         world.carry(world.decode[0])
     if not late_s:
         world.bind(handle, 8, [0, 1])

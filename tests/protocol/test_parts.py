@@ -7,13 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from pdstage.errors import PeerError
 from pdstage.layout import Layout, TokenShard
 from pdstage.layout.topology import Topology
 from pdstage.plan import Rect, Share
 from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
-from pdstage.protocol.compat import check_items
+from pdstage.protocol.compat import items_problem
 from pdstage.protocol.decode_rooms import Coverage
 from pdstage.protocol.state import State
 from tests.owners import with_owned
@@ -111,7 +110,7 @@ def test_a_writer_that_holds_none_of_a_rectangle_may_not_deliver_it():
 def test_items_of_an_open_are_of_the_destinations_own_tokens(n_items, first, fits):
     """15 tokens by blocks of one: seven are rank 1's, two pages of four."""
     layout = with_owned(pages_of(4), TokenShard(2, 1, 1))
-    said = items_problem(layout, np.arange(n_items, dtype=np.int32), m.Asked("kv", 0, 15), first)
+    said = problem(layout, np.arange(n_items, dtype=np.int32), m.Asked("kv", 0, 15), first)
     assert ("asks for 0..7" in said) is not fits and bool(said) is not fits
 
 
@@ -119,9 +118,9 @@ def test_items_of_an_open_are_of_the_destinations_own_tokens(n_items, first, fit
 def test_an_open_names_no_item_twice(n_items):
     """Two of its tokens would be written to one place."""
     numbers = np.random.default_rng(0).permutation(n_items).astype(np.int32)
-    assert not items_problem(pages_of(n_items), numbers, m.Asked("kv", 0, n_items))
+    assert not problem(pages_of(n_items), numbers, m.Asked("kv", 0, n_items))
     numbers[-1] = numbers[0]
-    assert "Open gives an item of 'kv' twice" in items_problem(pages_of(n_items), numbers, m.Asked("kv", 0, n_items))
+    assert "Open gives an item of 'kv' twice" in problem(pages_of(n_items), numbers, m.Asked("kv", 0, n_items))
 
 
 def pages_of(n_pages: int) -> Layout:
@@ -129,12 +128,8 @@ def pages_of(n_pages: int) -> Layout:
     return make_layout(Memory(pool_nbytes(**shape)), **shape)
 
 
-def items_problem(layout: Layout, numbers: np.ndarray, asked: m.Asked, first: int = 0) -> str:
-    try:
-        check_items(layout, m.Items("kv", first, memoryview(numbers).cast("B")), asked)
-    except PeerError as error:
-        return str(error)
-    return ""
+def problem(layout: Layout, numbers: np.ndarray, asked: m.Asked, first: int = 0) -> str:
+    return items_problem(layout, m.Items("kv", first, memoryview(numbers).cast("B")), asked)
 
 
 def test_a_missing_part_fails_the_room_in_words():

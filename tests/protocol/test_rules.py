@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol.config import Config
-from pdstage.protocol.prefill_chunks import ChunkSender
-from pdstage.protocol.session import Endpoint
 from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import World, is_kind, is_message
 
@@ -23,7 +20,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     handle, _ = world.serve(1)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    decode.abort(handle, "changed its mind", world.now)
+    decode.abort(handle, "changed its mind")
     said = world.say(world.decode[0], m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),)))
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.leases.contended
@@ -57,7 +54,7 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
     assert [decode.leases.is_open(lease) for lease in decode.leases.of(session)] == [True, False]
-    decode.endpoint.lose(session, PeerError("the test says so"), world.now)
+    decode.lose(session, PeerError("the test says so"))
     assert [(lease.phase, lease.cursor) for lease in decode.leases.of(session)] == [("quarantined", 0)]
 
 
@@ -68,8 +65,8 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     handle, _ = world.serve(1)
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    decode.endpoint.lose(session, PeerError("the test says so"), world.now)
-    decode.fenced(session, world.now)
+    decode.lose(session, PeerError("the test says so"))
+    decode.fenced(session)
     assert [lease.phase for lease in decode.leases.of(session)] == ["landed"]
     assert not handle.released
     world.carry(world.decode[0])
@@ -87,7 +84,7 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     world.receive(1)
     sender = world.send(1)
     world.run(until=world.now)
-    (destination,) = world.prefill[0].core.destinations.values()
+    (destination,) = world.prefill[0].core.destinations
     (chunk,) = destination.chunks.values()
     assert chunk.phase is ChunkPhase.GATHERING
     world.drop(is_message(m.CloseFailed))
@@ -111,7 +108,7 @@ def test_no_destination_has_every_send_buffer() -> None:
         return SimpleNamespace(direct=False, phase=ChunkPhase.READY, destination=SimpleNamespace(session=session))
 
     slow, quick = object(), object()
-    turns = ChunkSender(Endpoint(1, Config(), None), 3, 4096, lambda _: False, None).staged  # type: ignore[arg-type]
+    turns = World(n_buffers=3).prefill[0].core.chunks.staged
     for _ in range(5):
         turns.queue(chunk(slow))
     assert [turns.begin() is None for _ in range(3)] == [False, False, True]

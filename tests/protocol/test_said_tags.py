@@ -46,7 +46,7 @@ def test_nothing_is_said_under_a_lost_session() -> None:
     world.run()
     (node,) = world.prefill
     (session,) = node.core.sessions.values()
-    node.core.endpoint.lose(session, PeerError("the test says so"), world.now)
+    node.core.lose(session, PeerError("the test says so"))
     world.free()
     world.run()
     assert said(world) == 0

@@ -26,7 +26,7 @@ HELLO = World().decode[0].core.handshake.hello
 def greet(core: PrefillCore, route: bytes = b"D0", nonce: int = 5, **change: object) -> list[object]:
     """What `core` does at a Hello with these fields changed."""
     hello = msgspec.structs.replace(HELLO, **change)
-    core.endpoint.receive(route, wire.encode(m.SessionId(nonce, 0), 0, hello), 0.0)
+    core.endpoint.receive(route, wire.encode(m.SessionId(nonce, 0), 0, hello))
     return core.endpoint.take_effects()
 
 
@@ -51,13 +51,13 @@ def test_a_frame_of_an_unknown_session_is_counted_and_answered_with_our_name() -
         core = node.core
         stale = core.counters.frames_stale
         other = m.SessionId(session.id.decode ^ 1, session.id.writer)
-        core.endpoint.receive(name, wire.encode(other, 9, m.Heartbeat()), 0.0)
+        core.endpoint.receive(name, wire.encode(other, 9, m.Heartbeat()))
         (answer,) = core.endpoint.take_effects()
         assert isinstance(answer, Send)
         assert wire.decode(answer.frame) == wire.Frame(other, 0, m.NoSession(core.incarnation))
         assert core.counters.frames_stale == stale + 1
-        core.endpoint.receive(name, wire.encode(other, 9, m.NoSession(1)), 0.0)
-        core.endpoint.receive(name, wire.encode(other, 9, m.Bye()), 0.0)
+        core.endpoint.receive(name, wire.encode(other, 9, m.NoSession(1)))
+        core.endpoint.receive(name, wire.encode(other, 9, m.Bye()))
         assert not core.endpoint.take_effects(), "NoSession and Bye are not answered: two strangers would never end"
 
 
@@ -85,13 +85,13 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
     world.run(until=4.0)
     core, wait_at = decode.core, core_deadline(decode, "wait")
     last_at = core.endpoint._ticked_at
-    core.endpoint.receive(
-        b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()), last_at + 30.0
-    )  # inputs are read first
-    core.endpoint.tick(last_at + 30.0)
+    world.now = last_at + 30.0
+    core.endpoint.receive(b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()))  # inputs are read first
+    core.endpoint.tick()
     assert not handle.ended, handle.error
     assert core_deadline(decode, "wait") == pytest.approx(wait_at + 28.0), "30 s late, of which it had promised 2"
-    core.endpoint.tick(wait_at + 28.1)
+    world.now = wait_at + 28.1
+    core.endpoint.tick()
     assert handle.ended
 
 
@@ -104,22 +104,24 @@ def test_an_idle_node_keeps_its_deadlines() -> None:
     world = World(hello_s=5.0)
     world.drop(is_kind("frame"))
     decode = world.decode[0]
-    decode.core.endpoint.tick(0.0)
+    decode.core.endpoint.tick()
     world.now = 3600.0
     handle = world.announce(1)
-    decode.core.endpoint.tick(3600.0)
+    decode.core.endpoint.tick()
     world.run(until=3606.0)
     assert handle.state is State.FAILED
     assert "prefill gave no answer in 5.0 s" in str(handle.error)
 
 
 def test_a_half_open_session_expires_whatever_it_promised() -> None:
-    core = World(hello_s=3.0).prefill[0].core
+    world = World(hello_s=3.0)
+    core = world.prefill[0].core
     greet(core, max_silence_s=1e300)
-    for now in (1.0, 2.9):
-        core.endpoint.tick(now)
+    for world.now in (1.0, 2.9):
+        core.endpoint.tick()
         assert core.sessions
-    core.endpoint.tick(3.1)
+    world.now = 3.1
+    core.endpoint.tick()
     assert not core.sessions
     assert core.counters.sessions_lost == 0, "it never was one"
 
@@ -137,7 +139,7 @@ def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
     assert len(warnings(effects)) == 8
     assert all("handshake was not completed" in words for words in warnings(effects))
     for session in list(core.sessions.values()):
-        core.endpoint.receive(session.route, wire.encode(session.id, 1, m.Heartbeat()), 0.0)
+        core.endpoint.receive(session.route, wire.encode(session.id, 1, m.Heartbeat()))
     greet(core, b"X9", 309)
     assert len(core.sessions) == 3, "confirmed ones are no half-open ones"
 
@@ -173,7 +175,7 @@ def test_a_lost_session_is_never_resumed() -> None:
     assert not prefill.core.sessions
     world.free()
     prefill.core.endpoint.take_effects()
-    prefill.core.endpoint.receive(b"D0", hello, world.now)
+    prefill.core.endpoint.receive(b"D0", hello)
     assert not prefill.core.sessions
     assert not prefill.core.endpoint.take_effects()
     world.announce(1)
@@ -187,7 +189,7 @@ def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
     prefill = World().prefill[0].core
     for n in range(5000):
         greet(prefill, b"D", n + 1)
-        prefill.endpoint.receive(b"D", wire.encode(m.SessionId(n + 1, prefill.incarnation), 1, m.Bye()), 0.0)
+        prefill.endpoint.receive(b"D", wire.encode(m.SessionId(n + 1, prefill.incarnation), 1, m.Bye()))
         prefill.endpoint.take_effects()
     assert not prefill.sessions
     assert not prefill.handshake._at
@@ -201,7 +203,7 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     world.hold(is_message(m.Hello))
     handle = world.announce(0)
     core = world.decode[0].core
-    core.endpoint.receive(b"P0", wire.encode(m.SessionId(12345, 1000), 1, world.prefill[0].core.handshake.welcome), 0.0)
+    core.endpoint.receive(b"P0", wire.encode(m.SessionId(12345, 1000), 1, world.prefill[0].core.handshake.welcome))
     assert not core.sessions
     assert handle.state is State.BOOTSTRAPPING
     world.free()
@@ -232,11 +234,12 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
     world = World(hello_s=5.0)
     core = world.decode[0].core
     error = PeerError("the peer refuses this node's key", remedy="add it to its list")
-    core.unreachable(b"nobody", error, world.now)
+    core.unreachable(b"nobody", error)
     assert not core.endpoint.take_effects()
-    room = core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
+    room = core.announce(b"i1", deadline_s=60.0)
+    core.found(room, {0: b"P9"})
     core.endpoint.take_effects()
-    core.unreachable(b"P9", error, world.now)
+    core.unreachable(b"P9", error)
     assert room.state is State.FAILED
     assert room.error is error
     assert room.released
@@ -246,31 +249,32 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
     assert core.counters.sessions_refused == 1
     assert core.endpoint.timers.next_at() is None, "nobody is greeted any more"
     assert b"P9" not in core.handshake.peers
-    core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
+    core.found(core.announce(b"i1", deadline_s=60.0), {0: b"P9"})
     greeting = next(e for e in core.endpoint.take_effects() if isinstance(e, Send))
     assert isinstance(wire.decode(greeting.frame).message, m.Hello), "another room greets it again"
 
 
 def test_the_connection_to_a_peer_that_does_not_answer_is_made_anew() -> None:
     """Its other end may be another's by now. The question is asked on the new one."""
-    core, now = World(hello_s=5.0).decode[0].core, 0.0
-    core.announce(b"i1", {0: b"P9"}, now, deadline_s=60.0)
+    core = World(hello_s=5.0).decode[0].core
+    core.found(core.announce(b"i1", deadline_s=60.0), {0: b"P9"})
     said = []
     while b"P9" in core.handshake.peers:
         said += [
             "hello" if isinstance(e, Send) else e for e in core.endpoint.take_effects() if isinstance(e, Send | Renew)
         ]
-        now = core.endpoint.timers.next_at()
-        core.endpoint.tick(now)
+        core.endpoint.now = core.endpoint.timers.next_at()
+        core.endpoint.tick()
     assert said[:6] == [*["hello"] * 4, Renew(b"P9"), "hello"]
     assert said.count(Renew(b"P9")) >= 1
 
 
 def test_the_connection_to_a_peer_that_was_silent_is_made_anew() -> None:
-    _, decode, _, session = met(World())
+    world = World()
+    _, decode, _, session = met(world)
     decode.core.endpoint.take_effects()
-    decode.core.endpoint.tick(60.0)
-    decode.core.endpoint.tick(60.0 + session.silence_s)
+    for world.now in (60.0, 60.0 + session.silence_s):
+        decode.core.endpoint.tick()
     assert session.id not in decode.core.sessions
     assert [e.route for e in decode.core.endpoint.take_effects() if isinstance(e, Renew)] == [session.route]
 
@@ -285,7 +289,7 @@ def test_what_strangers_say_is_not_read_where_it_is_of_no_use(side: str, monkeyp
     nobody = m.SessionId(1, 2)
     greeting = m.Welcome(*[None] * 6) if side == "prefill" else decode.core.handshake.hello  # type: ignore[arg-type]
     for message in (m.CloseOk(1, (m.Written(0, 0, 0),) * 1000, None), m.Bye(), m.NoSession(7), greeting):
-        node.core.endpoint.receive(b"stranger", wire.encode(nobody, 1, message), world.now)
+        node.core.endpoint.receive(b"stranger", wire.encode(nobody, 1, message))
     answers = [effect for effect in node.core.endpoint.take_effects() if isinstance(effect, Send)]
     assert len(answers) == 1, "NoSession to the first; an answer to an answer would have no end"
     assert node.core.sessions
@@ -317,7 +321,7 @@ def test_nobody_else_speaks_for_a_peer(side: str, message: m.AnyMessage) -> None
     core = (prefill if side == "prefill" else decode).core
     (session,) = core.sessions.values()
     heard = session.last_seq
-    core.endpoint.receive(b"a stranger", wire.encode(session.id, 1 << 40, message), 0.0)
+    core.endpoint.receive(b"a stranger", wire.encode(session.id, 1 << 40, message))
     assert core.sessions == {session.id: session}
     assert session.last_seq == heard, "its own frames are still accepted"
     (warning,) = core.endpoint.take_effects()
@@ -376,7 +380,7 @@ def test_the_transports_of_both_sides_need_one_in_common(transport: str, other: 
         assert attached == [m.offers(msgspec.structs.replace(HELLO, transport=transport, others=(offer,)))]
     else:
         assert not attached
-        assert "transport 'a' or 'b' at decode, 'test' at prefill" in warnings(effects)[0]
+        assert "transport 'test' at prefill, 'a' or 'b' at decode" in warnings(effects)[0]
 
 
 def test_a_late_turn_gives_each_peer_the_excess() -> None:
@@ -384,13 +388,16 @@ def test_a_late_turn_gives_each_peer_the_excess() -> None:
     world = World(max_silence_s=2.0)
     prefill, decode, at_prefill, session = met(world)
     core, start = decode.core, world.now
-    core.endpoint.tick(start)
-    core.endpoint.receive(b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()), start + 1.5)
-    core.endpoint.tick(start + 30.0)
+    core.endpoint.tick()
+    world.now = start + 1.5
+    core.endpoint.receive(b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()))
+    world.now = start + 30.0
+    core.endpoint.tick()
     assert session.id in core.sessions, "28 s late, so it is as if the peer had been heard half a second ago"
     world.now = start + 31.4
-    core.endpoint.tick(world.now)
+    core.endpoint.tick()
     assert session.id in core.sessions
-    core.endpoint.tick(start + 31.6)
+    world.now = start + 31.6
+    core.endpoint.tick()
     assert session.id not in core.sessions
     assert prefill.core.sessions == {at_prefill.id: at_prefill}

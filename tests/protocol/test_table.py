@@ -188,12 +188,12 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     (lease,) = core.leases.live()
     stranger = next(session for session in core.sessions.values() if session is not lease.session)
     for message in (m.Returned(1, 0, 0, lease.lane, lease.cursor), m.Drained(1), m.CloseOk(1, (), None)):
-        core.endpoint.receive(stranger.route, wire.encode(stranger.id, stranger.last_seq + 1, message), world.now)
+        core.endpoint.receive(stranger.route, wire.encode(stranger.id, stranger.last_seq + 1, message))
     assert core.leases.live() == [lease]
     assert not handle.ended
     tag = wire.Tag(stranger.id, 1, 0, lease.lane, lease.cursor, lease.rects)
     stale = core.counters.tags_stale
-    core.tag(wire.encode_tag(tag, ("kv",)), world.now)
+    core.tag(wire.encode_tag(tag, ("kv",)))
     assert core.counters.tags_stale == stale + 1
     assert lease.phase == "granted"
     assert not other.ended
@@ -219,14 +219,14 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     lease = next(one for one in core.leases.live() if one.epoch == 1)
     rects = (Rect("kv", 0, 8, 0, 2),)
     tag = wire.Tag(lease.session.id, 1, 0, lease.lane, lease.cursor, rects)._replace(**change)
-    core.tag(wire.encode_tag(tag, ("kv",)), world.now)
+    core.tag(wire.encode_tag(tag, ("kv",)))
     assert core.counters.tags_stale == 1
     assert lease.phase == "granted"
     assert not any(room.writers[lease.session.id].arrived for room in (handle, other))
     world.free()
     world.run(until=2.0)
     world.check(handle, 1)
-    core.abort(other, "only another live epoch", world.now)
+    core.abort(other, "only another live epoch")
     world.carry(world.decode[0])
     world.run(until=3.0)
     assert sent.state is State.SUCCESS

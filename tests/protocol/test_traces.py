@@ -67,10 +67,10 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     world.run(until=1.0)
     # The old process's last words, late: in its own session, with a mark far beyond the new ring's.
     core = world.prefill[0].core
-    core.endpoint.receive(b"D0", wire.encode(old.id, 1000, m.Watermark(0, 4 * LEASE)), world.now)
+    core.endpoint.receive(b"D0", wire.encode(old.id, 1000, m.Watermark(0, 4 * LEASE)))
     world.carry(world.prefill[0])
     world.run(until=2.0)
-    held = [c for r in core.destinations.values() for c in r.chunks.values() if c.phase is ChunkPhase.HELD]
+    held = [c for r in core.destinations for c in r.chunks.values() if c.phase is ChunkPhase.HELD]
     assert len(held) == 1, "the second room's lease is one lap ahead and stays closed"
     world.free()
     world.run(until=4.0)
@@ -89,7 +89,7 @@ def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet
     (session,) = world.decode[0].core.sessions.values()
     core, (lost,) = world.prefill[0].core, world.prefill[0].core.sessions.values()
     assert core.chunks.flights, "the gather is under way"
-    core.endpoint.lose(lost, TransportError("the connection broke"), world.now)
+    core.lose(lost, TransportError("the connection broke"))
     world.carry(world.prefill[0])
     world.run(until=60.0)
     assert handle.state is State.FAILED
@@ -112,7 +112,7 @@ def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     core = world.prefill[0].core
     sessions = [next(iter(node.core.sessions.values())) for node in world.decode]
     for ticket in list(core.chunks.flights):
-        core.chunks.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
+        core.chunks.completed(ticket, TransportError("the fabric gave up"), settled=False)
     world.carry(world.prefill[0])
     world.run(until=60.0)
     for node, session in zip(world.decode, sessions, strict=True):

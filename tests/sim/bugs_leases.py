@@ -56,24 +56,28 @@ MUTANTS = [
         "a failed post is tried again",
         "6 written once, I15",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self.core.fail_destination(destination, error)
-            return
+            if not chunk.row:
+                self.core.fail_destination(destination, error)
+                return
 """,
-        """            chunk.phase = ChunkPhase.READY
-            self.staged.queue(chunk)
-            return
+        """            if not chunk.row:
+                chunk.phase = ChunkPhase.READY
+                self.staged.queue(chunk)
+                return
 """,
     ),
     Mutant(
         "a failed post's lease is given back as unused",
         "6 unknown outcome, I2",
         """            CHUNK.move(chunk, ChunkEvent.BROKEN)
-            self.core.fail_destination(destination, error)
-            return
+            if not chunk.row:
+                self.core.fail_destination(destination, error)
+                return
 """,
         """            chunk.phase = ChunkPhase.DROPPED
-            self.core.fail_destination(destination, error)
-            return
+            if not chunk.row:
+                self.core.fail_destination(destination, error)
+                return
 """,
         "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",
     ),
@@ -162,10 +166,10 @@ MUTANTS = [
     Mutant(
         "no attempts: Returned is not final",
         "6 recall, I15",
-        """        chunk.attempt += 1
-        self.endpoint.cancel(self.reserve_again, chunk)
+        """                chunk.attempt += 1
+                self.endpoint.cancel(self.reserve_again, chunk)
 """,
-        """        self.endpoint.cancel(self.reserve_again, chunk)
+        """                self.endpoint.cancel(self.reserve_again, chunk)
 """,
     ),
     Mutant(
@@ -177,18 +181,18 @@ MUTANTS = [
     Mutant(
         "a lease is given back after its write began",
         "6 recall, I2",
-        "            if chunk.begun or chunk.phase is ChunkPhase.READY:",
-        "            if chunk.phase is ChunkPhase.READY:",
+        "elif chunk.phase not in (ChunkPhase.PARKED, ChunkPhase.DROPPED):",
+        "elif chunk.phase is ChunkPhase.READY:",
     ),
     Mutant(
         "a recalled chunk asks again before its data exists",
         "6 recall, I16",
-        """        if chunk.source.ready:
-            self.reserve(chunk)
-        else:
-            CHUNK.move(chunk, ChunkEvent.RECALLED)
+        """                if chunk.source.ready:
+                    self.reserve(chunk)
+                else:
+                    CHUNK.move(chunk, ChunkEvent.RECALLED)
 """,
-        """        self.reserve(chunk)
+        """                self.reserve(chunk)
 """,
     ),
     Mutant(
@@ -202,8 +206,10 @@ MUTANTS = [
         "a higher attempt does not free the old lease",
         "6 life, I14",
         """            self._leases.release(held)
-        problem""",
-        """        problem""",
+            held = None
+""",
+        """            held = None
+""",
         "tests/protocol/test_table.py",
     ),
     Mutant(
@@ -311,7 +317,7 @@ MUTANTS = [
     Mutant(
         "a write may take for ever",
         "6 write_s, I10",
-        """        self.endpoint.owner.lose(chunk.destination.session, late)
+        """        self.core.lose(chunk.destination.session, late)
 """,
         "",
         "tests/protocol/test_rooms.py::test_a_write_older_than_write_s_tears_its_session_down",

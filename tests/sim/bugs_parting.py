@@ -46,8 +46,8 @@ MUTANTS = [
     _bug(
         "decode has as many peers as it likes",
         "max_peers, I14",
-        "        if n_peers > most:",
-        "        if False:",
+        "        elif n_peers > most:",
+        "        elif False:",
     ),
     _bug(
         "greetings do not back off",

@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "Failed is overwritten by Success",
         "7 states, I1",
-        "        State.FAILED: over,\n",
-        "        State.FAILED: {**over, e.COMPLETED: State.SUCCESS},\n",
+        "        s.FAILED: over,\n",
+        "        s.FAILED: over | {e.COMPLETED: s.SUCCESS},\n",
         "tests/protocol/test_room.py",
     ),
     Mutant(
@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "a repeated Open makes another destination",
         "7 Open, I7",
-        "        if destination is None:\n            check_open",
-        "        if destination is None or destination.room is not None:\n            check_open",
+        "        if destination is None:\n            for problem",
+        "        if destination is None or destination.room is not None:\n            for problem",
     ),
     Mutant(
         "Reserve of what is granted is not answered",
@@ -351,7 +351,8 @@ MUTANTS = [
         "7 tags by message, I5",
         """        if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
 """,
-        """        if session.tags_as_messages and chunk.begun and session.id in self.endpoint.sessions:
+        """        begun = (ChunkPhase.GATHERING, ChunkPhase.WRITING, ChunkPhase.WRITTEN, ChunkPhase.BROKEN)
+        if session.tags_as_messages and chunk.phase in begun and session.id in self.endpoint.sessions:
 """,
     ),
     Mutant(

@@ -15,8 +15,8 @@ MUTANTS = [
     Mutant(
         "no seq: frames count again and in any order",
         "7 seq, I4",
-        "        if seq <= session.last_seq:",
-        "        if False:",
+        "            if seq <= session.last_seq:",
+        "            if False:",
     ),
     Mutant(
         "a frame of an old session is taken for the new one's",

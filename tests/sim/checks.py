@@ -144,8 +144,9 @@ class Checks:
         if isinstance(message, m.Recall):
             self.recalled_at[node, message.lane, message.cursor] = self.world.now  # type: ignore[index]
         elif isinstance(message, m.Reserve) and message.attempt and isinstance(node, Prefill):
-            source = node.core.destinations[session_id, message.epoch].chunks[message.chunk].source
-            if not source.ready:
+            named = session_id, message.epoch
+            destination = next(one for one in node.core.destinations if (one.session.id, one.epoch) == named)
+            if not destination.chunks[message.chunk].source.ready:
                 raise Violation("I16", f"{node.name!r} asks again for a recalled chunk whose data does not exist")
 
     # Rooms.

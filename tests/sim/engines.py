@@ -113,7 +113,7 @@ class Engines:
             return False
         if self.world.sides[part.node].stalled_at is not None:
             return False
-        part.node.core.abort(part.room, "the engine says so", self.world.now)  # type: ignore[arg-type]
+        part.node.core.abort(part.room, "the engine says so")  # type: ignore[arg-type]
         self.world.carry(part.node)
         return True
 
@@ -126,7 +126,8 @@ class Engines:
         world, job = self.world, part.job
         part.node = node = world.decode[rank]
         writers = {n: p.name for n, p in enumerate(world.prefill) if job.writer in {None, n}}
-        room = node.core.announce(room_key(job.number), writers, world.now, deadline_s=world.deadline_s)
+        room = node.core.announce(room_key(job.number), deadline_s=world.deadline_s)
+        node.core.found(room, writers)
         node.pages[room] = []
         self._began(part, room, world.deadline_s)
         world.carry(node)
@@ -147,7 +148,7 @@ class Engines:
     def _submit(self, part: Part, rank: int, _: object) -> None:
         world, job = self.world, part.job
         part.node = node = world.prefill[rank]
-        room = node.core.submit(room_key(job.number), world.now)
+        room = node.core.submit(room_key(job.number))
         self._began(part, room, world.config.open_wait_s)
         for destination in room.destinations.values():
             self.opened(world.sides[node], room, destination.open.deadline_s)
@@ -165,13 +166,13 @@ class Engines:
         start, stop, low, high, ready = what
         node, room = part.node, part.room
         rects = (Rect("kv", start, stop, low, high),)
-        part.sources.append(node.core.chunk(room, rects, {"kv": part.pages}, self.world.now, ready=ready))  # type: ignore[union-attr, arg-type]
+        part.sources.append(node.core.chunk(room, rects, {"kv": part.pages}, ready=ready))  # type: ignore[union-attr, arg-type]
         self.world.carry(node)  # type: ignore[arg-type]
 
     def _ready(self, part: Part, _: int, n: int) -> None:
         source = [source for source in part.sources if not source.ready]
         if source:
-            part.node.core.data_ready(part.room, source[0], self.world.now)  # type: ignore[union-attr]
+            part.node.core.data_ready(part.room, source[0])  # type: ignore[union-attr]
             self.world.carry(part.node)  # type: ignore[arg-type]
 
     def _finish(self, part: Part, _: int, __: object) -> None:
@@ -182,7 +183,7 @@ class Engines:
             side.fill_row(number, aux_row(part.job.number, side.row_nbytes))
             row = self.world.row(part.node, number)  # type: ignore[arg-type]
             aux = GivenRow(side.rows.base + number * side.row_nbytes, partial(memoryview, row))
-        part.node.core.finish(room, aux, self.world.now)  # type: ignore[union-attr, arg-type]
+        part.node.core.finish(room, aux)  # type: ignore[union-attr, arg-type]
         self.world.carry(part.node)  # type: ignore[arg-type]
 
     # What the rooms must hold.

@@ -234,14 +234,14 @@ class FabricWorld(World):
     def _tell_tag(self, post: Post) -> None:
         if post.dst.alive:
             with self.checks.stale_tag_changes_nothing(post.dst, post.tag):
-                post.dst.core.tag(post.tag, self.now)
+                post.dst.core.tag(post.tag)
                 self.carry(post.dst)
 
     def _tell_done(self, post: Post, error: TransportError | None = None, settled: bool = True) -> None:
         if self.failing:
             error = TransportError("the completion is an error, the bytes are there")
         if post.src.alive:
-            post.src.core.chunks.completed(post.ticket, self.now, error, settled=settled)
+            post.src.core.chunks.completed(post.ticket, error, settled=settled)
             self.carry(post.src)
 
     def _fail_post(self, post: Post, how: str) -> bool:
@@ -277,7 +277,7 @@ class FabricWorld(World):
             self.fenced.add(session.id)
         for post in [post for post in self.posts if post.session == session.id and node in (post.src, post.dst)]:
             self._fail_post(post, "lost" if isinstance(node, Decode) or not post.dst.alive else "late")
-        node.core.fenced(session, self.now)
+        node.core.fenced(session)
         self.carry(node)
 
     def _gather(self, node: Prefill, effect: Gather) -> None:
@@ -286,7 +286,7 @@ class FabricWorld(World):
             busy = post.src is node and post.buffer == effect.buffer and post.reads
             self.must(not busy, "I8", f"send buffer {effect.buffer} is gathered into while a post reads it")
         if self.failing:
-            node.core.chunks.gathered(effect.ticket, self.now, TransportError("the gather failed"))
+            node.core.chunks.gathered(effect.ticket, TransportError("the gather failed"))
             self.carry(node)
             return
         self.sides[node].must_own(chunk.destination.room, chunk.source.items["kv"], "I8", "a gather reads")  # type: ignore[arg-type]
@@ -294,7 +294,7 @@ class FabricWorld(World):
 
     def _scatter(self, node: Decode, effect: Scatter) -> None:
         if self.failing:
-            node.core.scattered(effect.ticket, self.now, TransportError("the scatter failed"))
+            node.core.scattered(effect.ticket, TransportError("the scatter failed"))
             self.carry(node)
         else:
             super()._scatter(node, effect)

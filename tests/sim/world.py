@@ -246,7 +246,7 @@ class SimWorld(FabricWorld):
             late = side.closing_at is not None and self.now >= side.closing_at
             if self._awake(node) and ((due is not None and due <= self.now) or late):
                 self.tell(f"{'':7}{self.now:8.3f}s  tick {side.label}")
-                node.core.endpoint.tick(self.now)
+                node.core.endpoint.tick()
                 self.carry(node)
                 self.n_steps += 1
                 self.counts["tick"] += 1
@@ -287,15 +287,15 @@ class SimWorld(FabricWorld):
         if side.closing_at is not None or side.stalled_at is not None:
             return False
         side.closing_at = self.now + CLOSE_S
-        node.core.close(self.now)
+        node.core.close()
         self.carry(node)
         return True
 
     def _leave(self, node: Prefill | Decode) -> None:
-        if node.core.quiet:
-            node.core.endpoint.bye(self.now)
+        if not node.core.chunks.flights:
+            node.core.endpoint.bye()
             self.carry(node)
-        self.tell(f"{'':15} {self.labels[node]} ends{', in order' if node.core.quiet else ''}")
+        self.tell(f"{'':15} {self.labels[node]} ends{'' if node.core.chunks.flights else ', in order'}")
         self._do_crash(node.name.decode())
 
     def _do_stall(self, rank: str) -> bool:
@@ -347,11 +347,11 @@ class SimWorld(FabricWorld):
     def attach(self, node: Prefill | Decode, session: Session) -> None:
         if node.name in self.unreachable:
             self.unreachable.discard(node.name)
-            node.core.endpoint.lose(session, TransportError("the peer is out of reach"), self.now)
+            node.core.lose(session, TransportError("the peer is out of reach"))
             self.carry(node)
 
     def detach(self, node: Prefill | Decode, session: Session) -> None:
-        if isinstance(node, Decode) and node.core.handshake.is_leaving(session.route, session.id):
+        if isinstance(node, Decode) and (session.route, session.id) in node.core.handshake.leaving:
             self.counts["idle"] += 1
         self.put(Item("fence", node, node, lambda: self.fence(node, session), session))
 

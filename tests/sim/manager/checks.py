@@ -28,8 +28,8 @@ REUSED = 0xA5
 _IN_USE = 0x3C
 _ASLEEP = ("its socket", "a queue", "its event loop", "an event", "a condition", "a directory", "an engine's time")
 _SLACK_S = 1e-3
-_OF_THE_LOCK = ("receive", "tick", "lose", "take_effects", "send", "send_loose")
-"""What an endpoint may be asked only by who has its driver's lock."""
+_OF_THE_LOCK = ("receive", "tick", "take_effects", "send", "send_loose")
+"""What an endpoint may be asked only by who has its driver's lock, and but for its effects has told it the time."""
 
 
 @dataclass(eq=False)
@@ -56,19 +56,22 @@ class Checks:
     # Each use of a core.
 
     def hold_to_the_lock(self, node: Node) -> None:
-        """From here on whoever touches the node's core must have the lock."""
+        """From here on whoever touches the node's core must have the lock, and have set its time since."""
         scheduler, lock = self._world.scheduler, node.driver.lock
 
         def locked(verb: Callable) -> Callable:
             def call(*given: object, **named: object) -> object:
                 if lock.owner is not scheduler.current and not scheduler.over:  # type: ignore[attr-defined]
                     scheduler.violate(f"{scheduler.current.name} calls {verb.__name__} of a core without its lock")
+                if verb.__name__ != "take_effects" and node.core.endpoint.now < lock.since:  # type: ignore[attr-defined]
+                    scheduler.violate(f"{scheduler.current.name} calls {verb.__name__} of a core at an old time")
                 return verb(*given, **named)
 
             return call
 
-        for name in _OF_THE_LOCK:
-            setattr(node.core.endpoint, name, locked(getattr(node.core.endpoint, name)))
+        for part, names in ((node.core.endpoint, _OF_THE_LOCK), (node.core, ("lose", "fenced"))):
+            for name in names:
+                setattr(part, name, locked(getattr(part, name)))
 
     # Each change of a handle.
 

@@ -36,7 +36,7 @@ class Lock:
             return False
         if not scheduler.block("a lock", None if timeout < 0 else timeout, lambda: self.owner is None):
             return False
-        self.owner, self._depth = me, 1
+        self.owner, self._depth, self.since = me, 1, scheduler.now + me.process.ahead_s
         return True
 
     def release(self) -> None:
