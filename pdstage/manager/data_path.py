@@ -44,6 +44,7 @@ copies are short beside the rest, so two do.
 """
 
 
+@dataclass(eq=False)
 class DataPath:
     """One prefill node's gathers and writes, out of its pool and of `buffers`, its send buffers.
 
@@ -51,24 +52,19 @@ class DataPath:
     rooms; chunks have at most `chunk_nbytes`. `observed` is told when a write begins; None: nobody observes.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        stager: Stager,
-        sessions: Sessions,
-        *,
-        path: str,
-        cost_of: Callable[[Traits], CostModel],
-        buffers: Sequence[Region],
-        chunk_nbytes: int,
-        observed: Observation | None,
-    ) -> None:
-        self.path = path
-        self._transport, self._stager, self._sessions = transport, stager, sessions
-        self._cost_of, self._buffers, self._chunk_nbytes = cost_of, buffers, chunk_nbytes
-        self._layout, self._kind, self._observed = stager.pool.layout, stager.pool.device.partition(":")[0], observed
+    transport: Transport
+    stager: Stager
+    sessions: Sessions
+    path: str
+    cost_of: Callable[[Traits], CostModel]
+    buffers: Sequence[Region]
+    chunk_nbytes: int
+    observed: Observation | None
+
+    def __post_init__(self) -> None:
+        self._layout, self._kind = self.stager.pool.layout, self.stager.pool.device.partition(":")[0]
         self._in_a_lane = _IN_A_LANE if self._kind == "cpu" else _OF_A_DEVICE_IN_A_LANE
-        self.posts = Posts(transport)
+        self.posts = Posts(self.transport)
         self.placed: dict[int, Mapped] = {}
         """Destinations' memory that gathers under way write, by ticket: it stays mapped until they are over."""
         self.copies: dict[int, _Copy] = {}
@@ -101,7 +97,7 @@ class DataPath:
         if self.path != "staged" and destination.may_direct(rects):
             tokens = destination.session.common.tokens(rects)
             if self.path == "direct" or self._is_cheaper_direct(destination, rects, tokens, nbytes):
-                return self._chunk_nbytes
+                return self.chunk_nbytes
         return self._staged_nbytes(destination, nbytes)
 
     def _staged_nbytes(self, destination: Destination, nbytes: int) -> int:
@@ -109,13 +105,13 @@ class DataPath:
         largest lane, but not below `LEAST_PIECE_NBYTES`, nor above `chunk_nbytes`.
         """
         wanted = min(self._cost(destination).piece_nbytes(nbytes), destination.session.largest_lane // self._in_a_lane)
-        return min(max(LEAST_PIECE_NBYTES, wanted), self._chunk_nbytes)
+        return min(max(LEAST_PIECE_NBYTES, wanted), self.chunk_nbytes)
 
     def _cost(self, destination: Destination) -> CostModel:
-        return self._cost_of(self._transport.traits_of(self._sessions.plan(destination.session).label))
+        return self.cost_of(self.transport.traits_of(self.sessions.plan(destination.session).label))
 
     def _direct(self, destination: Destination, rects: tuple[Rect, ...]) -> DirectPlans:
-        peer, session = self._sessions.plan(destination.session), destination.session
+        peer, session = self.sessions.plan(destination.session), destination.session
         key = (destination.shares, *map(layers_of, rects))
         plan = peer.direct.get(key)
         if plan is None:
@@ -134,10 +130,10 @@ class DataPath:
         """
         ticket, buffer, chunk, address = effect
         session = chunk.destination.session
-        peer = self._sessions.plan(session)
-        held = self._buffers[buffer]
+        peer = self.sessions.plan(session)
+        held = self.buffers[buffer]
         into = Region(held.base, min(held.nbytes, chunk.nbytes))
-        mapped = self._transport.mapped(peer.label, address, chunk.nbytes)
+        mapped = self.transport.mapped(peer.label, address, chunk.nbytes)
         chunk.placed = mapped is not None and mapped.kind == self._kind
         if mapped is not None and chunk.placed:
             self.placed[ticket] = mapped
@@ -146,21 +142,21 @@ class DataPath:
             chunk.destination.shares, chunk.rects, chunk.tokens, peer.pair.order, chunk.source.items, session.checksums,
             peer.pair.src, session.staged.offered,
         )  # fmt: skip
-        self._stager.gather(ticket, move, into)
+        self.stager.gather(ticket, move, into)
 
     # Its write.
 
     def write(self, effect: Write | WriteDirect | WriteRow, counters: Counters) -> PdstageError | None:
         """Begins a write, and counts its descriptors; an error means that it never began."""
-        peer = self._sessions.plan(effect.chunk.destination.session)
+        peer = self.sessions.plan(effect.chunk.destination.session)
         try:
             if isinstance(effect, WriteDirect) and (passes := self._passes(peer, effect.chunk)) is not None:
                 return self._copy(effect, peer, passes)
             spans = self._spans(effect)
         except UsageError as error:
             return error
-        if self._observed is not None:
-            self._observed.began(effect.ticket)
+        if self.observed is not None:
+            self.observed.began(effect.ticket)
         failed = self.posts.begin(effect.ticket, peer.label, spans, effect.tag)
         counters.descriptors += len(spans.nbytes) if spans is not None else 0
         return failed
@@ -171,7 +167,7 @@ class DataPath:
             case Write(_, buffer, chunk, address):
                 if chunk.placed:
                     return None
-                src = self._buffers[buffer].base
+                src = self.buffers[buffer].base
                 return Spans(np.array([src]), np.array([address]), np.array([chunk.nbytes]))
             case WriteDirect(_, chunk):
                 plan = self._direct(chunk.destination, chunk.rects)
@@ -197,11 +193,9 @@ class DataPath:
         if key not in peer.passes:
             if len(peer.passes) >= _MAX_PLANS:
                 peer.passes.clear()
-            ours, theirs = (
-                selects(layout, destination.shares, chunk.rects) for layout in (self._layout, session.layout)
-            )
+            both = [selects(layout, destination.shares, chunk.rects) for layout in (self._layout, session.layout)]
             try:
-                peer.passes[key] = Passes((self._stager.pool, pool), (peer.pair.src, peer.pair.dst), (ours, theirs))
+                peer.passes[key] = Passes((self.stager.pool, pool), (peer.pair.src, peer.pair.dst), both)
             except UsageError as error:
                 log.info("chunks to %s go as posts: %s", peer.label, error)
                 peer.passes[key] = None
@@ -211,26 +205,26 @@ class DataPath:
         """The peer's pool at its addresses here, if all of it is mapped, and written by what copies this node's."""
         regions = session.layout.regions if session.exposes_pool else ()
         if peer.mapped is not None:  # asked again: who unregistered its memory, in this same process say, may free it
-            still = self._transport.mapped(peer.label, regions[0].base, regions[0].nbytes)
+            still = self.transport.mapped(peer.label, regions[0].base, regions[0].nbytes)
             return peer.mapped if still is not None else None
         moved, held = [], []
         for region in regions:
-            mapped = self._transport.mapped(peer.label, region.base, region.nbytes)
+            mapped = self.transport.mapped(peer.label, region.base, region.nbytes)
             if mapped is None or mapped.kind != self._kind:
                 return None
             moved.append(Region(mapped.address, region.nbytes, region.kind, self._layout.regions[0].device))
             held.append(mapped)
         if moved:
             layout = Layout(tuple(moved), session.layout.components)
-            peer.mapped = Pool.of(layout, self._stager.pool.device, held)
+            peer.mapped = Pool.of(layout, self.stager.pool.device, held)
         return peer.mapped
 
     def _copy(self, effect: WriteDirect, peer: PeerPlan, passes: Passes) -> PdstageError | None:
-        if self._observed is not None:
-            self._observed.began(effect.ticket)
+        if self.observed is not None:
+            self.observed.began(effect.ticket)
         chunk = effect.chunk
         self.copies[effect.ticket] = _Copy(peer.label, effect.tag, peer.mapped)
-        copied = self._stager.copy_to(
+        copied = self.stager.copy_to(
             effect.ticket, passes, chunk.tokens, chunk.source.items, _items_of(chunk.destination)
         )
         return self.copied(copied) if copied is not None else None

@@ -23,7 +23,6 @@ from pdstage.metadata import AuxRow
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Scatter
-from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.state import State
 from pdstage.protocol.wire import OLDEST
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from pdstage.kernels import Pool
     from pdstage.layout.topology import Topology
     from pdstage.manager.handle import CudaEvent
+    from pdstage.protocol.decode_rooms import DecodeRoom
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
 
@@ -42,23 +42,19 @@ if TYPE_CHECKING:
 class Receiver(Handle):
     """One room at its decode rank. Its pages must stay reserved until `released`."""
 
-    __slots__ = ("_aux", "bound", "driver")
+    __slots__ = ("aux", "bound", "driver")
 
     room: DecodeRoom
     _node: DecodeNode
+    aux: bytes | AuxRow | None
+    """The request's aux as prefill gave it to `finish`, bytes or a row; there once the state is Success.
+
+    A row is the one given to `bind`, of the columns that both sides have; its others hold what they held before.
+    """
 
     def __init__(self, node: DecodeNode, room: DecodeRoom) -> None:
         super().__init__(node, room)
-        self.driver, self.bound = node.driver, False
-        self._aux: bytes | AuxRow | None = None
-
-    @property
-    def aux(self) -> bytes | AuxRow | None:
-        """The request's aux as prefill gave it to `finish`, bytes or a row; there once the state is Success.
-
-        A row is the one given to `bind`, of the columns that both sides have; its others hold what they held before.
-        """
-        return self._aux
+        self.driver, self.bound, self.aux = node.driver, False, None
 
     @property
     @changes_rooms
@@ -154,7 +150,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         hello = m.Hello(lanes=lanes, rows=self.rows.span, **self._said(direct=self.path != "staged"))
         self.core = DecodeCore(self.incarnation, hello, self.config, self.rows)
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
-        self._answers: deque[tuple[DecodeRoom, list[Advert] | None, PdstageError | None]] = deque()
+        self._answers: deque[tuple[DecodeRoom, list[Advert] | PdstageError]] = deque()
         try:
             self.driver.start()
         except BaseException:
@@ -192,15 +188,13 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             self.core.endpoint.now = now = time.monotonic()
             announced = self.core.announce(room_key(room), deadline_s=deadline_s, wait_s=wait_s)
             receiver = Receiver(self, announced)
-            self.roster.add(announced, receiver)
-            if self.observed is not None:
-                self.observed.opened(receiver)
+            self._opened(receiver)
             if adverts is not None:
                 self._found(announced, adverts)
         if client is not None:
 
-            def answer(found: list[Advert] | None, error: PdstageError | None) -> None:
-                self._answers.append((announced, found, error))
+            def answer(found: list[Advert] | PdstageError) -> None:
+                self._answers.append((announced, found))
                 self.socket.wake()
 
             self.directory.lookup(client, dp_rank, instance, now + min(deadline_s, self.config.hello_s), answer)
@@ -234,11 +228,11 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
 
     def _take_asked(self) -> None:
         while self._answers:
-            room, adverts, error = self._answers.popleft()
-            if adverts is not None:
-                self._found(room, adverts)
+            room, found = self._answers.popleft()
+            if isinstance(found, PdstageError):
+                self.core.fail(room, found)
             else:
-                self.core.fail(room, error or PeerError("the directory gave no answer"))
+                self._found(room, found)
         super()._take_asked()
 
     def _found(self, room: DecodeRoom, adverts: list[Advert]) -> None:
@@ -255,24 +249,21 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         else:
             self.core.found(room, writers)
 
-    def _on_changed(self, handle: Handle, status: int) -> None:
-        room = handle.room
-        if status & 0x7F == State.SUCCESS and isinstance(room, DecodeRoom) and isinstance(handle, Receiver):
-            self._take_aux(handle, room)  # before anybody sees the Success
+    def _on_changed(self, handle: Receiver, status: int) -> None:
+        if status & 0x7F == State.SUCCESS and handle.state is not State.SUCCESS:
+            self._take_aux(handle)  # before anybody sees the Success
         super()._on_changed(handle, status)
 
-    def _take_aux(self, receiver: Receiver, room: DecodeRoom) -> None:
+    def _take_aux(self, receiver: Receiver) -> None:
         """What came by message is put into the row; what was written in place is there."""
-        if receiver.state is State.SUCCESS:
-            return
-        shared = room.shared
+        room, shared = receiver.room, receiver.room.shared
         if shared is None or self.metadata is None:
-            receiver._aux = room.aux
+            receiver.aux = room.aux
             return
         row = receiver.row or AuxRow((), np.zeros(self.metadata.row_nbytes, np.uint8))
         if room.aux is not None:
             row.take(room.aux, shared)
-        receiver._aux = row.of(shared.dst)
+        receiver.aux = row.of(shared.dst)
 
     # Its sessions.
 

@@ -34,7 +34,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, assert_never
 
 from pdstage.control import drain
@@ -142,7 +142,7 @@ Driven = TypeVar("Driven", bound=HasDriver)
 class Turning:
     """Whose turn it is, sleep included.
 
-    The caller makes a token first, and gives the turn back by an assignment. A lock would stay held after a Ctrl-C
+    Who takes it makes a token first, and gives the turn back by an assignment. A lock would stay held after a Ctrl-C
     that comes just after `acquire` or just before `release`.
     """
 
@@ -159,10 +159,16 @@ class Turning:
                 self.holder = token
         return self.holder is token
 
-    def wait(self, token: object) -> None:
-        """Until it is `token`'s."""
-        while not self.take(token):
-            time.sleep(_WAIT_S)
+    def alone(self, act: Callable[[], None]) -> None:
+        """Waits until nobody turns, and calls `act` before anybody does."""
+        token = object()
+        try:
+            while not self.take(token):
+                time.sleep(_WAIT_S)
+            act()
+        finally:
+            if self.holder is token:
+                self.holder = None
 
 
 def changes_rooms(call: Callable[Concatenate[Driven, P], T]) -> Callable[Concatenate[Driven, P], T]:
@@ -416,7 +422,6 @@ class Driver:
         for effect, one_large in others:
             if one_large and isinstance(effect, Gather | Scatter):
                 self._copies.append(effect)
-                again = True
             else:
                 again |= self._carry(effect)
         if self._copies:
@@ -425,6 +430,7 @@ class Driver:
         return again
 
     def _carry(self, effect: Effect) -> bool:
+        """As `_carry_out`."""
         node = self._node
         match effect:
             case Changed(room):
@@ -432,29 +438,28 @@ class Driver:
                     handle = node.roster.by_room.get(room)
                     if handle is not None and self.failure is None:  # else it has failed, whatever its room's status
                         node._on_changed(handle, room.status)
-                return False
             case Gather() | Scatter() | Write() | WriteDirect() | WriteRow():
-                self._node._carry(effect)
+                node._carry(effect)
+                return True
             case PeerWarning(route, error):
                 self.sessions.warn(route, error)
-                return False
             case HangUp(route):
                 self.sessions.hang_up(route)
-                return False
             case Renew(route):
                 node.socket.renew(route)
-                return False
             case Attach(session, offers):
                 self.sessions.attach(session, offers)
+                return True
             case Detach(session):
                 while self._copies:  # what they need of the session goes with it
-                    self._node._carry(self._copies.popleft())
+                    node._carry(self._copies.popleft())
                 self.sessions.detach(session)
-            case Send():  # was put with what goes to its route
-                return False
+                return True
+            case Send():
+                pass  # was put with what goes to its route
             case _:
                 assert_never(effect)
-        return True
+        return False
 
     def _flush(self) -> None:
         """Sends what was held back."""
@@ -579,16 +584,11 @@ class Driver:
         self._join(None)
         if self.failure is not None or self._node.socket.closed:
             return
-        token = object()
         try:
-            self.turning.wait(token)
-            self._turn(_EVERYTHING)
+            self.turning.alone(partial(self._turn, _EVERYTHING))
         except Exception as error:
             log.exception("the node's last turn failed")
             self.fail(error)
-        finally:
-            if self.turning.holder is token:
-                self.turning.holder = None
 
     def fail(self, error: BaseException) -> None:
         """The last resort: no room may hang because the driver broke."""

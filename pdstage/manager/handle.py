@@ -161,17 +161,6 @@ class Roster:
         self._n_changes = 0
         self._polled = _Polled(-1, [], np.empty(0, np.uint8))  # replaced as a whole: several threads may poll
 
-    def __len__(self) -> int:
-        return len(self.by_room)
-
-    def add(self, room: Room, handle: Handle) -> None:
-        """A room that is new at the core: what it has come to already is told by the next `changed`."""
-        self.by_room[room] = handle
-
-    def handles(self) -> list[Handle]:
-        """All of them, as they are now; any thread may ask."""
-        return list(self.by_room.copy().values())  # copied in one step, whoever changes it meanwhile
-
     def changed(self, handle: Handle, status: int) -> None:
         """Brings `handle` to `status`, its room's as it was read once; `ring` then wakes who waits for it.
 
@@ -190,8 +179,8 @@ class Roster:
         self._n_changes += 1
 
     def fail(self, error: PdstageError) -> None:
-        """Fails every handle that has not ended."""
-        for handle in self.handles():
+        """Fails every handle that has not ended; under the node's lock."""
+        for handle in self.by_room.values():
             if handle.status & 0x7F not in _ENDED:
                 handle.error = error
                 handle.status = State.FAILED
@@ -216,14 +205,10 @@ class Roster:
 
     def ring(self) -> None:
         """Wakes the waiters for rooms that changed, if their condition is true now: waking others would only cost the
-        interpreter.
+        interpreter. Called by who carries out effects, one thread at a time.
         """
         while self._due:
-            try:
-                waiters = self._due.popleft()
-            except IndexError:  # another thread took it
-                return
-            for done, wake in tuple(waiters):
+            for done, wake in tuple(self._due.popleft()):
                 if done():
                     wake()
 

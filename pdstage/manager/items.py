@@ -146,7 +146,6 @@ def _check_one(
     if span is None:
         span = own.token(first), own.token(end - 1) + 1 if end > first else own.token(first)
     start, stop = span
-    fields = {"component": name}
     low, high = own.count(start), own.count(stop)
     holds_none = component.owned.size > 1 and high <= low
     if start > stop or not (holds_none or first <= low <= high <= end):
@@ -154,16 +153,16 @@ def _check_one(
         mine = f" (of {component.owned}: its own {low}..{high})" if component.owned.size > 1 else ""
         raise UsageError(
             f"tokens {start}..{stop} of {name!r}{mine} are not in items that cover {first}..{end}",
-            remedy=remedy, **fields,
+            remedy=remedy, component=name,
         )  # fmt: skip
     if component.positional and first % per_item:
         remedy = f"round it down to a multiple of the {per_item} tokens an item has, and give that item too"
-        raise UsageError(f"first_token {first} of {name!r} is inside an item", remedy=remedy, **fields)
+        raise UsageError(f"first_token {first} of {name!r} is inside an item", remedy=remedy, component=name)
     problem = _problem(given, component.n_items, unique=unique)
     if problem is not None:
         what, at = problem
         remedy = f"give items of 0..{component.n_items - 1}, each at most once where they are destinations"
-        raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy, position=at, **fields)
+        raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy, position=at, component=name)
     pages = given.astype(np.int32)  # always a copy: the caller's array stays the caller's (I9)
     return Checked(pages, start, stop, Index.of(pages, first))
 

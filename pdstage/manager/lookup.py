@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
 
-    Answer = Callable[[list[Advert] | None, PdstageError | None], None]
+    Answer = Callable[[list[Advert] | PdstageError], None]
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +51,13 @@ class DirectoryCounters:
 @dataclass(slots=True, eq=False)
 class _Lookup:
     client: DirectoryClient
-    dp_rank: int | None
-    instance: str | None
+    key: tuple[str, int | None, str | None]
+    """The directory's address, dp_rank and instance, as in the cache."""
     deadline_at: float
     answer: Answer
     ask_at: float = 0.0
     wait_s: float = _RETRY_S
     """Until it is asked again, if not all is there yet."""
-
-    @property
-    def key(self) -> tuple[str, int | None, str | None]:
-        return self.client.given, self.dp_rank, self.instance
 
 
 class Directory:
@@ -125,9 +121,9 @@ class Directory:
         try:
             with self._lock:
                 if not self._closed:
-                    self._put(_Lookup(client, dp_rank, instance, deadline_at, answer))
+                    self._put(_Lookup(client, (client.given, dp_rank, instance), deadline_at, answer))
         except TransportError as error:
-            answer(None, error)
+            answer(error)
 
     def publish(self, address: str, adverts: Callable[[], Sequence[Advert]], *, eventually: bool = False) -> None:
         """Publishes now, raising what the directory raises, and keeps the leases renewed until `close`. `eventually`:
@@ -210,11 +206,10 @@ class Directory:
 
     def _ask(self, look: _Lookup) -> None:
         """Asks once, and answers; or asks later, where not all is there yet."""
-        adverts: list[Advert] | None = None
-        failure: PdstageError | None = None
+        found: list[Advert] | PdstageError
+        _, dp_rank, instance = look.key
         try:
-            adverts = self.cached(*look.key) or look.client.lookup(look.dp_rank, instance=look.instance)
-            self._keep(look, adverts)
+            found = self.cached(*look.key) or look.client.lookup(dp_rank, instance=instance)
         except (Incomplete, TransportError) as error:
             now = time.monotonic()
             if now + _RETRY_S < look.deadline_at:
@@ -223,25 +218,23 @@ class Directory:
                 with self._lock:
                     self._put(look)
                 return
-            failure = DeadlineExceeded(f"no prefill found in time: {error.what}", remedy=error.remedy)
-            failure.__cause__ = error
+            found = DeadlineExceeded(f"no prefill found in time: {error.what}", remedy=error.remedy)
+            found.__cause__ = error
         except PdstageError as error:
-            failure = error
+            found = error
         except Exception as error:  # whatever it is, it is this lookup's alone
             log.exception("a lookup at %s failed", look.client.address)
-            failure = PeerError(f"the lookup at {look.client.address} failed: {error!r}", remedy="see the log")
-        if failure is None:
-            self.counters.lookups_answered += 1
-        else:
+            found = PeerError(f"the lookup at {look.client.address} failed: {error!r}", remedy="see the log")
+        if isinstance(found, PdstageError):
             self.counters.lookups_failed += 1
+        else:
+            self.counters.lookups_answered += 1
+            now = time.monotonic()
+            for old in [old for old, (at, _) in list(self._cache.items()) if now - at >= self._cache_s]:
+                self._cache.pop(old, None)
+            self._cache[look.key] = (now, found)
         if not self._closed:
-            look.answer(adverts, failure)
-
-    def _keep(self, look: _Lookup, adverts: list[Advert]) -> None:
-        now = time.monotonic()
-        for old in [old for old, (at, _) in list(self._cache.items()) if now - at >= self._cache_s]:
-            self._cache.pop(old, None)
-        self._cache[look.key] = (now, adverts)
+            look.answer(found)
 
 
 class _Asker(NamedTuple):
@@ -265,12 +258,10 @@ class _Publication:
         """Of the lease, unless it is renewed (monotonic)."""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)
-        self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
+        self._wait_s, self._again_s = 0.0, _RETRY_S  # until it was published
 
     def begin(self, *, eventually: bool) -> None:
-        if eventually:
-            self._wait_s, self._again_s = 0.0, _RETRY_S
-        else:
+        if not eventually:
             self._publish()
         self.thread.start()
 
@@ -289,6 +280,7 @@ class _Publication:
             raise
         self._counters.publications += 1
         self.ends_at = asked_at + _TTL_S
+        self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
 
     def _run(self) -> None:
         while not self.over.wait(self._wait_s):
@@ -296,7 +288,6 @@ class _Publication:
             self._wait_s = self._again_s  # the lease outlives several failures
             try:
                 self._publish()
-                self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
             except PdstageError as error:
                 if is_first:
                     log.info("the directory at %s is asked again: %s", self._client.address, error)

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar, cast
 
@@ -171,7 +172,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
     def _on_refused(self, route: bytes, error: PdstageError) -> None:
         """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
-    def _on_changed(self, handle: Handle, status: int) -> None:
+    def _on_changed(self, handle: AnyHandle, status: int) -> None:
         """Brings `handle` to `status`, its room's as it was read once: an engine's call may end the room
         meanwhile, and tells that by another effect.
         """
@@ -205,7 +206,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
 
     @abstractmethod
     def _holds_nothing(self, session: Session) -> bool:
-        """Whether a lost session keeps no memory of this node from use."""
+        """Whether a lost session keeps no memory of this node from use. No copies to it are under way."""
 
     def _copies_to(self, session: Session) -> bool:
         """Whether copies of this node's own are under way to the session's peer: nothing but their end ends them."""
@@ -220,10 +221,10 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         if held is None:
             return NO_ROWS
         if aux != "tcp":
-            base, nbytes, kind, device = held.region.base, held.row_nbytes, held.region.kind, held.region.device
+            region = held.region
             try:
-                self.transport.register([held.region])
-                span = RowSpan(base, nbytes, held.n_rows, kind, device)
+                self.transport.register([region])
+                span = RowSpan(region.base, held.row_nbytes, held.n_rows, region.kind, region.device)
             except (UsageError, TransportError) as error:
                 log.warning("aux rows go by control message, not by %r: %s", aux, error)
         return OwnRows(held.columns.placed, aux != "tcp", span)
@@ -258,6 +259,12 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
             self.metadata.lend(row)
             handle.row = row
         return self.metadata
+
+    def _opened(self, handle: Handle) -> None:
+        """A room that is new at the core, under the lock: what it has come to already is told by its next change."""
+        self.roster.by_room[handle.room] = handle
+        if self.observed is not None:
+            self.observed.opened(handle)
 
     def _give_row_back(self, handle: Handle) -> None:
         row, handle.row = handle.row, None
@@ -305,8 +312,6 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         timeout_s = arguments.timeout("timeout_s", timeout_s)
         if self.driver.inline:
             raise UsageError("an inline node is awaited in an event loop", remedy='make it with progress="thread"')
-        if done():
-            return
         try:
             async with asyncio.timeout(timeout_s):
                 await self.roster.wait_async(handle, done, self.driver.check)
@@ -335,7 +340,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         By control endpoint. A peer leaves this list when it comes back, when its death is proved, or by `fence`.
         """
         with self.driver.lock:
-            return self.sessions.unfenced()
+            return dict(Counter(self.socket.endpoint_of(session.route) for session in self.sessions.lost))
 
     def fence(self, endpoint: str) -> int:
         """The operator's word that the process behind each lost session of `endpoint` has ended; returns their number.
@@ -370,8 +375,9 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
 
     def _status(self) -> Status:
         """What both roles say, but for what handles do. Under the lock."""
-        info = (pdstage.__version__, self.transport.traits.name, self.path, *status.places(self.topology))
-        core, sessions = self.core, self.sessions
+        core, sessions, at = self.core, self.sessions, self.topology
+        places = (f"{getattr(at, f'{axis}_rank')}/{getattr(at, f'{axis}_size')}" for axis in ("tp", "pp", "cp", "dp"))
+        info = (pdstage.__version__, self.transport.traits.name, self.path, *places)
         return Status(
             info, core.counters.as_dict(), asdict(self.socket.counters), dict(sessions.over), {}, len(core.sessions),
             len(sessions.lost), len(core.chunks.flights), failed=self.driver.failure is not None,
@@ -384,7 +390,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
 
     def handles(self) -> list[Handle]:
         """Every room that holds something here, ended ones until they are released; any thread may ask."""
-        return self.roster.handles()
+        return list(self.roster.by_room.copy().values())  # copied in one step, whoever changes it meanwhile
 
     @property
     def closed(self) -> bool:
@@ -462,7 +468,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
 
     def _give_back(self) -> bool:
         """Whether nobody uses this node's memory any more: then it is given back, and all else in any case."""
-        free, driver = self.core.memory_is_free and not self.stager.launched, self.driver
+        free = self.core.memory_is_free and not self.stager.launched
         if free:
             for handle in self.handles():
                 self._give_row_back(handle)
@@ -472,20 +478,17 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
             users = ", ".join(peers) or "the device"
             log.error("closed while %s may still use this node's memory: it is kept", users)
             _kept_for_ever.append((self.memory, self.pool, self.metadata))
-        token = object()
-        try:
-            driver.turning.wait(token)
-            with driver.acting, driver.device():  # what another thread does ends, and nothing begins
-                self.transport.close()
-                self.socket.close()
-        finally:
-            if driver.turning.holder is token:
-                driver.turning.holder = None
+        self.driver.turning.alone(self._disconnect)
         if free:
             self.stager.give_back()
             self.memory.release()
             self.page_lock.release()
         return free
+
+    def _disconnect(self) -> None:
+        with self.driver.acting, self.driver.device():  # what another thread does ends, and nothing begins
+            self.transport.close()
+            self.socket.close()
 
     async def close_async(self, timeout_s: float = 5.0) -> bool:
         """`close` in an event loop, which goes on meanwhile; once begun it runs to its end, cancelled or not."""

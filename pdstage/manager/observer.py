@@ -218,8 +218,6 @@ class Observation:
                         "scatter", writer.room.id, writer.session.id, lease.epoch, writer.number, lease.lane,
                         lease.chunk, now, now, effect.nbytes,
                     )  # fmt: skip
-                case _:
-                    pass
 
     def _waited(self, chunk: Chunk, now: float) -> None:
         waited = _of_chunk("lease_wait", chunk, min(chunk.waits_since, now))

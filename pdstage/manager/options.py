@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observer
 
 PATHS = ("auto", "direct", "staged")
-STAGING_ON = ("pool", "host")
 
 MAX_PARTS = 1 << 17
 """As many lanes as a Hello may name."""
@@ -74,7 +73,7 @@ def checked(given: NodeOptions) -> tuple[NodeOptions, Config]:
     metadata = options["metadata"]
     if metadata is not None:
         arguments.instance("metadata", metadata, MetadataBuffers)
-    arguments.choice("staging_on", options["staging_on"], STAGING_ON)
+    arguments.choice("staging_on", options["staging_on"], ("pool", "host"))
     arguments.text("bind", options["bind"])
     arguments.choice("progress", options["progress"], ("inline", "thread"))
     arguments.flag("insecure", options["insecure"])

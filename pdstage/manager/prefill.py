@@ -6,7 +6,6 @@ import time
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, Unpack
 
-import numpy as np
 from msgspec.structs import replace
 
 from pdstage import arguments
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 _CARRIED_S = 1e-3
 """How often `wait_carried` asks: a chunk that arrives changes no room's state, so nothing wakes who waits for it."""
 _OVER = (ChunkPhase.WRITTEN, ChunkPhase.DROPPED, ChunkPhase.BROKEN)
-_NONE = np.empty(0, np.int32)
 
 
 class Sender(Handle):
@@ -150,7 +148,7 @@ class Sender(Handle):
         if states is not None:
             self.chunk(states, ready=ready)
         with self.driver.use():
-            if self.room.finished or self.finishing:
+            if self.finishing:
                 raise UsageError(f"room {self.id!r} is finished already", remedy="call finish() once")
             given = aux if not isinstance(aux, AuxRow) else GivenRow(node._lend(self, aux).address(aux), aux.read)
             self.finishing = True
@@ -241,10 +239,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         super().__init__(pool, topology, n_buffers, options)
         self._copies_at: float | None = None
         buffer_nbytes = self.parts[0].nbytes
-        self.chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
         self.data_path = DataPath(
             self.transport, self.stager, self.sessions, path=self.options["path"], cost_of=self.cost_of,
-            buffers=self.parts, chunk_nbytes=self.chunk_nbytes, observed=self.observed,
+            buffers=self.parts, chunk_nbytes=min(buffer_nbytes, self.config.chunk_nbytes), observed=self.observed,
         )  # fmt: skip
         self.core = PrefillCore(
             self.incarnation, Welcome(**self._said()), self.config, self.rows, n_buffers=n_buffers,
@@ -307,9 +304,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
 
     def status(self) -> Status:
         with self.driver.lock:
-            free = len(self.core.chunks.free)
             now = self._status()._replace(
-                n_buffers=len(self.parts), n_buffers_free=free, buffer_nbytes=self.parts[0].nbytes
+                n_buffers=len(self.parts),
+                n_buffers_free=len(self.core.chunks.free),
+                buffer_nbytes=self.parts[0].nbytes,
             )
         return with_rooms(now, self.handles())
 
@@ -331,9 +329,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             self.core.endpoint.now = time.monotonic()
             out = self.core.submit(room_key(room), open_wait_s=open_wait_s)
             sender = Sender(self, out)
-            self.roster.add(out, sender)
-            if self.observed is not None:
-                self.observed.opened(sender)
+            self._opened(sender)
         self.driver.kick()
         return sender
 
@@ -394,7 +390,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         return self.transport.traits_of(label(session)).stops_reads
 
     def _holds_nothing(self, session: Session) -> bool:
-        return not (self.data_path.posts.to(label(session)) or self._copies_to(session))
+        return not self.data_path.posts.to(label(session))
 
     def _copies_to(self, session: Session) -> bool:
         return any(copy.peer == label(session) for copy in list(self.data_path.copies.values()))

@@ -156,10 +156,6 @@ class Sessions:
             if not lost and not node.core.needs(route):
                 node.socket.disconnect(route)
 
-    def unfenced(self) -> dict[str, int]:
-        """The lost ones by control endpoint; under the lock."""
-        return dict(Counter(self._node.socket.endpoint_of(session.route) for session in self.lost))
-
     def fence(self, endpoint: str) -> int:
         """The processes behind the lost ones of `endpoint` have ended; under the lock. Returns their number."""
         gone = [one for one in self.lost if self._node.socket.endpoint_of(one.route) == endpoint]
@@ -170,9 +166,9 @@ class Sessions:
 
 def place(topology: Topology) -> str:
     """A rank among its engine's, for people; a size of 1 goes without saying, but tp's."""
-    sizes = {name: getattr(topology, f"{name}_size") for name in ("dp", "pp", "cp", "tp")}
-    named = [name for name, size in sizes.items() if size > 1 or name == "tp"]
-    return ", ".join(f"{name} {getattr(topology, f'{name}_rank')} of {sizes[name]}" for name in named)
+    sizes = ((axis, getattr(topology, f"{axis}_size")) for axis in ("dp", "pp", "cp", "tp"))
+    said = (f"{axis} {getattr(topology, f'{axis}_rank')} of {size}" for axis, size in sizes if size > 1 or axis == "tp")
+    return ", ".join(said)
 
 
 def label(session: Session) -> str:

@@ -14,7 +14,6 @@ from pdstage.protocol.state import LeasePhase, State
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from pdstage.layout.topology import Topology
     from pdstage.manager.handle import Handle
     from pdstage.protocol.lane import Lease
 
@@ -115,9 +114,3 @@ def oldest(handles: Iterable[Handle], n: int) -> list[OpenRoom]:
         name = one.id.hex() if isinstance(one.id, bytes) else str(one.id)
         found.append(OpenRoom(name, STATES[one.status & 0x7F], now - one.began_at))
     return found
-
-
-def places(topology: Topology) -> tuple[str, ...]:
-    """ "rank/size" of tp, pp, cp and dp."""
-    sizes = ((f"{axis}_rank", f"{axis}_size") for axis in ("tp", "pp", "cp", "dp"))
-    return tuple(f"{getattr(topology, rank)}/{getattr(topology, size)}" for rank, size in sizes)

@@ -91,11 +91,7 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
     get it unless one is given. Empty means every interface.
     Raises `UsageError` if the setting names no transport, and what `open_transport` raises.
     """
-    options: dict[str, object] = {}
-    if isinstance(config, str):
-        options["name"] = config
-    elif isinstance(config, Mapping):
-        options |= config
+    options: dict[str, object] = dict(config) if isinstance(config, Mapping) else {"name": config}
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise UsageError(

@@ -143,7 +143,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
     The public methods make every check that the contract demands before they call a hook. Events go to `self.events`.
     `description_type` is the class of its descriptions. `link_type` is the class of a connected peer: `Link` or a
     subclass. `life` is this transport's own, as its descriptions give it; `identity` its process, if they give that.
-    `users` counts what uses a peer's life: its labels, and what a backend adds by `keep`, such as posts in flight.
+    `users` counts what uses a peer's life until `let_go`: its labels, and what a backend adds, such as posts in flight.
     """
 
     description_type: type[AnyDescription]
@@ -234,25 +234,23 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
 
     def connect(self, peer: str, description: bytes) -> None:
         with _as_typed(peer):
-            self._connect(peer, self._read(peer, description))
-
-    def _connect(self, peer: str, given: AnyDescription) -> None:
-        if given.life == self.life:
-            raise UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
-        link = self.links.get(peer)
-        if link is not None and link.description.life == given.life:
-            self._refresh(link, given)
-            return
-        target = self._process(peer, given)
-        try:
-            fresh = self._attach(peer, given, target)
-        except BaseException:
-            target.close()
-            raise
-        self.met.add(peer, target)
-        self.keep(given.life)
-        self.disconnect(peer)
-        self.links[peer] = fresh
+            given = self._read(peer, description)
+            if given.life == self.life:
+                raise UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
+            link = self.links.get(peer)
+            if link is not None and link.description.life == given.life:
+                self._refresh(link, given)
+                return
+            target = self._process(peer, given)
+            try:
+                fresh = self._attach(peer, given, target)
+            except BaseException:
+                target.close()
+                raise
+            self.met.add(peer, target)
+            self.users[given.life] += 1
+            self.disconnect(peer)
+            self.links[peer] = fresh
 
     def identify(self, peer: str, description: bytes) -> None:
         with _as_typed(peer):
@@ -291,9 +289,6 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         if link is not None:
             self._detach(link)
             self.let_go(link.description.life)
-
-    def keep(self, life: str) -> None:
-        self.users[life] += 1
 
     def let_go(self, life: str) -> None:
         self.users[life] -= 1

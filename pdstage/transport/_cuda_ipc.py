@@ -30,6 +30,7 @@ import secrets
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -59,7 +60,6 @@ _REMEDY = (
 )
 
 
-_NO_HANDLES = "is memory of cuMemCreate (torch's expandable_segments?) without handles for other processes"
 _REMEDY_OF_SEGMENTS = (
     "start the engine with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or with a torch whose segments other "
     'processes may open, or choose path="staged", whose memory is the node\'s own'
@@ -150,9 +150,6 @@ class Cuda:
         """This process's number of a GPU; None if it is not visible, as with CUDA_VISIBLE_DEVICES of one GPU."""
         every = range(self.driver.n_devices())
         return next((device for device in every if self.driver.uuid(device) == uuid), None)
-
-    def can_access(self, device: int, peer: int) -> bool:
-        return device == peer or self.driver.can_access(device, peer)
 
     def allow(self, device: int, peer: int, base: int, nbytes: int) -> None:
         """Lets kernels on `device` write memory of this process on `peer`."""
@@ -273,7 +270,8 @@ def _export_segments(library: Library, calls: Calls, uuid: bytes, base: int, nby
     for start, _ in found:
         types &= library.attribute(driver.HANDLE_TYPES, start)
     if not types:
-        raise UsageError(f"device memory at {base:#x} {_NO_HANDLES}", remedy=_REMEDY_OF_SEGMENTS, base=base)
+        why = "is memory of cuMemCreate (torch's expandable_segments?) without handles for other processes"
+        raise UsageError(f"device memory at {base:#x} {why}", remedy=_REMEDY_OF_SEGMENTS, base=base)
     made = Export(secrets.token_bytes(16), uuid, found[0][0], [size for _, size in found], [])
     try:
         for start, _ in found:
@@ -295,12 +293,13 @@ def _export_segments(library: Library, calls: Calls, uuid: bytes, base: int, nby
     return made
 
 
+@dataclass(slots=True, eq=False)
 class _Opened:
     """Memory that is open in this process. The driver is asked once, however many users there are."""
 
-    def __init__(self, address: int, close: Callable[[], None]) -> None:
-        self.address, self.close = address, close
-        self.n_users = 0
+    address: int
+    close: Callable[[], None]
+    n_users: int = 0
 
 
 class Mapping:

@@ -19,17 +19,27 @@ _PER_RECEIVE = 256
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
-class Inbox:
-    """Receives under a random name, so that a later life of a process is never taken for this one."""
+class _End:
+    """One end's socket."""
 
     def __init__(self) -> None:
-        self.name = f"pdstage.{secrets.token_hex(16)}"
-        self._socket = _socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.bind("\0" + self.name)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Inbox(_End):
+    """Receives under a random name, so that a later life of a process is never taken for this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = f"pdstage.{secrets.token_hex(16)}"
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind("\0" + self.name)
 
     def receive(self) -> list[bytes]:
         """The tags that have arrived, at most a few hundred; the descriptor stays readable for the rest. What another
@@ -51,20 +61,14 @@ class Inbox:
                 tags.append(tag)
         return tags
 
-    def close(self) -> None:
-        self._socket.close()
 
-
-class Outbox:
+class Outbox(_End):
     """Sends to one inbox."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
-        self._socket = _socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_NBYTES)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
     def check(self) -> None:
         """Raises `OSError` if the inbox was closed. Its process may still live."""
@@ -82,9 +86,6 @@ class Outbox:
         except OSError as error:
             return error.errno or errno.EIO
         return 0
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class Bell:
@@ -110,7 +111,3 @@ class Bell:
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)

@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
@@ -175,7 +176,7 @@ class Devices:
         return _View(offered.base, offered.nbytes, mapping.address - export.base, mapping)
 
     def _check_access(self, peer: str, cuda: Cuda, device: int, other: int) -> None:
-        if not cuda.can_access(device, other):
+        if device != other and not cuda.driver.can_access(device, other):
             raise self._refused(peer, f"device {device} cannot access device {other}")
 
     def _refused(self, peer: str, why: str) -> PeerError:
@@ -250,9 +251,7 @@ class Copies:
                 begun = len(spans.nbytes) > 1 and cuda.has_batches
                 if not begun or not cuda.copy_batch(spans, self._stream):
                     try:
-                        for dst, src, nbytes in zip(
-                            spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True
-                        ):
+                        for src, dst, nbytes in zip(*map(np.ndarray.tolist, spans), strict=True):
                             cuda.driver.copy(dst, src, nbytes, self._stream)
                             begun = True
                     except DriverError as error:

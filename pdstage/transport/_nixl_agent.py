@@ -104,15 +104,13 @@ def start(  # one keyword per choice that NIXL or UCX leaves to its user
 def descriptors(addresses: Ints, nbytes: Ints, place: Place) -> Any:  # noqa: ANN401
     """NIXL's list of the spans, each with its device."""
     kind, device = place
+    rows: Any
     if len(addresses) == 1:
         only = device if isinstance(device, int) else int(device[0])
-        return _dlist(kind, [(int(addresses[0]), int(nbytes[0]), only)])
-    rows = np.empty((len(addresses), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, device
-    return _dlist(kind, rows)
-
-
-def _dlist(kind: str, rows: object) -> Any:  # noqa: ANN401
+        rows = [(int(addresses[0]), int(nbytes[0]), only)]
+    else:
+        rows = np.empty((len(addresses), 3), dtype=np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, device
     return _bindings.nixlXferDList(_bindings.DRAM_SEG if kind == "cpu" else _bindings.VRAM_SEG, rows)
 
 

@@ -275,10 +275,6 @@ class Here(Target):
             return TransportError(str(error), remedy="the peer unregistered memory that was still being written")
         return None
 
-    def why_not_written(self, address: int) -> TransportError | None:
-        del address
-        return None
-
     def unmap(self) -> None:
         pass
 
@@ -319,7 +315,7 @@ def copy(spans: Spans) -> None:
     if native.ext is not None:
         native.ext.copy_spans(*spans)
         return
-    for src, dst, nbytes in zip(spans.src.tolist(), spans.dst.tolist(), spans.nbytes.tolist(), strict=True):
+    for src, dst, nbytes in zip(*map(np.ndarray.tolist, spans), strict=True):
         ctypes.memmove(dst, src, nbytes)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,6 @@ from pdstage.transport._backend import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from pdstage.plan.spans import Spans
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read at load time; each start would log a dozen lines
 try:
@@ -98,17 +97,17 @@ class Engine:
         return f"{f'[{host}]' if ':' in host else host}:{'0' * n_before}{port}"
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """One ticket: the spans that have not begun, and how many of its transfers are in flight."""
 
-    def __init__(self, ticket: int, peer: str, spans: Spans) -> None:
-        self.ticket = ticket
-        self.peer = peer
-        self.spans = zip(spans.src.tolist(), spans.dst.tolist(), spans.nbytes.tolist(), strict=True)
-        self.n_under_way = 0
-        self.all_begun = False
-        self.error: TransportError | None = None
-        self.settled = True
+    ticket: int
+    peer: str
+    spans: Iterator[tuple[int, int, int]]
+    n_under_way: int = 0
+    all_begun: bool = False
+    error: TransportError | None = None
+    settled: bool = True
 
 
 class Way:

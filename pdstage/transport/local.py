@@ -161,13 +161,13 @@ class LocalTransport(Backend[_Link, _Description]):
     def _prepare(self, link: _Link, prepared: Ranges) -> None:
         target = link.target
         views = self._views(link, prepared.regions)
-        on_host = [region for region in prepared.regions if region.kind != KIND]
         if isinstance(target, Process):
+            on_host = [region for region in prepared.regions if region.kind != KIND]
             target.map(link.description.shared, on_host)
-        for region in on_host:
-            why_not = None if target.mapped(region.base, region.nbytes) else target.why_not_written(region.base)
-            if why_not is not None:
-                raise PeerError(f"{region} is neither shared nor writable: {why_not}", remedy=_SHARE, region=region)
+            for region in on_host:
+                why_not = None if target.mapped(region.base, region.nbytes) else target.why_not_written(region.base)
+                if why_not is not None:
+                    raise PeerError(f"{region} is neither shared nor writable: {why_not}", remedy=_SHARE, region=region)
         link.prepared, link.views = prepared, views
         if views:
             self._peers_on_devices.add(link.peer)
@@ -198,25 +198,21 @@ class LocalTransport(Backend[_Link, _Description]):
 
     def _write(self, link: _Link, post: Post) -> None:
         link.check_alive()
-        kinds = {post.src.kind, post.dst.kind}
-        if KIND in kinds:
-            self._write_on_device(link, post, kinds)
+        if post.src.kind != post.dst.kind:
+            raise UsageError("a post between host and device memory", remedy="keep both sides' memory on one kind")
+        if post.src.kind == KIND:
+            error = link.target.why_not(post.spans) if isinstance(link.target, Here) else None
+            if error is not None:
+                raise error
+            self._devices.start((post.ticket, link, post.tag), post.spans, link.views)
             return
         written, error = link.target.write(post.spans)
-        if error is not None and written == 0:
-            raise error
-        if error is not None:
+        if error is None:
+            self._put(link, post.ticket, post.tag)
+        elif written:
             self._tell(PostFailed(post.ticket, error))
         else:
-            self._put(link, post.ticket, post.tag)
-
-    def _write_on_device(self, link: _Link, post: Post, kinds: set[str]) -> None:
-        if len(kinds) > 1:
-            raise UsageError("a post between host and device memory", remedy="keep both sides' memory on one kind")
-        error = link.target.why_not(post.spans) if isinstance(link.target, Here) else None
-        if error is not None:
             raise error
-        self._devices.start((post.ticket, link, post.tag), post.spans, link.views)
 
     def notify(self, peer: str, tag: bytes) -> int:
         link = self.link(peer)

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
@@ -80,7 +81,6 @@ class MooncakeTransport(Backend[_Link, _Description]):
         descriptor_s=16e-6,
         post_s=75e-6,
     )
-    preference: ClassVar[int] = 0
     description_type = _Description
     link_type = _Link
 
@@ -162,8 +162,9 @@ class MooncakeTransport(Backend[_Link, _Description]):
         if link.target.gone():
             raise failed(link.peer, "has ended", "fail its rooms; it may connect again")
         life = link.description.life
-        self.keep(life)
-        link.way.waiting.append(Transfer(post.ticket, link.peer, post.spans))
+        self.users[life] += 1
+        rows = zip(*map(np.ndarray.tolist, post.spans), strict=True)
+        link.way.waiting.append(Transfer(post.ticket, link.peer, rows))
         self._move(life)
 
     def _progress(self) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import deque
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -67,13 +68,13 @@ class _Description(Description, frozen=True, tag="pdstage.mori.1", array_like=Tr
     memory: list[Annotated[bytes, Meta(max_length=4096)]]
 
 
+@dataclass(slots=True, eq=False)
 class _Target:
     """A peer's engine. All labels of it share its queue pairs, its waiting posts and its posts in flight."""
 
-    def __init__(self, engine: Any) -> None:  # noqa: ANN401
-        self.engine = engine
-        self.waiting: deque[_Post] = deque()
-        self.n_in_flight = 0  # descriptors
+    engine: Any
+    waiting: deque[_Post] = field(default_factory=deque)
+    n_in_flight: int = 0  # descriptors
 
 
 class _Way(Link[_Description]):
@@ -99,14 +100,16 @@ class _Way(Link[_Description]):
         self.memory = memory
 
 
+@dataclass(slots=True, eq=False)
 class _Post:
     """One ticket: its batches with their sessions, and the statuses of the batches that have begun."""
 
-    def __init__(self, ticket: int, way: _Way, batches: list[_Batch]) -> None:
-        self.ticket, self.way, self.batches = ticket, way, batches
-        self.n_descriptors = sum(len(batch.sizes) for batch in batches)
-        self.statuses: list[Any] = []
-        self.error: TransportError | None = None
+    ticket: int
+    way: _Way
+    batches: list[_Batch]
+    n_descriptors: int
+    statuses: list[Any] = field(default_factory=list)
+    error: TransportError | None = None
 
 
 class MoriTransport(Backend[_Way, _Description]):
@@ -128,7 +131,6 @@ class MoriTransport(Backend[_Way, _Description]):
         descriptor_s=0.14e-6,  # docs/MORI-IO-BENCHMARK.md of ROCm/mori: 32,768 of 1 KiB in 4.6 ms, by one NIC
         post_s=10e-6,
     )
-    preference: ClassVar[int] = 0  # only by name
     caveat: ClassVar[str] = "never run on hardware by this project; tested over a double of MORI-IO only"
     description_type = _Description
     link_type = _Way
@@ -186,11 +188,8 @@ class MoriTransport(Backend[_Way, _Description]):
         return link
 
     def _detach(self, link: _Way) -> None:
-        waiting, link.target.waiting = link.target.waiting, deque()
-        for post in waiting:
-            if post.way is not link:
-                link.target.waiting.append(post)
-                continue
+        for post in [post for post in link.target.waiting if post.way is link]:
+            link.target.waiting.remove(post)
             post.error = TransportError(f"peer {link.peer!r} was disconnected before this write began")
             self._end(post)
 
@@ -210,8 +209,8 @@ class MoriTransport(Backend[_Way, _Description]):
             except RuntimeError as error:
                 raise _failed(f"peer {link.peer!r} cannot be reached", error, "look at its log") from error
             batches.append(_Batch(session, *(column.tolist() for column in columns)))
-        self.keep(link.description.life)
-        link.target.waiting.append(_Post(post.ticket, link, batches))
+        self.users[link.description.life] += 1
+        link.target.waiting.append(_Post(post.ticket, link, batches, len(spans.nbytes)))
         self._begin(link.target)
 
     def _session(self, way: _Way, local: Region, remote: Region) -> Any:  # noqa: ANN401

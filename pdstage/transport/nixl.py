@@ -53,7 +53,7 @@ from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport.base import Done, Inbound, PostFailed, Ranges, Traits, write_description
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pdstage.layout import Region
 
@@ -175,22 +175,12 @@ class NixlTransport(Backend[_Link, _Description]):
         except Errors as error:
             raise failed(f"no write to peer {link.peer!r} can begin", error) from error
         self._flights[post.ticket] = _InFlight(handle, link.peer, name)
-        self.keep(name)
-        try:
-            state = self._agent.transfer(handle)
-        except Errors as error:
-            self._end(post.ticket, error)
-        else:
-            self._advance(post.ticket, state)
+        self.users[name] += 1
+        self._advance(post.ticket, self._agent.transfer)
 
     def _progress(self) -> None:
-        for ticket, flight in list(self._flights.items()):
-            try:
-                state = self._agent.check_xfer_state(flight.handle)
-            except Errors as error:
-                self._end(ticket, error)
-            else:
-                self._advance(ticket, state)
+        for ticket in list(self._flights):
+            self._advance(ticket, self._agent.check_xfer_state)
         try:
             for tags in self._agent.get_new_notifs().values():
                 self.events.extend(map(Inbound, tags))
@@ -238,7 +228,13 @@ class NixlTransport(Backend[_Link, _Description]):
                 f"peer {peer!r} is {description.life} but describes {name}", remedy="stop using it", peer=peer
             )
 
-    def _advance(self, ticket: int, state: str) -> None:
+    def _advance(self, ticket: int, call: Callable[[Any], str]) -> None:
+        """`call` starts a post or asks for its state; it is over unless it is under way then."""
+        try:
+            state = call(self._flights[ticket].handle)
+        except Errors as error:
+            self._end(ticket, error)
+            return
         if state != "PROC":
             self._end(ticket, None if state == "DONE" else RuntimeError(f"state {state}"))
 

@@ -17,9 +17,9 @@ def of(node: DecodeNode | PrefillNode) -> dict[str, int]:
         core = node.core
         # A lost session is asked for until somebody answers at its address: nobody does if its rank moved to another.
         asking = len(core._stranded) if isinstance(node, DecodeNode) else 0
-        explained = 2 * len(core.sessions) + asking + 1  # a beat and a silence each; "recalls"
-        held["timers"] = max(0, len(core.endpoint.timers) - explained)
-        held["handles"] = max(0, len(node.roster) - held.get("stranded rooms", 0))
+        # And a beat and a silence of each session; "recalls".
+        held["timers"] = max(0, len(core.endpoint.timers) - asking - 2 * len(core.sessions) - 1)
+        held["handles"] = max(0, len(node.handles()) - held.get("stranded rooms", 0))
         return held
 
 

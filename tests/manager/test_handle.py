@@ -26,7 +26,7 @@ def make(n: int) -> tuple[Roster, list[Room], list[Handle]]:
     rooms = [Room(b"%d" % i) for i in range(n)]
     handles = [Handle(None, room) for room in rooms]  # type: ignore[arg-type]
     for room, handle in zip(rooms, handles, strict=True):
-        roster.add(room, handle)
+        roster.by_room[room] = handle
     return roster, rooms, handles
 
 

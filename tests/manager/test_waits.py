@@ -119,7 +119,7 @@ def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch):
 
 @pytest.mark.parametrize(("lent", "n_asked"), [([], range(34, 38)), ([None], (400,))])
 def test_pieces_for_its_pages_are_left_to_gather(waiting, monkeypatch, lent, n_asked):
-    """Over TCP each that is read alone is acknowledged alone: so decode asks at once for 1 ms, then every ms, and later every 2 ms."""
+    """Over TCP each read alone is acknowledged alone: decode asks at once for 1 ms, then every ms, later every 2."""
     asked = []
     clock = SimpleNamespace(monotonic=lambda: clock.now, thread_time=lambda: clock.spent, now=1e6, spent=0.0)
     monkeypatch.setattr(drivers, "time", clock)

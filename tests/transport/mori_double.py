@@ -284,9 +284,9 @@ def load() -> types.ModuleType:
     vars(io).update({kind.__name__: kind for kind in names})
     spec = importlib.util.spec_from_file_location(f"{__name__}_user", Path(pdstage.transport.__path__[0], "mori.py"))
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses and msgspec look for the names in its annotations
     with mock.patch.dict(sys.modules, {"mori": types.ModuleType("mori"), "mori.io": io}):
         spec.loader.exec_module(module)
-    sys.modules[spec.name] = module  # where msgspec looks for the names in its annotations
     return module
 
 

@@ -257,7 +257,7 @@ class Checks:
             if host.node.driver.failure is not None:
                 raise Violation(f"the driver of {host.name} failed") from host.node.driver.failure
             self._ends_its_threads(host)
-            if host.gave_back and (len(host.node.roster) or (host.metadata and host.metadata._lent)):
+            if host.gave_back and (host.node.roster.by_room or (host.metadata and host.metadata._lent)):
                 raise Violation(f"{host.name} gave all back, and holds rooms or rows")
             if self._world.calm and not host.gave_back:
                 raise Violation(f"{host.name} kept its memory, and nothing went wrong")
