@@ -6,7 +6,8 @@ this process's own sockets. It sees nothing beyond them.
 Seen with UCX over tcp: a writer was killed in the middle of a write, and 10 MiB landed at our first poll after its
 death. The bytes had waited in our socket and in the dead writer's socket, which the kernel goes on emptying as an
 orphan. Bytes in a reset connection, or in one that nobody has accepted yet, can still be read, although no table lists
-that connection.
+that connection. A writer that dies with an unread answer resets its connection and leaves no orphan, while what it sent
+may wait in a processor's queue of packets: then our end is established, and the other is nowhere.
 """
 
 from __future__ import annotations
@@ -49,24 +50,40 @@ def hold_bytes_of_the_dead() -> bool:
         rows = [row for table in _TABLES if table.exists() for row in _read(table)]
         own = _own_sockets()
         # In the order in which bytes move, so that none is missed: into a socket of ours, then out of it.
-        return _are_coming(rows, set(own)) or any(_holds_the_rest(fd) for fd in own.values())
+        return _are_coming(rows, own) or any(_holds_the_rest(fd) for fd in own.values())
     except OSError:
         return True
 
 
-def _are_coming(rows: list[_Row], own: set[str]) -> bool:
-    """Whether bytes are on the way from orphans to our sockets, or wait in a connection that was not accepted."""
-    orphans = {(row.local, row.remote) for row in rows if row.inode == "0" and row.state in _STILL_SENDING}
+def _are_coming(rows: list[_Row], own: dict[str, int]) -> bool:
+    """Whether bytes are on the way from the dead to our sockets, or wait in a connection that was not accepted."""
+    ends = {(row.remote, row.local): row for row in rows}
     waiting: Counter[str] = Counter()  # by port, of live processes
     for row in rows:
         if row.state != ESTABLISHED:
             continue
-        if (row.remote, row.local) in orphans:
+        end = ends.get((row.local, row.remote))
+        # With one address both ends are in this network namespace: one that is not there was reset, or vanished.
+        if end is None and row.local.partition(":")[0] == row.remote.partition(":")[0]:
+            if row.inode in own:
+                _ask_other_end(own[row.inode])
+                return True
+        elif end is not None and end.inode == "0" and end.state in _STILL_SENDING:
             if row.inode in own or row.inode == "0":
                 return True
         elif row.inode == "0":
             waiting[row.port] += 1
     return any(row.n_unread > waiting[row.port] for row in rows if row.state == LISTEN and row.inode in own)
+
+
+def _ask_other_end(fd: int) -> None:
+    """Makes the kernel ask it within a second, should the word of its reset be lost: who is not there resets again."""
+    held = socket.socket(fileno=fd)
+    try:
+        held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    finally:
+        held.detach()  # its owner closes it
 
 
 def _holds_the_rest(fd: int) -> bool:

@@ -13,6 +13,8 @@ import pytest
 from pdstage.transport import _sockets
 
 NBYTES = 64 << 20
+TCP_REPAIR = 19
+"""Linux's; Python names it nowhere."""
 
 
 @pytest.fixture(params=["IPv4", "dual stack"])
@@ -70,6 +72,25 @@ def test_what_a_reset_connection_holds_can_still_be_read():
                 while chunk := end.recv(1 << 20):
                     n_read += len(chunk)
             assert n_read == until_answered
+            assert not _sockets.hold_bytes_of_the_dead()
+
+
+def test_an_end_whose_other_end_is_nowhere_may_get_what_was_sent():
+    """I2: a reset may be on its way, behind bytes. Here none comes (tcp_repair), until the kernel asks for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        out = socket.create_connection(listener.getsockname())
+        with listener.accept()[0] as end:
+            assert not _sockets.hold_bytes_of_the_dead()
+            try:
+                out.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+            except PermissionError as error:
+                pytest.skip(f"tcp_repair: {error}")
+            finally:
+                out.close()
+            assert _sockets.hold_bytes_of_the_dead()
+            end.settimeout(60.0)
+            with pytest.raises(ConnectionResetError):
+                end.recv(1)
             assert not _sockets.hold_bytes_of_the_dead()
 
 
