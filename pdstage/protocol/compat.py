@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from pdstage.errors import PeerError, UsageError
-from pdstage.layout import Key, check_inside, mismatch
+from pdstage.layout import Component, Key, Layout, Region, View, check_inside, mismatch
 from pdstage.plan.ownership import CommonTokens
 from pdstage.plan.token_slices import tokens_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pdstage.layout import Component, Layout, Region, View
     from pdstage.layout.topology import Topology
     from pdstage.plan import Share
     from pdstage.protocol import messages as m
@@ -38,7 +37,6 @@ _MAX_TOKENS_PER_ITEM = 1 << 20
 _MAX_NUMBER = 1 << 62
 _MAX_SHARES = 64
 _FEW = 256
-_ITEM = np.dtype("<i4")
 
 
 # Models, at Hello and Welcome.
@@ -218,7 +216,7 @@ def items_problem(layout: Layout, items: m.Items, asked: m.Asked | None) -> str:
     component = next((c for c in layout.components if c.name == items.component), None)
     if component is None or len(items.data) % 4:
         return f"Open gives {len(items.data)} bytes of items of {items.component!r}"
-    numbers = np.frombuffer(items.data, _ITEM)
+    numbers = np.frombuffer(items.data, "<i4")
     # Of a few numbers plain Python finds these several times faster than numpy's calls.
     few = len(numbers) <= _FEW
     ordered = sorted(numbers.tolist()) if few else np.sort(numbers)
@@ -249,9 +247,8 @@ class Slots:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._of = {component.name: component for component in layout.components if not component.positional}
-        self.names = frozenset(self._of)
-        self.exact = frozenset(name for name, component in self._of.items() if component.exact)
+        self.components = {component.name: component for component in layout.components if not component.positional}
+        self.exact = frozenset(name for name, component in self.components.items() if component.exact)
         self._warned: set[str] = set()
 
     def compare(self, endpoint: Endpoint, session: Session, name: str, at_prefill: int, at_decode: int) -> str:
@@ -261,7 +258,7 @@ class Slots:
         """
         if at_prefill == at_decode:
             return ""
-        what = "slots" if self._of[name].tokens_per_item == 1 else "rows of slots"
+        what = "slots" if self.components[name].tokens_per_item == 1 else "rows of slots"
         both = f"{at_prefill} {what} at prefill and {at_decode} at decode"
         if name in self.exact:
             return f"component {name!r} has {both}, and must have as many on both sides"

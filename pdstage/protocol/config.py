@@ -56,11 +56,9 @@ class Config:
     def __post_init__(self) -> None:
         for field in fields(self):
             what, value = f"Config.{field.name}", getattr(self, field.name)
-            kind = type(field.default)
-            read: object
-            if issubclass(kind, bool):
-                read = arguments.flag(what, value)
-            elif issubclass(kind, int):
+            if isinstance(field.default, bool):
+                read: object = arguments.flag(what, value)
+            elif isinstance(field.default, int):
                 read = arguments.integer(what, value, low=1)
             else:
                 read = arguments.number(what, value, above=0.0)

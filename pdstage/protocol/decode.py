@@ -13,9 +13,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
+from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, UsageError
 from pdstage.layout import merged
-from pdstage.plan import shares
+from pdstage.plan import Share, shares
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import Slots, lacking
@@ -23,22 +23,17 @@ from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
 from pdstage.protocol.decode_rooms import Coverage, DecodeRoom, Writer
 from pdstage.protocol.handshake import HandshakeClient
 from pdstage.protocol.leases import Leases
-from pdstage.protocol.room import room_id
-from pdstage.protocol.session import CoreEffect, Detach, Endpoint, Session, forgotten_at
+from pdstage.protocol.room import OwnRows, room_id
+from pdstage.protocol.session import MAX_REMEMBERED, CoreEffect, Detach, Endpoint, Session, forgotten_at, remember
 from pdstage.protocol.state import WRITER, RoomEvent, State, WriterEvent, WriterPhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from pdstage.errors import PdstageError
-    from pdstage.plan import Share
     from pdstage.protocol.config import Config
-    from pdstage.protocol.room import OwnRows
 
 DecodeEffect: TypeAlias = CoreEffect | Scatter
 """What the decode core asks of its driver."""
-_MAX_DEALT = 4096
-_MAX_GIVEN_UP = 4096
 
 
 class DecodeCore:
@@ -60,7 +55,7 @@ class DecodeCore:
         self.by_epoch: dict[int, DecodeRoom] = {}
         """Rooms until they are released."""
         self.slots = Slots(self.layout)
-        self._deal = lru_cache(_MAX_DEALT)(self._dealt)
+        self._deal = lru_cache(MAX_REMEMBERED)(self._dealt)
         """Who sends what, by a room's writers; a session that ends empties it."""
         self._given_up: dict[bytes, None] = {}
         """Of the last rooms that no writer was to wait for: announced again, it must hear that at once."""
@@ -79,13 +74,7 @@ class DecodeCore:
 
     # What the engine does.
 
-    def announce(
-        self,
-        key: bytes,
-        *,
-        deadline_s: float,
-        wait_s: float | None = None,
-    ) -> DecodeRoom:
+    def announce(self, key: bytes, *, deadline_s: float, wait_s: float | None = None) -> DecodeRoom:
         """The engine will receive this room, from those that `found` will name. `wait_s` is until its first chunk; else
         as configured. Raises `UsageError` if it is being received already.
         """
@@ -218,8 +207,10 @@ class DecodeCore:
         self.fenced(session)
 
     def _on_asking(self, _: Session, writer: Writer | None, asking: m.Asking) -> None:
-        room = writer.room if writer is not None else None
-        if room is None or room.bound or room.ended or room.ready_to_bind in (True, asking.finished):
+        if writer is None:
+            return
+        room = writer.room
+        if room.bound or room.ended or room.ready_to_bind in (True, asking.finished):
             return
         room.ready_to_bind = asking.finished
         self.endpoint.cancel(self.ask, room)
@@ -267,7 +258,8 @@ class DecodeCore:
         for writer in list(session.claims.values()):
             self.fail_room(writer.room, error)
             self.cancel_timers(writer)
-            if not writer.writes_in_place:  # it can write staging memory alone, which its leases account for
+            if not (writer.direct or (writer.has_aux and writer.room.row is not None)):
+                # It can write staging memory alone, which its leases account for.
                 self.mark_quiet(writer)
         for room in list(peer.rooms):
             self.fail_room(room, error)
@@ -424,14 +416,12 @@ class DecodeCore:
     def _give_up(self, room: DecodeRoom, routes: Iterable[bytes]) -> None:
         """Tells the writers at `routes` that no Open of this room follows; those without a session as they get one."""
         abort = m.Abort(room.epoch, m.brief(str(room.error)), False, room.key)
-        self._given_up[room.key] = None
-        if len(self._given_up) > _MAX_GIVEN_UP:
-            del self._given_up[next(iter(self._given_up))]
+        remember(self._given_up, room.key)
         for route in routes:
             peer = self.handshake.peers.get(route)
             if peer is not None and peer.session is not None:
                 self.endpoint.send(peer.session, abort)
-            elif peer is not None and len(peer.given_up) < _MAX_GIVEN_UP:
+            elif peer is not None and len(peer.given_up) < MAX_REMEMBERED:
                 peer.given_up[room.key] = abort
 
     def _end(self, room: DecodeRoom) -> None:
@@ -498,10 +488,10 @@ class DecodeCore:
     def _unlike(self, room: DecodeRoom) -> str:
         """Where the writers' numbers of slots disagree, in words; empty where they do not (I5)."""
         ends: dict[str, tuple[int, int]] = {}
-        for writer in room.writers.values() if self.slots.names else ():
+        for writer in room.writers.values() if self.slots.components else ():
             for name, stop in writer.coverage.stops():
                 number, other = ends.setdefault(name, (writer.number, stop))
-                if name in self.slots.names and stop != other:
+                if name in self.slots.components and stop != other:
                     both = f"{other} from prefill rank {number} and {stop} from {writer.number}"
                     return f"component {name!r} got slots that are not whole: {both}"
         return ""

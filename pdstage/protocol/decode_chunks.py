@@ -56,7 +56,8 @@ class ChunkReceiver:
             self.endpoint.send(session, m.Refused(*asked, "gone", 0))
             return
         self._core.open_answered(writer)
-        held = self._leases.find(session, reserve.epoch, reserve.chunk)
+        of_epoch = self._leases.held(session, reserve.epoch)
+        held = of_epoch.get(reserve.chunk)
         if held is not None and held.phase is not LeasePhase.WAITING:
             if held.attempt == reserve.attempt:
                 self._leases.send_lease(held)
@@ -71,7 +72,7 @@ class ChunkReceiver:
         elif writer.coverage.covers(reserve.rects):
             self.endpoint.send(session, m.Refused(*asked, "covered", 0))
         elif held is None:
-            if self._leases.count(session, reserve.epoch) < _MAX_LEASES:  # else it asks again
+            if len(of_epoch) < _MAX_LEASES:  # else it asks again
                 self._leases.enqueue(Lease(session, *asked, reserve.nbytes, reserve.rects, writer.room.priority))
         elif held.attempt <= reserve.attempt:  # it keeps its place in line
             held.attempt, held.nbytes, held.rects = reserve.attempt, reserve.nbytes, reserve.rects
@@ -109,6 +110,7 @@ class ChunkReceiver:
         writer: Writer | None = session.claims.get(tag.epoch)
         if writer is None or writer.room.ended or not writer.room.bound:
             return False
+        room = writer.room
         if tag.lane in (m.DIRECT, m.AUX):
             if not self._is_news(writer, tag):
                 return False
@@ -127,9 +129,8 @@ class ChunkReceiver:
             address = span.base + lease.cursor % span.nbytes
             scatter = Scatter(self.endpoint.ticket(), writer, lease, address, nbytes, tag.checksum)
             self.flights[scatter.ticket] = scatter
-            writer.room.pending += 1
+            room.pending += 1
             self.endpoint.effects.append(scatter)
-        room = writer.room
         fresh = tag.lane == m.AUX or not writer.coverage.covers(tag.rects)
         writer.coverage.add(tag.rects)
         writer.arrived.add(tag.chunk)
@@ -186,12 +187,11 @@ class ChunkReceiver:
         if not room.ended and writer.phase is not WriterPhase.QUIET:
             if not room.bound:
                 raise PeerError("CloseOk for a room that was never opened", remedy="check the peer")
-            if close.aux is not None and len(close.aux) > self.endpoint.config.max_aux_nbytes:
-                raise PeerError(
-                    f"{len(close.aux)} aux bytes", remedy=f"at most {self.endpoint.config.max_aux_nbytes}, see Config"
-                )
-            if close.packed and len(close.aux or b"") != session.aux.nbytes:
-                raise PeerError(f"an aux row packed in {len(close.aux or b'')} bytes", remedy="check the peer")
+            nbytes, most = len(close.aux or b""), self.endpoint.config.max_aux_nbytes
+            if nbytes > most:
+                raise PeerError(f"{nbytes} aux bytes", remedy=f"at most {most}, see Config")
+            if close.packed and nbytes != session.aux.nbytes:
+                raise PeerError(f"an aux row packed in {nbytes} bytes", remedy="check the peer")
             writer.closing = close
             written = {(w.lane, w.cursor) for w in close.written}
             for lease in self._leases.of(session, close.epoch):
@@ -221,7 +221,7 @@ class ChunkReceiver:
         """
         given = dict(close.slots)
         for name, stop in writer.coverage.stops():
-            if name in self._core.slots.names and name in given:
+            if name in self._core.slots.components and name in given:
                 problem = self._core.slots.compare(self.endpoint, writer.session, name, given[name], stop)
                 if problem:
                     return f"does not fit: {problem}"

@@ -10,8 +10,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdstage.plan import Rect
-from pdstage.plan.ownership import EVERYTHING
+from pdstage.plan import Rect, Share
+from pdstage.plan.ownership import EVERYTHING, Common, CommonTokens
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import WriterPhase
 
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping
 
     from pdstage.columns import Shared
-    from pdstage.plan import Share
-    from pdstage.plan.ownership import Common, CommonTokens
     from pdstage.protocol import messages as m
-    from pdstage.protocol.messages import Asked
     from pdstage.protocol.session import Session
 
 
@@ -42,19 +39,20 @@ class Intervals(list[int]):
         return reached if reached < stop else None
 
 
+@dataclass(slots=True, eq=False)
 class _Need:
     """One component's tokens `[start, stop)` over a writer's layers, in bands of layers that arrived alike."""
 
-    __slots__ = ("bands", "begins", "layers", "numbers", "start", "stop")
+    layers: list[int]
+    start: int
+    stop: int
+    numbers: CommonTokens
+    begins: list[int] = field(init=False)
+    """Where each band begins, as a place in `layers`, and where the last ends."""
+    bands: list[Intervals] = field(init=False)
 
-    def __init__(self, layers: list[int], start: int, stop: int, numbers: CommonTokens) -> None:
-        self.layers = layers
-        self.start = start
-        self.stop = stop
-        self.numbers = numbers
-        self.begins = [0, len(layers)]
-        """Where each band begins, as a place in `layers`, and where the last ends."""
-        self.bands = [Intervals()]
+    def __post_init__(self) -> None:
+        self.begins, self.bands = [0, len(self.layers)], [Intervals()]
 
     def numbered(self, start: int, stop: int) -> tuple[int, int]:
         numbers = self.numbers
@@ -95,7 +93,7 @@ class Coverage:
     def __init__(
         self,
         shares: Iterable[Share],
-        asked: tuple[Asked, ...],
+        asked: tuple[m.Asked, ...],
         common: Common = EVERYTHING,
         exact: Container[str] = (),
     ) -> None:
@@ -195,11 +193,6 @@ class Writer:
     def direct(self) -> bool:
         """Whether it may write the room's pages."""
         return bool(self.room.wire_items and self.shares)
-
-    @property
-    def writes_in_place(self) -> bool:
-        """Whether it may write the room's pages or aux row, without a lease."""
-        return self.direct or (self.has_aux and self.room.row is not None)
 
     @property
     def asks(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pdstage.protocol.messages import AUX, DIRECT, Lease
+from pdstage.protocol.messages import AUX, DIRECT, Lease, Open, Written
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import ChunkPhase, DestinationPhase
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pdstage.plan import Rect, Share, Staging
-    from pdstage.protocol.messages import Open, Written
     from pdstage.protocol.session import Session
 
 LEAST_PIECE_NBYTES = 4 << 20
@@ -106,9 +105,7 @@ class Destination:
 
     def may_direct(self, rects: Iterable[Rect]) -> bool:
         """Whether this node may, and the destination told where each of `rects` lies and lets it be written there."""
-        if not self._exposed or not self.session.in_place:
-            return False
-        return all(rect.component in self._exposed for rect in rects)
+        return self.session.in_place and all(rect.component in self._exposed for rect in rects)
 
 
 class GivenRow(NamedTuple):
@@ -159,10 +156,7 @@ PieceLength: TypeAlias = "Callable[[Destination, tuple[Rect, ...], int], int]"
 
 
 def split(
-    rects: tuple[Rect, ...],
-    destination: Destination,
-    limit: int,
-    piece: PieceLength | None = None,
+    rects: tuple[Rect, ...], destination: Destination, limit: int, piece: PieceLength | None = None
 ) -> Iterator[tuple[tuple[Rect, ...], int]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers. Each
     with its staged bytes. `piece` may say a smaller limit for more than `LEAST_PIECE_NBYTES`.

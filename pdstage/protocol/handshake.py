@@ -11,7 +11,6 @@ that heartbeat. A room that begins at that moment finds the session alive, or se
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -24,11 +23,9 @@ from pdstage.plan.ownership import Common
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import incompatible, layout_problem, other_model
-from pdstage.protocol.session import HangUp, Renew, Session
+from pdstage.protocol.session import HangUp, Renew, Session, remember
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pdstage.protocol.config import Config
     from pdstage.protocol.decode import DecodeCore
     from pdstage.protocol.prefill import PrefillCore
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _HELLOS_A_CONNECTION = 4
 """Hellos without an answer after which the connection is made anew."""
-_MAX_LOST = 4096
 
 
 def features(config: Config, *, tags: bool, direct: bool = False) -> tuple[str, ...]:
@@ -102,8 +98,7 @@ class HandshakeClient:
         if peer is None or session_id.decode != peer.nonce:
             return
         if peer.session is not None:  # a second process answers the same Hello: the first is gone
-            restarted = PeerError("the prefill rank restarted", remedy="send its rooms again")
-            self._owner.denied(peer.session, restarted)
+            self._owner.denied(peer.session, PeerError("the prefill rank restarted", remedy="send its rooms again"))
             return
         if problem := greeting_problem(welcome, welcome, self.hello):
             self._refused(peer, PeerError(f"a prefill rank does not fit: {problem}", remedy="match both sides"))
@@ -123,8 +118,7 @@ class HandshakeClient:
     def on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused) -> None:
         peer = self.peers.get(route)
         if peer is not None and peer.session is None and frame.session.decode == peer.nonce:
-            error = PeerError(f"prefill refused this node: {refused.reason}", remedy="match both sides")
-            self._refused(peer, error)
+            self._refused(peer, PeerError(f"prefill refused this node: {refused.reason}", remedy="match both sides"))
 
     def _refused(self, peer: Peer, error: PdstageError) -> None:
         self.endpoint.counters.sessions_refused += 1
@@ -196,7 +190,8 @@ class HandshakeServer:
         self.endpoint = owner.endpoint
         self.welcome = welcome
         self._stagings = Stagings(welcome.layout)
-        self.lost: OrderedDict[m.SessionId, None] = OrderedDict()
+        self.lost: dict[m.SessionId, None] = {}
+        """No late Hello may begin one of these: it was lost, or this process has denied it with NoSession."""
         self._owner = owner
         self._at: dict[bytes, Session] = {}
 
@@ -250,14 +245,8 @@ class HandshakeServer:
         if self._at.get(session.route) is session:
             del self._at[session.route]
         if not session.half_open:
-            self.never_again(session.id)
+            remember(self.lost, session.id)
         return True
-
-    def never_again(self, session_id: m.SessionId) -> None:
-        """No late Hello may begin this session: it was lost, or this process has denied it with NoSession."""
-        self.lost[session_id] = None
-        if len(self.lost) > _MAX_LOST:
-            self.lost.popitem(last=False)
 
 
 def greeting_problem(theirs: m.Greeting, welcome: m.Welcome, hello: m.Hello) -> str:
@@ -269,7 +258,8 @@ def greeting_problem(theirs: m.Greeting, welcome: m.Welcome, hello: m.Hello) -> 
 
     at_prefill, at_decode = m.offers(welcome), m.offers(hello)
     if not at_prefill.keys() & at_decode.keys():
-        return f"transport {_either(at_prefill)} at prefill, {_either(at_decode)} at decode"
+        src, dst = (" or ".join(map(repr, names)) for names in (at_prefill, at_decode))
+        return f"transport {src} at prefill, {dst} at decode"
     rows = hello.rows if theirs is hello else None
     if rows is not None and rows.base + rows.n_rows * rows.row_nbytes >= 1 << 63:
         return f"{rows.n_rows} aux rows at {rows.base}"
@@ -305,7 +295,3 @@ def _agreed(
         common=Common.of(welcome.layout, hello.layout), aux=columns.share(welcome.columns, hello.columns),
         checksums=m.CHECKSUM_FEATURE in both, tags_as_messages=m.TAGS_FEATURE in both,
     )  # fmt: skip
-
-
-def _either(names: Iterable[str]) -> str:
-    return " or ".join(map(repr, names))

@@ -56,8 +56,6 @@ class Lease:
     rects: tuple[Rect, ...]
     """None of a lease in advance whose tag has not come."""
     priority: int
-    place: int = 0
-    """In line, while it waits."""
     lane: int = 0
     cursor: int = 0
     end: int = 0

@@ -31,16 +31,13 @@ from pdstage.protocol.lane import Lane, Lease
 from pdstage.protocol.state import LeasePhase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pdstage.protocol.decode_rooms import Writer
     from pdstage.protocol.session import Endpoint, Session
 
-MAX_UNASKED = 256
-"""Leases that nobody asked for, of all rooms together."""
 _ADVANCE_S = 0.02
 """Such a lease is used within so long, if its room's data is there."""
-_TURN = attrgetter("priority", "place")
 
 
 class Leases:
@@ -60,12 +57,12 @@ class Leases:
         """Of each lane, leases that were closed when granted, in the order in which they open."""
         self.waiting: list[Lease] = []
         """In the order in which they are served."""
-        self._n_asked = 0
         self._of: dict[tuple[Session, int], dict[int, Lease]] = {}
         """What each epoch of a session has, granted or waiting, by chunk."""
         self.contended_at: float | None = None
         """Since when something waits; as of the last `settle`."""
-        self.max_advances = MAX_UNASKED
+        self.max_advances = 256
+        """Of all rooms together."""
         self.advances: set[Lease] = set()
         """Leases that nobody asked for, until their tags come."""
 
@@ -90,33 +87,26 @@ class Leases:
         """Something waits: for a lease, or a closed lease for its lane."""
         return bool(self.waiting) or any(self.closed)
 
-    def find(self, session: Session, epoch: int, chunk: int) -> Lease | None:
-        """What a chunk has here: a lease, a place in line, or nothing."""
-        return self._of.get((session, epoch), {}).get(chunk)
-
-    def count(self, session: Session, epoch: int) -> int:
-        """How many leases and places in line one epoch of a session has."""
-        return len(self._of.get((session, epoch), ()))
+    def held(self, session: Session, epoch: int) -> Mapping[int, Lease]:
+        """What each chunk of one epoch of a session has: a lease, or a place in line."""
+        return self._of.get((session, epoch), {})
 
     def of(self, session: Session, epoch: int | None = None) -> list[Lease]:
         """Live leases of a session, or of one of its epochs."""
         if epoch is None:
             return [lease for lease in self.live() if lease.session is session]
-        held = self._of.get((session, epoch), {}).values()
-        return [lease for lease in held if lease.phase is not LeasePhase.WAITING]
+        return [lease for lease in self.held(session, epoch).values() if lease.phase is not LeasePhase.WAITING]
 
     # Those that wait.
 
     def enqueue(self, request: Lease) -> None:
         """`request` waits, the last of its priority."""
-        self._n_asked += 1
-        request.place = self._n_asked
         self._note(request)
-        insort(self.waiting, request, key=_TURN)
+        insort(self.waiting, request, key=attrgetter("priority"))
 
     def forget_requests(self, session: Session, epoch: int | None = None) -> None:
         """Takes what waits out of the line, for a session or one of its epochs."""
-        held = self.waiting if epoch is None else self._of.get((session, epoch), {}).values()
+        held = self.waiting if epoch is None else self.held(session, epoch).values()
         for request in list(held):
             if request.session is session and request.phase is LeasePhase.WAITING:
                 self.waiting.remove(request)

@@ -11,43 +11,40 @@ and Drained is said only when nothing is in flight (I2, I8).
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
+from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import Slots, lacking, open_problems
-from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
+from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PieceLength, PrefillRoom, SubmittedChunk
 from pdstage.protocol.handshake import HandshakeServer
 from pdstage.protocol.prefill_chunks import ChunkEffect, ChunkSender
-from pdstage.protocol.room import room_id
+from pdstage.protocol.room import OwnRows, room_id
 from pdstage.protocol.session import (
     HOLD_EVERY_S,
+    MAX_REMEMBERED,
     CoreEffect,
     Detach,
     Endpoint,
     Session,
     forgotten_at,
+    remember,
 )
 from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pdstage.errors import PdstageError
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
-    from pdstage.protocol.destinations import PieceLength
-    from pdstage.protocol.room import OwnRows
 
 PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
 """What the prefill core asks of its driver."""
 
 
-_MAX_ENDED = 4096
 MAX_PARKED_NBYTES = 64 << 20
 """Of Opens of one session for rooms that are not submitted yet: any peer may name any room."""
 _OPEN_NBYTES = 4096
@@ -115,10 +112,10 @@ class PrefillCore:
         """Until they are closed or drained, or their session is lost with nothing in flight."""
         self.pending: dict[bytes, dict[Destination, None]] = {}
         """Destinations that wait for their room, by its key."""
-        self.ended: OrderedDict[bytes, Ended] = OrderedDict()
+        self.ended: dict[bytes, Ended] = {}
         self.slots = Slots(self.layout)
         self._rows = rows
-        self._unwanted = lru_cache(_MAX_ENDED)(self._lacked)
+        self._unwanted = lru_cache(MAX_REMEMBERED)(self._lacked)
         """What is wrong with destinations' sessions together; a session that ends empties it."""
         self.settle = self.chunks.start_ready
         self._direct = direct
@@ -168,7 +165,7 @@ class PrefillCore:
             raise UsageError(f"room {room.id!r} got a chunk after finish()", remedy="chunks come first", room=room.id)
         self._check_rects(room, rects)
         for rect in rects:
-            if rect.component in self.slots.names:
+            if rect.component in self.slots.components:
                 room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)
         for destination in list(room.destinations.values()):
@@ -186,11 +183,8 @@ class PrefillCore:
             twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect, row)), None)
             if twice is not None:
                 whole = f", in chunks that begin at multiples of the {row} tokens that a row covers" if row > 1 else ""
-                raise UsageError(
-                    f"room {room.id!r} got {rect} after {twice}",
-                    remedy=f"give each token of a layer once{whole}",
-                    room=room.id,
-                )
+                what = f"room {room.id!r} got {rect} after {twice}"
+                raise UsageError(what, remedy=f"give each token of a layer once{whole}", room=room.id)
 
     def data_ready(self, room: PrefillRoom, source: SubmittedChunk) -> None:
         """The data of a chunk given with `ready=False` exists now."""
@@ -199,7 +193,7 @@ class PrefillCore:
             chunk.waits_since = self.endpoint.now
             if chunk.phase is ChunkPhase.PARKED:
                 self.chunks.reserve(chunk)
-            elif chunk.phase is ChunkPhase.HELD:
+            else:
                 self.chunks.advance(chunk)
         self.settle()
 
@@ -266,7 +260,7 @@ class PrefillCore:
         if self.chunks.in_flight(frame.session):
             return
         if frame.session.writer == self.incarnation:
-            self.handshake.never_again(frame.session)
+            remember(self.handshake.lost, frame.session)
         proof = 0 if self.chunks.is_in_doubt(frame.session) else self.incarnation
         self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
@@ -352,8 +346,7 @@ class PrefillCore:
             self.endpoint.send(session, m.Drained(abort.epoch))
             return
         room = destination.room
-        done = destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten)
-        if done:
+        if destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten):
             DESTINATION.move(destination, DestinationEvent.DELIVERED)
             self.endpoint.send(session, m.Drained(abort.epoch))
             self.forget(destination)
@@ -383,7 +376,7 @@ class PrefillCore:
                 ended = self.ended.get(key)
         elif ended is None or (ended.begun and ended.known.get(rank, mine) != mine):
             ended = Ended(abort.reason, {}, begun=False, until=self.endpoint.now + self.endpoint.config.open_wait_s)
-            self.note_ended(key, ended)
+            remember(self.ended, key, ended)
         if ended is not None:
             ended.known[rank] = mine
 
@@ -432,14 +425,15 @@ class PrefillCore:
     # Rooms and their destinations.
 
     def attach(self, room: PrefillRoom, destination: Destination) -> None:
+        opened = destination.open
         destination.room = room
         DESTINATION.move(destination, DestinationEvent.ATTACHED)
-        older = room.destinations.get(destination.open.rank)
-        room.destinations[destination.open.rank] = destination
-        room.n_destinations = destination.open.destinations
+        older = room.destinations.get(opened.rank)
+        room.destinations[opened.rank] = destination
+        room.n_destinations = opened.destinations
         if older is not None:
             self._drain(older)
-        room.deadline_s = min(destination.open.deadline_s, self.endpoint.config.max_deadline_s)
+        room.deadline_s = min(opened.deadline_s, self.endpoint.config.max_deadline_s)
         self.endpoint.after(room.deadline_s, self.late, room)
         if room.opened:
             self.endpoint.cancel(self.unopened, room)
@@ -464,12 +458,11 @@ class PrefillCore:
 
     def maybe_close(self, destination: Destination) -> None:
         room = destination.room
-        needs_nothing = not destination.shares and not destination.open.aux
         if destination.phase is not DestinationPhase.LIVE or room is None or destination.unwritten:
             return
-        if not room.finished and not needs_nothing:
+        if not room.finished and (destination.shares or destination.open.aux):
             return
-        for given in self._given(destination) if self.slots.names else ():
+        for given in self._given(destination):
             problem = self.slots.compare(
                 self.endpoint, destination.session, *given, destination.asked[given.component][1]
             )
@@ -486,16 +479,16 @@ class PrefillCore:
 
         Nothing is said of one that the engine never named although slots were asked for: it was forgotten.
         """
-        if not self.slots.names:
+        if not self.slots.components:
             return ()
         named = destination.room.slots if destination.room is not None else {}
-        owed = {share.component for share in destination.shares if share.component in self.slots.names}
+        owed = {share.component for share in destination.shares if share.component in self.slots.components}
         asked = sorted((name, stop) for name, (_, stop) in destination.asked.items() if name in owed)
         return tuple(m.Given(name, named.get(name, 0)) for name, stop in asked if name in named or not stop)
 
     def maybe_complete(self, room: PrefillRoom) -> None:
         """Success: finished, and every destination is known and has everything."""
-        if not room.finished or not 0 < room.n_destinations == len(room.destinations):
+        if not room.finished or not room.opened:
             return
         if any(destination.phase is not DestinationPhase.CLOSING for destination in room.destinations.values()):
             return
@@ -579,7 +572,7 @@ class PrefillCore:
             return
         self.counters.rooms_failed += 1
         served = {rank: (destination.session.id, destination.epoch) for rank, destination in room.destinations.items()}
-        self.note_ended(room.key, Ended(str(error), served))
+        remember(self.ended, room.key, Ended(str(error), served))
         for destination in list(room.destinations.values()):
             if destination.phase is DestinationPhase.LIVE:
                 self.turn_away(destination, str(error))
@@ -592,11 +585,6 @@ class PrefillCore:
             del self.ended[key]
             return None
         return ended
-
-    def note_ended(self, key: bytes, ended: Ended) -> None:
-        self.ended[key] = ended
-        if len(self.ended) > _MAX_ENDED:
-            self.ended.popitem(last=False)
 
     def close_failed(self, destination: Destination) -> None:
         self.endpoint.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)))
@@ -613,7 +601,8 @@ class PrefillCore:
         self._maybe_release(room)
 
     def _maybe_release(self, room: PrefillRoom) -> None:
-        if room.ended and room.in_flight == 0 and room.release():
+        if room.ended and room.in_flight == 0 and not room.released:
+            room.release()
             self.endpoint.changed(room)
 
     def _drain(self, destination: Destination) -> None:

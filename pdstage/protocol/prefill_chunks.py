@@ -23,14 +23,13 @@ from pdstage.columns import Span
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.destinations import Chunk, Destination, GivenRow, SubmittedChunk, clip, split
+from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PieceLength, SubmittedChunk, clip, split
 from pdstage.protocol.state import CHUNK, ChunkEvent, ChunkPhase, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdstage.plan import Rect
-    from pdstage.protocol.destinations import PieceLength
     from pdstage.protocol.prefill import PrefillCore
     from pdstage.protocol.session import Session
 
@@ -40,6 +39,8 @@ _MAX_DIRECT = 4
 """Direct chunks of one session under way; they need no send buffer."""
 _MAX_IN_DOUBT = 4096
 """Sessions in doubt that are remembered by name. With more, every session that is over counts as one in doubt."""
+_UNLEASED = ChunkPhase.PARKED, ChunkPhase.DROPPED
+"""A chunk in these has given its lease back, or does."""
 
 
 class Gather(NamedTuple):
@@ -167,29 +168,23 @@ class ChunkSender:
         self._limit = min(buffer_nbytes, core.endpoint.config.chunk_nbytes)
         self._choose, self._piece = choose, piece
         self._in_doubt: set[m.SessionId] = set()
-        self._doubts_all = False
 
     # What peers say.
 
     def on_lease(self, session: Session, destination: Destination | None, lease: m.Lease) -> None:
         self.on_watermark(session, lease)
         chunk = destination.chunks.get(lease.chunk) if destination is not None else None
-        where = (lease.lane, lease.cursor)
         if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
             if chunk.phase is ChunkPhase.RESERVING:
                 nbytes = session.lanes[lease.lane].nbytes
                 if lease.nbytes < chunk.nbytes or lease.cursor % nbytes + chunk.nbytes > nbytes:
                     what = f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}"
                     raise PeerError(what, remedy="check the peer")
-                chunk.lane, chunk.cursor = where
+                chunk.lane, chunk.cursor = lease.lane, lease.cursor
                 CHUNK.move(chunk, ChunkEvent.LEASED)
-                if self.is_open(chunk):
-                    self.endpoint.cancel(self.reserve_again, chunk)
-                    self.advance(chunk)
-                else:
-                    session.closed.setdefault(chunk.lane, []).append(chunk)
+                self._hold(chunk)
                 return
-            if chunk.phase not in (ChunkPhase.PARKED, ChunkPhase.DROPPED) and (chunk.lane, chunk.cursor) == where:
+            if chunk.phase not in _UNLEASED and chunk.where == (lease.lane, lease.cursor):
                 return
         self._give_back(session, lease)
 
@@ -237,7 +232,7 @@ class ChunkSender:
                     self.reserve(chunk)
                 else:
                     CHUNK.move(chunk, ChunkEvent.RECALLED)
-            elif chunk.phase not in (ChunkPhase.PARKED, ChunkPhase.DROPPED):  # it is used, or about to be
+            elif chunk.phase not in _UNLEASED:  # it is used, or about to be
                 self.tell_tag(chunk)
                 return
         if destination is not None and recall.chunk in destination.advances:
@@ -253,13 +248,16 @@ class ChunkSender:
             return
         session.marks[lane] = said.watermark
         for chunk in sorted(session.closed.pop(lane, ()), key=lambda chunk: chunk.cursor):
-            if chunk.phase is not ChunkPhase.HELD or chunk.lane != lane:
-                continue
-            if self.is_open(chunk):
-                self.endpoint.cancel(self.reserve_again, chunk)
-                self.advance(chunk)
-            else:
-                session.closed.setdefault(lane, []).append(chunk)
+            if chunk.phase is ChunkPhase.HELD and chunk.lane == lane:
+                self._hold(chunk)
+
+    def _hold(self, chunk: Chunk) -> None:
+        """It has a lease: it goes on once its window is open."""
+        if self.is_open(chunk):
+            self.endpoint.cancel(self.reserve_again, chunk)
+            self.advance(chunk)
+        else:
+            chunk.destination.session.closed.setdefault(chunk.lane, []).append(chunk)
 
     def is_open(self, chunk: Chunk) -> bool:
         """Whether its lease lies in its lane's window, as far as decode has told."""
@@ -329,8 +327,7 @@ class ChunkSender:
     def _send_reserve(self, chunk: Chunk) -> None:
         destination = chunk.destination
         self.endpoint.send(
-            destination.session,
-            m.Reserve(destination.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects),
+            destination.session, m.Reserve(destination.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects)
         )
         self.endpoint.repeat(self.reserve_again, chunk)
 
@@ -428,10 +425,8 @@ class ChunkSender:
         self._end_flight(ticket, error)
 
     def _doubt(self, session_id: m.SessionId) -> None:
-        if len(self._in_doubt) < _MAX_IN_DOUBT:
+        if len(self._in_doubt) <= _MAX_IN_DOUBT:  # one more tells that there are more
             self._in_doubt.add(session_id)
-        else:
-            self._doubts_all = True
 
     def fenced(self, session: Session) -> None:
         """After `Detach`: posts of that session no longer read our memory. The driver still calls `gathered` for each
@@ -516,7 +511,7 @@ class ChunkSender:
 
     def is_in_doubt(self, session_id: m.SessionId) -> bool:
         """Whether a post of that session ended without proof that its bytes have landed or never will."""
-        return self._doubts_all or session_id in self._in_doubt
+        return len(self._in_doubt) > _MAX_IN_DOUBT or session_id in self._in_doubt
 
     def drop(self, destination: Destination) -> None:
         """Nothing more of this destination begins."""

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.arguments import shown
-from pdstage.errors import UsageError
-from pdstage.protocol.messages import MAX_ROOM_NBYTES
+from pdstage.errors import PdstageError, UsageError
+from pdstage.protocol.messages import MAX_ROOM_NBYTES, RowSpan
 from pdstage.protocol.state import ROOM, RoomEvent, State
 
 if TYPE_CHECKING:
     from pdstage.columns import Placed
-    from pdstage.errors import PdstageError
-    from pdstage.protocol.messages import RowSpan
 
 RoomId: TypeAlias = int | str | bytes
 """A room as its engine names it."""
@@ -102,7 +100,7 @@ class Room:
 
     def on(self, event: RoomEvent, error: PdstageError | None = None) -> bool:
         """Applies `event`; False if it changes nothing."""
-        state = ROOM.after(_STATES[self.status & 0x7F], event)
+        state = ROOM.after(self.state, event)
         if state is None:
             return False
         if event is RoomEvent.FAILED:
@@ -111,9 +109,6 @@ class Room:
         self.ended = state in _ENDED
         return True
 
-    def release(self) -> bool:
-        """Marks an ended room's memory as safe; False if it was."""
-        if self.status >= 0x80:
-            return False
+    def release(self) -> None:
+        """Marks an ended room's memory as safe."""
         self.status |= 0x80
-        return True

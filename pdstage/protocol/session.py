@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pdstage.errors import DeadlineExceeded, PeerError
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
 from pdstage.metrics import Counters
 from pdstage.protocol.messages import (
     IDLE,
@@ -26,6 +26,7 @@ from pdstage.protocol.messages import (
     LaneSpan,
     NoSession,
     OfEpoch,
+    RowSpan,
     SessionId,
     Welcome,
 )
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdstage.columns import Shared
-    from pdstage.errors import PdstageError
     from pdstage.layout import Layout
     from pdstage.layout.topology import Topology
     from pdstage.plan import Share, Stagings
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.protocol.decode import DecodeCore
     from pdstage.protocol.destinations import Chunk
-    from pdstage.protocol.messages import RowSpan
     from pdstage.protocol.prefill import PrefillCore
     from pdstage.protocol.room import Room
 
 
 _MAX_SAID = 64
+MAX_REMEMBERED = 4096
 HOLD_EVERY_S = 5.0
 """Decode names the rooms that it waits with at least this often."""
 
@@ -410,6 +410,13 @@ class Endpoint:
 def forgotten_at(side: str) -> PeerError:
     """What NoSession says: `side` has none of what this session was about."""
     return PeerError(f"{side} does not know this session", remedy="it restarted, or had given this node up as silent")
+
+
+def remember(last: dict[Any, Any], key: object, value: object = None) -> None:
+    """Notes `key` in `last`, which forgets the oldest beyond `MAX_REMEMBERED`."""
+    last[key] = value
+    if len(last) > MAX_REMEMBERED:
+        del last[next(iter(last))]
 
 
 def drawn(salt: int) -> float:

@@ -178,8 +178,8 @@ class Machine(Generic[S, E]):
 
     def move(self, thing: Moving[S], event: E) -> bool:
         """Brings `thing` into the state that follows; False if none does."""
-        row = self.rows.get(thing.phase)
-        state = row[event] if row is not None and event in row else self.after(thing.phase, event)
+        row = self.rows[thing.phase]
+        state = row[event] if event in row else self.after(thing.phase, event)
         if state is None:
             return False
         thing.phase = state

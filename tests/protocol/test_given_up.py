@@ -9,8 +9,6 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.state import State
 from tests.pair import DecodeRoom, World, assert_flat, is_message, nth
 
-_MAX_ENDED = 64
-
 WHY = "the client left"
 
 
@@ -218,11 +216,11 @@ def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
 
 def test_what_is_remembered_of_aborted_rooms_has_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """I14: the latest are remembered."""
-    monkeypatch.setattr("pdstage.protocol.prefill._MAX_ENDED", _MAX_ENDED)
+    monkeypatch.setattr("pdstage.protocol.session.MAX_REMEMBERED", 64)
     world = World()
-    n = _MAX_ENDED + 3
+    n = 64 + 3
     for room in range(n):
         open_and_abort(world, room=room)
-    assert len(world.prefill[0].core.ended) == _MAX_ENDED
+    assert len(world.prefill[0].core.ended) == 64
     assert_given_up(world.submit(n - 1))
     assert not world.submit(0).ended

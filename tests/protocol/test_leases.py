@@ -71,8 +71,8 @@ def test_what_no_lane_can_ever_serve_is_given_back_at_once() -> None:
     grant(held, ask(A, 0, 2048), ask(A, 1, 2048), ask(A, 2, 1024), ask(A, 3, 1024))
     refused = grant(held, ask(A, 4, 2049), ask(A, 5, 2048))
     assert [(r.phase, r.chunk) for r in refused] == [("waiting", 4)]
-    assert held.find(A, 1, 4) is None
-    assert held.find(A, 1, 5) in held.waiting
+    assert 4 not in held.held(A, 1)
+    assert held.held(A, 1)[5] in held.waiting
 
 
 def test_quarantine_carves_out_and_delays_none() -> None:

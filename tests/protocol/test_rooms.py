@@ -404,7 +404,7 @@ def test_a_writer_that_asks_for_leases_without_end_is_answered_later() -> None:
     for chunk in range(5000):
         world.say(world.decode[0], m.Reserve(handle.epoch, chunk, 0, 512, (Rect("kv", 0, 8, 0, 2),)))
     assert not handle.ended
-    assert world.decode[0].core.leases.count(session, handle.epoch) == 4096
+    assert len(world.decode[0].core.leases.held(session, handle.epoch)) == 4096
 
 
 def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:

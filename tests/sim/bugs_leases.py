@@ -27,7 +27,7 @@ MUTANTS = [
         """        self._ahead[cursor] = lease
 """,
         """        if cursor > self.head:
-            old = Lease(lease.session, 0, 0, 0, cursor - self.head, (), 0, 0, 0, self.head, cursor, phase=LeasePhase.LANDED)
+            old = Lease(lease.session, 0, 0, 0, cursor - self.head, (), 0, 0, self.head, cursor, phase=LeasePhase.LANDED)
             self._ahead[self.head] = old
         self._ahead[cursor] = lease
 """,
@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant(
         "a lease is given back after its write began",
         "6 recall, I2",
-        "elif chunk.phase not in (ChunkPhase.PARKED, ChunkPhase.DROPPED):",
+        "elif chunk.phase not in _UNLEASED:",
         "elif chunk.phase is ChunkPhase.READY:",
     ),
     Mutant(
@@ -288,8 +288,8 @@ MUTANTS = [
     Mutant(
         "the last come is served first",
         "6 order, I12",
-        "        request.place = self._n_asked\n",
-        "        request.place = -self._n_asked\n",
+        "from bisect import insort\n",
+        "from bisect import insort_left as insort\n",
         "tests/protocol/test_leases.py",
     ),
     Mutant(
@@ -325,8 +325,8 @@ MUTANTS = [
     Mutant(
         "source memory is given back before the last completion",
         "6 send buffers, I8",
-        "        if room.ended and room.in_flight == 0 and room.release():",
-        "        if room.ended and room.release():",
+        "        if room.ended and room.in_flight == 0 and not room.released:",
+        "        if room.ended and not room.released:",
     ),
     Mutant(
         "a writer's window is one view too wide",
@@ -337,7 +337,7 @@ MUTANTS = [
     Mutant(
         "a rising watermark opens what it does not reach",
         "6 window, I2",
-        "            if self.is_open(chunk):\n                self",
-        "            if True:\n                self",
+        "        if self.is_open(chunk):\n            self",
+        "        if True:\n            self",
     ),
 ]

@@ -280,8 +280,8 @@ MUTANTS = [
     Mutant(
         "Abort after Success fails a writer that sent all",
         "7 drain_s",
-        "done = destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten)",
-        "done = destination.phase is DestinationPhase.CLOSING",
+        "if destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten):",
+        "if destination.phase is DestinationPhase.CLOSING:",
         "tests/protocol/test_rules.py",
     ),
     Mutant(

@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "pages are free before the fence",
         "7 lost, I2",
-        "            if not writer.writes_in_place:  # it can write",
-        "            if True:  # it can write",
+        "            if not (writer.direct or (writer.has_aux and writer.room.row is not None)):\n",
+        "            if True:\n",
     ),
     Mutant(
         "a lost session counts as fenced",
