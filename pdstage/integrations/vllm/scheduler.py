@@ -17,7 +17,7 @@ from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.errors import UsageError
 from pdstage.integrations.model import digest
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
-from pdstage.integrations.vllm.loads import Loads, Phase
+from pdstage.integrations.vllm.loads import Loads, Phase, kept_tokens, n_common
 from pdstage.integrations.vllm.metadata import (
     PdStageHandshake,
     PdStageMetadata,
@@ -27,7 +27,6 @@ from pdstage.integrations.vllm.metadata import (
     Send,
 )
 from pdstage.integrations.vllm.streams import Streams
-from pdstage.integrations.vllm.turns import kept_tokens, n_common
 from pdstage.manager import PrefillNode
 from pdstage.manager.lookup import Directory
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from pdstage.integrations.vllm.loads import Load
     from pdstage.integrations.vllm.settings import Settings, Turns
     from pdstage.integrations.vllm.streams import Stream
 
@@ -120,10 +118,12 @@ class SchedulerSide:
     # Prefill.
 
     def arrived(self, request: Request) -> None:
-        """A request arrived. Prefill leaves out the tokens that decode computes again."""
+        """A request arrived; only now its room is read. Prefill leaves out the tokens that decode computes again."""
         params = request.kv_transfer_params
-        self._wanted(request)
-        if not params or not params.get("do_remote_decode"):
+        if not params:
+            return
+        self._announce(request, params)
+        if not params.get("do_remote_decode"):
             return
         self._cut(request)
         room = params.get("transfer_id")
@@ -151,15 +151,15 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if not params:
             return False, None
-        if self._loads.is_running(request.request_id):
+        if request.request_id in self._loads.running:
             self._news.aborted[request.request_id] = "the request ended"
-        self._wanted(request)
         self._leave(request)
+        is_done, turns = request.status in _DONE and any(blocks), self._settings.turns
         if not params.get("do_remote_decode"):
-            keeps = self._settings.turns is not None and request.status in _DONE and any(blocks)
-            return self._hand_over(request, blocks, None, self._settings.turns) if keeps else (False, None)
+            keeps = is_done and turns is not None
+            return self._hand_over(request, blocks, None, turns) if keeps else (False, None)
         stream = self._streams.end(request.request_id)
-        if request.status in _DONE and any(blocks):
+        if is_done:
             is_another_s = stream is None and params.get("transfer_id") is not None and self._address != ""
             return (False, None) if is_another_s else self._hand_over(request, blocks, stream)
         if stream is None:
@@ -213,27 +213,22 @@ class SchedulerSide:
 
     # Decode.
 
-    def _wanted(self, request: Request) -> Load | None:
-        """The load of a request that names a room and has not gone on without it; announced when it is first seen."""
-        load, params = self._loads.of(request.request_id), request.kv_transfer_params
-        if load is not None or not params or not (params.get("do_remote_prefill") or self._names_turn(params)):
-            return load
-        remote = _remote(params, is_turn=not params.get("do_remote_prefill"))
+    def _announce(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Announces the room that a request names, if it does: prefill's, or that of its conversation's last turn."""
+        is_turn = not params.get("do_remote_prefill")
+        if is_turn and not (self._settings.turns and params.get("do_remote_decode") and params.get("remote_room")):
+            return
+        remote = _remote(params, is_turn=is_turn)
         if remote is None:
-            _mark_read(params)
-            return None
+            return
         here = _adapter_of(request.lora_request)
         if (there := params.get("remote_adapter", here)) != here:
             log.warning(
                 "request %s has adapter %r here and %r at prefill: it is computed here", request.request_id, here, there
             )
             self._news.wants.append((remote, False))
-            _mark_read(params)
-            return None
-        load, is_new = self._loads.add(request.request_id, remote)
-        if is_new:
+        elif self._loads.add(request.request_id, remote):
             self._news.wants.append((remote, True))
-        return load
 
     def matched(self, request: Request, n_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the `n_local` cached ones come from prefill, and whether they are loaded
@@ -242,7 +237,7 @@ class SchedulerSide:
         None while another sample of the same prompt loads them: this request then finds the blocks in the cache. None
         too until it is known whether decode keeps the conversation's last turn still.
         """
-        load, params = self._wanted(request), request.kv_transfer_params
+        load, params = self._loads.of.get(request.request_id), request.kv_transfer_params
         if load is None:
             return 0, False
         if load.phase is not Phase.ANNOUNCED:
@@ -277,37 +272,26 @@ class SchedulerSide:
             return 0
         return n_tokens if n_tokens - n_local >= self._settings.turns.fewest else 0
 
-    def _names_turn(self, params: Mapping[str, Any]) -> bool:
-        """Whether the request is a further turn of a conversation whose last turn a decode engine keeps."""
-        turn = bool(params.get("do_remote_decode") and params.get("remote_room"))
-        return turn and self._settings.turns is not None
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, n_external: int) -> None:
         """The request got `blocks`; `n_external` tokens will come from prefill."""
-        load = self._wanted(request)
-        if load is None:
-            return
-        n_local, remote = load.n_local, load.remote
-        if n_external <= 0:
+        load = self._loads.of.get(request.request_id)
+        if load is None or n_external <= 0:
             self._leave(request)
-        else:
-            n_tokens, ids = n_local + n_external, blocks.get_block_ids()
-            held = {
-                one.component: one.held(ids[one.index], n_tokens, one.n_cached(blocks.blocks[one.index], n_local))
-                for one in self._groups
-            }
-            says = self._says(n_tokens, _adapter_of(request.lora_request)) if remote.is_early else None
-            self._news.receives[request.request_id] = Receive(remote, held, says)
-            self._loads.begin(request.request_id)
-            _mark_read(request.kv_transfer_params)
+            return
+        n_tokens, ids = load.n_local + n_external, blocks.get_block_ids()
+        held = {
+            one.component: one.held(ids[one.index], n_tokens, one.n_cached(blocks.blocks[one.index], load.n_local))
+            for one in self._groups
+        }
+        says = self._says(n_tokens, _adapter_of(request.lora_request)) if load.remote.is_early else None
+        self._news.receives[request.request_id] = Receive(load.remote, held, says)
+        self._loads.begin(request.request_id)
 
     def _leave(self, request: Request) -> None:
         """The request ended, or goes on without its room."""
         remote = self._loads.leave(request.request_id)
         if remote is not None:
             self._news.wants.append((remote, False))
-        if request.kv_transfer_params:
-            _mark_read(request.kv_transfer_params)
 
     def ended(self, output: KVConnectorOutput) -> None:
         """The workers' results of this step."""
@@ -340,12 +324,6 @@ class SchedulerSide:
 def _adapter_of(lora: LoRARequest | None) -> str:
     """Identifies the adapter (LoRA) that a request's KV is computed with: a digest of its weights, else its name."""
     return "" if lora is None else digest(lora.lora_path) or lora.lora_name
-
-
-def _mark_read(params: dict[str, Any]) -> None:
-    """It names no room any more: a request that is preempted later is computed here."""
-    params["do_remote_prefill"] = False
-    params["remote_room"] = None
 
 
 def _remote(params: Mapping[str, Any], *, is_turn: bool) -> Remote | None:
