@@ -66,7 +66,8 @@ class SchedulerSide:
             )
         self._all_whole = all(group.is_whole for group in self._groups)
         self._streams = Streams(self._groups)
-        self._news = PdStageMetadata()
+        self.news = PdStageMetadata()
+        """What the workers are told next; an engine makes a step for it even if idle."""
         self._loads = Loads()
         self._kept: set[str] = set()
         """Requests whose KV is held for their conversation's next turn."""
@@ -128,7 +129,7 @@ class SchedulerSide:
         self._cut(request)
         room = params.get("transfer_id")
         if room and self._address and self._streams.begin(request, room):
-            self._news.arrived[request.request_id] = room
+            self.news.arrived[request.request_id] = room
 
     def _cut(self, request: Request) -> None:
         left = self._left
@@ -152,22 +153,22 @@ class SchedulerSide:
         if not params:
             return False, None
         if request.request_id in self._loads.running:
-            self._news.aborted[request.request_id] = "the request ended"
+            self.news.aborted[request.request_id] = "the request ended"
         self._leave(request)
         is_done, turns = request.status in _DONE and any(blocks), self._settings.turns
         if not params.get("do_remote_decode"):
             keeps = is_done and turns is not None
             return self._hand_over(request, blocks, None, turns) if keeps else (False, None)
-        stream = self._streams.end(request.request_id)
+        stream = self._streams.of.pop(request.request_id, None)
         if is_done:
             is_another_s = stream is None and params.get("transfer_id") is not None and self._address != ""
             return (False, None) if is_another_s else self._hand_over(request, blocks, stream)
         if stream is None:
             return False, None
         if stream.has_begun:
-            self._news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
+            self.news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
         else:
-            self._news.aborted[request.request_id] = "the request ended"
+            self.news.aborted[request.request_id] = "the request ended"
         return stream.has_begun, None
 
     def _hand_over(
@@ -187,7 +188,7 @@ class SchedulerSide:
             if turns is not None:
                 self._kept.add(request.request_id)
         ttl_s = turns.ttl_s if turns is not None else None
-        self._news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
+        self.news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
         host, port = self._address.rsplit(":", 1)
         return True, {
             "do_remote_prefill": turns is None,
@@ -226,9 +227,9 @@ class SchedulerSide:
             log.warning(
                 "request %s has adapter %r here and %r at prefill: it is computed here", request.request_id, here, there
             )
-            self._news.wants.append((remote, False))
+            self.news.wants.append((remote, False))
         elif self._loads.add(request.request_id, remote):
-            self._news.wants.append((remote, True))
+            self.news.wants.append((remote, True))
 
     def matched(self, request: Request, n_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the `n_local` cached ones come from prefill, and whether they are loaded
@@ -284,14 +285,14 @@ class SchedulerSide:
             for one in self._groups
         }
         says = self._says(n_tokens, _adapter_of(request.lora_request)) if load.remote.is_early else None
-        self._news.receives[request.request_id] = Receive(load.remote, held, says)
+        self.news.receives[request.request_id] = Receive(load.remote, held, says)
         self._loads.begin(request.request_id)
 
     def _leave(self, request: Request) -> None:
         """The request ended, or goes on without its room."""
         remote = self._loads.leave(request.request_id)
         if remote is not None:
-            self._news.wants.append((remote, False))
+            self.news.wants.append((remote, False))
 
     def ended(self, output: KVConnectorOutput) -> None:
         """The workers' results of this step."""
@@ -302,23 +303,18 @@ class SchedulerSide:
 
     # Both.
 
-    def news(self, output: SchedulerOutput) -> PdStageMetadata:
+    def step(self, output: SchedulerOutput) -> PdStageMetadata:
         """This step's news, returned once; `output` is what it computes."""
         self._loads.step()
-        news, self._news = self._news, PdStageMetadata()
+        news, self.news = self.news, PdStageMetadata()
         news.preempted, news.chunks = self._streams.step(output)
         return news
 
     def reset(self) -> bool:
         """Gives up what is held for next turns, such as KV of former weights. What a decode engine waits for stays."""
-        self._news.aborted |= dict.fromkeys(self._kept, "the cache was reset")
+        self.news.aborted |= dict.fromkeys(self._kept, "the cache was reset")
         self._kept.clear()
         return True
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the workers must be told something, so that even an idle engine makes a step."""
-        return bool(self._news)
 
 
 def _adapter_of(lora: LoRARequest | None) -> str:
@@ -330,11 +326,10 @@ def _remote(params: Mapping[str, Any], *, is_turn: bool) -> Remote | None:
     """The room that prefill's answer names, or a router that asks both engines at once; `is_turn`: decode's answer. If
     none is named, logs it and returns None.
     """
-    early, directory = params.get("transfer_id"), params.get("remote_bootstrap_addr")
-    if early and directory and params.get("remote_engine_id"):
-        return Remote(early, directory, params["remote_engine_id"], is_early=True, is_routers=True)
-    names = "remote_room", "remote_engine_id", "remote_host", "remote_port"
-    room, engine, host, port = (params.get(name) for name in names)
+    names = "transfer_id", "remote_bootstrap_addr", "remote_engine_id", "remote_room", "remote_host", "remote_port"
+    early, directory, engine, room, host, port = (params.get(name) for name in names)
+    if early and directory and engine:
+        return Remote(early, directory, engine, is_early=True, is_routers=True)
     if not (room and engine and host and port):
         log.warning("kv_transfer_params %s name no request of a prefill engine: it is computed here", dict(params))
         return None

@@ -59,11 +59,10 @@ def _writer(
     if getattr(getattr(layer, "impl", None), "do_kv_cache_update", None) is None:
         return None
     encoding, by_role = _encoding_of(layer, dtype), {_role(view): view for view in views}
-    if by_role.keys() == {"latent"}:
-        return _rows(layer, by_role, encoding or Encoding(dtype, dtype), device, is_plain=encoding is not None)
-    if encoding is not None and "k" in by_role and all(view.shards == layer.num_kv_heads for view in views):
-        return _rows(layer, by_role, encoding, device, is_plain=True)
-    return None
+    is_kv = encoding is not None and "k" in by_role and all(view.shards == layer.num_kv_heads for view in views)
+    if not is_kv and by_role.keys() != {"latent"}:
+        return None
+    return _rows(layer, by_role, encoding or Encoding(dtype, dtype), device, is_plain=encoding is not None)
 
 
 def _role(view: View) -> str:
