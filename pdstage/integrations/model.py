@@ -12,14 +12,11 @@ import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pdstage.arguments import shown
 from pdstage.errors import UsageError
 from pdstage.protocol.compat import WEIGHTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 """Engines load the first kind that a folder has; other kinds beside it are copies."""
@@ -87,8 +84,10 @@ def _digest(folder: str, stamp: int) -> str | None:
         for path in files:
             nbytes = path.stat().st_size
             hashed.update(f"{path.name}\0{nbytes}\0".encode())
+            # The file's start, which describes its content, and evenly through the rest.
+            n, last = max(2, _N_SAMPLES // len(files)), max(0, nbytes - _SAMPLE_NBYTES)
             with path.open("rb") as file:
-                for at in _places(nbytes, max(2, _N_SAMPLES // len(files))):
+                for at in sorted({last * i // (n - 1) for i in range(n)}):
                     file.seek(at)
                     hashed.update(file.read(_SAMPLE_NBYTES))
     except OSError:
@@ -100,12 +99,6 @@ def _weights_in(folder: Path) -> list[Path]:
     held = sorted(path for path in folder.iterdir() if path.is_file())
     kinds = ([path for path in held if path.suffix == suffix] for suffix in _SUFFIXES)
     return next(filter(None, kinds), [])
-
-
-def _places(nbytes: int, n: int) -> Iterable[int]:
-    """The offsets of `n` samples: the file's start, which describes its content, and evenly through the rest."""
-    last = max(0, nbytes - _SAMPLE_NBYTES)
-    return sorted({last * i // (n - 1) for i in range(n)})
 
 
 def _folder_of(name: str, revision: str | None) -> str | None:

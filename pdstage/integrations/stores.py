@@ -1,22 +1,82 @@
-"""A writer for caches that only kernels of a GPU write: it stores into the tensors that the engine gives them.
+"""Writers that both adapters make: rows of K and V by the engine's own write, and a store into the engine's tensors.
 
-It proves where an entry lies and in which order. What the parts of an entry mean is the adapters' to know.
+The second is for caches that only kernels of a GPU write. It proves where an entry lies and in which order. What the
+parts of an entry mean is the adapters' to know.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from pdstage.layout import Key, View
     from pdstage.probe import Cell, Writer
+
+_NUDGE = 1 + 1 / 64
+"""vLLM's CPU operators truncate to fp8. Values slightly above a code give the same code rounded and truncated."""
+
+
+class Encoding(NamedTuple):
+    """The dtype of the values given to a layer, and the dtype they are stored in."""
+
+    given: torch.dtype
+    stored: torch.dtype
+
+    def draw(
+        self, rng: np.random.Generator, shape: tuple[int, ...], scale: float
+    ) -> tuple[torch.Tensor, NDArray[np.uint8]]:
+        """Values for the engine's write, and the bytes they are stored as, `[..., byte]`."""
+        drawn = torch.from_numpy(rng.uniform(0.5, 2.0, shape) * rng.choice([-1.0, 1.0], shape))
+        stored = drawn.to(self.given).to(self.stored)
+        given = stored if self.stored == self.given else (stored.float() * (_NUDGE * scale)).to(self.given)
+        return given, stored.view(torch.uint8).numpy()
+
+
+class Rows(NamedTuple):
+    """Tokens of one layer, as its engine writes them: `sizes` elements of two parts in each head. They are K and V, or
+    a latent and its rotary key, which are one row. `scales` are those by which the engine divides each part.
+    """
+
+    encoding: Encoding
+    heads: int
+    sizes: tuple[int, int]
+    n_tokens: int
+    device: torch.device
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    def writer(
+        self,
+        views: Mapping[str, View],
+        store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+        *,
+        is_plain: bool = True,
+    ) -> Writer:
+        """`store` is given slots, and both parts of their tokens. `views` are by role: "k", "v", "latent", or one for
+        each piece of a part, such as "v.3" for the fourth. Rows that are not plain are proved by position.
+        """
+
+        def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
+            shapes = [(len(cells), self.heads, size) for size in self.sizes]
+            (k, k_bytes), (v, v_bytes) = (
+                self.encoding.draw(rng, shape, scale) for shape, scale in zip(shapes, self.scales, strict=True)
+            )
+            store(slots(cells, self.n_tokens, self.device), k.to(self.device), v.to(self.device))
+            stored = {"k": k_bytes, "v": v_bytes, "latent": np.concatenate([k_bytes, v_bytes], -1)}
+            return {view.key: _share(stored, role, view) for role, view in views.items()} if is_plain else None
+
+        return write
+
+
+def slots(cells: Sequence[Cell], n_tokens: int, device: torch.device) -> torch.Tensor:
+    """The engines' numbers of tokens: an item's number times its tokens, and the token."""
+    return torch.tensor([cell.item * n_tokens + cell.token for cell in cells], device=device)
 
 
 def into(places: Sequence[tuple[View, torch.Tensor, int]], n_tokens: int = 1) -> Writer:
@@ -25,10 +85,9 @@ def into(places: Sequence[tuple[View, torch.Tensor, int]], n_tokens: int = 1) ->
     """
 
     def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        numbers = torch.tensor([cell.item * n_tokens + cell.token for cell in cells])
         stored = {}
         for view, tensor, offset in places:
-            at = numbers.to(tensor.device)
+            at = slots(cells, n_tokens, tensor.device)
             entries = tensor[at].cpu().contiguous()
             within = offset + _bytes_of(view)
             stored[view.key] = rng.integers(0, 256, (len(cells), *within.shape), np.uint8)
@@ -37,6 +96,13 @@ def into(places: Sequence[tuple[View, torch.Tensor, int]], n_tokens: int = 1) ->
         return stored
 
     return write
+
+
+def _share(stored: Mapping[str, NDArray[np.uint8]], role: str, view: View) -> NDArray[np.uint8]:
+    """The bytes of `stored` that are in a view: all of a role's or, for role "v.3", the fourth piece of that length."""
+    whole, _, part = role.partition(".")
+    first = int(part or 0) * view.shard_nbytes
+    return stored[whole][..., first : first + view.shard_nbytes]
 
 
 def _bytes_of(view: View) -> NDArray[np.int64]:

@@ -2,22 +2,29 @@
 
 `sender` and `receiver` implement one request each. From SGLang's common manager it keeps the registration, the ranks'
 topology, the room statuses with their consensus over pipeline stages, and the heartbeat. Its sockets carry no data.
+
+SGLang does not pass a request's adapter (LoRA) to a transfer backend, and a request's KV depends on it. Hooks around
+the two methods of SGLang's queues that create a request's sender and receiver pass them the adapter, and pass the
+manager its scheduler. Prefill sends the adapter of its KV with the request's row (`rows`), and decode compares.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from sglang.srt.disaggregation import decode, prefill
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_ib_devices_for_gpu
 from sglang.srt.environ import envs
 from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import (
     get_device,
     get_disagg,
@@ -33,9 +40,8 @@ from pdstage import environment
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
-from pdstage.integrations.model import facts
+from pdstage.integrations.model import digest, facts
 from pdstage.integrations.options import node_options, trusts_layout
-from pdstage.integrations.sglang import adapters
 from pdstage.integrations.sglang.gauges import Gauges
 from pdstage.integrations.sglang.memory import pool_of
 from pdstage.integrations.sglang.pools import Pools
@@ -46,10 +52,11 @@ from pdstage.manager.observer import RoomBound, RoomEnded
 from pdstage.probe import prove_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from sglang.srt.server_args import ServerArgs
 
+    from pdstage.errors import PdstageError
     from pdstage.manager import Receiver
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Event, Origin
@@ -85,7 +92,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         is_mla_backend: bool | None = False,
     ) -> None:
         _refuse_what_is_not_supported(disaggregation_mode)
-        adapters.install()
+        _install_hooks()
         self.status_lock = threading.RLock()
         self.owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
         """The sender or receiver that each number stands for."""
@@ -107,9 +114,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
 
     def register_buffer_to_engine(self) -> None:
         """Makes the node over the KV memory: at start, and when SGLang's memory is resumed."""
-        if self.node is not None:
-            return
-        if self.is_prefill and self.is_dummy_cp_rank:
+        if self.node is not None or (self.is_prefill and self.is_dummy_cp_rank):
             return
         kind = PrefillNode if self.is_prefill else DecodeNode
         meeting_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
@@ -126,8 +131,9 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         if cards := self.kv_args.ib_device:
             options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
         if self.is_prefill:
-            options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
-            options |= {"observers": [self] if self.pp_rank else []}
+            # SGLang's server speaks plain HTTP.
+            options["bootstrap"] = PLAIN + Address.joined(_bootstrap_host(self), self.bootstrap_port)
+            options |= {"instance": INSTANCE, "observers": [self] if self.pp_rank else []}
         place = self._place()
         pool = pool_of(
             self.kv_args, place, is_mla=bool(self.is_mla_backend), device=str(get_device().device),
@@ -185,11 +191,11 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self._zmq_ctx.destroy(linger=0)
 
     def _place(self) -> Topology:
-        by_attention = self.system_dp_size == 1
-        dp = (self.attn_dp_size, self.attn_dp_rank) if by_attention else (self.system_dp_size, self.system_dp_rank)
+        is_one = self.system_dp_size == 1
         return Topology(
             tp_size=self.attn_tp_size, tp_rank=self.attn_tp_rank, pp_size=self.pp_size, pp_rank=self.pp_rank,
-            dp_size=dp[0], dp_rank=dp[1],
+            dp_size=self.attn_dp_size if is_one else self.system_dp_size,
+            dp_rank=self.attn_dp_rank if is_one else self.system_dp_rank,
         )  # fmt: skip
 
     def _bind(self, *, is_prefill: bool) -> str:
@@ -200,20 +206,9 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         """
         if not is_prefill:
             return "tcp://127.0.0.1:0"
-        hosts = [self.bootstrap_host]
-        if self.dist_init_addr:
-            hosts.append(NetworkAddress.parse(self.dist_init_addr).resolved().host)
-        if not all(Address(host, 0).is_loopback for host in hosts):
+        if not all(Address(host, 0).is_loopback for host in (self.bootstrap_host, _bootstrap_host(self))):
             return f"tcp://{Address.joined(self.local_ip, 0)}"
         return f"tcp://{Address('::1' if self.bootstrap_host == '::1' else '127.0.0.1', 0)}"
-
-    def _bootstrap_address(self) -> str:
-        """Where the base class's `register_to_bootstrap` registers: SGLang's server, which speaks plain HTTP."""
-        if self.dist_init_addr:
-            host = NetworkAddress.parse(self.dist_init_addr).resolved().host
-        else:
-            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bootstrap_host, self.bootstrap_host)
-        return PLAIN + Address.joined(host, self.bootstrap_port)
 
     # Memory of failed rooms, which SGLang's decode scheduler keeps until `is_abort_release_safe`. Another thread of
     # SGLang's asks prefill to compute a retracted request again. If that fails, it aborts the request.
@@ -295,11 +290,11 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.record_failure(request.bootstrap_room, reason)
         request.conclude_state = KVPoll.Failed
 
-    def fail(self, number: int, reason: str) -> None:
-        """Marks the request as failed, for `reason` unless another reason is recorded already."""
+    def fail(self, request: Any, error: PdstageError | None) -> None:  # noqa: ANN401
+        """Marks the request as failed, by `error` unless a reason is recorded already."""
         with self.failure_lock:
-            self.failure_records.setdefault(number, reason)
-        self.update_status(number, KVPoll.Failed)
+            self.failure_records.setdefault(request.bootstrap_room, str(error))
+        self.update_status(request.bootstrap_room, KVPoll.Failed)
 
 
 def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
@@ -340,6 +335,14 @@ def over_devices(transport: str | Mapping[str, object], ib_device: str, gpu: int
     return {"name": transport, "devices": [name.strip() for name in devices.split(",")]} if devices else transport
 
 
+def _bootstrap_host(manager: CommonKVManager) -> str:
+    """Of SGLang's bootstrap server, where the base class's `register_to_bootstrap` registers."""
+    host: str = manager.bootstrap_host
+    if manager.dist_init_addr:
+        host = NetworkAddress.parse(manager.dist_init_addr).resolved().host
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
 def _kv_scales(config: Any) -> dict[int, float]:  # noqa: ANN401  (Transformers')
     """What `--quantization-param-path` has for this rank's layers, as SGLang's models read it."""
     path, parallel = get_model().quantization_param_path, get_parallel()
@@ -349,3 +352,34 @@ def _kv_scales(config: Any) -> dict[int, float]:  # noqa: ANN401  (Transformers'
         path, parallel.tp_rank, parallel.tp_size, config.num_hidden_layers, type(config).model_type
     )
     return {layer: scale for layer, scale in of_layers if scale != 1.0}
+
+
+def adapter_of(scheduler: Any, lora_id: str | None) -> str | None:  # noqa: ANN401  (SGLang's)
+    """Identifies the adapter that a request's KV is computed with: a digest of its weights if readable, else its name.
+
+    Empty for a request without one; None for an adapter that this engine does not know yet.
+    """
+    if lora_id is None:
+        return ""
+    loaded = scheduler.tp_worker.model_runner.lora_manager
+    known = None if loaded is None else loaded.lora_refs.get(lora_id)
+    return None if known is None else digest(known.lora_path) or known.lora_name
+
+
+def told(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Around the methods that create a request's sender, which `req` has then, and its receiver, which is returned."""
+    made = original(queue, req, *args, **kwargs)
+    one = getattr(made, "kv_receiver", None) or req.disagg_kv_sender
+    if hasattr(one, "adapter"):  # not SGLang's fake transfer, nor a request that got no sender
+        one.adapter = adapter_of(queue.scheduler, req.lora_id)
+        one.kv_mgr.meet(queue.scheduler)
+    return made
+
+
+@cache
+def _install_hooks() -> None:
+    """Hooks the creation of every request's sender and receiver in this process."""
+    queues = prefill.PrefillBootstrapQueue, decode.DecodePreallocQueue
+    for method in (queues[0].create_sender, queues[1]._create_receiver_and_enqueue):
+        HookRegistry.register(f"{method.__module__}.{method.__qualname__}", told, HookType.AROUND)
+    HookRegistry.apply_hooks()

@@ -41,11 +41,11 @@ def pool_of(args: KVArgs, place: Topology, *, is_mla: bool, total_heads: int, de
     """
     where, pools = (device, args.gpu_id if device != "cpu" else 0), Pools.of(args)
     replicated = is_mla or args.is_hybrid_mla_backend
-    axis = REPLICATED if replicated else shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
-    caches = _caches(args, pools, axis, ("cpu", 0) if pools.on_host else where)
+    heads = shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
+    caches = _caches(args, pools, REPLICATED if replicated else heads, ("cpu", 0) if pools.on_host else where)
     states = StateComponents((place.tp_size, place.tp_rank), where)
     for number in range(len(args.state_types)):
-        _append_state(states, args, number, place, total_heads)
+        _append_state(states, args, number, place, heads)
     layout = build(caches, *states.parts)
     return Pool.of(layout, device if device == "cpu" else f"{device}:{args.gpu_id}")
 
@@ -54,18 +54,29 @@ def _caches(args: KVArgs, pools: Pools, axis: Axis, where: tuple[str, int]) -> P
     """The target model's caches, and the draft model's under other roles of one component: they share pages."""
     names = ("latent",) if axis is REPLICATED else ("k", "v")
     n_target = len(args.kv_data_ptrs) - args.num_draft_entries
-    roles = {}
-    for prefix, low, high in (("", 0, n_target), ("draft_", n_target, len(args.kv_data_ptrs))):
-        each = quotient("the number of KV buffers, K and V of each layer,", high - low, len(names))
-        for i, role in enumerate(names):
-            held = slice(low + i * each, low + (i + 1) * each)
-            layers = args.kv_layer_ids[held] or layer_ids(None if prefix else pools.kv, each)
-            roles[prefix + role] = Buffers(
-                args.kv_data_ptrs[held], args.kv_data_lens[held], args.kv_item_lens[held], layers
-            )
-    roles = {role: held for role, held in roles.items() if held.data_ptrs}
+    lists = args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, args.kv_layer_ids
+    target, draft = [one[:n_target] for one in lists], [one[n_target:] for one in lists]
+    roles = _by_role(names, "KV buffers", target, pools.kv)
+    roles |= _by_role([f"draft_{name}" for name in names], "KV buffers", draft, None)
     format = _format(inner(pools.kv).dtype)
     return kv_pages(roles, page_size=args.page_size, axis=axis, format=format, device=where)
+
+
+def _by_role(
+    roles: Sequence[str],
+    what: str,
+    given: Sequence[list[int]],
+    pool: Any,  # noqa: ANN401  (SGLang's; None: it does not number its layers)
+    *,
+    window: bool = False,
+) -> dict[str, Buffers]:
+    """The buffers of each role. `given` are what `Buffers` has, of all roles one after the other."""
+    each = quotient(f"the number of {what}, K and V of each layer,", len(given[0]), len(roles))
+    found = {}
+    for i, role in enumerate(roles if each else ()):
+        ptrs, lens, items, layers = (entries[i * each : (i + 1) * each] for entries in given)
+        found[role] = Buffers(ptrs, lens, items, layers or layer_ids(pool, each, window=window))
+    return found
 
 
 def _format(*dtypes: torch.dtype) -> str:
@@ -73,52 +84,46 @@ def _format(*dtypes: torch.dtype) -> str:
     return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _append_state(states: StateComponents, args: KVArgs, number: int, place: Topology, total_heads: int) -> None:
-    kind = StateType(args.state_types[number])
+def _append_state(states: StateComponents, args: KVArgs, number: int, place: Topology, heads: Axis) -> None:
+    kind, pools = StateType(args.state_types[number]), Pools.of(args)
     if kind is StateType.DSA_TAIL or kind.value in states.names:
         what = f"a second component {kind.value!r}" if kind.value in states.names else f"state {kind.value!r}"
         raise UsageError(f"pdstage does not move {what} of this model yet", remedy="use another transfer backend")
-    ptrs, lens, items = args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
-    layers, pools = args.state_layer_ids[number], Pools.of(args)
+    lists = args.state_data_ptrs, args.state_data_lens, args.state_item_lens, args.state_layer_ids
+    ptrs, lens, items, layers = given = [entries[number] for entries in lists]
     if kind is StateType.SWA and args.swa_kv_cache_layout == "nhd":
-        each = quotient("the number of buffers with a window, K and V of each layer,", len(ptrs), 2)
-        layers = layers or layer_ids(pools.kv, each, window=True) * 2
-        roles = {
-            role: Buffers(ptrs[half], lens[half], items[half], layers[half])
-            for role, half in (("k", slice(0, each)), ("v", slice(each, 2 * each)))
-        }
         held = inner(pools.kv, window=True)
         window = kv_pages(
-            roles, page_size=args.page_size, axis=_window_heads(held, place, total_heads),
-            format=_format(held.dtype), component=kind.value, device=states.device,
+            _by_role(("k", "v"), "buffers with a window", given, pools.kv, window=True), page_size=args.page_size,
+            axis=_window_heads(held, place, heads), format=_format(held.dtype), component=kind.value,
+            device=states.device,
         )  # fmt: skip
         states.add(kind.value, window)
         return
     sharded = kind in _SHARDED or (kind is StateType.SWA and args.swa_kv_cache_layout is not None)
-    slicing: dict[str, Any] = {
-        "dim_per_tensor": args.state_dim_per_tensor[number] or None,
-        "conv_shard_groups": args.state_conv_shard_groups[number] or None,
-        "slice_outer_counts": args.state_slice_outer_counts[number] or None,
-    }
-    format = "bytes"
+    sliced, format = args.state_dim_per_tensor[number], "bytes"
     if kind is StateType.MAMBA and (pool := pools.states()) is not None:
         layers = layers or pool.get_state_layer_ids()
-        format = _format(*(held.dtype for held in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)))
-        if place.tp_size > 1 and _is_of_unknown_parts(pool):
-            slicing, sharded = {}, True
+        conv, temporal = pool.mamba_cache.conv, pool.mamba_cache.temporal
+        format = _format(*(held.dtype for held in (*conv, temporal)))
+        if place.tp_size > 1 and temporal.numel() and not pool.conv_shard_groups:
+            # Mamba 2's conv states are x, B and C side by side, each sharded separately, and SGLang does not say where
+            # they end. Conv states without other states are one part.
+            sliced, sharded = None, True
     append_state_component(
         states, kind.value, ptrs, lens, items,
-        **slicing,
-        layer_ids=layers or None,
+        dim_per_tensor=sliced,
+        conv_shard_groups=args.state_conv_shard_groups[number],
+        slice_outer_counts=args.state_slice_outer_counts[number],
+        layer_ids=layers,
         format=format,
         paging=_paging(kind, args.page_size),
         whole=Axis("rank", place.tp_size, place.tp_rank, 1) if sharded else REPLICATED,
     )  # fmt: skip
 
 
-def _window_heads(pool: Any, place: Topology, total_heads: int) -> Axis:  # noqa: ANN401  (SGLang's)
-    """The heads of the layers with a window; a model may have another number of them there."""
-    heads = shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
+def _window_heads(pool: Any, place: Topology, heads: Axis) -> Axis:  # noqa: ANN401  (SGLang's)
+    """The heads of the layers with a window: `heads`, but a model may have another number of them there."""
     if pool.head_num == heads.count:
         return heads
     if place.tp_size > 1:
@@ -127,14 +132,6 @@ def _window_heads(pool: Any, place: Topology, total_heads: int) -> Axis:  # noqa
             remedy="run this model at TP 1, or use another transfer backend",
         )
     return shard_axis("kv_head", pool.head_num, 1, 0)
-
-
-def _is_of_unknown_parts(pool: Any) -> bool:  # noqa: ANN401  (SGLang's MambaPool)
-    """Whether conv states are x, B and C side by side, each sharded separately, without SGLang saying where they end.
-
-    That is so with Mamba 2. Conv states without other states are one part.
-    """
-    return bool(pool.mamba_cache.temporal.numel()) and not pool.conv_shard_groups
 
 
 def _paging(kind: StateType, page_size: int) -> Paging | None:

@@ -37,10 +37,12 @@ def register() -> None:
         return
     add_disagg_transfer_backend_choices([NAME])
     HookRegistry.register(f"{_UTILS}.TransferBackend", _with_member(), HookType.REPLACE)
-    HookRegistry.register(f"{_UTILS}.get_kv_class", kv_class, HookType.AROUND)
-    HookRegistry.register(f"{_UTILS}.get_kv_transfer_buf_infos", with_owner, HookType.AROUND)
-    HookRegistry.register(f"{_UTILS}.setup_state_kv_args", with_pools, HookType.AROUND)
-    HookRegistry.register(f"{_UTILS}.poll_and_all_reduce_attn_cp_tp_group", polled, HookType.AROUND)
+    around: dict[str, Callable[..., object]] = {
+        "get_kv_class": kv_class, "get_kv_transfer_buf_infos": with_owner, "setup_state_kv_args": with_pools,
+        "poll_and_all_reduce_attn_cp_tp_group": polled,
+    }  # fmt: skip
+    for name, hook in around.items():
+        HookRegistry.register(f"{_UTILS}.{name}", hook, HookType.AROUND)
 
 
 def _with_member() -> type[Enum]:

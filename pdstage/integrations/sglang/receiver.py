@@ -38,7 +38,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
     kv_mgr: PdStageKVManager
     conclude_state: KVPoll | None = None
     adapter: str | None = None
-    """The adapter that decode uses; set after construction, see `adapters`."""
+    """The adapter that decode uses; set after construction, see `manager`."""
     _room: Receiver | None = None
     _aux_index: int | None = None
     _is_cleared = False
@@ -84,21 +84,24 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.init_time = time.time()
 
     def _fail(self, error: PdstageError) -> None:
-        self.kv_mgr.fail(self.bootstrap_room, str(error))
+        self.kv_mgr.fail(self, error)
         self.conclude_state = KVPoll.Failed
         self._give_up(str(error))
 
     def _give_up(self, reason: str) -> None:
-        if self._room is not None and self._room.state not in (State.SUCCESS, State.FAILED):
-            self._room.abort(reason)
-        if self._room is not None and self._room.bound and not self._room.released:
-            self.kv_mgr.hold(self.number, self._room)
+        room = self._room
+        if room is None:
+            return
+        if room.state not in (State.SUCCESS, State.FAILED):
+            room.abort(reason)
+        if room.bound and not room.released:
+            self.kv_mgr.hold(self.number, room)
 
     def _poll(self) -> int:
         room = self._room
         if room is not None and self.conclude_state is None:
             if room.state is State.FAILED:
-                self.kv_mgr.fail(self.bootstrap_room, str(room.error))
+                self.kv_mgr.fail(self, room.error)
             elif room.state is State.SUCCESS and room.released:  # a request of one token returns its pages at once
                 self._take_row(room)
             elif room.state is State.TRANSFERRING:
@@ -111,7 +114,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             if self._aux_index is not None and isinstance(room.aux, bytes):
                 write_row(self.kv_mgr.kv_args, self._aux_index, room.aux, self.adapter)
         except PdstageError as error:
-            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            self.kv_mgr.fail(self, error)
         else:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 

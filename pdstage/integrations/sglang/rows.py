@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
-    """`adapter` is the result of `adapters.adapter_of`."""
+    """`adapter` is the result of `manager.adapter_of`."""
 
     fields: list[bytes]
     adapter: str | None

@@ -45,7 +45,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
     kv_mgr: PdStageKVManager
     conclude_state: KVPoll | None = None
     adapter: str | None = None
-    """The adapter of the request's KV; set after construction, see `adapters`."""
+    """The adapter of the request's KV; set after construction, see `manager`."""
     _early_send_wait_event: Any
     _transfer_start_time: float | None
     _room: Sender | None = None
@@ -73,7 +73,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         try:
             self._room = mgr.awake().send(bootstrap_room)
         except PdstageError as error:
-            mgr.fail(number, str(error))
+            mgr.fail(self, error)
         else:
             self.publish()  # events from before the node could find this sender
 
@@ -109,7 +109,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
                 aux = read_row(args, self.aux_index, self.adapter) if self.aux_index is not None else None
                 self._room.finish(aux, states=states or None, ready=ready)
         except PdstageError as error:
-            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            self.kv_mgr.fail(self, error)
             self._end(str(error))
             return
         self._record_transfer_indices(kv_indices, state_indices)
@@ -136,7 +136,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
                 return
             state = room.state
             if state is State.FAILED:
-                self.kv_mgr.fail(self.bootstrap_room, str(room.error))
+                self.kv_mgr.fail(self, room.error)
             else:
                 ended = state is State.SUCCESS and not room.released  # the scheduler would take the pages back
                 self.kv_mgr.update_status(self.bootstrap_room, int(State.TRANSFERRING if ended else state))

@@ -15,23 +15,21 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from pdstage.integrations import stores
 from pdstage.integrations.sglang.pools import HOSTS, LATENTS, inner, name_of
+from pdstage.integrations.stores import Encoding, Rows, into
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
+    import torch
 
     from pdstage.integrations.sglang.pools import Pools
-    from pdstage.layout import Key, Layout, View
-    from pdstage.probe import Cell, Writer
+    from pdstage.layout import Layout, View
+    from pdstage.probe import Writer
 
 _DRAFT = "draft_"
 
@@ -63,15 +61,21 @@ def _attention(
     views: Sequence[View],
 ) -> Writer | None:
     """None if the pool's class has no known writer."""
-    roles = {view.key.role.removeprefix(_DRAFT) for view in views}
-    held = inner(pool, window=component == "swa")
-    if roles == {"k", "v"} and type(held) is MHATokenToKVPool and not held.is_quantized_kv_cache:
-        return _rows(pool.set_kv_buffer, held, held.head_num, (held.head_dim, held.v_head_dim), layer, views)
-    if isinstance(pool, SWAKVPool):  # over latents, whose index keys SGLang does not name
+    by_role, held = {view.key.role.removeprefix(_DRAFT): view for view in views}, inner(pool, window=component == "swa")
+    if by_role.keys() == {"k", "v"} and type(held) is MHATokenToKVPool and not held.is_quantized_kv_cache:
+        store, heads, sizes = pool.set_kv_buffer, held.head_num, (held.head_dim, held.v_head_dim)
+    elif isinstance(pool, SWAKVPool):  # over latents, whose index keys SGLang does not name
         return None
-    if roles == {"latent"} and type(held) in LATENTS and not getattr(held, "dsa_kv_cache_store_fp8", False):
-        return _rows(pool.set_mla_kv_buffer, held, 1, (held.kv_lora_rank, held.qk_rope_head_dim), layer, views)
-    return None
+    elif by_role.keys() == {"latent"} and type(held) in LATENTS and not getattr(held, "dsa_kv_cache_store_fp8", False):
+        store, heads, sizes = pool.set_mla_kv_buffer, 1, (held.kv_lora_rank, held.qk_rope_head_dim)
+    else:
+        return None
+
+    def write(at: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        store(SimpleNamespace(layer_id=layer), KVWriteLoc(at, swa_loc=at), k, v)  # a window's pool has its own
+
+    rows = Rows(Encoding(held.dtype, held.dtype), heads, sizes, held.page_size, held.device)
+    return rows.writer(by_role, write)
 
 
 def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout) -> Writer | None:
@@ -82,26 +86,7 @@ def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout)
         for tensor in tensors:
             if len(tensor) and 0 <= at - tensor.data_ptr() < tensor[0].nbytes:
                 found.append((view, tensor, at - tensor.data_ptr()))
-    return stores.into(found) if len(found) == len(views) else None
-
-
-def _rows(  # noqa: PLR0917
-    store: Callable[..., None],
-    held: Any,  # noqa: ANN401  (the pool with the buffers)
-    heads: int,
-    sizes: tuple[int, int],
-    layer: int,
-    views: Sequence[View],
-) -> Writer:
-    """Both parts of a token, `[head, element]`: K and V, or a latent and its rotary key, which are one row."""
-
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
-        k, v = (_draw(rng, (len(cells), heads, size), held.dtype) for size in sizes)
-        store(SimpleNamespace(layer_id=layer), _slots(cells, held), k.to(held.device), v.to(held.device))
-        stored = {"k": k, "v": v, "latent": torch.cat([k, v], -1)}
-        return {view.key: _bytes(stored[view.key.role.removeprefix(_DRAFT)]) for view in views}
-
-    return write
+    return into(found) if len(found) == len(views) else None
 
 
 def _host_rows(pool: Any, layer: int, views: Sequence[View]) -> Writer | None:  # noqa: ANN401
@@ -110,7 +95,7 @@ def _host_rows(pool: Any, layer: int, views: Sequence[View]) -> Writer | None:  
         return None
     names = {"k": "k_data_refs", "v": "v_data_refs", "latent": "data_refs"}
     rows = [(view, getattr(pool, names[view.key.role])[layer - pool.start_layer], 0) for view in views]
-    return stores.into(rows, n_tokens=pool.page_size)
+    return into(rows, n_tokens=pool.page_size)
 
 
 def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:
@@ -121,20 +106,3 @@ def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:
         entries = getattr(pools.states(), "_iter_transfer_state_entries", None)
         for _, tensor, _, _ in () if entries is None else entries():
             yield tensor
-
-
-def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Distinct values, of a dtype that is stored unchanged."""
-    return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
-
-
-def _bytes(values: torch.Tensor) -> NDArray[np.uint8]:
-    """`[..., byte]`"""
-    held: NDArray[np.uint8] = values.contiguous().view(torch.uint8).numpy()
-    return held
-
-
-def _slots(cells: Sequence[Cell], held: Any) -> KVWriteLoc:  # noqa: ANN401
-    """SGLang's slot numbers: page number times page size, plus the token; a window's pool has its own."""
-    slots = torch.tensor([cell.item * held.page_size + cell.token for cell in cells], device=held.device)
-    return KVWriteLoc(slots, swa_loc=slots)

@@ -9,8 +9,7 @@ Read in this order:
     groups           vLLM's cache groups as pdstage's components: which blocks of a request, for which tokens
     metadata         what the scheduler's side tells the workers' side in each step
     streams          requests that are sent while prefill computes them
-    turns            what decode keeps of a conversation for its next turn
-    loads            the rooms that requests load, from their arrival on
+    loads            the rooms that requests load, from their arrival on, and what decode keeps for a next turn
     scheduler        the scheduler's side: requests in, metadata out
     caches, states   the workers' KV cache tensors and recurrent states as a pdstage layout, by their attention backend
     writers          the proof of that layout by vLLM's own cache writes

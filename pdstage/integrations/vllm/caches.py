@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 
 from pdstage.arguments import quotient
 from pdstage.errors import UsageError
-from pdstage.integrations.vllm.groups import Group, groups_of
+from pdstage.integrations.vllm.groups import groups_of
 from pdstage.integrations.vllm.states import groups_of_states, state_parts
 from pdstage.layout import Key, TokenShard
 from pdstage.layout.topology import shard_range
@@ -109,23 +109,23 @@ class Caches:
         keys: dict[str, tuple[Key, ...]] = {}
         n_pages: dict[str, int] = {}
         paged: dict[str, list[torch.Tensor]] = {}
-        groups: list[Group] = []
         n_blocks = {
             name: kv_cache_config.num_blocks_of(tensor)
             for tensor in kv_cache_config.kv_cache_tensors
             for name in tensor.layers
         }
-        for group in groups_of(kv_cache_config, topology.cp_size):
+        groups = groups_of(kv_cache_config, topology.cp_size)
+        for group in groups:
             given = kv_cache_config.kv_cache_groups[group.index]
-            if kv_caches.keys().isdisjoint(given.layer_names):
-                continue  # a group of other pipeline stages
-            groups.append(group)
             seen: set[int] = set()
             for name in given.layer_names:
-                if name not in kv_caches or kv_caches[name].data_ptr() in seen:
+                cache = kv_caches.get(name)
+                if cache is None or cache.data_ptr() in seen:
                     continue  # a layer of another pipeline stage, or one that reads an earlier layer's cache
-                seen.add(kv_caches[name].data_ptr())
-                cache, spec = kv_caches[name], _spec_of(given.kv_cache_spec, name)
+                seen.add(cache.data_ptr())
+                spec = given.kv_cache_spec
+                if isinstance(spec, UniformTypeKVCacheSpecs):
+                    spec = spec.kv_cache_specs[name]
                 n = _pages_per_block(name, cache, spec, n_blocks.get(name, 0))
                 if n_pages.setdefault(group.component, n) != n:
                     raise UsageError(
@@ -134,24 +134,24 @@ class Caches:
                         remedy="use one attention backend, and one cache dtype, for all layers of a kind",
                         layer=name,
                     )
-                naming: Naming = {"component": group.component, "layers": (_number(name),)}
+                number = _NUMBER.search(name)
+                naming: Naming = {"component": group.component, "layers": (int(number[0]) if number else 0,)}
                 if isinstance(spec, MambaSpec):
                     made = state_parts(cache, spec, tp=tp, n_groups=n_groups, naming=naming)
                 else:
-                    encoding = _format(cache, spec, config.cache_config.cache_dtype)
-                    heads = _total_heads(spec, n_heads, tp)
-                    _check_heads(name, cache, spec, layers.get(name))
                     paged.setdefault(group.component, []).append(cache)
-                    naming["format"] = encoding
-                    made = [_attention(cache, spec, layers.get(name), heads, tp, naming=naming)]
+                    naming["format"] = _format(cache, spec, config.cache_config.cache_dtype)
+                    heads = _total_heads(spec, n_heads, tp)
+                    made = [_attention(name, cache, spec, layers.get(name), total_heads=heads, tp=tp, naming=naming)]
                 made = [_named(part, name) for part in made]
                 keys[name] = tuple(view.key for part in made for view in part.views)
                 parts += made
         if not parts:
             raise UsageError("no KV cache of this worker can be handed over", remedy="check the model and its groups")
-        states = [group.component for group in groups if group.is_state]
-        shard = TokenShard.by(topology, config.parallel_config.cp_kv_cache_interleave_size)
-        dealt = {group.component: shard for group in groups if group.n_shards > 1}
+        held = [group for group in groups if group.component in n_pages]  # the others are of other pipeline stages
+        states = [group.component for group in held if group.is_state]
+        shard = TokenShard.by(topology, parallel.cp_kv_cache_interleave_size)
+        dealt = {group.component: shard for group in held if group.n_shards > 1}
         layout = build(*parts, slots=states, exact=states, owned=dealt)
         device = next((one.device for one in kv_caches.values() if one.device.type != "cpu"), torch.device("cpu"))
         return Caches(layout, device, keys, n_pages, paged)
@@ -167,8 +167,11 @@ class Caches:
 
     def nbytes(self, held: Mapping[str, Held]) -> int:
         """Bytes of vLLM's blocks in every layer of their components."""
-        blocks = {component: len(one.blocks) * self.n_pages[component] for component, one in held.items()}
-        return sum(cache[0].nbytes * n for component, n in blocks.items() for cache in self.paged[component])
+        return sum(
+            cache[0].nbytes * self.n_pages[component] * len(one.blocks)
+            for component, one in held.items()
+            for cache in self.paged[component]
+        )
 
     def clear(self, component: str, blocks: Sequence[int]) -> None:
         """Zeroes vLLM's `blocks` in every layer of the component."""
@@ -197,14 +200,23 @@ def _pages_per_block(name: str, cache: torch.Tensor, spec: KVCacheSpec, n_blocks
     return int(n)
 
 
-def _check_heads(name: str, cache: torch.Tensor, spec: AttentionSpec, layer: object) -> None:
-    """Raises `UsageError` for pages of a shape that no view here has."""
-    backend = Backend.of(layer)
-    n_slots = 2 if backend.pages is Pages.SLOTS else 1 if _is_latent(spec) else spec.num_kv_heads
+def _attention(
+    name: str,
+    cache: torch.Tensor,
+    spec: AttentionSpec,
+    layer: object,
+    *,
+    total_heads: int,
+    tp: tuple[int, int],
+    naming: Naming,
+) -> Part:
+    """The layer's views, by its backend's page layout. Raises `UsageError` for pages of a shape that no view has."""
+    backend, is_latent = Backend.of(layer), isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    n_slots = 2 if backend.pages is Pages.SLOTS else 1 if is_latent else spec.num_kv_heads
     what = ""
     if cache.shape[1] != n_slots:
         what = f"{cache.shape[1]} slots where {n_slots} heads are"
-    elif spec.tokens_per_state < 1 and not _is_latent(spec):
+    elif spec.tokens_per_state < 1 and not is_latent:
         what = f"{spec.tokens_per_state} tokens in a row"
     if what:
         raise UsageError(
@@ -213,34 +225,24 @@ def _check_heads(name: str, cache: torch.Tensor, spec: AttentionSpec, layer: obj
             layer=name,
             backend=backend.name,
         )
-
-
-def _attention(
-    cache: torch.Tensor, spec: AttentionSpec, layer: object, heads: int, tp: tuple[int, int], *, naming: Naming
-) -> Part:
-    """The layer's views, by its backend's page layout."""
-    match Backend.of(layer).pages:
+    match backend.pages:
         case Pages.CPU:
             typed = cache.view(spec.dtype) if cache.dtype == torch.int8 else cache
             packed = getattr(layer, "isa", "") == "amx"
-            return vllm_cpu_blocks([typed], total_heads=heads, tp=tp, packed=packed, **naming)
+            return vllm_cpu_blocks([typed], total_heads=total_heads, tp=tp, packed=packed, **naming)
         case Pages.SLOTS:
             k, v = (cache[:, slot].reshape(*cache.shape[::2], spec.num_kv_heads, -1) for slot in (0, 1))
-            return paged_nhd([k], [v], total_heads=heads, tp=tp, **naming)
+            return paged_nhd([k], [v], total_heads=total_heads, tp=tp, **naming)
         case Pages.INDEX:
             kernel_page = getattr(layer, "kv_cache", cache[:, 0]).shape[-2]
             return dsa_index([cache[:, 0].flatten(1)], page_size=cache.shape[2], block_size=kernel_page, **naming)
-    if _is_latent(spec):
+    if is_latent:
         per_row = int(spec.tokens_per_state) if spec.tokens_per_state >= 1 else 1
         return mla([cache[:, 0]], tokens_per_row=per_row, **naming)
     content = cache.shape[3] * cache.element_size()
     dense = spec.state_content_bytes is None
     key_nbytes = spec.head_size * cache.element_size() if dense else quotient("the length of a packed row", content, 2)
-    return vllm_blocks([cache], total_heads=heads, tp=tp, key_nbytes=key_nbytes, **naming)
-
-
-def _is_latent(spec: AttentionSpec) -> bool:
-    return isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    return vllm_blocks([cache], total_heads=total_heads, tp=tp, key_nbytes=key_nbytes, **naming)
 
 
 def _total_heads(spec: AttentionSpec, n_heads: int, tp: tuple[int, int]) -> int:
@@ -260,15 +262,6 @@ def _format(cache: torch.Tensor, spec: AttentionSpec, cache_dtype: str) -> str:
     if spec.state_content_bytes is None and cache.dtype in plain:
         return plain[cache.dtype]
     return f"vllm.{packed}.{spec.kv_quant_mode.name.lower()}"
-
-
-def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
-    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def _number(name: str) -> int:
-    found = _NUMBER.search(name)
-    return int(found[0]) if found else 0
 
 
 def _named(part: Part, name: str) -> Part:

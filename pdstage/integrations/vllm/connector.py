@@ -69,7 +69,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdStageStats:
-        return PdStageStats(data=data) if data is not None else PdStageStats()
+        return PdStageStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *given: Any) -> PdStagePromMetrics:  # noqa: ANN401  (vLLM's own types, passed on)
@@ -90,7 +90,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PdStageMetadata:
-        return self.scheduler_side.news(scheduler_output)
+        return self.scheduler_side.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.ended(connector_output)
@@ -101,7 +101,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler_side.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler_side.has_news
+        return bool(self.scheduler_side.news)
 
     def reset_cache(self) -> bool:
         return self.scheduler_side.reset()

@@ -117,7 +117,9 @@ def groups_of(kv_cache_config: KVCacheConfig, n_shards: int = 1) -> tuple[Group,
     found: list[Group] = []
     counts: dict[str, int] = {}
     for index in kv_cache_config.transfer_group_ids:
-        spec = _representative(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
+        spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):  # of one type: block table and window are the group's
+            spec = next(iter(spec.kv_cache_specs.values()))
         kind = _kind(spec)
         n = counts[kind] = counts.get(kind, 0) + 1
         found.append(Group(index, kind if n == 1 else f"{kind}.{n - 1}", spec, n_shards if spec.dcp_sharded else 1))
@@ -131,11 +133,6 @@ def recomputed_tokens(groups: Sequence[Group], n_lookahead: int) -> int:
     tokens ahead needs `n_lookahead` minus one more.
     """
     return max(0 if all(group.is_whole for group in groups) else 1, n_lookahead - 1)
-
-
-def _representative(spec: KVCacheSpec) -> KVCacheSpec:
-    """One spec of a group whose layers have their own specs of one type: block table and window are the group's."""
-    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _kind(spec: KVCacheSpec) -> str:

@@ -17,7 +17,7 @@ from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.errors import UsageError
 from pdstage.integrations.model import digest
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
-from pdstage.integrations.vllm.loads import Loads, Phase
+from pdstage.integrations.vllm.loads import Loads, Phase, kept_tokens, n_common
 from pdstage.integrations.vllm.metadata import (
     PdStageHandshake,
     PdStageMetadata,
@@ -27,7 +27,6 @@ from pdstage.integrations.vllm.metadata import (
     Send,
 )
 from pdstage.integrations.vllm.streams import Streams
-from pdstage.integrations.vllm.turns import kept_tokens, n_common
 from pdstage.manager import PrefillNode
 from pdstage.manager.lookup import Directory
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from pdstage.integrations.vllm.loads import Load
     from pdstage.integrations.vllm.settings import Settings, Turns
     from pdstage.integrations.vllm.streams import Stream
 
@@ -68,7 +66,8 @@ class SchedulerSide:
             )
         self._all_whole = all(group.is_whole for group in self._groups)
         self._streams = Streams(self._groups)
-        self._news = PdStageMetadata()
+        self.news = PdStageMetadata()
+        """What the workers are told next; an engine makes a step for it even if idle."""
         self._loads = Loads()
         self._kept: set[str] = set()
         """Requests whose KV is held for their conversation's next turn."""
@@ -120,15 +119,17 @@ class SchedulerSide:
     # Prefill.
 
     def arrived(self, request: Request) -> None:
-        """A request arrived. Prefill leaves out the tokens that decode computes again."""
+        """A request arrived; only now its room is read. Prefill leaves out the tokens that decode computes again."""
         params = request.kv_transfer_params
-        self._wanted(request)
-        if not params or not params.get("do_remote_decode"):
+        if not params:
+            return
+        self._announce(request, params)
+        if not params.get("do_remote_decode"):
             return
         self._cut(request)
         room = params.get("transfer_id")
         if room and self._address and self._streams.begin(request, room):
-            self._news.arrived[request.request_id] = room
+            self.news.arrived[request.request_id] = room
 
     def _cut(self, request: Request) -> None:
         left = self._left
@@ -151,23 +152,23 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if not params:
             return False, None
-        if self._loads.is_running(request.request_id):
-            self._news.aborted[request.request_id] = "the request ended"
-        self._wanted(request)
+        if request.request_id in self._loads.running:
+            self.news.aborted[request.request_id] = "the request ended"
         self._leave(request)
+        is_done, turns = request.status in _DONE and any(blocks), self._settings.turns
         if not params.get("do_remote_decode"):
-            keeps = self._settings.turns is not None and request.status in _DONE and any(blocks)
-            return self._hand_over(request, blocks, None, self._settings.turns) if keeps else (False, None)
-        stream = self._streams.end(request.request_id)
-        if request.status in _DONE and any(blocks):
+            keeps = is_done and turns is not None
+            return self._hand_over(request, blocks, None, turns) if keeps else (False, None)
+        stream = self._streams.of.pop(request.request_id, None)
+        if is_done:
             is_another_s = stream is None and params.get("transfer_id") is not None and self._address != ""
             return (False, None) if is_another_s else self._hand_over(request, blocks, stream)
         if stream is None:
             return False, None
         if stream.has_begun:
-            self._news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
+            self.news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
         else:
-            self._news.aborted[request.request_id] = "the request ended"
+            self.news.aborted[request.request_id] = "the request ended"
         return stream.has_begun, None
 
     def _hand_over(
@@ -187,7 +188,7 @@ class SchedulerSide:
             if turns is not None:
                 self._kept.add(request.request_id)
         ttl_s = turns.ttl_s if turns is not None else None
-        self._news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
+        self.news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
         host, port = self._address.rsplit(":", 1)
         return True, {
             "do_remote_prefill": turns is None,
@@ -213,27 +214,22 @@ class SchedulerSide:
 
     # Decode.
 
-    def _wanted(self, request: Request) -> Load | None:
-        """The load of a request that names a room and has not gone on without it; announced when it is first seen."""
-        load, params = self._loads.of(request.request_id), request.kv_transfer_params
-        if load is not None or not params or not (params.get("do_remote_prefill") or self._names_turn(params)):
-            return load
-        remote = _remote(params, is_turn=not params.get("do_remote_prefill"))
+    def _announce(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Announces the room that a request names, if it does: prefill's, or that of its conversation's last turn."""
+        is_turn = not params.get("do_remote_prefill")
+        if is_turn and not (self._settings.turns and params.get("do_remote_decode") and params.get("remote_room")):
+            return
+        remote = _remote(params, is_turn=is_turn)
         if remote is None:
-            _mark_read(params)
-            return None
+            return
         here = _adapter_of(request.lora_request)
         if (there := params.get("remote_adapter", here)) != here:
             log.warning(
                 "request %s has adapter %r here and %r at prefill: it is computed here", request.request_id, here, there
             )
-            self._news.wants.append((remote, False))
-            _mark_read(params)
-            return None
-        load, is_new = self._loads.add(request.request_id, remote)
-        if is_new:
-            self._news.wants.append((remote, True))
-        return load
+            self.news.wants.append((remote, False))
+        elif self._loads.add(request.request_id, remote):
+            self.news.wants.append((remote, True))
 
     def matched(self, request: Request, n_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the `n_local` cached ones come from prefill, and whether they are loaded
@@ -242,7 +238,7 @@ class SchedulerSide:
         None while another sample of the same prompt loads them: this request then finds the blocks in the cache. None
         too until it is known whether decode keeps the conversation's last turn still.
         """
-        load, params = self._wanted(request), request.kv_transfer_params
+        load, params = self._loads.of.get(request.request_id), request.kv_transfer_params
         if load is None:
             return 0, False
         if load.phase is not Phase.ANNOUNCED:
@@ -277,37 +273,26 @@ class SchedulerSide:
             return 0
         return n_tokens if n_tokens - n_local >= self._settings.turns.fewest else 0
 
-    def _names_turn(self, params: Mapping[str, Any]) -> bool:
-        """Whether the request is a further turn of a conversation whose last turn a decode engine keeps."""
-        turn = bool(params.get("do_remote_decode") and params.get("remote_room"))
-        return turn and self._settings.turns is not None
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, n_external: int) -> None:
         """The request got `blocks`; `n_external` tokens will come from prefill."""
-        load = self._wanted(request)
-        if load is None:
-            return
-        n_local, remote = load.n_local, load.remote
-        if n_external <= 0:
+        load = self._loads.of.get(request.request_id)
+        if load is None or n_external <= 0:
             self._leave(request)
-        else:
-            n_tokens, ids = n_local + n_external, blocks.get_block_ids()
-            held = {
-                one.component: one.held(ids[one.index], n_tokens, one.n_cached(blocks.blocks[one.index], n_local))
-                for one in self._groups
-            }
-            says = self._says(n_tokens, _adapter_of(request.lora_request)) if remote.is_early else None
-            self._news.receives[request.request_id] = Receive(remote, held, says)
-            self._loads.begin(request.request_id)
-            _mark_read(request.kv_transfer_params)
+            return
+        n_tokens, ids = load.n_local + n_external, blocks.get_block_ids()
+        held = {
+            one.component: one.held(ids[one.index], n_tokens, one.n_cached(blocks.blocks[one.index], load.n_local))
+            for one in self._groups
+        }
+        says = self._says(n_tokens, _adapter_of(request.lora_request)) if load.remote.is_early else None
+        self.news.receives[request.request_id] = Receive(load.remote, held, says)
+        self._loads.begin(request.request_id)
 
     def _leave(self, request: Request) -> None:
         """The request ended, or goes on without its room."""
         remote = self._loads.leave(request.request_id)
         if remote is not None:
-            self._news.wants.append((remote, False))
-        if request.kv_transfer_params:
-            _mark_read(request.kv_transfer_params)
+            self.news.wants.append((remote, False))
 
     def ended(self, output: KVConnectorOutput) -> None:
         """The workers' results of this step."""
@@ -318,23 +303,18 @@ class SchedulerSide:
 
     # Both.
 
-    def news(self, output: SchedulerOutput) -> PdStageMetadata:
+    def step(self, output: SchedulerOutput) -> PdStageMetadata:
         """This step's news, returned once; `output` is what it computes."""
         self._loads.step()
-        news, self._news = self._news, PdStageMetadata()
+        news, self.news = self.news, PdStageMetadata()
         news.preempted, news.chunks = self._streams.step(output)
         return news
 
     def reset(self) -> bool:
         """Gives up what is held for next turns, such as KV of former weights. What a decode engine waits for stays."""
-        self._news.aborted |= dict.fromkeys(self._kept, "the cache was reset")
+        self.news.aborted |= dict.fromkeys(self._kept, "the cache was reset")
         self._kept.clear()
         return True
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the workers must be told something, so that even an idle engine makes a step."""
-        return bool(self._news)
 
 
 def _adapter_of(lora: LoRARequest | None) -> str:
@@ -342,21 +322,14 @@ def _adapter_of(lora: LoRARequest | None) -> str:
     return "" if lora is None else digest(lora.lora_path) or lora.lora_name
 
 
-def _mark_read(params: dict[str, Any]) -> None:
-    """It names no room any more: a request that is preempted later is computed here."""
-    params["do_remote_prefill"] = False
-    params["remote_room"] = None
-
-
 def _remote(params: Mapping[str, Any], *, is_turn: bool) -> Remote | None:
     """The room that prefill's answer names, or a router that asks both engines at once; `is_turn`: decode's answer. If
     none is named, logs it and returns None.
     """
-    early, directory = params.get("transfer_id"), params.get("remote_bootstrap_addr")
-    if early and directory and params.get("remote_engine_id"):
-        return Remote(early, directory, params["remote_engine_id"], is_early=True, is_routers=True)
-    names = "remote_room", "remote_engine_id", "remote_host", "remote_port"
-    room, engine, host, port = (params.get(name) for name in names)
+    names = "transfer_id", "remote_bootstrap_addr", "remote_engine_id", "remote_room", "remote_host", "remote_port"
+    early, directory, engine, room, host, port = (params.get(name) for name in names)
+    if early and directory and engine:
+        return Remote(early, directory, engine, is_early=True, is_routers=True)
     if not (room and engine and host and port):
         log.warning("kv_transfer_params %s name no request of a prefill engine: it is computed here", dict(params))
         return None

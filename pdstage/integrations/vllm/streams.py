@@ -45,34 +45,31 @@ class Stream:
 
 
 class Streams:
-    """The streams of one scheduler, by request id, until prefill has finished them."""
+    """The streams of one scheduler."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = [group for group in groups if not group.is_state]  # a state is sent at the end
-        self._streams: dict[str, Stream] = {}
+        self.of: dict[str, Stream] = {}
+        """By request, until prefill has finished it."""
 
     def begin(self, request: Request, room: str) -> bool:
         """From now on the scheduled tokens of `request` go to `room`; false if they do not. Of several samples of one
         prompt only the first does: all have one room, and the same KV.
         """
-        if any(other.room == room for other in self._streams.values()):
+        if any(other.room == room for other in self.of.values()):
             return False
-        self._streams[request.request_id] = Stream(request, room)
+        self.of[request.request_id] = Stream(request, room)
         return True
-
-    def end(self, request_id: str) -> Stream | None:
-        """No more tokens of it will be scheduled."""
-        return self._streams.pop(request_id, None)
 
     def step(self, output: SchedulerOutput) -> tuple[dict[str, bool], dict[str, Chunk]]:
         """The requests that lost their blocks before this step, and for each whether the step writes them before a
         worker can wait; and the tokens that this step computes of the others.
         """
-        if not self._streams:
+        if not self.of:
             return {}, {}
         preempted = self._preempted(output)
         chunks = {}
-        for name, stream in self._streams.items():
+        for name, stream in self.of.items():
             n_scheduled = output.num_scheduled_tokens.get(name)
             if n_scheduled is None or (blocks := output.kv_connector_block_state.get_block_ids(name)) is None:
                 continue
@@ -87,13 +84,13 @@ class Streams:
 
     def _preempted(self, output: SchedulerOutput) -> dict[str, bool]:
         """vLLM's second model runner zeroes new blocks, and copies others into them, before `handle_preemptions`."""
-        lost = [name for name in output.preempted_req_ids or () if name in self._streams]
+        lost = [name for name in output.preempted_req_ids or () if name in self.of]
         if not lost:
             return {}
         written = {*(output.new_block_ids_to_zero or ()), *(copy[1] for copy in output.kv_cache_block_copies or ())}
         preempted = {}
         for name in lost:
-            stream = self._streams[name]
+            stream = self.of[name]
             preempted[name] = not stream.blocks.isdisjoint(written)
             stream.stop = 0
             stream.blocks.clear()
@@ -157,9 +154,12 @@ class LayerGroups:
 
 @dataclass
 class EarlySender:
-    """One room, at a worker. `given` is the token up to which the room has got its blocks."""
+    """One room, at a worker. `given` is the token up to which the room has got its blocks, `hold_s` how long it is held
+    for decode once the request is computed.
+    """
 
     sender: Sender
+    hold_s: float
     given: int = 0
     _waiting: list[tuple[Chunk, Layers]] = field(default_factory=list)
 

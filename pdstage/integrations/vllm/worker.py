@@ -100,6 +100,10 @@ class WorkerSide:
     and vLLM with it.
     """
 
+    _caches: Caches
+    _groups: LayerGroups
+    """Both from `register` on, which vLLM calls before any step."""
+
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
         self._config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
         self._transfer = vllm_config.kv_transfer_config
@@ -107,7 +111,6 @@ class WorkerSide:
         self.topology = topology_of(vllm_config.parallel_config)
         self.prefill: PrefillNode | None = None
         self.decode: DecodeNode | None = None
-        self._caches: Caches | None = None
         self._computed: CudaEvent | None = None
         # The task thread fills these three and the worker's thread empties them, by atomic calls.
         self._sending: dict[str, Sender | None] = {}
@@ -122,7 +125,6 @@ class WorkerSide:
         """Requests that are sent while they are computed. Only the task thread uses it."""
         self._chunks: Mapping[str, Chunk] = {}
         """The chunks of this step, while its forward pass runs."""
-        self._groups = LayerGroups({})
         self._held: dict[str, tuple[int, float]] = {}
         """For each request that is being sent: how many blocks it holds, and since when. The oldest come first."""
         self._written: tuple[int, int] = (0, 0)
@@ -183,27 +185,27 @@ class WorkerSide:
         self._computed = self._event() if metadata.sends else None
         if metadata.arrived:
             self._tasks.put(partial(self._arrive, metadata.arrived))
-        self._chunks = {}
-        if not metadata.chunks:
-            return
-        assert self._caches is not None and self.prefill is not None, "a chunk of an engine that does not prefill"
         own = {name: one._replace(held=self._caches.own(one.held)) for name, one in metadata.chunks.items()}
         self._chunks = {name: chunk for name, chunk in own.items() if chunk.held}
         if self._chunks:
+            assert self.prefill is not None, "a chunk of an engine that does not prefill"
             nbytes = sum(self._caches.nbytes(chunk.held) for chunk in self._chunks.values())
             self._groups.begin(self.prefill.pieces(nbytes))
 
     def passed(self, layer_name: str) -> None:
         """The forward pass has computed that layer, or launched it."""
         if self._chunks and (layers := self._groups.passed(layer_name)) is not None:
-            self._tasks.put(partial(self._stream, self._chunks, Layers(*layers, self._event(), is_last=False)))
+            self._stream(*layers, is_last=False)
 
     def computed(self) -> None:
         """Called after this step's forward pass, or its launch: sends what is sent early."""
         if self._chunks:
-            layers = Layers(*self._groups.rest(), self._event(), is_last=True)
-            self._tasks.put(partial(self._stream, self._chunks, layers))
+            self._stream(*self._groups.rest(), is_last=True)
             self._chunks = {}
+
+    def _stream(self, start: int, stop: int, *, is_last: bool) -> None:
+        layers = Layers(start, stop, self._event(), is_last)
+        self._tasks.put(partial(self._send_early, self._chunks, layers))
 
     def begin(self, metadata: PdStageMetadata) -> None:
         """Queues this step's news. Raises errors that are bugs here, of an earlier step's too."""
@@ -222,7 +224,6 @@ class WorkerSide:
         that a connector loads, since it assumes that whole blocks are loaded (`record_for_zeroing`). Their other
         content, such as another layer's state, may be NaN as K and V, and a masked NaN is a NaN.
         """
-        assert self._caches is not None, "a request before register_kv_caches"
         if not self._kv_cache_config.needs_kv_cache_zeroing:
             return
         for receive in metadata.receives.values():
@@ -249,14 +250,13 @@ class WorkerSide:
         """Begins rooms before their requests are scheduled: decode, which may have opened them, knows that they come.
         Not in `begin`, which vLLM 0.33 calls after the forward pass.
         """
-        assert self.prefill is not None, "a request to send at an engine that does not prefill"
         for request_id, room in rooms.items():
             try:
-                self._early[request_id] = EarlySender(self.prefill.send(room, open_wait_s=_EARLY_S))
+                self._early[request_id] = self._begin(room, _EARLY_S)
             except PdstageError as error:
                 log.warning("request %s is not sent: %s", request_id, error)
 
-    def _stream(self, chunks: Mapping[str, Chunk], layers: Layers) -> None:
+    def _send_early(self, chunks: Mapping[str, Chunk], layers: Layers) -> None:
         for request_id, chunk in chunks.items():
             early = self._early.get(request_id)
             if early is None:
@@ -270,26 +270,27 @@ class WorkerSide:
                 early.sender.abort(str(error))
 
     def _send(self, request_id: str, send: Send, computed: CudaEvent | None) -> None:
-        assert self.prefill is not None, "a request to send at an engine that does not prefill"
-        sender, held = None, send.held
+        sender = None
         try:
-            if (early := self._early.pop(request_id, None)) is not None:
-                sender, held = early.sender, early.rest_of(held)
-            else:
-                sender = self.prefill.send(send.room, open_wait_s=send.open_wait_s)
+            early = self._early.pop(request_id, None) or self._begin(send.room, send.open_wait_s)
+            sender = early.sender
             if send.given_up:
                 sender.abort("the request ended")
             else:
-                items, tokens, states = self._named(held)
+                items, tokens, states = self._named(early.rest_of(send.held))
                 if items:
                     sender.chunk(items, tokens, ready=computed)
-                hold_s = send.open_wait_s or self.prefill.config.open_wait_s
+                hold_s = send.open_wait_s or early.hold_s
                 sender.finish(send.says, states=states or None, ready=computed, open_wait_s=hold_s)
         except PdstageError as error:
             log.warning("request %s is not sent: %s", request_id, error)
             if sender is not None:
                 sender.abort(str(error))
         self._sending[request_id] = sender
+
+    def _begin(self, room: str, open_wait_s: float | None) -> EarlySender:
+        assert self.prefill is not None, "a request to send at an engine that does not prefill"
+        return EarlySender(self.prefill.send(room, open_wait_s=open_wait_s), self.prefill.config.open_wait_s)
 
     def _receive(self, request_id: str, receive: Receive, after: CudaEvent | None) -> None:
         receiver = None
@@ -332,7 +333,6 @@ class WorkerSide:
 
     def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, tuple[int, int]], dict[str, Items]]:
         """Pages and their tokens, and states, as nodes expect them."""
-        assert self._caches is not None, "a request before register_kv_caches"
         items, tokens, states = {}, {}, {}
         for component, one in self._caches.own(held).items():
             if one.tokens is None:
@@ -343,7 +343,6 @@ class WorkerSide:
         return items, tokens, states
 
     def _event(self) -> CudaEvent | None:
-        assert self._caches is not None, "a request before register_kv_caches"
         if self._caches.device.type == "cpu":
             return None
         # Not torch.Event, which forgets the device's index and is recorded on whatever device is current.
@@ -380,12 +379,14 @@ class WorkerSide:
         """What is new of announced rooms of turns: whether their senders have them."""
         held: dict[Remote, bool] = {}
         for room, (receiver, told) in list(self._turns.items()):
-            is_over = receiver is None or receiver.state is State.FAILED
-            is_held = False if receiver is None or is_over else receiver.ready_to_bind
-            if is_held is not told and is_held is not None:
+            if receiver is None or receiver.state is State.FAILED:
+                held[room] = False
+                del self._turns[room]
+                continue
+            if (is_held := receiver.ready_to_bind) not in (None, told):
                 held[room] = is_held
                 self._turns[room] = receiver, is_held
-            if receiver is None or is_over or receiver.bound:
+            if receiver.bound:
                 del self._turns[room]
         return PdStageWorkerMeta(held) if held else None
 

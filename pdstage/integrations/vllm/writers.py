@@ -9,31 +9,28 @@ vLLM registers its caches, since metadata builders and caches are bound to the l
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from pdstage.integrations import stores
+from pdstage.integrations.stores import Encoding, Rows, into, slots
 from pdstage.integrations.vllm.caches import Backend, Pages
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
     from vllm.config import VllmConfig
 
     from pdstage.integrations.vllm.caches import Caches
-    from pdstage.layout import Key, View
+    from pdstage.layout import View
     from pdstage.probe import Cell, Writer
 
 _PLACE = re.compile(r"\d+")
 _PLAIN = {"auto", "bfloat16", "float16", "half", "float32", "float"}
-_NUDGE = 1 + 1 / 64
-"""vLLM's CPU operators truncate to fp8. Values slightly above a code give the same code rounded and truncated."""
 
 
 def probes_of(caches: Caches, config: VllmConfig) -> list[LayerProbe]:
@@ -61,12 +58,11 @@ def _writer(
         return _index_keys(layer, views[0], device) if device.type == "cuda" else None
     if getattr(getattr(layer, "impl", None), "do_kv_cache_update", None) is None:
         return None
-    encoding, roles = _Encoding.of(layer, dtype), {_role(view) for view in views}
-    if roles == {"latent"}:
-        return _rows(layer, views, encoding or _Encoding(dtype, dtype), device, is_plain=encoding is not None)
-    if encoding is not None and "k" in roles and all(view.shards == layer.num_kv_heads for view in views):
-        return _rows(layer, views, encoding, device, is_plain=True)
-    return None
+    encoding, by_role = _encoding_of(layer, dtype), {_role(view): view for view in views}
+    is_kv = encoding is not None and "k" in by_role and all(view.shards == layer.num_kv_heads for view in views)
+    if not is_kv and by_role.keys() != {"latent"}:
+        return None
+    return _rows(layer, by_role, encoding or Encoding(dtype, dtype), device, is_plain=encoding is not None)
 
 
 def _role(view: View) -> str:
@@ -74,71 +70,44 @@ def _role(view: View) -> str:
     return view.key.role.partition("@")[0]
 
 
-class _Encoding(NamedTuple):
-    """The dtype of the values given to a layer, and the dtype they are stored in."""
-
-    given: torch.dtype
-    stored: torch.dtype
-
-    @staticmethod
-    def of(layer: Any, dtype: torch.dtype) -> _Encoding | None:  # noqa: ANN401
-        """For a model of `dtype`; None for encodings whose stored form this module does not know."""
-        name, held = str(getattr(layer, "kv_cache_dtype", "auto")), layer.kv_cache.dtype
-        if name in _PLAIN and held.is_floating_point:
-            return _Encoding(held, held)
-        if name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
-            return _Encoding(dtype, torch.float8_e5m2 if name == "fp8_e5m2" else current_platform.fp8_dtype())
-        return None
-
-    def draw(
-        self, rng: np.random.Generator, shape: tuple[int, ...], scale: float
-    ) -> tuple[torch.Tensor, NDArray[np.uint8]]:
-        """Values for the writer, and the bytes they are stored as, `[..., byte]`."""
-        drawn = torch.from_numpy(rng.uniform(0.5, 2.0, shape) * rng.choice([-1.0, 1.0], shape))
-        stored = drawn.to(self.given).to(self.stored)
-        given = stored if self.stored == self.given else (stored.float() * (_NUDGE * scale)).to(self.given)
-        return given, stored.view(torch.uint8).numpy()
+def _encoding_of(layer: Any, dtype: torch.dtype) -> Encoding | None:  # noqa: ANN401
+    """For a model of `dtype`; None for encodings whose stored form this module does not know."""
+    name, held = str(getattr(layer, "kv_cache_dtype", "auto")), layer.kv_cache.dtype
+    if name in _PLAIN and held.is_floating_point:
+        return Encoding(held, held)
+    if name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        return Encoding(dtype, torch.float8_e5m2 if name == "fp8_e5m2" else current_platform.fp8_dtype())
+    return None
 
 
 def _rows(
     layer: Any,  # noqa: ANN401  (vLLM's)
-    views: Sequence[View],
-    encoding: _Encoding,
+    views: Mapping[str, View],
+    encoding: Encoding,
     device: torch.device,
     *,
     is_plain: bool,
 ) -> Writer:
     """K and V of every KV head, or MLA's latent and rotary key, by the backend's `do_kv_cache_update`. Packed rows
-    (fp8_ds_mla), which are not plain, are proved by position.
+    (fp8_ds_mla) are not plain.
     """
-    is_latent = _role(views[0]) == "latent"
+    is_latent = "latent" in views
     if is_latent:
-        heads, sizes, scaled_as = 1, (layer.kv_lora_rank, layer.qk_rope_head_dim), "kk"
+        heads, sizes, parts = 1, (layer.kv_lora_rank, layer.qk_rope_head_dim), "kk"
     else:
         sizes = layer.head_size, getattr(layer, "head_size_v", layer.head_size)
-        heads, scaled_as = layer.num_kv_heads, "kv"
+        heads, parts = layer.num_kv_heads, "kv"
+    k_scale, v_scale = (float(getattr(layer, f"_{part}_scale_float", 1.0)) for part in parts)
+    n_tokens = next(iter(views.values())).tokens_per_item
 
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
-        scales = [float(getattr(layer, f"_{part}_scale_float", 1.0)) for part in scaled_as]
-        drawn = [encoding.draw(rng, (len(cells), heads, n), scale) for n, scale in zip(sizes, scales, strict=True)]
-        k, v = (given.to(device) for given, _ in drawn)
-        slots = _slots(cells, views[0], device)
+    def store(at: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if is_latent:
-            layer.impl.do_kv_cache_update(k[:, 0], v, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
+            layer.impl.do_kv_cache_update(k[:, 0], v, layer.kv_cache, at, layer.kv_cache_dtype, layer._k_scale)
         else:
-            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
-        (_, k_bytes), (_, v_bytes) = drawn
-        stored = {"k": k_bytes, "v": v_bytes, "latent": np.concatenate([k_bytes, v_bytes], -1)}
-        return {view.key: _share(stored, view) for view in views} if is_plain else None
+            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, at)
 
-    return write
-
-
-def _share(stored: Mapping[str, NDArray[np.uint8]], view: View) -> NDArray[np.uint8]:
-    """The bytes of `stored` that are in a view: all of a role's or, for role "v.3", the fourth piece of that length."""
-    role, _, part = _role(view).partition(".")
-    first = int(part or 0) * view.shard_nbytes
-    return stored[role][..., first : first + view.shard_nbytes]
+    rows = Rows(encoding, heads, sizes, n_tokens, device, (k_scale, v_scale))
+    return rows.writer(views, store, is_plain=is_plain)
 
 
 def _index_keys(layer: Any, view: View, device: torch.device) -> Writer:  # noqa: ANN401
@@ -147,7 +116,7 @@ def _index_keys(layer: Any, view: View, device: torch.device) -> Writer:  # noqa
     def write(cells: Sequence[Cell], rng: np.random.Generator) -> None:
         keys = torch.from_numpy(rng.standard_normal((len(cells), view.width)) * 2.0 ** np.arange(len(cells))[:, None])
         ops.indexer_k_quant_and_cache(
-            keys.to(device, torch.bfloat16), layer.kv_cache, _slots(cells, view, device),
+            keys.to(device, torch.bfloat16), layer.kv_cache, slots(cells, view.tokens_per_item, device),
             view.width, "ue8m0",
         )  # fmt: skip
 
@@ -158,13 +127,8 @@ def _states(given: Sequence[torch.Tensor], views: Sequence[View]) -> Writer:
     """A recurrent layer's states, stored where the layer itself indexes them; of a conv state its window."""
     numbers = [_number_of_state(_role(view)) for view in views]
     starts = {n: min(view.offset for view, other in zip(views, numbers, strict=True) if other == n) for n in numbers}
-    return stores.into([(view, given[n], view.offset - starts[n]) for view, n in zip(views, numbers, strict=True)])
+    return into([(view, given[n], view.offset - starts[n]) for view, n in zip(views, numbers, strict=True)])
 
 
 def _number_of_state(role: str) -> int:
     return 0 if role.startswith("conv") else 1 if role.startswith("ssm") else int(_PLACE.findall(role)[0])
-
-
-def _slots(cells: Sequence[Cell], view: View, device: torch.device) -> torch.Tensor:
-    """vLLM's slot numbers: a block's number times its tokens, and the token."""
-    return torch.tensor([cell.item * view.tokens_per_item + cell.token for cell in cells], device=device)

@@ -124,8 +124,8 @@ def test_each_order_of_cpu_attn_is_proved(tmp_path: Path, dtype: str, cache_dtyp
 def test_a_wrong_belief_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the shape says: of a token and head K, then V."""
 
-    def wrong(cache: torch.Tensor, spec: Any, layer: Any, heads: int, tp: tuple[int, int], *, naming: Any) -> Part:
-        return vllm_blocks([cache], key_nbytes=DIM * 4, total_heads=heads, tp=tp, **naming)
+    def wrong(name: str, cache: torch.Tensor, *_: object, naming: Any, **heads: Any) -> Part:
+        return vllm_blocks([cache], key_nbytes=DIM * 4, **heads, **naming)
 
     worker = Worker(tmp_path)
     before = [layer.kv_cache.view(torch.uint8).clone() for layer in worker.layers]

@@ -52,18 +52,18 @@ def blocks_of(*ids: list[int], n_cached: int = 0) -> KVCacheBlocks:
     return KVCacheBlocks(groups)
 
 
-def request(params: dict[str, Any] | None, *, name: str = "req-1", lora: str | None = None) -> Request:
+def arrived(side: Side, params: dict[str, Any], *, name: str = "req-1", lora: str | None = None) -> Request:
     adapter = LoRARequest(lora, 1, f"/no/{lora}") if lora is not None else None
     sampling = SamplingParams(max_tokens=1)
     made = Request(name, list(range(N_TOKENS)), sampling, None, lora_request=adapter)
     made.kv_transfer_params = params
+    side.scheduler.on_new_request(made)
     return made
 
 
 def answered(src: Side, *, lora: str | None = None) -> dict[str, Any]:
     """What a prefill engine answers for a request that it has computed, through JSON as a proxy passes it on."""
-    done = request({"do_remote_decode": True, "do_remote_prefill": False}, lora=lora)
-    src.scheduler.on_new_request(done)
+    done = arrived(src, {"do_remote_decode": True, "do_remote_prefill": False}, lora=lora)
     done.num_computed_tokens, done.status = done.num_prompt_tokens, RequestStatus.FINISHED_LENGTH_CAPPED
     _, params = src.scheduler.request_finished_all_groups(done, tuple(BLOCKS))
     return json.loads(json.dumps(params))
@@ -116,7 +116,7 @@ def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side) 
 
 @pytest.mark.parametrize("missing", ["remote_room", "remote_host", "remote_port", "remote_engine_id"])
 def test_an_answer_that_names_no_room_is_computed_here(src: Side, dst: Side, missing: str) -> None:
-    wanted = request(answered(src) | {missing: None})
+    wanted = arrived(dst, answered(src) | {missing: None})
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False)
     assert not allocate(dst, wanted, 0)
 
@@ -132,7 +132,7 @@ def test_an_answer_that_names_no_room_is_computed_here(src: Side, dst: Side, mis
 )
 def test_a_router_writes_an_ipv6_host_with_or_without_brackets(dst: Side, host: str, address: str) -> None:
     params = {"remote_room": "r", "remote_engine_id": "p", "remote_host": host, "remote_port": 8998}
-    wanted = request({"do_remote_prefill": True, "remote_num_tokens": N_TOKENS, **params})
+    wanted = arrived(dst, {"do_remote_prefill": True, "remote_num_tokens": N_TOKENS, **params})
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (N_TOKENS, True)
     (receive,) = allocate(dst, wanted, N_TOKENS).receives.values()
     assert receive.remote.address == address
@@ -143,7 +143,7 @@ def test_a_router_writes_an_ipv6_host_with_or_without_brackets(dst: Side, host: 
 def test_kv_of_another_adapter_is_computed_here(src: Side, dst: Side, there: str | None, here: str | None) -> None:
     """Prefill and decode may know different LoRA adapters by the name that a client gave, or one of them none."""
     params = answered(src, lora=there)
-    wanted = request(dict(params), lora=here)
+    wanted = arrived(dst, params, lora=here)
     matched = dst.scheduler.get_num_new_matched_tokens(wanted, 0)
     if there == here:
         assert matched == (N_TOKENS, True)
@@ -167,7 +167,7 @@ def test_another_model_of_the_same_shape_is_refused(sides, caplog: pytest.LogCap
 
 @pytest.mark.parametrize("how", ["aborted before it was scheduled", "all of it was cached"])
 def test_a_room_that_decode_does_not_want_frees_prefill_at_once(src: Side, dst: Side, how: str) -> None:
-    wanted = request(answered(src))
+    wanted = arrived(dst, answered(src))
     src.step(src.scheduler.build_connector_meta(None))
     if how == "all of it was cached":
         assert dst.scheduler.get_num_new_matched_tokens(wanted, N_TOKENS) == (0, False)
@@ -187,7 +187,7 @@ def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side, caching: bool)
     """
     dst.scheduler.scheduler_side._shares_blocks = caching
     params = answered(src)
-    first, second = (request(dict(params), name=name) for name in ("s0", "s1"))
+    first, second = (arrived(dst, params, name=name) for name in ("s0", "s1"))
     assert dst.scheduler.get_num_new_matched_tokens(first, 0) == (N_TOKENS, True)
     assert dst.scheduler.has_pending_push_work()
     dst.scheduler.update_state_after_alloc(first, blocks_of([7, 8, 9]), N_TOKENS)
@@ -245,7 +245,7 @@ def test_replicas_behind_api_servers_of_their_own_have_directories_of_their_own(
 
 def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
     """Both are in one step's metadata; decode's blocks come back all the same, as a load that failed."""
-    wanted = request(answered(src))
+    wanted = arrived(dst, answered(src))
     dst.scheduler.get_num_new_matched_tokens(wanted, 0)
     dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), N_TOKENS)
     wanted.status = RequestStatus.FINISHED_ABORTED
@@ -279,8 +279,7 @@ def test_a_router_may_try_another_engine_under_its_transfer_id(dst: Side) -> Non
     told = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "xfer"}
     for name in ("dead", "alive"):
         where = {"remote_engine_id": name, "remote_bootstrap_addr": f"{name}:8998"}
-        wanted = request(told | where, name=f"req-{name}")
-        dst.scheduler.on_new_request(wanted)
+        wanted = arrived(dst, told | where, name=f"req-{name}")
         assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (N_TOKENS, True)
     news = dst.scheduler.build_connector_meta(None)
     wants = [(remote.address, is_wanted) for remote, is_wanted in news.wants]

@@ -13,8 +13,8 @@ from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, l
 from vllm.v1.request import Request
 
 from pdstage.errors import UsageError
+from pdstage.integrations.vllm.loads import kept_tokens, n_common
 from pdstage.integrations.vllm.settings import Turns
-from pdstage.integrations.vllm.turns import kept_tokens, n_common
 from tests.engines.vllm.lives import Pair, continuation, prompts
 from tests.engines.vllm.models import CONSUMER, GEMMA, LLAMA, PRODUCER, QWEN, Side
 from tests.engines.vllm.test_caches import recurrent
