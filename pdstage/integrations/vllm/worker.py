@@ -182,6 +182,7 @@ class WorkerSide:
 
     def bound(self, metadata: PdStageMetadata) -> None:
         """Called before this step's forward pass: earlier passes computed the blocks of finished requests."""
+        assert hasattr(self, "_caches") or not metadata, "a request before register_kv_caches"
         self._computed = self._event() if metadata.sends else None
         if metadata.arrived:
             self._tasks.put(partial(self._arrive, metadata.arrived))
