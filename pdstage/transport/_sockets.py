@@ -15,7 +15,9 @@ from __future__ import annotations
 import array
 import fcntl
 import socket
+import sys
 import termios
+import time
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,10 @@ from typing import NamedTuple
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 ESTABLISHED, FIN_WAIT1, TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 6, 7, 8, 9, 10, 11
 _STILL_SENDING = frozenset({FIN_WAIT1, LAST_ACK, CLOSING})  # an orphan's end that is not acknowledged yet
+_LAST_ACK_RECV = 56
+"""Of the kernel's tcp_info, in bytes: how long ago the other end was heard, in ms."""
+_asked_at: dict[str, float] = {}
+"""By the inode of our end: a few, of connections whose other end is in no table."""
 _PEER_ENDED = frozenset({TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING})  # closed or reset
 
 
@@ -49,6 +55,8 @@ def hold_bytes_of_the_dead() -> bool:
     try:
         rows = [row for table in _TABLES if table.exists() for row in _read(table)]
         own = _own_sockets()
+        for closed in _asked_at.keys() - own.keys():
+            del _asked_at[closed]
         # In the order in which bytes move, so that none is missed: into a socket of ours, then out of it.
         return _are_coming(rows, own) or any(_holds_the_rest(fd) for fd in own.values())
     except OSError:
@@ -65,8 +73,7 @@ def _are_coming(rows: list[_Row], own: dict[str, int]) -> bool:
         end = ends.get((row.local, row.remote))
         # With one address both ends are in this network namespace: one that is not there was reset, or vanished.
         if end is None and row.local.partition(":")[0] == row.remote.partition(":")[0]:
-            if row.inode in own:
-                _ask_other_end(own[row.inode])
+            if row.inode in own and not _answers(own[row.inode], row.inode):
                 return True
         elif end is not None and end.inode == "0" and end.state in _STILL_SENDING:
             if row.inode in own or row.inode == "0":
@@ -76,14 +83,20 @@ def _are_coming(rows: list[_Row], own: dict[str, int]) -> bool:
     return any(row.n_unread > waiting[row.port] for row in rows if row.state == LISTEN and row.inode in own)
 
 
-def _ask_other_end(fd: int) -> None:
-    """Makes the kernel ask it within a second, should the word of its reset be lost: who is not there resets again."""
-    held = socket.socket(fileno=fd)
+def _answers(fd: int, inode: str) -> bool:
+    """Whether the other end has answered since the first call: it lives elsewhere, behind a translated address.
+
+    The kernel asks it a second after that call: who is not there resets, should the word of an earlier reset be lost.
+    """
+    held, now = socket.socket(fileno=fd), time.monotonic()
     try:
         held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_RECV + 4)
     finally:
         held.detach()  # its owner closes it
+    heard_at = now - int.from_bytes(info[_LAST_ACK_RECV:], sys.byteorder) * 1e-3
+    return heard_at > _asked_at.setdefault(inode, now) + 0.5
 
 
 def _holds_the_rest(fd: int) -> bool:

@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import struct
+import time
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,20 @@ def test_an_end_whose_other_end_is_nowhere_may_get_what_was_sent():
             with pytest.raises(ConnectionResetError):
                 end.recv(1)
             assert not _sockets.hold_bytes_of_the_dead()
+
+
+def test_an_end_that_answers_from_elsewhere_hinders_nothing(monkeypatch, tmp_path):
+    """Behind a translated address, as a container's published port on this host."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as out, listener.accept()[0]:
+        unseen = f":{listener.getsockname()[1]:04X} 0100007F:{out.getsockname()[1]:04X} "
+        lines = Path("/proc/self/net/tcp").read_text().splitlines(keepends=True)
+        (tmp_path / "tcp").write_text("".join(line for line in lines if unseen not in line))
+        monkeypatch.setattr(_sockets, "_TABLES", (tmp_path / "tcp",))
+        assert _sockets.hold_bytes_of_the_dead(), "not heard yet"
+        until = time.monotonic() + 60.0
+        while _sockets.hold_bytes_of_the_dead():
+            assert time.monotonic() < until
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
