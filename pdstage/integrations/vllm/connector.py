@@ -95,6 +95,10 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.ended(connector_output)
 
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """What MultiConnector calls where one of its connectors knows no groups, such as ExampleConnector."""
+        return self.scheduler_side.finished(request, (block_ids,))
+
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -61,11 +61,16 @@ def arrived(side: Side, params: dict[str, Any], *, name: str = "req-1", lora: st
     return made
 
 
-def answered(src: Side, *, lora: str | None = None) -> dict[str, Any]:
-    """What a prefill engine answers for a request that it has computed, through JSON as a proxy passes it on."""
+def answered(src: Side, *, lora: str | None = None, is_alone: bool = True) -> dict[str, Any]:
+    """What a prefill engine answers for a request that it has computed, through JSON as a proxy passes it on.
+    `is_alone`: the connector is not beside one that knows no groups, in vLLM's MultiConnector.
+    """
     done = arrived(src, {"do_remote_decode": True, "do_remote_prefill": False}, lora=lora)
     done.num_computed_tokens, done.status = done.num_prompt_tokens, RequestStatus.FINISHED_LENGTH_CAPPED
-    _, params = src.scheduler.request_finished_all_groups(done, tuple(BLOCKS))
+    if is_alone:
+        _, params = src.scheduler.request_finished_all_groups(done, tuple(BLOCKS))
+    else:
+        _, params = src.scheduler.request_finished(done, *BLOCKS)
     return json.loads(json.dumps(params))
 
 
@@ -103,8 +108,9 @@ def test_what_vllm_asks_of_the_class() -> None:
     assert PdStageConnector.get_finished is KVConnectorBase_V1.get_finished
 
 
-def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side) -> None:
-    params = answered(src)
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side, is_alone: bool) -> None:
+    params = answered(src, is_alone=is_alone)
     assert params["do_remote_prefill"]
     assert params["remote_num_tokens"] == N_TOKENS
     told = src.scheduler.build_connector_meta(None)
