@@ -60,8 +60,8 @@ def hold_bytes_of_the_dead() -> bool:
             if len(f) > 9
         ]
         own = _own_sockets()
-        for closed in _asked_at.keys() - own.keys():
-            del _asked_at[closed]
+        for closed in _asked_at.keys() - own:
+            _asked_at.pop(closed, None)
         # In the order in which bytes move, so that none is missed: into a socket of ours, then out of it.
         return _are_coming(rows, own) or any(_holds_the_rest(fd) for fd in own.values())
     except OSError:
