@@ -23,13 +23,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
-ESTABLISHED, FIN_WAIT1, TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 6, 7, 8, 9, 10, 11
-_STILL_SENDING = frozenset({FIN_WAIT1, LAST_ACK, CLOSING})  # an orphan's end that is not acknowledged yet
-_LAST_ACK_RECV = 56
-"""Of the kernel's tcp_info, in bytes: how long ago the other end was heard, in ms."""
+ESTABLISHED, FIN_WAIT1, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 7, 8, 9, 10, 11
+_STILL_SENDING = {FIN_WAIT1, LAST_ACK, CLOSING}  # an orphan's end that is not acknowledged yet
 _asked_at: dict[str, float] = {}
 """By the inode of our end: a few, of connections whose other end is in no table."""
-_PEER_ENDED = frozenset({TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING})  # closed or reset
+_PEER_ENDED = {CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING}  # closed or reset
 
 
 class _Row(NamedTuple):
@@ -53,10 +51,17 @@ def hold_bytes_of_the_dead() -> bool:
     cannot be read, since nothing is proved then.
     """
     try:
-        rows = [row for table in _TABLES if table.exists() for row in _read(table)]
+        # IPv4 addresses in IPv6's table lose their prefix: the other end of a dual-stack listener's is in IPv4's.
+        rows = [
+            _Row(f[1], f[2], int(f[3], 16), int(f[4].partition(":")[2], 16), f[9])
+            for table in _TABLES
+            if table.exists()
+            for f in map(str.split, table.read_text().replace("0000000000000000FFFF0000", "").splitlines()[1:])
+            if len(f) > 9
+        ]
         own = _own_sockets()
-        for closed in _asked_at.keys() - own.keys():
-            del _asked_at[closed]
+        for closed in _asked_at.keys() - own:
+            _asked_at.pop(closed, None)
         # In the order in which bytes move, so that none is missed: into a socket of ours, then out of it.
         return _are_coming(rows, own) or any(_holds_the_rest(fd) for fd in own.values())
     except OSError:
@@ -92,11 +97,10 @@ def _answers(fd: int, inode: str) -> bool:
     try:
         held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_RECV + 4)
+        last_ack_recv = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)[56:]  # of tcp_info, in ms
     finally:
         held.detach()  # its owner closes it
-    heard_at = now - int.from_bytes(info[_LAST_ACK_RECV:], sys.byteorder) * 1e-3
-    return heard_at > _asked_at.setdefault(inode, now) + 0.5
+    return now - int.from_bytes(last_ack_recv, sys.byteorder) * 1e-3 > _asked_at.setdefault(inode, now) + 0.5
 
 
 def _holds_the_rest(fd: int) -> bool:
@@ -104,34 +108,14 @@ def _holds_the_rest(fd: int) -> bool:
     unread = array.array("i", [0])
     try:
         held = socket.socket(fileno=fd)
-    except OSError:  # closed meanwhile
+        try:
+            if held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _PEER_ENDED:
+                fcntl.ioctl(fd, termios.FIONREAD, unread)
+        finally:
+            held.detach()  # its owner closes it
+    except OSError:  # closed meanwhile, or of another kind
         return False
-    try:
-        if held.family not in {socket.AF_INET, socket.AF_INET6} or held.type != socket.SOCK_STREAM:
-            return False
-        state = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        if state not in _PEER_ENDED:
-            return False
-        fcntl.ioctl(fd, termios.FIONREAD, unread)
-    except OSError:
-        return False
-    finally:
-        held.detach()  # its owner closes it
     return unread[0] > 0
-
-
-def _read(table: Path) -> list[_Row]:
-    lines = (line.split() for line in table.read_text().splitlines()[1:])
-    return [
-        _Row(_plain(f[1]), _plain(f[2]), int(f[3], 16), int(f[4].partition(":")[2], 16), f[9])
-        for f in lines
-        if len(f) > 9
-    ]
-
-
-def _plain(end: str) -> str:
-    """As IPv4's table has it: the other end of a connection to a dual-stack listener is in that one."""
-    return end.removeprefix("0000000000000000FFFF0000")
 
 
 def _own_sockets() -> dict[str, int]:
