@@ -100,7 +100,7 @@ class Room:
 
     def on(self, event: RoomEvent, error: PdstageError | None = None) -> bool:
         """Applies `event`; False if it changes nothing."""
-        state = ROOM.after(self.state, event)
+        state = ROOM.after(_STATES[self.status & 0x7F], event)
         if state is None:
             return False
         if event is RoomEvent.FAILED:
