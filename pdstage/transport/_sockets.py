@@ -24,10 +24,8 @@ from typing import NamedTuple
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 ESTABLISHED, FIN_WAIT1, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 7, 8, 9, 10, 11
-_STILL_SENDING = {FIN_WAIT1, LAST_ACK, CLOSING}  # an orphan's end that is not acknowledged yet
 _asked_at: dict[str, float] = {}
-"""By the inode of our end: a few, of connections whose other end is in no table."""
-_PEER_ENDED = {CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING}  # closed or reset
+"""By the inode of our end: a few, of connections whose other end is in no table. Each proof asks anew."""
 
 
 class _Row(NamedTuple):
@@ -60,12 +58,13 @@ def hold_bytes_of_the_dead() -> bool:
             if len(f) > 9
         ]
         own = _own_sockets()
-        for closed in _asked_at.keys() - own:
-            _asked_at.pop(closed, None)
         # In the order in which bytes move, so that none is missed: into a socket of ours, then out of it.
-        return _are_coming(rows, own) or any(_holds_the_rest(fd) for fd in own.values())
+        if _are_coming(rows, own) or any(_holds_the_rest(fd) for fd in own.values()):
+            return True
     except OSError:
         return True
+    _asked_at.clear()
+    return False
 
 
 def _are_coming(rows: list[_Row], own: dict[str, int]) -> bool:
@@ -80,7 +79,8 @@ def _are_coming(rows: list[_Row], own: dict[str, int]) -> bool:
         if end is None and row.local.partition(":")[0] == row.remote.partition(":")[0]:
             if row.inode in own and not _answers(own[row.inode], row.inode):
                 return True
-        elif end is not None and end.inode == "0" and end.state in _STILL_SENDING:
+        elif end is not None and end.inode == "0" and end.state in {FIN_WAIT1, LAST_ACK, CLOSING}:
+            # An orphan, whose end is not acknowledged yet.
             if row.inode in own or row.inode == "0":
                 return True
         elif row.inode == "0":
@@ -89,7 +89,7 @@ def _are_coming(rows: list[_Row], own: dict[str, int]) -> bool:
 
 
 def _answers(fd: int, inode: str) -> bool:
-    """Whether the other end has answered since the first call: it lives elsewhere, behind a translated address.
+    """Whether the other end has answered since this proof began: it lives elsewhere, behind a translated address.
 
     The kernel asks it a second after that call: who is not there resets, should the word of an earlier reset be lost.
     """
@@ -100,7 +100,10 @@ def _answers(fd: int, inode: str) -> bool:
         last_ack_recv = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)[56:]  # of tcp_info, in ms
     finally:
         held.detach()  # its owner closes it
-    return now - int.from_bytes(last_ack_recv, sys.byteorder) * 1e-3 > _asked_at.setdefault(inode, now) + 0.5
+    asked_at = _asked_at.get(inode, 0.0)
+    if now > asked_at + 60.0:  # by a proof that was given up
+        asked_at = _asked_at[inode] = now
+    return now - int.from_bytes(last_ack_recv, sys.byteorder) * 1e-3 > asked_at + 0.5
 
 
 def _holds_the_rest(fd: int) -> bool:
@@ -109,12 +112,12 @@ def _holds_the_rest(fd: int) -> bool:
     try:
         held = socket.socket(fileno=fd)
         try:
-            if held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _PEER_ENDED:
+            if held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in {CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING}:
                 fcntl.ioctl(fd, termios.FIONREAD, unread)
         finally:
             held.detach()  # its owner closes it
-    except OSError:  # closed meanwhile, or of another kind
-        return False
+    except OSError:
+        pass  # closed meanwhile, or of another kind
     return unread[0] > 0
 
 

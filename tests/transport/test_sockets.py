@@ -108,6 +108,7 @@ def test_an_end_that_answers_from_elsewhere_hinders_nothing(monkeypatch, tmp_pat
         until = time.monotonic() + 60.0
         while _sockets.hold_bytes_of_the_dead():
             assert time.monotonic() < until
+        assert _sockets.hold_bytes_of_the_dead(), "what it said then proves nothing now"
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
