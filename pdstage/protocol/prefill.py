@@ -175,8 +175,10 @@ class PrefillCore:
 
     def _check_rects(self, room: PrefillRoom, rects: tuple[Rect, ...]) -> None:
         if len(rects) > m.MAX_RECTS:
-            what = f"room {room.id!r} got a chunk of {len(rects)} components"
-            raise UsageError(what, remedy=f"give at most {m.MAX_RECTS} at once", room=room.id)
+            raise UsageError(
+                f"room {room.id!r} got a chunk of {len(rects)} components",
+                remedy=f"give at most {m.MAX_RECTS} at once", room=room.id
+            )  # fmt: skip
         for rect in rects:
             # A place in a destination's pages may be written once an epoch, and posts are not ordered.
             row = self.layout.row_tokens[rect.component]
@@ -488,11 +490,12 @@ class PrefillCore:
 
     def maybe_complete(self, room: PrefillRoom) -> None:
         """Success: finished, and every destination is known and has everything."""
-        if not room.finished or not room.opened:
-            return
-        if any(destination.phase is not DestinationPhase.CLOSING for destination in room.destinations.values()):
-            return
-        if room.on(RoomEvent.COMPLETED):
+        if (
+            room.finished
+            and len(room.destinations) == room.n_destinations
+            and {destination.phase for destination in room.destinations.values()} == {DestinationPhase.CLOSING}
+            and room.on(RoomEvent.COMPLETED)
+        ):
             self.counters.rooms_succeeded += 1
             self._end(room)
 

@@ -75,6 +75,10 @@ def test_calls_out_of_order(site):
     sender.chunk([0], (0, 2))
     with pytest.raises(UsageError, match="each token of a layer once"):
         sender.chunk([0], 4)
+    with pytest.raises(UsageError, match="layers"):
+        sender.chunk([0], (2, 4), layers=(2, 1))
+    with pytest.raises(UsageError, match="aux bytes for room 'r'"):
+        sender.finish(bytes(pair.p.config.max_aux_nbytes + 1))
     sender.finish()
     with pytest.raises(UsageError, match="after finish"):
         sender.chunk([0], 4)
