@@ -12,15 +12,7 @@ from ..errors import UsageError
 from ..layout import Layout
 from ..plan import HEAD_MAJOR, TOKEN_MAJOR, Staging
 from ..plan.convert import codings
-from . import (
-    convert_reference,
-    cuda_convert,
-    cuda_copy,
-    host_copy,
-    reference,
-    triton_convert,
-    triton_copy,
-)
+from . import convert_reference, cuda_convert, cuda_copy, host_copy, reference, triton_convert, triton_copy
 from .backend import Launch, Recipe
 from .device import check_aligned
 
@@ -270,9 +262,10 @@ class Plan:
         self._compiled.copy_to(peer._compiled, indexes, peer_indexes, tokens, launch)
 
     def _launch(self, stream: object, max_sms: int | None, sum_ptr: int) -> Launch:
-        if sum_ptr and not self._recipe.checksum:
-            raise UsageError("this plan computes no checksums", remedy="make it with checksum=True")
-        check_aligned(sum_ptr, 8, "the checksum's word")
+        if sum_ptr:
+            if not self._recipe.checksum:
+                raise UsageError("this plan computes no checksums", remedy="make it with checksum=True")
+            check_aligned(sum_ptr, 8, "the checksum's word")
         if max_sms is not None and max_sms < 1:
             raise UsageError(f"max_sms is {max_sms}", remedy="give at least 1, or None", max_sms=max_sms)
         return Launch(stream, max_sms, sum_ptr)

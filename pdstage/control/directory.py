@@ -76,10 +76,10 @@ class Conflict(PeerError):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a directory holds at a rank's place: its advert, and the incarnation of the process it replaced, if any."""
+    """What a directory holds at a rank's place: its advert, and the incarnations that it replaced, the last 32."""
 
     advert: Advert
-    predecessor: int | None = None
+    predecessors: tuple[int, ...] = ()
 
 
 class _Entry(NamedTuple):
@@ -175,7 +175,7 @@ def check_advert(advert: Advert, ttl_s: float | None) -> None:
 def check_place(advert: Advert, ranks: Mapping[int, Held]) -> Held:
     """What `advert` takes its place as, among the ranks of its instance. Raises `Conflict` if it may not."""
     there = ranks.get(advert.topology.unique_rank)
-    if there is not None and there.predecessor == advert.incarnation:
+    if there is not None and advert.incarnation in there.predecessors:
         raise Conflict(
             f"{advert.where} was taken over by a newer process at {there.advert.endpoint}",
             remedy="stop the older process, or give the instances different names",
@@ -190,8 +190,9 @@ def check_place(advert: Advert, ranks: Mapping[int, Held]) -> Held:
         )
     if there is None:
         return Held(advert)
-    is_same = there.advert.incarnation == advert.incarnation
-    return Held(advert, there.predecessor if is_same else there.advert.incarnation)
+    if there.advert.incarnation == advert.incarnation:
+        return Held(advert, there.predecessors)
+    return Held(advert, (*there.predecessors[-31:], there.advert.incarnation))
 
 
 def choose(instances: Collection[str], instance: str | None) -> str:

@@ -270,7 +270,10 @@ class EtcdClient:
         check_advert(advert, ttl_s)
         rank = _rank_key(advert)
         published, lease = self._leases.get(rank, (None, ""))
-        if published == advert and int(self._cluster.ask("lease/keepalive", {"ID": lease}).get("TTL", 0)) > 0:
+        # The lease may go on without the rank: a process that took its place may have ended before it ended the lease.
+        held = {"key": _encoded(self._prefix + rank), "target": "LEASE", "result": "EQUAL", "lease": lease}
+        is_ours = published == advert and self._change([held])
+        if is_ours and int(self._cluster.ask("lease/keepalive", {"ID": lease}).get("TTL", 0)) > 0:
             return
         for _ in range(_TRIES):
             copy = self._read(f"{rank.partition('/')[0]}/")

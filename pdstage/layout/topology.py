@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from pdstage.arguments import integer
@@ -51,7 +52,7 @@ def shard_axis(name: str, total: int, tp: int, rank: int) -> Axis:
 REPLICATED = Axis("replicated", 1, 0, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Topology:
     """A rank's place in its engine. `tp` is the KV rank's: the attention TP under DP attention.
 
@@ -85,12 +86,12 @@ class Topology:
         """`dp`-major, then `pp`, `cp`, `tp`: different places have different numbers."""
         return self.dp_rank * self.group_size + self.group_rank
 
-    @property
+    @cached_property
     def group_rank(self) -> int:
         """The rank's number among the ranks of its dp replica."""
         return (self.pp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         """The number of ranks that serve one request together."""
         return self.pp_size * self.cp_size * self.tp_size

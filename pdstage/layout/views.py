@@ -185,7 +185,7 @@ class TokenShard:
 ALL_TOKENS = TokenShard()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Component:
     """The views indexed together: one list of items (pages or slots) serves them all.
 
@@ -225,12 +225,12 @@ class Component:
                     remedy="interleave by a multiple of what a row covers",
                 )
 
-    @property
+    @cached_property
     def tokens_per_item(self) -> int:
         """Tokens per page; the same in all its views."""
         return self.views[0].tokens_per_item
 
-    @property
+    @cached_property
     def n_items(self) -> int:
         """The number of pages or slots."""
         return self.views[0].n_items

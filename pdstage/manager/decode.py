@@ -239,15 +239,19 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
         # A later version than ours may talk with us: it says so when greeted.
         old = next((a for a in adverts if a.version < OLDEST), None)
+        writers: dict[int, bytes] = {}
         try:
             if old is not None:
                 what = f"{old.where} speaks wire version {old.version}, this node talks with {OLDEST} and later"
                 raise PeerError(what, remedy="run a later release at prefill")
-            writers = {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
+            for advert in adverts:
+                writers[advert.topology.unique_rank] = self.socket.connect(advert.endpoint)
+            self.core.found(room, writers)
         except PdstageError as error:
             self.core.fail(room, error)
-        else:
-            self.core.found(room, writers)
+        if room.ended:
+            for route in writers.values():
+                self.sessions.hang_up(route)
 
     def _on_changed(self, handle: Receiver, status: int) -> None:
         if status & 0x7F == State.SUCCESS and handle.state is not State.SUCCESS:

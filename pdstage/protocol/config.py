@@ -63,3 +63,4 @@ class Config:
             else:
                 read = arguments.number(what, value, above=0.0)
             object.__setattr__(self, field.name, read)
+        arguments.integer("Config.max_aux_nbytes", self.max_aux_nbytes, high=8 << 20)  # a control message has them

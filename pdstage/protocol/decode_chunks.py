@@ -59,7 +59,8 @@ class ChunkReceiver:
         of_epoch = self._leases.held(session, reserve.epoch)
         held = of_epoch.get(reserve.chunk)
         if held is not None and held.phase is not LeasePhase.WAITING:
-            if held.attempt == reserve.attempt:
+            # Of an advance that is too small the writer has not heard: it was recalled before an Open came.
+            if held.attempt == reserve.attempt and (held.rects or reserve.nbytes <= held.nbytes):
                 self._leases.send_lease(held)
                 return
             if held.attempt > reserve.attempt or held.phase is not LeasePhase.GRANTED:
@@ -200,7 +201,7 @@ class ChunkReceiver:
                 self._begun(room)
                 return
             if writer.owed_nbytes:
-                n_staged = sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written)
+                n_staged = writer.most_nbytes and sum(w.lane not in (m.DIRECT, m.AUX) for w in close.written)
                 session.staged_before[writer.owed_nbytes.bit_length()] = n_staged, writer.most_nbytes
             shortfall = self._shortfall(writer, close)
             if shortfall:
@@ -232,7 +233,7 @@ class ChunkReceiver:
     def _take_aux(self, room: DecodeRoom, session: Session, close: m.CloseOk) -> None:
         """If the row came both by a write, which prefill took for failed, and in CloseOk, the bytes in CloseOk win."""
         room.aux = close.aux
-        if close.packed or any(written.lane == m.AUX for written in close.written):
+        if close.packed or (close.aux is None and any(written.lane == m.AUX for written in close.written)):
             room.shared = session.aux
         if close.packed and self._rows.wanted:
             self.endpoint.counters.aux_fallbacks += 1

@@ -316,9 +316,8 @@ class PrefillCore:
                 self.attach(room, destination)
         if destination.phase is DestinationPhase.FAILING:
             refusal = destination.reason
-        held = "waiting" if destination.phase is DestinationPhase.WAITING else "accepted"
-        state = "refused" if refusal else held
-        self.endpoint.send(session, m.Opened(opened.epoch, state, m.brief(refusal)))
+        state = "refused" if refusal else "waiting" if destination.phase is DestinationPhase.WAITING else "accepted"
+        self.endpoint.send(session, m.Opened(opened.epoch, state, refusal and m.brief(refusal)))
 
     def _await_room(self, destination: Destination) -> str:
         """Keeps a destination until its room begins; or why it is refused."""

@@ -20,7 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.columns import Span
-from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
+from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PieceLength, SubmittedChunk, clip, split
@@ -196,8 +196,10 @@ class ChunkSender:
         destination = chunk.destination
         if refused.why != "too_big":
             CHUNK.move(chunk, ChunkEvent.REFUSED)
-            destination.unwritten -= 1
-            if refused.why == "covered":
+            if refused.why == "gone":
+                self.core.fail_destination(destination, Aborted("decode has ended the room"))
+            else:
+                destination.unwritten -= 1
                 self.core.maybe_close(destination)
             return
         most = refused.max_nbytes

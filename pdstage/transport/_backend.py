@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport._peer import Here, Met, Process, Unheld
+from pdstage.transport._peer import Here, Met, Process, Unheld, under_mps
 from pdstage.transport.base import (
     Event,
     Ranges,
@@ -297,7 +297,14 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
             self._leave(life)
 
     def proved_dead(self, peer: str) -> bool:
-        return not self.closed and self.met.all_gone(peer)
+        gone_at = None if self.closed else self.met.gone_at(peer)
+        if gone_at is None or (under_mps() and any(one.kind != "cpu" for one in self.own.regions)):
+            return False
+        return not self._may_land(gone_at)
+
+    def _may_land(self, since: float) -> bool:
+        """Whether bytes may still land that were written by a process of this host that was dead at `since`."""
+        return False
 
     def forget(self, peer: str) -> None:
         self.met.forget(peer)

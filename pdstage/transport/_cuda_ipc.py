@@ -32,7 +32,6 @@ import time
 import weakref
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
@@ -42,6 +41,7 @@ from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import driver, virtual_memory
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.plan.spans import split
+from pdstage.transport._peer import under_mps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -331,9 +331,3 @@ def here() -> Cuda:
     except (OSError, driver.DriverError) as error:
         raise UsageError(f"CUDA cannot be used here: {error}", remedy="install NVIDIA's driver") from error
     return Cuda(library, virtual_memory.VirtualMemory(library))
-
-
-def under_mps() -> bool:
-    """Whether this process's work runs in the server of CUDA's Multi-Process Service, which may outlive the process."""
-    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-    return Path(pipes, "control").exists()

@@ -14,6 +14,7 @@ import errno
 import logging
 import os
 import select
+import time
 import weakref
 from abc import ABC, abstractmethod
 from functools import cache
@@ -44,6 +45,7 @@ _AT_ONCE_NBYTES = 1 << 30
 _PR_SET_PTRACER = 0x59616D61
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PIDFD_GETFD = 438  # of Linux 5.6; the same on all its processors
+_NO_PROCESS = {errno.ESRCH, errno.EINVAL, errno.ENOENT}  # the last two: a thread has its number by now
 _NAMESPACES = ("pid", "user", "net")  # in which a pid, a uid and an abstract socket name mean the same thing
 
 
@@ -100,12 +102,14 @@ class Process(Target):
     """
 
     def __init__(self, identity: Identity, peer: str) -> None:
-        """Raises `TransportError` if the process has ended."""
+        """Raises `TransportError` if the process has ended, and `OSError` if that cannot be told."""
         self.pid, self._peer = identity.pid, peer
         self._views: list[tuple[int, NDArray[np.uint8]]] = []
         try:
             self._pidfd = os.pidfd_open(identity.pid)
         except OSError as error:
+            if error.errno not in _NO_PROCESS:
+                raise
             raise self._gone() from error
         self._ended = select.poll()
         self._ended.register(self._pidfd, select.POLLIN)
@@ -113,6 +117,9 @@ class Process(Target):
             same = _started(identity.pid) == identity.started and not self.gone()
         except OSError:
             same = False
+            if not self.gone():  # it cannot be looked at
+                self.close()
+                raise
         if not same:
             self.close()
             raise self._gone()
@@ -288,21 +295,32 @@ class Met:
 
     def __init__(self) -> None:
         self._met: dict[str, list[Target]] = {}
+        self._gone_at: dict[str, float] = {}
 
     def add(self, peer: str, target: Target) -> None:
+        self._gone_at.pop(peer, None)
         self._met[peer] = [*(other for other in self._met.pop(peer, ()) if not other.gone()), target]
 
-    def all_gone(self, peer: str) -> bool:
-        """False if none was ever identified."""
-        return peer in self._met and all(target.gone() for target in self._met[peer])
+    def gone_at(self, peer: str) -> float | None:
+        """When all were first found to have ended (monotonic); None if one lives, or none was ever identified."""
+        if peer not in self._met or not all(target.gone() for target in self._met[peer]):
+            return None
+        return self._gone_at.setdefault(peer, time.monotonic())
 
     def forget(self, peer: str) -> None:
+        self._gone_at.pop(peer, None)
         for target in self._met.pop(peer, ()):
             target.close()
 
     def close(self) -> None:
         for peer in list(self._met):
             self.forget(peer)
+
+
+def under_mps() -> bool:
+    """Whether this process's work runs in the server of CUDA's Multi-Process Service, which may outlive the process."""
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return Path(pipes, "control").exists()
 
 
 def allow_writers() -> None:

@@ -13,6 +13,8 @@ may wait in a processor's queue of packets: then our end is established, and the
 from __future__ import annotations
 
 import array
+import contextlib
+import errno
 import fcntl
 import socket
 import sys
@@ -20,12 +22,13 @@ import termios
 import time
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 ESTABLISHED, FIN_WAIT1, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 7, 8, 9, 10, 11
-_asked_at: dict[str, float] = {}
-"""By the inode of our end: a few, of connections whose other end is in no table. Each proof asks anew."""
 
 
 class _Row(NamedTuple):
@@ -41,9 +44,16 @@ class _Row(NamedTuple):
     def port(self) -> str:
         return self.local.rpartition(":")[2]
 
+    @property
+    def remote_host(self) -> str:
+        words = self.remote.partition(":")[0]
+        host = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
+        return socket.inet_ntop(socket.AF_INET6 if len(host) > 4 else socket.AF_INET, host)
 
-def hold_bytes_of_the_dead() -> bool:
-    """Whether a socket of ours has a dead other end, and bytes that are unread or still on their way.
+
+def hold_bytes_of_the_dead(since: float) -> bool:
+    """Whether a socket of ours has an other end that was dead at `since` (monotonic), and bytes that are unread or
+    still on their way.
 
     It turns false once the owner of the socket reads to the end, which any progress call does. It is also true if /proc
     cannot be read, since nothing is proved then.
@@ -59,65 +69,70 @@ def hold_bytes_of_the_dead() -> bool:
         ]
         own = _own_sockets()
         # In the order in which bytes move, so that none is missed: into a socket of ours, then out of it.
-        if _are_coming(rows, own) or any(_holds_the_rest(fd) for fd in own.values()):
-            return True
+        return _are_coming(rows, own, since) or any(_holds_the_rest(fd) for fd in own.values())
     except OSError:
         return True
-    _asked_at.clear()
-    return False
 
 
-def _are_coming(rows: list[_Row], own: dict[str, int]) -> bool:
+def _are_coming(rows: list[_Row], own: dict[str, int], since: float) -> bool:
     """Whether bytes are on the way from the dead to our sockets, or wait in a connection that was not accepted."""
     ends = {(row.remote, row.local): row for row in rows}
     waiting: Counter[str] = Counter()  # by port, of live processes
+    coming = False
     for row in rows:
-        if row.state != ESTABLISHED:
+        fd, end = own.get(row.inode), ends.get((row.local, row.remote))
+        if row.state != ESTABLISHED or (fd is None and row.inode != "0"):
             continue
-        end = ends.get((row.local, row.remote))
-        # With one address both ends are in this network namespace: one that is not there was reset, or vanished.
-        if end is None and row.local.partition(":")[0] == row.remote.partition(":")[0]:
-            if row.inode in own and not _answers(own[row.inode], row.inode):
-                return True
+        if end is None and _is_here(row.remote_host):  # it was reset, or vanished; else it lives elsewhere
+            coming |= fd is not None and not _answers(fd, since)
         elif end is not None and end.inode == "0" and end.state in {FIN_WAIT1, LAST_ACK, CLOSING}:
-            # An orphan, whose end is not acknowledged yet.
-            if row.inode in own or row.inode == "0":
-                return True
-        elif row.inode == "0":
+            coming = True  # an orphan, whose end is not acknowledged yet
+        elif fd is None:
             waiting[row.port] += 1
-    return any(row.n_unread > waiting[row.port] for row in rows if row.state == LISTEN and row.inode in own)
+    return coming or any(row.n_unread > waiting[row.port] for row in rows if row.state == LISTEN and row.inode in own)
 
 
-def _answers(fd: int, inode: str) -> bool:
-    """Whether the other end has answered since this proof began: it lives elsewhere, behind a translated address.
+def _is_here(host: str) -> bool:
+    """Whether it is an address of this network namespace, to which alone a socket can be bound."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as tried:
+        try:
+            tried.bind((host, 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True
 
-    The kernel asks it a second after that call: who is not there resets, should the word of an earlier reset be lost.
-    """
-    held, now = socket.socket(fileno=fd), time.monotonic()
+
+@contextlib.contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """A socket of somebody's, who closes it. Without SOCK_NONBLOCK Python might make it non-blocking."""
+    held = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=fd)
     try:
+        yield held
+    finally:
+        held.detach()
+
+
+def _answers(fd: int, since: float) -> bool:
+    """Whether the other end has answered since then: it lives elsewhere, behind a translated address.
+
+    The kernel asks it every second from now on: who is not there resets, should the word of an earlier reset be lost.
+    """
+    with _borrowed(fd) as held:
         held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         last_ack_recv = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)[56:]  # of tcp_info, in ms
-    finally:
-        held.detach()  # its owner closes it
-    asked_at = _asked_at.get(inode, 0.0)
-    if now > asked_at + 60.0:  # by a proof that was given up
-        asked_at = _asked_at[inode] = now
-    return now - int.from_bytes(last_ack_recv, sys.byteorder) * 1e-3 > asked_at + 0.5
+    return time.monotonic() - int.from_bytes(last_ack_recv, sys.byteorder) * 1e-3 > since + 0.5
 
 
 def _holds_the_rest(fd: int) -> bool:
-    """Whether it is a TCP socket with unread bytes whose peer has closed or reset it."""
+    """Whether it is a TCP socket with unread bytes whose peer has closed or reset it, and is or was of this network
+    namespace.
+    """
     unread = array.array("i", [0])
-    try:
-        held = socket.socket(fileno=fd)
-        try:
-            if held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in {CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING}:
-                fcntl.ioctl(fd, termios.FIONREAD, unread)
-        finally:
-            held.detach()  # its owner closes it
-    except OSError:
-        pass  # closed meanwhile, or of another kind
+    with contextlib.suppress(OSError), _borrowed(fd) as held:  # closed meanwhile, or of another kind
+        state = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        if state == CLOSE or (state in {CLOSE_WAIT, LAST_ACK, CLOSING} and _is_here(held.getpeername()[0])):
+            fcntl.ioctl(fd, termios.FIONREAD, unread)
     return unread[0] > 0
 
 

@@ -187,8 +187,8 @@ class MooncakeTransport(Backend[_Link, _Description]):
             if post.peer == link.peer:
                 post.error = post.error or failed(link.peer, "was disconnected before all was sent", "connect it again")
 
-    def proved_dead(self, peer: str) -> bool:
-        return super().proved_dead(peer) and not hold_bytes_of_the_dead()
+    def _may_land(self, since: float) -> bool:
+        return hold_bytes_of_the_dead(since)
 
     def _shut(self) -> None:
         for region in self.own.regions:

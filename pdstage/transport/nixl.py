@@ -187,11 +187,9 @@ class NixlTransport(Backend[_Link, _Description]):
         except Errors as error:
             raise failed("NIXL cannot read its notifications", error) from error
 
-    def proved_dead(self, peer: str) -> bool:
-        if not super().proved_dead(peer):
-            return False
+    def _may_land(self, since: float) -> bool:
         self._progress()  # reads the bytes that its sockets still hold
-        return not hold_bytes_of_the_dead()
+        return hold_bytes_of_the_dead(since)
 
     def _shut(self) -> None:
         agent, self._agent = self._agent, None

@@ -151,8 +151,14 @@ def test_a_successor_takes_over_at_once_and_the_predecessor_cannot_come_back(mak
             older.publish(one, TTL_S)
         older.withdraw(one)  # the place is not its own any more
         newer.publish(two, TTL_S)
-    assert found(reader) == found(make()) == [two]
-    newer.withdraw(two)
+    third, three = make(), advert(0, tp=1, incarnation=3)
+    third.publish(three, TTL_S)
+    for client, ended in ((older, one), (newer, two)):
+        with pytest.raises(Conflict, match="taken over by a newer process"):
+            client.publish(ended, TTL_S)
+    settled(reader, lambda: found(reader) == [three])
+    assert found(make()) == [three]
+    third.withdraw(three)
     settled(reader, lambda: found(reader) == "no rank is registered")
 
 

@@ -104,6 +104,22 @@ def test_renewing_costs_no_revision_and_a_lost_lease_is_published_anew(make, ser
     until(lambda: bool(found(reader)), "it is back")
 
 
+def test_who_was_replaced_hears_it_though_its_lease_goes_on(make, monkeypatch):
+    """The newer process ended before it could end the older one's lease."""
+    older, newer, reader = make(), make(), make()
+    one, two = (advert(0, tp=1, incarnation=n) for n in (1, 2))
+    older.publish(one)
+    monkeypatch.setattr(newer, "_revoke", lambda lease: None)
+    newer.publish(two)
+    with pytest.raises(Conflict, match="taken over by a newer process"):
+        older.publish(one)
+    monkeypatch.undo()
+    newer.withdraw(two)
+    until(lambda: not found(reader), "it is gone")
+    older.publish(one)
+    until(lambda: found(reader) == [one], "its place is free")
+
+
 def test_a_place_that_goes_on_changing_is_said(make, monkeypatch):
     client = make()
     monkeypatch.setattr(client, "_put", lambda *_: False)

@@ -190,6 +190,18 @@ def test_a_row_that_is_ready_later(site, aux) -> None:
     assert theirs["output_ids"][0] == 77
 
 
+def test_as_many_bytes_as_any_message_carries(site) -> None:
+    most = 8 << 20
+    pair = site.pair(config=replace(QUICK, max_aux_nbytes=most))
+    room = pair.open(1)
+    room.sender.chunk(room.pages, TOKENS)
+    room.sender.finish(bytes(most))
+    pair.end(room)
+    assert room.receiver.aux == bytes(most)
+    with pytest.raises(UsageError, match=f"max_aux_nbytes is {most + 1}"):
+        Config(max_aux_nbytes=most + 1)
+
+
 def test_misuse(site) -> None:
     rows = MetadataBuffers(usual_columns(64), 2)
     small = Config(retry_s=QUICK.retry_s, max_aux_nbytes=64)

@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from pdstage.errors import DeadlineExceeded, TransportError
 from pdstage.layout.topology import Topology
 from pdstage.manager.lookup import Directory
 from tests.manager.conftest import Site
-from tests.manager.engine import Rank, drive
+from tests.manager.engine import QUICK, Rank, drive
 
 
 def advert(n: int = 0) -> Advert:
@@ -143,6 +144,21 @@ def test_a_lookup_that_fails_as_nobody_foresaw_harms_its_own_room_only(site: Sit
     assert "nobody foresaw this" in str(harmed.error)
     assert "nobody foresaw this" in caplog.text
     pair.move(2)
+
+
+@pytest.mark.parametrize("why", ["one peer too many", "another key"])
+def test_whom_no_room_takes_keeps_no_connection(site: Site, why: str) -> None:
+    """I14: of engines that come and go each has an address of its own."""
+    node = site.decode(Rank(), config=replace(QUICK, max_peers=1))
+    ends = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2" if why == "one peer too many" else "tcp://key@127.0.0.1:2"]
+    with BootstrapServer() as server:
+        for rank, endpoint in enumerate(ends):
+            place = Topology(tp_size=2, tp_rank=rank)
+            one = Advert(instance="p", topology=place, endpoint=endpoint, incarnation=rank + 1, layout="")
+            BootstrapClient(server.address).publish(one)
+        receiver = node.receive(1, server.address)
+        drive([node], lambda: receiver.state is State.FAILED)
+        assert not node.socket._routes
 
 
 def test_a_thread_that_cannot_be_started_fails_its_lookup_alone(site: Site, monkeypatch) -> None:

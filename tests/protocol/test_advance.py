@@ -7,9 +7,10 @@ import re
 import pytest
 
 from pdstage.plan import Rect
+from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.state import State
-from tests.pair import World, assert_flat
+from tests.pair import World, assert_flat, is_message
 
 LEASE = 512
 """Staged bytes of 8 tokens."""
@@ -105,3 +106,41 @@ def test_what_waits_gets_what_was_lent_in_advance_within_a_moment() -> None:
     world.check(slow, 1)
     assert sent.state is State.SUCCESS
     assert_flat(world)
+
+
+def test_an_advance_that_never_came_and_is_too_small_is_given_back() -> None:
+    """Open and the word that recalls its advance are lost, and the chunk is longer than the last room's (I4): that
+    costs time, and no session.
+    """
+    world = met(World(lane_nbytes=4096, n_pages=32))
+    world.receive(1, 16, [0, 1, 2, 3])
+    world.send(1, 16, [0, 1, 2, 3])
+    world.run()
+    world.drop(is_message(m.Open, m.Recall))
+    handle = world.receive(2, 24, list(range(6)))
+    (lease,) = world.decode[0].core.leases.advances
+    assert lease.nbytes == 2 * LEASE
+    world.run()
+    world.free()
+    world.drop(is_message(m.Recall))
+    other = world.receive(3, 56, list(range(6, 20)))
+    sent = [world.send(2, 24, list(range(6))), world.send(3, 56, list(range(6, 20)))]
+    world.run(until=world.now + 0.1)
+    assert lease.recalled
+    world.free()
+    world.run(until=world.now + 60.0)
+    world.check(handle, 2, 24)
+    world.check(other, 3, 56)
+    assert [one.state for one in sent] == [State.SUCCESS] * 2
+    assert_flat(world)
+
+
+def test_nothing_is_lent_for_leases_that_a_writer_has_never_had() -> None:
+    """It says that it wrote there. Two leases of no bytes would lie at one place (I3)."""
+    world = met(World(path="direct", choose=lambda _: True))
+    world.hold(is_message(m.CloseOk))
+    handle, _ = world.serve(1)
+    world.say(world.decode[0], m.CloseOk(handle.epoch, (m.Written(0, 0, 0), m.Written(0, 0, 0)), b"aux"))
+    world.check(handle, 1)
+    world.receive(2)
+    assert not world.decode[0].core.leases.live()

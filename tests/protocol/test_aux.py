@@ -13,7 +13,7 @@ from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.room import OwnRows
 from pdstage.protocol.state import State, WriterPhase
-from tests.pair import COLUMNS, Item, Memory, World, assert_flat, nth
+from tests.pair import COLUMNS, Item, Memory, World, assert_flat, is_message, nth
 
 EXTRA = Column("hidden", "bfloat16", (7,))
 FILL, BEFORE = 0xA5, 0x11
@@ -169,6 +169,18 @@ def test_a_packed_row_of_another_size_is_refused() -> None:
     world.say(world.decode[0], m.CloseOk(handle.epoch, (), bytes(23), (), True))
     assert "packed in 23 bytes" in world.decode[0].peer_warnings[-1]
     assert not world.decode[0].core.sessions
+
+
+def test_bytes_beside_a_row_that_was_written_are_no_row() -> None:
+    """Of any length; the engine's row would be filled with them."""
+    world = World(aux="rows")
+    handle, _ = begin(world)
+    world.hold(is_message(m.CloseOk))
+    world.run()
+    (frame,) = world.held
+    world.say(world.decode[0], msgspec.structs.replace(frame.message, aux=b"xy"))
+    assert handle.state is State.SUCCESS
+    assert (handle.shared, handle.aux) == (None, b"xy")
 
 
 @pytest.mark.parametrize("row", [None, 3])

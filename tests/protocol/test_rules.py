@@ -8,7 +8,7 @@ from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.state import ChunkPhase, State
-from tests.pair import World, is_kind, is_message
+from tests.pair import World, assert_flat, is_kind, is_message
 
 LEASE = 512
 
@@ -43,6 +43,23 @@ def test_a_writer_that_sent_all_succeeds_though_it_finishes_late() -> None:
     world.finish(late, 1)
     world.run(until=7.0)
     assert late.state is State.SUCCESS
+
+
+def test_a_writer_whose_chunk_nobody_takes_any_more_does_not_succeed() -> None:
+    """Decode gave the room up, and that word is lost: "gone" says it too. Prefill wrote nothing (I1)."""
+    world = World(advance=False)
+    handle, sent = world.receive(1), world.submit(1)
+    world.run()
+    world.drop(is_message(m.Abort))
+    world.abort(world.decode[0], handle)
+    world.chunk(sent)
+    world.finish(sent)
+    world.run()
+    assert sent.state is State.FAILED
+    assert "decode has ended the room" in str(sent.error)
+    world.free()
+    world.run(until=world.now + 60.0)
+    assert_flat(world)
 
 
 def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:

@@ -104,7 +104,7 @@ def tried(changed: tuple[str, str] | None, command: Sequence[str], limit_s: floa
         for path in ROOT.iterdir():  # its tests and what they read, which find the copy, in processes they start too
             if path != PACKAGE and not path.name.startswith("."):
                 Path(folder, path.name).symlink_to(path)
-        shutil.copytree(PACKAGE, Path(folder, "pdstage"), ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(PACKAGE, Path(folder, "pdstage"))  # with what is compiled of it
         if changed is not None:
             Path(folder, "pdstage", changed[0]).write_text(changed[1])
         try:

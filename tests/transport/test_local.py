@@ -79,6 +79,26 @@ def test_a_process_that_never_offered_its_memory_is_not_written(ends):
         c.shut()
 
 
+@pytest.mark.parametrize(("name", "code"), [("os.pidfd_open", errno.EMFILE), ("_started", errno.ENOENT)])
+def test_a_process_that_cannot_be_looked_at_is_not_proved_dead(ends, monkeypatch, name, code):
+    """I2: it lives, and may write. No descriptor is free, or /proc hides it (hidepid)."""
+    a, b = ends
+    said = b.describe()
+
+    def fails(_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(f"{_peer.__name__}.{name}", fails)
+    with pytest.raises(TransportError, match=f"'met' cannot be identified: {os.strerror(code)}"):
+        a.identify("met", said)
+    assert not a.proved_dead("met")
+    b.kill()
+    monkeypatch.undo()
+    with pytest.raises(TransportError, match="has ended"):
+        a.identify("met", said)
+    assert a.proved_dead("met")
+
+
 def test_peers_forgotten_hold_no_descriptors(ends):
     """I14: each session with one process that lives on is met under a name of its own."""
     a, b = ends

@@ -332,6 +332,17 @@ def test_over_two_allocations_and_under_mps_nothing_is_exported(gpu, tmp_path, m
         export(memory.address, NBYTES)
 
 
+def test_under_mps_a_writers_death_proves_nothing_of_device_memory(a, tmp_path, monkeypatch):
+    """I2: over NIXL, too, what a killed writer began may be a copy that the server goes on with."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    c = Remote("local")
+    a.identify("c", c.describe())
+    c.kill()
+    Log(a).until(lambda: a.proved_dead("c"))
+    (tmp_path / "control").touch()
+    assert not a.proved_dead("c")
+
+
 def test_a_handle_of_a_peer_that_has_ended_is_not_opened(a, gpu):
     c = Remote("local+cuda")
     a.connect("c", c.describe())

@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from pdstage import Items, State
 from pdstage.arguments import quotient
 from pdstage.control.bootstrap import PLAIN
-from pdstage.errors import PdstageError
+from pdstage.errors import PdstageError, PeerError
 from pdstage.integrations.sglang.memory import state_items
 from pdstage.integrations.sglang.rows import write_row
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_S = 3600.0
 """A room's deadline. SGLang's own timeouts are much shorter."""
+RELEASE_S = 60.0
+"""How long a request whose bytes are all there waits until nothing writes to its pages: SGLang itself would for ever."""
 
 
 class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
@@ -41,6 +43,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
     """The adapter that decode uses; set after construction, see `manager`."""
     _room: Receiver | None = None
     _aux_index: int | None = None
+    _whole_at: float | None = None
     _is_cleared = False
 
     def __init__(self, mgr: PdStageKVManager, bootstrap_addr: str, bootstrap_room: int) -> None:
@@ -102,8 +105,13 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         if room is not None and self.conclude_state is None:
             if room.state is State.FAILED:
                 self.kv_mgr.fail(self, room.error)
-            elif room.state is State.SUCCESS and room.released:  # a request of one token returns its pages at once
-                self._take_row(room)
+            elif room.state is State.SUCCESS:
+                self._whole_at = self._whole_at or time.monotonic()
+                if room.released:  # a request of one token returns its pages at once
+                    self._take_row(room)
+                elif time.monotonic() > self._whole_at + RELEASE_S:
+                    what = f"a writer was lost, and may write to the pages still after {RELEASE_S:.0f} s"
+                    self.kv_mgr.fail(self, PeerError(what, remedy="send the request again; fence the writer"))
             elif room.state is State.TRANSFERRING:
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
         return int(super()._poll())

@@ -174,7 +174,8 @@ def _digests(request: Request, n_tokens: int) -> Iterator[tuple[int, str]]:
     hashed = hashlib.blake2b(str(request.cache_salt or "").encode(), digest_size=_DIGEST_NBYTES)
     others = sorted((one.mm_position.offset, one.identifier) for one in request.mm_features)
     start = 0
-    for stop in (*range(_EVERY, n_tokens, _EVERY), n_tokens):
+    for number in range(-(-n_tokens // _EVERY)):
+        stop = min((number + 1) * _EVERY, n_tokens)
         if stop > len(tokens):
             return
         hashed.update(tokens[start:stop].tobytes())

@@ -322,15 +322,31 @@ def _adapter_of(lora: LoRARequest | None) -> str:
     return "" if lora is None else digest(lora.lora_path) or lora.lora_name
 
 
+class _Named(msgspec.Struct):
+    """What of `kv_transfer_params` names a room. They may be a client's own words."""
+
+    transfer_id: str | None = None
+    remote_bootstrap_addr: str | None = None
+    remote_engine_id: str | None = None
+    remote_room: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_num_tokens: int | None = None
+
+
 def _remote(params: Mapping[str, Any], *, is_turn: bool) -> Remote | None:
     """The room that prefill's answer names, or a router that asks both engines at once; `is_turn`: decode's answer. If
     none is named, logs it and returns None.
     """
-    names = "transfer_id", "remote_bootstrap_addr", "remote_engine_id", "remote_room", "remote_host", "remote_port"
-    early, directory, engine, room, host, port = (params.get(name) for name in names)
-    if early and directory and engine:
-        return Remote(early, directory, engine, is_early=True, is_routers=True)
-    if not (room and engine and host and port):
+    try:
+        it = msgspec.convert(params, _Named)
+    except msgspec.ValidationError:
+        it = _Named()
+    early, engine, room = it.transfer_id, it.remote_engine_id, it.remote_room
+    if early and it.remote_bootstrap_addr and engine:
+        return Remote(early, it.remote_bootstrap_addr, engine, is_early=True, is_routers=True)
+    if not (room and engine and it.remote_host and it.remote_port):
         log.warning("kv_transfer_params %s name no request of a prefill engine: it is computed here", dict(params))
         return None
-    return Remote(room, Address.joined(str(host), port), engine, is_routers=room == early, is_turn=is_turn)
+    address = Address.joined(it.remote_host, it.remote_port)
+    return Remote(room, address, engine, is_routers=room == early, is_turn=is_turn)

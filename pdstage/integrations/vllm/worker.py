@@ -172,6 +172,7 @@ class WorkerSide:
     def preempted(self, metadata: PdStageMetadata) -> None:
         """Called before anything else of this step, which may write the blocks of preempted requests."""
         if metadata.preempted:
+            self.computed()
             self._tasks.put(partial(self._preempt, metadata.preempted)).result()
             self._tasks.check()
 
@@ -184,6 +185,7 @@ class WorkerSide:
         """Called before this step's forward pass: earlier passes computed the blocks of finished requests."""
         assert hasattr(self, "_caches") or not metadata, "a request before register_kv_caches"
         self._computed = self._event() if metadata.sends else None
+        self.computed()  # vLLM's first model runner does not say so of a pipeline stage before a speculating one
         if metadata.arrived:
             self._tasks.put(partial(self._arrive, metadata.arrived))
         own = {name: one._replace(held=self._caches.own(one.held)) for name, one in metadata.chunks.items()}
@@ -191,7 +193,9 @@ class WorkerSide:
         if self._chunks:
             assert self.prefill is not None, "a chunk of an engine that does not prefill"
             nbytes = sum(self._caches.nbytes(chunk.held) for chunk in self._chunks.values())
-            self._groups.begin(self.prefill.pieces(nbytes))
+            # Each half of a batch that overlaps with the other passes a layer by itself.
+            is_halved = self._config.parallel_config.use_ubatching
+            self._groups.begin(1 if is_halved else self.prefill.pieces(nbytes))
 
     def passed(self, layer_name: str) -> None:
         """The forward pass has computed that layer, or launched it."""

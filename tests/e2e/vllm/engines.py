@@ -183,6 +183,10 @@ def pair(
     )
 
 
+FOUND = pair((1, 128), (1, 128))
+FOUND = replace(FOUND, prefill=replace(FOUND.prefill, directory=DIRECTORY_PORT))
+"""Of equal sizes; proxies find its prefill engine by its directory."""
+
 FREE_S = 15.0
 """All blocks of both sides are free by then, after whatever happened."""
 

@@ -13,8 +13,12 @@ from tests.e2e.vllm.engines import DIRECTORY_PORT, PATIENT, RECEIVED, at_once, c
 from tests.rows import rows
 
 PAIR = pair((1, 128), (1, 128))
-SOON = (("hello_s", 20.0), ("max_silence_s", 240.0))
-"""How long decode greets a prefill rank that is gone: it is all that its requests wait for."""
+PAIR = replace(
+    PAIR,
+    prefill=replace(PAIR.prefill, config=(*PATIENT, ("open_wait_s", 8.0))),
+    decode=replace(PAIR.decode, config=(*PATIENT, ("hello_s", 20.0))),
+)
+"""`hello_s` is how long decode greets a prefill rank that is gone: it is all that its requests wait for."""
 LONG = 300
 """Tokens of an answer that is still under way when something is killed."""
 DRAIN_S = 30
@@ -26,11 +30,10 @@ def test_clients_that_leave(fleet, request: pytest.FixtureRequest):
     """Prefill's answer may be lost with a client, and with that the room's name, so that its blocks are free when
     `open_wait_s` is over.
     """
-    row = replace(PAIR, prefill=replace(PAIR.prefill, config=(*PATIENT, ("open_wait_s", 8.0))))
-    prefill, decode, _ = fleet.fresh(*row.engines)
+    prefill, decode, _ = fleet.fresh(*PAIR.engines)
     n = 200 if request.config.getoption("--full") else 60
     faults.clients_leave(
-        fleet, row.reference, handed_over(prefill, decode), n, check_free=lambda: check_free(prefill, decode)
+        fleet, PAIR.reference, handed_over(prefill, decode), n, check_free=lambda: check_free(prefill, decode)
     )
 
 
@@ -38,7 +41,6 @@ def test_clients_that_leave(fleet, request: pytest.FixtureRequest):
 def test_prefill_dies_before_the_hand_over(fleet, policy: str):
     """Some prompts are prefilled, prefill is killed, and decode is asked for them."""
     row = PAIR.with_policy(policy)
-    row = replace(row, decode=replace(row.decode, config=SOON))
     asked = load.prompts(8, seed=221)
     prefill, decode, _ = fleet.fresh(*row.engines)
     right = fleet.right(row.reference, asked)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.e2e import compare, load
 from tests.e2e.servers import wait_until
-from tests.e2e.vllm.engines import DIRECTORY_PORT, RECEIVED, check_free, pair
+from tests.e2e.vllm.engines import FOUND, RECEIVED, check_free
 from tests.e2e.vllm.proxies import KNOWS, PROXIES
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
     from tests.e2e.servers import Server
 
-PAIR = pair((1, 128), (1, 128))
-PAIR = replace(PAIR, prefill=replace(PAIR.prefill, directory=DIRECTORY_PORT))
 ROUTERS = ("vllm-router", "vllm-router-mooncake")
 
 
@@ -27,7 +24,7 @@ ROUTERS = ("vllm-router", "vllm-router-mooncake")
 def proxy(request: pytest.FixtureRequest, fleet) -> Iterator[Server]:
     if request.param in ROUTERS and importlib.util.find_spec("vllm_router") is None:
         pytest.skip("vllm-router is not installed: it is in tests/engines/requirements-vllm-cpu.txt")
-    prefill, decode, _ = fleet.up(*PAIR.engines)
+    prefill, decode, _ = fleet.up(*FOUND.engines)
     server = PROXIES[request.param](prefill, decode, fleet.place)
     server.start().wait()
     assert request.param != "early" or wait_until(lambda: server.says(KNOWS), 60)
@@ -39,8 +36,8 @@ def test_answers_through_a_proxy(fleet, request: pytest.FixtureRequest, proxy: S
     """Whole answers, all handed over, and all blocks free at the end."""
     n = 200 if request.config.getoption("--full") else 24
     asked = load.prompts(n, seed=301)
-    right = fleet.right(PAIR.reference, asked)
-    prefill, decode, _ = fleet.fresh(*PAIR.engines)
+    right = fleet.right(FOUND.reference, asked)
+    prefill, decode, _ = fleet.fresh(*FOUND.engines)
     before = decode.metrics()
     with fleet.timed(f"{proxy.name}: {n} prompts"):
         answers = load.ask_all(load.to(proxy.url), asked, 16)

@@ -294,6 +294,25 @@ def test_a_router_may_try_another_engine_under_its_transfer_id(dst: Side) -> Non
     assert receive.remote.address == "alive:8998"
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"transfer_id": ["x"], "remote_bootstrap_addr": "h:1", "remote_engine_id": "e"},
+        {"transfer_id": "x", "remote_bootstrap_addr": {}, "remote_engine_id": "e"},
+        {"transfer_id": "x", "remote_bootstrap_addr": "h:1", "remote_engine_id": 7},
+        {"remote_room": ["r"], "remote_engine_id": "e", "remote_host": "h", "remote_port": 1},
+        {"remote_room": "r", "remote_engine_id": "e", "remote_host": "h", "remote_port": 1, "remote_num_tokens": "12"},
+        {"remote_room": "r", "remote_engine_id": "e", "remote_host": "h", "remote_port": 1, "remote_num_tokens": 0.5},
+        {"remote_room": "r", "remote_engine_id": "e", "remote_host": ["h"], "remote_port": 1},
+    ],
+)
+def test_a_clients_own_words_end_no_engine(dst: Side, caplog, told: dict[str, Any]) -> None:
+    """vLLM takes `kv_transfer_params` as they come, and an exception here ends all requests."""
+    wanted = arrived(dst, {"do_remote_prefill": True} | told)
+    assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False)
+    assert "name no request of a prefill engine: it is computed here" in caplog.text
+
+
 def test_a_node_that_failed_ends_the_worker_and_leaves_no_request_waiting(src: Side) -> None:
     src.step(PdStageMetadata(sends={"r": Send("room", src.held(BLOCKS, N_TOKENS))}))
     src.workers[0].worker_side.prefill.driver.fail(RuntimeError("a bug"))

@@ -70,6 +70,41 @@ def test_a_group_of_layers_goes_once_a_later_layer_is_computed():
     assert groups.rest() == (0, 5)
 
 
+def test_the_layers_of_a_draft_model_run_after_all_of_the_models():
+    """Each is numbered from 0, and a layer's number is all that says what is sent."""
+    names = {f"{prefix}model.layers.{i}.self_attn.attn": i for prefix in ("", "draft_model.") for i in range(5)}
+    groups = streams.LayerGroups(names)
+    groups.begin(3)
+    assert all(groups.passed(name) is None for name in names)
+    assert groups.rest() == (0, 5)
+
+
+@pytest.mark.parametrize("ubatch_size", [0, 2])
+def test_halves_of_a_batch_pass_each_layer_by_themselves(src: Side, monkeypatch, ubatch_size: int):
+    """vLLM's dual-batch overlap: one half is layers ahead of the other, whose tokens are not written yet."""
+    side, went = src.workers[0].worker_side, []
+    monkeypatch.setattr(side.prefill, "pieces", lambda _: 2)
+    monkeypatch.setattr(side._config.parallel_config, "ubatch_size", ubatch_size)
+    monkeypatch.setattr(side, "_stream", lambda start, stop, **_: went.append((start, stop)))
+    side.bound(PdStageMetadata(chunks={"r": Chunk(src.held([[3]], 16), 16)}))
+    for i in range(2):
+        side.passed(f"model.layers.{i}.self_attn.attn")
+    side.computed()
+    assert went == ([(0, 2)] if ubatch_size else [(0, 1), (1, 2)])
+
+
+@pytest.mark.parametrize("next_step", ["bound", "preempted"])
+def test_what_a_step_did_not_say_that_it_computed_goes_before_the_next(src: Side, monkeypatch, next_step: str):
+    """vLLM's first model runner does not, on a pipeline stage before the last, if the last speculates."""
+    side, went = src.workers[0].worker_side, []
+    monkeypatch.setattr(side, "_stream", lambda start, stop, **_: went.append((start, stop)))
+    side.bound(PdStageMetadata(chunks={"r": Chunk(src.held([[3]], 16), 16)}))
+    getattr(side, next_step)(PdStageMetadata(preempted={"r": False}))
+    assert went == [(0, 2)]
+    side.computed()
+    assert went == [(0, 2)]
+
+
 def test_the_first_layers_are_on_their_way_before_the_step_ends(on_its_way, monkeypatch):
     src, sender, event = on_its_way
     event.done = True

@@ -50,6 +50,7 @@ def test_tokens_that_are_the_same_are_found() -> None:
     assert n_common(request([*tokens[:600], 9, *tokens[601:]]), told) == 512
     assert n_common(request([9, *tokens[1:]]), told) == 0
     assert n_common(request(tokens, salt="another tenant's"), told) == 0
+    assert n_common(request(tokens), told | {"remote_num_tokens": 10**15}) == 768, "a number may be anybody's"
 
 
 def test_other_images_are_other_tokens() -> None:
