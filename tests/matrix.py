@@ -105,7 +105,9 @@ def seen_by(bug: Bug, tests: list[str]) -> str:
     with NamedTemporaryFile("w", suffix=".txt") as listed:
         listed.write("\n".join(tests))
         listed.flush()
-        return tried((bug.path.removeprefix("pdstage/"), text), [*PYTEST, f"@{listed.name}"], _LIMIT_S)
+        return tried(
+            (bug.path.removeprefix("pdstage/"), text), [*PYTEST, "--timeout", "30", f"@{listed.name}"], _LIMIT_S
+        )
 
 
 def main(coverage: str, first: str = "0", last: str = "600") -> None:

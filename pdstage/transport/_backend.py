@@ -131,7 +131,7 @@ def _as_typed(peer: str) -> Iterator[None]:
     except OSError as error:
         raise TransportError(
             f"peer {peer!r} cannot be identified: {error.strerror or error}",
-            remedy="see how many files this process may open (`ulimit -n`), and what holds them",
+            remedy="see how many files this process may open (`ulimit -n`), and that /proc shows it the peer's",
             peer=peer,
         ) from error
 

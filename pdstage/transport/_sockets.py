@@ -21,6 +21,7 @@ import sys
 import termios
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
+_SO_PEERNAME = 28  # Linux's; Python names it nowhere
 ESTABLISHED, FIN_WAIT1, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 7, 8, 9, 10, 11
 
 
@@ -44,11 +46,10 @@ class _Row(NamedTuple):
     def port(self) -> str:
         return self.local.rpartition(":")[2]
 
-    @property
-    def remote_host(self) -> str:
-        words = self.remote.partition(":")[0]
-        host = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
-        return socket.inet_ntop(socket.AF_INET6 if len(host) > 4 else socket.AF_INET, host)
+    def host(self, end: str) -> str:
+        """Of `local` or `remote`."""
+        words = end.partition(":")[0]
+        return _shown(b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)))
 
 
 def hold_bytes_of_the_dead(since: float) -> bool:
@@ -78,12 +79,13 @@ def _are_coming(rows: list[_Row], own: dict[str, int], since: float) -> bool:
     """Whether bytes are on the way from the dead to our sockets, or wait in a connection that was not accepted."""
     ends = {(row.remote, row.local): row for row in rows}
     waiting: Counter[str] = Counter()  # by port, of live processes
-    coming = False
+    coming, is_here = False, cache(_is_here)
     for row in rows:
         fd, end = own.get(row.inode), ends.get((row.local, row.remote))
         if row.state != ESTABLISHED or (fd is None and row.inode != "0"):
             continue
-        if end is None and _is_here(row.remote_host):  # it was reset, or vanished; else it lives elsewhere
+        here, there = row.host(row.local), row.host(row.remote)
+        if end is None and (here == there or is_here(there)):  # it was reset, or vanished; else it lives elsewhere
             coming |= fd is not None and not _answers(fd, since)
         elif end is not None and end.inode == "0" and end.state in {FIN_WAIT1, LAST_ACK, CLOSING}:
             coming = True  # an orphan, whose end is not acknowledged yet
@@ -92,8 +94,14 @@ def _are_coming(rows: list[_Row], own: dict[str, int], since: float) -> bool:
     return coming or any(row.n_unread > waiting[row.port] for row in rows if row.state == LISTEN and row.inode in own)
 
 
+def _shown(address: bytes) -> str:
+    return socket.inet_ntop(socket.AF_INET6 if len(address) > 4 else socket.AF_INET, address)
+
+
 def _is_here(host: str) -> bool:
-    """Whether it is an address of this network namespace, to which alone a socket can be bound."""
+    """Whether it is an address of this network namespace, to which alone a socket can be bound; with the kernel's
+    ip_nonlocal_bind any is.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as tried:
         try:
             tried.bind((host, 0))
@@ -125,15 +133,17 @@ def _answers(fd: int, since: float) -> bool:
 
 
 def _holds_the_rest(fd: int) -> bool:
-    """Whether it is a TCP socket with unread bytes whose peer has closed or reset it, and is or was of this network
-    namespace.
-    """
+    """Whether it is a TCP socket with unread bytes whose peer, of this network namespace, has closed or reset it."""
     unread = array.array("i", [0])
     with contextlib.suppress(OSError), _borrowed(fd) as held:  # closed meanwhile, or of another kind
-        state = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        if state == CLOSE or (state in {CLOSE_WAIT, LAST_ACK, CLOSING} and _is_here(held.getpeername()[0])):
+        if held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in {CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING}:
             fcntl.ioctl(fd, termios.FIONREAD, unread)
-    return unread[0] > 0
+    if not unread[0]:
+        return False
+    with _borrowed(fd) as held:  # by getpeername(2) a reset connection has no peer
+        at, nbytes = (slice(8, 24), 28) if held.family == socket.AF_INET6 else (slice(4, 8), 16)
+        name = held.getsockopt(socket.SOL_SOCKET, _SO_PEERNAME, nbytes)
+    return _is_here(_shown(name[at]))
 
 
 def _own_sockets() -> dict[str, int]:

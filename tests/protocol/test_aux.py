@@ -183,6 +183,18 @@ def test_bytes_beside_a_row_that_was_written_are_no_row() -> None:
     assert (handle.shared, handle.aux) == (None, b"xy")
 
 
+def test_a_row_that_never_came_is_none() -> None:
+    """Prefill says that a staged chunk was it: the engine's row still holds another request's."""
+    world = World(aux="rows")
+    handle, _ = begin(world)
+    world.hold(is_message(m.CloseOk))
+    world.drop(is_row)
+    world.run()
+    world.say(world.decode[0], m.CloseOk(handle.epoch, (m.Written(0, m.AUX, 0),), None))
+    assert handle.state is State.SUCCESS
+    assert (handle.shared, handle.aux) == (None, None)
+
+
 @pytest.mark.parametrize("row", [None, 3])
 def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None) -> None:
     """I6, I7: it changes nothing else, and is counted."""

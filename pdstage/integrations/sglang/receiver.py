@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 MAX_S = 3600.0
 """A room's deadline. SGLang's own timeouts are much shorter."""
-RELEASE_S = 60.0
-"""How long a request whose bytes are all there waits until nothing writes to its pages: SGLang itself would for ever."""
 
 
 class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
@@ -107,10 +105,12 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
                 self.kv_mgr.fail(self, room.error)
             elif room.state is State.SUCCESS:
                 self._whole_at = self._whole_at or time.monotonic()
+                node = self.kv_mgr.node
                 if room.released:  # a request of one token returns its pages at once
                     self._take_row(room)
-                elif time.monotonic() > self._whole_at + RELEASE_S:
-                    what = f"a writer was lost, and may write to the pages still after {RELEASE_S:.0f} s"
+                elif node is not None and time.monotonic() > self._whole_at + 3 * node.config.drain_s:
+                    # SGLang itself would wait for ever.
+                    what = "a writer of the room has not closed it, and may write to the pages still"
                     self.kv_mgr.fail(self, PeerError(what, remedy="send the request again; fence the writer"))
             elif room.state is State.TRANSFERRING:
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)

@@ -56,8 +56,10 @@ class Load:
     remote: Remote
     phase: Phase = Phase.ANNOUNCED
     requests: set[str] = field(default_factory=set)
+    asked_by: str = ""
+    """The request that is about to load, if vLLM gives it blocks: in this step, or in a later one (HiSparse)."""
     n_local: int = 0
-    """The tokens that the request which is about to load has already."""
+    """The tokens that it has already."""
     is_held: bool | None = None
     """Of a turn: whether its sender has it; None until that is known."""
     since: float = field(default_factory=time.monotonic)
@@ -78,7 +80,7 @@ class Loads:
         self.running: dict[str, Load] = {}
         """By the request that loads."""
         self._caching: list[Load] = []
-        self._spent: OrderedDict[str, None] = OrderedDict()
+        self._spent: OrderedDict[str | int, None] = OrderedDict()
 
     def add(self, request_id: str, remote: Remote) -> bool:
         """A request that names a room arrives. Whether the room is to be announced: it is by its first request."""

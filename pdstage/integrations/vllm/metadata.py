@@ -26,7 +26,7 @@ class Remote(NamedTuple):
     engine keeps it for its conversation's next turn.
     """
 
-    room: str
+    room: str | int
     address: str
     instance: str
     is_early: bool = False

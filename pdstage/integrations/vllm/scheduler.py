@@ -241,8 +241,9 @@ class SchedulerSide:
         load, params = self._loads.of.get(request.request_id), request.kv_transfer_params
         if load is None:
             return 0, False
-        if load.phase is not Phase.ANNOUNCED:
-            waits = self._shares_blocks and load.phase in (Phase.RUNNING, Phase.CACHING)
+        is_asked = load.asked_by in load.requests and load.asked_by != request.request_id
+        if is_asked or load.phase is not Phase.ANNOUNCED:
+            waits = self._shares_blocks and load.phase not in (Phase.OVER, Phase.SPENT)
             return (None if waits else 0), False
         is_turn = load.remote.is_turn
         n_tokens = self._n_of_turn(request, params, n_local) if is_turn else self._n_of_prefill(request, params)
@@ -250,7 +251,7 @@ class SchedulerSide:
             return 0, False
         if is_turn and not load.is_held:
             return (None if load.is_awaited() else 0), False
-        load.n_local = n_local
+        load.asked_by, load.n_local = request.request_id, n_local
         return n_tokens - n_local, True
 
     def _n_of_prefill(self, request: Request, params: Mapping[str, Any]) -> int:
@@ -325,7 +326,7 @@ def _adapter_of(lora: LoRARequest | None) -> str:
 class _Named(msgspec.Struct):
     """What of `kv_transfer_params` names a room. They may be a client's own words."""
 
-    transfer_id: str | None = None
+    transfer_id: str | int | None = None
     remote_bootstrap_addr: str | None = None
     remote_engine_id: str | None = None
     remote_room: str | None = None

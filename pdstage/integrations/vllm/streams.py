@@ -122,14 +122,14 @@ class LayerGroups:
     name.
 
     A group is sent one layer after its last: only then everything with its layer numbers is written, such as an
-    indexer's keys beside attention's. All are one group where layers are numbered in several lists: a draft model runs
+    indexer's keys beside attention's. All are one group unless layers are numbered as they run: a draft model runs
     when the model has run.
     """
 
     def __init__(self, numbers: Mapping[str, int]) -> None:
         self._numbers = numbers
         self._ordered = sorted(set(numbers.values()))
-        self._lists = {name.partition(f".{number}.")[0] for name, number in numbers.items()}
+        self._in_order = list(numbers.values()) == sorted(numbers.values())
         self._start = 0
         self._firsts: deque[int] = deque()
         """The first layer of each group that has not begun."""
@@ -137,7 +137,7 @@ class LayerGroups:
     def begin(self, n_groups: int) -> None:
         """A step begins whose layers are sent in `n_groups` groups, the last one when the step is done."""
         n = len(self._ordered)
-        n_groups = min(n_groups, n) if len(self._lists) == 1 else 1
+        n_groups = min(n_groups, n) if self._in_order else 1
         self._start = 0
         self._firsts = deque(self._ordered[n * i // n_groups] for i in range(1, n_groups))
 

@@ -140,8 +140,9 @@ class WorkerSide:
         probes = probes_of(self._caches, self._config)
         proof = prove_layout(self._caches.layout, probes, trust_layout=self._settings.trust_layout)
         log.info("KV cache layout of rank %d: %s", self.topology.tp_rank, proof)
-        held = self._caches.keys.items()
-        self._groups = LayerGroups({name: key.layer for name, (key, *_) in held if key.component in self._caches.paged})
+        at = {name: n for n, name in enumerate(self._config.compilation_config.static_forward_context)}
+        keys = sorted(self._caches.keys.items(), key=lambda one: at.get(one[0], -1))  # as vLLM made the layers
+        self._groups = LayerGroups({name: key.layer for name, (key, *_) in keys if key.component in self._caches.paged})
         pool = Pool.of(self._caches.layout, str(self._caches.device), keep=tuple(kv_caches.values()))
         model, load = self._config.model_config, self._config.load_config
         said, name = facts(model, model.model, dummy=load.load_format == "dummy"), self._transfer.engine_id

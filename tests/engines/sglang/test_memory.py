@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from pdstage.integrations.sglang import receiver
 from pdstage.integrations.sglang.plugin import polled
 from pdstage.integrations.sglang.receiver import PdStageKVReceiver
 from pdstage.integrations.sglang.sender import PdStageKVSender
@@ -141,16 +140,16 @@ def test_memory_of_a_later_room_of_a_name_is_held_on(fleet):
 
 def test_a_whole_room_whose_memory_never_comes_back_fails_its_request(monkeypatch):
     """A writer was lost, and only an operator knows that it is dead: SGLang itself would wait for ever."""
-    said, bound_s = [], iter([60.0, 0.0])
+    said, config = [], SimpleNamespace(drain_s=20.0)
     one = object.__new__(PdStageKVReceiver)
-    one.kv_mgr = SimpleNamespace(fail=lambda request, error: said.append(str(error)))
+    node = SimpleNamespace(config=config)
+    one.kv_mgr = SimpleNamespace(fail=lambda request, error: said.append(str(error)), node=node)
     one._room = SimpleNamespace(state=State.SUCCESS, released=False)
     monkeypatch.setattr(CommonKVReceiver, "_poll", lambda self: TRANSFERRING)
-    for n_failures in (0, 1):
-        monkeypatch.setattr(receiver, "RELEASE_S", next(bound_s))
+    for config.drain_s, n_failures in ((20.0, 0), (0.0, 1)):
         one._poll()
         assert len(said) == n_failures
-    assert "a writer was lost, and may write to the pages still" in said[0]
+    assert "has not closed it, and may write to the pages still" in said[0]
 
 
 @pytest.mark.parametrize("bound", [None, "pages"])

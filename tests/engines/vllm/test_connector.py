@@ -196,8 +196,9 @@ def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side, caching: bool)
     first, second = (arrived(dst, params, name=name) for name in ("s0", "s1"))
     assert dst.scheduler.get_num_new_matched_tokens(first, 0) == (N_TOKENS, True)
     assert dst.scheduler.has_pending_push_work()
-    dst.scheduler.update_state_after_alloc(first, blocks_of([7, 8, 9]), N_TOKENS)
     n_waits = (None, False) if caching else (0, False)
+    assert dst.scheduler.get_num_new_matched_tokens(second, 0) == n_waits, "HiSparse gives blocks later"
+    dst.scheduler.update_state_after_alloc(first, blocks_of([7, 8, 9]), N_TOKENS)
     assert dst.scheduler.get_num_new_matched_tokens(second, 0) == n_waits, "while the first one loads"
     step = dst.scheduler.build_connector_meta(None)
     assert set(step.receives) == {"s0"}

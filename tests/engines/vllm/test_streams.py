@@ -19,7 +19,7 @@ from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.caches import Side, until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pdstage import Sender
 
@@ -70,13 +70,15 @@ def test_a_group_of_layers_goes_once_a_later_layer_is_computed():
     assert groups.rest() == (0, 5)
 
 
-def test_the_layers_of_a_draft_model_run_after_all_of_the_models():
-    """Each is numbered from 0, and a layer's number is all that says what is sent."""
-    names = {f"{prefix}model.layers.{i}.self_attn.attn": i for prefix in ("", "draft_model.") for i in range(5)}
+@pytest.mark.parametrize("draft", [("draft_model.", range(5)), ("", [2])], ids=["from 0", "by the stage's layers"])
+def test_the_layers_of_a_draft_model_run_after_all_of_the_models(draft: tuple[str, Sequence[int]]):
+    """A layer's number is all that says what is sent. EAGLE's counts from the number of the stage's layers on."""
+    named = [("", range(4, 9)), draft]
+    names = {f"{prefix}model.layers.{i}.self_attn.attn": i for prefix, numbers in named for i in numbers}
     groups = streams.LayerGroups(names)
     groups.begin(3)
     assert all(groups.passed(name) is None for name in names)
-    assert groups.rest() == (0, 5)
+    assert groups.rest() == (0, 9)
 
 
 @pytest.mark.parametrize("ubatch_size", [0, 2])
