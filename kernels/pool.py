@@ -129,9 +129,10 @@ class Pool:
         kind, _, ordinal = self.device.partition(":")
         self.device = kind if kind == "cpu" else f"{kind}:{ordinal or 0}"  # of one name, so of one runtime
         for number, region in enumerate(self.layout.regions):
-            if region.kind not in (kind, "cpu"):
+            where = region.kind if region.kind == "cpu" else f"{region.kind}:{region.device}"
+            if where not in (self.device, "cpu"):
                 raise UsageError(
-                    f"region {number} is {region.kind} memory in a pool on {self.device!r}",
+                    f"region {number} is {where} memory in a pool on {self.device!r}",
                     remedy="make one pool for each device",
                     region=number,
                 )

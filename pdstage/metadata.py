@@ -173,7 +173,7 @@ class MetadataBuffers:
         else:
             import torch  # noqa: PLC0415
 
-            self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=f"{kind}:{number or 0}")
             base = self._memory.data_ptr()
         self.region = Region(base, nbytes, kind, int(number or 0))
         self._free = deque(range(n_rows))

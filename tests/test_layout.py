@@ -85,6 +85,8 @@ def test_extent_is_the_hull_of_all_addresses(v):
         ({"rows": ()}, "0 row levels"),
         ({"rows": (RowLevel(4, 1), RowLevel(2, 1), RowLevel(1, 1))}, "3 row levels"),
         ({"rows": (RowLevel(0, 1),)}, "row level of 0 tokens"),
+        ({"key": Key("kv", "k", -1)}, "a layer number outside of"),
+        ({"key": Key("kv", "k", (1 << 31) - 1)}, "a layer number outside of"),
         ({"rows": (RowLevel(3, 1),)}, "4 tokens per item, not a multiple of the 3"),
         ({"rows": (RowLevel(3, 1), RowLevel(2, 1))}, "not a multiple of the second"),
         ({"n_items": 0}, "size below 1"),
@@ -98,7 +100,7 @@ def test_extent_is_the_hull_of_all_addresses(v):
 def test_a_view_refuses_what_cannot_be(changes, words):
     with pytest.raises(UsageError, match=words) as refused:
         view(**changes)
-    assert refused.value.fields["key"] == Key("kv", "k", 0)
+    assert refused.value.fields["key"] == changes.get("key", Key("kv", "k", 0))
 
 
 @pytest.mark.parametrize(

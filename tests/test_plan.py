@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.errors import UsageError
+from pdstage.kernels.device import MAX_COMPONENTS
 from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.layout.topology import REPLICATED, Axis, shard_axis, shard_range
 from pdstage.plan import (
@@ -228,6 +229,17 @@ def test_pieces_fit_and_share_no_row(per, other, tokens, limit, two_roles):
         assert all(b.start % v.tokens_per_row == 0 for v in views), (a, b)
     if len(pieces) > 1:
         assert max(stagings.of(owned, (piece,)).nbytes(tokens_of([piece])) for piece in pieces) <= limit
+
+
+def test_a_chunk_has_no_more_components_than_a_gpus_kernels_take():
+    names = [f"c{number}" for number in range(MAX_COMPONENTS + 1)]
+    layout = layout_of(*(view((name, "k", 0), Axis("kv_head", 1, 0, 1)) for name in names))
+    owned = tuple(Share(name, "k", (0, 1, 1), 0, 1) for name in names)
+    session = SimpleNamespace(common=EVERYTHING, stagings=Stagings(layout))
+    destination = SimpleNamespace(shares=owned, session=session)
+    rects = tuple(Rect(name, 0, 4, 0, 1) for name in names)
+    assert [len(some) for some, _ in split(rects[1:], destination, 1 << 20)] == [MAX_COMPONENTS]
+    assert max(len(some) for some, _ in split(rects, destination, 1 << 20)) <= MAX_COMPONENTS
 
 
 @pytest.mark.parametrize(("layer", "start", "count"), [(9, 0, 1), (0, 3, 2), (0, -1, 2), (0, 0, 0)])

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _MAX_RANKS = 1 << 10
 _MAX_INTERLEAVE = 1 << 20
+MAX_LAYERS = (1 << 31) - 1
+"""A layer's number travels in 32 bits."""
 
 
 class Key(NamedTuple):
@@ -90,6 +92,8 @@ class View:
             return f"has {len(self.rows)} row levels, not one or two"
         if min(self.n_items, self.tokens_per_item, self.shards, self.segs, self.width) < 1:
             return "has a size below 1"
+        if not 0 <= self.key.layer < MAX_LAYERS:
+            return f"has a layer number outside of 0..{MAX_LAYERS - 1}"
         if any(row.tokens < 1 for row in self.rows):
             return "has a row level of 0 tokens"
         if self.tokens_per_item % self.rows[-1].tokens:

@@ -13,6 +13,7 @@ from pdstage.arguments import integer, pair, shown, text
 from pdstage.errors import UsageError
 from pdstage.kernels import Index
 from pdstage.layout.states import canonical
+from pdstage.layout.views import MAX_LAYERS
 from pdstage.plan import Rect
 from pdstage.plan.ownership import CommonTokens
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _FEW = 256
 MAX_TOKENS = (1 << 40) - 1
 """The most tokens that a sequence may have, so that no sum of theirs and bytes is beyond 63 bits."""
-MAX_LAYERS = (1 << 31) - 1
 
 
 GivenItems: TypeAlias = "Mapping[str, Items | npt.ArrayLike] | npt.ArrayLike"

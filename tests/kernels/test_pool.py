@@ -129,7 +129,7 @@ def test_selections_and_backends_that_do_not_exist():
         pool.plan([Select(key, 0, 1)], "rows")
     with pytest.raises(UsageError, match="no call 'copy'"):
         pool.plan([Select(key, 0, 1)], only="copy")
-    with pytest.raises(UsageError, match="region 0 is rocm memory in a pool on 'cuda:0'"):
+    with pytest.raises(UsageError, match="region 0 is rocm:0 memory in a pool on 'cuda:0'"):
         Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="rocm"),)), "cuda:0")
 
 
@@ -138,8 +138,10 @@ def test_a_gpus_pool_may_have_regions_in_host_memory_and_a_hosts_none_on_a_gpu()
     assert Pool.of(held.layout, "cuda:0").on_host == held.layout.regions
     assert Pool.of(held.layout).on_host == ()
     assert Pool.of(held.layout, "cuda").device == "cuda:0", "page locks are counted by device"
-    with pytest.raises(UsageError, match="region 0 is cuda memory in a pool on 'cpu'"):
+    with pytest.raises(UsageError, match="region 0 is cuda:0 memory in a pool on 'cpu'"):
         Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="cuda"),)))
+    with pytest.raises(UsageError, match="region 0 is cuda:1 memory in a pool on 'cuda:0'"):
+        Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="cuda", device=1),)), "cuda")
 
 
 @pytest.mark.parametrize("items", [np.zeros(3, np.int16), np.zeros((2, 2), np.int32), np.zeros(6, np.int64)[::2]])

@@ -5,6 +5,7 @@ The scheduler's side, which has no tensors, names blocks with it too.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,6 +59,8 @@ class Group:
     component: str
     spec: KVCacheSpec
     n_shards: int = 1
+    row_tokens: int = 1
+    """A row of compressed caches covers so many tokens, and is not whole before all of them are computed."""
 
     @property
     def is_state(self) -> bool:
@@ -118,11 +121,14 @@ def groups_of(kv_cache_config: KVCacheConfig, n_shards: int = 1) -> tuple[Group,
     counts: dict[str, int] = {}
     for index in kv_cache_config.transfer_group_ids:
         spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+        specs = [spec]
         if isinstance(spec, UniformTypeKVCacheSpecs):  # of one type: block table and window are the group's
-            spec = next(iter(spec.kv_cache_specs.values()))
-        kind = _kind(spec)
+            specs = list(spec.kv_cache_specs.values())
+        kind, spec = _kind(specs[0]), specs[0]
         n = counts[kind] = counts.get(kind, 0) + 1
-        found.append(Group(index, kind if n == 1 else f"{kind}.{n - 1}", spec, n_shards if spec.dcp_sharded else 1))
+        row_tokens = math.lcm(*(max(1, int(getattr(one, "tokens_per_state", 1))) for one in specs))
+        name = kind if n == 1 else f"{kind}.{n - 1}"
+        found.append(Group(index, name, spec, n_shards if spec.dcp_sharded else 1, row_tokens))
     return tuple(found)
 
 

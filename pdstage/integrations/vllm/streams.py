@@ -8,6 +8,7 @@ preempt the request, and compute it again in other blocks.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,6 +50,7 @@ class Streams:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = [group for group in groups if not group.is_state]  # a state is sent at the end
+        self._row_tokens = math.lcm(*(group.row_tokens for group in groups))
         self.of: dict[str, Stream] = {}
         """By request, until prefill has finished it."""
 
@@ -74,7 +76,8 @@ class Streams:
             if n_scheduled is None or (blocks := output.kv_connector_block_state.get_block_ids(name)) is None:
                 continue
             n_prompt = stream.request.num_prompt_tokens
-            stop = min(stream.request.num_computed_tokens + n_scheduled, n_prompt)
+            stop = stream.request.num_computed_tokens + n_scheduled
+            stop = n_prompt if stop >= n_prompt else stop - stop % self._row_tokens
             if stop > stream.stop:
                 held = self._held(blocks, stream.stop, stop, n_prompt)
                 chunks[name] = Chunk(held, stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -148,6 +149,22 @@ def test_a_preemption_that_cannot_wait_fails_the_room(on_its_way, monkeypatch, c
     src.step(PdStageMetadata(sends={"r": Send("xfer", src.held([[7, 8, 9]], 40))}))
     until(lambda: any("r" in result.finished_sending for result in src.step()))
     assert src.workers[0].get_kv_connector_stats().data["not_sent"] == [1]
+
+
+def test_a_step_that_ends_inside_a_row_leaves_that_row_to_the_next(src: Side):
+    """A compressed cache's row is not whole before all of its tokens are computed."""
+    many = streams.Streams([replace(group, row_tokens=4) for group in src.groups])
+    state = KVConnectorBlockState({"a"}, lambda _: ([7, 8, 9, 10],), {})
+    request = Request("a", list(range(62)), SamplingParams(max_tokens=1), None)
+    many.begin(request, "room")
+    went = []
+    for computed, scheduled in ((0, 30), (30, 32)):
+        request.num_computed_tokens = computed
+        step = SimpleNamespace(
+            preempted_req_ids=set(), num_scheduled_tokens={"a": scheduled}, kv_connector_block_state=state
+        )
+        went.append(many.step(step)[1]["a"].held["kv"].tokens)
+    assert went == [(0, 28), (28, 62)]
 
 
 def test_blocks_that_this_step_writes_are_lost(src: Side):
