@@ -86,6 +86,9 @@ class DataPath:
     def _is_cheaper_direct(
         self, destination: Destination, rects: tuple[Rect, ...], tokens: Tokens, nbytes: int
     ) -> bool:
+        session = destination.session
+        if self._kind == "cpu" and self._mapped(self.sessions.plan(session), session) is not None:
+            return True  # one pass of copies, where staged makes two
         n_descriptors = self._direct(destination, rects).n_descriptors(tokens)
         n_chunks = -(-nbytes // self._staged_nbytes(destination, nbytes))
         return self._cost(destination).prefers_direct(nbytes, n_descriptors, n_chunks)
