@@ -18,14 +18,13 @@ from msgspec import Meta
 
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport._peer import Here, Met, Process, Unheld, under_mps
+from pdstage.transport._peer import Here, Met, Process, Target, under_mps
 from pdstage.transport.base import (
     Event,
     Ranges,
     Transport,
     check_kinds,
     check_spans,
-    closed,
     not_connected,
     read_description,
 )
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pdstage.plan.spans import Spans
-    from pdstage.transport._peer import Identity, Target
+    from pdstage.transport._peer import Identity
     from pdstage.transport.base import Place
 
 _environment = threading.Lock()
@@ -182,7 +181,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
                 return Here(description.life)
             if (there.boot_id, there.namespaces) == (here.boot_id, here.namespaces):  # its pid means the same
                 return Process(there, peer)
-        return Unheld(ended=False)
+        return Target()
 
     def _attach(self, peer: str, description: AnyDescription, target: Target) -> AnyLink:
         """Connects to one life of a peer. May raise `PeerError` or `TransportError`; the old connection then stays."""
@@ -328,9 +327,9 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
             )
 
     def check_open(self) -> None:
-        """Raises `UsageError` once this transport is closed."""
+        """Raises `UsageError` once this transport is closed: every verb does but `close` and `poll`."""
         if self.closed:
-            raise closed()
+            raise UsageError("this transport is closed", remedy="open a new one")
 
     def link(self, peer: str) -> AnyLink:
         """Raises `UsageError` for a peer that is not connected."""
@@ -345,7 +344,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         try:
             return self._target(peer, description)
         except TransportError:
-            self.met.add(peer, Unheld(ended=True))
+            self.met.add(peer, None)
             raise
 
     def _read(self, peer: str, description: bytes) -> AnyDescription:

@@ -191,7 +191,7 @@ class Devices:
         dst, held = views.here(spans.dst)
         self._copies.start(word, spans._replace(dst=dst), held)
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[Copy]:
         return self._copies.ended() if self._copies is not None else []
 
     def under_way(self) -> bool:
@@ -207,19 +207,14 @@ class Devices:
         self._exports.clear()
 
 
-class Ended(NamedTuple):
-    """A finished copy. Not `settled`: the device failed, and bytes may still land."""
+class Copy(NamedTuple):
+    """One in flight, or one that has ended. Not `settled`: the device failed, and bytes may still land."""
 
-    word: Any
-    error: TransportError | None
-    settled: bool = True
-
-
-class _Running(NamedTuple):
     word: Any
     event: int
     held: object
     error: TransportError | None
+    settled: bool = True
 
 
 _orphans: list[Copies] = []
@@ -232,7 +227,7 @@ class Copies:
 
     def __init__(self, cuda: Cuda, device: int) -> None:
         self._cuda, self._device = cuda, device
-        self.running: deque[_Running] = deque()
+        self.running: deque[Copy] = deque()
         self._spare: list[int] = []
         with cuda.on(device):
             self._stream = cuda.driver.new_stream()
@@ -263,23 +258,22 @@ class Copies:
             if not begun:
                 raise _failed(error) from error
             failed, event = _failed(error), 0
-        self.running.append(_Running(word, event, held, failed))
+        self.running.append(Copy(word, event, held, failed))
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[Copy]:
         if not self.running:
             return []
         ended = []
         try:
             with self._cuda.on(self._device):
                 while self.running and self.running[0].event and self._cuda.driver.done(self.running[0].event):
-                    one = self.running.popleft()
-                    self._spare.append(one.event)
-                    ended.append(Ended(one.word, one.error))
+                    ended.append(self.running.popleft())
+                    self._spare.append(ended[-1].event)
             failed = self.running[0].error if self.running and not self.running[0].event else None
         except DriverError as error:
             failed = _failed(error)
         if failed:  # a failed device never answers again
-            ended += [Ended(one.word, one.error or failed, settled=False) for one in self.running]
+            ended += [one._replace(error=one.error or failed, settled=False) for one in self.running]
             self.running.clear()
         return ended
 

@@ -12,7 +12,6 @@ may wait in a processor's queue of packets: then our end is established, and the
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import fcntl
@@ -128,12 +127,11 @@ def _holds_the_rest(fd: int) -> bool:
     """Whether it is a TCP socket with unread bytes whose peer has closed or reset it, and is or was of this network
     namespace.
     """
-    unread = array.array("i", [0])
     with contextlib.suppress(OSError), _borrowed(fd) as held:  # closed meanwhile, or of another kind
         state = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
         if state == CLOSE or (state in {CLOSE_WAIT, LAST_ACK, CLOSING} and _is_here(held.getpeername()[0])):
-            fcntl.ioctl(fd, termios.FIONREAD, unread)
-    return unread[0] > 0
+            return any(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))  # the number of them, an int
+    return False
 
 
 def _own_sockets() -> dict[str, int]:

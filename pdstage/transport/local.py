@@ -230,9 +230,10 @@ class LocalTransport(Backend[_Link, _Description]):
             self._tell(Done(ticket))
 
     def _progress(self) -> None:
-        for (ticket, link, tag), error, settled in self._devices.ended():
-            if error is not None:
-                self._tell(PostFailed(ticket, error, settled))
+        for copy in self._devices.ended():
+            ticket, link, tag = copy.word
+            if copy.error is not None:
+                self._tell(PostFailed(ticket, copy.error, copy.settled))
             elif tag and self.links.get(link.peer) is not link:
                 self._tell(PostFailed(ticket, _disconnected(link.peer)))
             else:

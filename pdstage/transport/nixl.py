@@ -227,22 +227,23 @@ class NixlTransport(Backend[_Link, _Description]):
             )
 
     def _advance(self, ticket: int, call: Callable[[Any], str]) -> None:
-        """`call` starts a post or asks for its state; it is over unless it is under way then."""
-        try:
-            state = call(self._flights[ticket].handle)
-        except Errors as error:
-            self._end(ticket, error)
-            return
-        if state != "PROC":
-            self._end(ticket, None if state == "DONE" else RuntimeError(f"state {state}"))
+        """`call` starts a post or asks for its state; it is over unless it is under way then, and becomes its event.
 
-    def _end(self, ticket: int, error: Exception | None) -> None:
-        """Turns an ended post into its event. Handles are released only here and in `close`, so never in flight."""
-        flight = self._flights.pop(ticket)
-        if error is None:
+        Handles are released only here and in `close`, so never in flight.
+        """
+        flight = self._flights[ticket]
+        refused: Exception | None = None
+        try:
+            state = call(flight.handle)
+        except Errors as error:
+            state, refused = "ERR", error
+        if state == "PROC":
+            return
+        del self._flights[ticket]
+        if state == "DONE":
             self.events.append(Done(ticket, figures(self._agent, flight.handle) if self._telemetry else None))
         else:
-            unknown = failed(f"a write to peer {flight.peer!r} failed", error)
+            unknown = failed(f"a write to peer {flight.peer!r} failed", refused or RuntimeError(f"state {state}"))
             self.events.append(PostFailed(ticket, unknown, settled=False))
         attempt(flight.handle.release)
         self.let_go(flight.agent)
