@@ -9,7 +9,7 @@ import os
 import threading
 from abc import abstractmethod
 from collections import Counter, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, Protocol, TypeVar
 
@@ -162,10 +162,10 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
 
     # Hooks.
 
-    def _register(self, regions: Sequence[Region]) -> None:
-        """Registers new regions, or raises `TransportError` and registers none."""
+    def _register(self, region: Region) -> None:
+        """Registers a new region, or raises `TransportError`."""
 
-    def _unregister(self, regions: Sequence[Region]) -> None: ...
+    def _unregister(self, region: Region) -> None: ...
 
     def _check(self, peer: str, description: AnyDescription) -> None:
         """Raises `PeerError` for a description of the right kind that this process cannot use."""
@@ -223,13 +223,24 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         self.check_open()
         check_kinds(regions, self.traits)
         own = self.own.with_regions(regions)
-        self._register([region for region in own.regions if region not in self.own.regions])
+        done: list[Region] = []
+        try:
+            for region in own.regions:
+                if region not in self.own.regions:
+                    self._register(region)
+                    done.append(region)
+        except BaseException:
+            for region in done:
+                with suppress(TransportError):  # the first refusal is told
+                    self._unregister(region)
+            raise
         self.own = own
 
     def unregister(self, regions: Sequence[Region]) -> None:
         self.check_open()
         self.own = self.own.without(regions)  # first: after a refusal halfway, none of them may be posted
-        self._unregister(list(dict.fromkeys(regions)))
+        for region in dict.fromkeys(regions):
+            self._unregister(region)
 
     def connect(self, peer: str, description: bytes) -> None:
         with _as_typed(peer):

@@ -23,7 +23,7 @@ from pdstage.transport._cuda_ipc import Export  # noqa: TC001  (msgspec resolves
 from pdstage.transport.base import Mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from pdstage.plan.spans import Spans
     from pdstage.transport._cuda_ipc import Cuda, Mapping
@@ -97,23 +97,19 @@ class Devices:
         self._copies: Copies | None = None
         self._said: set[str] = set()
 
-    def register(self, regions: Iterable[Region]) -> None:
+    def register(self, region: Region) -> None:
         """Memory that cannot be exported can still be read by our posts; peers are told why they cannot write it."""
-        for region in regions:
-            if region in self._regions or region.kind != KIND:
-                continue
-            export, why_not = None, ""
-            try:
-                export = self._load().export(region.base, region.nbytes)
-                self._exports.append(export)
-            except (UsageError, TransportError) as error:
-                why_not = str(error)
-                log.info("peers cannot map %s: %s", region, error)
-            self._regions[region] = ExportedRegion(region.base, region.nbytes, region.device, export, why_not)
+        export, why_not = None, ""
+        try:
+            export = self._load().export(region.base, region.nbytes)
+            self._exports.append(export)
+        except (UsageError, TransportError) as error:
+            why_not = str(error)
+            log.info("peers cannot map %s: %s", region, error)
+        self._regions[region] = ExportedRegion(region.base, region.nbytes, region.device, export, why_not)
 
-    def unregister(self, regions: Iterable[Region]) -> None:
-        for region in regions:
-            self._regions.pop(region, None)
+    def unregister(self, region: Region) -> None:
+        self._regions.pop(region, None)
 
     def exported(self) -> list[ExportedRegion]:
         return list(self._regions.values())

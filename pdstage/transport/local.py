@@ -122,12 +122,13 @@ class LocalTransport(Backend[_Link, _Description]):
         self.life = self._inbox.name
         Here.lives[self.life] = self
 
-    def _register(self, regions: Sequence[Region]) -> None:
-        self._devices.register(regions)
+    def _register(self, region: Region) -> None:
+        if region.kind == KIND:
+            self._devices.register(region)
         allow_writers()
 
-    def _unregister(self, regions: Sequence[Region]) -> None:
-        self._devices.unregister(regions)
+    def _unregister(self, region: Region) -> None:
+        self._devices.unregister(region)
 
     def describe(self) -> bytes:
         self.check_open()

@@ -40,8 +40,6 @@ from pdstage.transport._fabric import own_address
 from pdstage.transport.base import Done, PostFailed, Traits, write_description
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pdstage.transport._peer import Target
 
 _io: Any = import_module("mori.io")
@@ -153,24 +151,17 @@ class MoriTransport(Backend[_Way, _Description]):
         memory = [self._memory[region].pack() for region in self.own.regions]
         return write_description(_Description(self.life, regions, engine, memory))
 
-    def _register(self, regions: Sequence[Region]) -> None:
-        done: dict[Region, Any] = {}
+    def _register(self, region: Region) -> None:
+        device, location = region.device if region.kind == "cuda" else -1, _LOCATIONS[region.kind]
         try:
-            for region in regions:
-                device = region.device if region.kind == "cuda" else -1
-                location = _LOCATIONS[region.kind]
-                done[region] = self._engine.register_memory(region.base, region.nbytes, device, location)
+            self._memory[region] = self._engine.register_memory(region.base, region.nbytes, device, location)
         except RuntimeError as error:
-            for descriptor in done.values():
-                self._engine.deregister_memory(descriptor)
-            raise _failed(f"cannot register {list(regions)}", error, "check the addresses, and `ulimit -l`") from error
-        self._memory |= done
+            raise _failed(f"cannot register {region}", error, "check the address, and `ulimit -l`") from error
 
-    def _unregister(self, regions: Sequence[Region]) -> None:
+    def _unregister(self, region: Region) -> None:
         for way in self.links.values():  # no session may outlive its memory
-            way.sessions = {pair: session for pair, session in way.sessions.items() if pair[0] not in regions}
-        for region in regions:
-            self._engine.deregister_memory(self._memory.pop(region))
+            way.sessions = {pair: session for pair, session in way.sessions.items() if pair[0] != region}
+        self._engine.deregister_memory(self._memory.pop(region))
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Way:
         link = _Way(peer, description)

@@ -130,25 +130,19 @@ class NixlTransport(Backend[_Link, _Description]):
         self.check_open()
         return write_description(_Description(self.life, self._agent.get_agent_metadata(), self.identity))
 
-    def _register(self, regions: Sequence[Region]) -> None:
-        done: dict[Region, Any] = {}
+    def _register(self, region: Region) -> None:
+        row = (region.base, region.nbytes, region.device, "")
         try:
-            for region in regions:
-                row = (region.base, region.nbytes, region.device, "")
-                done[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
+            self._memory[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
         except Errors as error:
-            for held in done.values():
-                attempt(self._agent.deregister_memory, held, ["UCX"])
-            what = f"cannot register {list(regions)}"
-            raise failed(what, error, "check the addresses, and `ulimit -l` for RDMA") from error
-        self._memory |= done
+            remedy = "check the address, and `ulimit -l` for RDMA"
+            raise failed(f"cannot register {region}", error, remedy) from error
 
-    def _unregister(self, regions: Sequence[Region]) -> None:
-        for region in regions:
-            try:
-                self._agent.deregister_memory(self._memory.pop(region), ["UCX"])
-            except Errors as error:
-                raise failed(f"cannot unregister {region}", error) from error
+    def _unregister(self, region: Region) -> None:
+        try:
+            self._agent.deregister_memory(self._memory.pop(region), ["UCX"])
+        except Errors as error:
+            raise failed(f"cannot unregister {region}", error) from error
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         self._add_agent(peer, description)
