@@ -24,7 +24,6 @@ from pdstage.transport.base import (
     Traits,
     Transport,
     check_kinds,
-    closed,
     not_connected,
     read_description,
     write_description,
@@ -45,7 +44,9 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.auto.1", array_like
 
 
 class AutoTransport(Transport):
-    """Transport `auto` over `ways`: open transports, the most preferred first. It owns them from now on."""
+    """Transport `auto` over `ways`: open transports, the most preferred first. It owns them from now on. After `close`
+    it is they that refuse each verb.
+    """
 
     traits: ClassVar[Traits]
 
@@ -56,39 +57,31 @@ class AutoTransport(Transport):
         self._offers: dict[str, Mapping[str, bytes]] = {}
         self._over: dict[str, Transport] = {}
         self._met: dict[str, dict[str, Transport]] = {}
-        self._closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
-        self._check_open()
         check_kinds(regions, self.traits)
         own = self._own.with_regions(regions)
-        new = [region for region in dict.fromkeys(regions) if region not in self._own.regions]
-        done: list[tuple[Transport, list[Region]]] = []
+        new = [region for region in own.regions if region not in self._own.regions]
+        done: list[Transport] = []
         try:
             for way in self._ways.values():
-                movable = [region for region in new if region.kind in way.traits.kinds]
-                if movable:
-                    way.register(movable)
-                    done.append((way, movable))
+                way.register(_movable(way, new))
+                done.append(way)
         except BaseException:
-            for way, movable in done:
-                way.unregister(movable)
+            for way in done:
+                way.unregister(_movable(way, new))
             raise
         self._own = own
 
     def unregister(self, regions: Sequence[Region]) -> None:
-        self._check_open()
         self._own = self._own.without(regions)
         for way in self._ways.values():
-            movable = [region for region in dict.fromkeys(regions) if region.kind in way.traits.kinds]
-            if movable:
-                way.unregister(movable)
+            way.unregister(_movable(way, regions))
 
     def describe(self) -> bytes:
         return self.described(self.offers())
 
     def offers(self) -> dict[str, bytes]:
-        self._check_open()
         return {name: way.describe() for name, way in self._ways.items()}
 
     def described(self, offers: Mapping[str, bytes]) -> bytes:
@@ -157,7 +150,6 @@ class AutoTransport(Transport):
             raise _unreachable(peer, refused)
 
     def _read(self, peer: str, description: bytes) -> dict[str, bytes]:
-        self._check_open()
         return read_description(peer, description, _Description, self.traits).offers
 
     def _common(self, offers: Mapping[str, bytes]) -> list[Transport]:
@@ -208,16 +200,10 @@ class AutoTransport(Transport):
             way.forget(peer)
 
     def close(self) -> None:
-        self._closed = True
         for way in self._ways.values():
             way.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise closed()
-
     def _link(self, peer: str) -> Transport:
-        self._check_open()
         over = self._over.get(peer)
         if over is None:
             raise not_connected(peer)
@@ -228,6 +214,10 @@ class AutoTransport(Transport):
         order.
         """
         return ticket * len(self._ways) + list(self._ways.values()).index(way)
+
+
+def _movable(way: Transport, regions: Iterable[Region]) -> list[Region]:
+    return [region for region in regions if region.kind in way.traits.kinds]
 
 
 _WEAKEST: dict[str, Callable[[Iterable[Any]], Any]] = {

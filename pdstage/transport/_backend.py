@@ -9,7 +9,7 @@ import os
 import threading
 from abc import abstractmethod
 from collections import Counter, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, Protocol, TypeVar
 
@@ -18,14 +18,13 @@ from msgspec import Meta
 
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport._peer import Here, Met, Process, Unheld, under_mps
+from pdstage.transport._peer import Here, Met, Process, Target, under_mps
 from pdstage.transport.base import (
     Event,
     Ranges,
     Transport,
     check_kinds,
     check_spans,
-    closed,
     not_connected,
     read_description,
 )
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pdstage.plan.spans import Spans
-    from pdstage.transport._peer import Identity, Target
+    from pdstage.transport._peer import Identity
     from pdstage.transport.base import Place
 
 _environment = threading.Lock()
@@ -163,10 +162,10 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
 
     # Hooks.
 
-    def _register(self, regions: Sequence[Region]) -> None:
-        """Registers new regions, or raises `TransportError` and registers none."""
+    def _register(self, region: Region) -> None:
+        """Registers a new region, or raises `TransportError`."""
 
-    def _unregister(self, regions: Sequence[Region]) -> None: ...
+    def _unregister(self, region: Region) -> None: ...
 
     def _check(self, peer: str, description: AnyDescription) -> None:
         """Raises `PeerError` for a description of the right kind that this process cannot use."""
@@ -182,7 +181,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
                 return Here(description.life)
             if (there.boot_id, there.namespaces) == (here.boot_id, here.namespaces):  # its pid means the same
                 return Process(there, peer)
-        return Unheld(ended=False)
+        return Target()
 
     def _attach(self, peer: str, description: AnyDescription, target: Target) -> AnyLink:
         """Connects to one life of a peer. May raise `PeerError` or `TransportError`; the old connection then stays."""
@@ -224,13 +223,24 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         self.check_open()
         check_kinds(regions, self.traits)
         own = self.own.with_regions(regions)
-        self._register([region for region in own.regions if region not in self.own.regions])
+        done: list[Region] = []
+        try:
+            for region in own.regions:
+                if region not in self.own.regions:
+                    self._register(region)
+                    done.append(region)
+        except BaseException:
+            for region in done:
+                with suppress(TransportError):  # the first refusal is told
+                    self._unregister(region)
+            raise
         self.own = own
 
     def unregister(self, regions: Sequence[Region]) -> None:
         self.check_open()
         self.own = self.own.without(regions)  # first: after a refusal halfway, none of them may be posted
-        self._unregister(list(dict.fromkeys(regions)))
+        for region in dict.fromkeys(regions):
+            self._unregister(region)
 
     def connect(self, peer: str, description: bytes) -> None:
         with _as_typed(peer):
@@ -328,9 +338,9 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
             )
 
     def check_open(self) -> None:
-        """Raises `UsageError` once this transport is closed."""
+        """Raises `UsageError` once this transport is closed: every verb does but `close` and `poll`."""
         if self.closed:
-            raise closed()
+            raise UsageError("this transport is closed", remedy="open a new one")
 
     def link(self, peer: str) -> AnyLink:
         """Raises `UsageError` for a peer that is not connected."""
@@ -345,7 +355,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         try:
             return self._target(peer, description)
         except TransportError:
-            self.met.add(peer, Unheld(ended=True))
+            self.met.add(peer, None)
             raise
 
     def _read(self, peer: str, description: bytes) -> AnyDescription:

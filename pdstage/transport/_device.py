@@ -23,7 +23,7 @@ from pdstage.transport._cuda_ipc import Export  # noqa: TC001  (msgspec resolves
 from pdstage.transport.base import Mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from pdstage.plan.spans import Spans
     from pdstage.transport._cuda_ipc import Cuda, Mapping
@@ -97,23 +97,19 @@ class Devices:
         self._copies: Copies | None = None
         self._said: set[str] = set()
 
-    def register(self, regions: Iterable[Region]) -> None:
+    def register(self, region: Region) -> None:
         """Memory that cannot be exported can still be read by our posts; peers are told why they cannot write it."""
-        for region in regions:
-            if region in self._regions or region.kind != KIND:
-                continue
-            export, why_not = None, ""
-            try:
-                export = self._load().export(region.base, region.nbytes)
-                self._exports.append(export)
-            except (UsageError, TransportError) as error:
-                why_not = str(error)
-                log.info("peers cannot map %s: %s", region, error)
-            self._regions[region] = ExportedRegion(region.base, region.nbytes, region.device, export, why_not)
+        export, why_not = None, ""
+        try:
+            export = self._load().export(region.base, region.nbytes)
+            self._exports.append(export)
+        except (UsageError, TransportError) as error:
+            why_not = str(error)
+            log.info("peers cannot map %s: %s", region, error)
+        self._regions[region] = ExportedRegion(region.base, region.nbytes, region.device, export, why_not)
 
-    def unregister(self, regions: Iterable[Region]) -> None:
-        for region in regions:
-            self._regions.pop(region, None)
+    def unregister(self, region: Region) -> None:
+        self._regions.pop(region, None)
 
     def exported(self) -> list[ExportedRegion]:
         return list(self._regions.values())
@@ -191,7 +187,7 @@ class Devices:
         dst, held = views.here(spans.dst)
         self._copies.start(word, spans._replace(dst=dst), held)
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[Copy]:
         return self._copies.ended() if self._copies is not None else []
 
     def under_way(self) -> bool:
@@ -207,19 +203,14 @@ class Devices:
         self._exports.clear()
 
 
-class Ended(NamedTuple):
-    """A finished copy. Not `settled`: the device failed, and bytes may still land."""
+class Copy(NamedTuple):
+    """One in flight, or one that has ended. Not `settled`: the device failed, and bytes may still land."""
 
-    word: Any
-    error: TransportError | None
-    settled: bool = True
-
-
-class _Running(NamedTuple):
     word: Any
     event: int
     held: object
     error: TransportError | None
+    settled: bool = True
 
 
 _orphans: list[Copies] = []
@@ -232,7 +223,7 @@ class Copies:
 
     def __init__(self, cuda: Cuda, device: int) -> None:
         self._cuda, self._device = cuda, device
-        self.running: deque[_Running] = deque()
+        self.running: deque[Copy] = deque()
         self._spare: list[int] = []
         with cuda.on(device):
             self._stream = cuda.driver.new_stream()
@@ -263,23 +254,22 @@ class Copies:
             if not begun:
                 raise _failed(error) from error
             failed, event = _failed(error), 0
-        self.running.append(_Running(word, event, held, failed))
+        self.running.append(Copy(word, event, held, failed))
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[Copy]:
         if not self.running:
             return []
         ended = []
         try:
             with self._cuda.on(self._device):
                 while self.running and self.running[0].event and self._cuda.driver.done(self.running[0].event):
-                    one = self.running.popleft()
-                    self._spare.append(one.event)
-                    ended.append(Ended(one.word, one.error))
+                    ended.append(self.running.popleft())
+                    self._spare.append(ended[-1].event)
             failed = self.running[0].error if self.running and not self.running[0].event else None
         except DriverError as error:
             failed = _failed(error)
         if failed:  # a failed device never answers again
-            ended += [Ended(one.word, one.error or failed, settled=False) for one in self.running]
+            ended += [one._replace(error=one.error or failed, settled=False) for one in self.running]
             self.running.clear()
         return ended
 

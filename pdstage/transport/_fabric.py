@@ -110,10 +110,11 @@ def own_address() -> str:
 
 def _usable_ports() -> list[str]:
     """The active ports of RDMA devices that this process may open. UCX complains about others if they are named."""
-    openable = set()
-    for folder in (_SYS / "class/infiniband_verbs").glob("uverbs*"):
-        if os.access(_DEV / "infiniband" / folder.name, os.R_OK | os.W_OK):
-            openable.add(_text(folder / "ibdev"))
+    openable = {
+        _text(folder / "ibdev")
+        for folder in (_SYS / "class/infiniband_verbs").glob("uverbs*")
+        if os.access(_DEV / "infiniband" / folder.name, os.R_OK | os.W_OK)
+    }
     return [port.name for port in rdma_ports() if port.active and port.device in openable]
 
 

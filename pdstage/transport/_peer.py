@@ -16,7 +16,6 @@ import os
 import select
 import time
 import weakref
-from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -85,14 +84,14 @@ def own_identity() -> Identity:
         raise UsageError(f"cannot identify this process: {error}", remedy="mount /proc of a Linux host") from error
 
 
-class Target(ABC):
-    """One process, or a stand-in for one."""
+class Target:
+    """One process, or a stand-in for one. By itself: one that runs elsewhere, where its end is never known."""
 
-    @abstractmethod
     def gone(self) -> bool:
         """Whether it has ended, which is final."""
+        return False
 
-    def close(self) -> None:  # noqa: B027  (most hold nothing)
+    def close(self) -> None:
         """It is not asked about any more."""
 
 
@@ -246,16 +245,6 @@ class Process(Target):
         return TransportError(what, remedy=remedy, pid=self.pid, errno=code)
 
 
-class Unheld(Target):
-    """A process that cannot be held: it runs elsewhere, where its end is never known, or `ended` before."""
-
-    def __init__(self, *, ended: bool) -> None:
-        self._ended = ended
-
-    def gone(self) -> bool:
-        return self._ended
-
-
 class Here(Target):
     """A transport of this process. Its life ends with its `close`, which removes it from `lives`."""
 
@@ -297,9 +286,11 @@ class Met:
         self._met: dict[str, list[Target]] = {}
         self._gone_at: dict[str, float] = {}
 
-    def add(self, peer: str, target: Target) -> None:
+    def add(self, peer: str, target: Target | None) -> None:
+        """None: a process that had ended already."""
         self._gone_at.pop(peer, None)
-        self._met[peer] = [*(other for other in self._met.pop(peer, ()) if not other.gone()), target]
+        every = (*self._met.get(peer, ()), target)
+        self._met[peer] = [one for one in every if one is not None and not one.gone()]
 
     def gone_at(self, peer: str) -> float | None:
         """When all were first found to have ended (monotonic); None if one lives, or none was ever identified."""

@@ -12,7 +12,6 @@ may wait in a processor's queue of packets: then our end is established, and the
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import fcntl
@@ -134,11 +133,11 @@ def _answers(fd: int, since: float) -> bool:
 
 def _holds_the_rest(fd: int) -> bool:
     """Whether it is a TCP socket with unread bytes whose peer, of this network namespace, has closed or reset it."""
-    unread = array.array("i", [0])
+    unread = bytes(4)
     with contextlib.suppress(OSError), _borrowed(fd) as held:  # closed meanwhile, or of another kind
         if held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in {CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING}:
-            fcntl.ioctl(fd, termios.FIONREAD, unread)
-    if not unread[0]:
+            unread = fcntl.ioctl(fd, termios.FIONREAD, unread)  # an int
+    if not any(unread):
         return False
     with _borrowed(fd) as held:  # by getpeername(2) a reset connection has no peer
         at, nbytes = (slice(8, 24), 28) if held.family == socket.AF_INET6 else (slice(4, 8), 16)

@@ -366,11 +366,6 @@ def check_kinds(regions: Iterable[Region], traits: Traits) -> None:
             )
 
 
-def closed() -> UsageError:
-    """The error of every verb but `close` and `poll` after `close`."""
-    return UsageError("this transport is closed", remedy="open a new one")
-
-
 def not_connected(peer: str) -> UsageError:
     return UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
 

@@ -122,12 +122,13 @@ class LocalTransport(Backend[_Link, _Description]):
         self.life = self._inbox.name
         Here.lives[self.life] = self
 
-    def _register(self, regions: Sequence[Region]) -> None:
-        self._devices.register(regions)
+    def _register(self, region: Region) -> None:
+        if region.kind == KIND:
+            self._devices.register(region)
         allow_writers()
 
-    def _unregister(self, regions: Sequence[Region]) -> None:
-        self._devices.unregister(regions)
+    def _unregister(self, region: Region) -> None:
+        self._devices.unregister(region)
 
     def describe(self) -> bytes:
         self.check_open()
@@ -230,9 +231,10 @@ class LocalTransport(Backend[_Link, _Description]):
             self._tell(Done(ticket))
 
     def _progress(self) -> None:
-        for (ticket, link, tag), error, settled in self._devices.ended():
-            if error is not None:
-                self._tell(PostFailed(ticket, error, settled))
+        for copy in self._devices.ended():
+            ticket, link, tag = copy.word
+            if copy.error is not None:
+                self._tell(PostFailed(ticket, copy.error, copy.settled))
             elif tag and self.links.get(link.peer) is not link:
                 self._tell(PostFailed(ticket, _disconnected(link.peer)))
             else:

@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.layout import Region
+from pdstage.layout import Region  # noqa: TC001  (msgspec resolves it at run time)
 from pdstage.transport._backend import Backend, Link, Post, offered
 from pdstage.transport._fabric import device_ports, own_address
 from pdstage.transport._peer import Here, Identity, own_identity
@@ -35,8 +35,6 @@ from pdstage.transport._transfer_engine import Engine, Transfer, Way, check_prot
 from pdstage.transport.base import Done, PostFailed, Ranges, Traits, write_description
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pdstage.transport._peer import Target
 
 MAX_LEFT = 16
@@ -100,23 +98,17 @@ class MooncakeTransport(Backend[_Link, _Description]):
         self.identity = own_identity()
         self._ways: dict[str, Way] = {}
 
-    def _register(self, regions: Sequence[Region]) -> None:
-        raw, done = self._engine.raw, list[Region]()
-        for region in regions:
-            location = f"cuda:{region.device}" if region.kind == "cuda" else "*"
-            code = raw.register_memory(region.base, region.nbytes, location)
-            if code:
-                for other in done:
-                    raw.unregister_memory(other.base)
-                what = f"Mooncake does not register {region}{said(code)}"
-                raise TransportError(what, remedy="check the address, and `ulimit -l` for RDMA", code=code)
-            done.append(region)
+    def _register(self, region: Region) -> None:
+        location = f"cuda:{region.device}" if region.kind == "cuda" else "*"
+        code = self._engine.raw.register_memory(region.base, region.nbytes, location)
+        if code:
+            what = f"Mooncake does not register {region}{said(code)}"
+            raise TransportError(what, remedy="check the address, and `ulimit -l` for RDMA", code=code)
 
-    def _unregister(self, regions: Sequence[Region]) -> None:
-        for region in regions:
-            code = self._engine.raw.unregister_memory(region.base)
-            if code:
-                raise TransportError(f"Mooncake does not unregister {region}{said(code)}", code=code)
+    def _unregister(self, region: Region) -> None:
+        code = self._engine.raw.unregister_memory(region.base)
+        if code:
+            raise TransportError(f"Mooncake does not unregister {region}{said(code)}", code=code)
 
     def describe(self) -> bytes:
         self.check_open()

@@ -28,7 +28,7 @@ import secrets
 from collections import deque
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from msgspec import Meta
@@ -40,8 +40,6 @@ from pdstage.transport._fabric import own_address
 from pdstage.transport.base import Done, PostFailed, Traits, write_description
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pdstage.transport._peer import Target
 
 _io: Any = import_module("mori.io")
@@ -50,15 +48,6 @@ MAX_IN_FLIGHT = 2048
 4,351.
 """
 _LOCATIONS = {"cpu": _io.MemoryLocationType.CPU, "cuda": _io.MemoryLocationType.GPU}
-
-
-class _Batch(NamedTuple):
-    """Spans from one region into another by their session, at offsets in them, as lists that C++ bindings take."""
-
-    session: Any
-    local_offsets: list[int]
-    remote_offsets: list[int]
-    sizes: list[int]
 
 
 class _Description(Description, frozen=True, tag="pdstage.mori.1", array_like=True):
@@ -102,11 +91,13 @@ class _Way(Link[_Description]):
 
 @dataclass(slots=True, eq=False)
 class _Post:
-    """One ticket: its batches with their sessions, and the statuses of the batches that have begun."""
+    """One ticket: its batches, and the statuses of those that have begun. A batch is the spans from one region into
+    another: their session, and lists of their local offsets, remote offsets and sizes, as C++ bindings take them.
+    """
 
     ticket: int
     way: _Way
-    batches: list[_Batch]
+    batches: list[tuple[Any, list[list[int]]]]
     n_descriptors: int
     statuses: list[Any] = field(default_factory=list)
     error: TransportError | None = None
@@ -160,24 +151,17 @@ class MoriTransport(Backend[_Way, _Description]):
         memory = [self._memory[region].pack() for region in self.own.regions]
         return write_description(_Description(self.life, regions, engine, memory))
 
-    def _register(self, regions: Sequence[Region]) -> None:
-        done: dict[Region, Any] = {}
+    def _register(self, region: Region) -> None:
+        device, location = region.device if region.kind == "cuda" else -1, _LOCATIONS[region.kind]
         try:
-            for region in regions:
-                device = region.device if region.kind == "cuda" else -1
-                location = _LOCATIONS[region.kind]
-                done[region] = self._engine.register_memory(region.base, region.nbytes, device, location)
+            self._memory[region] = self._engine.register_memory(region.base, region.nbytes, device, location)
         except RuntimeError as error:
-            for descriptor in done.values():
-                self._engine.deregister_memory(descriptor)
-            raise _failed(f"cannot register {list(regions)}", error, "check the addresses, and `ulimit -l`") from error
-        self._memory |= done
+            raise _failed(f"cannot register {region}", error, "check the address, and `ulimit -l`") from error
 
-    def _unregister(self, regions: Sequence[Region]) -> None:
+    def _unregister(self, region: Region) -> None:
         for way in self.links.values():  # no session may outlive its memory
-            way.sessions = {pair: session for pair, session in way.sessions.items() if pair[0] not in regions}
-        for region in regions:
-            self._engine.deregister_memory(self._memory.pop(region))
+            way.sessions = {pair: session for pair, session in way.sessions.items() if pair[0] != region}
+        self._engine.deregister_memory(self._memory.pop(region))
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Way:
         link = _Way(peer, description)
@@ -208,7 +192,7 @@ class MoriTransport(Backend[_Way, _Description]):
                 session = self._session(link, local, remote)
             except RuntimeError as error:
                 raise _failed(f"peer {link.peer!r} cannot be reached", error, "look at its log") from error
-            batches.append(_Batch(session, *(column.tolist() for column in columns)))
+            batches.append((session, [column.tolist() for column in columns]))
         self.users[link.description.life] += 1
         link.target.waiting.append(_Post(post.ticket, link, batches, len(spans.nbytes)))
         self._begin(link.target)
@@ -217,11 +201,7 @@ class MoriTransport(Backend[_Way, _Description]):
         pair = local, remote
         if pair not in way.sessions:
             theirs = _understood(way.peer, _io.MemoryDesc, way.memory[remote])
-            if (theirs.engine_key, theirs.data, theirs.size) != (
-                way.engine.key,
-                remote.base,
-                remote.nbytes,
-            ):
+            if (theirs.engine_key, theirs.data, theirs.size) != (way.engine.key, remote.base, remote.nbytes):
                 raise PeerError(f"peer {way.peer!r} describes other memory than it offers", remedy="stop using it")
             session = self._engine.create_session(self._memory[local], theirs)
             if session is None:
@@ -234,10 +214,9 @@ class MoriTransport(Backend[_Way, _Description]):
         while target.waiting and target.n_in_flight + target.waiting[0].n_descriptors <= MAX_IN_FLIGHT:
             post = target.waiting.popleft()
             try:
-                for session, *columns in post.batches:
+                for session, columns in post.batches:
                     uid = self._engine.allocate_transfer_uid()
-                    status = session.batch_write(*columns, uid)
-                    post.statuses.append(status)
+                    post.statuses.append(session.batch_write(*columns, uid))
             except RuntimeError as error:
                 post.error = _failed(f"no write to peer {post.way.peer!r} can begin", error)
             target.n_in_flight += post.n_descriptors

@@ -130,25 +130,19 @@ class NixlTransport(Backend[_Link, _Description]):
         self.check_open()
         return write_description(_Description(self.life, self._agent.get_agent_metadata(), self.identity))
 
-    def _register(self, regions: Sequence[Region]) -> None:
-        done: dict[Region, Any] = {}
+    def _register(self, region: Region) -> None:
+        row = (region.base, region.nbytes, region.device, "")
         try:
-            for region in regions:
-                row = (region.base, region.nbytes, region.device, "")
-                done[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
+            self._memory[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
         except Errors as error:
-            for held in done.values():
-                attempt(self._agent.deregister_memory, held, ["UCX"])
-            what = f"cannot register {list(regions)}"
-            raise failed(what, error, "check the addresses, and `ulimit -l` for RDMA") from error
-        self._memory |= done
+            remedy = "check the address, and `ulimit -l` for RDMA"
+            raise failed(f"cannot register {region}", error, remedy) from error
 
-    def _unregister(self, regions: Sequence[Region]) -> None:
-        for region in regions:
-            try:
-                self._agent.deregister_memory(self._memory.pop(region), ["UCX"])
-            except Errors as error:
-                raise failed(f"cannot unregister {region}", error) from error
+    def _unregister(self, region: Region) -> None:
+        try:
+            self._agent.deregister_memory(self._memory.pop(region), ["UCX"])
+        except Errors as error:
+            raise failed(f"cannot unregister {region}", error) from error
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         self._add_agent(peer, description)
@@ -227,22 +221,23 @@ class NixlTransport(Backend[_Link, _Description]):
             )
 
     def _advance(self, ticket: int, call: Callable[[Any], str]) -> None:
-        """`call` starts a post or asks for its state; it is over unless it is under way then."""
-        try:
-            state = call(self._flights[ticket].handle)
-        except Errors as error:
-            self._end(ticket, error)
-            return
-        if state != "PROC":
-            self._end(ticket, None if state == "DONE" else RuntimeError(f"state {state}"))
+        """`call` starts a post or asks for its state; it is over unless it is under way then, and becomes its event.
 
-    def _end(self, ticket: int, error: Exception | None) -> None:
-        """Turns an ended post into its event. Handles are released only here and in `close`, so never in flight."""
-        flight = self._flights.pop(ticket)
-        if error is None:
+        Handles are released only here and in `close`, so never in flight.
+        """
+        flight = self._flights[ticket]
+        refused: Exception | None = None
+        try:
+            state = call(flight.handle)
+        except Errors as error:
+            state, refused = "ERR", error
+        if state == "PROC":
+            return
+        del self._flights[ticket]
+        if state == "DONE":
             self.events.append(Done(ticket, figures(self._agent, flight.handle) if self._telemetry else None))
         else:
-            unknown = failed(f"a write to peer {flight.peer!r} failed", error)
+            unknown = failed(f"a write to peer {flight.peer!r} failed", refused or RuntimeError(f"state {state}"))
             self.events.append(PostFailed(ticket, unknown, settled=False))
         attempt(flight.handle.release)
         self.let_go(flight.agent)

@@ -148,11 +148,10 @@ def test_descriptions_that_contradict_themselves_are_refused(ends, lie):
 
 
 def test_device_memory_is_registered_where_it_is(fabric):
-    transport = open_transport("mori-double")
-    transport.register([Region(1 << 40, 4096, "cuda", 3)])
-    ((descriptor,),) = [engine.memory.values() for engine in fabric.up.values()]
-    assert (descriptor.device_id, descriptor.loc.name) == (3, "GPU")
-    transport.close()
+    with open_transport("mori-double") as transport:
+        transport.register([Region(1 << 40, 4096, "cuda", 3)])
+        ((descriptor,),) = [engine.memory.values() for engine in fabric.up.values()]
+        assert (descriptor.device_id, descriptor.loc.name) == (3, "GPU")
 
 
 def test_what_it_says_when_it_is_opened(fabric, monkeypatch, caplog):

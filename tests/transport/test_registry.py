@@ -64,9 +64,8 @@ def carded(monkeypatch):
     ],
 )
 def test_a_setting_shared_by_the_ranks_of_a_host_gives_each_its_own(carded, told, given):
-    opened = open_from_config(told, "cuda:1")
-    assert opened.given == given
-    opened.close()
+    with open_from_config(told, "cuda:1") as opened:
+        assert opened.given == given
 
 
 @pytest.mark.parametrize(
@@ -94,9 +93,8 @@ def test_missing_dependency_names_what_to_install(monkeypatch):
     with pytest.raises(UsageError, match=r'nixl.*pip install "pdstage\[nixl\]"'):
         open_transport("nixl")
     assert 'pip install "pdstage[nixl]"' in available()["nixl"]
-    auto = open_transport("auto")
-    assert auto.traits.name == "local"
-    auto.close()
+    with open_transport("auto") as auto:
+        assert auto.traits.name == "local"
 
 
 def test_a_fault_of_our_own_does_not_pass_for_a_missing_package(monkeypatch):
@@ -115,10 +113,9 @@ def test_auto_goes_without_what_does_not_start(monkeypatch, caplog):
         assert list(both.offers()) == ["local", "nixl"], "the most preferred first"
     nixl = importlib.import_module("pdstage.transport.nixl").NixlTransport
     monkeypatch.setattr(nixl, "__init__", broken)
-    transport = open_transport("auto")
-    assert list(transport.offers()) == ["local"]
+    with open_transport("auto") as transport:
+        assert list(transport.offers()) == ["local"]
     assert "no device" in caplog.text
-    transport.close()
 
 
 BROKEN = {  # entry points of a broken distribution, and what is said of each
