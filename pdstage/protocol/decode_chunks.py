@@ -207,7 +207,7 @@ class ChunkReceiver:
             if shortfall:
                 self._core.fail_room(room, PeerError(f"prefill rank {writer.number} {shortfall}"))
             elif writer.has_aux:
-                self._take_aux(room, session, close)
+                self._take_aux(writer, close)
         self._leases.release_of(session, close.epoch)
         self.endpoint.send(session, m.Closed(close.epoch))
         self._core.open_answered(writer)
@@ -230,15 +230,15 @@ class ChunkReceiver:
         missing = writer.coverage.missing()
         return missing and f"finished without {missing}"
 
-    def _take_aux(self, room: DecodeRoom, session: Session, close: m.CloseOk) -> None:
+    def _take_aux(self, writer: Writer, close: m.CloseOk) -> None:
         """If the row came both by a write, which prefill took for failed, and in CloseOk, the bytes in CloseOk win."""
-        room.aux = close.aux
-        if close.packed or (close.aux is None and any(written.lane == m.AUX for written in close.written)):
-            room.shared = session.aux
+        writer.room.aux = close.aux
+        if close.packed or (close.aux is None and writer.row_arrived):
+            writer.room.shared = writer.session.aux
         if close.packed and self._rows.wanted:
             self.endpoint.counters.aux_fallbacks += 1
             what = "an aux row came by control message, not by the data transport"
-            self.endpoint.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")
+            self.endpoint.warn_once(writer.session.route, what, "see prefill's log for why, and aux_fallbacks")
 
 
 def _nbytes_in(lease: Lease, writer: Writer, tag: wire.Tag) -> int:
