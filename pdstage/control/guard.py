@@ -34,7 +34,6 @@ _DOMAIN = b"pdstage"
 _GOOD = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _PROTOCOL, _AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-_FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
 _IP = re.compile(r"tcp://([\d.]+|\[.*\]):")
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _BROKEN_OFF_IS_FINAL = 3
@@ -118,16 +117,16 @@ class Guard:
         return next(named, "")
 
     def _on_connect(self, what: int, value: int, target: str) -> None:
-        if what == _GOOD:
-            self._broken_off.pop(target, None)
         key = self._targets.get(target)
-        if what not in _FAILED or key is None:
+        if key is None:
             return
         if what == _BROKEN_OFF:
             self._broken_off[target] += 1
             if self._broken_off[target] < _BROKEN_OFF_IS_FINAL:
                 return
         self._broken_off.pop(target, None)
+        if what == _GOOD:
+            return
         where = target.removeprefix("tcp://")
         if what == _AUTH:
             why, remedy = "refuses this node's key", f"add {self._keys.public.hex()} to its allow list"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 NBYTES: Final = 32
 _MAX_NBYTES = 4 << 20  # of a key file or allow list: 40,000 named keys
 _MAX_CANDIDATES = 4
+_WRITTEN = re.compile("[0-9a-fA-F]{64}")
 _HEADER = """\
 # The secret key of a pdstage node, or of a cluster whose nodes all hold this file. Who can read it is one of them.
 # Its public half, for allow lists: {public}
@@ -91,12 +93,7 @@ def keys_of(given: Keys | str | os.PathLike[str] | None) -> Keys | None:
 
 def parse_key(text: str) -> bytes | None:
     """The 32 bytes of 64 hexadecimal digits; None for anything else."""
-    if len(text) != 2 * NBYTES or not text.isascii() or not text.isalnum():
-        return None
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        return None
+    return bytes.fromhex(text) if _WRITTEN.fullmatch(text) else None
 
 
 class _AllowList:
@@ -150,11 +147,11 @@ def _read_secret(path: Path) -> bytes:
             f"owner {status.st_uid})",
             remedy=f"chmod 600 {path}, owned by the node's user; if other users could read it, make new keys",
         )
-    lines = [words for _, words in _lines(text)]
-    secret = parse_key(lines[0][1]) if len(lines) == 1 and len(lines[0]) == 2 and lines[0][0] == "secret" else None
-    if secret is None:  # its content is not quoted: it may be a secret
-        raise UsageError(f"{path} is not a key file", remedy="make one with `pdstage keys FILE`")
-    return secret
+    match [words for _, words in _lines(text)]:
+        case [["secret", written]] if (secret := parse_key(written)) is not None:
+            return secret
+    # Its content is not quoted: it may be a secret.
+    raise UsageError(f"{path} is not a key file", remedy="make one with `pdstage keys FILE`")
 
 
 def _read(path: Path) -> tuple[str, os.stat_result]:

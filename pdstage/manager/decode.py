@@ -237,14 +237,14 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
 
     def _found(self, room: DecodeRoom, adverts: list[Advert]) -> None:
         """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
-        # A later version than ours may talk with us: it says so when greeted.
-        old = next((a for a in adverts if a.version < OLDEST), None)
         writers: dict[int, bytes] = {}
         try:
-            if old is not None:
-                what = f"{old.where} speaks wire version {old.version}, this node talks with {OLDEST} and later"
-                raise PeerError(what, remedy="run a later release at prefill")
             for advert in adverts:
+                if advert.version < OLDEST:  # a later one than ours may talk with us: it says so when greeted
+                    what = (
+                        f"{advert.where} speaks wire version {advert.version}, this node talks with {OLDEST} and later"
+                    )
+                    raise PeerError(what, remedy="run a later release at prefill")
                 writers[advert.topology.unique_rank] = self.socket.connect(advert.endpoint)
             self.core.found(room, writers)
         except PdstageError as error:

@@ -107,7 +107,7 @@ class Directory:
 
     def cached(self, address: str, dp_rank: int | None, instance: str | None) -> list[Advert] | None:
         """An answer of the last `cache_s` seconds; None if there is none."""
-        at, adverts = self._cache.get((address, dp_rank, instance), (-self._cache_s, []))
+        at, adverts = self._cache.get((address, dp_rank, instance), (0.0, []))
         return adverts if adverts and time.monotonic() - at < self._cache_s else None
 
     def forget(self) -> None:

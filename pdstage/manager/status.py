@@ -109,8 +109,10 @@ def by_state(handles: Iterable[Handle]) -> dict[str, int]:
 
 def oldest(handles: Iterable[Handle], n: int) -> list[OpenRoom]:
     """The `n` rooms of `handles` that began first, the oldest first; their names as the router wrote them."""
-    now, found = time.monotonic(), []
-    for one in heapq.nsmallest(n, handles, key=attrgetter("began_at")):
-        name = one.id.hex() if isinstance(one.id, bytes) else str(one.id)
-        found.append(OpenRoom(name, STATES[one.status & 0x7F], now - one.began_at))
-    return found
+    now = time.monotonic()
+    return [
+        OpenRoom(
+            one.id.hex() if isinstance(one.id, bytes) else str(one.id), STATES[one.status & 0x7F], now - one.began_at
+        )
+        for one in heapq.nsmallest(n, handles, key=attrgetter("began_at"))
+    ]

@@ -49,14 +49,12 @@ def other_model(src: m.Model, dst: m.Model) -> str:
     a folder's name is one host's own.
     """
     at_prefill, at_decode = dict(src), dict(dst)
-    both = [name for name in at_prefill if name in at_decode]
-    if WEIGHTS in both and at_prefill[WEIGHTS] == at_decode[WEIGHTS]:
-        both = [name for name in both if name not in _NAMES]
-    unlike = next((name for name in both if at_prefill[name] != at_decode[name]), None)
-    if unlike is None:
-        return ""
-    both_say = f"the model's {unlike} is {at_prefill[unlike]!r} at prefill and {at_decode[unlike]!r} at decode"
-    return f"{both_say}; if they may go together all the same, leave it out of `model` on one side"
+    same_weights = WEIGHTS in at_prefill and at_prefill[WEIGHTS] == at_decode.get(WEIGHTS)
+    for name, said in at_prefill.items():
+        if at_decode.get(name, said) != said and not (same_weights and name in _NAMES):
+            both_say = f"the model's {name} is {said!r} at prefill and {at_decode[name]!r} at decode"
+            return f"{both_say}; if they may go together all the same, leave it out of `model` on one side"
+    return ""
 
 
 # Layouts, at Hello and Welcome.
@@ -72,9 +70,10 @@ def incompatible(src: Layout, dst: Layout, src_place: Topology, dst_place: Topol
         for view in component.views:
             if view.key in held and (problem := mismatch(held[view.key], view)):
                 return problem
-    alone = [side for side, place in (("prefill", src_place), ("decode", dst_place)) if place.pp_size == 1]
-    lacks = next(filter(None, (lacking(side, (src,), (dst,)) for side in alone)), "")
-    return lacks or tokens_problem(src, dst)
+    for side, place in (("prefill", src_place), ("decode", dst_place)):
+        if place.pp_size == 1 and (problem := lacking(side, (src,), (dst,))):
+            return problem
+    return tokens_problem(src, dst)
 
 
 def lacking(side: str, src: Iterable[Layout], dst: Iterable[Layout]) -> str:

@@ -276,11 +276,11 @@ class DecodeCore:
         """The process at the session's address does not know the session: it is another one, or lost it. It may hold a
         room that it never answered under this session and would wait for its Open, so it is sent Abort for that room.
         """
-        early = (WriterPhase.UNOPENED, WriterPhase.OPENING)
         unheard = [
             room
             for room in self.handshake.peers[session.route].rooms
-            if session.id not in room.writers or room.writers[session.id].phase in early
+            if session.id not in room.writers
+            or room.writers[session.id].phase in (WriterPhase.UNOPENED, WriterPhase.OPENING)
         ]
         self.lose(session, error)
         for room in unheard:

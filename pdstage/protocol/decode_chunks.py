@@ -232,14 +232,13 @@ class ChunkReceiver:
 
     def _take_aux(self, writer: Writer, close: m.CloseOk) -> None:
         """If the row came both by a write, which prefill took for failed, and in CloseOk, the bytes in CloseOk win."""
-        room, session = writer.room, writer.session
-        room.aux = close.aux
+        writer.room.aux = close.aux
         if close.packed or (close.aux is None and writer.row_arrived):
-            room.shared = session.aux
+            writer.room.shared = writer.session.aux
         if close.packed and self._rows.wanted:
             self.endpoint.counters.aux_fallbacks += 1
             what = "an aux row came by control message, not by the data transport"
-            self.endpoint.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")
+            self.endpoint.warn_once(writer.session.route, what, "see prefill's log for why, and aux_fallbacks")
 
 
 def _nbytes_in(lease: Lease, writer: Writer, tag: wire.Tag) -> int:

@@ -93,9 +93,8 @@ class Leases:
 
     def of(self, session: Session, epoch: int | None = None) -> list[Lease]:
         """Live leases of a session, or of one of its epochs."""
-        if epoch is None:
-            return [lease for lease in self.live() if lease.session is session]
-        return [lease for lease in self.held(session, epoch).values() if lease.phase is not LeasePhase.WAITING]
+        held = self.live() if epoch is None else self.held(session, epoch).values()
+        return [lease for lease in held if lease.session is session and lease.phase is not LeasePhase.WAITING]
 
     # Those that wait.
 
@@ -254,7 +253,7 @@ class Leases:
         return tuple(
             m.Advance(lease.chunk, lease.lane, lease.cursor, lease.nbytes, self._mark_to_send(session, lease.lane))
             for lease in (self.of(session, epoch) if self.advances else ())
-            if lease in self.advances and not lease.recalled and lease.phase is LeasePhase.GRANTED
+            if lease in self.advances and not lease.recalled
         )
 
     # What writers are told.

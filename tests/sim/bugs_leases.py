@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "a lease in advance is offered again after its Recall",
         "6 recall, I2",
-        "if lease in self.advances and not lease.recalled and lease.phase",
-        "if lease in self.advances and lease.phase",
+        "if lease in self.advances and not lease.recalled",
+        "if lease in self.advances",
     ),
     Mutant(
         "a lease in advance is given back and taken all the same",
