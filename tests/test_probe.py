@@ -40,15 +40,15 @@ def nhd(k: torch.Tensor, v: torch.Tensor) -> Layout:
 
 
 def writer(k: torch.Tensor, v: torch.Tensor) -> Writer:
-    """Stores K and V `[token, head, dim]` as an engine with pages `[page, token, head, dim]` does."""
+    """Stores K and V `[token, head, dim]` as an engine with pages `[page, token, head, dim]` does, where they lie."""
 
     def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
         stored = {}
         for key, cache in ((K, k), (V, v)):
-            values = rng.standard_normal((len(cells), HEADS, DIM)).astype(np.float32)
-            slots = torch.tensor([cell.item * PAGE + cell.token for cell in cells])
-            cache.view(-1, HEADS, DIM)[slots] = torch.from_numpy(values)
-            stored[key] = values.view(np.uint8)
+            values = torch.from_numpy(rng.standard_normal((len(cells), HEADS, DIM))).to(cache.dtype)
+            slots = torch.tensor([cell.item * PAGE + cell.token for cell in cells], device=cache.device)
+            cache.view(-1, HEADS, DIM)[slots] = values.to(cache.device)
+            stored[key] = values.view(torch.uint8).numpy()
         return stored
 
     return write

@@ -22,6 +22,13 @@ from tests.control.sockets import DEADLINE_S, raw_dealer, receive, still_works, 
 KEYS = Keys(bytes(range(32)), None)
 
 
+@pytest.fixture
+def linked(make):
+    """Two, and the first one's route to the other."""
+    a, b = make(b"a"), make(b"b")
+    return a, b, a.connect(b.endpoint)
+
+
 def ask(node, peer, route):
     """Asks again and again, as the cores do, until `peer` hears it; by what route it answers."""
 
@@ -51,9 +58,8 @@ def test_both_connect_to_each_other_and_answer_on_the_route_a_message_came_from(
     assert receive(a) == [(to_b, [b"answer of b"])]
 
 
-def test_messages_keep_their_order_and_frames_and_one_recv_is_bounded(make):
-    a, b = make(b"a"), make(b"b")
-    route = a.connect(b.endpoint)
+def test_messages_keep_their_order_and_frames_and_one_recv_is_bounded(linked):
+    a, b, route = linked
     sent = [[b"%d" % i, os.urandom(i % 300)] for i in range(3000)]
     for frames in sent:
         assert a.send(route, frames)
@@ -73,9 +79,8 @@ def test_unroutable_is_loss_not_an_error(make):
     assert (node.counters.unroutable, node.counters.sent) == (1, 0)
 
 
-def test_a_peer_that_stopped_reading_is_loss_and_bounded(make):
-    a, b = make(b"a"), make(b"b")
-    route = a.connect(b.endpoint)
+def test_a_peer_that_stopped_reading_is_loss_and_bounded(make, linked):
+    a, b, route = linked
     payload = [bytes(32 << 10)]
     n_tries = 200_000
     lost_at = next((i for i in range(n_tries) if not a.send(route, payload)), n_tries)
@@ -139,9 +144,8 @@ def test_garbage_from_a_raw_dealer_is_delivered_as_frames_or_dropped(make):
     still_works(node, make())
 
 
-def test_a_stranger_cannot_take_over_a_route(make):
-    a, b = make(b"a"), make(b"b")
-    route = a.connect(b.endpoint)
+def test_a_stranger_cannot_take_over_a_route(linked):
+    a, b, route = linked
     a.send(route, [b"x"])
     receive(b)
     b.send(route_of(b"a"), [b"x"])
@@ -153,10 +157,9 @@ def test_a_stranger_cannot_take_over_a_route(make):
         assert receive(b) == [(route_of(b"a"), [b"secret"])]
 
 
-def test_a_connection_whose_name_a_stranger_took_is_made_anew(make):
+def test_a_connection_whose_name_a_stranger_took_is_made_anew(linked):
     """libzmq hands the name over and says nothing to its owner, whose connection stays up and leads nowhere."""
-    a, b = make(b"a"), make(b"b")
-    route = a.connect(b.endpoint)
+    a, b, route = linked
     a.send(route, [b"x"])
     assert receive(b) == [(route_of(b"a"), [b"x"])]
     with raw_dealer(b.endpoint, route_of(b"a")) as stranger:

@@ -54,15 +54,15 @@ class Plain:
     def staging(self, n, device=None):
         return torch.full((self.plan.nbytes(self.tokens(n)),), 0xA5, dtype=torch.uint8, device=device or self.device)
 
+    def at(self, staging, index):
+        """What a call is given: staging, and all of a list."""
+        return staging.data_ptr(), staging.numel(), index, self.tokens(index["kv"].n)
+
     def gather(self, out, items, *, on_device=True, **options):
-        self.plan.gather(
-            out.data_ptr(), out.numel(), self.list(items, on_device=on_device), self.tokens(len(items)), **options
-        )
+        self.plan.gather(*self.at(out, self.list(items, on_device=on_device)), **options)
 
     def scatter(self, src, items, *, on_device=True, **options):
-        self.plan.scatter(
-            src.data_ptr(), src.numel(), self.list(items, on_device=on_device), self.tokens(len(items)), **options
-        )
+        self.plan.scatter(*self.at(src, self.list(items, on_device=on_device)), **options)
 
     def expected(self, items):
         """What a gather stages; widths are multiples of 128, so nothing is padded."""

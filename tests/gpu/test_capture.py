@@ -101,7 +101,7 @@ def test_plans_are_made_run_and_dropped_while_another_thread_records(variant, on
 
     def gather():
         other = plain.again()
-        other.gather(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=side.cuda_stream)
+        other.gather(*plain.at(out, index), stream=side.cuda_stream)
         del other
 
     recorded(gather)

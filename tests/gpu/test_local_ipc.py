@@ -12,7 +12,7 @@ pytest.importorskip("cupy")
 from gpu import ranks  # noqa: E402  (needs torch)
 from gpu.endpoint import GpuEndpoint  # noqa: E402
 from gpu.plain import Plain, block  # noqa: E402
-from transport.endpoint import NBYTES, Log, Remote  # noqa: E402
+from transport.endpoint import NBYTES, Log, Remote, meet  # noqa: E402
 
 from pdstage.errors import PeerError, TransportError  # noqa: E402
 from pdstage.layout import Region  # noqa: E402
@@ -28,8 +28,7 @@ def ends(request):
     if request.param == "gpu:1" and not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("device 0 cannot access device 1")
     a, b = GpuEndpoint("local+gpu:0"), Remote(f"local+{request.param}")
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
+    meet(a, b)
     yield a, b
     a.close()
     b.shut()
@@ -88,8 +87,7 @@ def test_a_copy_to_a_process_that_is_killed_harms_nobody(ends):
 
 def write_across_allocations(a, b):
     """Copies, and a kernel's writes, over ends of allocations of 2 MiB; then all of the peer's memory is compared."""
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
+    meet(a, b)
     want, log = bytearray(NBYTES), Log(a)
     data = bytes(range(1, 201)) * 30
     a.fill(0, data)

@@ -44,17 +44,17 @@ def mixed():
 def test_what_a_device_list_names_outside_is_left_out(guarded, bits):
     items, good = mixed() if bits == 64 else ([4, -1, 2**31 - 1, N_ITEMS, -(2**31), 9], [0, 5])
     held = torch.tensor(items, dtype=torch.int32 if bits == 32 else torch.int64, device="cuda:0")
-    index, tokens = {"kv": Index(held.data_ptr(), bits, len(items), 0, held, "cuda:0")}, guarded.tokens(len(items))
+    index = {"kv": Index(held.data_ptr(), bits, len(items), 0, held, "cuda:0")}
     out, expected = guarded.staging(len(items)), guarded.whole.clone()
     staged, inside = out.view(N_VIEWS, len(items), WIDTH), [items[at] for at in good]
-    guarded.plan.gather(out.data_ptr(), out.numel(), index, tokens)
+    guarded.plan.gather(*guarded.at(out, index))
     torch.cuda.synchronize()
     want = torch.full_like(staged, 0xA5)
     want[:, good] = guarded.cells[:, inside]
     assert torch.equal(staged, want)
     out.random_(0, 256)
     expected[GUARD:-GUARD].view(N_VIEWS, N_ITEMS, WIDTH)[:, inside] = staged[:, good]
-    guarded.plan.scatter(out.data_ptr(), out.numel(), index, tokens)
+    guarded.plan.scatter(*guarded.at(out, index))
     torch.cuda.synchronize()
     assert torch.equal(guarded.whole, expected)
 

@@ -16,7 +16,7 @@ pytest.importorskip("hypothesis")
 from gpu.conftest import FEW  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from pools import GUARD, transfers, wide_transfers  # noqa: E402
+from pools import transfers, wide_transfers  # noqa: E402
 from rigs import REFERENCE, Block, Rig, by_misuse, check, check_refused  # noqa: E402
 
 from pdstage.bench import shapes  # noqa: E402  (needs torch)
@@ -48,12 +48,8 @@ class DeviceRig(Rig):
         return plan_of(Pool.of(layout, self.device), select, wire, self.backend, checksum=checksum)
 
     def place(self, held):
-        blocks = [self.put(memory) for memory in held.memory]
-        regions = tuple(
-            Region(block.ptr + GUARD, region.nbytes, "cuda")
-            for region, block in zip(held.layout.regions, blocks, strict=True)
-        )
-        return blocks, Layout(regions, held.layout.components)
+        blocks, layout = super().place(held)
+        return blocks, replace(layout, regions=tuple(replace(region, kind="cuda") for region in layout.regions))
 
 
 def on_device(indexes):

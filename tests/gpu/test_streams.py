@@ -59,7 +59,7 @@ def test_other_streams_are_not_waited_for(plain, on_device):
     torch.cuda.synchronize()
     busy = block(torch.cuda.default_stream())
     for call in (plain.plan.gather, plain.plan.scatter):
-        call(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=side)
+        call(*plain.at(out, index), stream=side)
     side.synchronize()
     assert not busy.query(), "the default stream was waited for"
     torch.cuda.synchronize()
@@ -94,9 +94,7 @@ def test_lists_on_the_host_may_change_once_the_call_returned(plain):
     block(side)
     for one, out in zip(lists, outs, strict=True):
         given = one.clone()
-        plain.plan.gather(
-            out.data_ptr(), out.numel(), plain.list(given, on_device=False), plain.tokens(len(ITEMS)), stream=side
-        )
+        plain.gather(out, given, on_device=False, stream=side)
         given.fill_(0)
     side.synchronize()
     for out, wanted in zip(outs, expected, strict=True):
@@ -118,8 +116,8 @@ def allocated():
 @PLACES
 def test_nothing_is_allocated(plain, on_device):
     """With few calls under way at once: the ring of host lists grows to the most there ever were."""
-    out, index = plain.staging(len(ITEMS)), plain.list(ITEMS, on_device=on_device)
-    at = (out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)))
+    out = plain.staging(len(ITEMS))
+    at = plain.at(out, plain.list(ITEMS, on_device=on_device))
     stream = torch.cuda.Stream()
     for _ in range(3):
         plain.plan.gather(*at, stream=stream)
@@ -135,12 +133,11 @@ def test_nothing_is_allocated(plain, on_device):
 
 def test_a_graph_replays_with_new_pages_and_new_bytes(plain):
     held = torch.tensor(ITEMS, device="cuda:0")
-    index = plain.list(held, on_device=True)
-    out, tokens = plain.staging(len(ITEMS)), plain.tokens(len(ITEMS))
+    index, out = plain.list(held, on_device=True), plain.staging(len(ITEMS))
     at = index["kv"].keep
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        plain.plan.gather(out.data_ptr(), out.numel(), index, tokens, stream=torch.cuda.current_stream())
+        plain.plan.gather(*plain.at(out, index), stream=torch.cuda.current_stream())
     for _ in range(3):
         items = torch.randperm(64)[: len(ITEMS)]
         at.copy_(items)
@@ -198,7 +195,7 @@ def test_a_plan_may_go_while_its_copies_wait(plain):
     index, expected = plain.list(ITEMS, on_device=True), plain.expected(ITEMS)
     torch.cuda.synchronize()
     block(side)
-    plain.plan.gather(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=side)
+    plain.plan.gather(*plain.at(out, index), stream=side)
     del plain.plan
     gc.collect()
     others = [torch.full((nbytes,), 0xFF, dtype=torch.uint8, device="cuda:0") for nbytes in (512, 1024, 4096) * 16]
@@ -216,7 +213,7 @@ def test_a_plan_is_made_run_and_dropped_while_the_device_is_busy(plain):
     free, busy = torch.cuda.mem_get_info()[0], block(torch.cuda.default_stream())
     for _ in range(8):
         other = plain.again()
-        other.gather(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=side)
+        other.gather(*plain.at(out, index), stream=side)
         del other
     side.synchronize()
     assert not busy.query(), "the default stream was waited for"
@@ -228,15 +225,15 @@ def test_a_plan_is_made_run_and_dropped_while_the_device_is_busy(plain):
 def test_a_plan_that_is_new_may_be_captured_at_once(plain):
     """Its tables may still be on their way."""
     index = plain.list(ITEMS, on_device=True)
-    out, tokens, graph = plain.staging(len(ITEMS)), plain.tokens(len(ITEMS)), torch.cuda.CUDAGraph()
+    out, graph = plain.staging(len(ITEMS)), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         new = plain.again()
-        new.gather(out.data_ptr(), out.numel(), index, tokens, stream=torch.cuda.current_stream())
+        new.gather(*plain.at(out, index), stream=torch.cuda.current_stream())
         del new
     others = [plain.again() for _ in range(64)]
     for other in others:
-        other.gather(out.data_ptr(), out.numel(), index, tokens)
+        other.gather(*plain.at(out, index))
     out.fill_(0xA5)
     graph.replay()
     torch.cuda.synchronize()

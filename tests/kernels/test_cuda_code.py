@@ -88,7 +88,10 @@ def payload_of(accesses):
     return [access for access in accesses if access not in TABLES | INDEX_LISTS]
 
 
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
+by_architecture = pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
+
+
+@by_architecture
 @pytest.mark.parametrize("way", WAYS)
 def test_every_kernel_reads_its_payload_once_in_the_widest_accesses(accesses_of, architecture, way):
     """Every load is issued before the first store. Bulk copies pass the registers by. A list in the parameters is no
@@ -112,7 +115,7 @@ NARROW = [(1, 16), (4, 4), (4, 16), (8, 8)]
 STORES = {1: "STG.E.U8", 4: "STG.E", 8: "STG.E.64"}
 
 
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
+@by_architecture
 @pytest.mark.parametrize("way", WAYS)
 def test_narrow_kernels_fit_their_registers_with_several_units_in_flight(accesses_of, architecture, way):
     """And access as many bytes at a time as they are made for: 16 have a launch of their own."""
@@ -155,7 +158,7 @@ def converting(way, kinds, access=cuda_convert.WIDE, listed=0):
     return cuda_convert.SOURCE, macros(way, "token-major", narrow, listed=listed, far=narrow) | more
 
 
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
+@by_architecture
 @pytest.mark.parametrize("way", ["gather", "scatter"])
 def test_converting_kernels_access_values_in_16_bytes_and_scattered_codes_in_8(accesses_of, architecture, way):
     # With lists in the parameters no load of one looks like a scatter's of staging.
@@ -174,7 +177,7 @@ def test_converting_kernels_access_values_in_16_bytes_and_scattered_codes_in_8(a
 SEVERAL_KINDS = [(3,), (4,), (0, 1), (0, 3), (0, 5), (0, 1, 4)]
 
 
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
+@by_architecture
 @pytest.mark.parametrize("kinds", rows(SEVERAL_KINDS, full={(4,), (0, 1), (0, 3)}), ids=str)
 def test_converting_kernels_of_several_kinds_and_widths_fit_their_registers(accesses_of, architecture, kinds):
     kernels = {
@@ -185,7 +188,7 @@ def test_converting_kernels_of_several_kinds_and_widths_fit_their_registers(acce
     accesses_of(kernels, architecture, most_registers=64 if len(kinds) == 1 else 128, code=False)
 
 
-@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_80", "sm_100"}))
+@by_architecture
 def test_sums_of_staged_cells_fit_their_registers(accesses_of, architecture):
     more = cuda_convert.sum_macros(CudaRuntime) | {"PDSTAGE_UNITS": cuda_convert.SUM_UNITS}
     kernels = {n: (cuda_convert.SUM_SOURCE, macros("gather", "token-major", n) | more) for n in (0, 1)}

@@ -91,13 +91,13 @@ def test_transfers_of_multiples_of_32_bytes_are_the_references_by_32_bytes_alone
     assert set(rig.machine.accesses) <= {32}
 
 
-def one_transfer(src, dst, width=96, skew=0, checksum=False):
+def one_transfer(src, dst, width=96, skew=0, checksum=False, shards=2, wire=TOKEN_MAJOR):
     """Of a few tokens, fewer than a tile's, between pools that are stored as `src` and `dst` say."""
-    of = Logical(shards=2, width=width)
+    of = Logical(shards=shards, width=width)
     held = [hold([Stored(of, n_items=4, rows_per_item=8, **how)], seed) for seed, how in enumerate((src, dst))]
     index = [{"kv": Index.of(np.array(items))} for items in ([2, 0, 3], [1, 2, 0])]
-    select = [Select(of.view_keys()[0], 0, 2)]
-    return Transfer(*held, select, select, *index, {"kv": (3, 22)}, TOKEN_MAJOR, checksum, skew)
+    select = [Select(of.view_keys()[0], 0, shards)]
+    return Transfer(*held, select, select, *index, {"kv": (3, 22)}, wire, checksum, skew)
 
 
 # How the pools and staging lie, and what a gather, a scatter and a copy from pool to pool then take.
@@ -256,11 +256,8 @@ def test_lists_that_fit_travel_in_the_parameters(n_items, uploads, dtype):
 @pytest.mark.parametrize("wire", [TOKEN_MAJOR, HEAD_MAJOR])
 @pytest.mark.parametrize("pads", [{"shard": 16}, {"row": 16}], ids=["rows", "two rows"])
 def test_bulk_copies_begin_inside_rows_that_follow_each_other_and_are_no_item(wire, pads):
-    of = Logical(width=32)
-    held = [hold([Stored(of, n_items=4, rows_per_item=8, block=2, pads=pads)], seed) for seed in range(2)]
-    index = [{"kv": Index.of(np.array(items))} for items in ([2, 0, 3], [1, 2, 0])]
-    select = [Select(of.view_keys()[0], 0, 1)]
-    check(CpuRig(bulk_from=16), Transfer(*held, select, select, *index, {"kv": (3, 22)}, wire, False))
+    lies = {"block": 2, "pads": pads}
+    check(CpuRig(bulk_from=16), one_transfer(lies, lies, width=32, shards=1, wire=wire))
 
 
 def test_items_that_reach_further_than_32_bits_count_take_narrower_accesses():

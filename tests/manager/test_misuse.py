@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from pdstage import (
     Config,
     DeadlineExceeded,
     Items,
-    Key,
     Pool,
     Region,
     RowLevel,
@@ -20,11 +20,10 @@ from pdstage import (
     Topology,
     TransportError,
     UsageError,
-    View,
 )
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
-from pdstage.layout.topology import REPLICATED
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.test_settings import VIEW
 
 IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, send_wait_s=0.5, drain_s=1.0)
 
@@ -93,10 +92,7 @@ def test_calls_out_of_order(site):
 def test_chunks_that_share_a_compressed_row(site):
     """A row is written once: a later chunk's half of it would race the earlier one's."""
     rows = np.zeros((64, 8), np.uint8)
-    view = View(
-        key=Key("kv", "latent", 0), region=0, offset=0, n_items=16, item_stride=32, tokens_per_item=16,
-        rows=(RowLevel(4, 8),), shards=1, shard_stride=8, width=8, axis=REPLICATED, format="bytes",
-    )  # fmt: skip
+    view = replace(VIEW, rows=(RowLevel(4, 8),), shard_stride=8, width=8)
     rank = Rank()
     rank.pool = Pool([Region(rows.ctypes.data, rows.nbytes)], [view], keep=rows)
     sender = site.prefill(rank).send(1)

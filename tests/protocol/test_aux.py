@@ -89,13 +89,19 @@ def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, oth
 # What goes wrong on the way.
 
 
-@pytest.mark.parametrize("partly", [False, True])
-def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
-    """Its post is settled, so nothing of it can land on what the message brings."""
+def row_under_way() -> tuple[World, DecodeRoom, PrefillRoom]:
+    """A room of which all is there but the row, whose write is held."""
     world = World(aux="rows")
     world.hold(lambda item: item.kind == "write" and is_row(item))
     handle, out = begin(world)
     world.run()
+    return world, handle, out
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
+    """Its post is settled, so nothing of it can land on what the message brings."""
+    world, handle, out = row_under_way()
     world.held.clear()
     if partly:
         world.row(world.decode[0], 3)[:40] = 0x77
@@ -114,10 +120,7 @@ def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
 
 def test_a_write_that_may_still_land_loses_the_session() -> None:
     """I2: what the message brought would be overwritten, and the row is the engine's by then."""
-    world = World(aux="rows")
-    world.hold(lambda item: item.kind == "write" and is_row(item))
-    handle, out = begin(world)
-    world.run()
+    world, handle, out = row_under_way()
     fail_row(world, settled=False)
     world.run(1.0)
     assert out.state is State.FAILED

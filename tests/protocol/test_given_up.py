@@ -139,13 +139,14 @@ def test_a_room_received_anew_meanwhile_is_not_given_up() -> None:
     world.check(handle, 1)
 
 
-@pytest.mark.parametrize("writers", [{}, {0: b"P0", 1: b"P0"}])
-def test_writers_that_are_none_fail_the_room_that_was_looked_up(writers: dict[int, bytes]) -> None:
+@pytest.mark.parametrize(("writers", "words"), [({}, "0 writers"), ({0: b"P0", 1: b"P0"}, "2 writers at 1 routes")])
+def test_writers_that_are_none_fail_the_room_that_was_looked_up(writers: dict[int, bytes], words: str) -> None:
     world = World()
     handle = look_up(world)
     world.decode[0].core.found(handle, writers)
     world.carry(world.decode[0])
-    assert isinstance(handle.error, UsageError) and handle.released
+    assert handle.state is State.FAILED and handle.released
+    assert isinstance(handle.error, UsageError) and words in str(handle.error)
     assert_flat(world)
 
 

@@ -57,17 +57,20 @@ def test_engines_cut_differently(name: str, path: str) -> None:
 # Ranks that hold nothing for a room.
 
 
-def opened_with_nothing(world: World) -> set[str]:
-    """Who was sent an Open that asks for no shares, and no aux."""
+def opened_with_nothing(world: World) -> tuple[DecodeRoom, int]:
+    """Room 1 of two prefill ranks, opened; which of them was sent an Open that asks for no shares, and no aux."""
     found = set()
 
     def look(item) -> bool:  # type: ignore[no-untyped-def]
         if isinstance(item.message, m.Open) and not item.message.shares and not item.message.aux:
-            found.add(item.dst.name.decode())
+            found.add(int(item.dst.name[1:]))
         return False
 
     world.drop(look)
-    return found
+    handle = world.receive(1)
+    world.run()
+    (idle,) = found
+    return handle, idle
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -77,10 +80,7 @@ def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool)
     record is left (I14).
     """
     world = World(prefill=2, heads=1, layers=1, path=path)  # two replicas of one layer: one of them sends it
-    skipped = opened_with_nothing(world)
-    handle = world.receive(1)
-    world.run()
-    (idle,) = (int(name[1:]) for name in skipped)
+    handle, idle = opened_with_nothing(world)
     busy = world.send(1, rank=1 - idle)
     world.run()
     assert world.now == 0.0
@@ -100,10 +100,7 @@ def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool)
 def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     """It waited for a room that its engine never began; the room goes on, however long it takes (I10)."""
     world = World(prefill=2, heads=1, layers=1, send_wait_s=5.0, wait_s=100.0)
-    skipped = opened_with_nothing(world)
-    handle = world.receive(1)
-    world.run()
-    (idle,) = (int(name[1:]) for name in skipped)
+    handle, idle = opened_with_nothing(world)
     busy = world.submit(1, 1 - idle)
     world.run(until=30.0)
     assert handle.state is State.WAITING_FOR_INPUT, handle.error

@@ -132,15 +132,6 @@ def test_a_callers_mistake_is_a_usage_error_and_changes_nothing(words: str) -> N
     assert not any(node.core.endpoint.take_effects() for node in world.nodes())
 
 
-@pytest.mark.parametrize(("writers", "words"), [({}, "0 writers"), ({0: b"P0", 1: b"P0"}, "2 writers at 1 routes")])
-def test_a_room_whose_writers_nobody_can_be_fails(writers: dict[int, bytes], words: str) -> None:
-    core = World().decode[0].core
-    room = core.announce(b"i9", deadline_s=1.0)
-    core.found(room, writers)
-    assert room.state is State.FAILED
-    assert words in str(room.error)
-
-
 # Typed errors: what a peer may not say.
 
 

@@ -14,9 +14,8 @@ from pdstage.protocol.session import Session
 from pdstage.protocol.state import State
 from tests.pair import World, assert_flat, is_message
 
-PATHS = ["staged", "direct"]
-LENGTHS = [(3, 5), (5, 3), (0, 4), (4, 0), (1, 2)]
-"""(prefill, decode)."""
+by_path = pytest.mark.parametrize("path", ["staged", "direct"])
+by_lengths = pytest.mark.parametrize(("n_prefill", "n_decode"), [(3, 5), (5, 3), (0, 4), (4, 0), (1, 2)])
 
 
 def world_of(path: str = "staged", **how: object) -> World:
@@ -42,8 +41,8 @@ def is_over(world: World, handles: list[DecodeRoom], sent: list[PrefillRoom]) ->
     assert_flat(world)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("n_prefill", "n_decode"), LENGTHS)
+@by_path
+@by_lengths
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_the_longer_list_is_trimmed_and_both_nodes_say_so_once(
     n_prefill: int, n_decode: int, path: str, prefill: int, decode: int
@@ -76,8 +75,8 @@ def test_equal_lengths_say_nothing() -> None:
         assert not [node for node in world.nodes() if node.core.counters.slots_trimmed]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("n_prefill", "n_decode"), LENGTHS)
+@by_path
+@by_lengths
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
 def test_a_kind_that_needs_exact_lengths_refuses_on_both_sides(
     n_prefill: int, n_decode: int, path: str, prefill: int, decode: int
@@ -92,7 +91,7 @@ def test_a_kind_that_needs_exact_lengths_refuses_on_both_sides(
     is_over(world, handles, sent)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@by_path
 @pytest.mark.parametrize("numbers", [*itertools.permutations((2, 3, 5), 2)])
 def test_writers_that_give_other_numbers_leave_no_slot_half_written(numbers: tuple[int, int], path: str) -> None:
     """I5: a Success says of each slot that all of it is here, or that none of it was sent."""

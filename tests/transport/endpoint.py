@@ -27,7 +27,7 @@ from pdstage.transport.base import read_description, write_description
 from tests import descriptors, processes, wiretap
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pdstage.transport import Transport
 
@@ -285,10 +285,10 @@ class Remote:
             self.kill()
 
 
-def meet(a: object, b: object, peer: str = "b") -> None:
-    """`a` may write all of the memory of `b`."""
+def meet(a: object, b: object, peer: str = "b", more: Iterable[Region] = ()) -> None:
+    """`a` may write all of the memory of `b`, and `more` of it."""
     a.connect(peer, b.describe())
-    a.prepare(peer, [b.region()])
+    a.prepare(peer, [b.region(), *more])
 
 
 def described(end: object, kind: type[msgspec.Struct]) -> msgspec.Struct:
@@ -300,12 +300,25 @@ def altered(end: object, kind: type[msgspec.Struct], **changes: object) -> bytes
     return write_description(msgspec.structs.replace(described(end, kind), **changes))
 
 
+def ended(a: object, *tickets: int) -> list[Done | PostFailed]:
+    """What `a` has said of its posts, once it has of these."""
+    log = Log(a)
+    log.until(lambda: {event.ticket for event in log.ended(a)} >= set(tickets))
+    return log.ended(a)
+
+
+def arrives(a: object, b: object, ticket: int, tag: bytes = b"tag") -> Log:
+    """Once `a` knows that its post is done, and `b` has its tag."""
+    log = Log(a, b)
+    log.until(lambda: ticket in log.done(a) and (not tag or tag in log.tags(b)))
+    return log
+
+
 def delivers(a: object, b: object, data: bytes = b"data", tag: bytes = b"tag") -> Done:
     """Writes `data` to "b", and waits until both know it."""
-    log = Log(a, b)
     a.fill(0, data)
     ticket = a.post("b", [(0, b.base, len(data))], tag)
-    log.until(lambda: ticket in log.done(a) and (not tag or tag in log.tags(b)))
+    log = arrives(a, b, ticket, tag)
     assert b.read(0, len(data)) == data
     return next(event for event in log.ended(a) if event.ticket == ticket)
 

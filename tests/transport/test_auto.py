@@ -101,8 +101,7 @@ def test_memory_of_a_kind_that_it_does_not_move_goes_to_the_other(ends, whose):
     a, b = ends
     device = Region(1 << 40, 4096, "cuda")
     (a if whose == "own" else b).register([device])
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region(), *([device] if whose != "own" else [])])
+    meet(a, b, more=[device] if whose != "own" else [])
     assert a.traits_of("b").name == "far"
     delivers(a, b)
     a.unregister([device]) if whose == "own" else b.unregister([device])

@@ -9,7 +9,7 @@ import logging
 import msgspec
 import numpy as np
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, meet
+from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, arrives, delivers, described, ended, meet
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.kernels import driver
@@ -111,8 +111,8 @@ def test_a_post_is_over_when_its_event_is_and_the_tag_leaves_then(a, b, gpu):
     assert a.poll() == [] == b.poll()
     assert b.read(64, 6) == bytes(6)
     gpu["held"] = 0
-    log = Log(a, b)
-    log.until(lambda: log.ended(a) == [Done(ticket)] and log.tags(b) == [b"tag"])
+    log = arrives(a, b, ticket)
+    assert (log.ended(a), log.tags(b)) == ([Done(ticket)], [b"tag"])
     assert b.read(63, 8) == b"\0device\0"
     assert len(a.filenos()) == 1
 
@@ -128,9 +128,7 @@ def test_a_copy_in_flight_ends_after_disconnect_and_its_mapping_stays_so_long(a,
     assert not a.traits_of("b").stops_reads
     assert a.poll() == []
     gpu["held"] = 0
-    log = Log(a)
-    log.until(lambda: len(log.ended(a)) == 2)
-    failed, done = log.ended(a)
+    failed, done = ended(a, *tickets)
     assert (type(failed), failed.settled, failed.ticket) == (PostFailed, True, tickets[0])
     assert done == Done(tickets[1])
     assert b.read(0, 4) == b"late"
@@ -160,8 +158,7 @@ def test_a_gather_may_go_straight_into_a_peers_memory(a, b, gpu):
     assert mapped.kind == "cuda"
     ctypes.memset(mapped.address, 7, 64)  # as a kernel would
     ticket = a.notify("b", b"tag")
-    log = Log(a, b)
-    log.until(lambda: log.done(a) == [ticket] and log.tags(b) == [b"tag"])
+    arrives(a, b, ticket)
     assert b.read(127, 66) == b"\0" + b"\7" * 64 + b"\0"
     for address, nbytes in ((b.base, NBYTES + 1), (b.base - 1, 2), (b.base + NBYTES, 1)):
         assert a.mapped("b", address, nbytes) is None
@@ -232,9 +229,7 @@ def test_memory_that_cannot_be_exported_is_read_and_not_written(gpu, b, how, sai
         refuses(b, transport, f"not mapped.*{said}", region=region_of(memory))
         meet(transport, b)
         memory.view[:4] = 1
-        transport.post("b", one(memory.address, b.base, 4), b"")
-        log = Log(transport)
-        log.until(lambda: log.ended(transport))
+        ended(transport, transport.post("b", one(memory.address, b.base, 4), b""))
         assert b.read(0, 5) == b"\1\1\1\1\0"
 
 
@@ -484,8 +479,7 @@ def test_many_copies_are_one_call_of_the_driver_or_go_one_by_one(b, gpu, batches
     a.fill(0, bytes(range(13)))
     with caplog.at_level(logging.INFO):
         tickets = [a.post("b", spans, b"") for spans in (thirds(b), thirds(b), [(12, b.base + 12, 1)])]
-    log = Log(a)
-    log.until(lambda: log.done(a) == tickets)
+    assert ended(a, *tickets) == [Done(ticket) for ticket in tickets]
     assert b.read(0, 13) == bytes(range(13))
     assert gpu.calls("cuMemcpyBatchAsync") == {"taken": 2, "refused": 1}.get(batches, 0), "one goes by itself"
     assert ("one by one" in caplog.text) == (batches == "refused")
@@ -500,8 +494,7 @@ def test_a_batch_has_at_most_512_copies_and_one_that_does_not_return_is_named(b,
     a.fill(0, bytes(range(250)) * 5)
     with caplog.at_level(logging.ERROR):
         ticket = a.post("b", [(at, b.base + at, 1) for at in range(0, 1250, 2)], b"")
-    log = Log(a)
-    log.until(lambda: log.done(a) == [ticket])
+    assert ended(a, ticket) == [Done(ticket)]
     assert b.read(0, 1250) == bytes(n % 250 if n % 2 == 0 else 0 for n in range(1250))
     assert gpu.calls("cuMemcpyBatchAsync") == 2
     assert "PDSTAGE_COPY_BATCHES=no" in caplog.text

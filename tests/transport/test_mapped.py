@@ -9,7 +9,7 @@ import resource
 
 import numpy as np
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, meet
+from transport.endpoint import NBYTES, Endpoint, Remote, altered, arrives, delivers, described, meet
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
@@ -40,8 +40,7 @@ def test_bytes_written_there_are_the_peers_when_their_tag_comes(ends):
     a, b = ends
     a.fill(0, bytes(range(64)))
     ticket = a.write_mapped("b", b.base + 100, b"straight", b"tag")
-    log = Log(a, b)
-    log.until(lambda: log.done(a) == [ticket] and log.tags(b) == [b"tag"])
+    log = arrives(a, b, ticket)
     assert b.read(99, 10) == b"\0straight\0"
     delivers(a, b, b"post")
     # Several spans go as before.
@@ -82,8 +81,7 @@ def test_only_what_was_prepared_is_mapped_and_only_while_connected(ends):
 def test_memory_that_is_not_shared_is_not_mapped(ends):
     a, b = ends
     region = b.register_more()
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region(), region])
+    meet(a, b, more=[region])
     assert a.write_mapped("b", region.base, b"no", b"") is None
     a.fill(0, b"post")
     a.post("b", [(0, region.base, 4)], b"")
@@ -126,9 +124,8 @@ def test_shared_memory_is_written_where_no_process_may_write_another(stock, nati
         delivers(a, b)
         assert a.write_mapped("b", b.base, b"x", b"") is not None
         region = b.register_more()
-        a.connect("b", b.describe())
         with pytest.raises(PeerError, match=rf"neither shared nor writable.*{errno.errorcode[code]}.*path=.staged"):
-            a.prepare("b", [b.region(), region])
+            meet(a, b, more=[region])
         delivers(a, b)  # what was prepared before stands
     finally:
         a.shut()

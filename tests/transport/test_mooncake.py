@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, meet
+from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, ended, meet
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.transport import Done, PostFailed, available, open_transport
@@ -41,12 +41,6 @@ def a():
     endpoint = Endpoint("mooncake")
     yield endpoint
     endpoint.close()
-
-
-def ended(a: Endpoint, *tickets: int) -> list[Done | PostFailed]:
-    log = Log(a)
-    log.until(lambda: {event.ticket for event in log.ended(a)} >= set(tickets))
-    return sorted(log.ended(a), key=lambda event: event.ticket)
 
 
 # Options, and what must be installed.

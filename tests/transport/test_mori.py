@@ -9,7 +9,7 @@ from unittest import mock
 import msgspec
 import pytest
 from transport import mori_double
-from transport.endpoint import NBYTES, Endpoint, Log, delivers, described, meet
+from transport.endpoint import NBYTES, Endpoint, Log, delivers, described, ended, meet
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
@@ -39,8 +39,7 @@ def test_a_post_is_one_batch_a_pair_of_memories(ends, fabric):
     a, b = ends
     theirs = b.register_more()
     ours = a.register_more()
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region(), theirs])
+    meet(a, b, more=[theirs])
     a.more[-1][:] = 7
     rows = [(i * 64, b.base + i * 64, 64) for i in range(100)]
     rows += [(ours.base - a.base + i * 64, theirs.base + i * 128, 64) for i in range(10)]
@@ -88,16 +87,13 @@ def test_a_post_fails_when_all_its_batches_have_ended_and_is_not_settled(ends, f
     """Row of mori: peer killed. It says what MORI-IO said of the batch that failed."""
     a, b = ends
     theirs = b.register_more()
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region(), theirs])
+    meet(a, b, more=[theirs])
     fabric.held = True
     ticket = a.post("b", [(0, b.base, 64), (0, theirs.base, 64)], b"")
     fabric.end(fabric.transfers[0], mori_double.StatusCode.ERR_RDMA_OP, "transport retry counter exceeded")
     assert a.poll() == [], "the other batch still reads our memory"
     fabric.held = False
-    log = Log(a)
-    log.until(lambda: log.ended(a))
-    (failed,) = log.ended(a)
+    (failed,) = ended(a, ticket)
     assert (failed.ticket, failed.settled) == (ticket, False)
     assert "retry counter exceeded" in str(failed.error)
     a.disconnect("b")

@@ -11,8 +11,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdstage.tools.watch import Timings, expose
-from tests.manager.conftest import Site
+from tests.manager.conftest import Site, site
 from tests.manager.engine import Pair
+
+__all__ = ["Samples", "Watched", "site"]
 
 
 def get(address: str, path: str = "/metrics") -> str:
@@ -57,12 +59,6 @@ class Watched(Pair):
 
     def scrape(self) -> Samples:
         return Samples(get(self.endpoint.address))
-
-
-@pytest.fixture
-def site():
-    with ExitStack() as stack:
-        yield Site(stack)
 
 
 @pytest.fixture

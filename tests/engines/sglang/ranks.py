@@ -324,10 +324,8 @@ class Rank:
     def compute(self, room: int, start: int, stop: int) -> None:
         """Prefill's forward pass: tokens `[start, stop)` are in the caches, and the states are those after them."""
         with torch.cuda.stream(self.scheduler.forward_stream):
-            for component, (items, first) in self.items[room].items():
-                for held in self.memory.held[component]:
-                    at, positions = self.memory.entries(held, items, first, range(start, stop))
-                    held.put(at, held.expected(room, positions))
+            for _, held, at, positions in self._all(room, start, stop):
+                held.put(at, held.expected(room, positions))
 
     def begin(self, room: int, n_tokens: int) -> int:
         """`finalize_bootstrap`: the prefix that decode has, then `init`."""
@@ -404,11 +402,9 @@ class Rank:
     def wrong(self, room: int, n_tokens: int) -> list[str]:
         """Which tensors are not what the oracle says, and what of the metadata row is wrong."""
         found = []
-        for component, (items, first) in self.items[room].items():
-            for held in self.memory.held[component]:
-                at, positions = self.memory.entries(held, items, first, range(n_tokens))
-                if not torch.equal(held.take(at), held.expected(room, positions)):
-                    found.append(f"{component} {held.role} of layer {held.layer}")
+        for component, held, at, positions in self._all(room, 0, n_tokens):
+            if not torch.equal(held.take(at), held.expected(room, positions)):
+                found.append(f"{component} {held.role} of layer {held.layer}")
         row = room % ROWS
         if int(self.metadata.output_ids[row, 0]) != room + 1000 or int(self.metadata.bootstrap_room[row, 0]) != room:
             found.append("metadata")
@@ -419,18 +415,19 @@ class Rank:
     def fill(self, room: int, n_tokens: int, number: int) -> None:
         """The engine gives the room's memory to another request, which writes it."""
         with torch.cuda.stream(self.scheduler.forward_stream):
-            for held, at in self._all(room, n_tokens):
+            for _, held, at, _ in self._all(room, 0, n_tokens):
                 held.put(at, number)
 
     def holds(self, room: int, n_tokens: int, number: int) -> bool:
         """Whether the room's memory is all `number`."""
         torch.cuda.synchronize()
-        return all(bool((held.take(at) == number).all()) for held, at in self._all(room, n_tokens))
+        return all(bool((held.take(at) == number).all()) for _, held, at, _ in self._all(room, 0, n_tokens))
 
-    def _all(self, room: int, n_tokens: int):
+    def _all(self, room: int, start: int, stop: int):
+        """Of each component and tensor: the entries that hold these tokens of the room, and their positions."""
         for component, (items, first) in self.items[room].items():
             for held in self.memory.held[component]:
-                yield held, self.memory.entries(held, items, first, range(n_tokens))[0]
+                yield component, held, *self.memory.entries(held, items, first, range(start, stop))
 
     def defer(self, room: int) -> None:
         """`pop_transferred` of a failed room: the abort is told if decode did not tell it, and memory is kept."""

@@ -12,23 +12,23 @@ from tests.engines.sglang.fleet import FAILED, SUCCESS, Fleet
 STAGED, DIRECT = '{"path": "staged", "transport": "nixl"}', '{"path": "direct", "transport": "local"}'
 
 
-@pytest.mark.parametrize(
-    "engines",
-    [
-        pytest.param((4, 2, "mha", STAGED), id="heads, TP 4 to 2, staged"),
-        pytest.param((1, 2, "mha", DIRECT), id="heads, TP 1 to 2, direct"),
-        pytest.param((2, 2, "mha", DIRECT), id="heads, TP 2 to 2, direct"),
-        pytest.param((2, 2, "hybrid", STAGED), id="conv and SSM states, TP 2 to 2, staged"),
-        pytest.param((2, 1, "swa", STAGED), id="sliding window, TP 2 to 1"),
-        pytest.param((2, 1, "hybrid", STAGED), id="conv and SSM states, TP 2 to 1"),
-        pytest.param((1, 2, "hybrid", DIRECT), id="conv and SSM states, TP 1 to 2"),
-        pytest.param((2, 1, "mla"), id="latents, TP 2 to 1"),
-        pytest.param((1, 2, "dsa", "", 64), id="latents and index keys, TP 1 to 2"),
-        pytest.param((1, 2, "hisparse", STAGED, 64), id="latents to HiSparse's pages in host memory, TP 1 to 2"),
-        pytest.param((1, 1, "mha", DIRECT, 16, 0, 2), id="two stages"),
-        pytest.param((2, 1, "mha", STAGED, 16, 0, 2), id="two stages of TP 2"),
-    ],
-)
+ENGINES = {
+    "heads, TP 4 to 2, staged": (4, 2, "mha", STAGED),
+    "heads, TP 1 to 2, direct": (1, 2, "mha", DIRECT),
+    "heads, TP 2 to 2, direct": (2, 2, "mha", DIRECT),
+    "conv and SSM states, TP 2 to 2, staged": (2, 2, "hybrid", STAGED),
+    "sliding window, TP 2 to 1": (2, 1, "swa", STAGED),
+    "conv and SSM states, TP 2 to 1": (2, 1, "hybrid", STAGED),
+    "conv and SSM states, TP 1 to 2": (1, 2, "hybrid", DIRECT),
+    "latents, TP 2 to 1": (2, 1, "mla"),
+    "latents and index keys, TP 1 to 2": (1, 2, "dsa", "", 64),
+    "latents to HiSparse's pages in host memory, TP 1 to 2": (1, 2, "hisparse", STAGED, 64),
+    "two stages": (1, 1, "mha", DIRECT, 16, 0, 2),
+    "two stages of TP 2": (2, 1, "mha", STAGED, 16, 0, 2),
+}
+
+
+@pytest.mark.parametrize("engines", ENGINES.values(), ids=ENGINES)
 def test_every_byte_of_whole_requests(engines):
     """Prompts that end in a page and at its end, in chunks, behind prefixes that decode has; at once and in turn; and
     under a number that was used before.

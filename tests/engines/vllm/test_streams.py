@@ -82,14 +82,21 @@ def test_the_layers_of_a_draft_model_run_after_all_of_the_models(draft: tuple[st
     assert groups.rest() == (0, 9)
 
 
-@pytest.mark.parametrize("ubatch_size", [0, 2])
-def test_halves_of_a_batch_pass_each_layer_by_themselves(src: Side, monkeypatch, ubatch_size: int):
-    """vLLM's dual-batch overlap: one half is layers ahead of the other, whose tokens are not written yet."""
+@pytest.fixture
+def step(src: Side, monkeypatch: pytest.MonkeyPatch):
+    """Prefill's worker in a step that computes a chunk, and which layers of it it has sent."""
     side, went = src.workers[0].worker_side, []
+    monkeypatch.setattr(side, "_stream", lambda start, stop, **_: went.append((start, stop)))
+    return side, PdStageMetadata(chunks={"r": Chunk(src.held([[3]], 16), 16)}), went
+
+
+@pytest.mark.parametrize("ubatch_size", [0, 2])
+def test_halves_of_a_batch_pass_each_layer_by_themselves(step, monkeypatch, ubatch_size: int):
+    """vLLM's dual-batch overlap: one half is layers ahead of the other, whose tokens are not written yet."""
+    side, told, went = step
     monkeypatch.setattr(side.prefill, "pieces", lambda _: 2)
     monkeypatch.setattr(side._config.parallel_config, "ubatch_size", ubatch_size)
-    monkeypatch.setattr(side, "_stream", lambda start, stop, **_: went.append((start, stop)))
-    side.bound(PdStageMetadata(chunks={"r": Chunk(src.held([[3]], 16), 16)}))
+    side.bound(told)
     for i in range(2):
         side.passed(f"model.layers.{i}.self_attn.attn")
     side.computed()
@@ -97,11 +104,10 @@ def test_halves_of_a_batch_pass_each_layer_by_themselves(src: Side, monkeypatch,
 
 
 @pytest.mark.parametrize("next_step", ["bound", "preempted"])
-def test_what_a_step_did_not_say_that_it_computed_goes_before_the_next(src: Side, monkeypatch, next_step: str):
+def test_what_a_step_did_not_say_that_it_computed_goes_before_the_next(step, next_step: str):
     """vLLM's first model runner does not, on a pipeline stage before the last, if the last speculates."""
-    side, went = src.workers[0].worker_side, []
-    monkeypatch.setattr(side, "_stream", lambda start, stop, **_: went.append((start, stop)))
-    side.bound(PdStageMetadata(chunks={"r": Chunk(src.held([[3]], 16), 16)}))
+    side, told, went = step
+    side.bound(told)
     getattr(side, next_step)(PdStageMetadata(preempted={"r": False}))
     assert went == [(0, 2)]
     side.computed()
