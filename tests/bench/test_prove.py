@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -200,12 +201,18 @@ def test_each_tool_of_a_sanitizer_that_can_be_used_runs_the_kernel_tests(
     assert all("tests/gpu/test_space.py" in line for line in told)
 
 
+@contextlib.contextmanager
+def runner_of(folder, most_s=600.0, device="cuda:0"):
+    """One that writes x.json and x.log there."""
+    with (folder / "x.log").open("w") as log:
+        record = Record([folder / "x.json"], machine={})
+        yield Runner(record, log, stop_at=time.monotonic() + most_s, device=device, quick=True)
+
+
 def run_tests(tmp_path, text, most_s=600.0, device="cuda:0"):
     """The record, and the log, of one section whose one file of tests is `text`."""
     (tmp_path / "test_it.py").write_text(text)
-    record = Record([tmp_path / "x.json"], machine={})
-    with (tmp_path / "x.log").open("w") as log:
-        running = Runner(record, log, stop_at=time.monotonic() + most_s, device=device, quick=True)
+    with runner_of(tmp_path, most_s, device) as running:
         running.run([Section("tests", most_s, tests=(str(tmp_path / "test_it.py"),))])
     return json.loads((tmp_path / "x.json").read_text()), (tmp_path / "x.log").read_text()
 
@@ -233,10 +240,12 @@ def test_a_file_that_cannot_be_imported_is_skipped_by_name_or_failed(tmp_path):
 def test_a_test_that_hangs_is_ended_and_those_after_it_are_counted(tmp_path):
     """What ended before it counts: the plugin writes as tests end, not at the end of all."""
     tests = "def test_first(): pass\ndef test_hangs(): threading.Event().wait()\ndef test_last(): pass\n"
-    report, _ = run_tests(tmp_path, f"import threading\n{tests}", 15.0, "cpu")
-    assert report["failed"] == [f"tests: {tmp_path}/test_it.py: not done in the time it had"]
-    assert report["tests"]["passed"] in (0, 1)  # 0 where the machine was too busy to begin
-    assert report["tests"]["not_run"] in (0, 2)
+    for most_s in (6.0, 15.0, 60.0):  # the first that is long enough for it to begin
+        report, _ = run_tests(tmp_path, f"import threading\n{tests}", most_s, "cpu")
+        assert report["failed"] == [f"tests: {tmp_path}/test_it.py: not done in the time it had"]
+        if report["tests"]["passed"]:
+            break
+    assert (report["tests"]["passed"], report["tests"]["not_run"]) == (1, 2)
 
 
 def test_a_section_that_dies_is_run_a_kernel_at_a_time(tmp_path, monkeypatch):
@@ -247,20 +256,19 @@ def test_a_section_that_dies_is_run_a_kernel_at_a_time(tmp_path, monkeypatch):
         return ("" if only and only != ("cuda bulk",) else f"with {only}: illegal address"), True
 
     monkeypatch.setattr(Runner, "_bench", bench)
-    record = Record([], machine={})
-    with (tmp_path / "x.log").open("w") as log:
-        running = Runner(record, log, stop_at=time.monotonic() + 60, device="cuda:0", quick=True)
+    with runner_of(tmp_path, 60.0) as running:
         running.run([Section("runs", 30.0), Section("rooms", 30.0, by_kernel=False)])
     assert asked == [(), *((v,) for v in runner.variants.ON_GPU), ()]
-    assert record.report["failed"] == ["runs: with ('cuda bulk',): illegal address", "rooms: with (): illegal address"]
+    assert running.record.report["failed"] == [
+        "runs: with ('cuda bulk',): illegal address",
+        "rooms: with (): illegal address",
+    ]
 
 
 def test_rows_of_a_process_that_died_are_kept(tmp_path):
     code = "import sys; open(sys.argv[1], 'w').write(sys.argv[2]); sys.exit('illegal address')"
-    record = Record([tmp_path / "x.json"], machine={})
-    with (tmp_path / "x.log").open("w") as log:
-        running = Runner(record, log, stop_at=time.monotonic() + 60, device="cpu", quick=True)
-        record.take([row("kept", float("nan")), {"machine": {"gpu": {"least": float("-inf")}}}])
+    with runner_of(tmp_path, 60.0, "cpu") as running:
+        running.record.take([row("kept", float("nan")), {"machine": {"gpu": {"least": float("-inf")}}}])
         body = json.dumps(row("kept later")) + '\n{"ro'
         (ended,) = running._children([Command("it", ["-c", code, OUT, body])], time.monotonic() + 600)
     assert (ended.code, ended.printed.strip()) == (1, "illegal address")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 
-import numpy as np
 import torch
 
-from pdstage import Pool, State
+from pdstage import Pool
 from pdstage.control.bootstrap import BootstrapServer
-from tests.manager.engine import Rank, decode_node, drive, prefill_node, truth
-
-TOKENS, N_ROOMS = 50, 6
+from tests.manager.engine import Rank, all_arrive, decode_node, prefill_node, serve_all
 
 
 class GpuRank(Rank):
@@ -29,35 +26,14 @@ class GpuRank(Rank):
             torch.cuda.synchronize(self.device)
 
     def write(self, room, tokens, pages):
-        for layer in range(self.layers):
-            for role, tensors in (("k", self.k), ("v", self.v)):
-                values = torch.from_numpy(truth(room, layer, role, tokens, self.heads)).to(self.device)
-                for t in range(tokens):
-                    self._row(tensors[layer], int(pages[t // self.page]), t % self.page).copy_(values[t])
+        super().write(room, tokens, pages)
         self.finish_work()
 
-    def read(self, layer, role, tokens, pages):
-        tensor = (self.k if role == "k" else self.v)[layer].cpu().numpy()
-        return np.stack([self._row(tensor, pages[t // self.page], t % self.page) for t in range(tokens)])
+    def stored(self, values):
+        return torch.from_numpy(values).to(self.device)
 
-
-def write(rank):
-    """The pages of all rooms, which hold what they must."""
-    pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
-    for room, held in enumerate(pages):
-        rank.write(room, TOKENS, held)
-    return pages
-
-
-def send(node, pages):
-    """Sends all rooms, each in two chunks."""
-    senders = []
-    for room, held in enumerate(pages):
-        senders.append(node.send(room))
-        senders[-1].chunk(held, (0, 20))
-        senders[-1].chunk(held, (20, TOKENS))
-        senders[-1].finish()
-    return senders
+    def fetched(self, tensor):
+        return tensor.cpu().numpy()
 
 
 def between_processes(target, transport, path="staged"):
@@ -70,9 +46,7 @@ def between_processes(target, transport, path="staged"):
         with prefill_node(rank, server.address, transport=transport, path=path) as node:
             process.start()
             try:
-                senders = send(node, write(rank))
-                drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
-                assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+                all_arrive(ours, node, rank)
                 stats = node.stats()
                 ours.send("end")
                 process.join(60)
@@ -83,13 +57,6 @@ def between_processes(target, transport, path="staged"):
 
 
 def serve_decode(pipe, address, device, transport, path):
-    """Receives all rooms, and says how each ended and whether it holds what it must."""
     rank = GpuRank(device, page=8, hnd=True)
     with decode_node(rank, transport=transport, path=path) as node:
-        pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
-        receivers = [node.receive(room, address) for room in range(N_ROOMS)]
-        for receiver, into in zip(receivers, pages, strict=True):
-            receiver.bind(into, TOKENS)
-        drive([node], lambda: all(receiver.released for receiver in receivers), 60)
-        pipe.send([(int(one.state), rank.holds(n, TOKENS, pages[n])) for n, one in enumerate(receivers)])
-        drive([node], pipe.poll, 60)
+        serve_all(pipe, node, rank, address)

@@ -11,11 +11,19 @@ pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
 pytest.importorskip("cupy")
 
-from gpu.ranks import N_ROOMS, TOKENS, GpuRank, send, write  # noqa: E402  (needs torch)
+from gpu.ranks import GpuRank  # noqa: E402  (needs torch)
 
 from pdstage import State  # noqa: E402
 from pdstage.control.bootstrap import BootstrapServer  # noqa: E402
-from tests.manager.engine import decode_node, prefill_node  # noqa: E402
+from tests.manager.engine import (  # noqa: E402
+    N_ROOMS,
+    TOKENS,
+    decode_node,
+    prefill_node,
+    receive_all,
+    send_all,
+    write_all,
+)
 
 pytestmark = pytest.mark.gpu
 WAIT_S = 60.0
@@ -39,16 +47,13 @@ def test_rooms_go_on_while_another_thread_records_graphs():
         prefill_node(source, server.address, **options) as prefill,
         decode_node(target, **options) as decode,
     ):
-        pages = [target.allocate(TOKENS) for _ in range(N_ROOMS)]
-        written = write(source)  # here: what a thread of the test did to the device would spoil a recording too
-        receivers = [decode.receive(room, server.address) for room in range(N_ROOMS)]
-        for receiver, into in zip(receivers, pages, strict=True):
-            receiver.bind(into, TOKENS)
+        written = write_all(source)  # here: what a thread of the test did to the device would spoil a recording too
+        receivers, pages = receive_all(decode, target, server.address)
         ended, wrong = threading.Event(), []
 
         def wait():
             try:
-                senders = send(prefill, written)
+                senders = send_all(prefill, written)
                 for receiver in receivers:
                     receiver.wait(WAIT_S)
                 for one in (*senders, *receivers):

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from pdstage.tensors import build, paged_hnd, paged_nhd
 LAYERS, HEADS, DIM = 3, 4, 16
 TOKENS = 37
 """Of a room unless said otherwise: no page ends there."""
+N_ROOMS = 6
+"""What nodes of two processes whose pools lie on GPUs send each other."""
 QUICK = Config(retry_s=0.05, drain_s=20.0, hello_s=60.0, max_silence_s=30.0)
 """No wait for a question asked again; and no deadline that a busy machine alone might pass."""
 IMPATIENT = Config(retry_s=0.05, drain_s=4.0, hello_s=20.0, max_silence_s=6.0)
@@ -81,13 +84,21 @@ class Rank:
     def write(self, room: int, tokens: int, pages: np.ndarray) -> None:
         for layer in range(self.layers):
             for role, tensors in (("k", self.k), ("v", self.v)):
-                values = truth(room, layer, role, tokens, self.heads)
+                values = self.stored(truth(room, layer, role, tokens, self.heads))
                 for t in range(tokens):
                     self._row(tensors[layer], pages[t // self.page], t % self.page)[:] = values[t]
 
+    def stored(self, values: np.ndarray) -> np.ndarray:
+        """As the pool's tensors take them."""
+        return values
+
     def read(self, layer: int, role: str, tokens: int, pages: np.ndarray) -> np.ndarray:
-        tensor = (self.k if role == "k" else self.v)[layer]
+        tensor = self.fetched((self.k if role == "k" else self.v)[layer])
         return np.stack([self._row(tensor, pages[t // self.page], t % self.page) for t in range(tokens)])
+
+    def fetched(self, tensor: np.ndarray) -> np.ndarray:
+        """A tensor of the pool, in host memory."""
+        return tensor
 
     def holds(self, room: int, tokens: int, pages: np.ndarray, prefix: int = 0) -> bool:
         return all(
@@ -109,6 +120,65 @@ def drive(nodes: Sequence[Node], done: Callable[[], bool], timeout_s: float = 24
         assert time.monotonic() < deadline_at, "it did not come to pass"
         for node in nodes:
             node.turn(1e-4)
+
+
+def begun(node: DecodeNode, rank: Rank, address: str) -> Receiver:
+    """The receiver of room 0, some of which is there."""
+    receiver = node.receive(0, address)
+    receiver.bind(rank.allocate(TOKENS), TOKENS)
+    drive([node], lambda: receiver.state is State.TRANSFERRING)
+    return receiver
+
+
+def write_all(rank: Rank) -> list[np.ndarray]:
+    """The pages of all rooms, which hold what they must."""
+    pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
+    for room, held in enumerate(pages):
+        rank.write(room, TOKENS, held)
+    return pages
+
+
+def send_all(node: PrefillNode, pages: list[np.ndarray]) -> list[Sender]:
+    """All rooms, each in two chunks."""
+    senders = []
+    for room, held in enumerate(pages):
+        senders.append(node.send(room))
+        senders[-1].chunk(held, (0, 20))
+        senders[-1].chunk(held, (20, TOKENS))
+        senders[-1].finish()
+    return senders
+
+
+def all_arrive(pipe: Connection, node: PrefillNode, rank: Rank) -> None:
+    """Sends all rooms to a process in `serve_all`, which says that it has every byte of each."""
+    senders = send_all(node, write_all(rank))
+    drive([node], lambda: all(sender.released for sender in senders) and pipe.poll())
+    assert pipe.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+
+
+def receive_all(node: DecodeNode, rank: Rank, address: str) -> tuple[list[Receiver], list[np.ndarray]]:
+    """All rooms, and their pages."""
+    pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
+    receivers = [node.receive(room, address) for room in range(N_ROOMS)]
+    for receiver, into in zip(receivers, pages, strict=True):
+        receiver.bind(into, TOKENS)
+    return receivers, pages
+
+
+def serve_all(pipe: Connection, node: DecodeNode, rank: Rank, address: str) -> None:
+    """Receives all rooms, says for each how it ended and whether it holds what it must, and stays until told."""
+    receivers, pages = receive_all(node, rank, address)
+    drive([node], lambda: all(receiver.released for receiver in receivers))
+    pipe.send([(int(one.state), rank.holds(n, TOKENS, pages[n])) for n, one in enumerate(receivers)])
+    drive([node], pipe.poll)
+
+
+def unheard(node: Node) -> None:
+    """As if its peers had promised to be heard again at once: it takes them for silent in one of its next turns."""
+    endpoint = node.core.endpoint
+    for session in node.core.sessions.values():
+        session.silence_s = 0.1
+        endpoint.after(0.0, endpoint._listen, session)
 
 
 def prefill_node(rank: Rank, bootstrap: str, **options) -> PrefillNode:

@@ -16,7 +16,7 @@ from pdstage.control.zmq import route_of
 from tests import processes
 from tests.chaos.network import Network, permitted
 from tests.control.sockets import raw_dealer
-from tests.manager.engine import IMPATIENT, TOKENS, Rank, drive
+from tests.manager.engine import IMPATIENT, TOKENS, Rank, drive, unheard
 from tests.manager.test_processes import Remote, spawn
 from tests.manager.workers import (
     receive_from_a_host_that_vanishes,
@@ -55,6 +55,7 @@ def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
         (session,) = d.core.sessions.values()
         os.kill(remote.processes[0].pid, signal.SIGKILL)
         remote.processes[0].join()
+        unheard(d)
         drive([d], lambda: receivers[1].state is State.FAILED)
         assert "silent" in str(receivers[1].error)
         drive([d], lambda: receivers[1].released and not d.core.holds(session))
@@ -72,6 +73,7 @@ def test_a_stopped_prefill_process_keeps_memory_out_of_use_until_it_goes_on(site
     with Remote(site.address, 1, transport, "direct", rooms=2, stop=1) as remote:
         receivers = half_sent(d, dst, site.address)
         processes.stop(remote.processes[0].pid)
+        unheard(d)
         drive([d], lambda: receivers[1].state is State.FAILED)
         assert "silent" in str(receivers[1].error)
         assert receivers[0].state is State.SUCCESS
@@ -113,6 +115,7 @@ def test_a_killed_decode_process_fails_its_rooms_at_prefill(site, transport):
         process.join()
     sender.chunk(pages, (20, TOKENS))
     sender.finish()
+    unheard(p)
     drive([p], lambda: sender.state is State.FAILED and sender.released)
     assert "silent" in str(sender.error)
     assert not p.unfenced()

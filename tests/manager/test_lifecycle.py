@@ -20,7 +20,7 @@ from pdstage.control.bootstrap import BootstrapClient, Incomplete
 from pdstage.manager import node as node_module
 from tests import descriptors, processes
 from tests.chaos import account
-from tests.manager.engine import TOKENS, Pair, Rank, decode_node, drive, prefill_node
+from tests.manager.engine import TOKENS, Pair, Rank, begun, decode_node, drive, prefill_node, unheard
 from tests.manager.test_processes import Remote
 from tests.rows import rows, usable
 
@@ -127,9 +127,7 @@ def test_a_node_that_must_close_beside_a_stopped_writer_keeps_its_memory(site, t
     d = decode_node(dst, transport=transport, path="direct")
     kept = len(node_module._kept_for_ever)
     with Remote(site.address, 1, transport, "direct", rooms=1, stop=0) as remote:
-        receiver = d.receive(0, site.address)
-        receiver.bind(dst.allocate(TOKENS), TOKENS)
-        drive([d], lambda: receiver.state is State.TRANSFERRING)
+        receiver = begun(d, dst, site.address)
         processes.stop(remote.processes[0].pid)
         with caplog.at_level(logging.ERROR, "pdstage"):
             assert not d.close(0.2)
@@ -149,12 +147,11 @@ def lost_peer(site, monkeypatch):
     dst = Rank(n_pages=128)
     d = site.decode(dst, transport="local", path="direct")
     with Remote(site.address, 1, "local", "direct", rooms=1, stop=0) as remote:
-        receiver = d.receive(0, site.address)
-        receiver.bind(dst.allocate(TOKENS), TOKENS)
-        drive([d], lambda: receiver.state is State.TRANSFERRING)
+        receiver = begun(d, dst, site.address)
         monkeypatch.setattr(type(d.transport), "proved_dead", lambda *_: False)  # as of a peer on another host
         remote.processes[0].kill()
         remote.processes[0].join()
+        unheard(d)
         drive([d], lambda: receiver.state is State.FAILED and d.unfenced())
         yield d, receiver
 

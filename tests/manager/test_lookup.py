@@ -109,6 +109,7 @@ def test_an_address_that_does_not_answer_keeps_nobody_else_waiting(site: Site, m
         return plain(self, *given, **named)
 
     monkeypatch.setattr(BootstrapClient, "lookup", lookup)
+    monkeypatch.setattr("pdstage.manager.lookup._END_S", 0.2)
     pair = site.pair()
     hanging = [pair.d.receive(n, f"127.0.0.1:{n}") for n in range(1, 6)]
     pair.move(9)

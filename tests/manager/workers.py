@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 from pdstage import State
 from pdstage.transport import open_transport
-from tests.manager.engine import IMPATIENT, QUICK, TOKENS, Rank, decode_node, drive, prefill_node
+from tests.manager.engine import IMPATIENT, QUICK, TOKENS, Rank, begun, decode_node, drive, prefill_node
 from tests.processes import enter
 from tests.transport.endpoint import forbid_writing_to_processes
 
@@ -53,9 +53,7 @@ def serve_decode(pipe: Connection, address: str, transport: str) -> None:
     """Receives room 0; says so once some of it is there, and then waits to be killed."""
     pool = Rank(n_pages=256)
     with decode_node(pool, transport=transport, path="staged", config=IMPATIENT) as node:
-        receiver = node.receive(0, address)
-        receiver.bind(pool.allocate(TOKENS), TOKENS)
-        drive([node], lambda: receiver.state is State.TRANSFERRING)
+        begun(node, pool, address)
         pipe.send("half")
         drive([node], pipe.poll)
 
@@ -96,9 +94,7 @@ def receive_from_a_host_that_vanishes(
     pool = Rank(n_pages=256)
     options = {"path": "direct", "bind": f"tcp://{host}:0", "insecure": True, "config": IMPATIENT}
     with decode_node(pool, transport=_at(host, transport), **options) as node:
-        receiver = node.receive(0, prefill)
-        receiver.bind(pool.allocate(TOKENS), TOKENS)
-        drive([node], lambda: receiver.state is State.TRANSFERRING)
+        receiver = begun(node, pool, prefill)
         pipe.send("half")
         drive([node], lambda: receiver.state is State.FAILED)
         pipe.send(str(receiver.error))

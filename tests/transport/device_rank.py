@@ -7,11 +7,10 @@ from dataclasses import replace
 from pdstage import Pool
 from pdstage.layout import Layout
 from tests import cuda_double
-from tests.manager.engine import QUICK, Rank, decode_node, drive
+from tests.manager.engine import QUICK, Rank, decode_node, serve_all
 
 DEVICE = "cuda:0"
 STAGING_NBYTES = 1 << 16
-TOKENS, N_ROOMS = 50, 6
 
 
 class DeviceRank(Rank):
@@ -48,10 +47,4 @@ def serve_decode(pipe, address, path="staged", types=None, k_on_host=False, conf
         rank = DeviceRank(types, page=8, hnd=True, k_on_host=k_on_host)
         options = {"transport": "local", "path": path, "config": config, "staging_nbytes": STAGING_NBYTES}
         with decode_node(rank, **options | where) as node:
-            pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
-            receivers = [node.receive(room, address) for room in range(N_ROOMS)]
-            for receiver, into in zip(receivers, pages, strict=True):
-                receiver.bind(into, TOKENS)
-            drive([node], lambda: all(receiver.released for receiver in receivers))
-            pipe.send([(int(one.state), rank.holds(n, TOKENS, pages[n])) for n, one in enumerate(receivers)])
-            drive([node], pipe.poll)
+            serve_all(pipe, node, rank, address)

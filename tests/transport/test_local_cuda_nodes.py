@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from contextlib import contextmanager
-from itertools import pairwise
 
 import pytest
-from transport.device_rank import N_ROOMS, STAGING_NBYTES, TOKENS, DeviceRank, serve_decode
+from transport.device_rank import STAGING_NBYTES, DeviceRank, serve_decode
 
 from pdstage import State, stager
 from pdstage.control.bootstrap import BootstrapServer
@@ -17,7 +16,7 @@ from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
 from pdstage.transport.local import LocalTransport
 from tests import cuda_double
-from tests.manager.engine import IMPATIENT, drive, prefill_node
+from tests.manager.engine import IMPATIENT, N_ROOMS, TOKENS, all_arrive, drive, prefill_node, unheard
 
 spawn = multiprocessing.get_context("spawn")
 pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())
@@ -92,21 +91,6 @@ def test_a_device_that_is_busy_as_a_node_starts(gpu, address, monkeypatch, caplo
     assert ("closed while the device may still use this node's memory" in caplog.text) != runs
 
 
-def send_all(node, rank, decode, cuts=(0, TOKENS)):
-    """Sends every room, in chunks between the cuts; decode says that it has every byte of each."""
-    senders = []
-    for room in range(N_ROOMS):
-        pages = rank.allocate(TOKENS)
-        rank.write(room, TOKENS, pages)
-        sender = node.send(room)
-        for chunk in pairwise(cuts):
-            sender.chunk(pages, chunk)
-        sender.finish()
-        senders.append(sender)
-    drive([node], lambda: all(sender.released for sender in senders) and decode.poll())
-    assert decode.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
-
-
 @pytest.mark.parametrize("transport", [LocalTransport, TwoPasses])
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_rooms_between_two_processes(gpu, address, path, transport):
@@ -114,7 +98,7 @@ def test_rooms_between_two_processes(gpu, address, path, transport):
     rank = DeviceRank(n_pages=128)
     ran, options = gpu["n_kernels"], {"transport": transport(), "path": path, "staging_nbytes": STAGING_NBYTES}
     with prefill_node(rank, address, **options) as node, decoding(address, path) as (decode, _):
-        send_all(node, rank, decode, cuts=(0, 20, TOKENS))
+        all_arrive(decode, node, rank)
         stats, one_pass = node.stats(), transport is LocalTransport
         assert stats["sessions_over_local"] == 1
         assert gpu["n_kernels"] - ran >= N_ROOMS if path == "staged" or one_pass else gpu["n_kernels"] == ran
@@ -140,7 +124,7 @@ def test_rooms_with_staging_memory_of_the_nodes_own(gpu, address, where, kind):
     ):
         assert node.memory.region.kind == kind
         assert gpu["n_locked"] == (len(rank.pool.on_host) if k_on_host else kind == "cpu")
-        send_all(node, rank, decode)
+        all_arrive(decode, node, rank)
         (session,) = node.core.sessions.values()
         assert {lane.kind for lane in session.lanes} == {kind}
         assert gpu["n_open"] == (kind == "cuda")
@@ -159,7 +143,7 @@ def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is
         prefill_node(rank, address, transport="local", path=path, staging_nbytes=STAGING_NBYTES) as node,
         decoding(address, path="auto", types=types) as (decode, _),
     ):
-        send_all(node, rank, decode)
+        all_arrive(decode, node, rank)
         stats = node.stats()
         assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (bool(types), not types)
         (session,) = node.core.sessions.values()
@@ -191,6 +175,7 @@ def test_a_killed_decode_gives_the_source_back_once_what_writes_there_is_over(gp
             drive([node], lambda: getattr(node.data_path, under_way))
             process.kill()
             process.join()
+            unheard(node)
             drive([node], lambda: sender.state is State.FAILED)
             if fenced:
                 assert [node.fence(endpoint) for endpoint in node.unfenced()] == [1]
