@@ -285,6 +285,16 @@ class World:
         self.decode = [self.make_decode(rank) for rank in range(decode)]
 
     @property
+    def p(self) -> Prefill:
+        """The first prefill rank."""
+        return self.prefill[0]
+
+    @property
+    def d(self) -> Decode:
+        """The first decode rank."""
+        return self.decode[0]
+
+    @property
     def now(self) -> float:
         return self._now
 

@@ -136,13 +136,17 @@ def vllm_caches(order, pad=0):
     return raw, list(whole)
 
 
+def spans_of(layout):
+    return [(region.base, region.nbytes) for region in layout.regions]
+
+
 @pytest.mark.parametrize("key_nbytes", [None, 20])
 @pytest.mark.parametrize("pad", [0, 64, 3])
 @pytest.mark.parametrize("order", VLLM_LAYOUTS)
 def test_vllm_blocks_in_six_layouts(order, pad, key_nbytes):
     raw, caches = vllm_caches(order, pad)
     layout = build(vllm_blocks(caches, format="bf16", key_nbytes=key_nbytes, **WHOLE))
-    assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.data_ptr(), raw.numel())]
+    assert spans_of(layout) == [(raw.data_ptr(), raw.numel())]
     for layer, cache in enumerate(caches):
         logical = as_bytes(cache).transpose(0, 2, 1, 3)
         k, v = np.split(logical, [key_nbytes or CONTENT // 2], axis=3)
@@ -162,7 +166,7 @@ def test_groups_that_alias_one_allocation_share_its_region():
         ]
     ):
         layout = build(*parts)
-        assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.data_ptr(), raw.numel())]
+        assert spans_of(layout) == [(raw.data_ptr(), raw.numel())]
         half = CONTENT // 2
         np.testing.assert_array_equal(
             contents(layout, Key("kv", "k", 0)), as_bytes(full).transpose(0, 2, 1, 3)[..., :half]
@@ -179,7 +183,7 @@ def test_a_storage_inside_another_does_not_shorten_its_region(spans):
     one, other = (torch.from_numpy(raw[slice(*span)]).view(-1, 4, 128) for span in spans)
     assert one.untyped_storage().nbytes() == spans[0][1]
     layout = build(mla([one]), mla([other], component="draft"))
-    assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.ctypes.data, 4096)]
+    assert spans_of(layout) == [(raw.ctypes.data, 4096)]
     assert layout.by_key()["draft", "latent", 0].offset == spans[1][0]
 
 

@@ -201,6 +201,11 @@ def test_what_is_left_out_of_one_stage_is_of_no_other(bulk_from):
     check_left_out(rig, held, select, TOKEN_MAJOR, items, (0, 256), np.repeat(outside, 256))
 
 
+def plans(rig, held, select):
+    """The rig's, and the reference's."""
+    return (one.plan(held.layout, select, TOKEN_MAJOR, False) for one in (rig, REFERENCE))
+
+
 def uploads_of(device):
     """What is uploaded from now on."""
     uploaded, upload = [], device.upload
@@ -213,7 +218,7 @@ def test_narrow_views_have_a_launch_of_their_own_and_leave_the_others_wide(room,
     """Both launches find the lists of all components, in parameters or uploaded once."""
     held, select = stored(Logical("kv", width=64), Logical("index", width=24), n_items=20, rows=8)
     rig = CpuRig(listed=(room,) if room else ())
-    plan, reference = (one.plan(held.layout, select, TOKEN_MAJOR, False) for one in (rig, REFERENCE))
+    plan, reference = plans(rig, held, select)
     order, uploaded = np.random.default_rng(1).permutation(20), uploads_of(rig.machine)
     index, tokens = {"kv": Index.of(order), "index": Index.of(order)}, {"kv": (3, 151), "index": (0, 160)}
     np.testing.assert_array_equal(gathered(plan, index, tokens), gathered(reference, index, tokens))
@@ -231,7 +236,7 @@ def test_a_call_held_to_few_multiprocessors_takes_as_many_ctas_that_fill_one_eac
     held, select = stored(Logical(roles=2, layers=2, width=64), n_items=200, rows=8)
     index, tokens = {"kv": Index.of(np.random.default_rng(1).permutation(200))}, {"kv": (3, 1591)}
     rig = CpuRig(bulk_from=bulk_from)
-    plan, reference = (one.plan(held.layout, select, TOKEN_MAJOR, False) for one in (rig, REFERENCE))
+    plan, reference = plans(rig, held, select)
     want = gathered(reference, index, tokens)
     for max_sms in (3, None):
         np.testing.assert_array_equal(gathered(plan, index, tokens, max_sms=max_sms), want)
@@ -245,7 +250,7 @@ def test_a_call_held_to_few_multiprocessors_takes_as_many_ctas_that_fill_one_eac
 def test_lists_that_fit_travel_in_the_parameters(n_items, uploads, dtype):
     """And may be captured: a graph keeps the kernel's parameters."""
     (held, select), rig = stored(Logical(width=32), n_items=30, rows=2), CpuRig()
-    plan, reference = (one.plan(held.layout, select, TOKEN_MAJOR, False) for one in (rig, REFERENCE))
+    plan, reference = plans(rig, held, select)
     index = {"kv": Index.of(np.random.default_rng(n_items).permutation(30)[: n_items + 2].astype(dtype))}
     tokens = {"kv": (3, 3 + 2 * n_items - 1)}  # neither the first item nor the last is read
     uploaded, rig.machine.capture = uploads_of(rig.machine), not uploads

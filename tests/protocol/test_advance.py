@@ -70,7 +70,7 @@ def test_a_tag_of_more_than_was_lent_is_stale() -> None:
     world.run()
     world.receive(2, 24, [0, 1, 2, 3, 4, 5])
     world.run()
-    core = world.decode[0].core
+    core = world.d.core
     lease = min(core.leases.advances, key=lambda lease: lease.chunk)
     tag = wire.Tag(lease.session.id, 3, 0, lease.lane, lease.cursor, (Rect("kv", 0, 24, 0, 2),))
     core.tag(wire.encode_tag(tag, ("kv",)))
@@ -83,7 +83,7 @@ def test_a_writer_that_writes_in_place_is_lent_nothing_in_advance(path: str) -> 
     world = met(World(path=path, choose=lambda _: True))
     handle, _ = world.serve(1)
     world.check(handle, 1)
-    assert world.decode[0].core.counters.leases_granted == 0
+    assert world.d.core.counters.leases_granted == 0
     assert_flat(world)
 
 
@@ -92,14 +92,14 @@ def test_what_waits_gets_what_was_lent_in_advance_within_a_moment() -> None:
     world = met(World(lane_nbytes=2 * LEASE, n_pages=32))
     slow = world.receive(1)
     world.run()
-    (lease,) = world.decode[0].core.leases.advances
+    (lease,) = world.d.core.leases.advances
     begun = world.now
     for room in (2, 3):
         handle = world.receive(room, 32, list(range(2, 10)))
         world.send(room, 32, list(range(2, 10)), step=8)
         world.run(until=begun + 0.03)
         world.check(handle, room, 32)
-    assert not world.decode[0].core.leases.advances
+    assert not world.d.core.leases.advances
     assert lease.phase == "released"
     sent = world.send(1)
     world.run()
@@ -118,7 +118,7 @@ def test_an_advance_that_never_came_and_is_too_small_is_given_back() -> None:
     world.run()
     world.drop(is_message(m.Open, m.Recall))
     handle = world.receive(2, 24, list(range(6)))
-    (lease,) = world.decode[0].core.leases.advances
+    (lease,) = world.d.core.leases.advances
     assert lease.nbytes == 2 * LEASE
     world.run()
     world.free()
@@ -140,7 +140,7 @@ def test_nothing_is_lent_for_leases_that_a_writer_has_never_had() -> None:
     world = met(World(path="direct", choose=lambda _: True))
     world.hold(is_message(m.CloseOk))
     handle, _ = world.serve(1)
-    world.say(world.decode[0], m.CloseOk(handle.epoch, (m.Written(0, 0, 0), m.Written(0, 0, 0)), b"aux"))
+    world.say(world.d, m.CloseOk(handle.epoch, (m.Written(0, 0, 0), m.Written(0, 0, 0)), b"aux"))
     world.check(handle, 1)
     world.receive(2)
-    assert not world.decode[0].core.leases.live()
+    assert not world.d.core.leases.live()

@@ -25,28 +25,33 @@ def is_row(item: Item) -> bool:
     return bool(item.tag) and wire.decode_tag(item.tag, ("kv",)).lane == m.AUX
 
 
+def finish(world: World, out: PrefillRoom) -> None:
+    """With a row full of `FILL`."""
+    world.finish(out, aux=world.given_row(world.p, 5, FILL))
+
+
 def begin(world: World, room: int = 1, *, row: int | None = 3) -> tuple[DecodeRoom, PrefillRoom]:
     """One room with a row on both sides; what it holds at decode before is `BEFORE`."""
-    world.row(world.decode[0], row or 0)[:] = BEFORE
+    world.row(world.d, row or 0)[:] = BEFORE
     handle, out = world.receive(room, row=row), world.submit(room)
     world.chunk(out)
-    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
+    finish(world, out)
     return handle, out
 
 
 def fail_row(world: World, *, settled: bool = True) -> None:
     """The write of a row, which is held, fails."""
-    core = world.prefill[0].core
+    core = world.p.core
     (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
     core.chunks.completed(ticket, TransportError("the post failed"), settled=settled)
-    world.carry(world.prefill[0])
+    world.carry(world.p)
 
 
 def holds(world: World, handle: DecodeRoom) -> None:
     """Success, and each common column is there; whatever else the row holds is as it was."""
     world.check(handle, int(handle.key[1:]))
     common = {column.name for column in handle.shared.dst}
-    row = world.row(world.decode[0], 3)
+    row = world.row(world.d, 3)
     for column in world.columns["D"].placed:
         want = FILL if column.name in common else BEFORE
         assert (row[column.offset : column.offset + column.nbytes] == want).all(), column.name
@@ -54,7 +59,7 @@ def holds(world: World, handle: DecodeRoom) -> None:
 
 def counts(world: World) -> tuple[int, int]:
     """Rows written at prefill, and rooms that fell back there and at decode."""
-    prefill, decode = world.prefill[0].core.counters, world.decode[0].core.counters
+    prefill, decode = world.p.core.counters, world.d.core.counters
     assert prefill.aux_fallbacks == decode.aux_fallbacks
     return prefill.aux_rows, prefill.aux_fallbacks
 
@@ -83,7 +88,7 @@ def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, oth
     world.run()
     assert handle.state is State.FAILED
     assert f"'hidden', bfloat16[7] and required at {side}, {other}" in str(handle.error)
-    assert not world.prefill[0].core.sessions
+    assert not world.p.core.sessions
 
 
 # What goes wrong on the way.
@@ -104,10 +109,10 @@ def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
     world, handle, out = row_under_way()
     world.held.clear()
     if partly:
-        world.row(world.decode[0], 3)[:40] = 0x77
+        world.row(world.d, 3)[:40] = 0x77
     fail_row(world)
     world.run(QUIET_S)
-    row = world.row(world.decode[0], 3)
+    row = world.row(world.d, 3)
     world.check(handle, 1)
     assert [c.name for c in handle.shared.dst if not (row[c.offset : c.offset + c.nbytes] == FILL).all()] == []
     assert out.state is State.SUCCESS
@@ -124,7 +129,7 @@ def test_a_write_that_may_still_land_loses_the_session() -> None:
     fail_row(world, settled=False)
     world.run(1.0)
     assert out.state is State.FAILED
-    core = world.prefill[0].core
+    core = world.p.core
     assert (core.counters.aux_fallbacks, core.counters.sessions_lost) == (0, 1)
     world.run(world.config.max_silence_s * 3)
     assert handle.state is State.FAILED
@@ -149,7 +154,7 @@ def test_rows_out_of_reach_go_by_message(lacks: str, words: str) -> None:
         assert handle.aux == bytes([FILL]) * handle.shared.nbytes
     assert counts(world) == (0, 2)
     assert [len(node.peer_warnings) for node in world.nodes()] == [1, 1]
-    assert words in world.prefill[0].peer_warnings[0]
+    assert words in world.p.peer_warnings[0]
 
 
 # What a peer may not say.
@@ -160,18 +165,18 @@ def test_a_row_that_was_not_exposed_is_refused(aux: str) -> None:
     world = World(aux=aux)
     world.receive(1)
     world.run()
-    world.say(world.prefill[0], m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8))
-    assert "aux row 8, which Hello did not expose" in world.prefill[0].peer_warnings[-1]
-    assert not world.prefill[0].core.sessions
+    world.say(world.p, m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8))
+    assert "aux row 8, which Hello did not expose" in world.p.peer_warnings[-1]
+    assert not world.p.core.sessions
 
 
 def test_a_packed_row_of_another_size_is_refused() -> None:
     world = World(aux="rows")
     handle = world.receive(1, row=3)
     world.run()
-    world.say(world.decode[0], m.CloseOk(handle.epoch, (), bytes(23), (), True))
-    assert "packed in 23 bytes" in world.decode[0].peer_warnings[-1]
-    assert not world.decode[0].core.sessions
+    world.say(world.d, m.CloseOk(handle.epoch, (), bytes(23), (), True))
+    assert "packed in 23 bytes" in world.d.peer_warnings[-1]
+    assert not world.d.core.sessions
 
 
 def test_bytes_beside_a_row_that_was_written_are_no_row() -> None:
@@ -181,7 +186,7 @@ def test_bytes_beside_a_row_that_was_written_are_no_row() -> None:
     world.hold(is_message(m.CloseOk))
     world.run()
     (frame,) = world.held
-    world.say(world.decode[0], msgspec.structs.replace(frame.message, aux=b"xy"))
+    world.say(world.d, msgspec.structs.replace(frame.message, aux=b"xy"))
     assert handle.state is State.SUCCESS
     assert (handle.shared, handle.aux) == (None, b"xy")
 
@@ -193,7 +198,7 @@ def test_a_row_that_never_came_is_none() -> None:
     world.hold(is_message(m.CloseOk))
     world.drop(is_row)
     world.run()
-    world.say(world.decode[0], m.CloseOk(handle.epoch, (m.Written(0, m.AUX, 0),), None))
+    world.say(world.d, m.CloseOk(handle.epoch, (m.Written(0, m.AUX, 0),), None))
     assert handle.state is State.SUCCESS
     assert (handle.shared, handle.aux) == (None, None)
 
@@ -204,7 +209,7 @@ def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None
     world = World(aux="rows")
     handle = world.receive(1, row=row)
     world.run()
-    core = world.decode[0].core
+    core = world.d.core
     (session,) = core.sessions.values()
     tag = wire.encode_tag(wire.Tag(session.id, handle.epoch, 0, m.AUX, 0, ()), ("kv",))
     for _ in range(2):
@@ -224,7 +229,7 @@ def test_a_row_is_news_and_does_not_end_the_wait_for_the_rest() -> None:
     handle, out = world.receive(1, row=3), world.submit(1)
     world.chunk(out, (0, 4))
     world.chunk(out, (4, 8))
-    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
+    finish(world, out)
     world.run(50.0)
     world.release_held()
     world.run(world.config.transfer_s + 49.0)
@@ -259,7 +264,7 @@ def test_no_row_is_written_of_a_room_that_fails_while_a_destination_is_attached(
     world = World(aux="rows", path="staged", buffer_nbytes=1)
     out = world.submit(1)
     world.chunk(out)
-    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
+    finish(world, out)
     handle = world.receive(1, row=3)
     world.run()
     assert not any(line.startswith("write") for line in world.log)

@@ -106,9 +106,9 @@ def test_a_misfit_is_refused_at_hello_and_both_nodes_hear_why(what: str) -> None
     assert isinstance(handle.error, PeerError)
     assert words in str(handle.error)
     assert str(handle.error).count("\n") == 0
-    (warning,) = world.prefill[0].peer_warnings
+    (warning,) = world.p.peer_warnings
     assert words in warning
-    assert not world.prefill[0].core.sessions
+    assert not world.p.core.sessions
     assert_flat(world)
 
 
@@ -132,7 +132,7 @@ def test_another_model_of_the_same_shape_is_refused(what: str, older: bool) -> N
     src, dst, words = OTHER_MODELS[what]
     world = Ranks([SAME], [SAME], models=(src, dst))
     if older:  # a prefill that checks less
-        world.prefill[0].core.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
+        world.p.core.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
     handle = world.announce(1)
     world.run()
     assert handle.state is State.FAILED
@@ -225,9 +225,9 @@ def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opene
     handle = world.receive(1)
     out = world.submit(1)
     world.run()
-    (session,) = world.decode[0].core.sessions.values()
-    world.decode[0].core.endpoint.send(session, m.Abort(handle.epoch + 7, "no", False, b"i1"))
-    world.carry(world.decode[0])
+    (session,) = world.d.core.sessions.values()
+    world.d.core.endpoint.send(session, m.Abort(handle.epoch + 7, "no", False, b"i1"))
+    world.carry(world.d)
     world.run()
     assert not out.ended
     world.chunk(out)

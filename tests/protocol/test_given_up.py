@@ -43,11 +43,11 @@ def test_a_writer_that_has_not_answered_yet_is_told_once_it_does() -> None:
 
 
 def restart(world: World) -> None:
-    world.restart(world.prefill[0])
+    world.restart(world.p)
 
 
 def lose(world: World) -> None:
-    (node,) = world.prefill
+    node = world.p
     (session,) = node.core.sessions.values()
     node.core.lose(session, DeadlineExceeded("decode was silent"))
     world.carry(node)
@@ -143,20 +143,20 @@ def test_a_room_received_anew_meanwhile_is_not_given_up() -> None:
 def test_writers_that_are_none_fail_the_room_that_was_looked_up(writers: dict[int, bytes], words: str) -> None:
     world = World()
     handle = look_up(world)
-    world.decode[0].core.found(handle, writers)
-    world.carry(world.decode[0])
+    world.d.core.found(handle, writers)
+    world.carry(world.d)
     assert handle.state is State.FAILED and handle.released
     assert isinstance(handle.error, UsageError) and words in str(handle.error)
     assert_flat(world)
 
 
 def look_up(world: World, *, deadline_s: float = 60.0) -> DecodeRoom:
-    return world.decode[0].core.announce(b"i1", deadline_s=deadline_s)
+    return world.d.core.announce(b"i1", deadline_s=deadline_s)
 
 
 def found(world: World, handle: DecodeRoom) -> None:
-    world.decode[0].core.found(handle, {0: world.prefill[0].name})
-    world.carry(world.decode[0])
+    world.d.core.found(handle, {0: world.p.name})
+    world.carry(world.d)
 
 
 # A room that was opened, and parked at prefill, since its engine had not submitted it yet.
@@ -174,7 +174,7 @@ def test_a_room_whose_parked_open_is_aborted_fails_when_it_is_submitted() -> Non
     """Its blocks would be kept for `open_wait_s`: nobody opens it again (I10)."""
     world = World()
     handle = open_and_abort(world)
-    assert not len(world.prefill[0].core.pending)
+    assert not len(world.p.core.pending)
     sent = world.send(1)
     world.run()
     assert_given_up(handle, sent)
@@ -222,6 +222,6 @@ def test_what_is_remembered_of_aborted_rooms_has_a_cap(monkeypatch: pytest.Monke
     n = 64 + 3
     for room in range(n):
         open_and_abort(world, room=room)
-    assert len(world.prefill[0].core.ended) == 64
+    assert len(world.p.core.ended) == 64
     assert_given_up(world.submit(n - 1))
     assert not world.submit(0).ended

@@ -127,7 +127,7 @@ def test_the_tuples_inside_messages_are_closed(message: str, field: int) -> None
 def test_features_that_only_the_peer_knows_are_ignored() -> None:
     """On both sides; what both know still counts."""
     world = World(checksums=True)
-    prefill, decode = world.prefill[0].core, world.decode[0].core
+    prefill, decode = world.p.core, world.d.core
     new = ("teleport", "")
     decode.handshake.hello = msgspec.structs.replace(
         decode.handshake.hello, features=(*new, *decode.handshake.hello.features)
@@ -138,7 +138,7 @@ def test_features_that_only_the_peer_knows_are_ignored() -> None:
     handle, _ = world.serve(1)
     world.check(handle, 1)
     assert all(session.checksums for core in (prefill, decode) for session in core.sessions.values())
-    assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
+    assert not world.p.peer_warnings + world.d.peer_warnings
 
 
 # What cannot be talked with.
@@ -147,7 +147,7 @@ def test_features_that_only_the_peer_knows_are_ignored() -> None:
 def test_versions_that_do_not_talk_refuse_each_other_in_words_on_both_sides() -> None:
     """Neither waits for a deadline: prefill answers a Hello that it cannot read, in a form that never changes."""
     world = World()
-    prefill, decode = world.prefill[0].core, world.decode[0].core
+    prefill, decode = world.p.core, world.d.core
     handle = world.announce(0)
     (hello,) = [item for item in world.queue if isinstance(item.message, m.Hello)]
     world.queue.clear()
@@ -171,7 +171,7 @@ def test_versions_that_do_not_talk_refuse_each_other_in_words_on_both_sides() ->
 def test_only_a_hello_is_answered_across_versions(name: str) -> None:
     """Two strangers that answered everything would never end."""
     world = World()
-    for core in (world.prefill[0].core, world.decode[0].core):
+    for core in (world.p.core, world.d.core):
         frame = wire.encode(m.SessionId(5, 0), 0, golden.FRAMES[name])
         core.endpoint.receive(b"??", later(frame, oldest=VERSION + 1))
         (effect,) = core.endpoint.take_effects()

@@ -47,21 +47,21 @@ def test_what_nobody_waits_with_is_held_no_longer_than_its_wait() -> None:
     world.run(until=HELD_S + 0.1)
     assert lost.state is State.FAILED and not waited.ended
     cut_at = world.now
-    world.drop(lambda item: item.kind == "frame" and item.src is world.decode[0])
+    world.drop(lambda item: item.kind == "frame" and item.src is world.d)
     world.run(until=cut_at + HELD_S + 0.1)
     assert waited.state is State.FAILED
 
 
 def test_thousands_of_rooms_are_held_by_one_message_a_peer_and_interval() -> None:
     world = World(prefill=2, **SHORT)
-    core: DecodeCore = world.decode[0].core
+    core: DecodeCore = world.d.core
     sent = [world.prefill[1].core.submit(room_key(n)) for n in range(2_000)]
     for n in range(2_000):
         core.found(core.announce(room_key(n), deadline_s=HOUR_S), {0: b"P0", 1: b"P1"})
-    world.carry(world.decode[0])
+    world.carry(world.d)
     world.run(until=1.0)
     said: list[m.Heartbeat] = []
-    world.drop(lambda item: is_message(m.Heartbeat)(item) and item.src is world.decode[0] and said.append(item.message))
+    world.drop(lambda item: is_message(m.Heartbeat)(item) and item.src is world.d and said.append(item.message))
     world.run(until=1.0 + 8 * HOLD_EVERY_S + 0.01)
     assert len(said) == 2 * 8
     assert all(len(beat.asks) + len(beat.waits) == 2_000 for beat in said)
@@ -96,8 +96,8 @@ def test_prefill_is_asked_whether_a_room_is_finished_when_its_engine_looks_or_is
     begun = world.now
     handle, sent = world.announce(2), world.send(2)
     if looks:
-        world.decode[0].core.wait_to_bind(handle)
-        world.carry(world.decode[0])
+        world.d.core.wait_to_bind(handle)
+        world.carry(world.d)
     if not late_s:
         world.bind(handle, 8, [0, 1])
     world.run(until=begun + 0.2)

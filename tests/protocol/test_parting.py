@@ -38,7 +38,7 @@ def strangers(world: World) -> bool:
 
 def test_an_idle_session_ends_in_order_on_both_sides() -> None:
     world = served()
-    (prefill,), (decode,) = world.prefill, world.decode
+    prefill, decode = world.p, world.d
     world.run(until=IDLE_S - 0.1)
     serve(world, 3)
     world.run(until=2 * IDLE_S - 0.2)
@@ -82,14 +82,14 @@ def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
 def test_a_lost_farewell_is_made_good_long_before_silence_would_tell(side: str) -> None:
     """Bye, or its answer (I4)."""
     world = served(max_silence_s=30.0)
-    lossy = world.prefill[0] if side == "prefill" else world.decode[0]
+    lossy = world.p if side == "prefill" else world.d
     world.run(until=IDLE_S - 0.1)
     world.drop(nth(0, lambda item: is_message(m.Bye)(item) and item.src is lossy))
     world.run(until=IDLE_S + 12.0)
     assert sum("Bye" in line for line in world.log) >= 2
     assert strangers(world)
-    assert not world.prefill[0].peer_warnings
-    assert world.prefill[0].core.counters.sessions_ended == 1
+    assert not world.p.peer_warnings
+    assert world.p.core.counters.sessions_ended == 1
 
 
 @pytest.mark.parametrize("lost", [m.Bye, m.NoSession, m.Heartbeat])
@@ -97,12 +97,10 @@ def test_a_farewell_that_is_never_answered_is_over_in_time(lost: type) -> None:
     """The peer died as its session ended: Bye is said ever more seldom, until its silence says enough."""
     world = served()
     world.run(until=IDLE_S - 0.1)
-    world.drop(lambda item: is_message(m.Bye)(item) and item.src is world.prefill[0])
-    world.drop(
-        lambda item: is_message(lost)(item) and item.src is world.prefill[0] and not world.decode[0].core.sessions
-    )
+    world.drop(lambda item: is_message(m.Bye)(item) and item.src is world.p)
+    world.drop(lambda item: is_message(lost)(item) and item.src is world.p and not world.d.core.sessions)
     world.run(until=IDLE_S + 2 * BEAT_S)
-    assert not world.decode[0].core.sessions
+    assert not world.d.core.sessions
     world.run(until=IDLE_S + 30.0)
     assert strangers(world)
     byes = sum("Bye" in line and "D0>P0" in line for line in world.log)
@@ -128,7 +126,7 @@ def one_room(world: World, room: int, prefill: int, decode: int, *, send: bool =
 def test_prefill_refuses_in_words_one_peer_too_many() -> None:
     """Until idle sessions have ended; a peer that greets anew is none more."""
     world = instances(1, 3, max_peers=2, idle_s=IDLE_S)
-    core = world.prefill[0].core
+    core = world.p.core
     for decode in range(2):
         one_room(world, decode, 0, decode)
     handle = one_room(world, 5, 0, 2, send=False)
@@ -137,7 +135,7 @@ def test_prefill_refuses_in_words_one_peer_too_many() -> None:
     assert "already 2 peers; raise Config.max_peers" in str(handle.error)
     assert core.counters.peers_crowded == core.counters.sessions_refused == 1
     assert len(core.sessions) == 2
-    world.restart(world.decode[0])
+    world.restart(world.d)
     assert one_room(world, 6, 0, 0).state is State.SUCCESS
     world.run(until=world.now + 2 * IDLE_S)
     assert one_room(world, 7, 0, 2).state is State.SUCCESS
@@ -145,7 +143,7 @@ def test_prefill_refuses_in_words_one_peer_too_many() -> None:
 
 def test_decode_says_so_where_a_room_has_one_peer_too_many() -> None:
     world = instances(3, 1, max_peers=2)
-    core = world.decode[0].core
+    core = world.d.core
     waiting = [one_room(world, n, n, 0, send=False) for n in range(2)]
     error = world.announce(5, 0, prefill=2).error
     assert isinstance(error, UsageError)
@@ -189,7 +187,7 @@ def test_a_dead_endpoint_costs_bounded_work() -> None:
     n = len(world.timed)
     world.run(until=1000.0)
     assert len(world.timed) == n, "nobody is asked any more"
-    assert not len(world.decode[0].core.endpoint.timers)
+    assert not len(world.d.core.endpoint.timers)
 
 
 def test_a_stranded_sessions_route_is_kept_until_its_writer_answers() -> None:
@@ -199,9 +197,9 @@ def test_a_stranded_sessions_route_is_kept_until_its_writer_answers() -> None:
     world.hold(is_kind("write"))
     world.send(1)
     world.run()
-    world.drop(lambda item: item.kind == "frame" and item.src is world.prefill[0])
+    world.drop(lambda item: item.kind == "frame" and item.src is world.p)
     world.run(until=5.0)
-    core = world.decode[0].core
+    core = world.d.core
     assert handle.state is State.FAILED
     assert not core.sessions
     assert core.needs(b"P0")
@@ -220,7 +218,7 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
     world.receive(1)
     world.send(1)
     world.run(until=world.now)
-    (writer,), (session,) = world.prefill, world.prefill[0].core.sessions.values()
+    (writer,), (session,) = world.prefill, world.p.core.sessions.values()
 
     def say(message: m.AnyMessage, seq: int) -> list[m.AnyMessage]:
         writer.core.endpoint.take_effects()

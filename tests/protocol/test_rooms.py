@@ -77,7 +77,7 @@ def test_a_write_older_than_write_s_tears_its_session_down() -> None:
     world.run(until=2.1)
     assert "took over 2.0 s" in str(sent.error)
     assert not sent.released, "the post may still read these pages"
-    assert len(world.prefill[0].core.chunks.free) == 1
+    assert len(world.p.core.chunks.free) == 1
     world.free()
     world.run(until=30.0)
     assert sent.released
@@ -90,13 +90,13 @@ def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
     world.hold(is_kind("write"))
     handle, _ = world.serve(1)
     world.hold(is_kind("fence"))
-    world.abort(world.decode[0], handle, "enough")
+    world.abort(world.d, handle, "enough")
     world.run(until=1.9)
-    assert world.decode[0].core.sessions
+    assert world.d.core.sessions
     world.run(until=2.1)
-    assert not world.decode[0].core.sessions
-    assert any("did not drain in 2.0 s" in words for words in world.decode[0].peer_warnings)
-    assert world.decode[0].core.leases.lanes[0].quarantined_nbytes == LEASE
+    assert not world.d.core.sessions
+    assert any("did not drain in 2.0 s" in words for words in world.d.peer_warnings)
+    assert world.d.core.leases.lanes[0].quarantined_nbytes == LEASE
     world.free()
     world.run(until=30.0)
     assert_flat(world)
@@ -106,7 +106,7 @@ def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
 
 
 def usage(world: World) -> dict[str, Callable[[], object]]:
-    prefill = world.prefill[0].core
+    prefill = world.p.core
     world.receive(1)
     sent, other = world.submit(1), world.submit(3)
     world.finish(sent)
@@ -155,17 +155,22 @@ def opened(world: World) -> tuple[DecodeRoom, PrefillRoom]:
 def test_a_reserve_for_what_was_not_asked_fails_the_room_naming_it(reserve: tuple, words: str) -> None:
     world = World(advance=False)
     handle, _ = opened(world)
-    world.say(world.decode[0], m.Reserve(*reserve))
+    world.say(world.d, m.Reserve(*reserve))
     world.run(until=5.0)
     assert isinstance(handle.error, PeerError)
     assert words in str(handle.error)
-    assert world.decode[0].core.sessions, "the room, not the session"
+    assert world.d.core.sessions, "the room, not the session"
 
 
 OPEN: dict[str, object] = {
     "epoch": 1, "room": b"i1", "shares": (), "asked": (), "items": (), "rank": 0, "destinations": 1, "aux": True,
     "priority": 0, "deadline_s": 9.0,
 }  # fmt: skip
+
+
+def share(layers: tuple[int, int, int] = (0, 2, 1), first: int = 0, count: int = 2, component: str = "kv") -> dict:
+    """An Open of one share."""
+    return {"shares": ((component, "k", layers, first, count),)}
 
 
 @pytest.mark.parametrize(
@@ -177,16 +182,16 @@ OPEN: dict[str, object] = {
         ({"asked": (("swa", 0, 8),)}, "asks for 'swa' 0..8"),
         ({"asked": (("kv", 8, 4),)}, "asks for 'kv' 8..4"),
         ({"asked": (("kv", 0, 4), ("kv", 4, 8))}, "asks for 'kv' 0..4"),
-        ({"shares": (("kv", "k", (5, 5, 1), 0, 2),)}, "which is nothing"),
+        (share((5, 5, 1)), "which is nothing"),
         ({"shares": (("kv", "k", (0, 2, 1), 0, 2), ("kv", "k", (1, 2, 1), 1, 1))}, "of layer 1 twice"),
         ({"deadline_s": float("inf")}, "does not decode"),
         ({"deadline_s": float("nan")}, "does not decode"),
-        ({"shares": (("swa", "k", (0, 2, 1), 0, 2),)}, "of layer 0"),
-        ({"shares": (("kv", "k", (0, 3, 1), 0, 2),)}, "of layer 2"),
-        ({"shares": (("kv", "k", (0, 2, 0), 0, 2),)}, "which is nothing"),
-        ({"shares": (("kv", "k", (0, 2, 1), 0, 3),)}, "of layer 0"),
-        ({"shares": (("kv", "k", (0, 2, 1), -1, 2),)}, "of layer 0"),
-        ({"shares": (("kv", "k", (0, 2, 1), 0, 0),)}, "which is nothing"),
+        (share(component="swa"), "of layer 0"),
+        (share((0, 3, 1)), "of layer 2"),
+        (share((0, 2, 0)), "which is nothing"),
+        (share(count=3), "of layer 0"),
+        (share(first=-1), "of layer 0"),
+        (share(count=0), "which is nothing"),
         ({"items": (("kv", 0, b"\0\0\0"),)}, "3 bytes of items"),
         ({"items": (("swa", 0, b"\0\0\0\0"),)}, "items of 'swa'"),
         ({"items": (("kv", 0, b"\x10\0\0\0"),)}, "past its 16"),
@@ -203,9 +208,9 @@ def test_an_open_out_of_range_ends_the_session(change: dict[str, object], words:
     opened(world)
     fields = OPEN | {"epoch": 5} | change
     fields["items"] = tuple(m.Items(name, first, memoryview(data)) for name, first, data in fields["items"])
-    world.say(world.prefill[0], m.Open(**fields))
-    assert words in world.prefill[0].peer_warnings[-1]
-    assert not world.prefill[0].core.sessions
+    world.say(world.p, m.Open(**fields))
+    assert words in world.p.peer_warnings[-1]
+    assert not world.p.core.sessions
 
 
 def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> None:
@@ -236,9 +241,9 @@ def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m
     world = World(advance=False)
     world.hold(is_message(m.Lease))
     handle, _ = world.serve(1)
-    world.say(world.prefill[0], message)
-    assert world.prefill[0].peer_warnings
-    world.carry(world.prefill[0])
+    world.say(world.p, message)
+    assert world.p.peer_warnings
+    world.carry(world.p)
     world.free()
     world.run(until=5.0)
     assert not any(line.startswith("write") for line in world.log)
@@ -263,7 +268,7 @@ def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> No
     world = World()
     opened(world)
     lost = world.submit(2)
-    world.abort(world.prefill[0], lost, "out of memory")
+    world.abort(world.p, lost, "out of memory")
     world.drop(nth(0, is_message(m.Opened)))
     handle = world.receive(2)
     world.run(until=world.now + 1.0)
@@ -307,7 +312,7 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     world.hold(is_kind("write"))
     handle, sent = world.serve(1)
     world.drop(is_kind("frame"))
-    (node,) = world.prefill
+    node = world.p
     ((ticket, (chunk, *_)),) = node.core.chunks.flights.items()
     node.core.chunks.completed(ticket, TransportError("link down"))
     world.carry(node)
@@ -338,7 +343,7 @@ def test_a_node_that_drains_ends_what_it_began_and_tells_the_others() -> None:
     begun, sent = world.receive(1), world.submit(1)
     parked = world.receive(2)
     world.run(until=world.now)
-    (prefill,) = world.prefill
+    prefill = world.p
     prefill.core.drain()
     world.carry(prefill)
     late = world.receive(3)
@@ -359,7 +364,7 @@ def test_destinations_turned_away_still_count() -> None:
     """A peer that never agrees to the end of its rooms gets no place for more of them."""
     world = World(send_wait_s=1.0)
     opened(world)
-    (prefill,) = world.prefill
+    prefill = world.p
     world.drop(lambda item: item.src is prefill and item.kind == "frame")
     for epoch in range(10, 40):
         world.say(prefill, m.Open(**(OPEN | {"epoch": epoch, "room": b"i2"})))
@@ -384,7 +389,7 @@ def test_an_ended_room_is_freed_without_the_garbage_collector(path: str) -> None
             if number % 2:
                 world.run(until=world.now + 1.0)
             else:
-                world.abort(world.decode[0], handles[0], "changed its mind")
+                world.abort(world.d, handles[0], "changed its mind")
                 world.run(until=world.now + 1.0)
         for node in world.decode:
             node.pages.clear()
@@ -400,22 +405,22 @@ def test_an_ended_room_is_freed_without_the_garbage_collector(path: str) -> None
 def test_a_writer_that_asks_for_leases_without_end_is_answered_later() -> None:
     world = World()
     handle, _ = opened(world)
-    (session,) = world.decode[0].core.sessions.values()
+    (session,) = world.d.core.sessions.values()
     for chunk in range(5000):
-        world.say(world.decode[0], m.Reserve(handle.epoch, chunk, 0, 512, (Rect("kv", 0, 8, 0, 2),)))
+        world.say(world.d, m.Reserve(handle.epoch, chunk, 0, 512, (Rect("kv", 0, 8, 0, 2),)))
     assert not handle.ended
-    assert len(world.decode[0].core.leases.held(session, handle.epoch)) == 4096
+    assert len(world.d.core.leases.held(session, handle.epoch)) == 4096
 
 
 def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:
     """Else a writer could keep a room open by saying the same cells again and again (I10)."""
     world = World(path="direct", transfer_s=5.0)
     handle, _ = opened(world)
-    (session,) = world.decode[0].core.sessions.values()
+    (session,) = world.d.core.sessions.values()
     for chunk in range(40):
         tag = wire.Tag(session.id, handle.epoch, chunk, m.DIRECT, 0, (Rect("kv", 0, 4, 0, 2),))
-        world.decode[0].core.tag(wire.encode_tag(tag, ("kv",)))
-        world.carry(world.decode[0])
+        world.d.core.tag(wire.encode_tag(tag, ("kv",)))
+        world.carry(world.d)
         world.run(until=world.now + 0.5)
     assert handle.state is State.FAILED
     assert "nothing new in 5.0 s" in str(handle.error)
@@ -424,7 +429,7 @@ def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:
 def test_aux_beyond_the_limit_ends_the_session() -> None:
     world = World(max_aux_nbytes=16)
     handle, _ = opened(world)
-    world.say(world.decode[0], m.CloseOk(handle.epoch, (), bytes(17)))
+    world.say(world.d, m.CloseOk(handle.epoch, (), bytes(17)))
     assert handle.state is State.FAILED
     assert "17 aux bytes" in str(handle.error)
 
@@ -437,9 +442,9 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
     sent = world.submit(1)
     world.chunk(sent, (0, 2400), list(range(600)))
     world.run()
-    (destination,) = world.prefill[0].core.destinations
+    (destination,) = world.p.core.destinations
     n_before = len(destination.chunks)
     for number in range(n_before):
-        world.say(world.prefill[0], m.Refused(destination.epoch, number, 0, "too_big", 256))
+        world.say(world.p, m.Refused(destination.epoch, number, 0, "too_big", 256))
     assert len(destination.chunks) == n_before
     assert not sent.ended

@@ -18,10 +18,10 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     world = World()
     world.hold(is_kind("write"))
     handle, _ = world.serve(1)
-    decode = world.decode[0].core
+    decode = world.d.core
     (session,) = decode.sessions.values()
     decode.abort(handle, "changed its mind")
-    said = world.say(world.decode[0], m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),)))
+    said = world.say(world.d, m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),)))
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.leases.contended
     assert [lease.phase for lease in decode.leases.of(session)] == ["quarantined"]
@@ -51,7 +51,7 @@ def test_a_writer_whose_chunk_nobody_takes_any_more_does_not_succeed() -> None:
     handle, sent = world.receive(1), world.submit(1)
     world.run()
     world.drop(is_message(m.Abort))
-    world.abort(world.decode[0], handle)
+    world.abort(world.d, handle)
     world.chunk(sent)
     world.finish(sent)
     world.run()
@@ -68,7 +68,7 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     world.hold(is_kind("write"))
     world.serve(1)
     world.serve(2)
-    decode = world.decode[0].core
+    decode = world.d.core
     (session,) = decode.sessions.values()
     assert [decode.leases.is_open(lease) for lease in decode.leases.of(session)] == [True, False]
     decode.lose(session, PeerError("the test says so"))
@@ -80,13 +80,13 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     world = World()
     world.hold(is_kind("scatter"))
     handle, _ = world.serve(1)
-    decode = world.decode[0].core
+    decode = world.d.core
     (session,) = decode.sessions.values()
     decode.lose(session, PeerError("the test says so"))
     decode.fenced(session)
     assert [lease.phase for lease in decode.leases.of(session)] == ["landed"]
     assert not handle.released
-    world.carry(world.decode[0])
+    world.carry(world.d)
     world.rules.clear()
     world.release_held()
     world.run()
@@ -101,15 +101,15 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     world.receive(1)
     sender = world.send(1)
     world.run(until=world.now)
-    (destination,) = world.prefill[0].core.destinations
+    (destination,) = world.p.core.destinations
     (chunk,) = destination.chunks.values()
     assert chunk.phase is ChunkPhase.GATHERING
     world.drop(is_message(m.CloseFailed))
-    world.abort(world.prefill[0], sender)
+    world.abort(world.p, sender)
 
     def asked_for_it_back() -> list[m.AnyMessage]:
         recall = m.Recall(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor, 0)
-        return world.say(world.prefill[0], recall)
+        return world.say(world.p, recall)
 
     assert not any(isinstance(message, m.Returned) for message in asked_for_it_back())
     world.release_held()
@@ -125,7 +125,7 @@ def test_no_destination_has_every_send_buffer() -> None:
         return SimpleNamespace(direct=False, phase=ChunkPhase.READY, destination=SimpleNamespace(session=session))
 
     slow, quick = object(), object()
-    turns = World(n_buffers=3).prefill[0].core.chunks.staged
+    turns = World(n_buffers=3).p.core.chunks.staged
     for _ in range(5):
         turns.queue(chunk(slow))
     assert [turns.begin() is None for _ in range(3)] == [False, False, True]

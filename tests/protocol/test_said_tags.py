@@ -33,7 +33,7 @@ def test_a_recall_of_what_was_written_is_answered_with_its_tag() -> None:
     assert not other.ended
     world.run(until=3.0)
     world.check(other, 2)
-    assert world.prefill[0].core.counters.leases_returned == 0
+    assert world.p.core.counters.leases_returned == 0
     assert not endless.ended
 
 
@@ -44,7 +44,7 @@ def test_nothing_is_said_under_a_lost_session() -> None:
     world.hold(is_kind("done"))
     world.send(1)
     world.run()
-    (node,) = world.prefill
+    node = world.p
     (session,) = node.core.sessions.values()
     node.core.lose(session, PeerError("the test says so"))
     world.free()
@@ -58,16 +58,16 @@ def test_an_untrue_tag_ends_its_session(what: str) -> None:
     world = saying() if what != "where tags come with the data" else World()
     room = world.receive(1)
     world.run()
-    (session,) = world.decode[0].core.sessions.values()
+    (session,) = world.d.core.sessions.values()
     tag = wire.Tag(session.id, 1, 0, 0, 0, ())
     data = {
         "another session": wire.encode_tag(tag._replace(session=m.SessionId(1, 2)), ("kv",)),
         "no tag": b"Pt",
         "another component": wire.encode_tag(tag, ("kv",))[:-2] + b"\1\0" + b"\7" + bytes(25),
     }.get(what, wire.encode_tag(tag, ("kv",)))
-    world.say(world.decode[0], m.Tagged(data))
-    assert world.decode[0].core.counters.frames_malformed == 1
-    assert not world.decode[0].core.sessions
+    world.say(world.d, m.Tagged(data))
+    assert world.d.core.counters.frames_malformed == 1
+    assert not world.d.core.sessions
     assert room.state is State.FAILED
 
 
@@ -82,4 +82,4 @@ def test_one_side_that_says_tags_and_one_that_does_not(one: str) -> None:
     world.run()
     assert room.state is State.FAILED
     assert "carries tags at one side only" in str(room.error)
-    assert any("carries tags at one side only" in line for line in world.prefill[0].peer_warnings)
+    assert any("carries tags at one side only" in line for line in world.p.peer_warnings)

@@ -20,7 +20,7 @@ from pdstage.protocol.session import Attach, PeerWarning, Renew, Send, Session
 from pdstage.protocol.state import State
 from tests.pair import Decode, Prefill, World, is_kind, is_message
 
-HELLO = World().decode[0].core.handshake.hello
+HELLO = World().d.core.handshake.hello
 
 
 def greet(core: PrefillCore, route: bytes = b"D0", nonce: int = 5, **change: object) -> list[object]:
@@ -38,11 +38,11 @@ def met(world: World) -> tuple[Prefill, Decode, Session, Session]:
     """A world whose pair has greeted, with no room left."""
     handle = world.announce(0)
     world.run()
-    world.abort(world.decode[0], handle, "only to greet")
+    world.abort(world.d, handle, "only to greet")
     world.run()
-    (at_prefill,), (at_decode,) = world.prefill[0].core.sessions.values(), world.decode[0].core.sessions.values()
+    (at_prefill,), (at_decode,) = world.p.core.sessions.values(), world.d.core.sessions.values()
     assert at_prefill.id == at_decode.id
-    return world.prefill[0], world.decode[0], at_prefill, at_decode
+    return world.p, world.d, at_prefill, at_decode
 
 
 def test_a_frame_of_an_unknown_session_is_counted_and_answered_with_our_name() -> None:
@@ -67,7 +67,7 @@ def test_a_silent_peer_is_lost_after_its_own_promise() -> None:
     _, decode, _, session = met(world)
     handle = world.receive(1)
     world.run()
-    world.drop(lambda item: item.src is world.prefill[0])
+    world.drop(lambda item: item.src is world.p)
     received_at = session.received_at
     world.run(until=received_at + 1.9)
     assert handle.state is State.WAITING_FOR_INPUT
@@ -103,7 +103,7 @@ def test_an_idle_node_keeps_its_deadlines() -> None:
     """A node without peers never ticks; the deadlines of the first room after an hour must hold all the same (I10)."""
     world = World(hello_s=5.0)
     world.drop(is_kind("frame"))
-    decode = world.decode[0]
+    decode = world.d
     decode.core.endpoint.tick()
     world.now = 3600.0
     handle = world.announce(1)
@@ -115,7 +115,7 @@ def test_an_idle_node_keeps_its_deadlines() -> None:
 
 def test_a_half_open_session_expires_whatever_it_promised() -> None:
     world = World(hello_s=3.0)
-    core = world.prefill[0].core
+    core = world.p.core
     greet(core, max_silence_s=1e300)
     for world.now in (1.0, 2.9):
         core.endpoint.tick()
@@ -128,7 +128,7 @@ def test_a_half_open_session_expires_whatever_it_promised() -> None:
 
 def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
     """At the limit the oldest goes, of the route that greets if it has one: a flood of Hellos ends its own (I14)."""
-    core = World(max_peers=3).prefill[0].core
+    core = World(max_peers=3).p.core
     effects = greet(core, b"first", 100)
     for n in range(5):
         effects += greet(core, b"flood", n + 1)
@@ -186,7 +186,7 @@ def test_a_lost_session_is_never_resumed() -> None:
 
 def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
     """I14."""
-    prefill = World().prefill[0].core
+    prefill = World().p.core
     for n in range(5000):
         greet(prefill, b"D", n + 1)
         prefill.endpoint.receive(b"D", wire.encode(m.SessionId(n + 1, prefill.incarnation), 1, m.Bye()))
@@ -202,8 +202,8 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     world = World()
     world.hold(is_message(m.Hello))
     handle = world.announce(0)
-    core = world.decode[0].core
-    core.endpoint.receive(b"P0", wire.encode(m.SessionId(12345, 1000), 1, world.prefill[0].core.handshake.welcome))
+    core = world.d.core
+    core.endpoint.receive(b"P0", wire.encode(m.SessionId(12345, 1000), 1, world.p.core.handshake.welcome))
     assert not core.sessions
     assert handle.state is State.BOOTSTRAPPING
     world.free()
@@ -224,7 +224,7 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     ids=["no lanes", "empty lane", "too many lanes", "inf", "nan", "negative"],
 )
 def test_a_hello_that_makes_no_sense_is_refused(hello: dict[str, object]) -> None:
-    core = World().prefill[0].core
+    core = World().p.core
     assert [type(effect) for effect in greet(core, **hello)] == [PeerWarning]
     assert not core.sessions
 
@@ -232,7 +232,7 @@ def test_a_hello_that_makes_no_sense_is_refused(hello: dict[str, object]) -> Non
 def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -> None:
     """Its keys do not fit, say: its rooms need not wait for Hello's deadline, and may be tried again (I10)."""
     world = World(hello_s=5.0)
-    core = world.decode[0].core
+    core = world.d.core
     error = PeerError("the peer refuses this node's key", remedy="add it to its list")
     core.unreachable(b"nobody", error)
     assert not core.endpoint.take_effects()
@@ -256,7 +256,7 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
 
 def test_the_connection_to_a_peer_that_does_not_answer_is_made_anew() -> None:
     """Its other end may be another's by now. The question is asked on the new one."""
-    core = World(hello_s=5.0).decode[0].core
+    core = World(hello_s=5.0).d.core
     core.found(core.announce(b"i1", deadline_s=60.0), {0: b"P9"})
     said = []
     while b"P9" in core.handshake.peers:
@@ -374,7 +374,7 @@ def test_a_layout_of_too_much_is_refused() -> None:
 @pytest.mark.parametrize(("transport", "other", "fits"), [("a", "test", True), ("test", "a", True), ("a", "b", False)])
 def test_the_transports_of_both_sides_need_one_in_common(transport: str, other: str, fits: bool) -> None:
     offer = m.Offer(other, other.encode())
-    effects = greet(World().prefill[0].core, transport=transport, others=(offer,))
+    effects = greet(World().p.core, transport=transport, others=(offer,))
     attached = [effect.offers for effect in effects if isinstance(effect, Attach)]
     if fits:
         assert attached == [m.offers(msgspec.structs.replace(HELLO, transport=transport, others=(offer,)))]

@@ -117,7 +117,7 @@ def test_a_writer_that_never_named_its_slots_fails_the_room() -> None:
 
 def lie(world: World, n: int, component: str = "kv") -> None:
     """Every CloseOk that prefill sends says another number of slots."""
-    core = world.prefill[0].core
+    core = world.p.core
     send = core.endpoint.send
 
     def lying(session: Session, message: m.AnyMessage) -> None:

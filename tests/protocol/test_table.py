@@ -29,14 +29,14 @@ def stuck(world: World) -> None:
     """A failed room whose writer cannot answer Abort for good yet."""
     staged(world)
     world.run()
-    world.abort(world.decode[0], next(iter(world.decode[0].core.by_key.values())), "why")
+    world.abort(world.d, next(iter(world.d.core.by_key.values())), "why")
 
 
 def given_up(world: World) -> None:
     world.receive(1)
     room = world.submit(1)
     world.run()
-    world.abort(world.prefill[0], room, "why")
+    world.abort(world.p, room, "why")
 
 
 def contended(world: World) -> None:
@@ -149,10 +149,10 @@ def test_decode_answers_in_each_state(
     world = met(World())
     world.hold(is_kind("write"))
     epoch, expected = state(world)
-    core = world.decode[0].core
+    core = world.d.core
     room = core.by_epoch[epoch]
     assert room.state is expected
-    assert [type(x) for x in world.say(world.decode[0], message(epoch))] == said
+    assert [type(x) for x in world.say(world.d, message(epoch))] == said
     if expected is State.FAILED:
         assert room.state is State.FAILED
         gone = isinstance(message(epoch), m.CloseOk | m.Drained)
@@ -164,7 +164,7 @@ def test_reserve_is_answered_by_its_attempt() -> None:
     """Same attempt: the same lease. Lower: dropped. Higher: the old one is released, and another granted (I15)."""
     world = met(World())
     epoch, _ = live(world)
-    node = world.decode[0]
+    node = world.d
 
     def reserve(attempt: int) -> list[m.AnyMessage]:
         return world.say(node, m.Reserve(epoch, 0, attempt, LEASE, (("kv", 0, 8, 0, 2),)))
@@ -184,7 +184,7 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     other = world.receive(2, prefill=1)
     world.send(1, rank=0)
     world.run()
-    core = world.decode[0].core
+    core = world.d.core
     (lease,) = core.leases.live()
     stranger = next(session for session in core.sessions.values() if session is not lease.session)
     for message in (m.Returned(1, 0, 0, lease.lane, lease.cursor), m.Drained(1), m.CloseOk(1, (), None)):
@@ -215,7 +215,7 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     handle, other = world.receive(1), world.receive(2)
     sent = world.send(1)
     world.run()
-    core = world.decode[0].core
+    core = world.d.core
     lease = next(one for one in core.leases.live() if one.epoch == 1)
     rects = (Rect("kv", 0, 8, 0, 2),)
     tag = wire.Tag(lease.session.id, 1, 0, lease.lane, lease.cursor, rects)._replace(**change)
@@ -227,7 +227,7 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     world.run(until=2.0)
     world.check(handle, 1)
     core.abort(other, "only another live epoch")
-    world.carry(world.decode[0])
+    world.carry(world.d)
     world.run(until=3.0)
     assert sent.state is State.SUCCESS
     assert_flat(world)

@@ -25,15 +25,15 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     world.hold(is_kind("write", "fence"))
     handle, _ = world.serve(1)
     (write,) = world.held
-    old_session = next(iter(world.decode[0].core.sessions.values()))
-    world.restart(world.prefill[0])
+    old_session = next(iter(world.d.core.sessions.values()))
+    world.restart(world.p)
     world.run(until=5.0)
     assert any("NoSession" in line for line in world.log), "the new process was asked, and answered in its own name"
     assert handle.state is State.FAILED
     again = world.receive(1)
     world.run(until=6.0)
     assert again.state is State.WAITING_FOR_INPUT, "a new session with the new process"
-    core = world.decode[0].core
+    core = world.d.core
     if path == "staged":
         (lease,) = core.leases.of(old_session)
         assert lease.phase == "quarantined"
@@ -57,18 +57,18 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     world = World(lane_nbytes=LEASE)
     for room in range(4):
         world.serve(room)
-    assert world.decode[0].core.leases.lanes[0].watermark == 4 * LEASE
-    (old,) = world.prefill[0].core.sessions.values()
-    world.restart(world.decode[0])
+    assert world.d.core.leases.lanes[0].watermark == 4 * LEASE
+    (old,) = world.p.core.sessions.values()
+    world.restart(world.d)
     world.hold(is_kind("scatter"))
     handles = {room: world.receive(room) for room in (10, 11)}
     for room in handles:
         world.send(room)
     world.run(until=1.0)
     # The old process's last words, late: in its own session, with a mark far beyond the new ring's.
-    core = world.prefill[0].core
+    core = world.p.core
     core.endpoint.receive(b"D0", wire.encode(old.id, 1000, m.Watermark(0, 4 * LEASE)))
-    world.carry(world.prefill[0])
+    world.carry(world.p)
     world.run(until=2.0)
     held = [c for r in core.destinations for c in r.chunks.values() if c.phase is ChunkPhase.HELD]
     assert len(held) == 1, "the second room's lease is one lap ahead and stays closed"
@@ -86,17 +86,17 @@ def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet
     handle = world.receive(1)
     world.send(1)
     world.run(until=0.5)
-    (session,) = world.decode[0].core.sessions.values()
-    core, (lost,) = world.prefill[0].core, world.prefill[0].core.sessions.values()
+    (session,) = world.d.core.sessions.values()
+    core, (lost,) = world.p.core, world.p.core.sessions.values()
     assert core.chunks.flights, "the gather is under way"
     core.lose(lost, TransportError("the connection broke"))
-    world.carry(world.prefill[0])
+    world.carry(world.p)
     world.run(until=60.0)
     assert handle.state is State.FAILED
-    assert [lease.phase for lease in world.decode[0].core.leases.of(session)] == ["quarantined"]
+    assert [lease.phase for lease in world.d.core.leases.of(session)] == ["quarantined"]
     world.free()
     world.run(until=120.0)
-    assert not world.decode[0].core.leases.of(session)
+    assert not world.d.core.leases.of(session)
     assert_flat(world)
 
 
@@ -109,11 +109,11 @@ def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         world.receive(1, rank=number)
     world.send(1)
     world.run()
-    core = world.prefill[0].core
+    core = world.p.core
     sessions = [next(iter(node.core.sessions.values())) for node in world.decode]
     for ticket in list(core.chunks.flights):
         core.chunks.completed(ticket, TransportError("the fabric gave up"), settled=False)
-    world.carry(world.prefill[0])
+    world.carry(world.p)
     world.run(until=60.0)
     for node, session in zip(world.decode, sessions, strict=True):
         assert [lease.phase for lease in node.core.leases.of(session)] == ["quarantined"]
@@ -124,13 +124,13 @@ def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:
     world = World(fences=False, max_silence_s=1.0, open_wait_s=5.0)
     world.hold(is_message(m.Welcome, m.NoSession))
     world.hold(nth(1, is_message(m.Hello)))
-    world.drop(lambda item: is_message(m.Heartbeat)(item) and item.src is world.prefill[0])
-    world.hold(lambda item: item.kind == "frame" and item.src is world.decode[0] and not is_message(m.Hello)(item))
+    world.drop(lambda item: is_message(m.Heartbeat)(item) and item.src is world.p)
+    world.hold(lambda item: item.kind == "frame" and item.src is world.d and not is_message(m.Hello)(item))
     handle = world.receive(1)
     world.run(until=0.3)
     world.release_held(nth(0, is_message(m.Welcome)))
     world.run(until=1.1)
-    assert not world.prefill[0].core.sessions, "the half-open session expired"
+    assert not world.p.core.sessions, "the half-open session expired"
     sent = world.send(1)
     world.release_held(is_message(m.Heartbeat))
     world.run()
@@ -139,7 +139,7 @@ def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:
     assert any(is_message(m.NoSession)(item) for item in world.held)
     world.rules.clear()
     world.hold(is_kind("write"))
-    world.release_held(lambda item: item.src is world.decode[0])
+    world.release_held(lambda item: item.src is world.d)
     world.run()
     world.release_held(is_message(m.NoSession))
     world.run()

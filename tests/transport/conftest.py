@@ -121,11 +121,15 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> object:
     stock.shut()
 
 
+def _writer(variant: Variant, stock: _Stock) -> object:
+    return stock.remote(variant, "a") if variant.where == "apart" else Endpoint(variant.transport)
+
+
 @pytest.fixture(params=_params())
 def pair(request: pytest.FixtureRequest, stock: _Stock) -> object:
     """Two endpoints not connected yet."""
     variant = request.param
-    a = stock.remote(variant, "a") if variant.where == "apart" else Endpoint(variant.transport)
+    a = _writer(variant, stock)
     b = Endpoint(variant.transport) if variant.where == "same" else stock.remote(variant, "b")
     yield Pair(variant, a, b)
     a.close()
@@ -141,7 +145,7 @@ def linked(pair: Pair) -> Pair:
 def mortal(request: pytest.FixtureRequest, stock: _Stock) -> object:
     """A connected pair whose b is a process of its own, which the test may stop or kill."""
     variant = request.param
-    a = stock.remote(variant, "a") if variant.where == "apart" else Endpoint(variant.transport)
+    a = _writer(variant, stock)
     b = Remote(variant.transport, variant.environment)
     yield Pair(variant, a, b).connect()
     b.kill()

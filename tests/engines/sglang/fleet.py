@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
+import pytest
+
 from tests import processes
 from tests.engines.calls import PATIENCE_S, result
 from tests.engines.sglang import setups
@@ -223,3 +225,14 @@ class Fleet:
         for engine in (self.prefill, self.decode):
             ask = partial(engine.each, "leftovers")
             eventually(ask, lambda kept: not any(any(of_rank.values()) for of_rank in kept))
+
+
+def shared_fleet(*args, **options):
+    """A fixture: one fleet for all tests of a file."""
+
+    @pytest.fixture(scope="module")
+    def fleet(installed):
+        with Fleet(*args, **options) as made:
+            yield made
+
+    return fleet

@@ -6,17 +6,14 @@ import signal
 
 import pytest
 
-from tests.engines.sglang.fleet import FAILED, SUCCESS, TRANSFERRING, WAITING, Fleet, eventually
+from tests.engines.sglang.fleet import FAILED, SUCCESS, TRANSFERRING, WAITING, Fleet, eventually, shared_fleet
 
 # Peers write to the pool itself, and a silent one is given up soon.
 NODE = '{"path": "direct", "transport": "local", "config": {"max_silence_s": 3, "drain_s": 3}}'
 TOKENS = 100
 
 
-@pytest.fixture(scope="module")
-def fleet(installed):
-    with Fleet(2, 1, "hybrid", NODE) as made:
-        yield made
+fleet = shared_fleet(2, 1, "hybrid", NODE)
 
 
 @pytest.fixture

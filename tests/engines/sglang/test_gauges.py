@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.engines.sglang.fleet import FAILED, Fleet, eventually
+from tests.engines.sglang.fleet import FAILED, eventually, shared_fleet
 
 TOKENS = 7 * 16
 NBYTES = TOKENS * 2 * 2 * 4 * 32 * 2  # K and V of two layers with four heads of 32 numbers of two bytes
 
 
-@pytest.fixture(scope="module")
-def fleet(installed):
-    with Fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}') as made:
-        yield made
+fleet = shared_fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}')
 
 
 def until(engine, **wanted: float) -> None:

@@ -12,17 +12,14 @@ from pdstage.integrations.sglang.plugin import polled
 from pdstage.integrations.sglang.receiver import PdStageKVReceiver
 from pdstage.integrations.sglang.sender import PdStageKVSender
 from pdstage.protocol.state import State
-from tests.engines.sglang.fleet import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Fleet, eventually
+from tests.engines.sglang.fleet import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, eventually, shared_fleet
 
 NODE = '{"path": "direct", "transport": "local"}'
 TOKENS = 100
 LOOKS = 50
 
 
-@pytest.fixture(scope="module")
-def fleet(installed):
-    with Fleet(1, 1, "hybrid", NODE) as made:
-        yield made
+fleet = shared_fleet(1, 1, "hybrid", NODE)
 
 
 def send_part(fleet, room: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.sglang.fleet import FAILED, SUCCESS, Fleet, eventually
+from tests.engines.sglang.fleet import FAILED, SUCCESS, eventually, shared_fleet
 
 NODE = '{"path": "direct", "transport": "local"}'
 TOKENS = 100
@@ -15,10 +15,7 @@ LOOKS = 50
 OVER = [["answered", "pages freed", "drained"]]
 
 
-@pytest.fixture(scope="module")
-def fleet(installed):
-    with Fleet(1, 1, "mha", NODE) as made:
-        yield made
+fleet = shared_fleet(1, 1, "mha", NODE)
 
 
 def begin(fleet, room: int, restore: str = "ready") -> None:

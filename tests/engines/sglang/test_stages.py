@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.sglang.fleet import FAILED, SUCCESS, WAITING, Fleet, eventually
+from tests.engines.sglang.fleet import FAILED, SUCCESS, WAITING, eventually, shared_fleet
 
 DIRECT = '{"path": "direct", "transport": "local"}'
 TOKENS = 100
 
 
-@pytest.fixture(scope="module")
-def fleet(installed):
-    with Fleet(1, 1, "mha", DIRECT, prefill_pp=2) as made:
-        yield made
+fleet = shared_fleet(1, 1, "mha", DIRECT, prefill_pp=2)
 
 
 def test_a_room_that_decode_gives_up_fails_before_it_begins(fleet):
