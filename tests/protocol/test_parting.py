@@ -215,10 +215,9 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
     """The answer would prove the session quiet (I2): decode, which closes in a hurry, hears NoSession once it is."""
     world = World(path="direct", fences=False)
     world.hold(is_kind("write"))
-    world.receive(1)
-    world.send(1)
-    world.run(until=world.now)
-    (writer,), (session,) = world.prefill, world.p.core.sessions.values()
+    world.serve(1)
+    writer = world.p
+    (session,) = writer.core.sessions.values()
 
     def say(message: m.AnyMessage, seq: int) -> list[m.AnyMessage]:
         writer.core.endpoint.take_effects()
