@@ -86,8 +86,7 @@ class DataPath:
     def _is_cheaper_direct(
         self, destination: Destination, rects: tuple[Rect, ...], tokens: Tokens, nbytes: int
     ) -> bool:
-        session = destination.session
-        if self._kind == "cpu" and self._mapped(self.sessions.plan(session), session) is not None:
+        if self._kind == "cpu" and self._mapped(destination.session):
             return True  # one pass of copies, where staged makes two
         n_descriptors = self._direct(destination, rects).n_descriptors(tokens)
         n_chunks = -(-nbytes // self._staged_nbytes(destination, nbytes))
@@ -185,7 +184,7 @@ class DataPath:
     def _passes(self, peer: PeerPlan, chunk: Chunk) -> Passes | None:
         """What copies the chunk from pages to pages; None where a post does, for want of such memory or as well."""
         destination, session = chunk.destination, chunk.destination.session
-        pool = self._mapped(peer, session)
+        pool = self._mapped(session)
         if pool is None:
             return None
         if self._kind != "cpu":
@@ -204,8 +203,9 @@ class DataPath:
                 peer.passes[key] = None
         return peer.passes[key]
 
-    def _mapped(self, peer: PeerPlan, session: Session) -> Pool | None:
+    def _mapped(self, session: Session) -> Pool | None:
         """The peer's pool at its addresses here, if all of it is mapped, and written by what copies this node's."""
+        peer = self.sessions.plan(session)
         regions = session.layout.regions if session.exposes_pool else ()
         if peer.mapped is not None:  # asked again: who unregistered its memory, in this same process say, may free it
             still = self.transport.mapped(peer.label, regions[0].base, regions[0].nbytes)

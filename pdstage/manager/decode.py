@@ -241,9 +241,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         try:
             for advert in adverts:
                 if advert.version < OLDEST:  # a later one than ours may talk with us: it says so when greeted
-                    what = (
-                        f"{advert.where} speaks wire version {advert.version}, this node talks with {OLDEST} and later"
-                    )
+                    what = f"{advert.where} speaks wire version {advert.version}, this node talks {OLDEST} and later"
                     raise PeerError(what, remedy="run a later release at prefill")
                 writers[advert.topology.unique_rank] = self.socket.connect(advert.endpoint)
             self.core.found(room, writers)

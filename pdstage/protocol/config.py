@@ -59,7 +59,7 @@ class Config:
             if isinstance(field.default, bool):
                 read: object = arguments.flag(what, value)
             elif isinstance(field.default, int):
-                read = arguments.integer(what, value, low=1)
+                read = arguments.integer(what, value, 1)
             else:
                 read = arguments.number(what, value, above=0.0)
             object.__setattr__(self, field.name, read)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 LEAST_PIECE_NBYTES = 4 << 20
 """So many bytes are one chunk, unless a limit is lower: what overlaps in shorter ones is less than chunks cost."""
-_MAX_COMPONENTS = 16
-"""Of one chunk: a GPU's kernels take no more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +171,7 @@ def split(
     nbytes = staging.nbytes(tokens)
     if piece is not None and nbytes > LEAST_PIECE_NBYTES:
         limit = min(limit, piece(destination, rects, nbytes))
-    if nbytes <= limit and len(rects) <= _MAX_COMPONENTS:
+    if nbytes <= limit and len(rects) <= 16:  # as many components as a GPU's kernels take
         yield rects, nbytes
         return
     if len(rects) > 1:

@@ -41,15 +41,6 @@ class _Row(NamedTuple):
     n_unread: int
     inode: str
 
-    @property
-    def port(self) -> str:
-        return self.local.rpartition(":")[2]
-
-    def host(self, end: str) -> str:
-        """Of `local` or `remote`."""
-        words = end.partition(":")[0]
-        return _shown(b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)))
-
 
 def hold_bytes_of_the_dead(since: float) -> bool:
     """Whether a socket of ours has an other end that was dead at `since` (monotonic), and bytes that are unread or
@@ -83,14 +74,25 @@ def _are_coming(rows: list[_Row], own: dict[str, int], since: float) -> bool:
         fd, end = own.get(row.inode), ends.get((row.local, row.remote))
         if row.state != ESTABLISHED or (fd is None and row.inode != "0"):
             continue
-        here, there = row.host(row.local), row.host(row.remote)
+        here, there = _host_of(row.local), _host_of(row.remote)
         if end is None and (here == there or is_here(there)):  # it was reset, or vanished; else it lives elsewhere
             coming |= fd is not None and not _answers(fd, since)
         elif end is not None and end.inode == "0" and end.state in {FIN_WAIT1, LAST_ACK, CLOSING}:
             coming = True  # an orphan, whose end is not acknowledged yet
         elif fd is None:
-            waiting[row.port] += 1
-    return coming or any(row.n_unread > waiting[row.port] for row in rows if row.state == LISTEN and row.inode in own)
+            waiting[_port_of(row)] += 1
+    return coming or any(
+        row.n_unread > waiting[_port_of(row)] for row in rows if row.state == LISTEN and row.inode in own
+    )
+
+
+def _port_of(row: _Row) -> str:
+    return row.local.partition(":")[2]
+
+
+def _host_of(end: str) -> str:
+    words = end.partition(":")[0]
+    return _shown(b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)))
 
 
 def _shown(address: bytes) -> str:

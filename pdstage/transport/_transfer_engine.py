@@ -129,7 +129,14 @@ class Way:
             if self._opener.is_alive():
                 return
             self._opener = None
-            self._open()
+            code, transfer = self._opened
+            self._is_open = transfer not in _NO_TRANSFER
+            if self._is_open:
+                self._begun(self.waiting[0], transfer)
+            else:
+                what = f"does not answer a probe{said(code)}"
+                for post in self.waiting:
+                    post.error = post.error or failed(post.peer, what, "see whether it runs")
         while self.waiting and len(self._under_way) < WINDOW:
             post = self.waiting[0]
             span = None if post.error is not None else next(post.spans, None)
@@ -151,15 +158,6 @@ class Way:
         """Runs in its own thread: probes the peer, and begins the first transfer."""
         code = raw.send_probe(self.name)
         self._opened = (code, 0 if code else raw.transfer_submit_write(self.name, src, dst, nbytes))
-
-    def _open(self) -> None:
-        code, transfer = self._opened
-        self._is_open = transfer not in _NO_TRANSFER
-        if self._is_open:
-            self._begun(self.waiting[0], transfer)
-            return
-        for post in self.waiting:
-            post.error = post.error or failed(post.peer, f"does not answer a probe{said(code)}", "see whether it runs")
 
     def _begun(self, post: Transfer, transfer: int) -> None:
         if transfer in _NO_TRANSFER:
