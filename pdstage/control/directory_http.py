@@ -54,10 +54,12 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingTCPServer):
     """A thread for each connection. It is for loopback and networks that are trusted, so it limits only how long a
-    connection may be silent, and its end may wait for that long.
+    connection may be silent.
     """
 
     allow_reuse_address = True
+    daemon_threads = True
+    """Its end waits for none: one may be sent a byte now and then, for days."""
     request_queue_size = 1024
     """All ranks of a rack may come at once."""
 

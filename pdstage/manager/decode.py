@@ -239,6 +239,8 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
         writers: dict[int, bytes] = {}
         try:
+            if len({one.topology.unique_rank for one in adverts}) < len(adverts):
+                raise PeerError("a directory names one prefill rank twice", remedy="see what answers at its address")
             for advert in adverts:
                 if advert.version < OLDEST:  # a later one than ours may talk with us: it says so when greeted
                     what = f"{advert.where} speaks wire version {advert.version}, this node talks {OLDEST} and later"

@@ -150,9 +150,10 @@ class Turning:
 
     def __init__(self) -> None:
         self._gate = threading.Lock()
-        self.holder: object = None
+        self.holder: tuple[int, object] | None = None
+        """The thread, and what tells this turn from its others."""
 
-    def take(self, token: object) -> bool:
+    def take(self, token: tuple[int, object]) -> bool:
         """Whether it is `token`'s now: then that is to set `holder` to None."""
         with self._gate:
             if self.holder is None:
@@ -161,7 +162,7 @@ class Turning:
 
     def alone(self, act: Callable[[], None]) -> None:
         """Waits until nobody turns, and calls `act` before anybody does."""
-        token = object()
+        token = threading.get_ident(), object()
         try:
             while not self.take(token):
                 time.sleep(_WAIT_S)
@@ -266,9 +267,10 @@ class Driver:
         try:
             while not self.closed and self.failure is None and _ends_at is None:
                 self.turn(self.longest_s())
-        except BaseException:
+        except BaseException as error:
             if self.failure is not None or not self.closed:  # else closed just before a turn, which refused
                 log.exception("the node's thread ended")
+                self.fail(error)
 
     # A turn.
 
@@ -281,7 +283,7 @@ class Driver:
         if _ends_at is not None and _must_leave():
             time.sleep(_WAIT_S)
             return False
-        token = object()
+        token = threading.get_ident(), object()
         try:
             if not self.turning.take(token):
                 self._node.socket.wake()
@@ -289,9 +291,6 @@ class Driver:
             if not self.closed:
                 busy = self._copies or self._unread
                 self._turn(self._sleep(wait_s) if wait_s > 0 and not busy else _EVERYTHING)
-        except Exception as error:
-            self.fail(error)
-            raise
         finally:
             if self.turning.holder is token:
                 self.turning.holder = None
@@ -496,7 +495,11 @@ class Driver:
                 ready = node.socket.wait(min(self._patience_s(), max(0.0, until - time.monotonic())), fds)
                 with self.acting:  # an engine's call in another thread may post, or launch
                     if not fds:
-                        self.poll()
+                        try:
+                            self.poll()
+                        except Exception as error:
+                            self.fail(error)
+                            raise
                     over = bool(self._early) or node.stager.over
                 if any(ready) or over or time.monotonic() >= until or _must_leave():
                     return Ready(ready.messages, bool(ready.fds))

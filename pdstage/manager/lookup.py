@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from pdstage.control.bootstrap import Advert, DirectoryClient, Incomplete, client_of
 from pdstage.control.etcd import EtcdClient
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError
+from pdstage.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -184,57 +185,65 @@ class Directory:
         asker.changed.notify()
 
     def _serve(self, address: str) -> None:
-        while (look := self._next(address)) is not None:
-            try:
-                self._ask(look)
-            except Exception:
-                log.exception("who waits for the directory at %s did not take its answer", address)
+        while looks := self._next(address):
+            found = self._ask(looks)
+            for look in looks:
+                try:
+                    if not self._closed:
+                        look.answer(found)
+                except Exception:
+                    log.exception("who waits for the directory at %s did not take its answer", address)
 
-    def _next(self, address: str) -> _Lookup | None:
-        """The lookup whose time has come; None once there is none, and then nobody asks `address` any more."""
+    def _next(self, address: str) -> list[_Lookup]:
+        """The lookups of one answer whose time has come; none once there is none, and then nobody asks `address` any
+        more.
+        """
         with self._lock:
             asker = self._askers[address]
             while asker.waiting and not self._closed:
-                look = min(asker.waiting, key=attrgetter("ask_at"))
-                wait_s = look.ask_at - time.monotonic()
+                first = min(asker.waiting, key=attrgetter("ask_at"))
+                wait_s = first.ask_at - time.monotonic()
                 if wait_s <= 0:
-                    asker.waiting.remove(look)
-                    return look
+                    looks = [look for look in asker.waiting if look.key == first.key]
+                    asker.waiting[:] = [look for look in asker.waiting if look.key != first.key]
+                    return looks
                 asker.changed.wait(wait_s)
             del self._askers[address]
-        return None
+        return []
 
-    def _ask(self, look: _Lookup) -> None:
-        """Asks once, and answers; or asks later, where not all is there yet."""
+    def _ask(self, looks: list[_Lookup]) -> list[Advert] | PdstageError:
+        """Asks once for all of them. Where not all is there yet, those that have time are asked for later, and are not
+        among `looks` any more.
+        """
         found: list[Advert] | PdstageError
-        _, dp_rank, instance = look.key
+        client, (_, dp_rank, instance) = looks[0].client, looks[0].key
         try:
-            found = self.cached(*look.key) or look.client.lookup(dp_rank, instance=instance)
+            found = self.cached(*looks[0].key) or client.lookup(dp_rank, instance=instance)
         except (Incomplete, TransportError) as error:
             now = time.monotonic()
-            if now + _RETRY_S < look.deadline_at:
+            later = [look for look in looks if now + _RETRY_S < look.deadline_at]
+            looks[:] = [look for look in looks if look not in later]
+            for look in later:
                 look.ask_at = min(now + look.wait_s * random.uniform(0.5, 1.0), look.deadline_at)
                 look.wait_s = min(2 * look.wait_s, _RETRY_CAP_S)
                 with self._lock:
                     self._put(look)
-                return
             found = DeadlineExceeded(f"no prefill found in time: {error.what}", remedy=error.remedy)
             found.__cause__ = error
         except PdstageError as error:
             found = error
-        except Exception as error:  # whatever it is, it is this lookup's alone
-            log.exception("a lookup at %s failed", look.client.address)
-            found = PeerError(f"the lookup at {look.client.address} failed: {error!r}", remedy="see the log")
+        except Exception as error:  # whatever it is, it is these lookups' alone
+            log.exception("a lookup at %s failed", client.address)
+            found = PeerError(f"the lookup at {client.address} failed: {error!r}", remedy="see the log")
         if isinstance(found, PdstageError):
-            self.counters.lookups_failed += 1
+            self.counters.lookups_failed += len(looks)
         else:
-            self.counters.lookups_answered += 1
+            self.counters.lookups_answered += len(looks)
             now = time.monotonic()
             for old in [old for old, (at, _) in list(self._cache.items()) if now - at >= self._cache_s]:
                 self._cache.pop(old, None)
-            self._cache[look.key] = (now, found)
-        if not self._closed:
-            look.answer(found)
+            self._cache[looks[0].key] = (now, found)
+        return found
 
 
 class _Asker(NamedTuple):
@@ -259,6 +268,7 @@ class _Publication:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)
         self._wait_s, self._again_s = 0.0, _RETRY_S  # until it was published
+        self._log_limit = LogLimit()
 
     def begin(self, *, eventually: bool) -> None:
         if not eventually:
@@ -273,14 +283,23 @@ class _Publication:
     def _publish(self) -> None:
         asked_at = time.monotonic()
         try:
-            for advert in self._adverts():
-                self._client.publish(advert, _TTL_S)
+            self._publish_each()
         except Exception:
             self._counters.publications_failed += 1
             raise
         self._counters.publications += 1
         self.ends_at = asked_at + _TTL_S
         self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
+
+    def _publish_each(self) -> None:
+        refused = None
+        for advert in self._adverts():
+            try:
+                self._client.publish(advert, _TTL_S)
+            except PeerError as error:  # of this rank; the others' leases go on
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     def _run(self) -> None:
         while not self.over.wait(self._wait_s):
@@ -291,6 +310,8 @@ class _Publication:
             except PdstageError as error:
                 if is_first:
                     log.info("the directory at %s is asked again: %s", self._client.address, error)
+                elif text := self._log_limit.due("", str(error), time.monotonic()):
+                    log.warning("a lease at %s is not renewed: %s", self._client.address, text)
             except Exception:
                 log.exception("the lease at %s could not be renewed; it is tried again", self._client.address)
         with contextlib.suppress(Exception):  # whatever it is, the lease ends by itself

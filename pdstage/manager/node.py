@@ -448,6 +448,11 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         patience_s = arguments.timeout("timeout_s", timeout_s)
         if self.driver.was_forked:
             return True
+        if (turn := self.driver.turning.holder) is not None and turn[0] == threading.get_ident():
+            raise UsageError(
+                "a node was closed inside of its own turn, as by a signal handler",
+                remedy="raise SystemExit in the handler, and close the node afterwards",
+            )
         with self._closing:  # another thread that closes it waits for the same answer
             if self._gave_back is None:
                 self._gave_back = self._close(math.inf if patience_s is None else patience_s)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from importlib.metadata import version
+from unittest import mock
 
 import msgspec
 import pytest
@@ -17,7 +19,7 @@ from pdstage.plan.cost import CostModel
 from pdstage.tools.calibrate import about
 from pdstage.tools.calibrate import caller as callers
 from pdstage.tools.calibrate.caller import Caller, own_peer
-from pdstage.tools.calibrate.peer import Copy, Pull, Stop, Took
+from pdstage.tools.calibrate.peer import Copy, Peer, Pull, Stop, Took
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +76,25 @@ def test_faults_at_the_peer_are_told_in_words():
             caller.measure("pigeon")
         with pytest.raises(TransportError, match="cannot be read"):
             caller.ask(Copy(1, 16, 1))
+
+
+@pytest.mark.parametrize("frame", [b"\x81\xa4type\xa1\xff", b"\x81\xa1x" + b"\x91" * 100_000])
+def test_a_question_that_is_none_ends_nobody(frame):
+    with Peer("tcp://127.0.0.1:0") as peer:
+        assert "cannot be read" in peer._answer(frame).why
+
+
+def test_a_stranger_without_keys_leaves_the_peer_asleep(tmp_path, monkeypatch):
+    """A wait returns at once while a refusal is there, which is taken in the next round."""
+    with Peer("tcp://127.0.0.1:0", keys=Keys.make(tmp_path / "key")) as peer:
+        host, port = peer.endpoint.rpartition("@")[2].rsplit(":", 1)
+        socket.create_connection((host, int(port))).close()
+        while not peer._socket._guard.refusals:
+            peer._socket.wait(0.2)
+        monkeypatch.setattr(peer._socket, "wait", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            peer.serve()
+        assert not peer._socket._guard.refusals
 
 
 def test_an_answer_that_comes_too_late_passes_for_no_other():

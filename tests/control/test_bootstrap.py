@@ -171,6 +171,29 @@ def test_a_connection_that_says_nothing_has_an_end(server, monkeypatch):
         assert stranger.recv(1) == b"", "dropped"
 
 
+def test_a_server_ends_though_somebody_goes_on_sending():
+    """A byte now and then is no silence, and may go on for days."""
+    server, over = BootstrapServer().start(), threading.Event()
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                while not over.wait(0.01):
+                    stranger.sendall(b"x")
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            ending = threading.Thread(target=server.close)
+            ending.start()
+            ending.join(DEADLINE_S)
+            assert not ending.is_alive()
+        finally:
+            over.set()
+            sender.join()
+
+
 @pytest.mark.parametrize("keys", [None, Keys(bytes(range(32)), None)], ids=["plain", "keys"])
 def test_a_server_leaves_nothing_used_or_not(no_leaks, keys):
     server = BootstrapServer(keys=keys)

@@ -199,6 +199,26 @@ def test_a_peer_may_be_fenced_while_the_driver_asks_whether_it_is_dead(site, mon
         assert d.core.idle
 
 
+def test_what_a_handler_raises_in_a_wait_harms_nothing(site, monkeypatch):
+    """A signal handler's exception, of whatever class, comes out of the wait that it interrupts."""
+    pair = site.pair()
+    with monkeypatch.context() as patched:
+        patched.setattr(pair.d.socket, "wait", mock.Mock(side_effect=TimeoutError("the alarm")))
+        with pytest.raises(TimeoutError, match="the alarm"):
+            pair.d.turn(0.1)
+    pair.move(1)
+
+
+def test_a_node_is_not_closed_inside_of_its_own_turn(site, monkeypatch):
+    """As by a signal handler that interrupts a wait: it would wait for itself for ever."""
+    node = site.decode(Rank())
+    with monkeypatch.context() as patched:
+        patched.setattr(node.socket, "wait", lambda *_: node.close(0.1))
+        with pytest.raises(UsageError, match="closed inside of its own turn"):
+            node.turn(0.1)
+    assert node.close()
+
+
 @pytest.mark.parametrize("transport", usable("local", "nixl", "mooncake"))
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 def test_a_forked_child_ends_nothing_of_its_parents(site, progress, transport):

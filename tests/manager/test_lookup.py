@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from pdstage import State, UsageError
-from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Incomplete
+from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Conflict, Incomplete
 from pdstage.errors import DeadlineExceeded, TransportError
 from pdstage.layout.topology import Topology
 from pdstage.manager.lookup import Directory
@@ -162,6 +162,20 @@ def test_whom_no_room_takes_keeps_no_connection(site: Site, why: str) -> None:
         assert not node.socket._routes
 
 
+def test_a_directory_that_names_a_rank_twice_is_refused(site: Site, monkeypatch) -> None:
+    """I14: each of the endpoints would stay connected, of any number."""
+    twice = [
+        Advert(instance="p", topology=Topology(), endpoint=f"tcp://127.0.0.1:{port}", incarnation=1, layout="")
+        for port in (1, 2)
+    ]
+    monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: twice)
+    node = site.decode(Rank())
+    receiver = node.receive(1, site.address)
+    drive([node], lambda: receiver.state is State.FAILED)
+    assert "names one prefill rank twice" in str(receiver.error)
+    assert not node.socket._routes
+
+
 def test_a_thread_that_cannot_be_started_fails_its_lookup_alone(site: Site, monkeypatch) -> None:
     site.prefill(Rank())
     with Lookups() as directory:
@@ -222,6 +236,47 @@ def test_a_lease_is_renewed_whatever_a_renewal_raises(asked, monkeypatch) -> Non
         directory.publish("127.0.0.1:1", lambda: [advert()])
         for _ in range(6):
             assert asked.acquire(timeout=60.0)
+
+
+def test_a_rank_whose_place_was_taken_says_so_and_takes_no_other_with_it(asked, monkeypatch, caplog) -> None:
+    """Of an engine's ranks that are published together one is replaced."""
+    renewed: list[str] = []
+
+    def publish(self: BootstrapClient, advert: Advert, ttl_s: float) -> None:
+        renewed.append(advert.instance)
+        asked.release()
+        if advert.instance == "p0" and len(renewed) > 2:
+            raise Conflict("p0 was taken over by a newer process", remedy="stop the older one")
+
+    monkeypatch.setattr(BootstrapClient, "publish", publish)
+    monkeypatch.setattr(BootstrapClient, "withdraw", lambda *_: None)
+    with Directory() as directory:
+        directory.publish("127.0.0.1:1", lambda: [advert(0), advert(1)])
+        for _ in range(8):
+            assert asked.acquire(timeout=60.0)
+    assert renewed[:8] == ["p0", "p1"] * 4
+    assert caplog.text.count("is not renewed: p0 was taken over by a newer process") == 1
+
+
+def test_rooms_that_wait_for_one_directory_are_answered_by_one_request(monkeypatch) -> None:
+    """It is away, and each request waits: asked one by one, rooms would outlast their deadlines unanswered."""
+    asking, go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def lookup(self: BootstrapClient, *_, **__) -> list[Advert]:
+        asking.release()
+        assert go.acquire(timeout=60.0)
+        raise TransportError("nobody answers", remedy="start it")
+
+    monkeypatch.setattr(BootstrapClient, "lookup", lookup)
+    with Lookups() as directory:
+        directory.look("127.0.0.1:1", within_s=0.0)
+        assert asking.acquire(timeout=60.0)
+        for _ in range(50):
+            directory.look("127.0.0.1:1", within_s=0.0)
+        go.release(2)
+        errors = [directory.answer() for _ in range(51)]
+        assert {type(error) for error in errors} == {DeadlineExceeded}
+        assert directory.counters.lookups_failed == 51
 
 
 def test_what_is_published_eventually_is_there_once_the_directory_is(asked, monkeypatch) -> None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from pdstage import State
 from pdstage.control.bootstrap import BootstrapClient
+from pdstage.control.directory_api import UNREADABLE
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout.topology import Topology
@@ -128,6 +129,7 @@ class Peer:
     def serve(self) -> None:
         """Answers until this process is interrupted."""
         while True:
+            self._socket.take_refusals()  # while some are there, no wait waits
             if self._node is not None:
                 self._node.turn(5e-4)  # on some fabrics writes to this process land only while it polls
                 if not self._socket.wait(0.0).messages:
@@ -152,7 +154,7 @@ class Peer:
     def _answer(self, frame: bytes) -> Answer:
         try:
             return self._answer_to(_questions.decode(frame))
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             return Failed(f"the caller's question cannot be read: {error}", "run one release on both sides")
         except PdstageError as error:
             return Failed(f"at the peer: {error.what}", error.remedy)
