@@ -87,7 +87,7 @@ def test_a_prefill_process_that_may_not_write_fails_the_room_before_anything_is_
     """Row of local: writing forbidden."""
     dst = Rank(n_pages=128)
     d = site.decode(dst, path="direct")
-    with Remote(site.address, 1, "local", "direct", rooms=1, stop=0, serve=serve_prefill_forbidden_to_write):
+    with Remote(site.address, 1, "local", "direct", rooms=1, stop=1, serve=serve_prefill_forbidden_to_write):
         receiver = d.receive(0, site.address)
         receiver.bind(dst.allocate(TOKENS), TOKENS)
         drive([d], lambda: receiver.released)

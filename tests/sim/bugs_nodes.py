@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         "one bad look-up ends the thread that asks",
         "11 look-ups",
-        "        except Exception as error:  # whatever it is, it is this lookup's alone\n",
+        "        except Exception as error:  # whatever it is, it is these lookups' alone\n",
         "        except KeyError as error:\n",
         NODES,
     ),

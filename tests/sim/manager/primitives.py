@@ -168,6 +168,7 @@ def threading_of(scheduler: Scheduler, refused: Callable[[str], bool]) -> Simple
         RLock=lambda: Lock(scheduler, again=True),
         Condition=lambda lock=None: Condition(scheduler, lock),
         Event=lambda: Event(scheduler),
+        get_ident=lambda: id(scheduler.current),
         Thread=lambda *, target, name="thread", daemon=None: Thread(scheduler, target, name, daemon, refused),
     )
 
