@@ -494,13 +494,13 @@ class Driver:
             while True:
                 ready = node.socket.wait(min(self._patience_s(), max(0.0, until - time.monotonic())), fds)
                 with self.acting:  # an engine's call in another thread may post, or launch
-                    if not fds:
-                        try:
+                    try:
+                        if not fds:
                             self.poll()
-                        except Exception as error:
-                            self.fail(error)
-                            raise
-                    over = bool(self._early) or node.stager.over
+                        over = bool(self._early) or node.stager.over
+                    except Exception as error:
+                        self.fail(error)
+                        raise
                 if any(ready) or over or time.monotonic() >= until or _must_leave():
                     return Ready(ready.messages, bool(ready.fds))
 

@@ -222,7 +222,7 @@ class Directory:
         except (Incomplete, TransportError) as error:
             now = time.monotonic()
             later = [look for look in looks if now + _RETRY_S < look.deadline_at]
-            looks[:] = [look for look in looks if look not in later]
+            looks[:] = [look for look in looks if now + _RETRY_S >= look.deadline_at]
             for look in later:
                 look.ask_at = min(now + look.wait_s * random.uniform(0.5, 1.0), look.deadline_at)
                 look.wait_s = min(2 * look.wait_s, _RETRY_CAP_S)
