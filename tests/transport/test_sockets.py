@@ -132,7 +132,8 @@ def test_what_a_distant_server_sent_before_it_closed_hinders_nothing(monkeypatch
             if how == "reset":
                 idle.sendall(b"unread")
                 assert server.recv(1, socket.MSG_PEEK)
-        state = idle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        while (state := idle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]) == _sockets.ESTABLISHED:
+            time.sleep(0.01)
         assert state == (_sockets.CLOSE if how == "reset" else _sockets.CLOSE_WAIT)
         assert held()
         monkeypatch.setattr(_sockets, "_is_here", lambda host: host != "127.0.0.1")
