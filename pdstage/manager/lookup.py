@@ -223,10 +223,10 @@ class Directory:
             now = time.monotonic()
             later = [look for look in looks if now + _RETRY_S < look.deadline_at]
             looks[:] = [look for look in looks if now + _RETRY_S >= look.deadline_at]
-            for look in later:
-                look.ask_at = min(now + look.wait_s * random.uniform(0.5, 1.0), look.deadline_at)
-                look.wait_s = min(2 * look.wait_s, _RETRY_CAP_S)
-                with self._lock:
+            with self._lock:
+                for look in later:
+                    look.ask_at = min(now + look.wait_s * random.uniform(0.5, 1.0), look.deadline_at)
+                    look.wait_s = min(2 * look.wait_s, _RETRY_CAP_S)
                     self._put(look)
             found = DeadlineExceeded(f"no prefill found in time: {error.what}", remedy=error.remedy)
             found.__cause__ = error

@@ -151,6 +151,7 @@ def test_a_successor_takes_over_at_once_and_the_predecessor_cannot_come_back(mak
             older.publish(one, TTL_S)
         older.withdraw(one)  # the place is not its own any more
         newer.publish(two, TTL_S)
+    assert found(reader) == found(make()) == [two]
     third, three = make(), advert(0, tp=1, incarnation=3)
     third.publish(three, TTL_S)
     for client, ended in ((older, one), (newer, two)):

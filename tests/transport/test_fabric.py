@@ -38,6 +38,7 @@ def test_what_is_not_here_is_refused_by_name(host, devices):
 
 @pytest.mark.parametrize("named", ["mlx5_2", "mlx5_2:1", "lo"])
 def test_a_device_that_is_down_is_refused_by_name(host, monkeypatch, named):
+    assert _fabric._is_up("lo")
     monkeypatch.setattr(_fabric, "_is_up", lambda name: name != "lo")
     why = "lo is not up" if named == "lo" else r"mlx5_2:1 DOWN \(Ethernet"
     with pytest.raises(UsageError, match=f"'{named}' is down: {why}") as refused:

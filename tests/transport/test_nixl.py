@@ -67,7 +67,7 @@ def test_short_lived_peers_over_tcp_leave_no_descriptors(stock):
     variant = VARIANTS["nixl-tcp"]
     a, b = stock.remote(variant, "a"), stock.remote(variant, "b")
     n_fds = []
-    for life in range(16):
+    for life in range(40):
         b.renew()
         meet(a, b)
         delivers(a, b)

@@ -124,7 +124,8 @@ def groups_of(kv_cache_config: KVCacheConfig, n_shards: int = 1) -> tuple[Group,
         specs = [spec]
         if isinstance(spec, UniformTypeKVCacheSpecs):  # of one type: block table and window are the group's
             specs = list(spec.kv_cache_specs.values())
-        kind, spec = _kind(specs[0]), specs[0]
+            spec = specs[0]
+        kind = _kind(spec)
         n = counts[kind] = counts.get(kind, 0) + 1
         row_tokens = math.lcm(*(max(1, int(getattr(one, "tokens_per_state", 1))) for one in specs))
         name = kind if n == 1 else f"{kind}.{n - 1}"
