@@ -121,7 +121,7 @@ sim: $(STAMP)  ## Simulate 2,000 seeds of faults, and 1,000 of whole nodes (ARGS
 mutants: $(STAMP)  ## Try every deliberate bug of the protocol, each of which something must see (ARGS="NAME").
 	$(BIN)/python -m tests.sim.mutants $(ARGS)
 
-matrix: $(STAMP)  ## Say which test sees which of 600 systematic bugs, for hours (ARGS="COVERAGE 0 50"; see tests/matrix.py).
+matrix: $(STAMP)  ## Say which test sees which of 600 systematic bugs, for hours (ARGS="REACHED 0 50"; see tests/matrix.py).
 	$(BIN)/python -m tests.matrix $(ARGS)
 
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").

@@ -1,9 +1,11 @@
-"""Which test sees which systematic bug: `python -m tests.matrix COVERAGE [FIRST [LAST]]`, a JSON line for each of 600.
+"""Which test sees which systematic bug, for hours.
+
+    python -m tests.matrix REACHED                  runs all tests, and writes which reach the place of which bug
+    python -m tests.matrix REACHED FIRST LAST       tries bugs FIRST to LAST of 600, and prints a JSON line for each
 
 A bug is one change by one rule: a comparison or a boundary turned, a statement dropped, two arguments swapped. They are
-drawn alike from the code as it is. COVERAGE is of `pytest --cov=pdstage --cov=kernels --cov-context=test`
-(pytest-cov). The tests that reach a bug's lines run on a copy of the package that has it, those that reach little
-first, until one fails; what nothing sees wants a test or a reason. Hours of processor time.
+drawn alike from the code as it is. The tests that reach its place run on a copy of the package that has it, those that
+reach few places first, until one fails. What nothing sees wants a test or a reason.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import ast
 import json
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -23,6 +25,24 @@ from tests.sim.mutants import PYTEST, tried
 PLACES = ("pdstage/protocol", "pdstage/manager", "pdstage/plan", "pdstage/layout", "pdstage/transport", "kernels")
 N_OF_A_KIND = 150
 _LIMIT_S = 200
+TRITON = {f"kernels/triton_{name}.py" for name in ("kernels", "convert_kernels", "sum_kernels")}
+"""Triton compiles what is in them: no mark can be there, and the tests of kernels try their bugs."""
+_SENSOR = """
+import builtins, os
+seen = set()
+def reached(number, value=None):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    if (number, test) not in seen:
+        seen.add((number, test))
+        try:
+            with open(FILE, "a") as file:
+                file.write(f"{number}\\t{test}\\n")
+        except OSError:  # of a test of full descriptor tables, say
+            pass
+    return value
+builtins._reached = reached
+"""
+"""A module of the changed package; it adds a line to FILE."""
 _TURNED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -82,19 +102,46 @@ def drawn() -> list[Bug]:
     return chosen
 
 
-def reached(coverage: str) -> dict[tuple[str, int], set[str]]:
-    """Tests by file and line."""
-    from coverage import CoverageData  # noqa: PLC0415  (with pytest-cov alone)
+def planted() -> dict[str, str]:
+    """The package's files, changed so that a process says which places it reaches, and in which test."""
+    marks: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
+    for number, bug in enumerate(drawn()):
+        if bug.path in TRITON:
+            continue
+        end, call = bug.start + len(bug.old.encode()), f"_reached({number}".encode()
+        if bug.kind == "dropped":
+            marks[bug.path].insert(0, (bug.start, call + b"); "))  # before those of expressions that begin there
+        else:
+            marks[bug.path] += [(bug.start, call + b", "), (end, b")")]
+    changed = {}
+    for path, found in marks.items():
+        text, at = Path(path).read_bytes(), 0
+        parts = []
+        for place, mark in sorted(found, key=lambda one: one[0]):
+            parts += [text[at:place], mark]
+            at = place
+        changed[path] = b"".join([*parts, text[at:]]).decode()
+    return changed
 
-    data = CoverageData(coverage)
-    data.read()
-    tests: dict[tuple[str, int], set[str]] = defaultdict(set)
-    for file in data.measured_files():
-        for line, contexts in data.contexts_by_lineno(file).items():
-            names = {context.partition("|")[0] for context in contexts if context}
-            for place in PLACES:
-                if (at := file.rfind(f"/{place}/")) >= 0:
-                    tests[file[at + 1 :], line] |= names
+
+def find(path: Path) -> None:
+    """Runs all tests on the package with marks, and writes to `path` a line "number TAB test" for each that is met."""
+    start = Path("pdstage/__init__.py").read_text().replace("\nimport ", "\nimport pdstage._reached\nimport ", 1)
+    sensor = _SENSOR.replace("FILE", repr(str(path.resolve())))
+    tried(
+        planted() | {"pdstage/__init__.py": start, "pdstage/_reached.py": sensor},
+        ["-m", "pytest", "-q", "--timeout", "600", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"],
+        limit_s=7200,
+    )
+
+
+def reached(path: Path) -> dict[int, set[str]]:
+    """By bug, the tests that reach its place."""
+    tests: dict[int, set[str]] = defaultdict(set)
+    for line in path.read_text().splitlines():
+        number, _, test = line.partition("\t")
+        if test:
+            tests[int(number)].add(test)
     return tests
 
 
@@ -105,19 +152,21 @@ def seen_by(bug: Bug, tests: list[str]) -> str:
     with NamedTemporaryFile("w", suffix=".txt") as listed:
         listed.write("\n".join(tests))
         listed.flush()
-        return tried(
-            (bug.path.removeprefix("pdstage/"), text), [*PYTEST, "--timeout", "30", f"@{listed.name}"], _LIMIT_S
-        )
+        return tried({bug.path: text}, [*PYTEST, "--timeout", "30", f"@{listed.name}"], _LIMIT_S)
 
 
-def main(coverage: str, first: str = "0", last: str = "600") -> None:
-    tests = reached(coverage)
-    n_lines: dict[str, int] = defaultdict(int)
-    for names in tests.values():
-        for name in names:
-            n_lines[name] += 1
-    for bug in drawn()[int(first) : int(last)]:
-        mine = sorted(tests[bug.path, bug.line], key=lambda name: (n_lines[name], name))
+def main(found: str, first: str = "", last: str = "600") -> None:
+    if not first:
+        find(Path(found))
+        return
+    tests = reached(Path(found))
+    n_places = Counter(name for names in tests.values() for name in names)
+    for number, bug in enumerate(drawn()[: int(last)]):
+        if number < int(first):
+            continue
+        mine = sorted(tests[number], key=lambda name: (n_places[name], name))
+        if bug.path in TRITON:
+            mine = sorted(map(str, Path("tests/kernels").glob("test_triton*.py")))
         seen = seen_by(bug, mine) if mine else "reached by no test"
         print(json.dumps(bug._asdict() | {"seen_by": seen, "n_tests": len(mine)}), flush=True)
 

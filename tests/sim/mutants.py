@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,7 +86,7 @@ def everyone() -> list[Mutant]:
 def detect(mutant: Mutant | None, shown_by: str = "") -> str:
     """How a mutant, or something in the code as it is, was seen; empty if it was not."""
     shown_by = (mutant.shown_by if mutant is not None else shown_by) or SEARCH
-    changed = mutant.patched() if mutant is not None else None
+    changed = dict([mutant.patched()]) if mutant is not None else {}
     if shown_by in (SEARCH, NODES):
         words = tried(changed, ["-c", _SEEDS, shown_by, str(N_SEEDS)])
     else:
@@ -96,17 +96,17 @@ def detect(mutant: Mutant | None, shown_by: str = "") -> str:
     return words
 
 
-def tried(changed: tuple[str, str] | None, command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
-    """What went wrong in `command` of Python with a copy of the package, of which a file's text is changed; empty if
-    nothing did.
+def tried(changed: Mapping[str, str], command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
+    """What went wrong in `command` of Python with a copy of the package, where files have these texts; empty if nothing
+    did.
     """
     with TemporaryDirectory() as folder:
         for path in ROOT.iterdir():  # its tests and what they read, which find the copy, in processes they start too
             if path != PACKAGE and not path.name.startswith("."):
                 Path(folder, path.name).symlink_to(path)
         shutil.copytree(PACKAGE, Path(folder, "pdstage"))  # with what is compiled of it
-        if changed is not None:
-            Path(folder, "pdstage", changed[0]).write_text(changed[1])
+        for path, text in changed.items():
+            Path(folder, "pdstage", path.removeprefix("pdstage/")).write_text(text)
         try:
             done = subprocess.run(
                 [sys.executable, *command],
