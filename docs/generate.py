@@ -73,7 +73,11 @@ DEADLINES = {  # field: whose, what it bounds, what happens at its end
         "the longest silence this node promises its peers",
         "they lose the session: all its rooms fail",
     ),
-    "max_deadline_s": ("prefill", "a room, however long its destination wants to wait", "the room fails"),
+    "max_deadline_s": (
+        "prefill",
+        "a room that decode's heartbeats hold; and one that it has opened, however long it wants to wait",
+        "the room fails",
+    ),
     "idle_s": (
         "both",
         "a session that no room of either side needs; the shorter of the two sides'",

@@ -360,7 +360,7 @@ class Stager:
         try:
             plans = self._plan(move)
         except Exception as error:  # noqa: BLE001  (nothing began: only this copy fails)
-            self._done.append(Copied(ticket, _failed(error)))
+            self._done.append(Copied(ticket, failed(error)))
             return
         over = self._begin(ticket, partial(_copy_all, plans, move, verb, staged, self._max_sms), move.checksum)
         if over is not None:
@@ -369,13 +369,13 @@ class Stager:
     def _begin(self, ticket: int, copy: Callable[..., None], checksum: bool) -> Copied | None:
         """Calls `copy(stream=, sum_ptr=)`. Returns its end, or None if `poll` reports it."""
         if self._stream is not None:
-            self._stream.start(ticket, copy, checksum)
-            return None
+            refused = self._stream.start(ticket, copy, checksum)
+            return Copied(ticket, refused) if refused is not None else None
         total, began_at = np.zeros(1, np.uint64) if checksum else _NO_SUM, time.monotonic()
         try:
             copy(stream=None, sum_ptr=total.ctypes.data if checksum else 0)
         except Exception as error:  # noqa: BLE001  (it is over, and only this copy fails)
-            return Copied(ticket, _failed(error))
+            return Copied(ticket, failed(error))
         return Copied(ticket, None, int(total[0]), began_at, time.monotonic())
 
     def _plan(self, move: Move) -> _Plans:
@@ -405,7 +405,8 @@ def _item_nbytes(views: Sequence[View]) -> int:
     return sum(view.shards * view.shard_nbytes * view.rows_per_item for view in views)
 
 
-def _failed(error: Exception) -> PdstageError:
+def failed(error: Exception) -> PdstageError:
+    """What one copy ends with, whatever its plan or its launch raised."""
     if isinstance(error, PdstageError):
         return error
     log.error("a copy failed", exc_info=error)
@@ -504,20 +505,26 @@ class _Stream:
         """Whether `ended` has something to say."""
         return bool(self._running) and self._runtime.done(self._running[0].event)
 
-    def start(self, ticket: int, copy: Callable[..., None], checksum: bool) -> None:
-        """Launches `copy(stream=, sum_ptr=)`. Its `UsageError` is reported once the stream is past what it launched: a
-        copy of several parts may be refused at a later one.
+    def start(self, ticket: int, copy: Callable[..., None], checksum: bool) -> PdstageError | None:
+        """Launches `copy(stream=, sum_ptr=)`. What it raises is reported once the stream is past what it launched: a
+        copy of several parts may be refused, or find no memory, at a later one. Returns why nothing was launched. On a
+        device that has failed, this call raises.
         """
         if not self._spare:
-            self._spare = self._more()
+            try:
+                self._spare = self._more()
+            except Exception as error:  # noqa: BLE001  (only this copy fails)
+                self.check()
+                return failed(error)
         spare = self._spare.pop()
         spare.total[0], began_at, refused = 0, time.monotonic(), None
         try:
             copy(stream=self._stream, sum_ptr=spare.sum_ptr if checksum else 0)
-        except UsageError as error:
-            refused = error
+        except Exception as error:  # noqa: BLE001  (only this copy fails)
+            refused = failed(error)
         self._runtime.record(spare.event, self._stream)
         self._running.append(spare._replace(ticket=ticket, began_at=began_at, error=refused))
+        return None
 
     def reserve(self) -> None:
         self._runtime.reserve()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from pools import Logical, Stored, hold, indexes, ranges, storages
+from pools import Logical, Stored, assert_alike, hold, indexes, ranges, storages
 
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout
@@ -25,11 +25,10 @@ APART += [(mxfp8(rule, "data"), mxfp8(rule, "scale", "r0")) for rule in ("floor"
 _N_SPECIAL = 36
 
 
-def blocks_of_all(n=32, seed=0):
-    """Cells of `n` values in which every bf16 occurs; most cells span magnitudes that blocks of real caches do."""
-    shuffled = ALL_BF16[torch.from_numpy(np.random.default_rng(seed).permutation(65536))]
-    ordered = ALL_BF16.reshape(-1, n)
-    return torch.cat([ordered, shuffled.reshape(-1, n)])
+def blocks_of_all():
+    """Cells of 32 values in which every bf16 occurs; most cells span magnitudes that blocks of real caches do."""
+    shuffled = ALL_BF16[torch.from_numpy(np.random.default_rng(0).permutation(65536))]
+    return torch.cat([ALL_BF16.reshape(-1, 32), shuffled.reshape(-1, 32)])
 
 
 def edge_cells(n=32):
@@ -71,6 +70,11 @@ def pools_of(format, cells, shards=2, companion=""):
     return bf16, own, peer, rows
 
 
+def as_bf16(held, of):
+    """The layout of a pool of `of`, all of whose views are bf16."""
+    return reformat(held.layout, dict.fromkeys(of.view_keys(), "bf16"))
+
+
 def offered_by(own, staged):
     """`own` as it is offered to a peer that has the formats `staged`, by a peer of another page size and order."""
     views = {}
@@ -91,7 +95,7 @@ def mixed(format):
     """Views that are converted among some that are copied, of two components, one of them of slots in segments."""
     kv, state = Logical("kv", 2, 2, 3, 1, 128), Logical("state", 2, 1, 2, 3, 20, positional=False)
     held = hold([Stored(kv, n_items=6, rows_per_item=4), Stored(state, n_items=5, rows_per_item=1, pads={"seg": 4})])
-    own = reformat(held.layout, dict.fromkeys(kv.view_keys(), "bf16"))
+    own = as_bf16(held, kv)
     staged = offered_by(own, {key: format for key in kv.view_keys() if key.role == "r0"})
     select = [Select(key, 1, 2) for key in kv.view_keys()] + [Select(key, 0, 2) for key in state.view_keys()]
     index = {"kv": Index.of(np.array([3, 0, 5], np.int32), 4), "state": Index.of(np.array([4, 1], np.int32))}
@@ -109,7 +113,7 @@ def converted(draw):
     of = Logical("kv", layers, roles, draw(st.integers(1, 3)), 1, 2 * n, draw(st.sampled_from([1, 1, 2])))
     stored = draw(storages(of))
     held = hold([stored], draw(st.integers(0, 99)))
-    own = reformat(held.layout, dict.fromkeys(of.view_keys(), "bf16"))
+    own = as_bf16(held, of)
     staged = {}
     for key in of.view_keys():
         if draw(st.booleans()) or not staged:
@@ -143,8 +147,7 @@ def check_converts(plan, held, own, staged, select, indexes, tokens, *, max_sms=
     """Holds a plan that converts to the reference's; `lists` puts the indexes where the plan reads them."""
     reference = Pool.of(own).plan(select, backend="reference", staged=staged, checksum=True)
     found, want = outcome(plan, held, lists(indexes), tokens, max_sms), outcome(reference, held, indexes, tokens)
-    for one, other in zip(found, want, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_alike(found, want)
 
 
 def of_cells(format, cells, companion=""):

@@ -44,6 +44,9 @@ STAGED_ALIGNMENT = 128
 ROLES = ("k", "v")
 N_ROWS = 8
 COLUMNS = (Column("token", "int32", (1,)), Column("logprobs", "float32", (5,)))
+Pages = list[int]
+Span = tuple[int, int]
+"""From, and up to: layers or tokens."""
 
 
 class Memory:
@@ -60,7 +63,7 @@ class Memory:
 
 
 def pool_nbytes(
-    *, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, page: int = PAGE,
+    *, heads: int, tp: int, rank: int, layers: Span, n_pages: int, page: int = PAGE,
     roles: tuple[str, ...] = ROLES,
 ) -> int:  # fmt: skip
     n_views = len(roles) * (layers[1] - layers[0])
@@ -68,7 +71,7 @@ def pool_nbytes(
 
 
 def make_layout(
-    memory: Memory, *, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, hnd: bool = False,
+    memory: Memory, *, heads: int, tp: int, rank: int, layers: Span, n_pages: int, hnd: bool = False,
     page: int = PAGE, slots: bool = False, exact: bool = False, roles: tuple[str, ...] = ROLES,
 ) -> Layout:  # fmt: skip
     """A pool of one rank in `memory`: NHD or HND pages of `page` tokens, or `slots` of as many rows."""
@@ -84,11 +87,10 @@ def make_layout(
         for role in roles
     ]  # fmt: skip
     views = [replace(view, offset=number * n_pages * item) for number, view in enumerate(views)]
-    region = Region(memory.base, len(memory.bytes))
-    return Layout.of((region,), views, slots=("kv",) * slots, exact=("kv",) * exact)
+    return Layout.of((Region(memory.base, len(memory.bytes)),), views, slots=("kv",) * slots, exact=("kv",) * exact)
 
 
-def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -> np.ndarray:
+def cell(view: View, memory: Memory, pages: Pages, token: int, shard: int) -> np.ndarray:
     """The `WIDTH` bytes of one token and local shard."""
     page, t = divmod(token, view.tokens_per_item)
     address = view.offset + pages[page] * view.item_stride + view.row_offset(t) + shard * view.shard_stride
@@ -98,8 +100,7 @@ def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -
 @functools.lru_cache(8192)
 def truth(layer: int, role: str, token: int, head: int, room: int) -> np.ndarray:
     """What every cell of a room must hold, from a generator no implementation shares."""
-    seed = f"{room}/{layer}/{role}/{token}/{head}"
-    return np.frombuffer(random.Random(seed).randbytes(WIDTH), np.uint8)
+    return np.frombuffer(random.Random(f"{room}/{layer}/{role}/{token}/{head}").randbytes(WIDTH), np.uint8)
 
 
 def place(layout: Layout, token: int) -> int:
@@ -114,7 +115,7 @@ def common(src: Layout, dst: Layout, rect: Rect) -> list[int]:
 
 
 def staged(
-    layout: Layout, other: Layout, memory: Memory, shares: tuple[Share, ...], pages: list[int], rects: tuple[Rect, ...]
+    layout: Layout, other: Layout, memory: Memory, shares: tuple[Share, ...], pages: Pages, rects: tuple[Rect, ...]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(staged offset, cell) of every cell of a chunk: the definition of the staged order, cell by cell."""
     rect_of, wire = {rect.component: rect for rect in rects}, wire_order(layout, other)
@@ -152,6 +153,12 @@ class Rank:
     peer_warnings: list[str] = field(default_factory=list, init=False)
     changes: list[tuple[bytes, int]] = field(default_factory=list, init=False)
 
+    @property
+    def session(self) -> Session:
+        """The one with its one peer."""
+        (one,) = self.core.sessions.values()  # type: ignore[attr-defined]
+        return one
+
 
 @dataclass(eq=False)
 class Prefill(Rank):
@@ -163,12 +170,15 @@ class Prefill(Rank):
 class Decode(Rank):
     core: DecodeCore
     staging: Memory
-    pages: dict[DecodeRoom, list[int]] = field(default_factory=dict)
+    pages: dict[DecodeRoom, Pages] = field(default_factory=dict)
     row_of: dict[DecodeRoom, int] = field(default_factory=dict)
 
     def nonces(self) -> set[int]:
         """Its half of every session it has greeted with."""
         return {(self.core.incarnation + n * _GOLDEN) % (1 << 64) for n in range(1, self.core.handshake._n_greeted + 1)}
+
+
+Node = Prefill | Decode
 
 
 class Copy(NamedTuple):
@@ -202,8 +212,8 @@ class Item:
     """Something on its way: `kind` is frame, write, done, tag, scatter, gather or fence."""
 
     kind: str
-    src: Prefill | Decode
-    dst: Prefill | Decode
+    src: Node
+    dst: Node
     run: Callable[[], None]
     message: object = None
     tag: bytes = b""
@@ -216,6 +226,10 @@ class Item:
 
     def __repr__(self) -> str:
         return f"{self.kind} {self.src.name.decode()}>{self.dst.name.decode()} {self.message or ''}"
+
+
+Want = Callable[[Item], bool]
+"""Which of what is on its way a rule is for."""
 
 
 class World:
@@ -237,8 +251,8 @@ class World:
         dst_hnd: bool = False,
         dst_page: int = PAGE,
         src_page: int = PAGE,
-        src_stages: tuple[tuple[int, int], ...] = (),
-        dst_stages: tuple[tuple[int, int], ...] = (),
+        src_stages: tuple[Span, ...] = (),
+        dst_stages: tuple[Span, ...] = (),
         slots: bool = False,
         exact: bool = False,
         roles: tuple[str, ...] = ROLES,
@@ -279,7 +293,7 @@ class World:
         self.held: list[Item] = []
         self.log: list[str] = []
         self.n_hung_up = 0
-        self.rules: list[tuple[Callable[[Item], bool], str]] = []
+        self.rules: list[tuple[Want, str]] = []
         self.n_prefill, self.n_decode = prefill, decode
         self.prefill = [self.make_prefill(rank) for rank in range(prefill)]
         self.decode = [self.make_decode(rank) for rank in range(decode)]
@@ -371,7 +385,7 @@ class World:
         """At addresses of this world's own numbering, so that two runs of one schedule send the same frames."""
         return Memory(nbytes, base=next(self.space) << 32)
 
-    def restart(self, node: Prefill | Decode) -> Prefill | Decode:
+    def restart(self, node: Node) -> Node:
         """The same address, another process: the old one's memory and writes in flight stay behind."""
         node.alive = False
         rank = int(node.name[1:])
@@ -397,7 +411,7 @@ class World:
         self,
         handle: DecodeRoom,
         tokens: int,
-        pages: list[int],
+        pages: Pages,
         rank: int = 0,
         *,
         prefix: int = 0,
@@ -415,18 +429,18 @@ class World:
         self.carry(node)
 
     def receive(
-        self, room: int, tokens: int = 8, pages: list[int] | None = None, rank: int = 0, *, prefill: int | None = None,
+        self, room: int, tokens: int = 8, pages: Pages | None = None, rank: int = 0, *, prefill: int | None = None,
         **how: int,
     ) -> DecodeRoom:  # fmt: skip
         handle = self.announce(room, rank, prefill=prefill)
         self.bind(handle, tokens, self.pages(room) if pages is None else pages, rank, **how)
         return handle
 
-    def abort(self, node: Prefill | Decode, room: Room, why: str = "changed its mind") -> None:
+    def abort(self, node: Node, room: Room, why: str = "changed its mind") -> None:
         node.core.abort(room, why)  # type: ignore[arg-type]
         self.carry(node)
 
-    def pages(self, room: int) -> list[int]:
+    def pages(self, room: int) -> Pages:
         """Two pages of a room's own."""
         return [2 * room % self.n_pages, (2 * room + 1) % self.n_pages]
 
@@ -436,13 +450,13 @@ class World:
         self.carry(node)
         return handle
 
-    def fill(self, room: int, tokens: int, pages: list[int], rank: int = 0) -> None:
+    def fill(self, room: int, tokens: int, pages: Pages, rank: int = 0) -> None:
         """What the model computes: the room's truth into the rank's pool."""
         for _, stored, value in self._cells(self.prefill[rank], room, tokens, pages):
             stored[:] = value
 
     def _cells(
-        self, node: Prefill | Decode, room: int, tokens: int, pages: list[int], prefix: int = 0
+        self, node: Node, room: int, tokens: int, pages: Pages, prefix: int = 0
     ) -> Iterator[tuple[object, np.ndarray, np.ndarray]]:
         """Every cell of a room's tokens in a rank's pool: its name, its bytes, and what they must be."""
         layout = node.core.layout
@@ -453,8 +467,8 @@ class World:
                 yield (view.key, token, shard), cell(view, node.memory, pages, place(layout, token), shard), want
 
     def chunk(
-        self, handle: PrefillRoom, tokens: tuple[int, int] = (0, 8), pages: list[int] | None = None, rank: int = 0, *,
-        ready: bool = True, layers: tuple[int, int] | None = None,
+        self, handle: PrefillRoom, tokens: Span = (0, 8), pages: Pages | None = None, rank: int = 0, *,
+        ready: bool = True, layers: Span | None = None,
     ) -> SubmittedChunk:  # fmt: skip
         """Without `pages` the room's own, filled."""
         if pages is None:
@@ -463,12 +477,11 @@ class World:
             self.fill(room, tokens[1], pages, rank)
         node = self.prefill[rank]
         low, high = layers or self.src_stages[node.core.handshake.welcome.topology.pp_rank]
-        rects = (Rect("kv", *tokens, low, high),)
-        source = node.core.chunk(handle, rects, {"kv": pages}, ready=ready)
+        source = node.core.chunk(handle, (Rect("kv", *tokens, low, high),), {"kv": pages}, ready=ready)
         self.carry(node)
         return source
 
-    def row(self, node: Prefill | Decode, number: int) -> np.ndarray:
+    def row(self, node: Node, number: int) -> np.ndarray:
         """A row's bytes."""
         nbytes = self.columns[node.name.decode()[0]].row_nbytes
         return node.rows.at(node.rows.base + number * nbytes, nbytes)
@@ -483,9 +496,7 @@ class World:
         self.prefill[rank].core.finish(handle, aux)
         self.carry(self.prefill[rank])
 
-    def send(
-        self, room: int, tokens: int = 8, pages: list[int] | None = None, rank: int = 0, step: int = 0
-    ) -> PrefillRoom:
+    def send(self, room: int, tokens: int = 8, pages: Pages | None = None, rank: int = 0, step: int = 0) -> PrefillRoom:
         """A whole room from one rank, in chunks of `step` tokens."""
         pages = self.pages(room)[::-1] if pages is None else pages
         self.fill(room, tokens, pages, rank)
@@ -511,10 +522,10 @@ class World:
 
     # Rules about what is on its way.
 
-    def drop(self, want: Callable[[Item], bool]) -> None:
+    def drop(self, want: Want) -> None:
         self.rules.append((want, "drop"))
 
-    def hold(self, want: Callable[[Item], bool]) -> None:
+    def hold(self, want: Want) -> None:
         self.rules.append((want, "hold"))
 
     def free(self) -> None:
@@ -522,7 +533,7 @@ class World:
         self.rules.clear()
         self.queue, self.held = self.held + self.queue, []
 
-    def release_held(self, want: Callable[[Item], bool] = lambda _: True) -> None:
+    def release_held(self, want: Want = lambda _: True) -> None:
         """Lets go of what was held, in the order it was sent; the rules stay for what comes."""
         ours = [item for item in self.held if want(item)]
         for item in ours:
@@ -550,7 +561,7 @@ class World:
                 self.carry(node)
         raise AssertionError("the world does not come to rest")
 
-    def nodes(self) -> list[Prefill | Decode]:
+    def nodes(self) -> list[Node]:
         return [node for node in (*self.prefill, *self.decode) if node.alive]
 
     def _deliver(self, item: Item) -> None:
@@ -568,14 +579,14 @@ class World:
         """
         return next(p for p in self.processes if session_id.decode in p.nonces())
 
-    def node(self, name: bytes) -> Prefill | Decode:
+    def node(self, name: bytes) -> Node:
         return next(node for node in (*self.prefill, *self.decode) if node.name == name)
 
     def put(self, item: Item) -> None:
         """Something is on its way from now on."""
         self.queue.append(item)
 
-    def carry(self, node: Prefill | Decode) -> None:
+    def carry(self, node: Node) -> None:
         """The driver: queues what a core asked for."""
         for effect in node.core.endpoint.take_effects():
             match effect:
@@ -604,7 +615,7 @@ class World:
                 case _:
                     raise AssertionError(effect)
 
-    def changed(self, node: Prefill | Decode, room: Room) -> None:
+    def changed(self, node: Node, room: Room) -> None:
         if isinstance(node, Decode) and isinstance(room, DecodeRoom):
             self.take_aux(node, room)
         node.changes.append((room.key, room.status))
@@ -617,44 +628,44 @@ class World:
             for column, data in room.shared.unpack(room.aux):
                 self.row(node, number)[column.offset : column.offset + column.nbytes] = np.frombuffer(data, np.uint8)
 
-    def attach(self, node: Prefill | Decode, session: Session) -> None:
+    def attach(self, node: Node, session: Session) -> None:
         """The transport connects to the session's peer; here it always can."""
 
-    def hang_up(self, node: Prefill | Decode, route: bytes) -> None:
+    def hang_up(self, node: Node, route: bytes) -> None:
         """The connection goes, unless it is needed again; and with it what is on its way there and back."""
         if not node.core.needs(route):
             self.n_hung_up += 1
             self.cut_off(lambda item: item.kind == "frame" and {item.src.name, item.dst.name} == {node.name, route})
 
-    def cut_off(self, want: Callable[[Item], bool]) -> None:
+    def cut_off(self, want: Want) -> None:
         """What `want` accepts of all that is on its way never arrives."""
         self.queue = [item for item in self.queue if not want(item)]
         self.held = [item for item in self.held if not want(item)]
 
-    def detach(self, node: Prefill | Decode, session: Session) -> None:
+    def detach(self, node: Node, session: Session) -> None:
         if self.fences:
             self.put(Item("fence", node, node, lambda: self.fence(node, session)))
 
-    def say(self, node: Prefill | Decode, message: m.AnyMessage) -> list[m.AnyMessage]:
+    def say(self, node: Node, message: m.AnyMessage) -> list[m.AnyMessage]:
         """Says `message` to `node` in the session with its one peer, and takes its answers before they travel."""
-        (session,) = node.core.sessions.values()
+        session = node.session
         node.core.endpoint.receive(session.route, wire.encode(session.id, session.last_seq + 1, message))
         effects = node.core.endpoint.take_effects()
         node.peer_warnings += [str(effect.error) for effect in effects if isinstance(effect, PeerWarning)]
         return [wire.decode(effect.frame).message for effect in effects if isinstance(effect, Send)]
 
-    def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
+    def _frame(self, node: Node, route: bytes, frame: bytes) -> None:
         message = wire.decode(frame).message
         self.put(Item("frame", node, self.node(route), lambda: self.hear(node, route, frame, message), message))
 
-    def hear(self, src: Prefill | Decode, route: bytes, frame: bytes, message: m.AnyMessage) -> None:
+    def hear(self, src: Node, route: bytes, frame: bytes, message: m.AnyMessage) -> None:
         """A frame arrives at whoever lives at `route` by now."""
         target = self.node(route)
         if target.alive:
             target.core.endpoint.receive(src.name, frame)
             self.carry(target)
 
-    def fence(self, node: Prefill | Decode, session: Session) -> None:
+    def fence(self, node: Node, session: Session) -> None:
         """The transport's disconnect: writes of the session that have not landed never will."""
         if not node.alive:
             return
@@ -704,7 +715,7 @@ class World:
         self.must(lost or node.core.chunks.is_open(chunk), "I11", "a buffer held for a closed window")
         buffer, to = node.buffers[effect.buffer], chunk.destination
         buffer[:] = 0xEE
-        pages: list[int] = chunk.source.items["kv"]  # type: ignore[assignment]
+        pages: Pages = chunk.source.items["kv"]  # type: ignore[assignment]
         for offset, src in staged(node.core.layout, to.session.layout, node.memory, to.shares, pages, chunk.rects):
             buffer[offset : offset + WIDTH] = src
         if self.placed:
@@ -774,8 +785,7 @@ class World:
     def _scatter(self, node: Decode, effect: Scatter) -> None:
         if not node.alive:
             return
-        checksum = self.copy_in(node, effect)
-        node.core.scattered(effect.ticket, checksum=checksum)
+        node.core.scattered(effect.ticket, checksum=self.copy_in(node, effect))
         self.carry(node)
 
     def copy_in(self, node: Decode, chunk: Scatter) -> int:
@@ -794,18 +804,18 @@ def _checksum(session: Session, staged_bytes: np.ndarray) -> int:
     return zlib.crc32(staged_bytes) if session.checksums else 0
 
 
-def is_message(*kinds: type) -> Callable[[Item], bool]:
+def is_message(*kinds: type) -> Want:
     """Frames that carry one of these messages."""
     return lambda item: item.kind == "frame" and isinstance(item.message, kinds)
 
 
-def nth(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:
+def nth(n: int, want: Want) -> Want:
     """The item number `n`, from 0, that `want` accepts."""
     seen = itertools.count()
     return lambda item: want(item) and next(seen) == n
 
 
-def is_kind(*kinds: str) -> Callable[[Item], bool]:
+def is_kind(*kinds: str) -> Want:
     return lambda item: item.kind in kinds
 
 
@@ -829,6 +839,12 @@ def snapshot(core: PrefillCore | DecodeCore) -> list[object]:
     ]
     handles = [(key, room.status, room.in_flight) for key, room in core.by_key.items()]
     return [handles, destinations, [dict(one.marks) for one in core.sessions.values()], list(core.chunks.free)]
+
+
+def assert_failed(room: Room, words: str) -> None:
+    """With these words in its error."""
+    assert room.state is State.FAILED
+    assert words in str(room.error)
 
 
 def assert_flat(world: World) -> None:

@@ -40,6 +40,10 @@ class Logical:
     def view_keys(self):
         return [Key(self.name, f"r{role}", layer) for role in range(self.roles) for layer in range(self.layers)]
 
+    def whole(self):
+        """All shards of all views, selected."""
+        return [Select(key, 0, self.shards) for key in self.view_keys()]
+
 
 @dataclass
 class Held:
@@ -135,6 +139,11 @@ def hold(stored, seed=0):
     return Held(memory, Layout.of(regions, views, slots=slots))
 
 
+def kv_index(items, dtype=None):
+    """The one list of items that component "kv" has."""
+    return {"kv": Index.of(np.array(items, dtype))}
+
+
 def staging(nbytes, skew=0):
     """`nbytes` of 0xA5, `skew` bytes past a multiple of 64."""
     whole = np.full(nbytes + 64 + skew, 0xA5, np.uint8)
@@ -178,6 +187,12 @@ def moved(src, src_select, src_index, dst, dst_select, dst_index, tokens):
         for (i, at), (j, to) in zip(*sides, strict=True):
             result[j][to : to + width] = src.memory[i][at : at + width]
     return result
+
+
+def assert_alike(found, want):
+    """Array by array."""
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def orders():
@@ -279,6 +294,10 @@ class Transfer:
     checksum: bool = True
     skew: int = 0
     spare: bool = False
+
+    def after(self):
+        """The bytes of `dst` as they must be then."""
+        return moved(self.src, self.src_select, self.src_index, self.dst, self.dst_select, self.dst_index, self.tokens)
 
 
 @st.composite

@@ -9,7 +9,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _STOPS_S = 240.0
 _CLONE_NEWNET = 0x4000_0000
@@ -38,6 +40,15 @@ def _state(task: Path) -> str:
 def die_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     """This process, stopped or not, ends with its parent, however that ends: the kernel sees to it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, how)
+
+
+def child(context: Any, target: Callable[..., object], *args: object) -> tuple[Any, Any]:
+    """A process of `target(pipe, *args)` that ends with this one, and this end of the pipe."""
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, pipe
 
 
 def enter(namespace: str | int) -> None:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from pools import GUARD, Logical, Stored, aligned, gathered, hold, moved, on_device
+from pools import GUARD, Logical, Stored, aligned, gathered, hold, on_device
 
 from pdstage import native
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Layout
-from pdstage.plan import TOKEN_MAJOR, Select
+from pdstage.plan import TOKEN_MAJOR
 from pdstage.plan.tables import Index
 
 
@@ -55,8 +55,7 @@ class Rig:
         regions = [
             replace(region, base=block.ptr + GUARD) for region, block in zip(held.layout.regions, blocks, strict=True)
         ]
-        components = held.layout.components
-        return blocks, Layout(tuple(regions), components)
+        return blocks, Layout(tuple(regions), held.layout.components)
 
 
 REFERENCE = Rig("reference")
@@ -106,8 +105,7 @@ def check(rig, t, here=None):
     """
     found, t = outcome(rig, t), here or t
     expected = outcome(REFERENCE, t)
-    after = moved(t.src, t.src_select, t.src_index, t.dst, t.dst_select, t.dst_index, t.tokens)
-    for number, memory in enumerate(after):
+    for number, memory in enumerate(t.after()):
         expected[f"copy: region {number}"] = memory
         if t.wire == TOKEN_MAJOR:
             expected[f"scatter: region {number}"] = memory
@@ -154,7 +152,7 @@ def check_refused(rig, way, case, words):
     of = Logical(width=16, tokens_per_row=case.get("per", 1))
     blocks, layout = rig.place(hold([Stored(of, n_items=6, rows_per_item=4 // of.tokens_per_row)]))
     before = [rig.get(block).copy() for block in blocks]
-    plan = rig.plan(layout, [Select(of.view_keys()[0], 0, 1)], TOKEN_MAJOR, False)
+    plan = rig.plan(layout, of.whole(), TOKEN_MAJOR, False)
     index = Index.of(np.array(case.get("items", [1, 2, 3]), np.int32), case.get("first", 0))
     index = {case.get("name", "kv"): index._replace(device=case.get("device", "cpu"))}
     tokens = {"kv": case.get("tokens", (0, 12))}

@@ -10,6 +10,9 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+both_paths = pytest.mark.parametrize("path", ["staged", "direct"])
+either_side = pytest.mark.parametrize("side", ["prefill", "decode"])
+inline_or_thread = pytest.mark.parametrize("progress", ["inline", "thread"])
 everything = False
 """Whether FULL=1 asked for all rows and all drawn cases; conftest.py sets it before test modules are imported."""
 

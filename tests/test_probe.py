@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pdstage.layout import View
     from pdstage.probe import Cell, Writer
 
+    Cells, Told = Sequence[Cell], Mapping[Key, NDArray[np.uint8]]
+
 N_PAGES, PAGE, HEADS, DIM = 6, 16, 4, 8
 K, V = Key("kv", "k", 0), Key("kv", "v", 0)
 
@@ -42,7 +44,7 @@ def nhd(k: torch.Tensor, v: torch.Tensor) -> Layout:
 def writer(k: torch.Tensor, v: torch.Tensor) -> Writer:
     """Stores K and V `[token, head, dim]` as an engine with pages `[page, token, head, dim]` does, where they lie."""
 
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+    def write(cells: Cells, rng: np.random.Generator) -> Told:
         stored = {}
         for key, cache in ((K, k), (V, v)):
             values = torch.from_numpy(rng.standard_normal((len(cells), HEADS, DIM))).to(cache.dtype)
@@ -112,7 +114,7 @@ def test_bytes_that_no_view_covers_are_refused() -> None:
     k, v = caches()
     write = writer(k, v)
 
-    def with_scales(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+    def with_scales(cells: Cells, rng: np.random.Generator) -> Told:
         stored = write(cells, rng)
         v[0, 9] = torch.pi  # as a backend does that keeps a page's scales in the page
         return stored
@@ -126,7 +128,7 @@ def test_a_writer_that_raises_leaves_the_pages_as_they_were() -> None:
     k, v = caches()
     before = k.clone()
 
-    def fails(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+    def fails(cells: Cells, rng: np.random.Generator) -> Told:
         writer(k, v)(cells, rng)
         raise RuntimeError("no kernel")
 
@@ -140,7 +142,7 @@ def test_a_writer_must_tell_all_it_stored_and_values_that_differ() -> None:
     with pytest.raises(UsageError, match="says it stored None bytes"):
         prove(nhd(k, v), lambda cells, rng: {})
 
-    def constant(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+    def constant(cells: Cells, rng: np.random.Generator) -> Told:
         k.fill_(1.0)
         v.fill_(1.0)
         ones = np.ones((len(cells), HEADS, DIM), np.float32).view(np.uint8)
@@ -173,7 +175,7 @@ def test_every_view_is_of_one_probe() -> None:
 def opaque(cache: torch.Tensor, step: int = 0) -> Writer:
     """Stores rows `[page, row, byte]` of an encoding of its own; with `step` not where their tokens are."""
 
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> None:
+    def write(cells: Cells, rng: np.random.Generator) -> None:
         for cell, row in zip(cells, rng.integers(1, 256, (len(cells), DIM), np.uint8), strict=True):
             cache[cell.item, (cell.token + step * cell.item) % cache.shape[1]] = torch.from_numpy(row ^ 0x5A)
 
@@ -198,7 +200,7 @@ def test_pages_kept_for_padding_are_not_written() -> None:
     k, v = caches()
     seen: list[Cell] = []
 
-    def watched(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+    def watched(cells: Cells, rng: np.random.Generator) -> Told:
         seen.extend(cells)
         return writer(k, v)(cells, rng)
 

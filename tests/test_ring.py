@@ -78,7 +78,7 @@ class ListModel:
 STEPS = st.sampled_from(["grant", "grant", "land", "release", "release", "quarantine", "recall"])
 
 
-@settings(max_examples=drawn(60, full=600), deadline=None)
+@settings(max_examples=drawn(60, full=600))
 @given(st.integers(1, 9), st.lists(st.tuples(STEPS, st.integers(0, 99)), min_size=20, max_size=60))
 def test_the_lane_keeps_the_books_of_the_list(capacity, steps):
     """I3, I4, I11 to I13."""

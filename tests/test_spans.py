@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from pools import FUSED, HND, NHD, Logical, Stored, hold, moved, transfers
+from pools import FUSED, HND, NHD, Logical, Stored, assert_alike, hold, kv_index, transfers
 from rigs import HOST_CODES, host_code
 
 from pdstage.errors import UsageError
@@ -24,21 +24,19 @@ def carry_out(spans):
         ctypes.memmove(dst, src, nbytes)
 
 
-@settings(max_examples=drawn(100, full=300), deadline=None)
+@settings(max_examples=drawn(100, full=300))
 @given(t=transfers())
 def test_descriptors_move_the_tokens_and_nothing_else(t):
-    expected = moved(t.src, t.src_select, t.src_index, t.dst, t.dst_select, t.dst_index, t.tokens)
+    expected = t.after()
     found = []
     for code in HOST_CODES:
         with host_code(code):
             plan = DirectPlan(t.src.layout, t.src_select, t.dst.layout, t.dst_select)
             found.append(plan.spans(t.tokens, t.src_index, t.dst_index))
     for spans in found[1:]:
-        for a, b in zip(found[0], spans, strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_alike(found[0], spans)
     carry_out(found[0])
-    for a, b in zip(expected, t.dst.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_alike(expected, t.dst.memory)
     for held, starts in ((t.src, found[0].src), (t.dst, found[0].dst)):
         for start, nbytes in zip(starts, found[0].nbytes, strict=True):
             inside = [r for r in held.layout.regions if r.base <= start and start + nbytes <= r.base + r.nbytes]
@@ -74,7 +72,7 @@ def test_as_few_descriptors_as_both_sides_allow(code, case):
     stored = [Stored(OF, n_items=8, rows_per_item=4, order=order, pads=pads) for order in (src, dst)]
     held = [hold([one]) for one in stored]
     select = [Select(key, 0, shards) for key in OF.view_keys()]
-    index = [{"kv": Index.of(np.array(side))} for side in items]
+    index = [kv_index(side) for side in items]
     with host_code(code):
         plan = DirectPlan(held[0].layout, select, held[1].layout, select)
         assert (plan.spans({"kv": (0, 16)}, *index).nbytes.size, plan.n_descriptors({"kv": (0, 16)})) == (n, estimate)
@@ -94,12 +92,11 @@ def test_as_few_descriptors_as_both_sides_allow(code, case):
 )
 def test_a_peers_items_are_checked(code, src_items, dst_items, words):
     stored = Stored(OF, n_items=8, rows_per_item=4)
-    small = Stored(OF, n_items=9, rows_per_item=4)
-    held, select = (hold([small]), hold([stored])), [Select(key, 0, 4) for key in OF.view_keys()]
+    held, select = (hold([Stored(OF, n_items=9, rows_per_item=4)]), hold([stored])), OF.whole()
     with host_code(code):
         plan = DirectPlan(held[0].layout, select, held[1].layout, select)
         with pytest.raises(UsageError) as caught:
-            plan.spans({"kv": (0, 8)}, {"kv": Index.of(np.array(src_items))}, {"kv": Index.of(np.array(dst_items))})
+            plan.spans({"kv": (0, 8)}, kv_index(src_items), kv_index(dst_items))
     assert words in str(caught.value)
 
 
@@ -107,22 +104,22 @@ def test_a_peers_items_are_checked(code, src_items, dst_items, words):
 @pytest.mark.parametrize("n_items", [1 << 26, (1 << 26) + 1, 1 << 60])
 def test_a_peers_number_of_items_costs_no_memory(code, n_items):
     """It is the peer's word, and pages cut into pieces are many items too; repeated ones are found all the same."""
-    held, select = hold([Stored(OF, n_items=8, rows_per_item=4)]), [Select(key, 0, 4) for key in OF.view_keys()]
+    held, select = hold([Stored(OF, n_items=8, rows_per_item=4)]), OF.whole()
     (component,) = held.layout.components
     views = tuple(replace(view, n_items=n_items, item_stride=0) for view in component.views)
     theirs = Layout(held.layout.regions, (replace(component, views=views),))
     ours = {"kv": Index.of(np.arange(4))}
     with host_code(code):
         plan = DirectPlan(held.layout, select, theirs, select)
-        assert plan.spans({"kv": (0, 16)}, ours, {"kv": Index.of(np.array([5, 3, 7, 1 << 25]))}).nbytes.size
+        assert plan.spans({"kv": (0, 16)}, ours, kv_index([5, 3, 7, 1 << 25])).nbytes.size
         with pytest.raises(UsageError, match="item 3 at position 2 of component 'kv' is a destination twice"):
-            plan.spans({"kv": (0, 16)}, ours, {"kv": Index.of(np.array([5, 3, 3, 5]))})
+            plan.spans({"kv": (0, 16)}, ours, kv_index([5, 3, 3, 5]))
 
 
 def test_layouts_that_do_not_match_are_refused_in_words():
     held = hold([Stored(OF)])
     wide = hold([Stored(Logical(roles=2, shards=4, width=32))])
-    select = [Select(key, 0, 4) for key in OF.view_keys()]
+    select = OF.whole()
     with pytest.raises(UsageError, match="16 bytes a head at prefill, 32 at decode"):
         DirectPlan(held.layout, select, wide.layout, select)
     with pytest.raises(UsageError, match="different views or shard counts"):

@@ -14,6 +14,7 @@ import pytest
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
+from pdstage.kernels.driver import DriverError
 from pdstage.layout import Region
 from pdstage.plan import TOKEN_MAJOR, Rect, Share
 from pdstage.plan.tables import Index
@@ -214,6 +215,25 @@ def test_what_is_refused_before_its_launch_ends_with_its_error(pool):
         device.over = set(device.recorded)
         (copied,) = stager.poll()
         assert isinstance(copied.error, UsageError)
+
+
+def test_a_copy_for_which_the_device_has_no_memory_fails_alone(pool, monkeypatch):
+    """Nothing is wrong with the device: torch may have grown until nothing was left."""
+    device, staging = Device(), np.zeros(256, np.uint8)
+    stager = Stager(pool, runtime=device)
+    with monkeypatch.context() as patch:
+        patch.setattr("pdstage.stager._copy_all", mock.Mock(side_effect=DriverError("cuMemAlloc", 2)))
+        stager.gather(1, move(0, 1, 2), Region(staging.ctypes.data, 256))
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "pinned", mock.Mock(side_effect=DriverError("cuMemHostAlloc", 2)))
+        patch.setattr(stager._stream, "_spare", [])
+        stager.gather(2, move(0, 1, 2), Region(staging.ctypes.data, 256))
+    stager.gather(3, move(0, 1, 2), Region(staging.ctypes.data, 256))
+    device.over = set(device.recorded)
+    ended = {copied.ticket: str(copied.error) for copied in stager.poll()}
+    assert "cuMemAlloc failed with 2" in ended[1]
+    assert "cuMemHostAlloc failed with 2" in ended[2]
+    assert ended[3] == "None"
 
 
 def test_a_rate_that_is_not_had_ends_no_copy_of_the_node_before(pool, monkeypatch):

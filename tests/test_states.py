@@ -32,7 +32,7 @@ from pdstage.tensors import (
     sglang_mha,
     slot_states,
 )
-from tests.test_tensors import as_bytes, contents, filled
+from tests.test_tensors import as_bytes, contents, filled, holds
 
 SLOTS, WINDOW = 5, 3
 
@@ -120,14 +120,12 @@ def test_conv_states(sections, tp, channels_last):
         layout = build(mamba_conv([held], **how))
         for row in range(WINDOW):
             key = Key("mamba", f"conv.{section.name}.{row}", 0)
-            np.testing.assert_array_equal(contents(layout, key), rows_of(part[..., row]))
+            holds(layout, key, rows_of(part[..., row]))
             assert layout.by_key()[key].axis == axis
         whole = build(mamba_conv([held], whole=True, **how))
         key = Key("mamba", f"conv.{section.name}.{'rows' if channels_last else 'channels'}", 0)
         part = part[..., :WINDOW]  # noqa: PLW2901
-        np.testing.assert_array_equal(
-            contents(whole, key), rows_of(part.transpose(2, 3) if channels_last else part)
-        )  # fmt: skip
+        holds(whole, key, rows_of(part.transpose(2, 3) if channels_last else part))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 6), (8, 6)], ids=["heads", "channels"])
@@ -135,17 +133,14 @@ def test_ssm_states(shape):
     states = filled(SLOTS, *shape, dtype=torch.float32)
     layout = build(mamba_ssm([states], total_heads=8, tp=(4, 2), layers=[7]))
     key = Key("mamba", "ssm", 7)
-    np.testing.assert_array_equal(contents(layout, key), rows_of(states.reshape(SLOTS, 2, -1)))
+    holds(layout, key, rows_of(states.reshape(SLOTS, 2, -1)))
     assert layout.by_key()[key].axis == shard_axis("ssm_head", 8, 4, 2)
     assert [(c.positional, c.exact) for c in layout.components] == [(False, True)]
 
 
 def test_states_that_every_rank_holds():
     states = filled(SLOTS, 4, 3)
-    layout = build(slot_states([states]))
-    np.testing.assert_array_equal(
-        contents(layout, Key("request_row", "state", 0)), rows_of(states.reshape(SLOTS, 1, -1))
-    )
+    holds(build(slot_states([states])), Key("request_row", "state", 0), rows_of(states.reshape(SLOTS, 1, -1)))
 
 
 @pytest.mark.parametrize(("page", "block", "pool", "pad"), [(128, 64, 1, 0), (64, 64, 1, 12), (256, 128, 4, 100)])
@@ -160,7 +155,7 @@ def test_index_pages_of_keys_and_scales(page, block, pool, pad):
         ("index_scale", blocks[..., rows * 128 :], 4),
     ):
         by_token = np.repeat(part.reshape(SLOTS, page // pool, width), pool, 1)[:, :, None]
-        np.testing.assert_array_equal(contents(layout, Key("dsa", role, 0)), by_token)
+        holds(layout, Key("dsa", role, 0), by_token)
     assert [view.format for view in layout.views()] == ["fp8_e4m3", "fp32"]
 
 
@@ -192,8 +187,8 @@ def test_addressed_states_are_sliced_by_groups(channels_last):
     )  # fmt: skip
     for number, part in enumerate(shards):
         channels = part.flatten(1, 2).unsqueeze(2)  # a shard is one channel: 32 of a group are 32 units
-        np.testing.assert_array_equal(contents(layout, Key("mamba", f"state.0.{number}", 3)), rows_of(channels))
-    np.testing.assert_array_equal(contents(layout, Key("mamba", "state.1", 3)), rows_of(temporal))
+        holds(layout, Key("mamba", f"state.0.{number}", 3), rows_of(channels))
+    holds(layout, Key("mamba", "state.1", 3), rows_of(temporal))
     assert layout.by_key()["mamba", "state.0.2", 3].axis == shard_axis("unit", 32, *tp)
 
 
@@ -201,7 +196,7 @@ def test_addressed_pages_of_tokens():
     """Rows of heads by token; without a word on what is in a page, pages move whole."""
     pool = filled(8 * 4, 2, 8)
     layout = appended("swa", *told([pool], 4), tp=(2, 0), dim_per_tensor=[2], paging=Paging(4, by_token=True))
-    np.testing.assert_array_equal(contents(layout, Key("swa", "state.0", 0)), as_bytes(pool).reshape(8, 4, 2, -1))
+    holds(layout, Key("swa", "state.0", 0), as_bytes(pool).reshape(8, 4, 2, -1))
     layout = appended("nsa", *told([pool], 4), paging=Paging(4))
     np.testing.assert_array_equal(contents(layout, Key("dsa", "state.0", 0))[:, 3, 0], as_bytes(pool).reshape(8, -1))
 

@@ -40,13 +40,18 @@ def contents(layout, key):
     return memory[at].reshape(*at.shape[:3], -1)
 
 
+def holds(layout, key, want):
+    """A view's bytes are `want`."""
+    np.testing.assert_array_equal(contents(layout, key), want)
+
+
 def as_bytes(tensor):
     """The same bytes by the tensor's own indexing; `[page, token, head, dim]`."""
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
-def layers_of(*shape, n=3, dtype=torch.bfloat16):
-    whole = filled(n, 2, *shape, dtype=dtype)
+def layers_of(*shape, dtype=torch.bfloat16):
+    whole = filled(3, 2, *shape, dtype=dtype)
     return list(whole[:, 0].clone()), list(whole[:, 1].clone())
 
 
@@ -68,7 +73,7 @@ def test_sglang_slots_become_pages(dtype):
     for layer in range(3):
         for role, tensors in (("k", k), ("v", v)):
             expected = as_bytes(tensors[layer]).reshape(PAGES, PAGE, HEADS, -1)
-            np.testing.assert_array_equal(contents(layout, Key("kv", role, layer)), expected)
+            holds(layout, Key("kv", role, layer), expected)
     view = layout.by_key()["kv", "k", 0]
     assert (view.format, view.width) == (DTYPES[dtype], DIM * dtype.itemsize)
     assert view.axis == shard_axis("kv_head", 12, 4, 1)
@@ -91,8 +96,8 @@ def test_paged_nhd(fused):
     layout = build(paged_nhd(k, v, layers=range(30, 30 + len(k)), **WHOLE))
     assert len(layout.regions) == 2
     for i, (a, b) in enumerate(zip(k, v, strict=True)):
-        np.testing.assert_array_equal(contents(layout, Key("kv", "k", 30 + i)), as_bytes(a))
-        np.testing.assert_array_equal(contents(layout, Key("kv", "v", 30 + i)), as_bytes(b))
+        holds(layout, Key("kv", "k", 30 + i), as_bytes(a))
+        holds(layout, Key("kv", "v", 30 + i), as_bytes(b))
 
 
 def test_paged_hnd_of_one_stacked_tensor_is_one_region():
@@ -100,7 +105,7 @@ def test_paged_hnd_of_one_stacked_tensor_is_one_region():
     layout = build(paged_hnd(k, v, layers=[3, 7, 11], component="full", format="mxfp8", **WHOLE))
     assert len(layout.regions) == 1
     for i, layer in enumerate((3, 7, 11)):
-        np.testing.assert_array_equal(contents(layout, Key("full", "v", layer)), as_bytes(v[i].transpose(1, 2)))
+        holds(layout, Key("full", "v", layer), as_bytes(v[i].transpose(1, 2)))
     assert {view.format for view in layout.views()} == {"mxfp8"}
 
 
@@ -114,7 +119,7 @@ def test_mla_is_replicated_in_both_shapes(per_row):
     for component, tensors in (("kv", pages), ("draft", slots)):
         for layer, tensor in enumerate(tensors):
             expected = as_bytes(tensor).reshape(PAGES, PAGE, 1, -1).repeat(per_row, 1)
-            np.testing.assert_array_equal(contents(layout, Key(component, "latent", layer)), expected)
+            holds(layout, Key(component, "latent", layer), expected)
     assert {view.axis for view in layout.views()} == {REPLICATED}
 
 
@@ -150,8 +155,8 @@ def test_vllm_blocks_in_six_layouts(order, pad, key_nbytes):
     for layer, cache in enumerate(caches):
         logical = as_bytes(cache).transpose(0, 2, 1, 3)
         k, v = np.split(logical, [key_nbytes or CONTENT // 2], axis=3)
-        np.testing.assert_array_equal(contents(layout, Key("kv", "k", layer)), k)
-        np.testing.assert_array_equal(contents(layout, Key("kv", "v", layer)), v)
+        holds(layout, Key("kv", "k", layer), k)
+        holds(layout, Key("kv", "v", layer), v)
 
 
 def test_groups_that_alias_one_allocation_share_its_region():
@@ -168,12 +173,8 @@ def test_groups_that_alias_one_allocation_share_its_region():
         layout = build(*parts)
         assert spans_of(layout) == [(raw.data_ptr(), raw.numel())]
         half = CONTENT // 2
-        np.testing.assert_array_equal(
-            contents(layout, Key("kv", "k", 0)), as_bytes(full).transpose(0, 2, 1, 3)[..., :half]
-        )
-        np.testing.assert_array_equal(
-            contents(layout, Key("swa", "v", 0)), as_bytes(window).transpose(0, 2, 1, 3)[..., half:]
-        )
+        holds(layout, Key("kv", "k", 0), as_bytes(full).transpose(0, 2, 1, 3)[..., :half])
+        holds(layout, Key("swa", "v", 0), as_bytes(window).transpose(0, 2, 1, 3)[..., half:])
 
 
 @pytest.mark.parametrize("spans", [((0, 4096), (512, 1024)), ((0, 2560), (1536, 4096))], ids=["inside", "overlapping"])
@@ -206,7 +207,7 @@ def test_vllm_cpu_blocks(packed, dtype):
     v = k.view(torch.uint8).flip(0).view(dtype)
     caches = [cpu_attn(k, v, packed=packed)]
     layout = build(vllm_cpu_blocks(caches, packed=packed, **WHOLE))
-    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 0)), as_bytes(k))
+    holds(layout, Key("kv", "k", 0), as_bytes(k))
     roles = [f"v.{at}" for at in range(4)] if packed else ["v"]
     got = np.concatenate([contents(layout, Key("kv", role, 0)) for role in roles], 3)
     np.testing.assert_array_equal(got, as_bytes(v))

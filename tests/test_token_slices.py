@@ -27,10 +27,10 @@ def view(role, *, page=8, row=16, item=128, base=0, n_items=4, rows=None, shards
     )  # fmt: skip
 
 
-def pair_of(src_views, dst_views, src=ALL_TOKENS, dst=ALL_TOKENS):
+def pair_of(src_views, dst_views, dst):
     sides = [
         Layout.of([Region(1 << 20, 1 << 40)], views, owned={"kv": owned})
-        for views, owned in ((src_views, src), (dst_views, dst))
+        for views, owned in ((src_views, ALL_TOKENS), (dst_views, dst))
     ]
     return Pair(*sides, Common.of(*sides))
 

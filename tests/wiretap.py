@@ -50,15 +50,15 @@ class _Both(socketserver.BaseRequestHandler):
                     end.data.sendall(data)
 
 
-def listeners(pid: int | str = "self") -> set[tuple[str, int]]:
-    """(address, port) of every TCP socket on which a process listens, as the kernel tells."""
+def listeners() -> set[tuple[str, int]]:
+    """(address, port) of every TCP socket on which this process listens, as the kernel tells."""
     inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
+    for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             inodes.add(os.readlink(fd))  # noqa: PTH115  (no path: "socket:[inode]")
     found = set()
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in inodes:
                 address, _, port = fields[1].partition(":")

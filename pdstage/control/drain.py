@@ -78,32 +78,31 @@ def drain(
     if not endpoints:
         raise UsageError("no endpoint to drain", remedy="name control endpoints, as tcp://host:port")
     held = keys_of(keys)
-    said: dict[str, Draining] = {}
-    heard_at = dict.fromkeys(endpoints, time.monotonic())
+    said: dict[bytes, Draining] = {}
     with ControlSocket(None, identity=secrets.token_bytes(8), keys=held) as socket:
-        routes = {socket.connect(endpoint): endpoint for endpoint in endpoints}
-        waiting, until = dict(routes), time.monotonic() + wait_s
+        routes = {endpoint: socket.connect(endpoint) for endpoint in endpoints}
+        waiting = {route: endpoint for endpoint, route in routes.items()}
+        heard_at, until = dict.fromkeys(waiting, time.monotonic()), time.monotonic() + wait_s
         while waiting and (time.monotonic() < until or len(said) < len(heard_at)):
             for route in waiting:
                 socket.send(route, [REQUEST])
             for route, frames in socket.arrivals(time.monotonic() + _AGAIN_S):
-                endpoint = routes[route]
-                said[endpoint], heard_at[endpoint] = _read(endpoint, frames), time.monotonic()
-                if said[endpoint].drained:
+                said[route], heard_at[route] = _read(socket.endpoint_of(route), frames), time.monotonic()
+                if said[route].drained:
                     waiting.pop(route, None)
                 if not waiting:
                     break
-            for endpoint in waiting.values():
-                silent_s = time.monotonic() - heard_at[endpoint]
+            for route, endpoint in waiting.items():
+                silent_s = time.monotonic() - heard_at[route]
                 if silent_s > _SILENT_S:
-                    last = f"; when it last did, {said[endpoint]}" if endpoint in said else ""
+                    last = f"; when it last did, {said[route]}" if route in said else ""
                     raise TransportError(
                         f"the node at {endpoint} has not answered for {silent_s:.0f} s{last}",
                         remedy="check the endpoint, and that the process runs"
                         + ("" if held is not None else "; if the node has keys, pass keys= (--keys)"),
                         endpoint=endpoint,
                     )
-    return {endpoint: said[endpoint] for endpoint in endpoints}
+    return {endpoint: said[route] for endpoint, route in routes.items()}
 
 
 def _read(endpoint: str, frames: list[bytes]) -> Draining:

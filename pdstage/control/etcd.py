@@ -419,7 +419,8 @@ class EtcdClient:
             since = {"min_mod_revision": str(copy.revision + 1), "keys_only": True}
             try:
                 changed = self._cluster.ask("kv/range", _range(self._prefix) | since)
-                if changed.get("kvs") or int(changed.get("count", 0)) != copy.n_keys:
+                is_older = int(changed["header"]["revision"]) < copy.revision  # restored, or another cluster
+                if is_older or changed.get("kvs") or int(changed.get("count", 0)) != copy.n_keys:
                     self._copy = self._read()
                 self._heard_at, is_away = time.monotonic(), False
             except Exception as error:  # noqa: BLE001  (whatever it is, the copy goes on answering)
@@ -443,20 +444,18 @@ class _Copy:
         self.ended: dict[int, Process] = {}
         for one in read.get("kvs", ()):
             key = base64.b64decode(one["key"]).decode(errors="replace").removeprefix(prefix)
+            group, _, rest = key.partition("/")
             try:
-                self._take(key, base64.b64decode(one.get("value", "")), one.get("lease", "0"))
+                value = base64.b64decode(one.get("value", ""))
+                if group in (_PROCESSES, _ENDED):
+                    of_kind = self.processes if group == _PROCESSES else self.ended
+                    of_kind[int(rest, 16)] = _process.decode(value)
+                else:
+                    held = _held.decode(value)
+                    self.ranks.setdefault(unquote(group), {})[held.advert.topology.unique_rank] = held
+                    self.leases[key] = one.get("lease", "0")
             except (msgspec.MsgspecError, ValueError) as error:
                 log.warning("key %s in etcd is left out: %s", key, error)
-
-    def _take(self, key: str, value: bytes, lease: str) -> None:
-        group, _, rest = key.partition("/")
-        if group in (_PROCESSES, _ENDED):
-            of_kind = self.processes if group == _PROCESSES else self.ended
-            of_kind[int(rest, 16)] = _process.decode(value)
-        else:
-            held = _held.decode(value)
-            self.ranks.setdefault(unquote(group), {})[held.advert.topology.unique_rank] = held
-            self.leases[key] = lease
 
     def is_registered(self, incarnation: int) -> bool:
         """Whether a process is there under a lease."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from pdstage.control.port import is_readable
 from pdstage.errors import PeerError
 from pdstage.log_limit import LogLimit
 
@@ -80,13 +81,16 @@ class Guard:
 
     def serve(self) -> None:
         """Answers libzmq's requests and takes in its events until none is left."""
-        while _is_readable(self._handler):
+        while is_readable(self._handler):
             who, empty, *request = self._handler.recv_multipart()
             self._handler.send_multipart([who, empty, *self._answer(request)])
-        while _is_readable(self._monitor):
-            head, endpoint = self._monitor.recv_multipart()
-            what, value = _EVENT.unpack(head)
-            self._take_in(what, value, endpoint.decode())
+        while is_readable(self._monitor):
+            head, where = self._monitor.recv_multipart()
+            (what, value), endpoint = _EVENT.unpack(head), where.decode()
+            if target := self._target(endpoint):
+                self._on_connect(what, value, target)
+            elif what in (_BROKEN_OFF, _PROTOCOL) and endpoint.endswith(f":{self.port}"):
+                self._refuse("", _why_theirs(what, value))  # _AUTH was our own answer: reported already
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """RFC 27: the request is version, id, domain, address, identity, mechanism and the client's key."""
@@ -96,13 +100,6 @@ class Guard:
             return [version, number, b"200", b"", key.hex().encode(), b""]
         self._refuse(f" from {address.decode(errors='replace')}", f"its key {key.hex()} is not let in here")
         return [version, number, b"400", b"", b"", b""]
-
-    def _take_in(self, what: int, value: int, endpoint: str) -> None:
-        """Takes in a monitor event: its kind, a reason if it has one, and the endpoint."""
-        if target := self._target(endpoint):
-            self._on_connect(what, value, target)
-        elif what in (_BROKEN_OFF, _PROTOCOL) and endpoint.endswith(f":{self.port}"):
-            self._refuse("", _why_theirs(what, value))  # _AUTH was our own answer: reported already
 
     def _target(self, endpoint: str) -> str:
         """The peer that an event is about, if this node connects to it; empty for an accepted connection.
@@ -152,10 +149,6 @@ class Guard:
     def _warn(self, peer: str, error: PeerError) -> None:
         if text := self._log_limit.due(peer, str(error), time.monotonic()):
             log.warning("%s", text)
-
-
-def _is_readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN))
 
 
 def _why_theirs(what: int, value: int) -> str:

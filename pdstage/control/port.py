@@ -90,7 +90,7 @@ class ControlPort:
         Looking for messages takes the first frame of the next one. libzmq 4.3 ends the process, or mixes two peers'
         frames, if that message's connection is ended then. So a message is taken whole before, for the next `recv`.
         """
-        if self._is_readable():
+        if is_readable(self._socket):
             self._aside.append(self._socket.recv_multipart(zmq.DONTWAIT))
             self.wake()
         try:
@@ -141,7 +141,8 @@ class ControlPort:
             self._closed = True
 
     def _has_message(self) -> bool:
-        return bool(self._aside) or self._is_readable()
+        return bool(self._aside) or is_readable(self._socket)
 
-    def _is_readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN))
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN))

@@ -100,25 +100,22 @@ def messages_of(frames: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
         yield frames[start:]
 
 
-def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
-    return {
-        zmq.IDENTITY: route_of(identity),
-        zmq.ROUTER_MANDATORY: 1,  # an unroutable message is counted, not silently dropped
-        zmq.ROUTER_HANDOVER: 1,  # a peer that reconnects takes its name over from its dead connection
-        zmq.MAXMSGSIZE: max_frame_nbytes,
-        zmq.LINGER: 0,
-        zmq.SNDHWM: _HIGH_WATER,
-        zmq.RCVHWM: _HIGH_WATER,
-        zmq.RECONNECT_IVL: 20,
-        zmq.RECONNECT_IVL_MAX: 1000,
-        # Detects connections that a vanished machine or a middlebox left half open, by the kernel's probes: ZMTP's own
-        # timer aborts the process if input is held back while a connection breaks ("!_io_error", libzmq issue 4364).
-        zmq.TCP_KEEPALIVE: 1,
-        zmq.TCP_KEEPALIVE_IDLE: 5,
-        zmq.TCP_KEEPALIVE_INTVL: 5,
-        zmq.TCP_KEEPALIVE_CNT: 2,
-        zmq.TCP_MAXRT: 15000,
-    }
+_OPTIONS: dict[int, int | bytes] = {
+    zmq.ROUTER_MANDATORY: 1,  # an unroutable message is counted, not silently dropped
+    zmq.ROUTER_HANDOVER: 1,  # a peer that reconnects takes its name over from its dead connection
+    zmq.LINGER: 0,
+    zmq.SNDHWM: _HIGH_WATER,
+    zmq.RCVHWM: _HIGH_WATER,
+    zmq.RECONNECT_IVL: 20,
+    zmq.RECONNECT_IVL_MAX: 1000,
+    # Detects connections that a vanished machine or a middlebox left half open, by the kernel's probes: ZMTP's own
+    # timer aborts the process if input is held back while a connection breaks ("!_io_error", libzmq issue 4364).
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 2,
+    zmq.TCP_MAXRT: 15000,
+}
 
 
 def check_descriptors() -> None:
@@ -183,7 +180,7 @@ class ControlSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         sealed_nbytes = MAX_FRAME_NBYTES + (_SEALING_NBYTES if keys is not None else 0)
         try:
-            for option, value in _options(identity, sealed_nbytes).items():
+            for option, value in (_OPTIONS | {zmq.IDENTITY: route_of(identity), zmq.MAXMSGSIZE: sealed_nbytes}).items():
                 self._socket.setsockopt(option, value)
             self._guard = Guard(self._context, self._socket, keys, self._targets) if keys is not None else None
             self.endpoint = self._bind(address, advertise) if address is not None else ""

@@ -79,7 +79,9 @@ def _digest(folder: str, stamp: int) -> str | None:
     """`stamp` is the folder's modification time: an adapter may be reloaded under its name."""
     del stamp
     try:
-        files = _weights_in(Path(folder))
+        held = sorted(path for path in Path(folder).iterdir() if path.is_file())
+        kinds = ([path for path in held if path.suffix == suffix] for suffix in _SUFFIXES)
+        files = next(filter(None, kinds), [])
         hashed = hashlib.blake2b(digest_size=16)
         for path in files:
             nbytes = path.stat().st_size
@@ -93,12 +95,6 @@ def _digest(folder: str, stamp: int) -> str | None:
     except OSError:
         return None
     return hashed.hexdigest() if files else None
-
-
-def _weights_in(folder: Path) -> list[Path]:
-    held = sorted(path for path in folder.iterdir() if path.is_file())
-    kinds = ([path for path in held if path.suffix == suffix] for suffix in _SUFFIXES)
-    return next(filter(None, kinds), [])
 
 
 def _folder_of(name: str, revision: str | None) -> str | None:

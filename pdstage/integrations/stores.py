@@ -39,39 +39,40 @@ class Encoding(NamedTuple):
         return given, stored.view(torch.uint8).numpy()
 
 
-class Rows(NamedTuple):
+def rows_by(
+    store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    views: Mapping[str, View],
+    encoding: Encoding,
+    *,
+    heads: int,
+    sizes: tuple[int, int],
+    n_tokens: int,
+    device: torch.device,
+    scales: tuple[float, float] = (1.0, 1.0),
+    is_plain: bool = True,
+) -> Writer:
     """Tokens of one layer, as its engine writes them: `sizes` elements of two parts in each head. They are K and V, or
     a latent and its rotary key, which are one row. `scales` are those by which the engine divides each part.
+
+    `store` is given slots, and both parts of their tokens. `views` are by role: "k", "v", "latent", or one for each
+    piece of a part, such as "v.3" for the fourth. Rows that are not plain are proved by position.
     """
 
-    encoding: Encoding
-    heads: int
-    sizes: tuple[int, int]
-    n_tokens: int
-    device: torch.device
-    scales: tuple[float, float] = (1.0, 1.0)
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
+        (k, k_bytes), (v, v_bytes) = (
+            encoding.draw(rng, (len(cells), heads, size), scale) for size, scale in zip(sizes, scales, strict=True)
+        )
+        store(slots(cells, n_tokens, device), k.to(device), v.to(device))
+        if not is_plain:
+            return None
+        parts, stored = {"k": k_bytes, "v": v_bytes, "latent": np.concatenate([k_bytes, v_bytes], -1)}, {}
+        for role, view in views.items():
+            whole, _, piece = role.partition(".")
+            first = int(piece or 0) * view.shard_nbytes
+            stored[view.key] = parts[whole][..., first : first + view.shard_nbytes]
+        return stored
 
-    def writer(
-        self,
-        views: Mapping[str, View],
-        store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
-        *,
-        is_plain: bool = True,
-    ) -> Writer:
-        """`store` is given slots, and both parts of their tokens. `views` are by role: "k", "v", "latent", or one for
-        each piece of a part, such as "v.3" for the fourth. Rows that are not plain are proved by position.
-        """
-
-        def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
-            shapes = [(len(cells), self.heads, size) for size in self.sizes]
-            (k, k_bytes), (v, v_bytes) = (
-                self.encoding.draw(rng, shape, scale) for shape, scale in zip(shapes, self.scales, strict=True)
-            )
-            store(slots(cells, self.n_tokens, self.device), k.to(self.device), v.to(self.device))
-            stored = {"k": k_bytes, "v": v_bytes, "latent": np.concatenate([k_bytes, v_bytes], -1)}
-            return {view.key: _share(stored, role, view) for role, view in views.items()} if is_plain else None
-
-        return write
+    return write
 
 
 def slots(cells: Sequence[Cell], n_tokens: int, device: torch.device) -> torch.Tensor:
@@ -89,24 +90,13 @@ def into(places: Sequence[tuple[View, torch.Tensor, int]], n_tokens: int = 1) ->
         for view, tensor, offset in places:
             at = slots(cells, n_tokens, tensor.device)
             entries = tensor[at].cpu().contiguous()
-            within = offset + _bytes_of(view)
+            # The position of each byte of the view in an entry, `[shard, byte]`.
+            shards, segs, width = (np.arange(n, dtype=np.int64) for n in (view.shards, view.segs, view.width))
+            found = shards[:, None, None] * view.shard_stride + segs[:, None] * view.seg_stride + width
+            within = offset + found.reshape(view.shards, -1)
             stored[view.key] = rng.integers(0, 256, (len(cells), *within.shape), np.uint8)
             entries.view(torch.uint8).reshape(len(cells), -1).numpy()[:, within] = stored[view.key]
             tensor[at] = entries.to(tensor.device)
         return stored
 
     return write
-
-
-def _share(stored: Mapping[str, NDArray[np.uint8]], role: str, view: View) -> NDArray[np.uint8]:
-    """The bytes of `stored` that are in a view: all of a role's or, for role "v.3", the fourth piece of that length."""
-    whole, _, part = role.partition(".")
-    first = int(part or 0) * view.shard_nbytes
-    return stored[whole][..., first : first + view.shard_nbytes]
-
-
-def _bytes_of(view: View) -> NDArray[np.int64]:
-    """The position of each byte of a view in an entry, `[shard, byte]`."""
-    shards, segs, width = (np.arange(n, dtype=np.int64) for n in (view.shards, view.segs, view.width))
-    found = shards[:, None, None] * view.shard_stride + segs[:, None] * view.seg_stride + width
-    return found.reshape(view.shards, -1)

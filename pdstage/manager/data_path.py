@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import numpy as np
@@ -13,10 +14,10 @@ from pdstage.kernels import Pool
 from pdstage.layout import Layout, Region
 from pdstage.plan import layers_of, selects
 from pdstage.plan.spans import Index, split
-from pdstage.plan.token_slices import DirectPlans
+from pdstage.plan.token_slices import DirectPlans, Pair
 from pdstage.protocol.destinations import LEAST_PIECE_NBYTES, clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from pdstage.stager import Move, Passes
+from pdstage.stager import Move, Passes, failed
 from pdstage.transport import Mapped, PostFailed, Spans
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observation
     from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
-    from pdstage.plan import Rect, Tokens
+    from pdstage.plan import Rect, Select, Tokens
     from pdstage.plan.cost import CostModel
     from pdstage.protocol.destinations import Chunk, Destination
     from pdstage.protocol.session import Session
@@ -63,7 +64,6 @@ class DataPath:
 
     def __post_init__(self) -> None:
         self._layout, self._kind = self.stager.pool.layout, self.stager.pool.device.partition(":")[0]
-        self._in_a_lane = _IN_A_LANE if self._kind == "cpu" else _OF_A_DEVICE_IN_A_LANE
         self.posts = Posts(self.transport)
         self.placed: dict[int, Mapped] = {}
         """Destinations' memory that gathers under way write, by ticket: it stays mapped until they are over."""
@@ -88,7 +88,7 @@ class DataPath:
     ) -> bool:
         if self._kind == "cpu" and self._mapped(destination.session):
             return True  # one pass of copies, where staged makes two
-        n_descriptors = self._direct(destination, rects).n_descriptors(tokens)
+        n_descriptors = self._in_place(destination, rects).posts.n_descriptors(tokens)
         n_chunks = -(-nbytes // self._staged_nbytes(destination, nbytes))
         return self._cost(destination).prefers_direct(nbytes, n_descriptors, n_chunks)
 
@@ -106,22 +106,24 @@ class DataPath:
         """The length of staged chunks of `nbytes`: by what the transport costs, and so that several fit the peer's
         largest lane, but not below `LEAST_PIECE_NBYTES`, nor above `chunk_nbytes`.
         """
-        wanted = min(self._cost(destination).piece_nbytes(nbytes), destination.session.largest_lane // self._in_a_lane)
+        in_a_lane = _IN_A_LANE if self._kind == "cpu" else _OF_A_DEVICE_IN_A_LANE
+        wanted = min(self._cost(destination).piece_nbytes(nbytes), destination.session.largest_lane // in_a_lane)
         return min(max(LEAST_PIECE_NBYTES, wanted), self.chunk_nbytes)
 
     def _cost(self, destination: Destination) -> CostModel:
         return self.cost_of(self.transport.traits_of(self.sessions.plan(destination.session).label))
 
-    def _direct(self, destination: Destination, rects: tuple[Rect, ...]) -> DirectPlans:
+    def _in_place(self, destination: Destination, rects: tuple[Rect, ...]) -> InPlace:
+        """Made once for each range of layers."""
         peer, session = self.sessions.plan(destination.session), destination.session
         key = (destination.shares, *map(layers_of, rects))
-        plan = peer.direct.get(key)
-        if plan is None:
-            if len(peer.direct) >= _MAX_PLANS:
-                peer.direct.clear()
-            ours, theirs = (selects(layout, destination.shares, rects) for layout in (self._layout, session.layout))
-            plan = peer.direct[key] = DirectPlans(peer.pair.src, ours, peer.pair.dst, theirs)
-        return plan
+        found = peer.in_place.get(key)
+        if found is None:
+            if len(peer.in_place) >= _MAX_PLANS:
+                peer.in_place.clear()
+            moved = [selects(layout, destination.shares, rects) for layout in (self._layout, session.layout)]
+            found = peer.in_place[key] = InPlace(peer.pair, moved)
+        return found
 
     # A chunk's gather.
 
@@ -133,18 +135,17 @@ class DataPath:
         ticket, buffer, chunk, address = effect
         session = chunk.destination.session
         peer = self.sessions.plan(session)
-        held = self.buffers[buffer]
-        into = Region(held.base, min(held.nbytes, chunk.nbytes))
+        base = self.buffers[buffer].base
         mapped = self.transport.mapped(peer.label, address, chunk.nbytes)
         chunk.placed = mapped is not None and mapped.kind == self._kind
         if mapped is not None and chunk.placed:
             self.placed[ticket] = mapped
-            into = Region(mapped.address, chunk.nbytes)
+            base = mapped.address
         move = Move(
             chunk.destination.shares, chunk.rects, chunk.tokens, peer.pair.order, chunk.source.items, session.checksums,
             peer.pair.src, session.staged.offered,
         )  # fmt: skip
-        self.stager.gather(ticket, move, into)
+        self.stager.gather(ticket, move, Region(base, chunk.nbytes))
 
     # Its write.
 
@@ -155,13 +156,14 @@ class DataPath:
             if isinstance(effect, WriteDirect) and (passes := self._passes(peer, effect.chunk)) is not None:
                 return self._copy(effect, peer, passes)
             spans = self._spans(effect)
-        except UsageError as error:
-            return error
+        except Exception as error:  # noqa: BLE001  (only this write fails, such as for want of memory)
+            self.stager.check()
+            return failed(error)
         if self.observed is not None:
             self.observed.began(effect.ticket)
-        failed = self.posts.begin(effect.ticket, peer.label, spans, effect.tag)
+        refused = self.posts.begin(effect.ticket, peer.label, spans, effect.tag)
         counters.descriptors += len(spans.nbytes) if spans is not None else 0
-        return failed
+        return refused
 
     def _spans(self, effect: Write | WriteDirect | WriteRow) -> Spans | None:
         """From where to where; None: the bytes are where they belong, and only the tag is left to be sent."""
@@ -172,7 +174,7 @@ class DataPath:
                 src = self.buffers[buffer].base
                 return Spans(np.array([src]), np.array([address]), np.array([chunk.nbytes]))
             case WriteDirect(_, chunk):
-                plan = self._direct(chunk.destination, chunk.rects)
+                plan = self._in_place(chunk.destination, chunk.rects).posts
                 return Spans(*plan.spans(chunk.tokens, chunk.source.items, _items_of(chunk.destination)))
             case WriteRow(_, _, spans):
                 return Spans(*np.ascontiguousarray(np.array(spans, np.int64).T))
@@ -183,25 +185,13 @@ class DataPath:
 
     def _passes(self, peer: PeerPlan, chunk: Chunk) -> Passes | None:
         """What copies the chunk from pages to pages; None where a post does, for want of such memory or as well."""
-        destination, session = chunk.destination, chunk.destination.session
-        pool = self._mapped(session)
-        if pool is None:
+        mapped = self._mapped(chunk.destination.session)
+        if mapped is None:
             return None
-        if self._kind != "cpu":
-            n_runs = self._direct(destination, chunk.rects).n_descriptors(chunk.tokens)
-            if chunk.nbytes >= _LONG_RUN_NBYTES * n_runs:
-                return None
-        key = (destination.shares, *map(layers_of, chunk.rects))
-        if key not in peer.passes:
-            if len(peer.passes) >= _MAX_PLANS:
-                peer.passes.clear()
-            both = [selects(layout, destination.shares, chunk.rects) for layout in (self._layout, session.layout)]
-            try:
-                peer.passes[key] = Passes((self.stager.pool, pool), (peer.pair.src, peer.pair.dst), both)
-            except UsageError as error:
-                log.info("chunks to %s go as posts: %s", peer.label, error)
-                peer.passes[key] = None
-        return peer.passes[key]
+        way = self._in_place(chunk.destination, chunk.rects)
+        if self._kind != "cpu" and chunk.nbytes >= _LONG_RUN_NBYTES * way.posts.n_descriptors(chunk.tokens):
+            return None
+        return way.copies(self.stager.pool, mapped, peer.label)
 
     def _mapped(self, session: Session) -> Pool | None:
         """The peer's pool at its addresses here, if all of it is mapped, and written by what copies this node's."""
@@ -242,6 +232,30 @@ def _items_of(destination: Destination) -> dict[str, Index]:
     """The destination's pages, as it named them."""
     given = destination.open.items
     return {one.component: Index.of(np.frombuffer(one.data, np.int32), one.first_token) for one in given}
+
+
+@dataclass(eq=False)
+class InPlace:
+    """Some layers of one session, from this node's pages straight to decode's. `moved`: what of either side's."""
+
+    pair: Pair
+    moved: Sequence[Sequence[Select]]
+    _copies: list[Passes | None] = field(default_factory=list)
+
+    @cached_property
+    def posts(self) -> DirectPlans:
+        return DirectPlans(self.pair.src, self.moved[0], self.pair.dst, self.moved[1])
+
+    def copies(self, own: Pool, mapped: Pool, peer: str) -> Passes | None:
+        """This node's own, where decode's pages are mapped; None if one pass cannot turn the one into the other."""
+        if not self._copies:
+            try:
+                made = Passes((own, mapped), (self.pair.src, self.pair.dst), self.moved)
+            except UsageError as error:
+                log.info("chunks to %s go as posts: %s", peer, error)
+                made = None
+            self._copies.append(made)
+        return self._copies[0]
 
 
 class _Copy(NamedTuple):

@@ -34,8 +34,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, assert_never
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, assert_never
 
 from pdstage.control import drain
 from pdstage.control.zmq import messages_of
@@ -188,16 +188,6 @@ def changes_rooms(call: Callable[Concatenate[Driven, P], T]) -> Callable[Concate
     return whole
 
 
-class Ready(NamedTuple):
-    """What a turn must read."""
-
-    messages: bool
-    transport: bool
-
-
-_EVERYTHING = Ready(messages=True, transport=True)
-_CARRIED = Ready(messages=False, transport=True)
-"""After effects were carried out: what they led to is at the transport."""
 _OF_A_CHUNK = Gather, Write, WriteDirect, WriteRow
 
 
@@ -217,7 +207,7 @@ class Driver:
             if node.role == "decode" and runtime.flushes:
                 self._flush_device = runtime.flush
         self.lock = threading.RLock()
-        self.sessions = Sessions(node, self.lock)
+        self.sessions = Sessions(node)
         self.turning = Turning()
         self.acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
         self.ending = False  # no room begins any more; under the lock, as `closed`
@@ -230,6 +220,7 @@ class Driver:
         self._kept: list[Effect] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
         self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
+        self._goes_on = False  # the last turn has more to do
         self._unread: deque[tuple[bytes, bytes]] = deque()  # (route, frame) that no turn has read yet
         self._early: list[tuple[Done | PostFailed | Inbound, float]] = []  # what was polled for the next turn, and when
         self._until_at = 0.0  # when the sleep ends if nothing is announced; under the lock
@@ -289,25 +280,31 @@ class Driver:
                 self._node.socket.wake()
                 return False
             if not self.closed:
-                busy = self._copies or self._unread
-                self._turn(self._sleep(wait_s) if wait_s > 0 and not busy else _EVERYTHING)
+                busy = self._copies or self._unread or self._goes_on
+                self._turn(*(self._sleep(wait_s) if wait_s > 0 and not busy else (True, True)))
         finally:
             if self.turning.holder is token:
                 self.turning.holder = None
         return True
 
-    def _turn(self, ready: Ready) -> None:
-        node, moved = self._node, False
+    def _turn(self, messages: bool = True, transport: bool = True) -> None:
+        """Reads at first what is ready of the two."""
+        node, moved, began_at = self._node, False, time.monotonic()
+        self._goes_on = False
         try:
             with self.device(), self.acting:
                 while True:
-                    came, effects = self._feed(ready)
+                    came, effects = self._feed(messages, transport)
                     moved = moved or came or bool(effects)
                     again = self._carry_out(effects)
                     again |= self.sessions.check_lost()
                     if not again or self.closed:
                         break
-                    ready = _CARRIED
+                    if time.monotonic() - began_at > _READING_S:
+                        # Peers are heard first, however long it copies: none is silent, nor written to in vain.
+                        self._goes_on = True
+                        break
+                    messages, transport = False, True  # what the effects led to is at the transport
                     node.roster.ring()
                 self._flush()
                 node.roster.ring()  # last: who wakes earlier waits for the interpreter
@@ -319,14 +316,14 @@ class Driver:
         if moved:
             self._moved_at = time.monotonic()
 
-    def _feed(self, ready: Ready) -> tuple[bool, list[Effect]]:
+    def _feed(self, messages: bool, transport: bool) -> tuple[bool, list[Effect]]:
         """Whether anything came, and what is to be done.
 
         Reads only what is ready: each call gives the interpreter to a busy main thread.
         """
         node = self._node
-        asked = ready.messages and not self._unread and self._receive()
-        if ready.transport:
+        asked = messages and not self._unread and self._receive()
+        if transport:
             self.poll()
         events, self._early = self._early, []
         staged = node.stager.poll()
@@ -478,8 +475,8 @@ class Driver:
             self._until_at = now + until_s
         return until_s
 
-    def _sleep(self, wait_s: float) -> Ready:
-        """Sleeps until something may be ready, `wait_s` at most.
+    def _sleep(self, wait_s: float) -> tuple[bool, bool]:
+        """Sleeps until something may be ready, `wait_s` at most: messages, or what the transport has to say.
 
         What announces itself to nobody, copies on a device and a transport without descriptors, is asked again and
         again. Some libraries move bytes only while they are asked, on both sides.
@@ -488,7 +485,7 @@ class Driver:
         fds = node.transport.filenos()
         if node._waiting or not self._is_under_way(fds):
             ready = node.socket.wait(min(wait_s, _NAP_S) if node._waiting else wait_s, fds)
-            return Ready(ready.messages, bool(ready.fds) or not fds)
+            return ready.messages, bool(ready.fds) or not fds
         until = time.monotonic() + wait_s
         with self.device(), _exact_sleep():
             while True:
@@ -502,7 +499,7 @@ class Driver:
                         self.fail(error)
                         raise
                 if any(ready) or over or time.monotonic() >= until or _must_leave():
-                    return Ready(ready.messages, bool(ready.fds))
+                    return ready.messages, bool(ready.fds)
 
     def _is_under_way(self, fds: Sequence[int]) -> bool:
         """Whether copies on a device, or bytes of a transport without `fds`, are: nobody announces their end."""
@@ -588,7 +585,7 @@ class Driver:
         if self.failure is not None or self._node.socket.closed:
             return
         try:
-            self.turning.alone(partial(self._turn, _EVERYTHING))
+            self.turning.alone(self._turn)
         except Exception as error:
             log.exception("the node's last turn failed")
             self.fail(error)
@@ -602,6 +599,6 @@ class Driver:
                 return
             self.failure = error
             self._node.roster.fail(failed)
-        if self._node.observed is not None:
-            self._node.observed.broke(failed)
-            self._node.observed.tell()  # no turn follows
+        if (observed := self._node.observed) is not None:
+            observed.broke(failed)
+            observed.tell()  # no turn follows

@@ -10,7 +10,7 @@ import contextlib
 import queue
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -47,19 +47,8 @@ def check_event(what: str, event: CudaEvent | None) -> None:
         raise UsageError(f"{what} is {arguments.shown(event)}", remedy="give an event, which has query(), or None")
 
 
-def ask_event(event: CudaEvent) -> tuple[bool, str]:
-    """Whether it is done; or what is wrong with it, in words."""
-    try:
-        return bool(event.query()), ""
-    except Exception as error:  # noqa: BLE001  (the event's own, whatever it is)
-        return False, f"the event that was given raised {arguments.shown(error)}"
-
-
-class Waiter(NamedTuple):
-    """Who waits for `done`, and how that is woken, in whatever thread."""
-
-    done: Callable[[], bool]
-    wake: Callable[[], None]
+Waiter: TypeAlias = "tuple[Callable[[], bool], Callable[[], None]]"
+"""Who waits: for what to be so, and how that is woken, in whatever thread."""
 
 
 class Handle:
@@ -214,8 +203,8 @@ class Roster:
 
     def ring_all(self) -> None:
         """Wakes every waiter: the node ends, and their conditions may never become true."""
-        for waiter in tuple(self._waiters):
-            waiter.wake()
+        for _, wake in tuple(self._waiters):
+            wake()
 
     @contextlib.contextmanager
     def waiting(self, handle: Handle, done: Callable[[], bool], wake: Callable[[], None]) -> Iterator[None]:
@@ -223,7 +212,7 @@ class Roster:
 
         Ask `done()` inside before waiting: it may be so already.
         """
-        waiter = Waiter(done, wake)
+        waiter = done, wake
         self._waiters[waiter] = None
         handle.waiters.append(waiter)
         try:

@@ -240,8 +240,9 @@ class Directory:
         else:
             self.counters.lookups_answered += len(looks)
             now = time.monotonic()
-            for old in [old for old, (at, _) in list(self._cache.items()) if now - at >= self._cache_s]:
-                self._cache.pop(old, None)
+            for old, (at, _) in list(self._cache.items()):
+                if now - at >= self._cache_s:
+                    self._cache.pop(old, None)
             self._cache[looks[0].key] = (now, found)
         return found
 
@@ -281,25 +282,21 @@ class _Publication:
             self.thread.join(wait_s)
 
     def _publish(self) -> None:
-        asked_at = time.monotonic()
+        asked_at, refused = time.monotonic(), None
         try:
-            self._publish_each()
+            for advert in self._adverts():
+                try:
+                    self._client.publish(advert, _TTL_S)
+                except PeerError as error:  # of this rank; the others' leases go on
+                    refused = refused or error
+            if refused is not None:
+                raise refused  # noqa: TRY301  (counted as any fault)
         except Exception:
             self._counters.publications_failed += 1
             raise
         self._counters.publications += 1
         self.ends_at = asked_at + _TTL_S
         self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
-
-    def _publish_each(self) -> None:
-        refused = None
-        for advert in self._adverts():
-            try:
-                self._client.publish(advert, _TTL_S)
-            except PeerError as error:  # of this rank; the others' leases go on
-                refused = refused or error
-        if refused is not None:
-            raise refused
 
     def _run(self) -> None:
         while not self.over.wait(self._wait_s):

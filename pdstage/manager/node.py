@@ -24,7 +24,7 @@ from pdstage.kernels import Pool
 from pdstage.layout.topology import Topology
 from pdstage.manager import status
 from pdstage.manager.driver import Driver, changes_rooms
-from pdstage.manager.handle import Handle, Roster, ask_event
+from pdstage.manager.handle import Handle, Roster
 from pdstage.manager.lookup import Directory
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.options import NodeOptions, check_memory, checked, facts_of, transport_of
@@ -59,7 +59,7 @@ _BUSY_S = 1e-3
 
 
 _kept_for_ever: list[object] = []
-"""Memory of closed nodes that a peer may still write: given to nobody else in this process's life (I2)."""
+"""Closed nodes whose memory a peer, or the device, may still use: given to nobody else in this process's life (I2)."""
 
 
 AnyCore = TypeVar("AnyCore", bound="PrefillCore | DecodeCore")
@@ -83,12 +83,15 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
 
     def __init__(self, pool: Pool, topology: Topology, n_parts: int, given: NodeOptions) -> None:
         """`n_parts`: send buffers at prefill, lanes at decode."""
-        self.options, self.config = checked(given)
+        options, self.config = checked(given)
+        self.options = options
         arguments.instance("pool", pool, Pool)
         arguments.instance("topology", topology, Topology)
+        if pool.on_host and "path" not in given:  # bytes land on the device, and a kernel scatters them
+            options["path"] = "staged"
         self.roster = Roster()
         self.incarnation = secrets.randbits(63) | 1
-        transport, inline = self.options["transport"], self.options["progress"] == "inline"
+        transport, inline = options["transport"], options["progress"] == "inline"
         try:
             runtime = pool.runtime()  # before a transport looks at the device
         except UsageError:
@@ -97,9 +100,9 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
             raise
         self.driver = Driver(self, inline, runtime)
         self.sessions = self.driver.sessions
-        self.keys = keys_of(self.options["keys"])
+        self.keys = keys_of(options["keys"])
         self.pool, self.topology = pool, topology
-        self.observers = tuple(self.options["observers"])
+        self.observers = tuple(options["observers"])
         if self.observers:
             origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
             self.observed = Observation(origin, self.observers)
@@ -108,7 +111,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         self._closing = threading.RLock()
         self._gave_back: bool | None = None
         """What `close` came to, once it is over."""
-        self.metadata = self.options["metadata"]
+        self.metadata = options["metadata"]
         check_descriptors()
         with self.driver.device():
             self._open(n_parts, runtime)
@@ -118,13 +121,12 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         with contextlib.ExitStack() as opened:  # all is given back if the rest cannot be had
             if isinstance(options["transport"], Transport):
                 opened.callback(options["transport"].close)
-            self.transport = transport_of(options, self.config, pool, writes=writes)
-            opened.callback(self.transport.close)
-            check_memory(options, pool, self.transport.traits)
-            mappable = not writes and self.transport.traits.maps
+            transport = self.transport = transport_of(options, self.config, pool, writes=writes)
+            opened.callback(transport.close)
+            check_memory(options, pool, transport.traits)
             self.memory = Memory(
                 options["staging_nbytes"], pool.device,
-                mappable=mappable, runtime=runtime, staging_on=options["staging_on"],
+                mappable=not writes and transport.traits.maps, runtime=runtime, staging_on=options["staging_on"],
             )  # fmt: skip
             opened.callback(self.memory.release)
             self.page_lock = PageLock("the pool", pool.on_host, runtime)
@@ -135,9 +137,9 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
                 self.stager.warm(checksum=self.config.checksums)
             self.directory = Directory(self.keys)
             pages = pool.layout.regions if options["path"] != "staged" else ()
-            self.transport.register([self.memory.region, *pages])
+            transport.register([self.memory.region, *pages])
             self.rows = self._own_rows()
-            self.offers = [Offer(name, description) for name, description in self.transport.offers().items()]
+            self.offers = [Offer(name, description) for name, description in transport.offers().items()]
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(
                 options["bind"], identity=identity, insecure=options["insecure"], keys=self.keys
@@ -155,10 +157,13 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         for handle, event, then in waiting:
             if handle.room.ended:
                 continue
-            done, wrong = ask_event(event)
-            if wrong:
+            try:
+                done = bool(event.query())
+            except Exception as error:  # noqa: BLE001  (the event's own, whatever it is)
+                wrong = f"the event that was given raised {arguments.shown(error)}"
                 self.core.abort(handle.room, wrong)  # type: ignore[arg-type]
-            elif done:
+                continue
+            if done:
                 then()
             else:
                 self._waiting.append((handle, event, then))
@@ -479,10 +484,9 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
                 self._give_row_back(handle)
         else:
             sessions = *self.core.sessions.values(), *self.sessions.lost
-            peers = sorted({self.socket.endpoint_of(session.route) for session in sessions})
-            users = ", ".join(peers) or "the device"
+            users = ", ".join(sorted({self.socket.endpoint_of(session.route) for session in sessions})) or "the device"
             log.error("closed while %s may still use this node's memory: it is kept", users)
-            _kept_for_ever.append((self.memory, self.pool, self.metadata))
+            _kept_for_ever.append(self)
         self.driver.turning.alone(self._disconnect)
         if free:
             self.stager.give_back()
@@ -500,21 +504,21 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         return await asyncio.to_thread(self.close, timeout_s)
 
     def _close_rooms(self, timeout_s: float) -> None:
-        deadline_at, driver = time.monotonic() + timeout_s, self.driver
+        deadline_at, driver, core = time.monotonic() + timeout_s, self.driver, self.core
         with driver.lock:
             driver.ending = True
-            self.core.endpoint.now = time.monotonic()
-            self.core.close()
+            core.endpoint.now = time.monotonic()
+            core.close()
         driver.kick()
-        while not self.core.idle and time.monotonic() < deadline_at:
+        while not core.idle and time.monotonic() < deadline_at:
             if driver.inline:
                 driver.turn(0.01)
             else:
                 time.sleep(0.001)
-        if not self.core.chunks.flights:  # nothing is in flight, so that Bye may be said
+        if not core.chunks.flights:  # nothing is in flight, so that Bye may be said
             with driver.lock:
-                self.core.endpoint.now = time.monotonic()
-                self.core.endpoint.bye()
+                core.endpoint.now = time.monotonic()
+                core.endpoint.bye()
             driver.kick()
 
     def __enter__(self) -> Self:

@@ -204,20 +204,23 @@ class Observation:
             match effect:
                 case Gather(ticket, _, chunk):
                     self._waited(chunk, now)
-                    self._stages[ticket] = _of_chunk("gather", chunk, now)
+                    stage = _of_chunk("gather", chunk, now)
                 case Write(ticket, _, chunk):
-                    self._stages[ticket] = _of_chunk("write", chunk, now, 0 if chunk.placed else chunk.nbytes)
+                    stage = _of_chunk("write", chunk, now, 0 if chunk.placed else chunk.nbytes)
                 case WriteDirect(ticket, chunk):
                     if chunk.attempt:  # it fell back from waiting
                         self._waited(chunk, now)
-                    self._stages[ticket] = _of_chunk("direct", chunk, now)
+                    stage = _of_chunk("direct", chunk, now)
                 case WriteRow(ticket, chunk):
-                    self._stages[ticket] = _of_chunk("aux", chunk, now)
+                    stage = _of_chunk("aux", chunk, now)
                 case Scatter(ticket, writer, lease):
-                    self._stages[ticket] = StageOver(
+                    stage = StageOver(
                         "scatter", writer.room.id, writer.session.id, lease.epoch, writer.number, lease.lane,
                         lease.chunk, now, now, effect.nbytes,
                     )  # fmt: skip
+                case _:
+                    continue
+            self._stages[ticket] = stage
 
     def _waited(self, chunk: Chunk, now: float) -> None:
         waited = _of_chunk("lease_wait", chunk, min(chunk.waits_since, now))

@@ -117,7 +117,7 @@ class Sender(Handle):
                 node.core.endpoint.now = time.monotonic()
                 source = node.core.chunk(self.room, rects, given, ready=ready is None)
                 if ready is not None:
-                    node._waiting.append((self, ready, partial(node.core.data_ready, self.room, source)))
+                    node._waiting.append((self, ready, partial(node.core.data_ready, source)))
         self.driver.kick()
 
     @changes_rooms
@@ -163,14 +163,19 @@ class Sender(Handle):
     def wait_carried(self, timeout_s: float | None = None) -> None:
         """Until every destination has the chunks given so far, so that their pages may change before `released`: for
         an engine that takes a request's pages in the middle of its prefill. Returns too once the room has ended, as
-        nobody goes on from what it carried. `TimeoutError` after `timeout_s`.
+        nobody goes on from what it carried. A destination that comes anew afterwards cannot have them: the room fails.
+        `TimeoutError` after `timeout_s`.
         """
         self._node.wait_for(self, self._is_carried, timeout_s, every_s=_CARRIED_S)
 
     def _is_carried(self) -> bool:
         room = self.room
         with self.driver.lock:
-            return room.ended or not room.sources or (room.opened and not self.backlog_nbytes)
+            if room.ended or not room.sources:
+                return True
+            carried = room.opened and not self.backlog_nbytes
+            room.carried |= carried  # for good
+            return carried
 
 
 _DEVICE_CHUNK_S = 250e-6
@@ -200,8 +205,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     and `advert` is what to put there.
     `staging_nbytes` are split into `n_buffers` send buffers. `staging_on` is "pool", where the pool lies, or "host",
     page-locked memory of this host, for a pool on a GPU whose memory no NIC reaches (no GPUDirect); then `path` must be
-    "staged". So must it be if pages of a GPU's pool are in host memory (`Pool.on_host`): they are page-locked, bytes
-    land on the GPU, and its kernels scatter them. `path` is "auto" (by cost), "staged" or "direct".
+    "staged". So must it be, and is unless given, if pages of a GPU's pool are in host memory (`Pool.on_host`): they are
+    page-locked, bytes land on the GPU, and its kernels scatter them. `path` is "auto" (by cost), "staged" or "direct".
     `bind` is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else
     `insecure` must be true, and so for the directory. `config` holds deadlines and limits. `progress` is "inline"
     (polls do the work) or "thread", which sets Python's switch interval to 0.1 ms at most.
@@ -360,13 +365,14 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             self.core.chunks.completed(ticket, error, settled=settled)
 
     def _on_staged(self, copied: Copied) -> None:
-        if copied.ticket in self.data_path.copies:
-            error = self.data_path.copied(copied)
+        path, ticket = self.data_path, copied.ticket
+        if ticket in path.copies:
+            error = path.copied(copied)
             if error is not None:
-                self.core.chunks.completed(copied.ticket, error)
+                self.core.chunks.completed(ticket, error)
             return
-        self.data_path.placed.pop(copied.ticket, None)
-        self.core.chunks.gathered(copied.ticket, copied.error, copied.checksum)
+        path.placed.pop(ticket, None)
+        self.core.chunks.gathered(ticket, copied.error, copied.checksum)
 
     # Its sessions.
 
@@ -404,8 +410,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         """As of every node; then ends the bootstrap directory that it embeds, if it does."""
         safe = super().close(timeout_s)
         if not self.driver.was_forked:
-            self.data_path.placed.clear()  # nobody asks any more what gathers and copies did
-            self.data_path.copies.clear()
+            if safe:  # else gathers and copies may go on, into memory of peers that is mapped here
+                self.data_path.placed.clear()
+                self.data_path.copies.clear()
             if self._bootstrap is not None:
                 self._bootstrap.close()
         return safe

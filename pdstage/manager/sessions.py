@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdstage.errors import PdstageError
@@ -16,42 +17,35 @@ from pdstage.log_limit import LogLimit
 from pdstage.plan.token_slices import Pair
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from pdstage.kernels import Pool
-    from pdstage.layout import Layout
     from pdstage.layout.topology import Topology
+    from pdstage.manager.data_path import InPlace
     from pdstage.manager.node import AnyNode
-    from pdstage.plan.token_slices import DirectPlans
     from pdstage.protocol.session import Session
-    from pdstage.stager import Passes
 
 log = logging.getLogger(__name__)
 
 _DEAD_CHECK_S = 0.5
 
 
+@dataclass(slots=True, eq=False)
 class PeerPlan:
     """How one session's chunks travel: the peer's name at the transport, how the two layouts meet, and the plans of the
     direct path, which are made once for each range of layers.
     """
 
-    __slots__ = ("direct", "label", "mapped", "pair", "passes")
-
-    def __init__(self, session: Session, layouts: tuple[Layout, Layout]) -> None:
-        self.label = label(session)
-        self.pair = Pair(*session.staged.made_of(*layouts), session.common, session.staged.order)
-        self.direct: dict[tuple[object, ...], DirectPlans] = {}
-        self.mapped: Pool | None = None
-        """The peer's pages, where all of them are mapped here."""
-        self.passes: dict[tuple[object, ...], Passes | None] = {}
+    label: str
+    pair: Pair
+    in_place: dict[tuple[object, ...], InPlace] = field(default_factory=dict)
+    mapped: Pool | None = None
+    """The peer's pages, where all of them are mapped here."""
 
 
 class Sessions:
-    """One node's sessions; `lock` is that of its core."""
+    """One node's sessions."""
 
-    def __init__(self, node: AnyNode, lock: AbstractContextManager[object]) -> None:
-        self._node, self._lock = node, lock
+    def __init__(self, node: AnyNode) -> None:
+        self._node = node
         self._plans: dict[Session, PeerPlan] = {}
         self._dead_check_at = 0.0
         self._log_limit = LogLimit()
@@ -68,7 +62,8 @@ class Sessions:
         if plan is None:
             ours, theirs = self._node.pool.layout, session.layout
             layouts = (ours, theirs) if self._node.role == "prefill" else (theirs, ours)
-            plan = self._plans[session] = PeerPlan(session, layouts)
+            pair = Pair(*session.staged.made_of(*layouts), session.common, session.staged.order)
+            plan = self._plans[session] = PeerPlan(label(session), pair)
         return plan
 
     def attach(self, session: Session, offers: dict[str, bytes]) -> None:
@@ -79,18 +74,18 @@ class Sessions:
         except PdstageError as error:
             node.stager.check()  # a device of our own that has failed is no fault of a peer
             self.warn(session.route, error)
-            with self._lock:
+            with node.driver.lock:
                 node.core.endpoint.now = time.monotonic()
                 node.core.lose(session, error)
             return
         node.stager.reserve()
         over = node.transport.traits_of(label(session)).name
-        peer = f"{'decode' if node.role == 'prefill' else 'prefill'} rank {place(session.topology)}"
+        peer = f"{node.core.peer} rank {place(session.topology)}"
         log.info(
             "session with %s at %s: transport %s, path %s",
             peer, node.socket.endpoint_of(session.route), over, self._path_to(session),
         )  # fmt: skip
-        with self._lock:
+        with node.driver.lock:
             self.over[over] += 1
 
     def _path_to(self, session: Session) -> str:
@@ -137,7 +132,7 @@ class Sessions:
             safe = session in self._ended or node._is_fenced(session) or node.transport.proved_dead(label(session))
             if safe or node._holds_nothing(session):
                 let_go = True
-                with self._lock:
+                with node.driver.lock:
                     self.lost.remove(session)
                     self._ended.discard(session)
                     if safe:
@@ -151,7 +146,8 @@ class Sessions:
     def hang_up(self, route: bytes) -> None:
         """Closes a connection that this node made, unless it is needed again by now."""
         node = self._node
-        with self._lock:  # as in an engine's call that asks for this peer: it finds the connection, or makes a new one
+        # As in an engine's call that asks for this peer: it finds the connection, or makes a new one.
+        with node.driver.lock:
             lost = any(session.route == route for session in self.lost)  # still named by `unfenced`
             if not lost and not node.core.needs(route):
                 node.socket.disconnect(route)

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from pdstage.plan.staging import Tokens
     from pdstage.plan.tables import Int64s
 
-_MAX_ITEMS = 1 << 31
+MAX_ITEMS = 1 << 31
+"""Of a view, since a room names its items by 32-bit numbers."""
 
 
 class _Steps(NamedTuple):
@@ -95,7 +96,7 @@ class _Pieces:
         ends = [step * n for step, n in zip((page, block, piece), most, strict=True)]
         lowest, highest = sum(min(0, end) for end in ends), sum(max(0, end) for end in ends)
         steps = _Steps(per_block, page, block, piece, lowest, highest - lowest + 1)
-        if steps.n_items > _MAX_ITEMS:
+        if steps.n_items > MAX_ITEMS:
             raise UsageError(
                 f"view {view.key} has strides of {strides} bytes, cut into pieces of {self.grain} tokens: their only "
                 f"common unit is {unit}",

@@ -15,8 +15,7 @@ Read in this order; all are modules of this folder:
         decode_rooms                rooms and their writers, and what of them has arrived
         decode_chunks               the chunks' way: reserved, arrived, scattered, counted
 
-`config` holds every deadline, `timers` the moments that a core waits for. (I5) cites an invariant of
-docs/reliability.md.
+`config` holds every deadline. (I5) cites an invariant of docs/reliability.md.
 
 Whoever feeds a core sets `Endpoint.now` first, once for all that it says at that time.
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from pdstage.errors import PeerError, UsageError
-from pdstage.layout import Component, Key, Layout, Region, View, check_inside, mismatch
+from pdstage.layout import Key, Layout, Region, View, check_inside, mismatch
 from pdstage.plan.ownership import CommonTokens
-from pdstage.plan.token_slices import tokens_problem
+from pdstage.plan.token_slices import MAX_ITEMS, tokens_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -64,9 +64,13 @@ def incompatible(src: Layout, dst: Layout, src_place: Topology, dst_place: Topol
     """Why `src`, a rank of prefill, cannot serve `dst`, one of decode, naming the first culprit; empty if it can."""
     held = src.by_key()
     for component in dst.components:
-        ours = next((c for c in src.components if c.name == component.name), component)
-        if problem := _other_kind(ours, component):
-            return problem
+        ours = src.component(component.name) if component.name in src.names else component
+        if ours.positional != component.positional:
+            alone = "prefill" if ours.positional else "decode"
+            return f"component {component.name!r} has token positions at {alone} alone"
+        if ours.exact != component.exact:
+            alone = "decode" if ours.exact else "prefill"
+            return f"component {component.name!r} takes unequal numbers of slots at {alone} alone"
         for view in component.views:
             if view.key in held and (problem := mismatch(held[view.key], view)):
                 return problem
@@ -94,14 +98,6 @@ def lacking(side: str, src: Iterable[Layout], dst: Iterable[Layout]) -> str:
             if missing := layers - here[name][role]:
                 both = f"{len(at_prefill[name][role])} layers at prefill and {len(at_decode[name][role])} at decode"
                 return f"{role!r} of component {name!r} has {both}: no {side} rank has layer {min(missing)}"
-    return ""
-
-
-def _other_kind(src: Component, dst: Component) -> str:
-    if src.positional != dst.positional:
-        return f"component {dst.name!r} has token positions at {'prefill' if src.positional else 'decode'} alone"
-    if src.exact != dst.exact:
-        return f"component {dst.name!r} takes unequal numbers of slots at {'decode' if src.exact else 'prefill'} alone"
     return ""
 
 
@@ -144,8 +140,8 @@ def _view_problem(view: View, regions: tuple[Region, ...]) -> str:
     )  # fmt: skip
     if any(abs(number) >= _MAX_NUMBER for number in numbers):
         return f"view {view.key} has a number beyond 2^62"
-    if view.tokens_per_item > _MAX_TOKENS_PER_ITEM:
-        return f"view {view.key} has items of {view.tokens_per_item} tokens"
+    if view.n_items > MAX_ITEMS or view.tokens_per_item > _MAX_TOKENS_PER_ITEM:
+        return f"view {view.key} has {view.n_items} items of {view.tokens_per_item} tokens"
     try:
         check_inside(view, regions)
     except UsageError as error:
@@ -212,7 +208,7 @@ def _shares_problem(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> st
 
 def items_problem(layout: Layout, items: m.Items, asked: m.Asked | None) -> str:
     """The item numbers must exist in `layout`, each once, and cover what is asked."""
-    component = next((c for c in layout.components if c.name == items.component), None)
+    component = layout.component(items.component) if items.component in layout.names else None
     if component is None or len(items.data) % 4:
         return f"Open gives {len(items.data)} bytes of items of {items.component!r}"
     numbers = np.frombuffer(items.data, "<i4")

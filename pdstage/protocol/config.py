@@ -17,8 +17,8 @@ class Config:
     `retry_s`: every repeated question; a greeting's, and a farewell's, doubles with each try up to 20 times, less up
     to half of it at random. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s`
     without new coverage, `recall_after_s`, `stuck_after_s`, `drain_s`. Prefill: `open_wait_s` from send to the last
-    Open, begun anew by each of decode's heartbeats while the room is announced there; `send_wait_s` from an Open to its
-    room's send, `write_s` for one post, `fall_back_after_s` until a chunk that
+    Open, begun anew by each of decode's heartbeats while the room is announced there, up to `max_deadline_s`;
+    `send_wait_s` from an Open to its room's send, `write_s` for one post, `fall_back_after_s` until a chunk that
     gets no staging memory goes direct, where it may. Both: `max_silence_s` is what this node promises its peers: it
     never stays silent longer; a session that no room needs on either side ends in order once it was idle for `idle_s`
     of one of them, and the next room greets anew.
@@ -48,7 +48,9 @@ class Config:
     costs they overlap better: gather of one, write of the next and scatter of a third.
     """
     checksums: bool = False
-    """Staged chunks carry a checksum, made while gathering and verified while scattering, if both sides say so."""
+    """Chunks carry a checksum, made while gathering and verified while scattering, if both sides say so; all are staged
+    then.
+    """
 
     convert: bool = False
     """Formats that differ are converted in flight, as docs/convert.md says, if both sides say so; else refused."""

@@ -59,11 +59,11 @@ class DecodeCore:
         """Who sends what, by a room's writers; a session that ends empties it."""
         self._given_up: dict[bytes, None] = {}
         """Of the last rooms that no writer was to wait for: announced again, it must hear that at once."""
-        self.chunks = ChunkReceiver(self, rows)
-        self.tag, self.scattered, self.unreachable = self.chunks.tag, self.chunks.scattered, self.handshake.unreachable
+        chunks = self.chunks = ChunkReceiver(self, rows)
+        self.tag, self.scattered, self.unreachable = chunks.tag, chunks.scattered, self.handshake.unreachable
         self.endpoint.handlers = {
-            m.Reserve: self.chunks.on_reserve, m.CloseOk: self.chunks.on_close_ok, m.Opened: self._on_opened,
-            m.Heartbeat: self.handshake.on_heartbeat, m.Tagged: self.chunks.on_tagged, m.Asking: self._on_asking,
+            m.Reserve: chunks.on_reserve, m.CloseOk: chunks.on_close_ok, m.Opened: self._on_opened,
+            m.Heartbeat: self.handshake.on_heartbeat, m.Tagged: chunks.on_tagged, m.Asking: self._on_asking,
             m.Returned: self.leases.on_returned, m.CloseFailed: self._on_close_failed, m.Drained: self._on_drained,
             m.Bye: self._on_bye, m.NoSession: self._on_no_session,
             m.Welcome: lambda *_: None,  # a greeting said twice was answered twice
@@ -230,7 +230,8 @@ class DecodeCore:
         if writer is None or writer.phase is WriterPhase.QUIET:
             self.endpoint.send(session, m.Abort(close.epoch, "the room is over", False))
         elif not writer.room.ended:
-            self.fail_room(writer.room, Aborted(f"prefill rank {writer.number} gave the room up: {close.reason}"))
+            error = Aborted(f"prefill rank {writer.number} gave the room up: {close.reason}")
+            self.fail_room(writer.room, error, told=session.route)
         elif writer.phase is WriterPhase.ABORTING:
             self.send_abort(writer)
         else:
@@ -401,12 +402,13 @@ class DecodeCore:
         self.endpoint.send(writer.session, opening)
         self.endpoint.repeat(self.send_open, writer)
 
-    def fail_room(self, room: DecodeRoom, error: PdstageError) -> None:
+    def fail_room(self, room: DecodeRoom, error: PdstageError, told: bytes = b"") -> None:
+        """`told`: the route of the writer that said so, which may have begun the room again."""
         if not room.on(RoomEvent.FAILED, error):
             return
         self.counters.rooms_failed += 1
         if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
-            self._give_up(room, room.routes.values())
+            self._give_up(room, [route for route in room.routes.values() if route != told])
         self._end(room)
         for writer in room.writers.values():
             self.leases.quarantine_of(writer.session, room.epoch)

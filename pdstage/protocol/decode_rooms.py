@@ -16,7 +16,7 @@ from pdstage.protocol.room import Room
 from pdstage.protocol.state import WriterPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pdstage.columns import Shared
     from pdstage.protocol import messages as m
@@ -47,12 +47,9 @@ class _Need:
     start: int
     stop: int
     numbers: CommonTokens
-    begins: list[int] = field(init=False)
+    begins: list[int]
     """Where each band begins, as a place in `layers`, and where the last ends."""
-    bands: list[Intervals] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.begins, self.bands = [0, len(self.layers)], [Intervals()]
+    bands: list[Intervals]
 
     def numbered(self, start: int, stop: int) -> tuple[int, int]:
         numbers = self.numbers
@@ -95,18 +92,18 @@ class Coverage:
         shares: Iterable[Share],
         asked: tuple[m.Asked, ...],
         common: Common = EVERYTHING,
-        exact: Container[str] = (),
+        exact: Iterable[str] = (),
     ) -> None:
         """Of the components in `exact` nothing is complete before `count` was called."""
         layers: dict[str, set[int]] = {}
         for share in shares:
             layers.setdefault(share.component, set()).update(range(*share.layers))
         self._needs = {
-            ask.component: _Need(sorted(layers[ask.component]), ask.start, ask.stop, common.numbers(ask.component))
-            for ask in asked
-            if ask.component in layers
+            name: _Need(sorted(layers[name]), start, stop, common.numbers(name), [0, len(layers[name])], [Intervals()])
+            for name, start, stop in asked
+            if name in layers
         }
-        self._uncounted = {component for component in self._needs if component in exact}
+        self._uncounted = self._needs.keys() & exact
         self._complete = False
 
     def whole(self) -> tuple[Rect, ...]:

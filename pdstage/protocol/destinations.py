@@ -104,8 +104,11 @@ class Destination:
         self._exposed = exposed - self.session.staged.staged_only
 
     def may_direct(self, rects: Iterable[Rect]) -> bool:
-        """Whether this node may, and the destination told where each of `rects` lies and lets it be written there."""
-        return self.session.in_place and all(rect.component in self._exposed for rect in rects)
+        """Whether this node may, and the destination told where each of `rects` lies and lets it be written there.
+        Nothing verifies what is.
+        """
+        session = self.session
+        return session.in_place and not session.checksums and all(rect.component in self._exposed for rect in rects)
 
 
 class GivenRow(NamedTuple):
@@ -128,6 +131,10 @@ class PrefillRoom(Room):
     aux: bytes | GivenRow | None = None
     in_flight: int = 0
     open_wait_s: float = 0.0
+    waits_since: float = 0.0
+    """When its wait for the last Open began."""
+    carried: bool = False
+    """The engine was told that all destinations have its chunks: their pages may hold something else."""
     deadline_s: float = 0.0
     """The last Open's. It holds for the engine too: a room that is never finished ends as well."""
 

@@ -196,20 +196,23 @@ class HandshakeServer:
         self._at: dict[bytes, Session] = {}
 
     def on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello) -> None:
-        session_id = m.SessionId(frame.session.decode, self.endpoint.incarnation)
-        session = self.endpoint.sessions.get(session_id)
+        endpoint = self.endpoint
+        session_id = m.SessionId(frame.session.decode, endpoint.incarnation)
+        session = endpoint.sessions.get(session_id)
         if session is None:
             if session_id in self.lost:
-                self.endpoint.counters.frames_stale += 1
+                endpoint.counters.frames_stale += 1
                 return
             if problem := self._hello_problem(hello) or self._make_place(route):
-                self.endpoint.counters.sessions_refused += 1
-                self.endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
-                self.endpoint.warn(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
+                endpoint.counters.sessions_refused += 1
+                endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
+                endpoint.warn(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
                 return
             session = _agreed(session_id, route, hello, self.welcome, hello, stagings=self._stagings)
-            self.endpoint.begin(session, m.offers(hello))
-        self.endpoint.send(session, self.welcome)
+            endpoint.begin(session, m.offers(hello))
+        elif session.half_open:
+            session.route = route  # decode has made its connection anew
+        endpoint.send(session, self.welcome)
 
     def _hello_problem(self, hello: m.Hello) -> str:
         return greeting_problem(hello, self.welcome, hello)

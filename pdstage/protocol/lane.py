@@ -145,8 +145,12 @@ class Lane:
 
     def in_the_way(self) -> set[Lease]:
         """Leases that have a quarantined lease's bytes one lap on. All are closed, so they can be recalled."""
-        carved = [lease for lease in self._ahead.values() if lease.phase is LeasePhase.QUARANTINED]
-        return {later for lease in carved for later in self._one_lap_on(lease)}
+        return {
+            later
+            for lease in self._ahead.values()
+            if lease.phase is LeasePhase.QUARANTINED
+            for later in self._one_lap_on(lease)
+        }
 
     def leases(self) -> list[Lease]:
         """Every unreleased lease, cursors ascending."""
@@ -162,16 +166,17 @@ class Lane:
         """
         if self._gaps is not None:
             return self._gaps
-        carved = [lease for lease in self.leases() if lease.phase is LeasePhase.QUARANTINED]
-        gaps, at = [], 0
-        for start, nbytes in sorted((lease.cursor % self.capacity, lease.end - lease.cursor) for lease in carved):
+        carved = [
+            (lease.cursor % self.capacity, lease.end - lease.cursor)
+            for lease in self.leases()
+            if lease.phase is LeasePhase.QUARANTINED
+        ]
+        self._gaps, at = [], 0
+        for start, nbytes in (*sorted(carved), (self.capacity, 0)):
             if start > at:
-                gaps.append((at, start))
+                self._gaps.append((at, start))
             at = max(at, start + nbytes)
-        if at < self.capacity:
-            gaps.append((at, self.capacity))
-        self._gaps = gaps
-        return gaps
+        return self._gaps
 
     def _one_lap_on(self, old: Lease) -> Iterator[Lease]:
         """Live leases that have bytes of `old` one lap on. Such leases are the last ones in `_ahead`."""

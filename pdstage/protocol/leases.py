@@ -124,25 +124,26 @@ class Leases:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
         if self.contended_at is None and not self.contended:
             return  # nothing waits, nor did the last time
+        endpoint = self.endpoint
         for lease in self.grant_waiting():
             if lease.phase is LeasePhase.GRANTED:
                 self.send_lease(lease)
             else:
                 refused = m.Refused(lease.epoch, lease.chunk, lease.attempt, "too_big", self.largest())
-                self.endpoint.send(lease.session, refused)
+                endpoint.send(lease.session, refused)
         for session, lane in dict.fromkeys((lease.session, lease.lane) for lease in self.opened()):
-            if session.id in self.endpoint.sessions:
-                self.endpoint.send(session, m.Watermark(lane, self._mark_to_send(session, lane)))
+            if session.id in endpoint.sessions:
+                endpoint.send(session, m.Watermark(lane, self._mark_to_send(session, lane)))
         if not self.contended:
             self.contended_at = None
             return
         if self.contended_at is None:
-            self.contended_at = self.endpoint.now
-        if self.contended_at == self.endpoint.now and self.advances:
-            self.endpoint.after(_ADVANCE_S, self.recall_all)
+            self.contended_at = endpoint.now
+        if self.contended_at == endpoint.now and self.advances:
+            endpoint.after(_ADVANCE_S, self.recall_all)
         else:
-            soon = min(self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s)
-            self.endpoint.after(soon, self.recall_all, anew=False)
+            soon = min(endpoint.config.recall_after_s, endpoint.config.stuck_after_s)
+            endpoint.after(soon, self.recall_all, anew=False)
 
     def grant_waiting(self) -> Iterator[Lease]:
         """Grants what can be granted, in order, and yields each. One that is larger than what any lane has that is not

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, TypeAlias, dataclass_transform
 import msgspec
 from msgspec import Meta
 
-from pdstage.arguments import sayable
+from pdstage.arguments import MAX_INTEGER, sayable
 from pdstage.columns import MAX_COLUMNS, MAX_ROW_NBYTES, Placed
 from pdstage.layout import Layout  # noqa: TC001  (msgspec resolves these at run time)
 from pdstage.layout.topology import Topology  # noqa: TC001
@@ -49,8 +49,8 @@ def _most(length: int) -> Meta:
 # What a peer may say, by the schema: a number is a count, a cursor or an address of 63 bits; no time is
 # endless; no list, name or text is
 # longer than any honest peer's.
-Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Size: TypeAlias = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Device: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFF)]
 Word: TypeAlias = Annotated[str, _most(MAX_WORD)]
@@ -212,7 +212,7 @@ class HelloRefused(Message, tag=3):
 
 class Ask(OfEpoch, tag=4):
     """D>P, then in each Heartbeat until Asking says finished, or Open. Is this room there yet? Lets decode allocate
-    late.
+    late. CloseFailed answers it where the room is not to be sent.
     """
 
     room: RoomKey
@@ -340,7 +340,7 @@ class CloseOk(OfEpoch, tag=14):
 
 
 class CloseFailed(OfEpoch, tag=15):
-    """P>D until Abort: the writer gives the room up. Proves nothing about writes in flight."""
+    """P>D until Abort, or once to who asks: the writer gives the room up. Proves nothing about writes in flight."""
 
     reason: Reason
 

@@ -98,12 +98,12 @@ class PrefillCore:
         self.handshake = HandshakeServer(self, welcome)
         self.incarnation = incarnation
         self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
-        self.chunks = ChunkSender(self, n_buffers, buffer_nbytes, choose, piece)
-        self.fenced = self.chunks.fenced
+        chunks = self.chunks = ChunkSender(self, n_buffers, buffer_nbytes, choose, piece)
+        self.fenced = chunks.fenced
         self.endpoint.handlers = {
-            m.Lease: self.chunks.on_lease, m.Open: self._on_open, m.Closed: self._on_closed,
-            m.Watermark: self.chunks.on_watermark, m.Heartbeat: self._on_heartbeat, m.Ask: self._on_ask,
-            m.Refused: self.chunks.on_refused, m.Recall: self.chunks.on_recall, m.Abort: self._on_abort,
+            m.Lease: chunks.on_lease, m.Open: self._on_open, m.Closed: self._on_closed,
+            m.Watermark: chunks.on_watermark, m.Heartbeat: self._on_heartbeat, m.Ask: self._on_ask,
+            m.Refused: chunks.on_refused, m.Recall: chunks.on_recall, m.Abort: self._on_abort,
             m.Bye: self._on_bye, m.NoSession: self._on_no_session,
         }  # fmt: skip
         self.by_key: dict[bytes, PrefillRoom] = {}
@@ -117,7 +117,7 @@ class PrefillCore:
         self._rows = rows
         self._unwanted = lru_cache(MAX_REMEMBERED)(self._lacked)
         """What is wrong with destinations' sessions together; a session that ends empties it."""
-        self.settle = self.chunks.start_ready
+        self.settle = chunks.start_ready
         self._direct = direct
         self._draining = False
 
@@ -137,6 +137,7 @@ class PrefillCore:
         self.ended.pop(key, None)
         self.counters.rooms_opened += 1
         room.open_wait_s = self.endpoint.config.open_wait_s if open_wait_s is None else open_wait_s
+        room.waits_since = self.endpoint.now
         self.endpoint.after(room.open_wait_s, self.unopened, room)
         if ended is not None and not ended.begun:
             self.fail(room, given_up(room, ended.reason))
@@ -163,17 +164,6 @@ class PrefillCore:
             return source
         if room.finished:
             raise UsageError(f"room {room.id!r} got a chunk after finish()", remedy="chunks come first", room=room.id)
-        self._check_rects(room, rects)
-        for rect in rects:
-            if rect.component in self.slots.components:
-                room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
-        room.sources.append(source)
-        for destination in list(room.destinations.values()):
-            self.chunks.add(destination, source)
-        self.settle()
-        return source
-
-    def _check_rects(self, room: PrefillRoom, rects: tuple[Rect, ...]) -> None:
         if len(rects) > m.MAX_RECTS:
             raise UsageError(
                 f"room {room.id!r} got a chunk of {len(rects)} components",
@@ -187,8 +177,16 @@ class PrefillCore:
                 whole = f", in chunks that begin at multiples of the {row} tokens that a row covers" if row > 1 else ""
                 what = f"room {room.id!r} got {rect} after {twice}"
                 raise UsageError(what, remedy=f"give each token of a layer once{whole}", room=room.id)
+        for rect in rects:
+            if rect.component in self.slots.components:
+                room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
+        room.sources.append(source)
+        for destination in list(room.destinations.values()):
+            self.chunks.add(destination, source)
+        self.settle()
+        return source
 
-    def data_ready(self, room: PrefillRoom, source: SubmittedChunk) -> None:
+    def data_ready(self, source: SubmittedChunk) -> None:
         """The data of a chunk given with `ready=False` exists now."""
         source.ready = True
         for chunk in source.chunks:
@@ -210,11 +208,9 @@ class PrefillCore:
             return
         room.finished, room.aux = True, aux
         if open_wait_s is not None and (self.unopened, room) in self.endpoint.timers:
-            room.open_wait_s = open_wait_s
+            room.open_wait_s, room.waits_since = open_wait_s, self.endpoint.now
             self.endpoint.after(open_wait_s, self.unopened, room)
-        for session in self.sessions.values():
-            if room.key in session.asking:
-                self.endpoint.send(session, m.Asking(session.asking.pop(room.key), True))
+        self._tell_askers(room.key, m.Asking, True)
         for destination in list(room.destinations.values()):
             self.add_row(destination)
             self.maybe_close(destination)
@@ -266,25 +262,38 @@ class PrefillCore:
         proof = 0 if self.chunks.is_in_doubt(frame.session) else self.incarnation
         self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
-    def _asked(self, session: Session, key: bytes, epoch: int) -> bool:
-        """Decode waits with this room, and asks whether it is finished. If not, it is told at finish()."""
+    def _on_ask(self, session: Session, _: Destination | None, ask: m.Ask | m.Wanted, *, again: bool = False) -> None:
+        """Decode waits with this room, and asks, perhaps `again`, whether it is finished. It is told at finish(), or
+        when it is not to be sent.
+        """
+        key, epoch = ask.room, ask.epoch
         room = self._waited(key)
         self._wanted_again(key, session, epoch)
-        if room is not None and room.finished:
-            return True
-        if len(session.asking) < m.MAX_WAITING:
+        if room is None and (refusal := self._refusal(key, session, epoch)):
+            self.endpoint.send(session, m.CloseFailed(epoch, m.brief(refusal)))
+            return
+        finished = room is not None and room.finished
+        if not finished and len(session.asking) < m.MAX_WAITING:
             session.asking[key] = epoch
-        return False
+        if finished or not again:
+            self.endpoint.send(session, m.Asking(epoch, finished))
+
+    def _refusal(self, key: bytes, session: Session, epoch: int) -> str:
+        """Why a room that is not here will not be sent to that destination; empty if it may."""
+        ended = self.how_ended(key)
+        if ended is not None and ended.refuses(session, epoch):
+            return ended.reason
+        return _ENDING if self._draining else ""
 
     def _waited(self, key: bytes) -> PrefillRoom | None:
-        """The room with which decode waits, for pages say, if it is here: its wait for an Open begins anew."""
-        room = self.by_key.get(key)
-        if room is not None and (self.unopened, room) in self.endpoint.timers:
-            self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.unopened, room)
+        """The room with which decode waits, for pages say, if it is here: its wait for an Open begins anew, up to
+        `max_deadline_s` in all.
+        """
+        room, endpoint = self.by_key.get(key), self.endpoint
+        if room is not None and (self.unopened, room) in endpoint.timers:
+            left_s = room.waits_since + max(endpoint.config.max_deadline_s, room.open_wait_s) - endpoint.now
+            endpoint.after(min(left_s, max(room.open_wait_s, 3 * HOLD_EVERY_S)), self.unopened, room)
         return room
-
-    def _on_ask(self, session: Session, _: Destination | None, ask: m.Ask) -> None:
-        self.endpoint.send(session, m.Asking(ask.epoch, self._asked(session, ask.room, ask.epoch)))
 
     def _on_heartbeat(self, session: Session, beat: m.Heartbeat) -> None:
         """Decode waits with these rooms. It asks again whether some are finished, in case an answer was lost; about no
@@ -294,8 +303,7 @@ class PrefillCore:
             self.endpoint.send(session, m.Heartbeat(m.IDLE))
         session.asking.clear()
         for wanted in beat.asks:
-            if self._asked(session, wanted.room, wanted.epoch):
-                self.endpoint.send(session, m.Asking(wanted.epoch, True))
+            self._on_ask(session, None, wanted, again=True)
         for key in beat.waits:
             self._waited(key)
 
@@ -322,11 +330,8 @@ class PrefillCore:
     def _await_room(self, destination: Destination) -> str:
         """Keeps a destination until its room begins; or why it is refused."""
         opened, session = destination.open, destination.session
-        ended = self.how_ended(opened.room)
-        if ended is not None and ended.refuses(session, opened.epoch):
-            return ended.reason
-        if self._draining:
-            return _ENDING
+        if refusal := self._refusal(opened.room, session, opened.epoch):
+            return refusal
         nbytes = _OPEN_NBYTES + sum(len(items.data) for items in opened.items)
         if session.parked_nbytes + nbytes > MAX_PARKED_NBYTES:
             return "too many rooms wait for prefill"
@@ -434,6 +439,10 @@ class PrefillCore:
         room.n_destinations = opened.destinations
         if older is not None:
             self._drain(older)
+        if room.carried:
+            late = "its first pages hold something else by now (wait_carried)"
+            self.fail(room, Aborted(f"room {room.id!r} has another destination, and {late}"))
+            return
         room.deadline_s = min(opened.deadline_s, self.endpoint.config.max_deadline_s)
         self.endpoint.after(room.deadline_s, self.late, room)
         if room.opened:
@@ -578,6 +587,7 @@ class PrefillCore:
         for destination in list(room.destinations.values()):
             if destination.phase is DestinationPhase.LIVE:
                 self.turn_away(destination, str(error))
+        self._tell_askers(room.key, m.CloseFailed, m.brief(str(error)))
         self._end(room)
 
     def how_ended(self, key: bytes) -> Ended | None:
@@ -650,8 +660,17 @@ class PrefillCore:
             self.pending.pop(destination.open.room, None)
 
     def turn_all_away(self, reason: str) -> None:
+        """Whoever waits for a room that has not begun."""
         for destination in list(chain.from_iterable(self.pending.values())):
             self.turn_away(destination, reason)
+        for key in dict.fromkeys(chain.from_iterable(session.asking for session in self.sessions.values())):
+            if key not in self.by_key:
+                self._tell_askers(key, m.CloseFailed, m.brief(reason))
+
+    def _tell_askers(self, key: bytes, answer: type[m.Asking | m.CloseFailed], said: bool | str) -> None:
+        for session in self.sessions.values():
+            if key in session.asking:
+                self.endpoint.send(session, answer(session.asking.pop(key), said))  # type: ignore[arg-type]
 
     def turn_away(self, destination: Destination, reason: str) -> None:
         """Its room will not be sent, or not to its end."""
@@ -664,7 +683,8 @@ class PrefillCore:
     # What came too late.
 
     def unopened(self, room: PrefillRoom) -> None:
-        self.fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {room.open_wait_s} s"))
+        what = f"no decode rank opened room {room.id!r} in {round(self.endpoint.now - room.waits_since, 3)} s"
+        self.fail(room, DeadlineExceeded(what))
 
     def late(self, room: PrefillRoom) -> None:
         what = f"room {room.id!r} was not sent in its {room.deadline_s} s"

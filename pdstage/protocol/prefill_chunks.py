@@ -364,22 +364,22 @@ class ChunkSender:
             self._start(chunk, self.free.pop())
 
     def _start(self, chunk: Chunk, buffer: int) -> None:
-        room = chunk.destination.room
-        ticket = self.endpoint.ticket()
+        room, endpoint = chunk.destination.room, self.endpoint
+        ticket = endpoint.ticket()
         self.flights[ticket] = (chunk, buffer)
         chunk.destination.in_flight += 1
         if room is not None:
             room.in_flight += 1
             if room.on(RoomEvent.MOVED):
-                self.endpoint.changed(room)
+                endpoint.changed(room)
         if not chunk.direct:
             CHUNK.move(chunk, ChunkEvent.GATHER)
-            self.endpoint.effects.append(Gather(ticket, buffer, chunk, self._address(chunk)))
+            endpoint.effects.append(Gather(ticket, buffer, chunk, self._address(chunk)))
             return
         CHUNK.move(chunk, ChunkEvent.WRITE)
-        self.endpoint.after(self.endpoint.config.write_s, self.on_write_timer, ticket)
+        endpoint.after(endpoint.config.write_s, self.on_write_timer, ticket)
         write = self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk))
-        self.endpoint.effects.append(write)
+        endpoint.effects.append(write)
 
     def _row_write(self, ticket: int, chunk: Chunk) -> WriteRow:
         """All that a room's aux row has in common with the one that its destination named."""
@@ -480,17 +480,17 @@ class ChunkSender:
         self.start_ready()
 
     def _written(self, chunk: Chunk, error: PdstageError | None) -> None:
-        destination = chunk.destination
+        destination, counters = chunk.destination, self.endpoint.counters
         if error is None:
             CHUNK.move(chunk, ChunkEvent.WRITTEN)
             destination.written.append(m.Written(chunk.number, *chunk.where))
-            self.endpoint.counters.bytes_written += chunk.nbytes
+            counters.bytes_written += chunk.nbytes
             if chunk.row:
-                self.endpoint.counters.aux_rows += 1
+                counters.aux_rows += 1
             elif chunk.direct:
-                self.endpoint.counters.chunks_direct += 1
+                counters.chunks_direct += 1
             else:
-                self.endpoint.counters.chunks_staged += 1
+                counters.chunks_staged += 1
         else:  # what landed is unknown: not repeated, and its lease is not given back as if unused
             CHUNK.move(chunk, ChunkEvent.BROKEN)
             if not chunk.row:

@@ -14,6 +14,7 @@ logged, and the state stays.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum, auto
 from typing import Generic, Protocol, TypeVar
 
@@ -169,12 +170,12 @@ class Moving(Protocol[S]):
     phase: S
 
 
+@dataclass(eq=False)
 class Machine(Generic[S, E]):
     """A table by state: each event's next state, or None for an event that changes nothing there."""
 
-    def __init__(self, name: str, rows: _Rows[S, E]) -> None:
-        self.name = name
-        self.rows = rows
+    name: str
+    rows: _Rows[S, E]
 
     def move(self, thing: Moving[S], event: E) -> bool:
         """Brings `thing` into the state that follows; False if none does."""
@@ -211,44 +212,43 @@ def _room() -> _Rows[State, RoomEvent]:
 
 def _destination() -> _Rows[DestinationPhase, DestinationEvent]:
     e, p = DestinationEvent, DestinationPhase
-    ends = {e.ABORTED: p.DRAINING, e.DELIVERED: p.CLOSING}
+    over = {e.FAILED: None, e.ABORTED: p.DRAINING, e.DELIVERED: p.CLOSING}
+    begun = over | {e.FAILED: p.FAILING}
     return {
-        p.WAITING: {e.ATTACHED: p.LIVE, e.FAILED: p.FAILING, **ends},
-        p.LIVE: {e.WRITTEN: p.CLOSING, e.FAILED: p.FAILING, **ends},
-        p.CLOSING: {e.FAILED: None, **ends},
-        p.FAILING: {e.FAILED: None, **ends},
-        p.DRAINING: {e.FAILED: None, **ends},
+        p.WAITING: {e.ATTACHED: p.LIVE, **begun},
+        p.LIVE: begun | {e.WRITTEN: p.CLOSING},
+        p.CLOSING: over,
+        p.FAILING: over,
+        p.DRAINING: over,
     }
 
 
 def _chunk() -> _Rows[ChunkPhase, ChunkEvent]:
     e, p = ChunkEvent, ChunkPhase
+    waits = {e.RESERVE: p.RESERVING, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD, e.DROP: p.DROPPED}
     return {
-        p.RESERVING: {
-            e.RESERVE: p.RESERVING, e.LEASED: p.HELD, e.REFUSED: p.DROPPED, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD,
-            e.DROP: p.DROPPED,
-        },
+        p.RESERVING: {e.RESERVE: p.RESERVING, e.LEASED: p.HELD, e.REFUSED: p.DROPPED, **waits},
         p.PARKED: {e.RESERVE: p.RESERVING, e.DROP: p.DROPPED},
-        p.HELD: {
-            e.RESERVE: p.RESERVING, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD, e.QUEUED: p.READY, e.DROP: p.DROPPED,
-        },
+        p.HELD: {**waits, e.QUEUED: p.READY},
         p.READY: {e.GATHER: p.GATHERING, e.WRITE: p.WRITING, e.DROP: p.DROPPED},
         p.GATHERING: {e.WRITE: p.WRITING, e.GO_DIRECT: p.HELD, e.UNUSED: p.DROPPED, e.DROP: None},
         p.WRITING: {e.WRITTEN: p.WRITTEN, e.BROKEN: p.BROKEN, e.DROP: None},
         p.WRITTEN: {e.DROP: None},
         p.BROKEN: {e.DROP: None},
         p.DROPPED: {e.DROP: None},
-    }  # fmt: skip
+    }
 
 
 def _writer() -> _Rows[WriterPhase, WriterEvent]:
     e, p = WriterEvent, WriterPhase
+    over = {e.ANSWERED: None, e.ABORT: None, e.QUIET: p.QUIET}
+    opened = over | {e.ABORT: p.ABORTING}
     return {
-        p.UNOPENED: {e.OPEN: p.OPENING, e.ANSWERED: None, e.ABORT: p.QUIET, e.QUIET: p.QUIET},
-        p.OPENING: {e.ANSWERED: p.OPENED, e.ABORT: p.ABORTING, e.QUIET: p.QUIET},
-        p.OPENED: {e.ANSWERED: None, e.ABORT: p.ABORTING, e.QUIET: p.QUIET},
-        p.ABORTING: {e.ANSWERED: None, e.ABORT: None, e.QUIET: p.QUIET},
-        p.QUIET: {e.ANSWERED: None, e.ABORT: None, e.QUIET: p.QUIET},
+        p.UNOPENED: {e.OPEN: p.OPENING, **over, e.ABORT: p.QUIET},
+        p.OPENING: opened | {e.ANSWERED: p.OPENED},
+        p.OPENED: opened,
+        p.ABORTING: over,
+        p.QUIET: over,
     }
 
 

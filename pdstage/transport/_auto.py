@@ -168,12 +168,11 @@ class AutoTransport(Transport):
         return self._ticket(over, over.notify(peer, tag))
 
     def poll(self) -> list[Event]:
-        events: list[Event] = []
-        for way in self._ways.values():
-            for event in way.poll():
-                own = event if isinstance(event, Inbound) else replace(event, ticket=self._ticket(way, event.ticket))
-                events.append(own)
-        return events
+        return [
+            event if isinstance(event, Inbound) else replace(event, ticket=self._ticket(way, event.ticket))
+            for way in self._ways.values()
+            for event in way.poll()
+        ]
 
     def filenos(self) -> Sequence[int]:
         watched = [way.filenos() for way in self._ways.values()]

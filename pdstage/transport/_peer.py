@@ -186,10 +186,8 @@ class Process(Target):
             if here is not None:
                 copy(spans._replace(dst=np.array([here.address], np.int64)))
                 return int(spans.nbytes[0]), None
-        if native.ext is not None:
-            written, code = native.ext.write_peer(self.pid, *spans)
-        else:
-            written, code = _write_peer(self.pid, *spans)
+        write = native.ext.write_peer if native.ext is not None else _write_peer
+        written, code = write(self.pid, *spans)
         if self.gone():  # if it ended during the call, only that matters
             return written, self._gone()
         return written, self._reason(code) if code else None

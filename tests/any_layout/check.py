@@ -23,6 +23,8 @@ from tests.any_layout.describe import Case
 from tests.any_layout.draw import Draws, draw
 from tests.any_layout.held import Held, Rank, cells_in, chunk_nbytes, write
 
+Rects = tuple[Rect, ...]
+
 
 class Wrong(AssertionError):
     """Something is not as the description says."""
@@ -84,9 +86,8 @@ class Node:
             tp_size=side.tp, tp_rank=rank.tp_rank, pp_size=side.pp, pp_rank=rank.stage,
             cp_size=side.cp, cp_rank=rank.cp_rank,
         )  # fmt: skip
-        kinds = (np.int32, np.int64)
         self.items = {
-            one.of.name: Index.of(np.array(one.items, kinds[rng.random() < 0.3]), one.how.first_token)
+            one.of.name: Index.of(np.array(one.items, (np.int32, np.int64)[rng.random() < 0.3]), one.how.first_token)
             for one in rank.parts
         }
 
@@ -100,10 +101,10 @@ class Meeting:
         self.session = SimpleNamespace(common=self.common, stagings=src.stagings)
         self.pair = Pair(src.layout, dst.layout, self.common)
 
-    def selects(self, rects: tuple[Rect, ...]) -> list[tuple[plan.Select, ...]]:
+    def selects(self, rects: Rects) -> list[tuple[plan.Select, ...]]:
         return [selects(node.layout, self.shares, rects) for node in (self.src, self.dst)]
 
-    def payload(self, rects: tuple[Rect, ...]) -> int:
+    def payload(self, rects: Rects) -> int:
         """Bytes that a chunk's selection takes of the writer, by the description's sizes."""
         roles = {(one.of.name, role.name): role for one in self.src.rank.parts for role in one.of.roles}
         tokens, n = self.common.tokens(rects), 0
@@ -171,7 +172,7 @@ class Transfer:
                 path = "staged"  # pages that are cut are not copied from pool to pool
             getattr(self, f"_{path}")(meeting, rects)
 
-    def _staged(self, meeting: Meeting, rects: tuple[Rect, ...]) -> None:
+    def _staged(self, meeting: Meeting, rects: Rects) -> None:
         tokens, writer, destination = meeting.common.tokens(rects), meeting.src, meeting.dst
         nbytes = [node.stagings.of(meeting.shares, rects).nbytes(tokens) for node in (writer, destination)]
         if nbytes[0] != nbytes[1]:
@@ -187,7 +188,7 @@ class Transfer:
         if self.case.checksum and sums[0] != sums[1]:
             raise Wrong(f"checksums {sums} of {rects}")
 
-    def _direct(self, meeting: Meeting, rects: tuple[Rect, ...]) -> None:
+    def _direct(self, meeting: Meeting, rects: Rects) -> None:
         ours, theirs = meeting.selects(rects)
         direct = DirectPlans(meeting.pair.src, ours, meeting.pair.dst, theirs)
         found = direct.spans(meeting.common.tokens(rects), meeting.src.items, meeting.dst.items)
@@ -195,7 +196,7 @@ class Transfer:
         for batch in spans.split(found, most):
             carry_out(batch, self.src.memory, self.dst.memory)
 
-    def _copy(self, meeting: Meeting, rects: tuple[Rect, ...]) -> None:
+    def _copy(self, meeting: Meeting, rects: Rects) -> None:
         """Pool to pool in one pass, as between devices that map each other's memory."""
         chosen = zip((meeting.src, meeting.dst), meeting.selects(rects), strict=True)
         plans = [node.pool.plan(select) for node, select in chosen]

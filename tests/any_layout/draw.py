@@ -62,8 +62,7 @@ def dsa(draws: Draws) -> list[Role]:
 def compressed(draws: Draws) -> list[Role]:
     """Rows of several tokens, of one reach or of two, and sharded or not."""
     per, axis = draws.pick(2, 4, 8), draws.pick(None, "kv_head")
-    total = _heads(draws) if axis else 1
-    latent = Role("latent", axis, total, 1, draws.pick(*WIDTHS), per)
+    latent = Role("latent", axis, _heads(draws) if axis else 1, 1, draws.pick(*WIDTHS), per)
     return [latent, latent._replace(name="scale", width=draws.pick(2, 1, 4), tokens_per_row=draws.pick(per, 1))]
 
 

@@ -32,8 +32,7 @@ def test_wire():
 
 def test_rooms(monkeypatch):
     monkeypatch.setattr(rooms, "WINDOW", 16)
-    report = run_named("rooms", quick=True)
-    check(report, "rooms a second", "idle main threads, p50", "busy main threads, p99")
+    check(run_named("rooms", quick=True), "rooms a second", "idle main threads, p50", "busy main threads, p99")
 
 
 def test_a_failed_rank_is_told_and_not_waited_for():

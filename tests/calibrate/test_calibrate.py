@@ -39,8 +39,7 @@ def test_the_command_measures_writes_and_prints(tmp_path, capsys):
     assert cli.main(["calibrate", "--transport", "local", "--quick", "--out", str(path)]) == 0
     made = read(path)
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
-    cost = made.transports["local"]
-    was_measured(cost)
+    was_measured(made.transports["local"])
     assert made.prefill_host == made.decode_host
 
 

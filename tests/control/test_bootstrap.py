@@ -31,10 +31,14 @@ def client(server):
     return BootstrapClient(server.address, DEADLINE_S)
 
 
+def stranger_to(server):
+    host, port = server.address.split(":")
+    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+
 def raw(server, request, *, shut=False):
     """What the server says to `request`, until it closes; `shut` ends the sending side first."""
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+    with stranger_to(server) as stranger:
         stranger.sendall(request)
         if shut:
             stranger.shutdown(socket.SHUT_WR)
@@ -152,21 +156,16 @@ def test_half_a_request_harms_nobody(server, client):
 
 
 def test_strangers_that_say_nothing_keep_nobody_out(server, client):
-    host, port = server.address.split(":")
     with contextlib.ExitStack() as held:
         for _ in range(200):
-            held.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
+            held.enter_context(stranger_to(server))
         client.publish(advert(tp=1))
         assert client.lookup()
 
 
 def test_a_connection_that_says_nothing_has_an_end(server, monkeypatch):
     monkeypatch.setattr(directory_http.Handler, "timeout", 0.01)
-    host, port = server.address.split(":")
-    with (
-        socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger,
-        contextlib.suppress(ConnectionResetError, BrokenPipeError),
-    ):
+    with stranger_to(server) as stranger, contextlib.suppress(ConnectionResetError, BrokenPipeError):
         stranger.sendall(b"GET /heal")
         assert stranger.recv(1) == b"", "dropped"
 
@@ -174,8 +173,7 @@ def test_a_connection_that_says_nothing_has_an_end(server, monkeypatch):
 def test_a_server_ends_though_somebody_goes_on_sending():
     """A byte now and then is no silence, and may go on for days."""
     server, over = BootstrapServer().start(), threading.Event()
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+    with stranger_to(server) as stranger:
 
         def send() -> None:
             with contextlib.suppress(OSError):

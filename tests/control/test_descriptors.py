@@ -20,7 +20,7 @@ from pdstage.control.address import Address
 from pdstage.control.bootstrap import BootstrapClient, BootstrapServer, Incomplete
 from pdstage.control.keys import Keys
 from pdstage.manager import lookup
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.engine import Rank, decode_node, drive, fails, prefill_node
 from tests.rows import rows
 
 
@@ -100,7 +100,7 @@ def lease_at_the_limit(key):
     client = BootstrapClient(p.bootstrap_address, keys=keys)
     with only(2):
         receiver = d.receive("early", p.bootstrap_address, deadline_s=3.0)
-        drive([d], lambda: receiver.state is State.FAILED)
+        fails(d, receiver)
         assert "descriptors are left" in str(receiver.error) or "did not end" in str(receiver.error)
     receiver = d.receive("late", p.bootstrap_address)
     drive([d], lambda: receiver.state is State.WAITING_FOR_INPUT)

@@ -174,6 +174,13 @@ def test_a_host_that_ended_is_fenced_once_and_every_node_hears_it(make, server):
     for reader in readers:
         until(lambda reader=reader: reader.has_ended(1) and reader.has_ended(2), "the watch tells")
         assert not reader.has_ended(7)
+    node.publish(once := at("tcp://10.0.0.2:1", incarnation=5))
+    lose(server, node, once)
+    n_keys = int(server.ask("kv/range", etcd._range(node._prefix))["count"])
+    until(lambda: readers[0]._copy.n_keys == n_keys, "the reader knows that")
+    readers[0]._copy.revision += 10**6  # of etcd before it was restored from a snapshot
+    assert list(operator.fence("10.0.0.2")) == [5]
+    until(lambda: readers[0].has_ended(5), "what is older is read anew")
     late = make()
     with pytest.raises(Incomplete):
         late.lookup(instance="p0")

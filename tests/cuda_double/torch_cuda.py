@@ -173,7 +173,7 @@ def install(*, available: bool = True) -> None:
         "synchronize": synchronize, "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "double of a GPU", "empty_cache": lambda: None,
         "get_device_properties": lambda device=None: SimpleNamespace(
-            name="double of a GPU", major=9, minor=0, total_memory=driver_memory(), multi_processor_count=4
+            name="double of a GPU", major=9, minor=0, total_memory=double()["memory"], multi_processor_count=4
         ),
         "is_current_stream_capturing": lambda: driver().capturing(current_stream().cuda_stream),
     }  # fmt: skip
@@ -189,7 +189,3 @@ def _storage_to(real: Callable[..., Any], storage: Any, device: Any, non_blockin
     made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
     made.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
     return made.untyped_storage()
-
-
-def driver_memory() -> int:
-    return double()["memory"]

@@ -10,7 +10,6 @@ import ctypes
 
 from pdstage.kernels.backend import Recipe
 from pdstage.kernels.cuda_convert import ConvertPlan
-from pdstage.kernels.cuda_copy import CudaPlan
 from pdstage.kernels.cuda_runtime import Bulk, CudaRuntime
 from pdstage.kernels.index_ring import IndexRing
 from pdstage.plan import TOKEN_MAJOR, Staging
@@ -61,15 +60,6 @@ class CpuMachine(CudaRuntime):
         with self.current():
             self._library.call("cuStreamSynchronize", ctypes.c_void_p(stream))
         assert not self.double.broken()
-
-
-def plan_of(pool, select, wire, checksum=False, machine=None, bulk_from=None):
-    """A plan of the cuda backend over host memory; runs of `bulk_from` bytes on take the bulk copies."""
-    machine = machine or CpuMachine()
-    select = Staging(pool.layout, select).select
-    return CudaPlan(
-        Recipe(pool.layout, select, wire, "cuda:0", checksum), machine, IndexRing(machine, 1, 64), bulk_from
-    )
 
 
 def convert_plan_of(pool, staged, select, checksum=False, machine=None):

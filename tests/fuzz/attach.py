@@ -24,6 +24,7 @@ from pdstage.errors import PdstageError
 from pdstage.layout import Region
 from pdstage.transport import open_transport
 from tests.fuzz.draw import Draw, altered_bytes, altered_msgpack
+from tests.processes import child
 from tests.rows import usable
 
 _NAMES = ("local", "mooncake", "nixl", "auto")
@@ -64,10 +65,7 @@ class _Process:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._pipe, theirs = _spawn.Pipe()
-        self._process = _spawn.Process(target=_attach, args=(theirs, name), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = child(_spawn, _attach, name)
         self.description, base = self._hear()
         self.regions = [Region(base, _NBYTES)]
 

@@ -111,10 +111,10 @@ def bent_msgpack(body: bytes, draw: Draw) -> bytes:
 
 def _alter(tree: list[Any], draw: Draw) -> None:
     places = list(islice(_places(tree), _MAX_PLACES))
-    where, key = places[draw.below(len(places))] if places else (tree, 0)
     if not places:
         tree.append(draw.pick(VALUES))
         return
+    where, key = places[draw.below(len(places))]
     match draw.below(8):
         case 0 if isinstance(where, list):
             del where[key]

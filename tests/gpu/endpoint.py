@@ -46,22 +46,8 @@ class GpuEndpoint(Endpoint):
         if self.kind == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def own(self, transport, memory):
-        self.transport, self.memory, self.base = transport, memory, memory.data_ptr()
-        self.more = []
-        transport.register([self.region()])
-
-    def _region_of(self, memory):
+    def region_of(self, memory):
         return Region(memory.data_ptr(), NBYTES, self.kind, self.device.index or 0)
-
-    def region(self):
-        return self._region_of(self.memory)
-
-    def register_more(self):
-        self.more.append(self.allocate())
-        region = self._region_of(self.more[-1])
-        self.transport.register([region])
-        return region
 
     def fill(self, offset, data):
         held = torch.from_numpy(np.frombuffer(data, np.uint8).copy())

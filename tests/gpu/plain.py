@@ -10,6 +10,7 @@ from pdstage.kernels import Index, Pool
 from pdstage.layout import Layout, Region
 from pdstage.plan import TOKEN_MAJOR, Select
 
+ITEMS = [9, 3, 60, 1, 33]
 SLEEP_CYCLES = 1_000_000_000  # more than half a second on any clock: work behind it has not run yet
 
 

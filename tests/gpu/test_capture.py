@@ -12,13 +12,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gpu.plain import Plain  # noqa: E402  (needs torch)
+from gpu.plain import ITEMS, Plain  # noqa: E402  (needs torch)
 
 from pdstage.kernels import driver  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-ITEMS = [9, 3, 60, 1, 33]
 RUNTIMES = ["torch", "cupy"]
 
 

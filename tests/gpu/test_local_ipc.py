@@ -12,7 +12,7 @@ pytest.importorskip("cupy")
 from gpu import ranks  # noqa: E402  (needs torch)
 from gpu.endpoint import GpuEndpoint  # noqa: E402
 from gpu.plain import Plain, block  # noqa: E402
-from transport.endpoint import NBYTES, Log, Remote, meet  # noqa: E402
+from transport.endpoint import NBYTES, Log, Remote, meet, sends  # noqa: E402
 
 from pdstage.errors import PeerError, TransportError  # noqa: E402
 from pdstage.layout import Region  # noqa: E402
@@ -74,7 +74,7 @@ def test_a_copy_to_a_process_that_is_killed_harms_nobody(ends):
     busy = block(stream)
     b.kill()
     with pytest.raises(TransportError, match="peer 'b'"):
-        a.post("b", [(0, b.base, 64)], b"tag")
+        sends(a, b, 64)
     log = Log(a)
     log.until(busy.query)
     a.disconnect("b")

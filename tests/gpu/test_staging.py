@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gpu.plain import Plain  # noqa: E402  (needs torch)
+from gpu.plain import ITEMS, Plain  # noqa: E402  (needs torch)
 
 from pdstage.errors import UsageError  # noqa: E402
 from pdstage.kernels import driver  # noqa: E402
@@ -16,8 +16,6 @@ from pdstage.layout import Region  # noqa: E402
 from pdstage.stager import Memory, PageLock  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-
-ITEMS = [9, 3, 60, 1, 33]
 
 
 @pytest.fixture

@@ -11,14 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gpu.plain import Plain, block  # noqa: E402  (needs torch)
+from gpu.plain import ITEMS, Plain, block  # noqa: E402  (needs torch)
 
 from pdstage.bench import variants  # noqa: E402
 from pdstage.errors import UsageError  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-ITEMS = [9, 3, 60, 1, 33]
 PLACES = pytest.mark.parametrize("on_device", [True, False], ids=["list-on-device", "list-on-host"])
 
 
@@ -34,10 +33,20 @@ def plain(variant):
     return held
 
 
+@pytest.fixture
+def out(plain):
+    return plain.staging(len(ITEMS))
+
+
+@pytest.fixture
+def side(plain):
+    """A stream beside the default one."""
+    return torch.cuda.Stream()
+
+
 @PLACES
 @pytest.mark.parametrize("way", ["gather", "scatter"])
-def test_a_call_comes_after_what_its_stream_holds(plain, on_device, way):
-    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
+def test_a_call_comes_after_what_its_stream_holds(plain, side, out, on_device, way):
     into = plain.memory if way == "gather" else out
     fresh = torch.randint_like(into, 256)
     torch.cuda.synchronize()
@@ -52,9 +61,8 @@ def test_a_call_comes_after_what_its_stream_holds(plain, on_device, way):
 
 
 @PLACES
-def test_other_streams_are_not_waited_for(plain, on_device):
+def test_other_streams_are_not_waited_for(plain, side, out, on_device):
     """The default stream sleeps; a call on another stream is done before it wakes."""
-    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
     expected, index = plain.expected(ITEMS), plain.list(ITEMS, on_device=on_device)
     torch.cuda.synchronize()
     busy = block(torch.cuda.default_stream())
@@ -68,8 +76,7 @@ def test_other_streams_are_not_waited_for(plain, on_device):
 
 @PLACES
 @pytest.mark.parametrize("way", ["gather", "scatter"])
-def test_a_call_does_not_wait_for_its_own_stream(plain, on_device, way):
-    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
+def test_a_call_does_not_wait_for_its_own_stream(plain, side, out, on_device, way):
     expected = plain.expected(ITEMS)
     out.copy_(expected)
     torch.cuda.synchronize()
@@ -84,9 +91,8 @@ def test_a_call_does_not_wait_for_its_own_stream(plain, on_device, way):
     assert torch.equal(plain.expected(ITEMS), expected)
 
 
-def test_lists_on_the_host_may_change_once_the_call_returned(plain):
+def test_lists_on_the_host_may_change_once_the_call_returned(plain, side):
     """Several calls wait behind a sleeping kernel, each with a list of its own, which is overwritten meanwhile."""
-    side = torch.cuda.Stream()
     lists = [torch.randperm(64)[: len(ITEMS)] for _ in range(4)]
     expected = [plain.expected(one.tolist()) for one in lists]
     outs = [plain.staging(len(ITEMS)) for _ in lists]
@@ -114,26 +120,23 @@ def allocated():
 
 
 @PLACES
-def test_nothing_is_allocated(plain, on_device):
+def test_nothing_is_allocated(plain, side, out, on_device):
     """With few calls under way at once: the ring of host lists grows to the most there ever were."""
-    out = plain.staging(len(ITEMS))
     at = plain.at(out, plain.list(ITEMS, on_device=on_device))
-    stream = torch.cuda.Stream()
     for _ in range(3):
-        plain.plan.gather(*at, stream=stream)
+        plain.plan.gather(*at, stream=side)
     torch.cuda.synchronize()
     before = allocated()
     for _ in range(100):
-        plain.plan.gather(*at, stream=stream)
-        plain.plan.scatter(*at, stream=stream)
+        plain.plan.gather(*at, stream=side)
+        plain.plan.scatter(*at, stream=side)
         assert allocated() == before
-        stream.synchronize()
+        side.synchronize()
     assert allocated() == before
 
 
-def test_a_graph_replays_with_new_pages_and_new_bytes(plain):
-    held = torch.tensor(ITEMS, device="cuda:0")
-    index, out = plain.list(held, on_device=True), plain.staging(len(ITEMS))
+def test_a_graph_replays_with_new_pages_and_new_bytes(plain, out):
+    index = plain.list(torch.tensor(ITEMS, device="cuda:0"), on_device=True)
     at = index["kv"].keep
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -189,9 +192,8 @@ def test_threads_share_a_plan(plain):
     assert not wrong
 
 
-def test_a_plan_may_go_while_its_copies_wait(plain):
+def test_a_plan_may_go_while_its_copies_wait(plain, side, out):
     """Its tables are in memory that others get as soon as it is free."""
-    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
     index, expected = plain.list(ITEMS, on_device=True), plain.expected(ITEMS)
     torch.cuda.synchronize()
     block(side)
@@ -204,9 +206,8 @@ def test_a_plan_may_go_while_its_copies_wait(plain):
     assert all(bool((other == 0xFF).all()) for other in others)
 
 
-def test_a_plan_is_made_run_and_dropped_while_the_device_is_busy(plain):
+def test_a_plan_is_made_run_and_dropped_while_the_device_is_busy(plain, side, out):
     """The default stream sleeps, which a copy to the device or a free in it would wait for."""
-    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
     index, expected = plain.list(ITEMS, on_device=True), plain.expected(ITEMS)
     plain.pool.runtime(plain.plan.backend).reserve()
     torch.cuda.synchronize()
@@ -222,10 +223,9 @@ def test_a_plan_is_made_run_and_dropped_while_the_device_is_busy(plain):
     assert torch.equal(out, expected)
 
 
-def test_a_plan_that_is_new_may_be_captured_at_once(plain):
+def test_a_plan_that_is_new_may_be_captured_at_once(plain, out):
     """Its tables may still be on their way."""
-    index = plain.list(ITEMS, on_device=True)
-    out, graph = plain.staging(len(ITEMS)), torch.cuda.CUDAGraph()
+    index, graph = plain.list(ITEMS, on_device=True), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         new = plain.again()

@@ -11,7 +11,7 @@ from pdstage.tools.trace.model import Trace
 from tests.judge import judge
 from tests.judge.runs import LATE, run
 from tests.manager.engine import QUICK
-from tests.rows import rows
+from tests.rows import both_paths, rows
 from tests.sim.mutants import detect, everyone
 
 FAULTS = [{}, {"fail": 0.2}, {"fail_written": 0.2}, {"lose_tag": 0.2}, {"refuse": 0.2}, {"die_after": 20}]
@@ -140,7 +140,7 @@ TRIES = 4
 """Runs of a bug: what meets what in one is the machine's affair."""
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@both_paths
 def test_a_short_run_is_judged_good(path):
     """What deliberate bugs are tried with: it says which rules are broken, and waits for no room long."""
     wrong, _ = judge(run(path=path, faults=LATE, rooms=8, limit_s=5.0))

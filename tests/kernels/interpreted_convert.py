@@ -8,6 +8,7 @@ from coded import (
     ALL_BF16,
     APART,
     INLINE,
+    as_bf16,
     check_converts,
     edge_cells,
     few_edges,
@@ -22,7 +23,7 @@ from pdstage.kernels import Plan, Pool, triton_convert
 from pdstage.kernels.backend import Recipe
 from pdstage.kernels.triton_device import ConvertVariant, SumVariant, device_of
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
-from pdstage.plan.convert import Encoding, codings, fp8_tensor, reformat
+from pdstage.plan.convert import Encoding, codings, fp8_tensor
 from pdstage.plan.tables import Index
 from tests import rows
 
@@ -68,7 +69,7 @@ def test_every_layout_is_the_references(order, n):
         of = Logical("kv", 2, 2, 3, 1, 2 * n, 1 + number % 2)
         stored = Stored(of, n_items=6, rows_per_item=4, block=number % 3, order=order, pads={"shard": 2 * (number % 2)})
         held, per = hold([stored], number), of.tokens_per_row
-        own, formats = reformat(held.layout, dict.fromkeys(of.view_keys(), "bf16")), formats_of(of, format)
+        own, formats = as_bf16(held, of), formats_of(of, format)
         if "tensor" in format:
             formats = {key: fp8_tensor(0.1 * (1 + key.layer)) for key in formats}
         select = [Select(key, 1, 2) for key in formats]

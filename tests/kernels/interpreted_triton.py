@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import FUSED, HND, NHD, Logical, Stored, gathered, hold, moved, on_device, placed, transfers
+from pools import FUSED, HND, NHD, Logical, Stored, gathered, hold, kv_index, moved, on_device, placed, transfers
 from rigs import REFERENCE, Rig, by_misuse, check, check_left_out, check_refused
 
 from pdstage.errors import UsageError
@@ -36,7 +36,7 @@ class InterpreterRig(Rig):
         return Plan(Pool.of(layout), staging, "triton", recipe, triton_copy.compile_plan(recipe))
 
 
-@settings(max_examples=drawn(10, full=25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=drawn(10, full=25))
 @given(transfer=placed(transfers(), "interpreter"), max_sms=st.sampled_from([None, 1, 2, 7]))
 def test_every_transfer_is_the_references(transfer, max_sms):
     check(InterpreterRig(max_sms), transfer)
@@ -48,7 +48,7 @@ def test_every_transfer_is_the_references(transfer, max_sms):
 def test_items_on_the_device_that_are_outside_the_pool_are_left_out(dtype, order, width):
     of, tokens = Logical(shards=2, width=width), {"kv": (0, 14)}
     held, other = (hold([Stored(of, n_items=6, rows_per_item=2, order=order)], seed) for seed in (0, 3))
-    select, rig = [Select(key, 0, 2) for key in of.view_keys()], InterpreterRig()
+    select, rig = of.whole(), InterpreterRig()
     items = np.array([3, -1, 0, 6, 2**31 - 1 if dtype is np.int32 else 2**62, -(2**31), 5], dtype)
     inside, index, total = (items >= 0) & (items < 6), {"kv": Index.of(items)}, np.zeros(2, np.uint64)
     left_out = np.flatnonzero(np.repeat(~inside, 2 * 2 * width))
@@ -78,7 +78,7 @@ def test_products_are_of_64_bits():
     for item, shard in ((1, 1), (0, 1), (1, 0), (0, 0)):
         memory[(item + shard) * far :][:16] = 1 + item + 2 * shard
         plan = InterpreterRig().plan(layout, [Select(view.key, shard, 1)], TOKEN_MAJOR, False)
-        staged = gathered(plan, {"kv": Index.of(np.array([item], np.int32))}, {"kv": (0, 1)})
+        staged = gathered(plan, kv_index([item], np.int32), {"kv": (0, 1)})
         assert (staged[:16] == 1 + item + 2 * shard).all()
         assert (staged[16:] == 0xA5).all()
 
@@ -99,7 +99,7 @@ def test_widths_of_all_classes_share_a_call_of_three_launches(monkeypatch):
     ]
     layout, select = Layout.of(held.layout.regions, views), [Select(view.key, 0, 1) for view in views]
     plan, reference = (rig.plan(layout, select, TOKEN_MAJOR, False) for rig in (InterpreterRig(), REFERENCE))
-    index, tokens, launches = {"kv": Index.of(np.array([4, 0, 2]))}, {"kv": (1, 8)}, launched(monkeypatch)
+    index, tokens, launches = kv_index([4, 0, 2]), {"kv": (1, 8)}, launched(monkeypatch)
     found = gathered(plan, index, tokens)
     np.testing.assert_array_equal(found, gathered(reference, index, tokens))
     assert [one.ACCESS for one in launches] == [16, 4, 1]
@@ -124,7 +124,7 @@ def test_a_call_of_more_pieces_than_32_bits_count_is_refused():
     of = Logical(width=1, shards=2)
     held = hold([Stored(of, rows_per_item=1, pads={"row": 1})])
     plan, tokens = (
-        InterpreterRig().plan(held.layout, [Select(of.view_keys()[0], 0, 2)], TOKEN_MAJOR, False),
+        InterpreterRig().plan(held.layout, of.whole(), TOKEN_MAJOR, False),
         {"kv": (0, 2**30)},
     )
     index = {"kv": Index(1 << 40, 32, 2**30, device="interpreter")}
@@ -137,4 +137,4 @@ def test_host_memory_without_the_interpreter_is_refused(monkeypatch):
     monkeypatch.setattr(triton_copy, "missing", str)
     of = Logical()
     with pytest.raises(UsageError, match="triton does not copy memory on 'cpu' here"):
-        InterpreterRig().plan(hold([Stored(of)]).layout, [Select(of.view_keys()[0], 0, 1)], TOKEN_MAJOR, False)
+        InterpreterRig().plan(hold([Stored(of)]).layout, of.whole(), TOKEN_MAJOR, False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from pools import Logical, Stored, hold, transfers
+from pools import Logical, Stored, hold, kv_index, transfers
 from rigs import REFERENCE, SUM_BEFORE, outcome
 
 from pdstage.errors import UsageError
-from pdstage.kernels import Index, Pool
+from pdstage.kernels import Pool
 from pdstage.kernels.checksum import SEGMENT, SHARD, TOKEN, WORD
-from pdstage.plan import TOKEN_MAJOR, Select
+from pdstage.plan import TOKEN_MAJOR
 from pdstage.plan.tables import Table
 from tests.rows import drawn
 
@@ -49,7 +49,7 @@ def slow_sum_of(held, select, index, tokens):
     return total & MASK
 
 
-@settings(max_examples=drawn(20, full=60), deadline=None)
+@settings(max_examples=drawn(20, full=60))
 @given(transfer=transfers().filter(lambda t: t.checksum))
 def test_the_reference_sums_what_the_definition_says(transfer):
     t = transfer
@@ -62,10 +62,8 @@ def test_the_reference_sums_what_the_definition_says(transfer):
 
 def test_a_plan_made_without_checksums_refuses_a_place_for_one():
     of, total, out = Logical(), np.zeros(1, np.uint64), np.zeros(1024, np.uint8)
-    plan = Pool.of(hold([Stored(of)]).layout).plan([Select(of.view_keys()[0], 0, 1)])
+    plan = Pool.of(hold([Stored(of)]).layout).plan(of.whole())
     with pytest.raises(UsageError, match="computes no checksums"):
-        plan.gather(
-            out.ctypes.data, out.size, {"kv": Index.of(np.array([1]))}, {"kv": (0, 1)}, sum_ptr=total.ctypes.data
-        )
+        plan.gather(out.ctypes.data, out.size, kv_index([1]), {"kv": (0, 1)}, sum_ptr=total.ctypes.data)
     assert not total[0]
     assert not out.any()

@@ -176,7 +176,7 @@ STRAY_SCALES = (
 """Inline data beside a view that calls itself its scales."""
 
 
-@settings(max_examples=drawn(100, full=400), deadline=None)
+@settings(max_examples=drawn(100, full=400))
 @given(meeting_layouts(), st.booleans())
 @example(STRAY_SCALES, False)
 def test_layouts_that_meet_have_plans_whatever_peers_say(layouts, turned):

@@ -6,7 +6,6 @@ In a kernel of 16-byte accesses or wider every store is payload, and payload loa
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from itertools import product
 
@@ -16,6 +15,7 @@ from pdstage.kernels import cuda_convert, cuda_copy, nvrtc
 from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.cuda_tables import LISTED, LISTED_LARGE
 from tests import disassembly
+from tests.kernels.test_cuda_nvrtc import needs_nvrtc
 from tests.rows import rows
 
 WAYS = {"gather": cuda_copy.TO_STAGING, "scatter": cuda_copy.FROM_STAGING, "copy": cuda_copy.TO_PEER}
@@ -30,9 +30,7 @@ ACCESS = re.compile(r"\b((?:LDG?|STG?|LDL|STL|ATOM\w*|UBLKCP)(?:\.\w+)*)\s")
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 ARCHITECTURES_32 = ["sm_100", "sm_103", "sm_120"]
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("cupy") is None or nvrtc.missing() != "", reason="needs CuPy and NVRTC"
-    ),
+    needs_nvrtc,
     pytest.mark.skipif(disassembly.missing(), reason="needs cuobjdump and nvdisasm"),
 ]
 
@@ -137,11 +135,7 @@ def test_narrow_kernels_fit_their_registers_with_several_units_in_flight(accesse
 @pytest.mark.parametrize("way", WAYS)
 def test_32_byte_kernels_access_payload_in_32_bytes_only(accesses_of, architecture, way):
     lists = (0,) if way == "copy" else (0, LISTED_LARGE)
-    kernels = {
-        key: plain(way, shape, summed, listed, access=32)
-        for key in product(SHAPES, SUMS[way], lists)
-        for shape, summed, listed in [key]
-    }
+    kernels = {key: plain(way, *key, access=32) for key in product(SHAPES, SUMS[way], lists)}
     for key, accesses in accesses_of(kernels, architecture).items():
         n = cuda_copy.units(WAYS[way], summed=bool(key[1]), access=32) // 2
         assert payload_of(accesses) == [PAYLOAD_LOAD_32] * n + [PAYLOAD_STORE_32] * n, key

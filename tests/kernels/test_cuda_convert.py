@@ -8,6 +8,7 @@ from coded import (
     ALL_BF16,
     APART,
     INLINE,
+    as_bf16,
     check_converts,
     converted,
     edge_cells,
@@ -17,14 +18,14 @@ from coded import (
     offered_by,
 )
 from cuda_on_cpu import COMPILER, CpuMachine, convert_plan_of
-from hypothesis import HealthCheck, given, settings
-from pools import HND, Logical, Stored, hold
+from hypothesis import given, settings
+from pools import HND, Logical, Stored, hold, kv_index
 
 from pdstage.errors import UsageError
-from pdstage.kernels import Index, Plan, Pool
+from pdstage.kernels import Plan, Pool
 from pdstage.kernels.backend import Launch
 from pdstage.plan import Select, Staging
-from pdstage.plan.convert import Encoding, reformat
+from pdstage.plan.convert import Encoding
 from tests.rows import drawn
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -48,7 +49,7 @@ def test_every_value_is_the_references(format, companion, cells):
     check(*of_cells(format, cells, companion))
 
 
-@settings(max_examples=drawn(20, full=60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=drawn(20, full=60))
 @given(converted())
 def test_every_layout_is_the_references(drawn):
     held, own, formats, (first, count), index, range_ = drawn
@@ -69,8 +70,8 @@ def test_long_heads_and_many_layers_are_the_references(format, n, layers, groups
     """Of heads of more than a warp of units too."""
     of = Logical("kv", layers, 2, 2, 1, 2 * n)
     held = hold([Stored(of, n_items=5, rows_per_item=4, order=HND)])
-    own, formats = reformat(held.layout, dict.fromkeys(of.view_keys(), "bf16")), formats_of(of, format)
-    select, index = [Select(key, 0, 2) for key in formats], {"kv": Index.of(np.array([3, 0, 4], np.int64))}
+    own, formats = as_bf16(held, of), formats_of(of, format)
+    select, index = [Select(key, 0, 2) for key in formats], kv_index([3, 0, 4], np.int64)
     made = check(held, own, offered_by(own, formats), select, index, {"kv": (2, 11)}, lists=on_device)
     assert made._tables.addresses[2] == groups
 
@@ -87,14 +88,14 @@ def test_what_is_copied_goes_with_what_is_converted(format, widest):
 def test_items_of_a_device_list_that_are_outside_the_pool_are_left_out():
     of = Logical("kv", 1, 1, 1, 1, 64)
     held = hold([Stored(of, n_items=4, rows_per_item=1)])
-    own = reformat(held.layout, dict.fromkeys(of.view_keys(), "bf16"))
+    own = as_bf16(held, of)
     for format in INLINE:
         staged = offered_by(own, dict.fromkeys(of.view_keys(), format))
-        plan, before = convert_plan_of(Pool.of(own), staged, [Select(of.view_keys()[0], 0, 1)]), held.bytes()
+        plan, before = convert_plan_of(Pool.of(own), staged, of.whole()), held.bytes()
         n, width = plan._staging.nbytes({"kv": (0, 3)}), Encoding.parse(format).nbytes(32)
         out = np.full(n + 16, 0xA5, np.uint8)
         at = -out.ctypes.data % 16
-        index = on_device({"kv": Index.of(np.array([1, 4, -1], np.int32))})
+        index = on_device(kv_index([1, 4, -1], np.int32))
         plan.gather(out.ctypes.data + at, n, index, {"kv": (0, 3)}, Launch())
         assert (out[at + width :] == 0xA5).all()
         plan.scatter(out.ctypes.data + at, n, index, {"kv": (1, 3)}, Launch())

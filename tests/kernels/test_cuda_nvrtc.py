@@ -11,7 +11,7 @@ import pytest
 from pdstage.errors import UsageError
 from pdstage.kernels import nvrtc
 
-pytestmark = pytest.mark.skipif(
+pytestmark = needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cupy") is None or nvrtc.missing() != "", reason="needs CuPy and NVRTC"
 )
 GOOD = '#include "held.cuh"\nextern "C" __global__ void pdstage_copy(int* p) { *p = VALUE + HELD; }\n'
@@ -38,42 +38,47 @@ def compilations(monkeypatch):
     return done
 
 
+def compiled(sources, value=3, architecture="sm_90"):
+    """The image of one.cu."""
+    return nvrtc.compile_kernel("one.cu", {"VALUE": value}, architecture, sources)
+
+
 def images(tmp_path):
     return sorted((tmp_path / "cache").glob("*"))
 
 
 def test_a_kernel_is_compiled_once_and_read_from_disk_after(sources, tmp_path, compilations):
-    first = nvrtc.compile_kernel("one.cu", {"VALUE": 3}, "sm_90", sources)
+    first = compiled(sources)
     assert first[:4] == b"\x7fELF"
-    assert nvrtc.compile_kernel("one.cu", {"VALUE": 3}, "sm_90", sources) == first
+    assert compiled(sources) == first
     assert len(compilations) == 1
     assert len(images(tmp_path)) == 1
 
 
 def test_source_header_options_and_architecture_each_make_another_image(sources, tmp_path, compilations):
-    nvrtc.compile_kernel("one.cu", {"VALUE": 3}, "sm_90", sources)
-    nvrtc.compile_kernel("one.cu", {"VALUE": 4}, "sm_90", sources)
-    nvrtc.compile_kernel("one.cu", {"VALUE": 3}, "sm_80", sources)
+    compiled(sources)
+    compiled(sources, 4)
+    compiled(sources, architecture="sm_80")
     (sources / "held.cuh").write_text("#define HELD 2\n")
     nvrtc._texts.cache_clear()
-    nvrtc.compile_kernel("one.cu", {"VALUE": 3}, "sm_90", sources)
+    compiled(sources)
     assert len(compilations) == len(images(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b"", lambda b: b[:-3] + b"xyz"])
 def test_a_damaged_image_is_made_again(sources, tmp_path, compilations, damage):
-    good = nvrtc.compile_kernel("one.cu", {"VALUE": 3}, "sm_90", sources)
+    good = compiled(sources)
     (path,) = images(tmp_path)
     path.write_bytes(damage(path.read_bytes()))
-    assert nvrtc.compile_kernel("one.cu", {"VALUE": 3}, "sm_90", sources) == good
+    assert compiled(sources) == good
     assert len(compilations) == 2
-    assert nvrtc.compile_kernel("one.cu", {"VALUE": 3}, "sm_90", sources) == good
+    assert compiled(sources) == good
     assert len(compilations) == 2
 
 
 def test_writers_at_once_leave_one_whole_image(sources, tmp_path):
     with ThreadPoolExecutor(8) as pool:
-        work = [pool.submit(nvrtc.compile_kernel, "one.cu", {"VALUE": 3}, "sm_90", sources) for _ in range(16)]
+        work = [pool.submit(compiled, sources) for _ in range(16)]
         found = {one.result() for one in work}
     (image,) = found
     (path,) = images(tmp_path)
@@ -83,7 +88,7 @@ def test_writers_at_once_leave_one_whole_image(sources, tmp_path):
 def test_a_cache_that_cannot_be_written_costs_only_time(sources, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PDSTAGE_CACHE_DIR", str(tmp_path / "file" / "below"))
-    assert nvrtc.compile_kernel("one.cu", {"VALUE": 3}, "sm_90", sources)[:4] == b"\x7fELF"
+    assert compiled(sources)[:4] == b"\x7fELF"
 
 
 def test_an_error_of_the_compiler_brings_its_log(sources):
@@ -134,7 +139,7 @@ def test_accesses_are_as_wide_as_device_and_compiler_allow(monkeypatch, version,
 def test_a_device_of_the_future_gets_ptx_and_one_of_the_past_an_error(sources):
     architecture = nvrtc.architecture_of(990)
     assert architecture.startswith("compute_")
-    assert b".entry pdstage_copy" in nvrtc.compile_kernel("one.cu", {"VALUE": 1}, architecture, sources)
+    assert b".entry pdstage_copy" in compiled(sources, 1, architecture)
     with pytest.raises(UsageError, match="no machine code"):
         nvrtc.architecture_of(30)
 

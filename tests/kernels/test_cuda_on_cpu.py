@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 import pytest
-from cuda_on_cpu import COMPILER, CpuMachine, plan_of
-from hypothesis import HealthCheck, given, settings
+from cuda_on_cpu import COMPILER, CpuMachine
+from hypothesis import given, settings
 from pools import (
     HND,
     NHD,
@@ -17,6 +17,7 @@ from pools import (
     Transfer,
     gathered,
     hold,
+    kv_index,
     placed,
     staging,
     transfers,
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 class CpuRig(Rig):
-    """The double's memory is the host's, at any multiple of 16."""
+    """The double's memory is the host's, at any multiple of 16; runs of `bulk_from` bytes on take the bulk copies."""
 
     skews = False
 
@@ -52,10 +53,10 @@ class CpuRig(Rig):
         return made
 
     def plan(self, layout, select, wire, checksum):
-        pool = Pool.of(layout)
-        made = plan_of(pool, select, wire, checksum, self.machine, self.bulk_from)
-        recipe = Recipe(layout, Staging(layout, select).select, wire, "cpu", checksum)
-        return Plan(pool, Staging(layout, select), "cuda", recipe, made)
+        staging, ring = Staging(layout, select), IndexRing(self.machine, 1, 64)
+        on_device, here = (Recipe(layout, staging.select, wire, device, checksum) for device in ("cuda:0", "cpu"))
+        made = cuda_copy.CudaPlan(on_device, self.machine, ring, self.bulk_from)
+        return Plan(Pool.of(layout), staging, "cuda", here, made)
 
 
 RIGS = [
@@ -66,7 +67,7 @@ RIGS = [
     CpuRig(widest=32, listed=()),
 ]
 by_rig = pytest.mark.parametrize("rig", RIGS, ids=["listed", "uploaded", "bulk", "bulk of few", "32 bytes"])
-EXAMPLES = settings(max_examples=drawn(5, full=10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=drawn(5, full=10))
 
 
 @by_rig
@@ -95,9 +96,8 @@ def one_transfer(src, dst, width=96, skew=0, checksum=False, shards=2, wire=TOKE
     """Of a few tokens, fewer than a tile's, between pools that are stored as `src` and `dst` say."""
     of = Logical(shards=shards, width=width)
     held = [hold([Stored(of, n_items=4, rows_per_item=8, **how)], seed) for seed, how in enumerate((src, dst))]
-    index = [{"kv": Index.of(np.array(items))} for items in ([2, 0, 3], [1, 2, 0])]
-    select = [Select(of.view_keys()[0], 0, shards)]
-    return Transfer(*held, select, select, *index, {"kv": (3, 22)}, wire, checksum, skew)
+    index = [kv_index(items) for items in ([2, 0, 3], [1, 2, 0])]
+    return Transfer(*held, of.whole(), of.whole(), *index, {"kv": (3, 22)}, wire, checksum, skew)
 
 
 # How the pools and staging lie, and what a gather, a scatter and a copy from pool to pool then take.
@@ -144,7 +144,7 @@ def stored(*of, n_items=64, rows=4, order=NHD):
     """A pool, and all of it selected."""
     of = of or (Logical(width=64),)
     held = hold([Stored(one, n_items=n_items, rows_per_item=rows, order=order) for one in of])
-    return held, [Select(key, 0, one.shards) for one in of for key in one.view_keys()]
+    return held, [selected for one in of for selected in one.whole()]
 
 
 def test_one_group_of_16_bytes_keeps_its_launch_to_16():
@@ -167,7 +167,7 @@ def test_a_plan_for_one_call_loads_the_kernels_of_that_call(only):
     recipe = Recipe(held.layout, Staging(held.layout, select).select, TOKEN_MAJOR, "cuda:0", checksum=False, only=only)
     plan = cuda_copy.CudaPlan(recipe, device, IndexRing(device, 1, 64))
     assert {dict(macros)["PDSTAGE_WAY"] for _, macros in device._kernels} == WAYS[only]
-    plan.scatter(staging(512).ctypes.data, 512, {"kv": Index.of(np.array([2]))}, {"kv": (0, 1)}, Launch())
+    plan.scatter(staging(512).ctypes.data, 512, kv_index([2]), {"kv": (0, 1)}, Launch())
     assert len(device.launches) == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pools import Logical, Stored, hold
+from pools import Logical, Stored, hold, kv_index
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index
@@ -12,14 +12,15 @@ from pdstage.kernels.backend import Recipe
 from pdstage.kernels.cuda_tables import _GROUP, PARAMS_NBYTES
 from pdstage.kernels.device import DeviceTable
 from pdstage.kernels.pool import Pool
-from pdstage.plan import TOKEN_MAJOR, Select, Staging
+from pdstage.plan import TOKEN_MAJOR, Staging
+
+OF = Logical(width=32)
+HELD = hold([Stored(OF, n_items=6, rows_per_item=4)])
 
 
 def table():
-    of = Logical(width=32)
-    held = hold([Stored(of, n_items=6, rows_per_item=4)])
-    select = Staging(held.layout, [Select(of.view_keys()[0], 0, 1)]).select
-    return DeviceTable(Recipe(held.layout, select, TOKEN_MAJOR, "cuda:0", checksum=False), merged=True)
+    select = Staging(HELD.layout, OF.whole()).select
+    return DeviceTable(Recipe(HELD.layout, select, TOKEN_MAJOR, "cuda:0", checksum=False), merged=True)
 
 
 @pytest.mark.parametrize("bits", [32, 64])
@@ -34,11 +35,9 @@ def test_a_list_on_the_device_lies_at_a_multiple_of_its_items(bits):
 
 
 def test_a_checksums_word_lies_at_a_multiple_of_8():
-    of = Logical(width=32)
-    held = hold([Stored(of, n_items=6, rows_per_item=4)])
-    plan = Pool.of(held.layout).plan([Select(of.view_keys()[0], 0, 1)], checksum=True, backend="reference")
+    plan = Pool.of(HELD.layout).plan(OF.whole(), checksum=True, backend="reference")
     staged, total = np.zeros(1024, np.uint8), np.zeros(2, np.uint64)
-    index = {"kv": Index.of(np.array([1, 2, 3]))}
+    index = kv_index([1, 2, 3])
     with pytest.raises(UsageError, match="the checksum's word"):
         plan.gather(staged.ctypes.data, 384, index, {"kv": (0, 12)}, sum_ptr=total.ctypes.data + 4)
 

@@ -29,6 +29,11 @@ def piece(items):
     return items.ctypes.data, items.nbytes
 
 
+def put_three(ring):
+    """Of one call, in the default stream."""
+    return ring.put([piece(THREE)], 0)
+
+
 def finish():
     """What was put into the default stream is over."""
     driver.cuda().call("cuStreamSynchronize", None)
@@ -58,7 +63,7 @@ def test_a_slot_is_used_again_once_its_kernel_has_run(gpu, machine):
     ring = IndexRing(machine, n_slots=1, slot_nbytes=64)
     n_made, found = gpu.calls("cuMemAlloc"), set()
     for _ in range(50):
-        slot, (address,) = ring.put([piece(THREE)], 0)
+        slot, (address,) = put_three(ring)
         ring.give(slot, 0)
         check_there(address, THREE)
         found.add(address)
@@ -80,8 +85,8 @@ def test_a_captured_stream_is_refused_and_the_ring_goes_on(gpu, machine, monkeyp
     n_made = gpu.calls("cuMemAlloc")
     with monkeypatch.context() as patch, pytest.raises(UsageError, match="give lists that lie on the device"):
         patch.setattr(machine, "capturing", lambda _: True)
-        ring.put([piece(THREE)], 0)
-    ring.give(ring.put([piece(THREE)], 0)[0], 0)
+        put_three(ring)
+    ring.give(put_three(ring)[0], 0)
     assert gpu.calls("cuMemAlloc") == n_made
 
 
@@ -90,9 +95,9 @@ def test_an_upload_that_fails_gives_its_slot_back(gpu, machine):
     n_made = gpu.calls("cuMemAlloc")
     gpu.fail("cuMemcpyHtoDAsync", 1)
     with pytest.raises(DriverError, match="cuMemcpyHtoDAsync"):
-        ring.put([piece(THREE)], 0)
+        put_three(ring)
     finish()
-    ring.give(ring.put([piece(THREE)], 0)[0], 0)
+    ring.give(put_three(ring)[0], 0)
     assert gpu.calls("cuMemAlloc") == n_made
 
 

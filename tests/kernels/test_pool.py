@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from pools import FUSED, HND, NHD, Logical, Stored, gathered, hold, moved, staging, transfers
+from pools import FUSED, HND, NHD, Logical, Stored, assert_alike, gathered, hold, kv_index, moved, staging, transfers
 from rigs import HOST_RIGS, REFERENCE, by_misuse, by_rig, check, check_refused, without_native
 
 from pdstage import native
@@ -24,7 +24,7 @@ native_only = pytest.mark.skipif(native.ext is None, reason="needs the extension
 
 
 @by_rig
-@settings(max_examples=drawn(30, full=100), deadline=None)
+@settings(max_examples=drawn(30, full=100))
 @given(transfer=transfers())
 def test_every_transfer_moves_its_tokens_and_nothing_else(rig, transfer):
     check(rig, transfer)
@@ -86,7 +86,7 @@ def test_big_copies_of_every_width(width, skew):
     held = hold([Stored(Logical(width=width), n_items=n + 9, rows_per_item=1, base=-skew % 64)])
     pool = np.frombuffer(held.memory[0], np.uint8)[64 + (-skew % 64) :][: (n + 9) * width].reshape(-1, width)
     items = rng.permutation(n + 9)[:n].astype(np.int32)
-    plan = Pool.of(held.layout).plan([Select(Logical().view_keys()[0], 0, 1)], backend="host")
+    plan = Pool.of(held.layout).plan(Logical().whole(), backend="host")
     tokens, index = {"kv": (0, n)}, {"kv": Index.of(items)}
     staged = staging(plan.nbytes(tokens), skew)
     plan.gather(staged.ctypes.data, staged.size, index, tokens)
@@ -102,20 +102,24 @@ def test_big_copies_of_every_width(width, skew):
 def test_a_plan_serves_many_threads_at_once():
     of = Logical(roles=2, layers=2, shards=2, width=64)
     held = hold([Stored(of, n_items=200, rows_per_item=8)])
-    plan = Pool.of(held.layout).plan([Select(key, 0, 2) for key in of.view_keys()])
+    plan = Pool.of(held.layout).plan(of.whole())
     tokens = {"kv": (3, 1500)}
     indexes = [{"kv": Index.of(np.random.default_rng(i).permutation(200))} for i in range(4)]
     expected = [gathered(plan, index, tokens) for index in indexes]
     with ThreadPoolExecutor(4) as threads:
         found = threads.map(lambda index: gathered(plan, index, tokens), indexes * 20)
-        for a, b in zip(expected * 20, found, strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_alike(expected * 20, found)
 
 
 @by_rig
 @by_misuse()
 def test_misuse_names_the_culprit_and_writes_nothing(rig, way, case, words):
     check_refused(rig, way, case, words)
+
+
+def moved_to(layout, **where):
+    """The layout, its one region elsewhere."""
+    return replace(layout, regions=(replace(layout.regions[0], **where),))
 
 
 def test_selections_and_backends_that_do_not_exist():
@@ -130,7 +134,7 @@ def test_selections_and_backends_that_do_not_exist():
     with pytest.raises(UsageError, match="no call 'copy'"):
         pool.plan([Select(key, 0, 1)], only="copy")
     with pytest.raises(UsageError, match="region 0 is rocm:0 memory in a pool on 'cuda:0'"):
-        Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="rocm"),)), "cuda:0")
+        Pool.of(moved_to(held.layout, kind="rocm"), "cuda:0")
 
 
 def test_a_gpus_pool_may_have_regions_in_host_memory_and_a_hosts_none_on_a_gpu():
@@ -139,9 +143,9 @@ def test_a_gpus_pool_may_have_regions_in_host_memory_and_a_hosts_none_on_a_gpu()
     assert Pool.of(held.layout).on_host == ()
     assert Pool.of(held.layout, "cuda").device == "cuda:0", "page locks are counted by device"
     with pytest.raises(UsageError, match="region 0 is cuda:0 memory in a pool on 'cpu'"):
-        Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="cuda"),)))
+        Pool.of(moved_to(held.layout, kind="cuda"))
     with pytest.raises(UsageError, match="region 0 is cuda:1 memory in a pool on 'cuda:0'"):
-        Pool.of(replace(held.layout, regions=(replace(held.layout.regions[0], kind="cuda", device=1),)), "cuda")
+        Pool.of(moved_to(held.layout, kind="cuda", device=1), "cuda")
 
 
 @pytest.mark.parametrize("items", [np.zeros(3, np.int16), np.zeros((2, 2), np.int32), np.zeros(6, np.int64)[::2]])
@@ -152,7 +156,7 @@ def test_an_index_is_one_contiguous_list_of_integers(items):
 
 def _pool_of(rig, of):
     held = hold([Stored(of, n_items=6, rows_per_item=4)])
-    return held, rig.plan(held.layout, [Select(key, 0, of.shards) for key in of.view_keys()], TOKEN_MAJOR, False)
+    return held, rig.plan(held.layout, of.whole(), TOKEN_MAJOR, False)
 
 
 COPY_MISUSE = {
@@ -176,13 +180,12 @@ def test_copies_that_do_not_fit_are_refused_by_name(rig, misuse):
     case, words = COPY_MISUSE[misuse]
     (_, plan), (held, peer) = _pool_of(rig, Logical(width=16)), _pool_of(rig, case.get("of", Logical(width=16)))
     before = held.bytes()
-    index = {"kv": Index.of(np.array(case.get("items", [1, 1, 2])))}
+    index = kv_index(case.get("items", [1, 1, 2]))
     other = Index.of(np.array(case.get("peer", [3, 1, 2]), np.int32), case.get("peer_first", 0))
     with pytest.raises(UsageError) as caught:
         plan.copy_to(peer, index, {case.get("peer_name", "kv"): other}, {"kv": (0, 12)})
     assert words in str(caught.value)
-    for a, b in zip(before, held.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_alike(before, held.memory)
 
 
 @native_only

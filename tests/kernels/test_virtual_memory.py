@@ -77,8 +77,7 @@ def test_each_allocation_is_found_by_any_of_its_addresses(gpu, library, has_attr
 def test_allocated_memory_may_leave_by_whatever_the_device_has(gpu, library, has_fabric):
     gpu["has_fabric"] = has_fabric
     Device(library).allocate(1)
-    types = gpu["handle_types"]
-    assert types == (DESCRIPTOR | FABRIC if has_fabric else DESCRIPTOR)
+    assert gpu["handle_types"] == (DESCRIPTOR | FABRIC if has_fabric else DESCRIPTOR)
 
 
 @pytest.mark.parametrize("status", [800, 801])

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from pdstage.control.bootstrap import BootstrapServer
-from tests.manager.engine import Pair, Rank, decode_node, prefill_node
+from tests.manager.engine import Pair, Rank, decode_node, drive, prefill_node
 
 
 class Site:
@@ -27,6 +27,10 @@ class Site:
     def pair(self, src: Rank | None = None, dst: Rank | None = None, *, prefill=None, decode=None, **both) -> Pair:
         src, dst = src or Rank(), dst or Rank(page=8, hnd=True)
         return Pair(self.prefill(src, **both | (prefill or {})), src, self.decode(dst, **both | (decode or {})), dst)
+
+    def ends(self, *handles) -> None:
+        """Gives all nodes turns until nothing touches these rooms' memory any more."""
+        drive(self.nodes, lambda: all(handle.released for handle in handles))
 
     def keep(self, node):
         self.nodes.append(node)

@@ -67,6 +67,10 @@ class Rank:
         self.pool = Pool.of(self.layout_of(), keep=(self.k, self.v))
         self._free = list(np.random.default_rng(rank).permutation(n_pages))
 
+    @property
+    def tensors(self) -> tuple[np.ndarray, ...]:
+        return (*self.k, *self.v)
+
     def layout_of(self) -> Layout:
         """Of the tensors where they are now."""
         make, tp = paged_hnd if self.hnd else paged_nhd, (self.topology.tp_size, self.topology.tp_rank)
@@ -120,6 +124,11 @@ def drive(nodes: Sequence[Node], done: Callable[[], bool], timeout_s: float = 24
         assert time.monotonic() < deadline_at, "it did not come to pass"
         for node in nodes:
             node.turn(1e-4)
+
+
+def fails(node: Node, room: Receiver | Sender) -> None:
+    """Gives the node turns until the room has failed."""
+    drive([node], lambda: room.state is State.FAILED)
 
 
 def begun(node: DecodeNode, rank: Rank, address: str) -> Receiver:

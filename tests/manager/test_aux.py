@@ -14,7 +14,7 @@ import pytest
 from pdstage import AuxRow, Column, Config, MetadataBuffers, State, UsageError
 from pdstage.metadata import RowInUse, usual_columns
 from tests.manager.engine import QUICK, TOKENS, Event, Rank, drive
-from tests.rows import usable
+from tests.rows import inline_or_thread, usable
 
 TRANSPORTS = usable("local", "nixl")
 DRAFT = Column("draft_state", "float16", (33,))
@@ -70,7 +70,7 @@ def words(caplog, about: str) -> list[str]:
     return [record.message for record in caplog.records if about in record.message]
 
 
-@pytest.mark.parametrize("progress", ["inline", "thread"])
+@inline_or_thread
 @pytest.mark.parametrize("aux", ["tcp", "rdma", "nvlink"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_way(site, transport, aux, progress, caplog) -> None:
@@ -140,7 +140,7 @@ def test_a_row_is_its_rooms_until_released(site) -> None:
     rows.rows[0].free(ours)
     other.bind(rows.pair.dst.allocate(4), 4, aux=theirs)
     other.abort()
-    drive(site.nodes, lambda: other.released)
+    site.ends(other)
     rows.rows[1].free(theirs)
 
 
@@ -157,9 +157,9 @@ def test_rooms_that_fail_give_their_rows_back_and_those_that_are_over_take_none(
     for bound in ("while it waits", "when it is over"):
         lonely, row = rows.d.receive(bound, "127.0.0.1:1", deadline_s=0.3), rows.rows[1].allocate()
         if bound == "when it is over":
-            drive(site.nodes, lambda lonely=lonely: lonely.released)
+            site.ends(lonely)
         lonely.bind(rows.pair.dst.allocate(4), 4, aux=row)
-        drive(site.nodes, lambda lonely=lonely: lonely.released)
+        site.ends(lonely)
         rows.rows[1].free(row)
     room, ours, theirs = rows.open(2)
     room.sender.finish(aux=ours)

@@ -9,7 +9,7 @@ import pytest
 
 from pdstage import State
 from pdstage.errors import TransportError
-from tests.manager.engine import QUICK
+from tests.manager.engine import QUICK, Rank
 
 
 @pytest.mark.parametrize("checksums", [True, False])
@@ -29,3 +29,10 @@ def test_a_byte_that_changes_on_its_way_is_noticed(site, checksums):
         with pytest.raises(TransportError, match="was altered on its way"):
             room.receiver.wait(0)
         assert pair.d.stats()["chunks_altered"] == 1
+
+
+def test_auto_writes_nothing_in_place_that_is_to_be_verified(site):
+    pair = site.pair(Rank(mappable=True), Rank(mappable=True), path="auto", config=replace(QUICK, checksums=True))
+    pair.move(1)
+    stats = pair.p.stats()
+    assert (stats["chunks_staged"], stats["chunks_direct"]) == (1, 0)

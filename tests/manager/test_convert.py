@@ -150,7 +150,7 @@ def refusal(site, src, dst, at_prefill=CONVERT, at_decode=CONVERT):
     ps = [site.prefill(rank, path="staged", config=at_prefill) for rank in src]
     receiver = site.decode(dst, path="staged", config=at_decode).receive("room", site.address)
     receiver.bind(dst.pages, TOKENS)
-    drive(site.nodes, lambda: receiver.released)
+    site.ends(receiver)
     assert isinstance(receiver.error, PeerError)
     assert any(node.stats()["sessions_refused"] for node in ps)
     return str(receiver.error)

@@ -20,6 +20,7 @@ from pdstage.protocol.session import HangUp
 from pdstage.stager import DEFAULT_MAX_SMS
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import TOKENS, Pair, Rank, drive
+from tests.rows import both_paths, inline_or_thread
 
 VERBS = (
     "register", "unregister", "describe", "offers", "connect", "prepare", "identify", "post", "mapped", "notify",
@@ -106,8 +107,8 @@ def pair_on(site, monkeypatch, src: Device, dst: Device, **options) -> Pair:
     return pair
 
 
-@pytest.mark.parametrize("progress", ["inline", "thread"])
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@inline_or_thread
+@both_paths
 def test_no_transport_is_made_or_used_before_the_device_is_current(site, device, monkeypatch, progress, path):
     used: dict[str, set[bool]] = {}
 
@@ -166,7 +167,7 @@ def test_how_many_multiprocessors_a_node_takes_reaches_every_launch(site, device
     assert seen == {given.get("max_sms", DEFAULT_MAX_SMS)}
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@both_paths
 @pytest.mark.parametrize("flushes", [True, False])
 def test_what_a_nic_wrote_is_flushed_before_it_is_read_once_for_a_turns_chunks(site, monkeypatch, path, flushes):
     """Where the device does not order a NIC's writes before its kernels' reads: Ampere."""

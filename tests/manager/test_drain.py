@@ -47,6 +47,8 @@ def test_a_drained_node_begins_no_room(site, capsys, caplog):
     assert cli.main(["drain", p.socket.endpoint.removeprefix("tcp://")]) == 0
     assert capsys.readouterr().out == f"{p.socket.endpoint}: prefill rank 0 is drained\n"
     assert "an operator asks this node to drain" in caplog.text
+    bare = p.socket.endpoint.removeprefix("tcp://")
+    assert drain([bare, p.socket.endpoint]).keys() == {bare, p.socket.endpoint}, "one node by two names"
     assert cli.main(["drain", p.socket.endpoint, d.socket.endpoint]) == 0
     assert "decode rank 0 is drained" in capsys.readouterr().out
     with pytest.raises(UsageError, match="takes no new rooms: it drains"):

@@ -13,8 +13,8 @@ import pytest
 from pdstage import State
 from pdstage.errors import UsageError
 from pdstage.manager import driver as drivers
-from tests.manager.engine import Rank, drive, prefill_node
-from tests.rows import rows, usable
+from tests.manager.engine import Rank, fails, prefill_node
+from tests.rows import inline_or_thread, rows, usable
 
 _HERE = usable("local", "nixl", "mooncake")
 _ENDS_S = 240.0
@@ -62,7 +62,7 @@ def interruption() -> mock.Mock:
     return mock.Mock(side_effect=KeyboardInterrupt)
 
 
-@pytest.mark.parametrize("progress", ["inline", "thread"])
+@inline_or_thread
 def test_who_is_interrupted_while_it_waits_may_go_on(site, monkeypatch, progress):
     pair = site.pair(prefill={"progress": "thread"}, decode={"progress": progress})
     d, receiver = pair.d, pair.receive(7)
@@ -124,5 +124,5 @@ def test_a_prefill_node_that_is_interrupted_as_it_publishes_is_found_nowhere(sit
     assert "pdstage-lease" not in [thread.name for thread in set(threading.enumerate()) - before]
     d = site.decode(Rank())
     receiver = d.receive(1, site.address, deadline_s=1.0)
-    drive([d], lambda: receiver.state is State.FAILED)
+    fails(d, receiver)
     assert not d.sessions.over

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,7 +16,7 @@ from pdstage.control.zmq import route_of
 from tests import processes
 from tests.chaos.network import Network, permitted
 from tests.control.sockets import raw_dealer
-from tests.manager.engine import IMPATIENT, TOKENS, Rank, drive, unheard
+from tests.manager.engine import IMPATIENT, TOKENS, Rank, drive, fails, unheard
 from tests.manager.test_processes import Remote, spawn
 from tests.manager.workers import (
     receive_from_a_host_that_vanishes,
@@ -24,7 +24,7 @@ from tests.manager.workers import (
     serve_decode,
     serve_prefill_forbidden_to_write,
 )
-from tests.rows import rows, usable
+from tests.rows import either_side, rows, usable
 
 TRANSPORTS = usable("local", "nixl", "mooncake")
 
@@ -56,7 +56,7 @@ def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
         os.kill(remote.processes[0].pid, signal.SIGKILL)
         remote.processes[0].join()
         unheard(d)
-        drive([d], lambda: receivers[1].state is State.FAILED)
+        fails(d, receivers[1])
         assert "silent" in str(receivers[1].error)
         drive([d], lambda: receivers[1].released and not d.core.holds(session))
         assert d.core.idle
@@ -74,7 +74,7 @@ def test_a_stopped_prefill_process_keeps_memory_out_of_use_until_it_goes_on(site
         receivers = half_sent(d, dst, site.address)
         processes.stop(remote.processes[0].pid)
         unheard(d)
-        drive([d], lambda: receivers[1].state is State.FAILED)
+        fails(d, receivers[1])
         assert "silent" in str(receivers[1].error)
         assert receivers[0].state is State.SUCCESS
         assert not receivers[1].released
@@ -93,7 +93,7 @@ def test_a_prefill_process_that_may_not_write_fails_the_room_before_anything_is_
         drive([d], lambda: receiver.released)
         assert receiver.state is State.FAILED
         assert "does not know this session" in str(receiver.error)
-        assert not any(tensor.any() for tensor in (*dst.k, *dst.v))
+        assert not any(tensor.any() for tensor in dst.tensors)
 
 
 def test_a_killed_decode_process_fails_its_rooms_at_prefill(site, transport):
@@ -148,14 +148,12 @@ def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport
     source comes back when the fabric gives the write up, of itself, and the destination when an operator says that the
     host is gone.
     """
-    pipes, processes = {}, []
+    pipes, started = {}, []
 
-    def start(rank: str, serve: object, *args: str) -> None:
-        pipes[rank], theirs = spawn.Pipe()
-        args = (theirs, two_hosts.where(rank), two_hosts.address(rank), transport, *args)
-        processes.append(spawn.Process(target=serve, args=args, daemon=True))
-        processes[-1].start()
-        theirs.close()
+    def start(rank: str, serve: Callable[..., None], *args: str) -> None:
+        where = two_hosts.where(rank), two_hosts.address(rank)
+        process, pipes[rank] = processes.child(spawn, serve, *where, transport, *args)
+        started.append(process)
 
     def say(rank: str) -> object:
         assert pipes[rank].poll(240), f"{rank} says nothing"
@@ -174,7 +172,7 @@ def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport
         assert any(words in ended for words in VANISHED[transport]), ended
         assert say("prefill") == "released"
     finally:
-        for process in processes:
+        for process in started:
             process.kill()
             process.join()
 
@@ -200,7 +198,7 @@ def test_a_pair_whose_route_a_stranger_took_recovers(site):
     assert any(served(room) for room in range(1, 5))
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@either_side
 def test_a_copy_that_fails_as_nobody_foresaw_fails_its_room_alone(site, monkeypatch, side):
     """A lack of memory, say. It ended the node."""
     pair = site.pair(path="staged")

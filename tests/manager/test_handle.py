@@ -143,7 +143,7 @@ def test_a_room_aborted_while_its_handle_is_brought_up_to_date(site, monkeypatch
         drive(site.nodes, lambda: raced.acted or receiver.state is State.WAITING_FOR_INPUT)  # noqa: B023
         if not raced.acted:
             break
-        drive(site.nodes, lambda: receiver.released)  # noqa: B023
+        site.ends(receiver)
         rows.free(row)
         assert receiver.state is State.FAILED
         assert "aborted by the engine" in str(receiver.error)

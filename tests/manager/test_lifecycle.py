@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from unittest import mock
 
@@ -18,6 +19,7 @@ import pytest
 from pdstage import State, UsageError
 from pdstage.control.bootstrap import BootstrapClient, Incomplete
 from pdstage.manager import node as node_module
+from pdstage.stager import Stager
 from tests import descriptors, processes
 from tests.chaos import account
 from tests.manager.engine import TOKENS, Pair, Rank, begun, decode_node, drive, prefill_node, unheard
@@ -136,9 +138,20 @@ def test_a_node_that_must_close_beside_a_stopped_writer_keeps_its_memory(site, t
         assert not receiver.released
         assert "tcp://127.0.0.1:" in caplog.text
         assert len(node_module._kept_for_ever) == kept + 1
-        assert node_module._kept_for_ever[-1][1] is dst.pool
+        assert node_module._kept_for_ever[-1].pool is dst.pool
         os.kill(remote.processes[0].pid, signal.SIGCONT)
     node_module._kept_for_ever.pop()
+
+
+def test_what_a_copy_may_still_write_stays_mapped_after_the_node(site, monkeypatch):
+    """A gather on a device goes on, into memory of a peer that is mapped here."""
+    p = site.prefill(Rank())
+    monkeypatch.setattr(Stager, "launched", property(lambda _: True))
+    p.data_path.placed[7] = Rank()
+    mapped = weakref.ref(p.data_path.placed[7])
+    assert not p.close(0.0)
+    assert mapped() is not None
+    assert node_module._kept_for_ever.pop() is p
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from pdstage.errors import DeadlineExceeded, TransportError
 from pdstage.layout.topology import Topology
 from pdstage.manager.lookup import Directory
 from tests.manager.conftest import Site
-from tests.manager.engine import QUICK, Rank, drive
+from tests.manager.engine import QUICK, Rank, fails
 
 
 def advert(n: int = 0) -> Advert:
@@ -33,8 +33,7 @@ class Lookups(Directory):
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
 
     def look(self, address: str, instance: str | None = None, within_s: float = 60.0) -> None:
-        until = time.monotonic() + within_s
-        self.lookup(self.client(address), None, instance, until, self._answers.put)
+        self.lookup(self.client(address), None, instance, time.monotonic() + within_s, self._answers.put)
 
     def answer(self):
         return self._answers.get(timeout=60.0)
@@ -141,7 +140,7 @@ def test_a_lookup_that_fails_as_nobody_foresaw_harms_its_own_room_only(site: Sit
     monkeypatch.setattr(BootstrapClient, "lookup", lookup)
     pair = site.pair()
     harmed = pair.receive(1)
-    drive(site.nodes, lambda: harmed.released)
+    site.ends(harmed)
     assert "nobody foresaw this" in str(harmed.error)
     assert "nobody foresaw this" in caplog.text
     pair.move(2)
@@ -158,7 +157,7 @@ def test_whom_no_room_takes_keeps_no_connection(site: Site, why: str) -> None:
             one = Advert(instance="p", topology=place, endpoint=endpoint, incarnation=rank + 1, layout="")
             BootstrapClient(server.address).publish(one)
         receiver = node.receive(1, server.address)
-        drive([node], lambda: receiver.state is State.FAILED)
+        fails(node, receiver)
         assert not node.socket._routes
 
 
@@ -171,7 +170,7 @@ def test_a_directory_that_names_a_rank_twice_is_refused(site: Site, monkeypatch)
     monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: twice)
     node = site.decode(Rank())
     receiver = node.receive(1, site.address)
-    drive([node], lambda: receiver.state is State.FAILED)
+    fails(node, receiver)
     assert "names one prefill rank twice" in str(receiver.error)
     assert not node.socket._routes
 

@@ -24,6 +24,7 @@ from pdstage import (
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_settings import VIEW
+from tests.rows import either_side
 
 IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, send_wait_s=0.5, drain_s=1.0)
 
@@ -57,7 +58,7 @@ def test_items(site, items, tokens, culprit):
     receiver.bind([0, 1], 8)
     sender.chunk([0, 1], 8)
     sender.finish()
-    drive(site.nodes, lambda: receiver.released)
+    site.ends(receiver)
     assert receiver.state is State.SUCCESS
 
 
@@ -138,7 +139,7 @@ def test_an_advert_without_a_usable_endpoint(site):
         advert = Advert(instance="p", topology=Topology(), endpoint="nowhere", incarnation=1, layout="")
         BootstrapClient(bad.address).publish(advert)
         receiver = pair.d.receive(1, bad.address)
-        drive(site.nodes, lambda: receiver.released)
+        site.ends(receiver)
         with pytest.raises(UsageError, match="nowhere"):
             receiver.wait(0)
         pair.move(1)
@@ -158,13 +159,13 @@ def test_auto_talks_to_who_was_given_a_name(site, at_prefill, at_decode, over):
         pair.move(1)
     else:
         receiver = pair.receive(1)
-        drive(site.nodes, lambda: receiver.released)
+        site.ends(receiver)
         assert "transport 'local' at prefill, 'nixl' at decode" in str(receiver.error)
     counted = {name: n for name, n in pair.p.stats().items() if name.startswith("sessions_over")}
     assert counted == ({f"sessions_over_{over}": 1} if over else {})
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@either_side
 def test_abort(site, side):
     pair = site.pair()
     room = pair.open(1)

@@ -13,6 +13,7 @@ import pytest
 from pdstage import Config, State, UsageError
 from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver
 from tests.manager.engine import Event, Rank, drive
+from tests.rows import inline_or_thread
 
 ROLES = ("prefill", "decode")
 KINDS = ("lease_wait", "gather", "write", "scatter", "direct", "aux")
@@ -39,7 +40,7 @@ def seen() -> Recorder:
     return Recorder()
 
 
-@pytest.mark.parametrize("progress", ["inline", "thread"])
+@inline_or_thread
 def test_a_staged_rooms_life_and_its_stages(site, seen, progress):
     before = time.monotonic()
     pair = site.pair(observers=(seen,), path="staged", progress=progress)

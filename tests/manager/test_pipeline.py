@@ -13,6 +13,7 @@ from pdstage.plan.cost import CostModel
 from pdstage.transport.base import Done
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import QUICK, Rank, drive
+from tests.rows import inline_or_thread
 
 TOKENS, CHUNK_TOKENS = 4096, 512
 N_CHUNKS = TOKENS // CHUNK_TOKENS
@@ -83,7 +84,7 @@ class Watched:
         assert self.pair.dst.holds(1, TOKENS, self.room.into)
 
 
-@pytest.mark.parametrize("progress", ["inline", "thread"])
+@inline_or_thread
 def test_while_a_write_is_open_the_next_is_gathered_and_the_last_scattered(site, progress):
     room = Watched(site, progress=progress)
     for k in range(N_CHUNKS):

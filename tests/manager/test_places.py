@@ -12,6 +12,7 @@ import pytest
 from pdstage import Pool, State, Topology
 from pdstage.tensors import build, paged_nhd
 from tests.manager.engine import drive
+from tests.rows import both_paths
 
 LAYERS = {"kv": [0, 1], "draft": [0], "state": [0, 1]}
 HEADS, DIM, TOKENS, N_ITEMS, N_SLOTS = 4, 16, 50, 20, 3
@@ -46,7 +47,7 @@ class Whole:
             yield held[first:], true[first:]
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@both_paths
 @pytest.mark.parametrize(("prefix", "n_slots"), [(24, 2), (TOKENS, 2), (TOKENS, 0)])
 def test_what_decode_holds_already_is_not_computed_for_it(site, path, prefix, n_slots):
     """Slots have no positions, so they say nothing of the first token wanted, and those too many are left out (I9); a
@@ -64,7 +65,7 @@ def test_what_decode_holds_already_is_not_computed_for_it(site, path, prefix, n_
     if prefix < TOKENS:
         sender.chunk(items, dict.fromkeys(items, (prefix, TOKENS)))
     sender.finish(aux=b"first token", states={"state": state})
-    drive(site.nodes, lambda: receiver.released and sender.released)
+    site.ends(receiver, sender)
     assert receiver.wait(0) is sender.wait(0) is State.SUCCESS
     assert receiver.aux == b"first token"
     assert all(np.array_equal(rows, true[: len(rows)]) for rows, true in pair.dst.rows(prefix) if len(rows))

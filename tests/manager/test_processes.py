@@ -10,7 +10,7 @@ import pytest
 from pdstage import DecodeNode, State
 from tests.manager.engine import TOKENS, Rank, drive
 from tests.manager.workers import serve_prefill, serve_prefill_forbidden_to_write
-from tests.rows import usable
+from tests.rows import both_paths, usable
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -66,7 +66,7 @@ class Remote:
 
 
 @pytest.mark.parametrize("transport", usable("local", "nixl"))
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@both_paths
 def test_two_prefill_processes_to_one_decode(site, transport, path):
     dst = Rank(page=8, hnd=True, n_pages=128)
     d = site.decode(dst, transport=transport, path=path)

@@ -17,7 +17,7 @@ from pdstage.layout import Key, Region, RowLevel, View
 from pdstage.layout.topology import REPLICATED
 from pdstage.transport import available
 from pdstage.transport.local import LocalTransport
-from tests.manager.engine import QUICK, Rank, decode_node, drive
+from tests.manager.engine import QUICK, Rank, decode_node
 
 VIEW = View(
     key=Key("kv", "latent", 0), region=0, offset=0, n_items=16, item_stride=32, tokens_per_item=16,
@@ -152,8 +152,7 @@ def test_what_cannot_be_said_of_a_model(site, given, words) -> None:
 
 def test_two_nodes_of_another_model(site) -> None:
     """Both hear of it in the same words, and no room begins."""
-    named = {"revision": "9a1d", "name": "llama"}
-    pair = site.pair(prefill={"model": {"revision": "4f0c"}}, decode={"model": named})
+    pair = site.pair(prefill={"model": {"revision": "4f0c"}}, decode={"model": {"revision": "9a1d", "name": "llama"}})
     receiver = pair.receive(1)
-    drive(site.nodes, lambda: receiver.released)
+    site.ends(receiver)
     assert "the model's revision is '4f0c' at prefill and '9a1d' at decode" in str(receiver.error)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pdstage import Items, State
-from pdstage.errors import UsageError
+from pdstage.errors import PdstageError, UsageError
 from pdstage.protocol.state import ChunkPhase
 from pdstage.transport import open_transport
 from tests.manager.engine import LAYERS, QUICK, TOKENS, Event, Rank, drive
@@ -130,6 +130,23 @@ def test_pages_may_change_once_their_chunks_are_carried(site, path):
     assert pair.dst.holds(1, TOKENS, into)
     sender.wait_released(60.0)
     sender.wait_carried(0)  # it has ended
+
+
+def test_pages_that_were_taken_back_are_sent_to_nobody_else(site):
+    """A router tries another decode engine meanwhile."""
+    pair = site.pair(progress="thread")
+    room = pair.open(1)
+    room.sender.chunk(room.pages, (0, 16))
+    room.sender.wait_carried(60.0)
+    room.sender.chunk(room.pages, (16, 32), ready=Event())
+    with pytest.raises(TimeoutError):
+        room.sender.wait_carried(0.01)
+    pair.src.write(2, TOKENS, room.pages)
+    other = site.decode(Rank(page=8, hnd=True), progress="thread").receive(1, pair.p.bootstrap_address)
+    other.bind(pair.dst.allocate(TOKENS), TOKENS)
+    for one in (other, room.sender):
+        with pytest.raises(PdstageError, match="hold something else by now"):
+            one.wait(60.0)
 
 
 def test_a_room_may_wait_longer_for_its_first_chunk_than_others(site):

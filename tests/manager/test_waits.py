@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections import defaultdict
 from dataclasses import replace
+from itertools import groupby
 from statistics import median
 from types import SimpleNamespace
 
@@ -165,3 +166,20 @@ def test_a_transport_is_asked_by_who_takes_effects_alone(site, progress):
             handle.wait_released(60)
     assert room.receiver.state is State.SUCCESS
     assert not unlocked
+
+
+def test_a_turn_that_copies_for_long_hears_its_peers(site, monkeypatch):
+    """Else they would count as silent, and what they gave up would be written still."""
+    monkeypatch.setattr(drivers, "_READING_S", 0.0)
+    pair, events = site.pair(Rank(mappable=True), Rank(mappable=True), path="direct"), []
+
+    def note(of: object, name: str) -> None:
+        call = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *given: events.append(name) or call(*given))
+
+    note(pair.p.socket, "recv")
+    note(pair.p.stager, "copy_to")
+    pair.end(pair.begin(1, 40, cuts=range(4, 40, 4)))
+    copies = [len(list(run)) for name, run in groupby(events) if name == "copy_to"]
+    assert sum(copies) == 10
+    assert max(copies) <= 4, "as many as go at a time"

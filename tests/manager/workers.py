@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 from multiprocessing.connection import Connection
 
-from pdstage import State
 from pdstage.transport import open_transport
-from tests.manager.engine import IMPATIENT, QUICK, TOKENS, Rank, begun, decode_node, drive, prefill_node
+from tests.manager.engine import IMPATIENT, QUICK, TOKENS, Rank, begun, decode_node, drive, fails, prefill_node
 from tests.processes import enter
 from tests.transport.endpoint import forbid_writing_to_processes
 
@@ -65,8 +64,7 @@ def send_to_a_host_that_vanishes(pipe: Connection, namespace: str, host: str, tr
     """
     enter(namespace)
     pool = Rank(n_pages=256)
-    options = {"bootstrap": None, "bind": f"tcp://{host}:0", "insecure": True, "path": "direct", "config": IMPATIENT}
-    with prefill_node(pool, **options, transport=_at(host, transport)) as node:
+    with prefill_node(pool, None, **_at(host, transport)) as node:
         pipe.send(node.bootstrap_address)
         pages = pool.allocate(TOKENS)
         pool.write(0, TOKENS, pages)
@@ -76,7 +74,7 @@ def send_to_a_host_that_vanishes(pipe: Connection, namespace: str, host: str, tr
         pipe.recv()
         sender.chunk(pages, (20, TOKENS))
         sender.finish()
-        drive([node], lambda: sender.state is State.FAILED)
+        fails(node, sender)
         pipe.send(str(sender.error))
         if transport == "mooncake":  # of itself it takes minutes: docs/transports.md
             drive([node], node.unfenced)
@@ -92,11 +90,10 @@ def receive_from_a_host_that_vanishes(
     """Receives room 0; says how far it is, how it ends, what of it is kept back then, and what is after `fence`."""
     enter(namespace)
     pool = Rank(n_pages=256)
-    options = {"path": "direct", "bind": f"tcp://{host}:0", "insecure": True, "config": IMPATIENT}
-    with decode_node(pool, transport=_at(host, transport), **options) as node:
+    with decode_node(pool, **_at(host, transport)) as node:
         receiver = begun(node, pool, prefill)
         pipe.send("half")
-        drive([node], lambda: receiver.state is State.FAILED)
+        fails(node, receiver)
         pipe.send(str(receiver.error))
         drive([node], node.unfenced)
         pipe.send(receiver.released)
@@ -106,5 +103,7 @@ def receive_from_a_host_that_vanishes(
         pipe.send("released")
 
 
-def _at(host: str, transport: str) -> object:
-    return open_transport(transport, host=host) if transport == "mooncake" else transport
+def _at(host: str, transport: str) -> dict[str, object]:
+    """The options of that host's node."""
+    made = open_transport(transport, host=host) if transport == "mooncake" else transport
+    return {"transport": made, "path": "direct", "bind": f"tcp://{host}:0", "insecure": True, "config": IMPATIENT}

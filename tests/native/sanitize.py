@@ -77,8 +77,10 @@ def seen(bug: str, word: str, command: list[str], **env: str) -> None:
 
 def driver(kind: str, folder: Path) -> None:
     target = folder / "driver"
-    warnings = ["-Wall", "-Wextra", "-Werror"]
-    ran("build of the driver", [CXX, *BASE, *FLAGS[kind], *warnings, "tests/native/driver.cpp", "-o", str(target)])
+    ran(
+        "build of the driver",
+        [CXX, *BASE, *FLAGS[kind], "-Wall", "-Wextra", "-Werror", "tests/native/driver.cpp", "-o", str(target)],
+    )
     ran("driver", [str(target)])
     for bug, word in BUGS[kind].items():
         seen(bug, word, [str(target), bug])

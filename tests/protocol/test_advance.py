@@ -52,8 +52,8 @@ def test_the_second_room_of_a_size_asks_for_none_of_its_chunks() -> None:
     asked = []
     for room in (1, 2, 3):
         first = len(world.log)
-        handle = world.receive(room, 24, [0, 1, 2, 3, 4, 5])
-        sent = world.send(room, 24, [0, 1, 2, 3, 4, 5], step=4)
+        handle = world.receive(room, 24, list(range(6)))
+        sent = world.send(room, 24, list(range(6)), step=4)
         world.run()
         world.check(handle, room, 24)
         assert sent.state is State.SUCCESS
@@ -65,10 +65,10 @@ def test_the_second_room_of_a_size_asks_for_none_of_its_chunks() -> None:
 def test_a_tag_of_more_than_was_lent_is_stale() -> None:
     """A writer that has it right cannot have written it there (I3)."""
     world = met(World(lane_nbytes=1 << 14))
-    world.receive(1, 24, [0, 1, 2, 3, 4, 5])
-    world.send(1, 24, [0, 1, 2, 3, 4, 5], step=4)
+    world.receive(1, 24, list(range(6)))
+    world.send(1, 24, list(range(6)), step=4)
     world.run()
-    world.receive(2, 24, [0, 1, 2, 3, 4, 5])
+    world.receive(2, 24, list(range(6)))
     world.run()
     core = world.d.core
     lease = min(core.leases.advances, key=lambda lease: lease.chunk)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.pair import World
+from tests.rows import either_side
 
 TOKENS, SRC, DST = 8, [3, 1], [2, 5]
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@either_side
 def test_one_side_alone_has_no_checksums(side):
     world = World(checksums=side == "prefill")
     world.config = type(world.config)(checksums=side == "decode")

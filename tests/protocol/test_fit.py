@@ -13,7 +13,7 @@ from pdstage.layout.topology import Axis, Topology
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import incompatible, lacking
 from pdstage.protocol.state import State
-from tests.pair import Memory, World, assert_flat
+from tests.pair import Memory, World, assert_failed, assert_flat
 
 REGION = Region(1 << 32, 1 << 20)
 KV = View(
@@ -135,8 +135,7 @@ def test_another_model_of_the_same_shape_is_refused(what: str, older: bool) -> N
         world.p.core.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
     handle = world.announce(1)
     world.run()
-    assert handle.state is State.FAILED
-    assert f"the model's {words}" in str(handle.error)
+    assert_failed(handle, f"the model's {words}")
     assert_flat(world)
 
 
@@ -225,7 +224,7 @@ def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opene
     handle = world.receive(1)
     out = world.submit(1)
     world.run()
-    (session,) = world.d.core.sessions.values()
+    session = world.d.session
     world.d.core.endpoint.send(session, m.Abort(handle.epoch + 7, "no", False, b"i1"))
     world.carry(world.d)
     world.run()

@@ -12,8 +12,8 @@ from tests.pair import DecodeRoom, World, assert_flat, is_message, nth
 WHY = "the client left"
 
 
-def abort(world: World, room, rank: int = 0) -> None:
-    world.abort(world.decode[rank], room, WHY)
+def abort(world: World, room) -> None:
+    world.abort(world.d, room, WHY)
 
 
 def assert_given_up(*rooms) -> None:
@@ -48,7 +48,7 @@ def restart(world: World) -> None:
 
 def lose(world: World) -> None:
     node = world.p
-    (session,) = node.core.sessions.values()
+    session = node.session
     node.core.lose(session, DeadlineExceeded("decode was silent"))
     world.carry(node)
 
@@ -150,8 +150,8 @@ def test_writers_that_are_none_fail_the_room_that_was_looked_up(writers: dict[in
     assert_flat(world)
 
 
-def look_up(world: World, *, deadline_s: float = 60.0) -> DecodeRoom:
-    return world.d.core.announce(b"i1", deadline_s=deadline_s)
+def look_up(world: World) -> DecodeRoom:
+    return world.d.core.announce(b"i1", deadline_s=60.0)
 
 
 def found(world: World, handle: DecodeRoom) -> None:
@@ -162,10 +162,10 @@ def found(world: World, handle: DecodeRoom) -> None:
 # A room that was opened, and parked at prefill, since its engine had not submitted it yet.
 
 
-def open_and_abort(world: World, rank: int = 0, room: int = 1) -> DecodeRoom:
-    handle = world.receive(room, rank=rank)
+def open_and_abort(world: World, room: int = 1) -> DecodeRoom:
+    handle = world.receive(room)
     world.run(until=world.now)
-    abort(world, handle, rank)
+    abort(world, handle)
     world.run(until=world.now)
     return handle
 

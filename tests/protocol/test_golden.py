@@ -16,10 +16,9 @@ from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.session import PeerWarning, Send
-from pdstage.protocol.state import State
 from pdstage.protocol.wire import OLDEST, VERSION, talks_with
 from tests import golden
-from tests.pair import World
+from tests.pair import World, assert_failed
 
 PINNED = {2: "6759d3e5cb25d5b773087710f02fbf8ae7e8a7ff6efcbd5fd6ea06259203e4a5"}
 """SHA-256 of every version's golden file. From a version's first release on its line never changes: what the other side
@@ -161,8 +160,7 @@ def test_versions_that_do_not_talk_refuse_each_other_in_words_on_both_sides() ->
     assert not prefill.sessions
     assert isinstance(answer, Send)
     decode.endpoint.receive(b"P0", later(answer.frame, version=VERSION + 2, oldest=VERSION + 1))
-    assert handle.state is State.FAILED
-    assert words in str(handle.error)
+    assert_failed(handle, words)
     assert "prefill refused this node" in str(handle.error)
     assert (prefill.counters.sessions_refused, decode.counters.sessions_refused) == (1, 1)
 
@@ -184,7 +182,7 @@ def test_a_message_that_nobody_offered_is_named_and_changes_nothing() -> None:
     world.announce(0)
     world.run()
     for node in world.nodes():
-        (session,) = node.core.sessions.values()
+        session = node.session
         frame = wire.encode(session.id, session.last_seq + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
         node.core.endpoint.receive(session.route, frame)
         (warning,) = node.core.endpoint.take_effects()

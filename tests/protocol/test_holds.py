@@ -13,7 +13,7 @@ from tests.pair import World, is_message, nth
 
 HOUR_S = 3600.0
 HELD_S = 3 * HOLD_EVERY_S
-SHORT = {"open_wait_s": HELD_S, "max_silence_s": 1000.0, "deadline_s": 2 * HOUR_S}
+SHORT = {"open_wait_s": HELD_S, "max_silence_s": 1000.0, "deadline_s": 2 * HOUR_S, "max_deadline_s": 2 * HOUR_S}
 
 
 def test_a_finished_room_is_held_for_an_hour_while_decode_waits_with_it() -> None:
@@ -109,3 +109,42 @@ def test_prefill_is_asked_whether_a_room_is_finished_when_its_engine_looks_or_is
         world.run()
     world.check(handle, 2)
     assert sent.state is State.SUCCESS
+
+
+def test_no_room_is_held_beyond_the_longest_deadline() -> None:
+    """I10: of an engine that hangs, while its node's thread lives."""
+    world = World(**SHORT | {"max_deadline_s": 10 * HELD_S})
+    world.announce(1)
+    sent = world.send(1)
+    world.run(until=10 * HELD_S - 0.1)
+    assert not sent.ended
+    world.run(until=10 * HELD_S + 0.1)
+    assert sent.state is State.FAILED
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+@pytest.mark.parametrize("why", ["it was aborted", "no room begins"])
+def test_decode_that_has_not_bound_hears_that_a_room_will_not_be_sent(why: str, asks_first: bool) -> None:
+    """It would wait for its whole deadline (I10)."""
+    world = World()
+    world.serve(1)
+    begun, handle = world.now, world.announce(2)
+
+    def ask() -> None:
+        world.d.core.wait_to_bind(handle)
+        world.carry(world.d)
+        world.run(until=begun)
+
+    if asks_first:
+        ask()
+    if why == "it was aborted":
+        world.abort(world.p, world.submit(2), why)
+    else:
+        world.p.core.drain()
+        world.carry(world.p)
+    if not asks_first:
+        ask()
+    world.run(until=begun + 0.1)
+    assert handle.state is State.FAILED
+    assert "prefill rank 0 gave the room up" in str(handle.error)
+    assert not world.p.core.sessions[next(iter(world.p.core.sessions))].asking

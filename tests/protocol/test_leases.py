@@ -29,8 +29,8 @@ def leases(*sizes: int, recall_after_s: float = 1000.0, stuck_after_s: float = 1
     return Leases(endpoint, (LaneSpan(n << 20, size) for n, size in enumerate(sizes or (LANE,))))
 
 
-def ask(who: Session, chunk: int, nbytes: int, *, epoch: int = 1, attempt: int = 0, priority: int = 0) -> Lease:
-    return Lease(who, epoch, chunk, attempt, nbytes, (), priority)
+def ask(who: Session, chunk: int, nbytes: int, *, priority: int = 0) -> Lease:
+    return Lease(who, 1, chunk, 0, nbytes, (), priority)
 
 
 def grant(held: Leases, *requests: Lease) -> list[Lease]:
@@ -87,8 +87,7 @@ def test_quarantine_carves_out_and_delays_none() -> None:
         assert mine.cursor % LANE == LANE // 2
         LEASE.move(mine, LeaseEvent.LAND)
         held.release(mine)
-    refused = grant(held, ask(B, 50, LANE))
-    assert refused[0].phase == "waiting", "told at once that it does not fit"
+    assert grant(held, ask(B, 50, LANE))[0].phase == "waiting", "told at once that it does not fit"
     held.release(stuck)
     assert held.largest() == LANE
     assert grant(held, ask(B, 51, LANE))[0].phase == "granted"

@@ -12,6 +12,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.session import Send
 from pdstage.protocol.state import State
 from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
+from tests.rows import either_side
 
 IDLE_S, BEAT_S = 20.0, 10.0 / 3
 
@@ -78,7 +79,7 @@ def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
     assert not late.sessions
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@either_side
 def test_a_lost_farewell_is_made_good_long_before_silence_would_tell(side: str) -> None:
     """Bye, or its answer (I4)."""
     world = served(max_silence_s=30.0)
@@ -217,7 +218,7 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
     world.hold(is_kind("write"))
     world.serve(1)
     writer = world.p
-    (session,) = writer.core.sessions.values()
+    session = writer.session
 
     def say(message: m.AnyMessage, seq: int) -> list[m.AnyMessage]:
         writer.core.endpoint.take_effects()

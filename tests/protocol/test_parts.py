@@ -17,6 +17,7 @@ from pdstage.protocol.decode_rooms import Coverage
 from pdstage.protocol.state import State
 from tests.owners import with_owned
 from tests.pair import PAGE, Memory, World, assert_flat, cell, held_of, make_layout, place, pool_nbytes
+from tests.rows import both_paths
 
 HEADS = 2
 
@@ -72,7 +73,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@both_paths
 @pytest.mark.parametrize(("src", "dst"), WAYS)
 def test_rooms_between_ranks_that_hold_different_tokens(src, dst, path):
     """I5: Success, and every byte each destination holds is the truth; prefixes stay as they were."""

@@ -448,3 +448,24 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
         world.say(world.p, m.Refused(destination.epoch, number, 0, "too_big", 256))
     assert len(destination.chunks) == n_before
     assert not sent.ended
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_destination_that_comes_anew_gets_no_pages_that_were_taken_back(carried: bool) -> None:
+    """A router tries decode again, while the first rank's end is not known yet: its first chunks would be read from
+    pages that hold another request by now.
+    """
+    world = World()
+    first, sent = world.receive(1), world.submit(1)
+    world.chunk(sent, (0, 4))
+    world.run(until=0.1)
+    sent.carried = carried
+    world.drop(is_message(m.Abort))
+    world.abort(world.d, first)
+    again = world.receive(1, pages=world.pages(2))
+    world.run(until=0.2)
+    if not carried:
+        world.chunk(sent, (4, 8))
+        world.finish(sent)
+    world.run()
+    assert again.state is sent.state is (State.FAILED if carried else State.SUCCESS)

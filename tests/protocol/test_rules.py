@@ -8,7 +8,7 @@ from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.state import ChunkPhase, State
-from tests.pair import World, assert_flat, is_kind, is_message
+from tests.pair import World, assert_failed, assert_flat, is_kind, is_message
 
 LEASE = 512
 
@@ -55,8 +55,7 @@ def test_a_writer_whose_chunk_nobody_takes_any_more_does_not_succeed() -> None:
     world.chunk(sent)
     world.finish(sent)
     world.run()
-    assert sent.state is State.FAILED
-    assert "decode has ended the room" in str(sent.error)
+    assert_failed(sent, "decode has ended the room")
     world.free()
     world.run(until=world.now + 60.0)
     assert_flat(world)

@@ -8,7 +8,7 @@ from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.state import State
-from tests.pair import World, is_kind, is_message, nth
+from tests.pair import World, assert_failed, is_kind, is_message, nth
 
 TAGGED = is_message(m.Tagged)
 
@@ -45,7 +45,7 @@ def test_nothing_is_said_under_a_lost_session() -> None:
     world.send(1)
     world.run()
     node = world.p
-    (session,) = node.core.sessions.values()
+    session = node.session
     node.core.lose(session, PeerError("the test says so"))
     world.free()
     world.run()
@@ -58,7 +58,7 @@ def test_an_untrue_tag_ends_its_session(what: str) -> None:
     world = saying() if what != "where tags come with the data" else World()
     room = world.receive(1)
     world.run()
-    (session,) = world.d.core.sessions.values()
+    session = world.d.session
     tag = wire.Tag(session.id, 1, 0, 0, 0, ())
     data = {
         "another session": wire.encode_tag(tag._replace(session=m.SessionId(1, 2)), ("kv",)),
@@ -80,6 +80,5 @@ def test_one_side_that_says_tags_and_one_that_does_not(one: str) -> None:
     ranks[0] = make(0)  # type: ignore[call-overload]
     room = world.receive(1)
     world.run()
-    assert room.state is State.FAILED
-    assert "carries tags at one side only" in str(room.error)
+    assert_failed(room, "carries tags at one side only")
     assert any("carries tags at one side only" in line for line in world.p.peer_warnings)

@@ -349,6 +349,7 @@ def test_a_peers_fault_keeps_no_frame_alive() -> None:
         ({"shard_stride": -(1 << 63), "shards": 1, "axis": Axis("kv_head", 2, 0, 1)}, "beyond 2^62"),
         ({"seg_stride": 1 << 63}, "beyond 2^62"),
         ({"tokens_per_item": 1 << 21}, "2097152 tokens"),
+        ({"n_items": 1 << 33, "item_stride": 0}, "8589934592 items"),
         ({"tokens_per_item": 1 << 62, "rows": (RowLevel(1, 0),)}, "beyond 2^62"),  # which no check may walk through
         ({"format": "f" * 257}, "more than 256"),
         ({"region": 1}, "of region 1"),
@@ -401,3 +402,17 @@ def test_a_late_turn_gives_each_peer_the_excess() -> None:
     core.endpoint.tick()
     assert session.id not in core.sessions
     assert prefill.core.sessions == {at_prefill.id: at_prefill}
+
+
+def test_a_hello_over_a_new_connection_is_answered_there() -> None:
+    """Decode makes its connection anew where prefill was slow to answer: to the old one nothing can be sent."""
+    prefill = World().p.core
+    greet(prefill, b"R1")
+    (welcome,) = [effect for effect in greet(prefill, b"R2") if isinstance(effect, Send)]
+    (session,) = prefill.sessions.values()
+    assert welcome.route == session.route == b"R2"
+    greet(prefill, b"R1")  # which lay in the old connection still
+    prefill.endpoint.receive(b"R2", wire.encode(session.id, 1, m.Heartbeat()))
+    assert not session.half_open
+    greet(prefill, b"R3")
+    assert session.route == b"R2", "once it is confirmed, nobody else speaks for it"

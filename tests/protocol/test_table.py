@@ -217,8 +217,7 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     world.run()
     core = world.d.core
     lease = next(one for one in core.leases.live() if one.epoch == 1)
-    rects = (Rect("kv", 0, 8, 0, 2),)
-    tag = wire.Tag(lease.session.id, 1, 0, lease.lane, lease.cursor, rects)._replace(**change)
+    tag = wire.Tag(lease.session.id, 1, 0, lease.lane, lease.cursor, (Rect("kv", 0, 8, 0, 2),))._replace(**change)
     core.tag(wire.encode_tag(tag, ("kv",)))
     assert core.counters.tags_stale == 1
     assert lease.phase == "granted"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from pdstage.protocol.timers import Timers
+from pdstage.protocol.session import Timers
 
 
 def test_memory_is_of_live_moments_only() -> None:

@@ -13,12 +13,13 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import prefill_chunks, wire
 from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import World, assert_flat, is_kind, is_message, nth
+from tests.rows import both_paths
 
 LEASE = 512
 """Staged bytes of 8 tokens of one rank's pool in these worlds: 4 views of 128 bytes."""
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@both_paths
 def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path: str) -> None:
     """Its "nothing in flight" proves nothing for the old process, whose write may still land (I2, I6)."""
     world = World(path=path)
@@ -58,7 +59,7 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     for room in range(4):
         world.serve(room)
     assert world.d.core.leases.lanes[0].watermark == 4 * LEASE
-    (old,) = world.p.core.sessions.values()
+    old = world.p.session
     world.restart(world.d)
     world.hold(is_kind("scatter"))
     handles = {room: world.receive(room) for room in (10, 11)}
@@ -86,7 +87,7 @@ def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet
     handle = world.receive(1)
     world.send(1)
     world.run(until=0.5)
-    (session,) = world.d.core.sessions.values()
+    session = world.d.session
     core, (lost,) = world.p.core, world.p.core.sessions.values()
     assert core.chunks.flights, "the gather is under way"
     core.lose(lost, TransportError("the connection broke"))

@@ -139,8 +139,8 @@ MUTANTS = [
     Mutant(
         "a chunk is gathered before its data exists",
         "11 ready, I5",
-        "            elif done:\n",
-        "            elif True:\n",
+        "            if done:\n                then()\n",
+        "            if True:\n                then()\n",
         "tests/manager/test_transfer.py::test_data_is_gathered_only_when_ready",
     ),
     Mutant(

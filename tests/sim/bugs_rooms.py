@@ -224,9 +224,16 @@ MUTANTS = [
     Mutant(
         "Close(failed) is taken as proof of quiet",
         "7 Close, I2",
-        'gave the room up: {close.reason}"))\n',
-        'gave the room up: {close.reason}"))\n'
+        "self.fail_room(writer.room, error, told=session.route)\n",
+        "self.fail_room(writer.room, error, told=session.route)\n"
         "            self.leases.release_of(session, close.epoch)\n            self.mark_quiet(writer)\n",
+    ),
+    Mutant(
+        "chunks are sent anew from pages that were taken back",
+        "11 wait_carried, I5",
+        "        if room.carried:\n",
+        "        if False:\n",
+        "tests/protocol/test_rooms.py",
     ),
     Mutant(
         "Abort is not repeated",

@@ -42,9 +42,9 @@ MUTANTS = [
     Mutant(
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
-        """            self.endpoint.begin(session, m.offers(hello))
+        """            endpoint.begin(session, m.offers(hello))
 """,
-        """            self.endpoint.begin(session, m.offers(hello))
+        """            endpoint.begin(session, m.offers(hello))
             self.confirm(session)
 """,
         "tests/protocol/test_session.py",
@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         "a room that decode waits with is not held",
         "7 open_wait_s, I4",
-        "self.endpoint.after(max(room.open_wait_s, 3 * HOLD_EVERY_S), self.unopened, room)",
+        "endpoint.after(min(left_s, max(room.open_wait_s, 3 * HOLD_EVERY_S)), self.unopened, room)",
         "pass",
         "tests/protocol/test_holds.py",
     ),

@@ -15,7 +15,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.lane import ALIGNMENT, Lane, Lease
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import State
-from tests.pair import Decode, Prefill, assert_flat, snapshot
+from tests.pair import Decode, Node, Prefill, assert_flat, snapshot
 from tests.sim.seeds import Violation
 from tests.sim.side import Side
 
@@ -39,7 +39,7 @@ class Checks:
         self.stuck_since: dict[Lease, float] = {}
         self.recalled_at: dict[tuple[Decode, int, int], float] = {}
 
-    def node(self, node: Prefill | Decode) -> None:
+    def node(self, node: Node) -> None:
         if isinstance(node, Decode):
             self._lanes(node)
             self._ledger(node)
@@ -140,7 +140,7 @@ class Checks:
         if held != self.world.n_buffers:
             raise Violation("I8", f"{node.name!r} knows of {held} send buffers, not {self.world.n_buffers}")
 
-    def sent(self, node: Prefill | Decode, session_id: m.SessionId, message: object) -> None:
+    def sent(self, node: Node, session_id: m.SessionId, message: object) -> None:
         if isinstance(message, m.Recall):
             self.recalled_at[node, message.lane, message.cursor] = self.world.now  # type: ignore[index]
         elif isinstance(message, m.Reserve) and message.attempt and isinstance(node, Prefill):
@@ -170,7 +170,7 @@ class Checks:
     # What is stale.
 
     @contextmanager
-    def stale_frame_changes_nothing(self, node: Prefill | Decode, frame: bytes, message: object) -> Iterator[None]:
+    def stale_frame_changes_nothing(self, node: Node, frame: bytes, message: object) -> Iterator[None]:
         """A frame of another session, or not above the last accepted one, changes nothing and is counted (I6, I7)."""
         session_id, seq = wire.decode_head(frame)
         session = node.core.sessions.get(session_id)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pdstage.plan import Rect
 from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.room import room_key
-from tests.pair import PAGE, Decode, Prefill
+from tests.pair import PAGE, Node
 from tests.sim.scenario import Job
 from tests.sim.seeds import Violation
 from tests.sim.side import truth
@@ -44,7 +44,7 @@ class Part:
     rank: str
     steps: tuple[tuple[str, object], ...]
     at: int = 0
-    node: Prefill | Decode | None = None
+    node: Node | None = None
     room: Room | None = None
     pages: list[int] = field(default_factory=list)
     sources: list[SubmittedChunk] = field(default_factory=list)
@@ -172,7 +172,7 @@ class Engines:
     def _ready(self, part: Part, _: int, n: int) -> None:
         source = [source for source in part.sources if not source.ready]
         if source:
-            part.node.core.data_ready(part.room, source[0])  # type: ignore[union-attr]
+            part.node.core.data_ready(source[0])  # type: ignore[union-attr]
             self.world.carry(part.node)  # type: ignore[arg-type]
 
     def _finish(self, part: Part, _: int, __: object) -> None:
@@ -207,8 +207,7 @@ class Engines:
     def _check_row(self, side: Side, room: DecodeRoom) -> None:
         """What came in a message is taken as a node takes it; then every common column is what prefill's row held."""
         assert room.shared is not None
-        nbytes = self.world.columns["P"].row_nbytes
-        true, number = aux_row(self.of[room].job.number, nbytes), side.row_of.get(room)
+        true, number = aux_row(self.of[room].job.number, self.world.columns["P"].row_nbytes), side.row_of.get(room)
         if room.aux is not None:
             for column, data in room.shared.unpack(room.aux):
                 if number is not None:

@@ -14,7 +14,7 @@ from pdstage.errors import TransportError
 from pdstage.plan import selects
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from tests.pair import Decode, Item, Prefill, World, cell, direct_cells
+from tests.pair import Decode, Item, Node, Prefill, World, cell, direct_cells
 from tests.sim.seeds import Violation
 from tests.sim.side import Side, offsets
 
@@ -98,8 +98,8 @@ class FabricWorld(World):
     checks: Checks
 
     def __init__(self, **shape: object) -> None:
-        self.sides: dict[Prefill | Decode, Side] = {}
-        self.labels: dict[Prefill | Decode, str] = {}
+        self.sides: dict[Node, Side] = {}
+        self.labels: dict[Node, str] = {}
         self.waiting: dict[str, Item] = {}
         self.posts: list[Post] = []
         self.altered: set[tuple[int, int, int]] = set()
@@ -173,14 +173,15 @@ class FabricWorld(World):
             post.pieces[item] = piece
             self._fail_post(post, "lost")
             return
-        if piece.caught is None:
-            self._read(post, piece)
+        self._read(post, piece)
         self._put_down(post, piece)
         if not post.pieces:
             self._end_post(post)
 
     def _read(self, post: Post, piece: Piece) -> None:
-        """The source is read as it is now (I8)."""
+        """The source is read as it is now (I8), if it was not before."""
+        if piece.caught is not None:
+            return
         side = self.sides[post.src]
         self.must(not post.room.released, "I8", f"a write of room {post.room.key!r} reads released source memory")
         if post.chunk.row:
@@ -256,7 +257,8 @@ class FabricWorld(World):
             if post in self.posts:
                 self.posts.remove(post)
         else:
-            self._read_all(post)
+            for piece in post.pieces.values():
+                self._read(post, piece)
             post.tagged = how == "late with its tag"
         if not post.failed:
             post.failed = True
@@ -264,12 +266,7 @@ class FabricWorld(World):
             self.put(Item("done", post.src, post.src, lambda: self._tell_done(post, error, settled), tag=post.tag))
         return True
 
-    def _read_all(self, post: Post) -> None:
-        for piece in post.pieces.values():
-            if piece.caught is None:
-                self._read(post, piece)
-
-    def fence(self, node: Prefill | Decode, session: Session) -> None:
+    def fence(self, node: Node, session: Session) -> None:
         """Decode's disconnect: nothing of the session lands any more. Prefill's: nothing of it reads any more."""
         if not node.alive:
             return

@@ -16,7 +16,7 @@ import numpy as np
 from pdstage.layout import Key, View
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import Room
-from tests.pair import N_ROWS, WIDTH, Decode, Memory, Prefill
+from tests.pair import N_ROWS, WIDTH, Decode, Memory, Node, Pages
 from tests.sim.seeds import Violation
 
 
@@ -28,7 +28,7 @@ def truth(seed: int, number: int, key: Key, tokens: int, heads: int) -> np.ndarr
     return np.frombuffer(raw, np.uint8).reshape(tokens, heads, WIDTH)
 
 
-def offsets(view: View, pages: list[int], start: int, stop: int) -> np.ndarray:
+def offsets(view: View, pages: Pages, start: int, stop: int) -> np.ndarray:
     """Region offsets [token, shard, byte] of tokens `[start, stop)` of a room stored in `pages`."""
     tokens = np.arange(start, stop)
     rows = view.offset + np.array(pages)[tokens // view.tokens_per_item] * view.item_stride
@@ -39,14 +39,14 @@ def offsets(view: View, pages: list[int], start: int, stop: int) -> np.ndarray:
 class Side:
     """The engine and the memory of one process."""
 
-    def __init__(self, node: Prefill | Decode, label: str, n_pages: int) -> None:
+    def __init__(self, node: Node, label: str, n_pages: int) -> None:
         self.node = node
         self.label = label
         self.free = list(range(n_pages))
         self.owner: list[Room | None] = [None] * n_pages
         self.image = Memory(len(node.memory.bytes), node.memory.base)
         self.staged = Memory(len(node.staging.bytes), node.staging.base) if isinstance(node, Decode) else None
-        self.held: dict[Room, tuple[list[int], tuple[int, ...]]] = {}
+        self.held: dict[Room, tuple[Pages, tuple[int, ...]]] = {}
         self.live: dict[Room, float] = {}
         """Rooms not ended, and when each must have."""
         self.ended: dict[Room, tuple[object, object]] = {}
@@ -74,7 +74,7 @@ class Side:
             self.node.memory.bytes[start:stop] = byte
             self.image.bytes[start:stop] = byte
 
-    def take(self, room: Room, n: int, rng: random.Random) -> list[int]:
+    def take(self, room: Room, n: int, rng: random.Random) -> Pages:
         """`n` free pages, in any order; the list is the one the core is given."""
         pages = rng.sample(self.free, n)
         self.free = [page for page in self.free if page not in pages]
@@ -119,12 +119,12 @@ class Side:
         if room not in self.row_of:
             raise Violation(invariant, f"{what} an aux row of {self.label}, which room {room.key!r} gave back")
 
-    def must_own(self, room: Room, pages: list[int], invariant: str, what: str) -> None:
+    def must_own(self, room: Room, pages: Pages, invariant: str, what: str) -> None:
         for page in pages:
             if self.owner[page] is not room:
                 raise Violation(invariant, f"{what} page {page} of {self.label}, which room {room.key!r} gave back")
 
-    def fill(self, seed: int, number: int, tokens: int, heads: int, pages: list[int]) -> None:
+    def fill(self, seed: int, number: int, tokens: int, heads: int, pages: Pages) -> None:
         """What the model computes: a room's truth into this rank's pool."""
         for view in self.node.core.layout.views():
             data = truth(seed, number, view.key, tokens, heads)

@@ -18,7 +18,7 @@ from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import Room
 from pdstage.protocol.session import HOLD_EVERY_S
 from pdstage.protocol.state import State
-from tests.pair import COLUMNS, Decode, Item, Prefill
+from tests.pair import COLUMNS, Decode, Item, Node, Prefill, Want
 from tests.sim.checks import Checks
 from tests.sim.engines import Engines
 from tests.sim.fabric import FabricWorld
@@ -27,8 +27,6 @@ from tests.sim.seeds import Event
 from tests.sim.side import Side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdstage.protocol.session import Session
 
 _SHAPE = (
@@ -48,7 +46,7 @@ class SimWorld(FabricWorld):
     def __init__(self, scenario: Scenario, *, tracing: bool = False) -> None:
         self.scenario = scenario
         self.ordinals: Counter[str] = Counter()
-        self.touched: dict[Prefill | Decode, None] = {}
+        self.touched: dict[Node, None] = {}
         self.cuts: set[tuple[str, str]] = set()
         self.greeters: dict[m.SessionId, Decode] = {}
         self.unreachable: set[bytes] = set()
@@ -68,6 +66,7 @@ class SimWorld(FabricWorld):
             **scenario.config,
         )  # fmt: skip
         self.engines = Engines(self)
+        self._do_start, self._do_engine, self._do_abort = self.engines.start, self.engines.step, self.engines.abort
 
     def make_prefill(self, rank: int, life: int = 0) -> Prefill:
         return self._settle_in(super().make_prefill(rank, life), life)  # type: ignore[return-value]
@@ -75,7 +74,7 @@ class SimWorld(FabricWorld):
     def make_decode(self, rank: int, life: int = 0) -> Decode:
         return self._settle_in(super().make_decode(rank, life), life)  # type: ignore[return-value]
 
-    def _settle_in(self, node: Prefill | Decode, life: int) -> Prefill | Decode:
+    def _settle_in(self, node: Node, life: int) -> Node:
         label = node.name.decode() + (f"'{life}" if life else "")
         self.labels[node] = label
         self.sides[node] = Side(node, label, self.n_pages)
@@ -93,7 +92,7 @@ class SimWorld(FabricWorld):
         item.key = f"{name} #{self.ordinals[name]}"
         self.waiting[item.key] = item
 
-    def cut_off(self, want: Callable[[Item], bool]) -> None:
+    def cut_off(self, want: Want) -> None:
         self.waiting = {key: item for key, item in self.waiting.items() if not want(item)}
 
     def movable(self, item: Item) -> bool:
@@ -109,7 +108,7 @@ class SimWorld(FabricWorld):
             case _:
                 return self._awake(item.dst)
 
-    def _awake(self, node: Prefill | Decode) -> bool:
+    def _awake(self, node: Node) -> bool:
         return self.sides[node].stalled_at is None
 
     def _peer_is_dead(self, item: Item) -> bool:
@@ -124,7 +123,7 @@ class SimWorld(FabricWorld):
             return [item for item in self.waiting.values() if self.movable(item)]
         return [item for item in self.waiting.values() if item.kind != "fence" or self.movable(item)]
 
-    def node(self, name: bytes) -> Prefill | Decode:
+    def node(self, name: bytes) -> Node:
         return (self.prefill if name[:1] == b"P" else self.decode)[int(name[1:])]
 
     # Events.
@@ -163,39 +162,32 @@ class SimWorld(FabricWorld):
         if self.n_steps % 1000 == 0:
             self.checks.everything()
 
-    def _take(self, key: str) -> Item | None:
+    def _found(self, key: str, kinds: tuple[str, ...] = ()) -> Item | None:
+        """What is called that, if it may arrive now and is one of `kinds`, where any are given."""
         item = self.waiting.get(key)
-        if item is None or not self.movable(item):
-            return None
-        del self.waiting[key]
-        return item
+        return None if item is None or (kinds and item.kind not in kinds) or not self.movable(item) else item
 
     def _do_deliver(self, key: str) -> bool:
-        item = self._take(key)
-        if item is None:
-            return False
-        item.run()
-        return True
+        if item := self._found(key):
+            del self.waiting[key]
+            item.run()
+        return item is not None
 
     def _do_drop(self, key: str) -> bool:
         """Only what is said gets lost: bytes fail with a word to their sender."""
-        item = self.waiting.get(key)
-        if item is None or item.kind not in TOLD or not self.movable(item):
-            return False
-        del self.waiting[key]
-        return True
+        if item := self._found(key, TOLD):
+            del self.waiting[key]
+        return item is not None
 
     def _do_twice(self, key: str) -> bool:
-        item = self.waiting.get(key)
-        if item is None or item.kind not in TOLD or not self.movable(item):
-            return False
-        item.run()
-        return True
+        if item := self._found(key, TOLD):
+            item.run()
+        return item is not None
 
     def _do_fail(self, key: str, how: str) -> bool:
         """A post, a completion, a gather or a scatter ends with an error; `how` says what the bytes do."""
-        item = self.waiting.get(key)
-        if item is None or item.kind not in FAILING or not self.movable(item):
+        item = self._found(key, FAILING)
+        if item is None:
             return False
         if item.kind == "land":
             return self._fail_post(self._post_of(item), how)
@@ -253,15 +245,6 @@ class SimWorld(FabricWorld):
                 self.checks.on_time(side)
                 self.watch()
 
-    def _do_start(self, uid: int) -> bool:
-        return self.engines.start(uid)
-
-    def _do_engine(self, uid: int, rank: str) -> bool:
-        return self.engines.step(uid, rank)
-
-    def _do_abort(self, uid: int, rank: str) -> bool:
-        return self.engines.abort(uid, rank)
-
     def _do_crash(self, rank: str) -> bool:
         """The process is gone, its posts are not; another comes up at the same address."""
         node = self.node(rank.encode())
@@ -272,7 +255,7 @@ class SimWorld(FabricWorld):
         self.restart(node)
         return True
 
-    def _forget(self, node: Prefill | Decode) -> None:
+    def _forget(self, node: Node) -> None:
         """What only this process would have done."""
         for key, item in list(self.waiting.items()):
             if item.kind in ("gather", "done", "scatter", "fence", "tag") and item.dst is node:
@@ -291,7 +274,7 @@ class SimWorld(FabricWorld):
         self.carry(node)
         return True
 
-    def _leave(self, node: Prefill | Decode) -> None:
+    def _leave(self, node: Node) -> None:
         if not node.core.chunks.flights:
             node.core.endpoint.bye()
             self.carry(node)
@@ -307,8 +290,7 @@ class SimWorld(FabricWorld):
 
     def _do_resume(self, rank: str) -> bool:
         """The process goes on, and finds that it is late: what has come meanwhile is read before the tick."""
-        node = self.node(rank.encode())
-        side = self.sides[node]
+        side = self.sides[self.node(rank.encode())]
         if side.stalled_at is None:
             return False
         side.late_s += self.now - side.stalled_at
@@ -328,11 +310,11 @@ class SimWorld(FabricWorld):
 
     # Cores and engines.
 
-    def carry(self, node: Prefill | Decode) -> None:
+    def carry(self, node: Node) -> None:
         self.touched[node] = None
         super().carry(node)
 
-    def changed(self, node: Prefill | Decode, room: Room) -> None:
+    def changed(self, node: Node, room: Room) -> None:
         side = self.sides[node]
         self.tell(f"{'':15} {side.label} {room.key.decode()}: {room.state.name}{' released' * room.released}")
         self.checks.changed(side, room)
@@ -344,23 +326,22 @@ class SimWorld(FabricWorld):
         if room.released:
             side.give_back(room)
 
-    def attach(self, node: Prefill | Decode, session: Session) -> None:
+    def attach(self, node: Node, session: Session) -> None:
         if node.name in self.unreachable:
             self.unreachable.discard(node.name)
             node.core.lose(session, TransportError("the peer is out of reach"))
             self.carry(node)
 
-    def detach(self, node: Prefill | Decode, session: Session) -> None:
+    def detach(self, node: Node, session: Session) -> None:
         if isinstance(node, Decode) and (session.route, session.id) in node.core.handshake.leaving:
             self.counts["idle"] += 1
         self.put(Item("fence", node, node, lambda: self.fence(node, session), session))
 
-    def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
+    def _frame(self, node: Node, route: bytes, frame: bytes) -> None:
         super()._frame(node, route, frame)
-        item = next(reversed(self.waiting.values()))
-        self.checks.sent(node, frame_session(frame), item.message)
+        self.checks.sent(node, frame_session(frame), next(reversed(self.waiting.values())).message)
 
-    def hear(self, src: Prefill | Decode, route: bytes, frame: bytes, message: m.AnyMessage) -> None:
+    def hear(self, src: Node, route: bytes, frame: bytes, message: m.AnyMessage) -> None:
         target = self.node(route)
         if (src.name.decode(), route.decode()) in self.cuts:
             self.counts["cut off"] += 1

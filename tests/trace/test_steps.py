@@ -8,12 +8,13 @@ from pdstage import cli
 from pdstage.errors import UsageError
 from pdstage.tools.trace import chrome, steps
 from pdstage.tools.trace.model import merged
+from tests.rows import both_paths
 from tests.trace.conftest import Run
 
 AT_DIRECT = {"gather", "to the write", "tag", "scatter"}
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@both_paths
 def test_a_rooms_steps_add_up_to_it(site, path):
     run = Run(site, path=path)
     for room in range(3):

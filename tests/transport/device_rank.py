@@ -21,10 +21,9 @@ class DeviceRank(Rank):
 
     def __init__(self, types=None, *, k_on_host=False, **shape):
         super().__init__(**shape)
-        tensors = self.v if k_on_host else [*self.k, *self.v]
+        tensors = self.v if k_on_host else self.tensors
         nbytes, gpu = sum(one.nbytes for one in tensors), cuda_double.double()
-        sizes = [4096] * -(-nbytes // 4096)
-        held = gpu.allocate(nbytes) if types is None else gpu.expandable(sizes, types)
+        held = gpu.allocate(nbytes) if types is None else gpu.expandable([4096] * -(-nbytes // 4096), types)
         at, moved = 0, []
         for one in tensors:
             moved.append(held.view[at : at + one.nbytes].reshape(one.shape))

@@ -67,16 +67,19 @@ class Endpoint:
     def own(self, transport: Transport, memory: np.ndarray) -> None:
         self.transport = transport
         self.memory = memory
-        self.base = self.memory.ctypes.data
+        self.base = self.region().base
         self.more: list[np.ndarray] = []
         self.transport.register([self.region()])
 
+    def region_of(self, memory: np.ndarray) -> Region:
+        return Region(memory.ctypes.data, NBYTES, self.kind)
+
     def region(self) -> Region:
-        return Region(self.base, NBYTES, self.kind)
+        return self.region_of(self.memory)
 
     def register_more(self) -> Region:
         self.more.append(self.allocate())
-        region = Region(self.more[-1].ctypes.data, NBYTES, self.kind)
+        region = self.region_of(self.more[-1])
         self.transport.register([region])
         return region
 
@@ -96,7 +99,7 @@ class Endpoint:
 
     def poll_and_read(self, offset: int, nbytes: int) -> tuple[list[object], bytes]:
         """Events, and the memory as it is at the very moment that the first tag is seen."""
-        events = self.transport.poll()
+        events = self.poll()
         seen = any(isinstance(event, Inbound) for event in events)
         return events, self.read(offset, nbytes) if seen else b""
 
@@ -229,11 +232,8 @@ class Remote:
         netns: str = "",
         **options: object,
     ) -> None:
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, name, netns, options), daemon=True)
         with mock.patch.dict(os.environ, environment or {}):
-            self._process.start()
-        theirs.close()
+            self._process, self._pipe = processes.child(spawn, _serve, name, netns, options)
         self._region: Region = self.finish()
 
     def region(self) -> Region:
@@ -314,10 +314,15 @@ def arrives(a: object, b: object, ticket: int, tag: bytes = b"tag") -> Log:
     return log
 
 
+def sends(a: object, b: object, nbytes: int, tag: bytes = b"tag") -> int:
+    """Posts the first bytes of `a` to where those of "b" are."""
+    return a.post("b", [(0, b.base, nbytes)], tag)
+
+
 def delivers(a: object, b: object, data: bytes = b"data", tag: bytes = b"tag") -> Done:
     """Writes `data` to "b", and waits until both know it."""
     a.fill(0, data)
-    ticket = a.post("b", [(0, b.base, len(data))], tag)
+    ticket = sends(a, b, len(data), tag)
     log = arrives(a, b, ticket, tag)
     assert b.read(0, len(data)) == data
     return next(event for event in log.ended(a) if event.ticket == ticket)
@@ -361,9 +366,7 @@ class Saying:
         heard, self._heard = self._heard, []
         return events + heard
 
-    def poll_and_read(self, offset: int, nbytes: int) -> tuple[list[object], bytes]:
-        events = self.poll()
-        return events, self.read(offset, nbytes) if any(isinstance(event, Inbound) for event in events) else b""
+    poll_and_read = Endpoint.poll_and_read
 
 
 class Log:
@@ -387,6 +390,9 @@ class Log:
 
     def ended(self, endpoint: object) -> list[Done | PostFailed]:
         return [event for event in self._said[id(endpoint)][1] if not isinstance(event, Inbound)]
+
+    def until_ended(self, endpoint: object, n: int) -> None:
+        self.until(lambda: len(self.ended(endpoint)) == n)
 
     def done(self, endpoint: object) -> list[int]:
         return [event.ticket for event in self.ended(endpoint) if isinstance(event, Done)]

@@ -92,8 +92,7 @@ class Injected:
 
     def tell(self, event: Event) -> None:
         faults = self.now()
-        late = self.rng.random() < faults.delay
-        due = time.monotonic() + self.rng.uniform(0.0, faults.delay_s) if late else 0.0
+        due = time.monotonic() + self.rng.uniform(0.0, faults.delay_s) if self.rng.random() < faults.delay else 0.0
         heapq.heappush(self.late, (due, next(self.n_events), event))
 
     def filenos(self) -> Sequence[int]:

@@ -17,6 +17,8 @@ from pdstage.layout import Region
 from pdstage.transport import Done, PostFailed, Spans
 
 HANGS_S = 2.0
+WHOLE = [(0, 0, NBYTES)]
+"""All of the region, as one span."""
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
@@ -25,7 +27,7 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
 
 def test_tag_comes_after_all_of_its_bytes(linked):
     linked.a.fill(0, data := noise(NBYTES))
-    ticket = linked.post([(0, 0, NBYTES)], b"tag")
+    ticket = linked.post(WHOLE, b"tag")
     seen, deadline_at = b"", time.monotonic() + DEADLINE_S
     while not seen:
         assert time.monotonic() < deadline_at
@@ -178,7 +180,7 @@ def test_peer_registers_more(linked):
     with pytest.raises(PeerError, match="not registered"):
         linked.a.prepare("b", [linked.b.region(), region])
     linked.a.fill(0, data := noise(NBYTES))
-    linked.post([(0, 0, NBYTES)], b"in flight meanwhile")
+    linked.post(WHOLE, b"in flight meanwhile")
     linked.a.connect("b", linked.b.describe())
     linked.post([(0, 0, 64)], b"prepared stays")
     linked.a.prepare("b", [linked.b.region(), region])
@@ -207,18 +209,18 @@ def test_registration_again_overlap_and_kind(pair):
 
 
 def test_every_ticket_ends_once_though_its_peer_was_disconnected(linked):
-    tickets = [linked.post([(0, 0, NBYTES)], b"%d" % i) for i in range(4)]
+    tickets = [linked.post(WHOLE, b"%d" % i) for i in range(4)]
     linked.a.disconnect("b")
     with pytest.raises(UsageError, match="not connected"):
         linked.post([(0, 0, 8)], b"")
-    linked.log.until(lambda: len(linked.log.ended(linked.a)) == 4)
+    linked.log.until_ended(linked.a, 4)
     linked.connect().deliver(b"again", tag=b"again")
     assert sorted(event.ticket for event in linked.log.ended(linked.a))[:4] == tickets
     assert len(linked.log.ended(linked.a)) == 5
 
 
 def test_close_is_final_and_may_be_repeated(linked):
-    linked.post([(0, 0, NBYTES)], b"may or may not arrive")
+    linked.post(WHOLE, b"may or may not arrive")
     linked.a.close()
     linked.a.close()
     assert linked.a.poll() == []
@@ -273,9 +275,9 @@ def test_posts_to_a_killed_peer_fail(mortal):
     mortal.deliver(b"while it lives")
     mortal.b.stop()
     log = Log(mortal.a)
-    tickets = [mortal.post([(0, 0, NBYTES)], b"%d" % i) for i in range(40)]
+    tickets = [mortal.post(WHOLE, b"%d" % i) for i in range(40)]
     mortal.b.kill()
-    log.until(lambda: len(log.ended(mortal.a)) == len(tickets))
+    log.until_ended(mortal.a, len(tickets))
     assert sorted(event.ticket for event in log.ended(mortal.a)) == tickets
     for n in (1, 2, 1000):
         fails(mortal, [(0, 64 * i, 64) for i in range(n)])
@@ -352,7 +354,7 @@ def test_stopped_peer_blocks_nothing_and_goes_on(mortal):
     Deadlines are the caller's. What was posted before `disconnect` still ends once, when the peer goes on."""
     mortal.deliver(b"while it runs")
     mortal.b.stop()
-    tickets = [mortal.post([(0, 0, NBYTES)], b"%d" % i) for i in range(8)]
+    tickets = [mortal.post(WHOLE, b"%d" % i) for i in range(8)]
     said = [event for _ in range(200) for event in mortal.a.poll()]
     mortal.a.disconnect("b")
     mortal.b.resume()
@@ -364,7 +366,7 @@ def test_stopped_peer_blocks_nothing_and_goes_on(mortal):
 def test_close_with_posts_in_flight_to_a_stopped_peer(mortal):
     mortal.b.stop()
     for i in range(8):
-        mortal.post([(0, 0, NBYTES)], b"%d" % i)
+        mortal.post(WHOLE, b"%d" % i)
     mortal.a.close()
     assert mortal.a.poll() == []
 
@@ -421,10 +423,10 @@ def test_posts_read_nothing_after_disconnect_where_that_is_promised(linked):
         pytest.skip("not promised")
     linked.deliver(b"connected")
     linked.a.fill(0, b"\x55" * NBYTES)
-    tickets = [linked.post([(0, 0, NBYTES)], b"") for _ in range(4)]
+    tickets = [linked.post(WHOLE, b"") for _ in range(4)]
     linked.a.disconnect("b")
     linked.a.fill(0, b"\xaa" * NBYTES)
-    linked.log.until(lambda: len(linked.log.ended(linked.a)) == 1 + len(tickets))
+    linked.log.until_ended(linked.a, 1 + len(tickets))
     assert b"\xaa" not in linked.b.read(0, NBYTES)
 
 
@@ -434,7 +436,7 @@ def test_a_post_does_not_wait_for_its_bytes_where_that_is_promised(mortal):
         pytest.skip("not promised")
     mortal.deliver(b"connected")
     mortal.a.fill(0, data := b"\x55" * NBYTES)
-    post = threading.Thread(target=mortal.post, args=([(0, 0, NBYTES)], b""))
+    post = threading.Thread(target=mortal.post, args=(WHOLE, b""))
     mortal.b.stop()
     try:
         post.start()

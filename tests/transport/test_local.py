@@ -11,7 +11,7 @@ import socket
 import msgspec
 import numpy as np
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, described, meet
+from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, described, meet, sends
 
 from pdstage import native
 from pdstage.errors import PeerError, TransportError
@@ -43,7 +43,7 @@ def forged(b: object, **changes: object) -> bytes:
 
 
 def fills_the_queue(a: object, b: object) -> list[int]:
-    return [a.post("b", [(0, b.base, 8)], b"%04d" % i + bytes(i % 5 * 9000)) for i in range(1500)]
+    return [sends(a, b, 8, b"%04d" % i + bytes(i % 5 * 9000)) for i in range(1500)]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_tags_for_a_stopped_peer_wait_for_it_and_fail_if_it_dies(ends):
     assert 0 < len(log.done(a)) == len(log.ended(a)) < len(tickets)
     assert not a.proved_dead("b")
     b.kill()
-    log.until(lambda: len(log.ended(a)) == len(tickets))
+    log.until_ended(a, len(tickets))
     assert sorted(event.ticket for event in log.ended(a)) == tickets
     assert len(log.done(a)) < len(tickets)
 
@@ -152,7 +152,7 @@ def test_of_another_user_it_is_said_what_allows_it():
         meet(a, b)
         a.become_user(65534)
         with pytest.raises(TransportError, match=r"EPERM.*ptrace_scope"):
-            a.post("b", [(0, b.base, 8)], b"tag")
+            sends(a, b, 8)
         with pytest.raises(PeerError, match="does not hold the socket.*as one user"):
             a.connect("again", b.describe())
         assert b.poll() == []

@@ -9,7 +9,7 @@ import logging
 import msgspec
 import numpy as np
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, arrives, delivers, described, ended, meet
+from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, arrives, delivers, described, ended, meet, sends
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.kernels import driver
@@ -122,7 +122,7 @@ def test_a_copy_in_flight_ends_after_disconnect_and_its_mapping_stays_so_long(a,
     assert not a.traits_of("b").stops_reads
     gpu["held"] = 1
     a.fill(0, b"late")
-    tickets = [a.post("b", [(0, b.base, 4)], tag) for tag in (b"told", b"")]
+    tickets = [sends(a, b, 4, tag) for tag in (b"told", b"")]
     a.disconnect("b")
     assert gpu["n_open"] == 1
     assert not a.traits_of("b").stops_reads
@@ -140,7 +140,7 @@ def test_a_copy_in_flight_ends_after_disconnect_and_its_mapping_stays_so_long(a,
 def test_what_a_closed_transport_left_in_flight_is_given_back_when_it_has_ended(a, b, gpu):
     meet(a, b)
     gpu["held"] = 1
-    a.post("b", [(0, b.base, 4)], b"tag")
+    sends(a, b, 4)
     a.close()
     assert gpu["n_open"] == 1, "closed while a copy writes it"
     gpu["held"] = 0
@@ -157,8 +157,7 @@ def test_a_gather_may_go_straight_into_a_peers_memory(a, b, gpu):
     mapped = a.mapped("b", b.base + 128, 64)
     assert mapped.kind == "cuda"
     ctypes.memset(mapped.address, 7, 64)  # as a kernel would
-    ticket = a.notify("b", b"tag")
-    arrives(a, b, ticket)
+    arrives(a, b, a.notify("b", b"tag"))
     assert b.read(127, 66) == b"\0" + b"\7" * 64 + b"\0"
     for address, nbytes in ((b.base, NBYTES + 1), (b.base - 1, 2), (b.base + NBYTES, 1)):
         assert a.mapped("b", address, nbytes) is None
@@ -433,7 +432,7 @@ def test_a_failed_device_ends_every_post_and_settles_none(a, b, gpu, in_batch):
     """Also a batch in whose midst it fails: some of that may have begun, so that it is no post that never began."""
     meet(a, b)
     gpu["held"] = 1
-    tickets = [a.post("b", [(0, b.base, 4)], b"tag") for _ in range(3)]
+    tickets = [sends(a, b, 4) for _ in range(3)]
     if in_batch:
         gpu["batch_status"] = gpu["breaks_in_batch"] = 700
         tickets.append(a.post("b", thirds(b), b"tag"))
@@ -443,7 +442,7 @@ def test_a_failed_device_ends_every_post_and_settles_none(a, b, gpu, in_batch):
     assert not any(event.settled for event in ended)
     assert {"failed with 700" in str(event.error) for event in ended} == {True}
     with pytest.raises(TransportError, match="failed with 700"):
-        a.post("b", [(0, b.base, 4)], b"tag")
+        sends(a, b, 4)
     gpu["broken"] = gpu["held"] = 0
     gpu.drop_work()
 
@@ -457,14 +456,14 @@ def test_a_fault_in_the_middle_of_a_post_is_told_when_what_had_begun_is_over(a, 
     gpu.fail("cuMemcpyAsync", 3, 1)
     a.fill(0, b"\1" * 12)
     ticket = a.post("b", thirds(b), b"tag")
-    log.until(lambda: len(log.ended(a)) == 2)
+    log.until_ended(a, 2)
     failed = log.ended(a)[1]
     assert (failed.ticket, failed.settled) == (ticket, True)
     assert b.read(0, 12) == b"\1" * 8 + bytes(4)
     assert log.tags(b) == []
     gpu.fail("cuMemcpyAsync", 1, 1)
     with pytest.raises(TransportError, match="cuMemcpyAsync failed with 1"):
-        a.post("b", [(0, b.base, 4)], b"tag")
+        sends(a, b, 4)
 
 
 @pytest.mark.parametrize("batches", ["taken", "refused", "unknown", "off"])

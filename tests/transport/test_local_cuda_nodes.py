@@ -17,6 +17,7 @@ from pdstage.plan.cost import CostModel
 from pdstage.transport.local import LocalTransport
 from tests import cuda_double
 from tests.manager.engine import IMPATIENT, N_ROOMS, TOKENS, all_arrive, drive, prefill_node, unheard
+from tests.rows import both_paths
 
 spawn = multiprocessing.get_context("spawn")
 pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())
@@ -92,7 +93,7 @@ def test_a_device_that_is_busy_as_a_node_starts(gpu, address, monkeypatch, caplo
 
 
 @pytest.mark.parametrize("transport", [LocalTransport, TwoPasses])
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@both_paths
 def test_rooms_between_two_processes(gpu, address, path, transport):
     """A tag that left before its kernel or its copy were over would be seen: the pages are looked at then."""
     rank = DeviceRank(n_pages=128)

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, ended, meet
+from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, ended, meet, sends
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.transport import Done, PostFailed, available, open_transport
@@ -141,7 +141,7 @@ def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, p
         delivers(a, b, tag=b"")
         b.kill()
         with pytest.raises(TransportError, match="'b' has ended"):
-            a.post("b", [(0, b.base, 5)], b"")
+            sends(a, b, 5, b"")
 
 
 @pytest.mark.full
@@ -178,7 +178,7 @@ def test_a_stopped_peer_keeps_no_other_waiting(a, peers):
     meet(a, b)
     stopped.stop()
     first = a.post("stopped", [(0, stopped.base, 8)], b"")
-    second = a.post("b", [(0, b.base, 8)], b"")
+    second = sends(a, b, 8, b"")
     assert ended(a, second) == [Done(second)]
     stopped.resume()
     assert ended(a, first) == [Done(first)]
@@ -194,8 +194,7 @@ def test_a_failed_peer_that_goes_on_is_written_again(a, peers, monkeypatch):
     meet(a, b)
     delivers(a, b, tag=b"")
     b.stop()
-    ticket = a.post("b", [(0, b.base, NBYTES)], b"")
-    (failed,) = ended(a, ticket)
+    (failed,) = ended(a, sends(a, b, NBYTES, b""))
     assert isinstance(failed, PostFailed)
     assert not failed.settled
     b.resume()
@@ -227,8 +226,7 @@ def test_a_host_where_nobody_answers_is_named_with_the_code(a):
     where = {"host": "127.0.0.1", "port": port, "life": "gone", "identity": Identity("another", {}, 1, 0)}
     a.connect("b", altered(a, mooncake._Description, **where))
     a.prepare("b", [a.region()])
-    ticket = a.post("b", [(0, a.base, 8)], b"")
-    (failed,) = ended(a, ticket)
+    (failed,) = ended(a, a.post("b", [(0, a.base, 8)], b""))
     assert isinstance(failed, PostFailed)
     assert failed.settled
     assert "does not answer a probe: Mooncake says -102" in str(failed.error)

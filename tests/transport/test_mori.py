@@ -9,7 +9,7 @@ from unittest import mock
 import msgspec
 import pytest
 from transport import mori_double
-from transport.endpoint import NBYTES, Endpoint, Log, delivers, described, ended, meet
+from transport.endpoint import NBYTES, Endpoint, Log, delivers, described, ended, meet, sends
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
@@ -77,7 +77,7 @@ def test_labels_of_one_engine_share_its_send_queue(ends, fabric):
     assert [(one.ticket, type(one), one.settled) for one in gone] == [(tickets[i], PostFailed, True) for i in (2, 5)]
     fabric.held = False
     log = Log(a)
-    log.until(lambda: len(log.ended(a)) == 4)
+    log.until_ended(a, 4)
     assert sorted(log.done(a)) == [tickets[i] for i in (0, 1, 3, 4)]
     assert fabric.most_in_flight == 2000
     assert b.read(NBYTES - 64, 64) == bytes(64), "not a byte of the third has left"
@@ -105,7 +105,7 @@ def test_a_peer_that_is_gone_is_refused_at_the_first_write(ends):
     a, b = ends
     b.close()
     with pytest.raises(TransportError, match=r"'b' cannot be reached.*refused"):
-        a.post("b", [(0, b.base, 64)], b"")
+        sends(a, b, 64, b"")
     assert list(a.transport.users.values()) == [1], "the refused post holds nothing"
 
 
@@ -118,7 +118,7 @@ def test_memory_registered_anew_gets_a_session_of_its_own(ends, fabric):
     a.register([a.region()])
     a.connect("b", b.describe())
     with pytest.raises(UsageError, match="prepared"):
-        a.post("b", [(0, b.base, 64)], b"")
+        sends(a, b, 64, b"")
     b.register([b.region()])
     meet(a, b)
     delivers(a, b, b"anew", b"")

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from transport.conftest import VARIANTS, Pair
-from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, ended, meet
+from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, ended, meet, sends
 
 from tests.cables import hosts, ip, two_hosts
 
@@ -85,7 +85,7 @@ def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
     a, b = stock.remote(variant, "a"), Remote(variant.transport, variant.environment)
     Pair(variant, a, b).connect().deliver(b"while it lives")
     b.stop()
-    tickets = [a.post("b", [(0, b.base, NBYTES)], b"") for _ in range(4)]
+    tickets = [sends(a, b, NBYTES, b"") for _ in range(4)]
     a.disconnect("b")
     assert a.n_agents() == 1
     b.kill()
@@ -108,7 +108,7 @@ def test_a_large_write_uses_the_devices_it_was_given():
         try:
             meet(a, b)
             a.fill(0, data := np.random.default_rng(0).bytes(NBYTES))
-            tickets = [a.post("b", [(0, b.base, NBYTES)], b"") for _ in range(4)]
+            tickets = [sends(a, b, NBYTES, b"") for _ in range(4)]
             log = Log(a, b)
             log.until(lambda: sorted(log.done(a)) == tickets)
             assert b.read(0, NBYTES) == data

@@ -83,6 +83,13 @@ def test_what_a_reset_connection_holds_can_still_be_read():
             assert not held()
 
 
+@contextlib.contextmanager
+def connected():
+    """A listener, and a connection to it that nobody has accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as out:
+        yield listener, out
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1"])
 def test_an_end_whose_other_end_is_nowhere_may_get_what_was_sent(host):
     """I2: a reset may be on its way, behind bytes. Here none comes (tcp_repair), until the kernel asks for it. The ends
@@ -107,8 +114,7 @@ def test_an_end_whose_other_end_is_nowhere_may_get_what_was_sent(host):
 
 def test_an_end_that_answers_from_elsewhere_hinders_nothing(monkeypatch, tmp_path):
     """Behind a translated address, as a container's published port on this host."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    with listener, socket.create_connection(listener.getsockname()) as out, listener.accept()[0]:
+    with connected() as (listener, out), listener.accept()[0]:
         unseen = f":{listener.getsockname()[1]:04X} 0100007F:{out.getsockname()[1]:04X} "
         lines = Path("/proc/self/net/tcp").read_text().splitlines(keepends=True)
         (tmp_path / "tcp").write_text("".join(line for line in lines if unseen not in line))
@@ -126,7 +132,7 @@ def test_what_a_distant_server_sent_before_it_closed_hinders_nothing(monkeypatch
     """Such as an idle connection of an HTTP client, which nobody reads again. Where it cannot be told who was there,
     nothing is proved.
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as idle:
+    with connected() as (listener, idle):
         with listener.accept()[0] as server:
             server.sendall(b"I close")
             if how == "reset":
@@ -154,7 +160,7 @@ def test_an_address_is_of_this_host_or_not():
 def test_sockets_that_are_looked_at_stay_as_they_are(monkeypatch):
     """Whatever default timeout somebody has set: Python would make them non-blocking."""
     before = socket.getdefaulttimeout()
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+    with connected() as (listener, one):
         try:
             socket.setdefaulttimeout(10.0)
             held()
@@ -167,7 +173,7 @@ def test_sockets_that_are_looked_at_stay_as_they_are(monkeypatch):
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 def test_bytes_wait_in_a_connection_that_nobody_has_accepted(reset):
     """I2: it has no descriptor yet; the thread that accepts it reads what a process sent that is long dead."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+    with connected() as (listener, _):
         assert not held(), "the living wait, too"
         child = os.fork()
         if not child:
@@ -185,11 +191,9 @@ def test_bytes_wait_in_a_connection_that_nobody_has_accepted(reset):
 
 
 def test_the_living_prove_nothing_and_hinder_nothing():
-    listener = socket.create_server(("127.0.0.1", 0))
-    with socket.create_connection(listener.getsockname()) as one, listener.accept()[0]:
+    with connected() as (listener, one), listener.accept()[0]:
         one.sendall(b"unread")
         assert not held()
-    listener.close()
 
 
 def test_where_nothing_can_be_read_nothing_is_proved(monkeypatch, tmp_path):

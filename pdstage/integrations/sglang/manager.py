@@ -106,7 +106,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.gauges: Gauges | None = None
         self.scheduler: Any = None
         """This rank's, from its first request on."""
-        self._unsafe: dict[int, list[Receiver]] = {}
+        self._unsafe: dict[Receiver, int] = {}
+        """Failed rooms to whose memory a peer may still write, and the numbers that SGLang knows them by."""
         self.register_buffer_to_engine()
         self._heartbeat = None if self.is_prefill else self._start_heartbeat_checker_thread()
 
@@ -118,10 +119,12 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             return
         kind = PrefillNode if self.is_prefill else DecodeNode
         meeting_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
+        waiting_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         deadlines = {
             "open_wait_s": meeting_s,
             "send_wait_s": meeting_s,
-            "wait_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+            "wait_s": waiting_s,
+            "transfer_s": waiting_s,
         }
         model = process_model_config()
         scales = _kv_scales(model.hf_text_config) if self.kv_cache_dtype_str == "fp8_e4m3" else None
@@ -134,15 +137,17 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             # SGLang's server speaks plain HTTP.
             options["bootstrap"] = PLAIN + Address.joined(_bootstrap_host(self), self.bootstrap_port)
             options |= {"instance": INSTANCE, "observers": [self] if self.pp_rank else []}
-        place = self._place()
+        is_one = self.system_dp_size == 1
+        place = Topology(
+            tp_size=self.attn_tp_size, tp_rank=self.attn_tp_rank, pp_size=self.pp_size, pp_rank=self.pp_rank,
+            dp_size=self.attn_dp_size if is_one else self.system_dp_size,
+            dp_rank=self.attn_dp_rank if is_one else self.system_dp_rank,
+        )  # fmt: skip
         pool = pool_of(
-            self.kv_args, place, is_mla=bool(self.is_mla_backend), device=str(get_device().device),
-            total_heads=1 if self.is_mla_backend else model.get_total_num_kv_heads(),
+            self.kv_args, place, model, is_mla=bool(self.is_mla_backend), device=str(get_device().device)
         )  # fmt: skip
         probes = probes_of(pool.layout, Pools.of(self.kv_args))
         log.info("KV memory: %s", prove_layout(pool.layout, probes, trust_layout=trusts_layout({}, where="")))
-        if pool.on_host:  # HiSparse's: bytes land on the GPU, and a kernel scatters them
-            options.setdefault("path", "staged")
         if get_disagg().enable_pd_role_switch:  # a switch that fails ends the engine
             later = Address.parse(self._bind(is_prefill=True), "tcp", listening=True)
             later.check_exposure(bool(options.get("insecure")), options.get("keys"))
@@ -190,14 +195,6 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
                 session.close()
         self._zmq_ctx.destroy(linger=0)
 
-    def _place(self) -> Topology:
-        is_one = self.system_dp_size == 1
-        return Topology(
-            tp_size=self.attn_tp_size, tp_rank=self.attn_tp_rank, pp_size=self.pp_size, pp_rank=self.pp_rank,
-            dp_size=self.attn_dp_size if is_one else self.system_dp_size,
-            dp_rank=self.attn_dp_rank if is_one else self.system_dp_rank,
-        )  # fmt: skip
-
     def _bind(self, *, is_prefill: bool) -> str:
         """The address on which a node of that role listens: reachable by its peers and nothing further.
 
@@ -216,24 +213,19 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
     def hold(self, room: int, receiver: Receiver) -> None:
         """The room failed here, and a peer may still write to its memory."""
         with self.status_lock:
-            for name in [name for name, held in self._unsafe.items() if all(one.released for one in held)]:
-                del self._unsafe[name]
-            held = self._unsafe.setdefault(room, [])
-            if receiver not in held:
-                held.append(receiver)
+            held = {one: name for one, name in self._unsafe.items() if not one.released}
+            self._unsafe = held | {receiver: room}
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing can write to the memory of failed rooms of that name; acknowledgements are not counted."""
         with self.status_lock:
-            return all(receiver.released for receiver in self._unsafe.get(bootstrap_room, ()))
+            return all(one.released for one, room in self._unsafe.items() if room == bootstrap_room)
 
-    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """SGLang takes back the memory of the oldest failed room of that name; later ones are still held."""
+    def let_go(self, bootstrap_room: int, receiver: Receiver) -> None:
+        """SGLang takes back the memory of the failed room."""
         with self.status_lock:
-            held = self._unsafe.pop(bootstrap_room, [])
-            if held[1:]:
-                self._unsafe[bootstrap_room] = held[1:]
-        if not all(oldest.released for oldest in held[:1]):
+            self._unsafe.pop(receiver, None)
+        if not receiver.released:
             log.error(
                 "room %s: SGLang reuses its memory though a peer may still write to it; fence %s, or raise %s",
                 bootstrap_room, "its peers" if self.node is None else list(self.node.unfenced()),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sglang.srt.configs.model_config import dsa_layer_skips_topk, is_deepseek_dsa
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 
 from pdstage.arguments import quotient
@@ -34,18 +35,18 @@ _SHARDED = {StateType.BLOCK_SCALE, StateType.BLOCK_SCALE_SWA, StateType.MINIMAX_
 """Pages whose order of heads KVArgs does not give: they are transferred whole, between ranks of equal TP only."""
 
 
-def pool_of(args: KVArgs, place: Topology, *, is_mla: bool, total_heads: int, device: str) -> Pool:
-    """The rank's pool. `total_heads` are the whole model's KV heads; `device` is torch's name, "cpu" or "cuda".
+def pool_of(args: KVArgs, place: Topology, model: Any, *, is_mla: bool, device: str) -> Pool:  # noqa: ANN401
+    """The rank's pool. `model` is SGLang's ModelConfig; `device` is torch's name, "cpu" or "cuda".
 
     Raises `UsageError` for states that this backend does not support.
     """
     where, pools = (device, args.gpu_id if device != "cpu" else 0), Pools.of(args)
     replicated = is_mla or args.is_hybrid_mla_backend
-    heads = shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
+    heads = shard_axis("kv_head", 1 if is_mla else model.get_total_num_kv_heads(), place.tp_size, place.tp_rank)
     caches = _caches(args, pools, REPLICATED if replicated else heads, ("cpu", 0) if pools.on_host else where)
     states = StateComponents((place.tp_size, place.tp_rank), where)
     for number in range(len(args.state_types)):
-        _append_state(states, args, number, place, heads)
+        _append_state(states, args, number, place, heads=heads, model=model)
     layout = build(caches, *states.parts)
     return Pool.of(layout, device if device == "cpu" else f"{device}:{args.gpu_id}")
 
@@ -84,7 +85,15 @@ def _format(*dtypes: torch.dtype) -> str:
     return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _append_state(states: StateComponents, args: KVArgs, number: int, place: Topology, heads: Axis) -> None:
+def _append_state(
+    states: StateComponents,
+    args: KVArgs,
+    number: int,
+    place: Topology,
+    *,
+    heads: Axis,
+    model: Any,  # noqa: ANN401  (SGLang's)
+) -> None:
     kind, pools = StateType(args.state_types[number]), Pools.of(args)
     if kind is StateType.DSA_TAIL or kind.value in states.names:
         what = f"a second component {kind.value!r}" if kind.value in states.names else f"state {kind.value!r}"
@@ -102,6 +111,10 @@ def _append_state(states: StateComponents, args: KVArgs, number: int, place: Top
         return
     sharded = kind in _SHARDED or (kind is StateType.SWA and args.swa_kv_cache_layout is not None)
     sliced, format = args.state_dim_per_tensor[number], "bytes"
+    if kind is StateType.DSA:  # SGLang does not number them; behind the target model's are the draft model's
+        n, n_layers = inner(pools.kv).layer_num, model.num_attention_layers
+        layers = [*layer_ids(pools.kv, n), *range(n_layers, n_layers + len(ptrs))][: len(ptrs)]
+        lens = [0 if _has_no_index(model, layer) else nbytes for layer, nbytes in zip(layers, lens, strict=True)]
     if kind is StateType.MAMBA and (pool := pools.states()) is not None:
         layers = layers or pool.get_state_layer_ids()
         conv, temporal = pool.mamba_cache.conv, pool.mamba_cache.temporal
@@ -110,6 +123,7 @@ def _append_state(states: StateComponents, args: KVArgs, number: int, place: Top
             # Mamba 2's conv states are x, B and C side by side, each sharded separately, and SGLang does not say where
             # they end. Conv states without other states are one part.
             sliced, sharded = None, True
+    pages = None if kind in _SLOTS else Paging(args.page_size)
     append_state_component(
         states, kind.value, ptrs, lens, items,
         dim_per_tensor=sliced,
@@ -117,9 +131,16 @@ def _append_state(states: StateComponents, args: KVArgs, number: int, place: Top
         slice_outer_counts=args.state_slice_outer_counts[number],
         layer_ids=layers,
         format=format,
-        paging=_paging(kind, args.page_size),
+        paging=Paging(1, by_token=True) if kind is StateType.SWA_RING else pages,
         whole=Axis("rank", place.tp_size, place.tp_rank, 1) if sharded else REPLICATED,
     )  # fmt: skip
+
+
+def _has_no_index(model: Any, layer: int) -> bool:  # noqa: ANN401  (SGLang's)
+    """Whether the layer goes by another's top-k. Some of SGLang's pools have memory for its keys, as HiSparse's has."""
+    config = model.hf_config
+    is_shared = is_deepseek_dsa(config) and dsa_layer_skips_topk(config, layer)
+    return bool(is_shared and layer < model.num_attention_layers)
 
 
 def _window_heads(pool: Any, place: Topology, heads: Axis) -> Axis:  # noqa: ANN401  (SGLang's)
@@ -132,12 +153,6 @@ def _window_heads(pool: Any, place: Topology, heads: Axis) -> Axis:  # noqa: ANN
             remedy="run this model at TP 1, or use another transfer backend",
         )
     return shard_axis("kv_head", pool.head_num, 1, 0)
-
-
-def _paging(kind: StateType, page_size: int) -> Paging | None:
-    if kind in _SLOTS:
-        return None
-    return Paging(1, by_token=True) if kind is StateType.SWA_RING else Paging(page_size)
 
 
 def state_items(args: KVArgs, indices: Sequence[Any] | None, n_pages: int) -> dict[str, Items]:

@@ -10,7 +10,7 @@ backend's classes before they are used: most processes never need them.
 from __future__ import annotations
 
 from enum import Enum
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
@@ -24,10 +24,10 @@ NAME = "pdstage"
 
 _UTILS = "sglang.srt.disaggregation.utils"
 _CLASSES = {
-    "manager": ("manager", "PdStageKVManager"),
-    "sender": ("sender", "PdStageKVSender"),
-    "receiver": ("receiver", "PdStageKVReceiver"),
-    "bootstrap_server": ("bootstrap", "PdStageKVBootstrapServer"),
+    "manager": "manager:PdStageKVManager",
+    "sender": "sender:PdStageKVSender",
+    "receiver": "receiver:PdStageKVReceiver",
+    "bootstrap_server": "bootstrap:PdStageKVBootstrapServer",
 }
 
 
@@ -47,7 +47,7 @@ def register() -> None:
 
 def _with_member() -> type[Enum]:
     """SGLang's enum with one more member, under its own name. HookRegistry replaces the old one in every module."""
-    old: type[Enum] = import_module(_UTILS).TransferBackend
+    old: type[Enum] = resolve_name(f"{_UTILS}:TransferBackend")
     members = {name: member.value for name, member in old.__members__.items()}
     members[NAME.upper()] = NAME
     return Enum(old.__name__, members, module=old.__module__, qualname=old.__qualname__)  # type: ignore[return-value]
@@ -58,8 +58,7 @@ def kv_class(original: Callable[[Enum, Enum], type | None], transfer_backend: En
     place = _CLASSES.get(class_type.value) if transfer_backend.value == NAME else None
     if place is None:  # KVArgs too: one class for all backends
         return original(transfer_backend, class_type)
-    module, name = place
-    found: type = getattr(import_module(f"{__package__}.{module}"), name)
+    found: type = resolve_name(f"{__package__}.{place}")
     return found
 
 
@@ -74,11 +73,10 @@ def with_owner(
 ) -> tuple[list[int], list[int], list[int]]:
     """Around SGLang's `get_kv_transfer_buf_infos`; other backends get what they always did."""
     ptrs, lens, items = original(pool)
-    if get_disagg().disaggregation_transfer_backend != NAME:
-        return ptrs, lens, items
-    addresses = Addresses(ptrs)
-    addresses.owner = pool
-    return addresses, lens, items
+    if get_disagg().disaggregation_transfer_backend == NAME:
+        ptrs = Addresses(ptrs)
+        ptrs.owner = pool
+    return ptrs, lens, items
 
 
 def with_pools(  # noqa: PLR0917  (SGLang's signature)

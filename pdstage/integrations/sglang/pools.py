@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.mem_cache.memory_pool import (
-    DSATokenToKVPool,
-    HybridLinearKVPool,
-    MLATokenToKVPool,
-)
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import HiSparseMHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -79,6 +75,8 @@ def layer_ids(pool: Any, n: int, *, window: bool = False) -> list[int]:  # noqa:
             (index, layer) for layer, (index, is_window) in pool.layers_mapping.items() if is_window == window
         )
         return [layer for _, layer in found]
+    if isinstance(pool, HybridLinearKVPool):
+        return list(pool.full_attention_layer_id_mapping)
     start = getattr(pool, "start_layer", None) or 0
     return list(range(start, start + n))
 

@@ -131,8 +131,10 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._give_up("decode gave it up")
 
     def clear(self) -> None:
-        """Called again when a failed room's memory is returned, which must not be held once more."""
+        """Called again when a failed room's memory is returned, which is held no more then."""
         if self._is_cleared:
+            if self._room is not None and self._room.bound and self.conclude_state != KVPoll.Success:
+                self.kv_mgr.let_go(self.number, self._room)
             return
         self._is_cleared = True
         super().clear()

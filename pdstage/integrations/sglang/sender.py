@@ -2,13 +2,14 @@
 
 The scheduler polls, and takes the minimum of all ranks' answers; Success or Failed then returns the pages of all ranks
 at once. So after a request's last chunk, Failed needs an agreement. A rank that gives the room up reports `GIVEN_UP`.
-The others see it in the minimum and give theirs up, and each reports `QUIET` when nothing reads its pages any more. No
-rank waits: the scheduler polls on. Before its last chunk a room cannot succeed at decode, whatever arrives there. Its
-pages are returned at once, even if a write may still read them.
+The others see it in the minimum and give theirs up, and each reports `QUIET` when nothing reads its pages any more, or
+long after its node has failed. No rank waits: the scheduler polls on. Before its last chunk a room cannot succeed at
+decode, whatever arrives there. Its pages are returned at once, even if a write may still read them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdstage.integrations.sglang.manager import PdStageKVManager
-    from pdstage.manager import Sender
+    from pdstage.manager import PrefillNode, Sender
     from pdstage.manager.handle import CudaEvent
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
     """The adapter of the request's KV; set after construction, see `manager`."""
     _early_send_wait_event: Any
     _transfer_start_time: float | None
+    _node: PrefillNode
     _room: Sender | None = None
+    _lost_at: float | None = None
+    """When its node was found to have failed."""
     _first_page = 0
     _is_whole = False
     """Its last chunk was sent: it is in the scheduler's in-flight queue."""
@@ -71,7 +75,8 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         if mgr.is_dummy_cp_rank or mgr.request_status.get(bootstrap_room) == KVPoll.Failed:
             return
         try:
-            self._room = mgr.awake().send(bootstrap_room)
+            self._node = mgr.awake()
+            self._room = self._node.send(bootstrap_room)
         except PdstageError as error:
             mgr.fail(self, error)
         else:
@@ -79,7 +84,10 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
 
     def pop_decode_prefix_len(self) -> int:
         """The tokens that decode has already: pages are counted from there."""
-        held = self._room.prefix_tokens_of("kv") if self._room is not None else 0
+        held = None
+        if self._room is not None:
+            with contextlib.suppress(PdstageError):  # its node has failed: the next poll says so, with the cause
+                held = self._room.prefix_tokens_of("kv")
         self._first_page = (held or 0) // self.kv_mgr.kv_args.page_size
         return self._first_page * int(self.kv_mgr.kv_args.page_size)
 
@@ -138,7 +146,8 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
             if state is State.FAILED:
                 self.kv_mgr.fail(self, room.error)
             else:
-                ended = state is State.SUCCESS and not room.released  # the scheduler would take the pages back
+                # Else the scheduler would take the pages back.
+                ended = state is State.SUCCESS and not (room.released or self._is_lost())
                 self.kv_mgr.update_status(self.bootstrap_room, int(State.TRANSFERRING if ended else state))
 
     def _poll_with_status(self, check_status: Callable[[int], int]) -> int:
@@ -149,7 +158,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         if not self._is_whole:
             return status
         if self._is_given_up:
-            return GIVEN_UP if self._is_read() else QUIET
+            return GIVEN_UP if self._is_read() and not self._is_lost() else QUIET
         if status == KVPoll.Failed:
             return GIVEN_UP
         return status if status == KVPoll.Success else int(KVPoll.Transferring)
@@ -179,6 +188,16 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
     def _is_read(self) -> bool:
         """Whether a write may still read the room's pages. There is none before a chunk."""
         return self._room is not None and self._transfer_start_time is not None and not self._room.released
+
+    def _is_lost(self) -> bool:
+        """Whether its node has failed for so long that no peer takes anything of it: nothing else tells that its pages
+        are not read any more.
+        """
+        driver = self._node.driver
+        if not driver.closed and driver.failure is None:
+            return False
+        self._lost_at = self._lost_at or time.monotonic()
+        return time.monotonic() - self._lost_at > 3 * self._node.config.max_silence_s
 
     def abort(self) -> None:
         if self.conclude_state != KVPoll.Failed:

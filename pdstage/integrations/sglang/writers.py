@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from pdstage.integrations.sglang.pools import HOSTS, LATENTS, inner, name_of
-from pdstage.integrations.stores import Encoding, Rows, into
+from pdstage.integrations.stores import Encoding, into, rows_by
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
 _DRAFT = "draft_"
 
 
-def probes_of(layout: Layout, pools: Pools) -> list[LayerProbe]:
+def probes_of(layout: Layout, pools: Pools) -> Iterator[LayerProbe]:
     """One probe for each layer of each component; the draft model's layers have their own."""
     layers: dict[tuple[str, bool, int], list[View]] = defaultdict(list)
     for view in layout.views():
         layers[view.key.component, view.key.role.startswith(_DRAFT), view.key.layer].append(view)
     drafts = sorted(layer for _, is_draft, layer in layers if is_draft)
-    probes = []
     for (component, is_draft, layer), views in layers.items():
         pool = pools.draft if is_draft else pools.kv
         number = drafts.index(layer) + getattr(pool, "start_layer", 0) if is_draft else layer
@@ -50,8 +49,7 @@ def probes_of(layout: Layout, pools: Pools) -> list[LayerProbe]:
         else:
             write = _attention(component, pool, number, views) or _stored(component, views, pools, layout)
         name = f"{component} of {_DRAFT * is_draft}layer {layer}"
-        probes.append(LayerProbe(name, name_of(pool), tuple(view.key for view in views), write, first_item=1))
-    return probes
+        yield LayerProbe(name, name_of(pool), tuple(view.key for view in views), write, first_item=1)
 
 
 def _attention(
@@ -74,8 +72,8 @@ def _attention(
     def write(at: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         store(SimpleNamespace(layer_id=layer), KVWriteLoc(at, swa_loc=at), k, v)  # a window's pool has its own
 
-    rows = Rows(Encoding(held.dtype, held.dtype), heads, sizes, held.page_size, held.device)
-    return rows.writer(by_role, write)
+    encoding, n_tokens = Encoding(held.dtype, held.dtype), held.page_size
+    return rows_by(write, by_role, encoding, heads=heads, sizes=sizes, n_tokens=n_tokens, device=held.device)
 
 
 def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout) -> Writer | None:
@@ -101,8 +99,9 @@ def _host_rows(pool: Any, layer: int, views: Sequence[View]) -> Writer | None:  
 def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:
     """The tensors of a state's layers, `[item, ...]`."""
     if component == "dsa":
-        yield from getattr(inner(pools.kv), "index_k_with_scale_buffer", ())
+        for pool in (pools.kv, pools.draft):
+            yield from getattr(inner(pool), "index_k_with_scale_buffer", ())
     elif component == "mamba":
-        entries = getattr(pools.states(), "_iter_transfer_state_entries", None)
-        for _, tensor, _, _ in () if entries is None else entries():
+        entries = getattr(pools.states(), "_iter_transfer_state_entries", tuple)
+        for _, tensor, _, _ in entries():
             yield tensor

@@ -7,7 +7,7 @@ name, so that a drafter's layer 0 is not the model's. A tensor's shape gives onl
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pdstage.integrations.vllm.groups import Held
-    from pdstage.layout import Layout
     from pdstage.layout.topology import Topology
     from pdstage.tensors import Naming, Part
 
@@ -82,23 +81,14 @@ class Backend(NamedTuple):
         return Backend(str(backend.get_name()), pages)
 
 
-@dataclass(frozen=True, slots=True)
 class Caches:
     """The layout and its device, beside which some caches may be in host memory; the keys of a layer's views, by layer
     name; and the pages per vLLM block, by component.
     """
 
-    layout: Layout
-    device: torch.device
-    keys: dict[str, tuple[Key, ...]]
-    n_pages: dict[str, int]
-    paged: dict[str, list[torch.Tensor]]
-    """The caches `[pages, ...]` that hold tokens, by component."""
-
-    @staticmethod
-    def of(
-        kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig, config: VllmConfig, topology: Topology
-    ) -> Caches:
+    def __init__(
+        self, kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig, config: VllmConfig, topology: Topology
+    ) -> None:
         """Raises `UsageError`, naming the layer, for a cache of another shape than vLLM 0.33's."""
         parallel = config.parallel_config  # heads and states are sharded over TP, whoever shares the tokens
         tp = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
@@ -106,9 +96,10 @@ class Caches:
         n_groups = groups_of_states(config.model_config.hf_text_config)
         layers = config.compilation_config.static_forward_context
         parts: list[Part] = []
-        keys: dict[str, tuple[Key, ...]] = {}
-        n_pages: dict[str, int] = {}
-        paged: dict[str, list[torch.Tensor]] = {}
+        self.keys: dict[str, tuple[Key, ...]] = {}
+        self.n_pages: dict[str, int] = {}
+        self.paged: dict[str, list[torch.Tensor]] = {}
+        """The caches `[pages, ...]` that hold tokens, by component."""
         n_blocks = {
             name: kv_cache_config.num_blocks_of(tensor)
             for tensor in kv_cache_config.kv_cache_tensors
@@ -127,10 +118,10 @@ class Caches:
                 if isinstance(spec, UniformTypeKVCacheSpecs):
                     spec = spec.kv_cache_specs[name]
                 n = _pages_per_block(name, cache, spec, n_blocks.get(name, 0))
-                if n_pages.setdefault(group.component, n) != n:
+                if self.n_pages.setdefault(group.component, n) != n:
                     raise UsageError(
                         f"layer {name!r} has {n} pages in a block, other layers of its group "
-                        f"{n_pages[group.component]}",
+                        f"{self.n_pages[group.component]}",
                         remedy="use one attention backend, and one cache dtype, for all layers of a kind",
                         layer=name,
                     )
@@ -139,22 +130,21 @@ class Caches:
                 if isinstance(spec, MambaSpec):
                     made = state_parts(cache, spec, tp=tp, n_groups=n_groups, naming=naming)
                 else:
-                    paged.setdefault(group.component, []).append(cache)
+                    self.paged.setdefault(group.component, []).append(cache)
                     naming["format"] = _format(cache, spec, config.cache_config.cache_dtype)
                     heads = _total_heads(spec, n_heads, tp)
                     made = [_attention(name, cache, spec, layers.get(name), total_heads=heads, tp=tp, naming=naming)]
                 made = [_named(part, name) for part in made]
-                keys[name] = tuple(view.key for part in made for view in part.views)
+                self.keys[name] = tuple(view.key for part in made for view in part.views)
                 parts += made
         if not parts:
             raise UsageError("no KV cache of this worker can be handed over", remedy="check the model and its groups")
-        held = [group for group in groups if group.component in n_pages]  # the others are of other pipeline stages
+        held = [group for group in groups if group.component in self.n_pages]  # the others are of other pipeline stages
         states = [group.component for group in held if group.is_state]
         shard = TokenShard.by(topology, parallel.cp_kv_cache_interleave_size)
         dealt = {group.component: shard for group in held if group.n_shards > 1}
-        layout = build(*parts, slots=states, exact=states, owned=dealt)
-        device = next((one.device for one in kv_caches.values() if one.device.type != "cpu"), torch.device("cpu"))
-        return Caches(layout, device, keys, n_pages, paged)
+        self.layout = build(*parts, slots=states, exact=states, owned=dealt)
+        self.device = next((one.device for one in kv_caches.values() if one.device.type != "cpu"), torch.device("cpu"))
 
     def own(self, held: Mapping[str, Held]) -> dict[str, Held]:
         """`held` without the groups of which this pipeline stage has no layer."""
@@ -267,5 +257,5 @@ def _format(cache: torch.Tensor, spec: AttentionSpec, cache_dtype: str) -> str:
 def _named(part: Part, name: str) -> Part:
     """The part's views, with the rest of the layer's name (without its number) in their roles."""
     rest = _NUMBER.sub("*", name, count=1)
-    keys = (Key(v.key.component, f"{v.key.role}@{rest}", v.key.layer) for v in part.views)
-    return replace(part, views=tuple(replace(v, key=key) for v, key in zip(part.views, keys, strict=True)))
+    views = (replace(view, key=view.key._replace(role=f"{view.key.role}@{rest}")) for view in part.views)
+    return replace(part, views=tuple(views))

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from pdstage.integrations.vllm.scheduler import SchedulerSide
+from pdstage.integrations.vllm.scheduler import Answer, SchedulerSide
 from pdstage.integrations.vllm.settings import Settings
 from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
 from pdstage.integrations.vllm.worker import WorkerSide
@@ -47,20 +47,17 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's KV connector on pdstage. It accepts every cache layout, so `get_required_kvcache_layout` stays None."""
 
     _cache_hit_source = CacheHitSource.P2P
+    supports_divergent_local_hybrid_hits = True
+    """A state is always loaded, and of other groups what each lacks."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _show_log()
-        settings = Settings.of(vllm_config)
+        settings = Settings(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_side = SchedulerSide(vllm_config, kv_cache_config, settings)
         else:
             self.worker_side = WorkerSide(vllm_config, kv_cache_config, settings)
-
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Yes: a state is always loaded, and of other groups what each lacks."""
-        return True
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -95,13 +92,11 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.ended(connector_output)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Answer:
         """What MultiConnector calls where one of its connectors knows no groups, such as ExampleConnector."""
         return self.scheduler_side.finished(request, (block_ids,))
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Answer:
         return self.scheduler_side.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:

@@ -107,9 +107,11 @@ class Group:
         if NULL_BLOCK in blocks[first:last]:
             first = last - blocks[first:last][::-1].index(NULL_BLOCK)
         begin = max(first * size, self.needed_from(n_tokens), start)
-        edges = {last - 1} if n_tokens < last * size else set()
-        edges |= {first} if first * size < begin else set()
-        partly = tuple(blocks[at] for at in sorted(edges) if first <= at < last and start <= at * size)
+        partly = tuple(
+            blocks[at]
+            for at in sorted({first, last - 1})
+            if first <= at < last and start <= at * size and (at * size < begin or n_tokens < (at + 1) * size)
+        )
         return Held(tuple(blocks[first:last]), first * self.spec.block_size, (min(begin, n_tokens), n_tokens), partly)
 
 
@@ -118,7 +120,7 @@ def groups_of(kv_cache_config: KVCacheConfig, n_shards: int = 1) -> tuple[Group,
     unsupported kinds.
     """
     found: list[Group] = []
-    counts: dict[str, int] = {}
+    kinds: list[str] = []
     for index in kv_cache_config.transfer_group_ids:
         spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
         specs = [spec]
@@ -126,9 +128,10 @@ def groups_of(kv_cache_config: KVCacheConfig, n_shards: int = 1) -> tuple[Group,
             specs = list(spec.kv_cache_specs.values())
             spec = specs[0]
         kind = _kind(spec)
-        n = counts[kind] = counts.get(kind, 0) + 1
+        n = kinds.count(kind)
+        kinds.append(kind)
         row_tokens = math.lcm(*(max(1, int(getattr(one, "tokens_per_state", 1))) for one in specs))
-        name = kind if n == 1 else f"{kind}.{n - 1}"
+        name = f"{kind}.{n}" if n else kind
         found.append(Group(index, name, spec, n_shards if spec.dcp_sharded else 1, row_tokens))
     return tuple(found)
 

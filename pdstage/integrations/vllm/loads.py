@@ -158,9 +158,9 @@ def n_common(request: Request, params: Mapping[str, Any]) -> int:
     there, n_there = params.get("remote_token_digests"), params.get("remote_num_tokens")
     if not isinstance(there, str) or not isinstance(n_there, int):
         return 0
-    at, width = 0, 2 * _DIGEST_NBYTES
+    at = 0
     for number, (stop, digest) in enumerate(_digests(request, n_there)):
-        if stop > request.num_prompt_tokens or there[width * number : width * (number + 1)] != digest:
+        if stop > request.num_prompt_tokens or not there.startswith(digest, len(digest) * number):
             break
         at = stop
     return at
@@ -168,21 +168,19 @@ def n_common(request: Request, params: Mapping[str, Any]) -> int:
 
 def _digests(request: Request, n_tokens: int) -> Iterator[tuple[int, str]]:
     """Digests after every 256 tokens and at the end: of all tokens so far, and of the images and other inputs that
-    begin in them. Nothing for a prompt without tokens (embeddings).
+    begin in them. Nothing for a prompt with embeddings, which no token identifies.
     """
     tokens = np.asarray(request.all_token_ids, np.int64)
-    if request.prompt_token_ids is None or n_tokens < 1:
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return
     hashed = hashlib.blake2b(str(request.cache_salt or "").encode(), digest_size=_DIGEST_NBYTES)
     others = sorted((one.mm_position.offset, one.identifier) for one in request.mm_features)
-    start = 0
-    for number in range(-(-n_tokens // _EVERY)):
-        stop = min((number + 1) * _EVERY, n_tokens)
+    for start in range(0, n_tokens, _EVERY):
+        stop = min(start + _EVERY, n_tokens)
         if stop > len(tokens):
             return
         hashed.update(tokens[start:stop].tobytes())
         for offset, identifier in others:
             if start <= offset < stop:
                 hashed.update(f"{offset}:{identifier}\0".encode())
-        start = stop
         yield stop, hashed.hexdigest()

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 if TYPE_CHECKING:
+    from pdstage.control.bootstrap import Advert
     from pdstage.integrations.vllm.groups import Held
 
 
@@ -68,7 +69,7 @@ class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's news, by request id. `arrived` are requests that prefill will send early, and their rooms. `aborted`
     are requests that ended, or are held no longer, and why: while they load, before any of them was sent, or after.
 
-    `preempted` come first, since other requests use their blocks in this step, `arrived` before its chunks, and `wants`
+    `preempted` come first, since their blocks are written in this step, `arrived` before its chunks, and `wants`
     before `receives`. `aborted` come last, since a request may have arrived, or got its blocks, in the same step.
     """
 
@@ -103,6 +104,6 @@ class PdStageWorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class PdStageHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Adverts of prefill ranks (`pdstage.control.bootstrap.Advert`) as JSON."""
+    """Adverts of prefill ranks."""
 
-    adverts: tuple[bytes, ...]
+    adverts: tuple[Advert, ...]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from vllm.v1.request import RequestStatus
 
 from pdstage.control.address import Address
-from pdstage.control.bootstrap import Advert, BootstrapServer
+from pdstage.control.bootstrap import BootstrapServer
 from pdstage.errors import UsageError
 from pdstage.integrations.model import digest
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Answer: TypeAlias = tuple[bool, dict[str, Any] | None]
+"""Whether a request that ended keeps its blocks, and decode's `kv_transfer_params`."""
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -64,7 +66,6 @@ class SchedulerSide:
                 "answer its state may be in the block of any draft token",
                 remedy="leave out bidirectional_kv_xfer, or speculative decoding",
             )
-        self._all_whole = all(group.is_whole for group in self._groups)
         self._streams = Streams(self._groups)
         self.news = PdStageMetadata()
         """What the workers are told next; an engine makes a step for it even if idle."""
@@ -86,23 +87,23 @@ class SchedulerSide:
         Data-parallel replicas behind one API server share the first one's directory, if it has a port that they know:
         it is what a router is told. With `keys`, by which no router can read it, each has a directory of its own.
         """
+        settings = self._settings
         adverts = [
-            msgspec.structs.replace(msgspec.json.decode(one, type=Advert), replica=self._settings.replica)
+            msgspec.structs.replace(one, replica=settings.replica)
             for each in handshakes.values()
             for one in each.adverts
         ]
         if not adverts:
             return
-        node = self._settings.node(PrefillNode)
+        node = settings.node(PrefillNode)
         exposure = {name: node[name] for name in ("keys", "insecure") if name in node}
-        if self._settings.shared and not exposure.get("keys"):
+        if settings.shared and not exposure.get("keys"):
             self._first = self._first or Directory()
-            self._address = self._settings.shared
+            self._address = settings.shared
             self._first.publish(self._address, lambda: adverts, eventually=True)
             return
         if self._server is None:
-            where = str(Address(self._settings.host, self._settings.port))
-            self._server = BootstrapServer(where, **exposure).start()
+            self._server = BootstrapServer(str(Address(settings.host, settings.port)), **exposure).start()
             self._address = self._server.address
             log.info("decode engines find this one at %s", self._address)
         for advert in adverts:
@@ -135,17 +136,15 @@ class SchedulerSide:
         left = self._left
         if not left or request.num_prompt_tokens <= left or request.get_skip_reading_prefix_cache():
             return
-        if request.prompt_token_ids is not None:
-            del request.prompt_token_ids[-left:]
-        elif request.prompt_embeds is not None:
-            request.prompt_embeds = request.prompt_embeds[:-left]
-        else:
-            return
+        for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):  # a mixed prompt has all three
+            given = getattr(request, name)
+            if given is not None:
+                setattr(request, name, given[:-left])
         del request._all_token_ids[-left:]
         request.num_prompt_tokens -= left
         request.max_tokens = 1
 
-    def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> Answer:
         """A request ended with `blocks` of each of vLLM's groups. Returns whether it keeps them, and decode's
         parameters.
         """
@@ -173,9 +172,11 @@ class SchedulerSide:
 
     def _hand_over(
         self, request: Request, blocks: Sequence[Sequence[int]], stream: Stream | None, turns: Turns | None = None
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> Answer:
         """Keeps the request's blocks for decode or, with `turns`, for prefill in the conversation's next turn."""
-        n_tokens = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        # A state is as the last step leaves it: with asynchronous scheduling that is one after the request's end.
+        n_in_flight = 0 if self._has_state else request.num_in_flight_tokens
+        n_tokens = max(0, request.num_computed_tokens - n_in_flight)
         if not self._address:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
             return False, None
@@ -257,10 +258,9 @@ class SchedulerSide:
     def _n_of_prefill(self, request: Request, params: Mapping[str, Any]) -> int:
         """How many first tokens of the request prefill has."""
         there, most = params.get("remote_num_tokens"), max(0, request.num_prompt_tokens - self._left)
-        n_tokens: int = most if there is None else min(there, most)
-        if self._has_state and there is not None and n_tokens != there:
-            return 0  # a state is of exactly that many tokens
-        return n_tokens
+        n_tokens: int = most if there is None else there
+        # A state is of exactly that many tokens.
+        return 0 if self._has_state and n_tokens > most else min(n_tokens, most)
 
     def _n_of_turn(self, request: Request, params: Mapping[str, Any], n_local: int) -> int:
         """How many first tokens of the request decode kept from the turn before. A window and a state exist only at
@@ -268,7 +268,7 @@ class SchedulerSide:
         """
         assert self._settings.turns is not None
         n_tokens = n_common(request, params)
-        if not self._all_whole and (
+        if not all(group.is_whole for group in self._groups) and (
             n_tokens != params.get("remote_num_tokens") or n_tokens >= request.num_prompt_tokens
         ):
             return 0

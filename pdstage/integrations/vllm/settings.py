@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.utils.network_utils import get_ip
 
@@ -20,14 +19,13 @@ if TYPE_CHECKING:
     from pdstage.manager import DecodeNode, PrefillNode
 
 _WHERE = "kv_connector_extra_config"
-_DEADLINES = {"hello_s": 10.0, "wait_s": 60.0}
+_DEADLINES = {"hello_s": 10.0, "wait_s": 60.0, "max_deadline_s": 86_400.0}
 """Prefill has answered the proxy with the whole request computed: an engine that is absent now is gone, and a room that
-gets no data was another request's.
+gets no data was another request's. A request may queue at decode for hours.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
+class Turns(NamedTuple):
     """What decode keeps for a conversation's next turn, by the names of vLLM's NixlConnector (`bidirectional_kv_xfer`
     enables it): for how many seconds (`decoder_kv_blocks_ttl`), and how few tokens prefill does not load
     (`kv_recompute_threshold`).
@@ -50,7 +48,6 @@ class Turns:
         return Turns(ttl_s, fewest) if asked else None
 
 
-@dataclass(frozen=True, slots=True)
 class Settings:
     """`host` is where this engine listens; "auto" is vLLM's own address (VLLM_HOST_IP). `port` is that of a prefill
     engine's own directory; 0 is any. A data-parallel replica of vLLM is an engine of its own: `replica` is its number
@@ -63,26 +60,16 @@ class Settings:
     waits no longer for one that prefill refused.
     """
 
-    host: str
-    port: int
-    replica: int
-    shared: str
-    trust_layout: bool
-    turns: Turns | None
-    lease_s: float
-    options: Mapping[str, Any]
-
-    @staticmethod
-    def of(vllm_config: VllmConfig) -> Settings:
-        options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.options = options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
-        trust_layout = trusts_layout(options, where=_WHERE)
-        turns = Turns.of(options, vllm_config.kv_transfer_config.kv_role)
-        lease_s = number("kv_lease_duration", options.pop("kv_lease_duration", 30.0), above=0.0)
-        host = get_ip() if host == "auto" else host
-        replica, first_at, offset = _replica(vllm_config.parallel_config, host)
-        shared = str(Address(first_at, port)) if port and first_at else ""
-        return Settings(host, port and port + offset, replica, shared, trust_layout, turns, lease_s, options)
+        self.trust_layout = trusts_layout(options, where=_WHERE)
+        self.turns = Turns.of(options, vllm_config.kv_transfer_config.kv_role)
+        self.lease_s = number("kv_lease_duration", options.pop("kv_lease_duration", 30.0), above=0.0)
+        self.host: str = get_ip() if host == "auto" else host
+        self.replica, first_at, offset = _replica(vllm_config.parallel_config, self.host)
+        self.shared = str(Address(first_at, port)) if port and first_at else ""
+        self.port: int = port and port + offset
 
     def node(self, kind: type[PrefillNode | DecodeNode], model: Mapping[str, str] | None = None) -> dict[str, Any]:
         """A node's arguments; `model` is vLLM's facts. Raises `UsageError` for arguments that no node takes."""

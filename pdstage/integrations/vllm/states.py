@@ -46,8 +46,13 @@ def state_parts(
             for i, state in enumerate(nbytes)
         ]
     first = is_conv_state_dim_first()
+    # Rows for speculation are last, and no state: a prefill leaves it in the leading rows (causal_conv1d.py). Mamba-1
+    # has none.
+    window = spec.shapes[0][1 if first else 0]
+    if spec.mamba_type is not _KINDS.MAMBA1:
+        window -= spec.num_speculative_blocks
     conv = mamba_conv(
-        [states[0]], sections=sections, tp=tp, channels_last=not first, window=_window(spec), whole=True,
+        [states[0]], sections=sections, tp=tp, channels_last=not first, window=window, whole=True,
         role="conv" if first else "conv_sd", **naming,
     )  # fmt: skip
     heads = states[1].shape[1] * tp[0]
@@ -55,14 +60,6 @@ def state_parts(
     # vLLM's kernels for the CPU keep a gated delta net's state as [head, k, v] in a tensor [head, v, k].
     turned = spec.mamba_type is _KINDS.GDN_ATTN and cache.device.type == "cpu"
     return [conv, mamba_ssm([states[1]], total_heads=cut, tp=tp, role="ssm_kv" if turned else "ssm", **naming)]
-
-
-def _window(spec: MambaSpec) -> int:
-    """The rows of a conv state without those for speculation, which are last: a prefill leaves the state in the leading
-    rows (causal_conv1d.py). Mamba-1 has none.
-    """
-    rows: int = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
-    return rows if spec.mamba_type is _KINDS.MAMBA1 else rows - spec.num_speculative_blocks
 
 
 def groups_of_states(hf_config: object) -> int | None:
@@ -87,8 +84,7 @@ def _sections(spec: MambaSpec, tp_size: int, n_groups: int | None) -> Sequence[S
             other = quotient("the channels of B and C in a conv state", held - heads * spec.shapes[1][1], 2)
             return [x, _cut("b", other), _cut("c", other)]
         case _KINDS.GDN_ATTN:
-            inner = heads * spec.shapes[1][1]
-            other = quotient("the channels of Q and K in a conv state", held - inner, 2)
+            other = quotient("the channels of Q and K in a conv state", held - heads * spec.shapes[1][1], 2)
             return [_cut("q", other), _cut("k", other), Section("v", heads, spec.shapes[1][1])]
     return None
 

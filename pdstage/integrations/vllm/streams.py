@@ -50,6 +50,7 @@ class Streams:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = [group for group in groups if not group.is_state]  # a state is sent at the end
+        self._states = [group.index for group in groups if group.is_state]
         self._row_tokens = math.lcm(*(group.row_tokens for group in groups))
         self.of: dict[str, Stream] = {}
         """By request, until prefill has finished it."""
@@ -64,8 +65,8 @@ class Streams:
         return True
 
     def step(self, output: SchedulerOutput) -> tuple[dict[str, bool], dict[str, Chunk]]:
-        """The requests that lost their blocks before this step, and for each whether the step writes them before a
-        worker can wait; and the tokens that this step computes of the others.
+        """The requests that lost their blocks before this step, or what is in them, and for each whether others write
+        there before a worker can wait; and the tokens that this step computes.
         """
         if not self.of:
             return {}, {}
@@ -75,22 +76,36 @@ class Streams:
             n_scheduled = output.num_scheduled_tokens.get(name)
             if n_scheduled is None or (blocks := output.kv_connector_block_state.get_block_ids(name)) is None:
                 continue
+            if stream.request.num_computed_tokens < stream.stop:
+                # Another connector's blocks did not come: what was sent of them is wrong, and computed again in place.
+                preempted[name] = True
+                stream.stop = 0
+                stream.blocks.clear()
             n_prompt = stream.request.num_prompt_tokens
             stop = stream.request.num_computed_tokens + n_scheduled
             stop = n_prompt if stop >= n_prompt else stop - stop % self._row_tokens
             if stop > stream.stop:
-                held = self._held(blocks, stream.stop, stop, n_prompt)
+                held = {}
+                for group in self._groups:  # of a window only what is still read once the whole prompt is computed
+                    start = max(stream.stop, group.needed_from(n_prompt))
+                    one = group.held(blocks[group.index], stop, start)
+                    if one.tokens is not None and one.tokens[0] < one.tokens[1]:
+                        held[group.component] = one
                 chunks[name] = Chunk(held, stop)
                 stream.blocks.update(*(one.blocks for one in held.values()))
                 stream.stop, stream.has_begun = stop, True
         return preempted, chunks
 
     def _preempted(self, output: SchedulerOutput) -> dict[str, bool]:
-        """vLLM's second model runner zeroes new blocks, and copies others into them, before `handle_preemptions`."""
+        """vLLM's second model runner zeroes new blocks, and copies others and states into them, before it calls
+        `handle_preemptions`.
+        """
         lost = [name for name in output.preempted_req_ids or () if name in self.of]
         if not lost:
             return {}
         written = {*(output.new_block_ids_to_zero or ()), *(copy[1] for copy in output.kv_cache_block_copies or ())}
+        new = [one.block_ids for one in output.scheduled_new_reqs] + output.scheduled_cached_reqs.new_block_ids
+        written.update(*(blocks[index] for blocks in new if blocks is not None for index in self._states))
         preempted = {}
         for name in lost:
             stream = self.of[name]
@@ -98,15 +113,6 @@ class Streams:
             stream.stop = 0
             stream.blocks.clear()
         return preempted
-
-    def _held(self, blocks: Sequence[Sequence[int]], start: int, stop: int, n_prompt: int) -> dict[str, Held]:
-        """Tokens `start` to `stop`; of a window only those that are still read once the whole prompt is computed."""
-        held = {}
-        for group in self._groups:
-            one = group.held(blocks[group.index], stop, max(start, group.needed_from(n_prompt)))
-            if one.tokens is not None and one.tokens[0] < one.tokens[1]:
-                held[group.component] = one
-        return held
 
 
 class Layers(NamedTuple):
@@ -193,8 +199,9 @@ class EarlySender:
         return rest
 
     def preempted(self, request_id: str, *, is_overwritten: bool) -> None:
-        """Another request is about to use its blocks. Blocks that the room has not got come again; blocks that it has
-        got must be sent first. The room fails if that takes too long, or if they are being overwritten already.
+        """Its blocks are about to be written, by another request or, after a failed load, anew. Blocks that the room
+        has not got come again; blocks that it has got must be sent first. The room fails if that takes too long, or if
+        they are being overwritten already.
         """
         self._waiting.clear()
         if not self.given:
@@ -207,5 +214,5 @@ class EarlySender:
                 why = f"were not read in {_CARRIED_S} s"
             else:
                 return
-        log.warning("request %s is preempted, and not sent: its blocks %s", request_id, why)
-        self.sender.abort("the request was preempted at prefill")
+        log.warning("request %s is computed again, and not sent: its blocks %s", request_id, why)
+        self.sender.abort("prefill computes the request again")

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -136,7 +135,7 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Registers vLLM's caches, by layer; rooms may come from now on. Raises `UsageError` for unsupported caches."""
-        self._caches = Caches.of(kv_caches, self._kv_cache_config, self._config, self.topology)
+        self._caches = Caches(kv_caches, self._kv_cache_config, self._config, self.topology)
         probes = probes_of(self._caches, self._config)
         proof = prove_layout(self._caches.layout, probes, trust_layout=self._settings.trust_layout)
         log.info("KV cache layout of rank %d: %s", self.topology.tp_rank, proof)
@@ -144,14 +143,13 @@ class WorkerSide:
         keys = sorted(self._caches.keys.items(), key=lambda one: at.get(one[0], -1))  # as vLLM made the layers
         self._groups = LayerGroups({name: key.layer for name, (key, *_) in keys if key.component in self._caches.paged})
         pool = Pool.of(self._caches.layout, str(self._caches.device), keep=tuple(kv_caches.values()))
-        model, load = self._config.model_config, self._config.load_config
-        said, name = facts(model, model.model, dummy=load.load_format == "dummy"), self._transfer.engine_id
-        path = {"path": "staged"} if pool.on_host else {}  # bytes land on the device, and a kernel scatters them
+        model, is_dummy = self._config.model_config, self._config.load_config.load_format == "dummy"
+        said = facts(model, model.model, dummy=is_dummy)
         if self._transfer.is_kv_producer:
-            options = path | self._settings.node(PrefillNode, said)
+            options, name = self._settings.node(PrefillNode, said), self._transfer.engine_id
             self.prefill = PrefillNode(pool, self.topology, publish=False, instance=name, **options)
         if self._transfer.is_kv_consumer:
-            self.decode = DecodeNode(pool, self.topology, **path | self._settings.node(DecodeNode, said))
+            self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode, said))
 
     def handshake(self) -> PdStageHandshake | None:
         """This rank's advert, if it prefills. Under prefill context parallelism vLLM keeps one answer a TP rank: each
@@ -159,7 +157,7 @@ class WorkerSide:
         """
         if self.prefill is None:
             return None
-        advert = msgspec.json.encode(self.prefill.advert)
+        advert = self.prefill.advert
         if self._config.parallel_config.prefill_context_parallel_size == 1:
             return PdStageHandshake((advert,))
         group = get_pcp_group()
@@ -443,9 +441,9 @@ def topology_of(parallel: ParallelConfig) -> Topology:
     tp_size, pcp_size = parallel.tensor_parallel_size, parallel.prefill_context_parallel_size
     pcp_rank = get_pcp_group().rank_in_group if pcp_size > 1 else 0
     cp_size, cp_rank = get_dcp_world_size_and_rank()
-    n_groups = quotient("tensor times prefill context parallel size", tp_size * pcp_size, cp_size)
     return Topology(
-        tp_size=n_groups, tp_rank=(parallel.rank % tp_size * pcp_size + pcp_rank) // cp_size,
+        tp_size=quotient("tensor times prefill context parallel size", tp_size * pcp_size, cp_size),
+        tp_rank=(parallel.rank % tp_size * pcp_size + pcp_rank) // cp_size,
         cp_size=cp_size, cp_rank=cp_rank, pp_size=parallel.pipeline_parallel_size,
         pp_rank=parallel.rank // (tp_size * pcp_size) % parallel.pipeline_parallel_size,
     )  # fmt: skip

@@ -16,12 +16,12 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from pdstage.integrations.stores import Encoding, Rows, into, slots
+from pdstage.integrations.stores import Encoding, into, rows_by, slots
 from pdstage.integrations.vllm.caches import Backend, Pages
 from pdstage.probe import LayerProbe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.config import VllmConfig
 
@@ -33,25 +33,26 @@ _PLACE = re.compile(r"\d+")
 _PLAIN = {"auto", "bfloat16", "float16", "half", "float32", "float"}
 
 
-def probes_of(caches: Caches, config: VllmConfig) -> list[LayerProbe]:
+def probes_of(caches: Caches, config: VllmConfig) -> Iterator[LayerProbe]:
     """One probe for each layer of `caches`."""
     layers = config.compilation_config.static_forward_context
     views = caches.layout.by_key()
-    probes = []
     for name, keys in caches.keys.items():
         layer, held = layers.get(name), [views[key] for key in keys]
-        write = None if layer is None else _writer(layer, held, caches.device, config.model_config.dtype)
-        probes.append(LayerProbe(name, Backend.of(layer).name, keys, write))
-    return probes
+        write = _writer(layer, held, caches.device, config.model_config.dtype)
+        yield LayerProbe(name, Backend.of(layer).name, keys, write)
 
 
 def _writer(
-    layer: Any,  # noqa: ANN401  (vLLM's)
+    layer: Any,  # noqa: ANN401  (vLLM's, or None)
     views: Sequence[View],
     device: torch.device,
     dtype: torch.dtype,
 ) -> Writer | None:
-    """The layer's own writer; None if it has none that can be called alone."""
+    """The layer's own writer; None if it has none that can be called alone. That of attention is the backend's
+    `do_kv_cache_update`: of K and V of every KV head, or of MLA's latent and rotary key. Packed rows (fp8_ds_mla) are
+    not plain.
+    """
     if isinstance(getattr(layer, "kv_cache", None), list | tuple):
         return _states(layer.kv_cache, views)
     if Backend.of(layer).pages is Pages.INDEX:
@@ -60,9 +61,25 @@ def _writer(
         return None
     encoding, by_role = _encoding_of(layer, dtype), {_role(view): view for view in views}
     is_kv = encoding is not None and "k" in by_role and all(view.shards == layer.num_kv_heads for view in views)
-    if not is_kv and by_role.keys() != {"latent"}:
+    if is_kv:
+        sizes = layer.head_size, getattr(layer, "head_size_v", layer.head_size)
+        heads, parts = layer.num_kv_heads, "kv"
+    elif by_role.keys() == {"latent"}:
+        heads, sizes, parts = 1, (layer.kv_lora_rank, layer.qk_rope_head_dim), "kk"
+    else:
         return None
-    return _rows(layer, by_role, encoding or Encoding(dtype, dtype), device, is_plain=encoding is not None)
+    k_scale, v_scale = (float(getattr(layer, f"_{part}_scale_float", 1.0)) for part in parts)
+
+    def store(at: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if is_kv:
+            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, at)
+        else:
+            layer.impl.do_kv_cache_update(k[:, 0], v, layer.kv_cache, at, layer.kv_cache_dtype, layer._k_scale)
+
+    return rows_by(
+        store, by_role, encoding or Encoding(dtype, dtype), heads=heads, sizes=sizes, device=device,
+        n_tokens=views[0].tokens_per_item, scales=(k_scale, v_scale), is_plain=encoding is not None,
+    )  # fmt: skip
 
 
 def _role(view: View) -> str:
@@ -78,36 +95,6 @@ def _encoding_of(layer: Any, dtype: torch.dtype) -> Encoding | None:  # noqa: AN
     if name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         return Encoding(dtype, torch.float8_e5m2 if name == "fp8_e5m2" else current_platform.fp8_dtype())
     return None
-
-
-def _rows(
-    layer: Any,  # noqa: ANN401  (vLLM's)
-    views: Mapping[str, View],
-    encoding: Encoding,
-    device: torch.device,
-    *,
-    is_plain: bool,
-) -> Writer:
-    """K and V of every KV head, or MLA's latent and rotary key, by the backend's `do_kv_cache_update`. Packed rows
-    (fp8_ds_mla) are not plain.
-    """
-    is_latent = "latent" in views
-    if is_latent:
-        heads, sizes, parts = 1, (layer.kv_lora_rank, layer.qk_rope_head_dim), "kk"
-    else:
-        sizes = layer.head_size, getattr(layer, "head_size_v", layer.head_size)
-        heads, parts = layer.num_kv_heads, "kv"
-    k_scale, v_scale = (float(getattr(layer, f"_{part}_scale_float", 1.0)) for part in parts)
-    n_tokens = next(iter(views.values())).tokens_per_item
-
-    def store(at: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        if is_latent:
-            layer.impl.do_kv_cache_update(k[:, 0], v, layer.kv_cache, at, layer.kv_cache_dtype, layer._k_scale)
-        else:
-            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, at)
-
-    rows = Rows(encoding, heads, sizes, n_tokens, device, (k_scale, v_scale))
-    return rows.writer(views, store, is_plain=is_plain)
 
 
 def _index_keys(layer: Any, view: View, device: torch.device) -> Writer:  # noqa: ANN401

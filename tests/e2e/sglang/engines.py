@@ -121,6 +121,10 @@ class Pair:
         return Engine(self.decode.model, self.decode.dtype, options=WINDOWS_WHOLE * (self.decode.model == "gemma3"))
 
     @property
+    def engines(self) -> tuple[Engine, ...]:
+        return self.prefill, self.decode, self.reference
+
+    @property
     def name(self) -> str:
         return f"{self.prefill.name}-to-{self.decode.name}"
 

@@ -15,7 +15,7 @@ LONG = 300
 @pytest.mark.full
 def test_clients_that_leave(fleet):
     """Both legs' connections close at once, as a router's do."""
-    prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
+    prefill, decode, _ = fleet.up(*PAIR.engines)
     ask = handed_over(prefill, decode)
     faults.clients_leave(fleet, PAIR.reference, ask, 200, check_free=lambda: check_free(prefill, decode))
 
@@ -31,7 +31,7 @@ FAULTS = {
 @pytest.mark.parametrize("what", FAULTS)
 def test_an_engine_ends_under_load(fleet, what: str):
     """The other engine goes on, with the next one at the same address. Who is asked to end serves what it has."""
-    prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
+    prefill, decode, _ = fleet.up(*PAIR.engines)
     n_tokens = LONG if what == "decode killed" else load.N_TOKENS
     ask = handed_over(prefill, decode, n_tokens=n_tokens)
     end = lambda: FAULTS[what](prefill, decode)  # noqa: E731
@@ -39,6 +39,6 @@ def test_an_engine_ends_under_load(fleet, what: str):
     assert "asked" in what or not all(one.is_ok for one in answers), "nothing was under way when it was killed"
     check_free(*(one for one in (prefill, decode) if one.runs))
     again = load.prompts(32, seed=232)
-    prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
+    prefill, decode, _ = fleet.up(*PAIR.engines)
     compare.check(load.ask_all(handed_over(prefill, decode), again, 8), fleet.right(PAIR.reference, again))
     check_free(prefill, decode)

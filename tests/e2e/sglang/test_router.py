@@ -14,7 +14,7 @@ PAIR = pair({"tp": 2, "options": CHUNKED}, {})
 def test_answers_through_the_router(fleet):
     """The router knows prompts as text."""
     asked = load.prompts(100, seed=301, longest=300)
-    prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
+    prefill, decode, _ = fleet.up(*PAIR.engines)
     right = fleet.right(PAIR.reference, asked, as_text=True)
     front = router(prefill, decode, fleet.place).start()
     try:

@@ -34,7 +34,7 @@ def test_answers_are_those_of_one_engine(fleet, request: pytest.FixtureRequest, 
     """Prompts of 20 to 600 tokens, 8 and then 16 at a time."""
     n = 100 if request.config.getoption("--full") else 15
     asked = {at_a_time: load.prompts(n, seed=at_a_time) for at_a_time in (8, 16)}
-    prefill, decode, _ = fleet.up(row.prefill, row.decode, row.reference)
+    prefill, decode, _ = fleet.up(*row.engines)
     right = fleet.right(row.reference, [prompt for some in asked.values() for prompt in some])
     answers = []
     for at_a_time, some in asked.items():
@@ -50,7 +50,7 @@ def test_decode_keeps_prefixes(fleet):
     """With decode's radix cache on, prefill sends what follows the prefix that decode has."""
     row = pair({}, {"radix": True, "options": ("--enable-cache-report",)})
     asked = load.prompts(60, seed=31, shortest=200, shared=160)
-    prefill, decode, _ = fleet.up(row.prefill, row.decode, row.reference)
+    prefill, decode, _ = fleet.up(*row.engines)
     right = fleet.right(row.reference, asked)
     hits = []
     for at_a_time in (8, 16):

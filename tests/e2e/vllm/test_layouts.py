@@ -5,6 +5,7 @@ No server: real layers with their real backend, real configs, real allocation, t
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from pdstage.integrations.vllm import caches as believed
 from pdstage.tensors import vllm_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from pdstage.tensors import Part
@@ -34,9 +36,7 @@ HEADS, DIM, LAYERS = 4, 64, 2
 class Worker:
     """One rank of an engine of tiny Llamas, up to the moment where vLLM registers its caches."""
 
-    def __init__(
-        self, folder: Path, *, dtype: str = "float32", block_size: int = 64, cache_dtype: str = "auto"
-    ) -> None:
+    def __init__(self, folder: Path, *, dtype: str = "float32", cache_dtype: str = "auto") -> None:
         model = {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 64,
             "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": DIM,
@@ -44,7 +44,7 @@ class Worker:
         }  # fmt: skip
         (folder / "config.json").write_text(json.dumps(model))
         arguments = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=512, block_size=block_size,
+            model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=512, block_size=64,
             kv_cache_dtype=cache_dtype, enforce_eager=True,
             kv_transfer_config={
                 "kv_connector": "PdStageConnector", "kv_connector_module_path": "pdstage.integrations.vllm",
@@ -65,7 +65,7 @@ class Worker:
             builder = self.layers[0].get_attn_backend().get_builder_cls()
             builder(specs[names[0]], names, self.config, torch.device("cpu"))  # tells the layers their instruction set
             layout = self.config.cache_config.get_resolved_kv_cache_layout()
-            self.caches = allocate_kv_cache(self.plan, torch.device("cpu"), layout, [block_size])
+            self.caches = allocate_kv_cache(self.plan, torch.device("cpu"), layout, [64])
             bind_kv_cache(self.caches, self.config.compilation_config.static_forward_context, [])
             for layer in self.layers:
                 noise = layer.kv_cache.view(torch.uint8)
@@ -102,6 +102,15 @@ def _stores(isa: str) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def left_alone(worker: Worker) -> Iterator[None]:
+    """In the end the caches hold what they did."""
+    before = [layer.kv_cache.view(torch.uint8).clone() for layer in worker.layers]
+    yield
+    for layer, was in zip(worker.layers, before, strict=True):
+        assert torch.equal(layer.kv_cache.view(torch.uint8), was)
+
+
 KINDS = [
     ("float32", "auto", "vec"), ("float32", "auto", "vec16"), ("float16", "auto", "vec"),
     ("bfloat16", "auto", "vec"), ("bfloat16", "auto", "vec16"), ("bfloat16", "auto", "amx"),
@@ -115,10 +124,8 @@ def test_each_order_of_cpu_attn_is_proved(tmp_path: Path, dtype: str, cache_dtyp
     force(isa, worker)
     for layer in worker.layers:
         layer._k_scale_float = layer._v_scale_float = 0.37 if cache_dtype != "auto" else 1.0
-    before = [layer.kv_cache.view(torch.uint8).clone() for layer in worker.layers]
-    worker.register()
-    for layer, was in zip(worker.layers, before, strict=True):
-        assert torch.equal(layer.kv_cache.view(torch.uint8), was)
+    with left_alone(worker):
+        worker.register()
 
 
 def test_a_wrong_belief_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,13 +135,11 @@ def test_a_wrong_belief_ends_the_start(tmp_path: Path, monkeypatch: pytest.Monke
         return vllm_blocks([cache], key_nbytes=DIM * 4, **heads, **naming)
 
     worker = Worker(tmp_path)
-    before = [layer.kv_cache.view(torch.uint8).clone() for layer in worker.layers]
     monkeypatch.setattr(believed, "_attention", wrong)
-    with pytest.raises(UsageError, match="attention backend CPU_ATTN was given") as refused:
-        worker.register()
-    assert "'model.layers.0.self_attn.attn' is not laid out as pdstage believes" in str(refused.value)
-    for layer, was in zip(worker.layers, before, strict=True):
-        assert torch.equal(layer.kv_cache.view(torch.uint8), was)
+    with left_alone(worker):
+        with pytest.raises(UsageError, match="attention backend CPU_ATTN was given") as refused:
+            worker.register()
+        assert "'model.layers.0.self_attn.attn' is not laid out as pdstage believes" in str(refused.value)
     with pytest.raises(UsageError, match="is not laid out"):  # the operator's word does not outweigh the writer
         worker.register(trust_layout=True)
 

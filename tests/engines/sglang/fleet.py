@@ -28,10 +28,7 @@ class Child:
 
     def __init__(self, kind: str, what: object) -> None:
         _context.set_forkserver_preload(["tests.engines.sglang.preloaded"])
-        self._pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=setups.serve, args=(theirs, kind, what), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.process, self._pipe = processes.child(_context, setups.serve, kind, what)
 
     def ask(self, name: str, *args: object) -> None:
         self._pipe.send((name, args, {}))
@@ -144,12 +141,16 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
+    @property
+    def engines(self) -> tuple[Engine, Engine]:
+        return self.prefill, self.decode
+
     def switch(self) -> None:
         """The two engines change roles, as a POST to /pd_role_switch at each has them do."""
-        for engine in (self.prefill, self.decode):
+        for engine in self.engines:
             assert set(engine.each("switch")) == {None}
         self.prefill, self.decode, self.port, self.other_port = self.decode, self.prefill, self.other_port, self.port
-        for engine in (self.prefill, self.decode):
+        for engine in self.engines:
             engine.each("find", self.port)
         eventually(lambda: all(self.decode.each("ensure")))
 
@@ -198,7 +199,7 @@ class Fleet:
         assert self.decode.until(room, SUCCESS, FAILED) == SUCCESS, self.decode.each("failure", room)
         assert not any(wrong := self.decode.each("wrong", room, n_tokens)), wrong
         assert self.prefill.until(room, SUCCESS, FAILED) == SUCCESS
-        for engine in (self.prefill, self.decode):
+        for engine in self.engines:
             engine.each("clear", room)
 
     def ends_at_decode(self, room: int, n_tokens: int) -> None:
@@ -222,7 +223,7 @@ class Fleet:
 
     def forgets_all(self) -> None:
         """Once all rooms are over, nothing is kept of them."""
-        for engine in (self.prefill, self.decode):
+        for engine in self.engines:
             ask = partial(engine.each, "leftovers")
             eventually(ask, lambda kept: not any(any(of_rank.values()) for of_rank in kept))
 

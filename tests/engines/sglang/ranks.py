@@ -271,6 +271,15 @@ class Rank:
         self.manager.node.transport.poll = self._poll
         self.manager.node.driver.kick()
 
+    def waits(self) -> tuple[float, float]:
+        return self.manager.node.config.wait_s, self.manager.node.config.transfer_s
+
+    def break_node(self) -> None:
+        self.manager.node.driver.fail(RuntimeError("a turn failed"))
+
+    def prefix(self, room: int) -> int:
+        return self.rooms[room].pop_decode_prefix_len()
+
     def refuse_to_wait(self) -> None:
         """From now on whoever waits for the node fails: SGLang's scheduler has other requests to serve."""
 

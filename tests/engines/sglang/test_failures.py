@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import signal
+import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+from pdstage.integrations.sglang.manager import PdStageKVManager
 from tests.engines.sglang.fleet import FAILED, SUCCESS, TRANSFERRING, WAITING, Fleet, eventually, shared_fleet
 
 # Peers write to the pool itself, and a silent one is given up soon.
@@ -170,6 +174,12 @@ def test_pages_stay_until_no_rank_reads_them_and_no_scheduler_waits(fleet, who):
     fleet.forgets_all()
 
 
+def test_sglangs_timeout_holds_for_each_of_a_requests_waits(fleet):
+    """A pause of generation in the middle of a prompt may last as long as that before its first chunk."""
+    for wait_s, transfer_s in fleet.decode.each("waits"):
+        assert wait_s == transfer_s == 300.0
+
+
 def test_memory_goes_and_comes_again(fleet):
     """SGLang releases its memory for a while and resumes it: rooms fail meanwhile, and are served after it."""
     fleet.open(13, TOKENS)
@@ -205,3 +215,26 @@ def test_a_killed_decode_rank_fails_the_room_at_prefill(doomed):
     assert doomed.prefill.until(1, FAILED, SUCCESS) == FAILED
     doomed.prefill.each("failure", 1)
     assert all(doomed.prefill.each("released", 1)), "the scheduler frees the pages when this returns"
+
+
+def test_what_a_node_that_failed_holds_is_given_back_in_the_end(doomed):
+    """Nothing tells any more that its pages are not read, and SGLang waits for no less."""
+    doomed.open(1, TOKENS)
+    broken = doomed.prefill.ranks[0]
+    broken.call("hold_writes")
+    doomed.compute(1, 0, TOKENS, True)
+    broken.call("break_node")
+    assert broken.call("prefix", 1) == 0, "its scheduler goes on"
+    assert doomed.prefill.poll(1) == TRANSFERRING, "a peer may still take what it wrote"
+    assert doomed.prefill.until(1, FAILED, SUCCESS) == FAILED
+
+
+def test_a_failed_room_does_not_give_anothers_memory_back():
+    """Two rooms of one number, one after the other: the first held nothing here."""
+    manager = SimpleNamespace(status_lock=threading.RLock(), _unsafe={}, node=None)
+    first, second = Mock(released=True), Mock(released=False)
+    PdStageKVManager.hold(manager, 5, second)
+    for room, safe in ((first, False), (second, True)):
+        PdStageKVManager.let_go(manager, 5, room)
+        assert PdStageKVManager.is_abort_release_safe(manager, 5, 0) is safe
+    assert not manager._unsafe

@@ -19,7 +19,7 @@ def until(engine, **wanted: float) -> None:
 
 def test_a_request_is_seen_while_it_lasts_and_counted_after_it(fleet):
     fleet.open(1, TOKENS)
-    for engine in (fleet.prefill, fleet.decode):
+    for engine in fleet.engines:
         until(engine, rooms=1, rooms_held=0, unfenced_peers=0)
         eventually(lambda engine=engine: engine.ranks[0].call("told", "oldest_room_seconds") > 1)
     fleet.compute(1, 0, TOKENS, True)
@@ -33,10 +33,10 @@ def test_memory_that_a_failed_request_holds_is_seen(fleet):
     fleet.open(2, TOKENS)
     fleet.compute(2, 0, 64, False)
     fleet.decode.each("abort", 2)
-    for engine in (fleet.prefill, fleet.decode):
+    for engine in fleet.engines:
         until(engine, rooms=0, rooms_held=1, failed_rooms_total=1)
     fleet.prefill.each("let_go")
-    for engine in (fleet.prefill, fleet.decode):
+    for engine in fleet.engines:
         until(engine, rooms_held=0)
     fleet.ends_at_decode(2, TOKENS)
     assert fleet.prefill.until(2, FAILED) == FAILED

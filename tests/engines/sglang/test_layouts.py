@@ -6,12 +6,13 @@ The pools are SGLang's. Each case changes what pdstage believes, or how the pool
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.utils import build_kv_layer_ids, setup_state_kv_args
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from pdstage.errors import UsageError
@@ -29,6 +30,9 @@ from tests.engines.sglang.fleet import Child
 from tests.engines.sglang.pools import HEADS, Memory
 
 PAGE = {"dsa": 64, "hisparse": 64}
+PLAIN = SimpleNamespace(architectures=["LlamaForCausalLM"])
+SPARSE = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=64, index_topk_freq=2)
+MODEL = SimpleNamespace(num_attention_layers=4, hf_config=PLAIN, get_total_num_kv_heads=lambda: HEADS)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +42,7 @@ def one_rank():
         yield
 
 
-def arguments(pool, *, page_size: int, requests: object = None, owner: object = None) -> KVArgs:
+def arguments(pool, *, page_size: int, requests: object = None, owner: object = None, draft: object = None) -> KVArgs:
     """As the schedulers' `_init_kv_manager` fills them in, for one rank; `owner` hands over pages in `pool`'s place."""
     args = KVArgs()
     args.gpu_id, args.page_size, args.kv_cache_dtype_str, args.num_draft_entries = setups.GPU, page_size, "auto", 0
@@ -46,8 +50,8 @@ def arguments(pool, *, page_size: int, requests: object = None, owner: object = 
     args.kv_layer_ids = build_kv_layer_ids(
         token_to_kv_pool=pool, draft_token_to_kv_pool=None, num_draft_entries=0, num_hidden_layers=4
     )
-    setup_state_kv_args(args, pool, req_to_token_pool=requests)
-    args.pdstage_pools = (pool, None, requests, owner or pool)
+    setup_state_kv_args(args, pool, draft, req_to_token_pool=requests)
+    args.pdstage_pools = (pool, draft, requests, owner or pool)
     return args
 
 
@@ -56,11 +60,14 @@ def held(kind: str, tp: tuple[int, int] = (1, 0), mode: str = "decode") -> Memor
 
 
 def layout_of(
-    pool, *, page_size: int = 16, tp: tuple[int, int] = (1, 0), is_mla: bool = False, owner: object = None
-) -> tuple[Layout, Pools]:
-    args = arguments(pool, page_size=page_size, owner=owner)
+    pool, *, page_size: int = 16, tp: tuple[int, int] = (1, 0), is_mla: bool = False, owner: object = None,
+    draft: object = None, config: object = PLAIN,
+) -> tuple[Layout, Pools]:  # fmt: skip
+    args = arguments(pool, page_size=page_size, owner=owner, draft=draft)
     place = Topology(tp_size=tp[0], tp_rank=tp[1])
-    made: Pool = memory.pool_of(args, place, is_mla=is_mla, total_heads=HEADS, device=setups.KIND)
+    made: Pool = memory.pool_of(
+        args, place, SimpleNamespace(**vars(MODEL) | {"hf_config": config}), is_mla=is_mla, device=setups.KIND
+    )
     return made.layout, Pools.of(args)
 
 
@@ -209,6 +216,34 @@ def test_a_rank_of_a_later_stage_names_its_layers_as_the_model_does():
     prove_layout(layout, probes_of(layout, pools))
 
 
+def sparse(start: int = 0, shares: list[bool] | None = None) -> DSATokenToKVPool:
+    """Two layers, from `start` on, of which those that share another's top-k may have no index keys."""
+    return DSATokenToKVPool(
+        448, 64, dtype=torch.bfloat16, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=2, device=stubs.DEVICE,
+        index_head_dim=128, kv_cache_dim=80, enable_memory_saver=False, start_layer=start, skip_topk_layers=shares,
+    )  # fmt: skip
+
+
+def indexed(pool, **more: object) -> list[int]:
+    """The layers of index keys, once they are proved."""
+    layout, pools = layout_of(pool, page_size=64, is_mla=True, **more)
+    prove_layout(layout, probes_of(layout, pools))
+    return sorted(view.key.layer for view in layout.views() if view.key.component == "dsa")
+
+
+def test_index_keys_are_of_the_models_layers_on_every_stage():
+    assert (indexed(sparse()), indexed(sparse(start=2))) == ([0, 1], [2, 3])
+
+
+def test_a_draft_models_index_keys_are_proved_and_are_no_layer_of_the_model():
+    assert indexed(sparse(start=2), draft=sparse()) == [2, 3, 4, 5]
+
+
+def test_layers_that_share_another_ones_top_k_have_no_keys_on_either_side():
+    """With HiSparse, SGLang has memory for them at decode alone."""
+    assert indexed(sparse(2), config=SPARSE) == indexed(sparse(2, [True, False]), config=SPARSE) == [3]
+
+
 def test_without_the_hook_nothing_starts(installed):
     """The plugin's hook shows the pools; a loader that applies none of it gives addresses only."""
     child = Child("rank", setups.Setup("decode", 1, 0, 1))
@@ -240,7 +275,7 @@ def test_memory_that_is_not_understood(other, culprit):
     args = arguments(pool_of(), page_size=16)
     vars(args).update(other)
     with pytest.raises(UsageError, match=culprit) as refused:
-        memory.pool_of(args, Topology(), is_mla=False, total_heads=HEADS, device=setups.KIND)
+        memory.pool_of(args, Topology(), MODEL, is_mla=False, device=setups.KIND)
     assert refused.value.remedy
 
 

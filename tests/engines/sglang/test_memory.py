@@ -38,9 +38,9 @@ def test_success_waits_until_the_memory_is_released(fleet):
     """At both sides: SGLang gives a request's pages to others as soon as it hears of its success."""
     fleet.open(1, TOKENS)
     fleet.compute(1, 0, TOKENS, True)
-    for engine in (fleet.prefill, fleet.decode):
+    for engine in fleet.engines:
         engine.each("withhold", 1)
-    for engine in (fleet.prefill, fleet.decode):
+    for engine in fleet.engines:
         assert {engine.poll(1) for _ in range(LOOKS)} <= {WAITING, TRANSFERRING}
         engine.each("release_withheld", 1)
     assert fleet.prefill.until(1, SUCCESS, FAILED) == SUCCESS
@@ -70,6 +70,7 @@ def sender_of(state: int, room: object) -> PdStageKVSender:
     one = object.__new__(PdStageKVSender)
     one.kv_mgr = SimpleNamespace(status_lock=nullcontext(), failure_records={})
     one.bootstrap_room, one.conclude_state, one._room = 21, state, room
+    one._node = SimpleNamespace(driver=SimpleNamespace(closed=False, failure=None))
     one._is_whole, one._is_given_up, one._is_cleared, one._transfer_start_time = True, False, False, 1.0
     return one
 

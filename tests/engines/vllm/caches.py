@@ -82,7 +82,7 @@ class Side:
         groups = get_global_kv_cache_groups(self.configs[0], specs)
         plans = get_kv_cache_configs(self.configs[0], specs, [4 << 20] * self.tp, groups)
         self.plan = plans[0]
-        sizes = [self.kernel_block_size or self.block_size] * len(groups) if self.kernel_block_size else None
+        sizes = [self.kernel_block_size] * len(groups) if self.kernel_block_size else None
         self.n_heads = self.configs[0].model_config.get_total_num_kv_heads()
         self.caches: list[dict[str, torch.Tensor]] = []
         self.memory: list[torch.Tensor] = []  # all bytes of each rank's caches

@@ -19,13 +19,15 @@ from tests.engines import calls
 from tests.engines.calls import PATIENCE_S, result
 from tests.engines.vllm import engine, first, oracle, workers
 from tests.engines.vllm.models import config
+from tests.processes import child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-    from types import TracebackType
 
     from tests.engines.vllm.models import Side
+
+    Tokens = list[int]
 
 
 class Remote:
@@ -37,24 +39,20 @@ class Remote:
         made.kv_transfer_config.engine_id = name  # type: ignore[union-attr]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([first.__name__, engine.__name__, workers.__name__])
-        self.processes, theirs = [], []
-        for rank in range(made.parallel_config.world_size):
-            near, far = context.Pipe()
-            meet = f"file://{scratch}/{name}"
-            self.processes.append(
-                context.Process(target=calls.serve, args=(far, partial(workers.Worker, made, rank, meet)), daemon=True)
-            )
-            self.processes[-1].start()
-            far.close()
-            theirs.append(near)
-        self.pipe, far = context.Pipe()
-        self.processes.append(
-            context.Process(target=calls.serve, args=(far, partial(engine.Engine, made, theirs)), daemon=True)
-        )
-        self.processes[-1].start()
-        for pipe in (far, *theirs):
+        self.processes = []
+
+        def serve(make: Callable[[], object]) -> Any:
+            """The test's end of a pipe to a process of what that makes."""
+            process, pipe = child(context, calls.serve, make)
+            self.processes.append(process)
+            return pipe
+
+        meet = f"file://{scratch}/{name}"
+        theirs = [serve(partial(workers.Worker, made, rank, meet)) for rank in range(made.parallel_config.world_size)]
+        self.pipe = serve(partial(engine.Engine, made, theirs))
+        for pipe in theirs:
             pipe.close()
-        self.tokens: dict[str, list[int]] = {}
+        self.tokens: dict[str, Tokens] = {}
         self.ended: dict[str, str] = {}
         self.params: dict[str, dict[str, Any] | None] = {}
 
@@ -62,7 +60,7 @@ class Remote:
         self.pipe.send((method, args, {}))
         return result(self.pipe)
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 1, params: dict[str, Any] | None = None) -> None:
+    def add(self, name: str, prompt: Tokens, max_tokens: int = 1, params: dict[str, Any] | None = None) -> None:
         self.tokens[name] = []
         self.call("add", name, prompt, max_tokens, params)
 
@@ -102,28 +100,26 @@ class Pair:
             result(side.pipe)  # both engines are up
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.p.close()
         self.d.close()
 
-    def prefill(self, name: str, prompt: list[int]) -> None:
+    def prefill(self, name: str, prompt: Tokens) -> None:
         """The proxy's first half."""
         self.p.add(name, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
 
-    def decode(self, name: str, prompt: list[int], max_tokens: int = 4) -> None:
+    def decode(self, name: str, prompt: Tokens, max_tokens: int = 4) -> None:
         """The proxy's second half, with what the producer answered."""
         self.d.add(name, prompt, max_tokens, json.loads(json.dumps(self.p.params[name])))
 
-    def both(self, name: str, prompt: list[int], max_tokens: int = 4, *, decode: bool = True, room: str = "") -> None:
+    def both(self, name: str, prompt: Tokens, max_tokens: int = 4, *, decode: bool = True, room: str = "") -> None:
         """The two halves at once, as a proxy of Mooncake's connector asks for them; `room` if it is another's again."""
         told = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{room or name}"}
         self.p.add(name, prompt, 1, told)
         if decode:
             self.decode_early(name, prompt, max_tokens, room)
 
-    def decode_early(self, name: str, prompt: list[int], max_tokens: int = 4, room: str = "") -> None:
+    def decode_early(self, name: str, prompt: Tokens, max_tokens: int = 4, room: str = "") -> None:
         """The second half, which knows the prefill engine only."""
         address, engine = self.p.call("directory")
         where = {"remote_bootstrap_addr": address, "remote_engine_id": engine, "transfer_id": f"xfer-{room or name}"}
@@ -139,7 +135,7 @@ class Pair:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: {[(one.side.role, one.ended, one.tokens) for one in (self.p, self.d)]}")
 
-    def whole(self, prompts: dict[str, list[int]], max_tokens: int = 4, *, early: bool = False) -> None:
+    def whole(self, prompts: dict[str, Tokens], max_tokens: int = 4, *, early: bool = False) -> None:
         """Requests from the proxy's first call to their last token; `early`: it asks both engines at once."""
         for name, prompt in prompts.items():
             self.both(name, prompt, max_tokens) if early else self.prefill(name, prompt)
@@ -160,25 +156,29 @@ class Pair:
         asked = {f"{seed}-{len(one)}": one for one in prompts(*lengths, seed=seed)}
         self.whole(asked, max_tokens, early=early)
 
-    def prefilled(self, name: str, n: int, seed: int) -> list[int]:
+    def answered(self, name: str) -> None:
+        """Steps prefill until it has answered."""
+        self.until(lambda: name in self.p.ended, self.p, what="prefill")
+
+    def prefilled(self, name: str, n: int, seed: int) -> Tokens:
         """Prefill has answered; the prompt."""
         (prompt,) = prompts(n, seed=seed)
         self.prefill(name, prompt)
-        self.until(lambda: name in self.p.ended, self.p, what="prefill")
+        self.answered(name)
         return prompt
 
-    def loading(self, name: str, n: int, seed: int) -> list[int]:
+    def loading(self, name: str, n: int, seed: int) -> Tokens:
         """Decode has allocated blocks, and told its workers to load."""
         prompt = self.prefilled(name, n, seed)
         self.load(name, prompt)
         return prompt
 
-    def load(self, name: str, prompt: list[int]) -> None:
+    def load(self, name: str, prompt: Tokens) -> None:
         self.decode(name, prompt)
         self.d.step()
         assert self.d.call("status", name) == "WAITING_FOR_REMOTE_KVS"
 
-    def half_way(self, name: str, n: int, seed: int) -> list[int]:
+    def half_way(self, name: str, n: int, seed: int) -> Tokens:
         """Prefill has computed two steps of a prompt, and handed over a part of it; decode waits for the rest."""
         (prompt,) = prompts(n, seed=seed)
         before = self.written()
@@ -190,7 +190,7 @@ class Pair:
         assert self.p.call("status", name) == "RUNNING"
         return prompt
 
-    def served(self, name: str, prompt: list[int]) -> None:
+    def served(self, name: str, prompt: Tokens) -> None:
         """Steps both until the request has ended well."""
         self.until(lambda: name in self.d.ended, what=name)
         self.went_well(name, prompt)
@@ -200,7 +200,7 @@ class Pair:
         self.until(lambda: name in self.d.ended, what=name)
         assert (self.d.ended[name], self.d.tokens[name]) == ("error", [])
 
-    def went_well(self, name: str, prompt: list[int], max_tokens: int = 4) -> None:
+    def went_well(self, name: str, prompt: Tokens, max_tokens: int = 4) -> None:
         """The request has ended at decode, which loaded all it could and went on from there."""
         assert self.d.ended[name] == "length", self.d.ended
         assert self.d.tokens[name] == continuation(prompt, max_tokens)
@@ -224,7 +224,7 @@ class Pair:
             assert sum(side.call("ranks", "compare")) > 0
 
 
-def continuation(prompt: list[int], n: int) -> list[int]:
+def continuation(prompt: Tokens, n: int) -> Tokens:
     """What one engine alone would answer."""
     tokens = list(prompt)
     for _ in range(n):
@@ -232,7 +232,7 @@ def continuation(prompt: list[int], n: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def prompts(*lengths: int, seed: int = 0) -> Iterator[list[int]]:
+def prompts(*lengths: int, seed: int = 0) -> Iterator[Tokens]:
     """Prompts that share no prefix."""
     for number, length in enumerate(lengths):
         yield [(seed * 131 + number * 17 + at * 7 + at * at) % oracle.VOCABULARY for at in range(length)]

@@ -234,7 +234,7 @@ def test_a_prefix_that_is_there_is_not_sent(pair, start: int) -> None:
 def caches_of(src: Side, n_pages: int, rows: int, plan: KVCacheConfig) -> Caches:
     """vLLM's tensors of that many pages, of `rows` tokens each, under `plan`."""
     tensors = {name: torch.zeros(n_pages, N_HEADS, rows, 2 * HEAD_SIZE, dtype=torch.float16) for name in src.caches[0]}
-    return Caches.of(tensors, plan, src.configs[0], Topology())
+    return Caches(tensors, plan, src.configs[0], Topology())
 
 
 @pytest.mark.parametrize("host_resident", [False, True])

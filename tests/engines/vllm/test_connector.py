@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import EngineEntry
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -35,6 +36,7 @@ from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
 from pdstage.integrations.vllm.worker import Tasks
 from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.caches import Side, attention, transfer, until
+from tests.engines.vllm.test_caches import windowed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -413,3 +415,15 @@ def test_what_lasts_is_seen_while_it_lasts(sides) -> None:
     assert (last["num_kv_expired_reqs"], last["not_sent"]) == ([1], [1])
     assert [last[name] for name in ("requests_sending", "held_blocks", "oldest_held_s")] == [[0], [0], [0.0]]
     assert src.workers[0].get_kv_connector_stats() is None
+
+
+def test_a_prompt_of_tokens_and_embeddings_is_cut_as_a_whole(sides) -> None:
+    """vLLM's first model runner ends where they differ in length."""
+    side = sides("kv_producer", windowed)
+    mixed = Request("r", [1, 0, 0, 2], SamplingParams(max_tokens=9), None)
+    mixed.prompt_embeds, mixed.prompt_is_token_ids = torch.zeros(4, 8), [True, False, False, True]
+    mixed.kv_transfer_params = {"do_remote_decode": True}
+    side.scheduler.on_new_request(mixed)
+    assert length_from_prompt_token_ids_or_embeds(mixed.prompt_token_ids, mixed.prompt_embeds) == 3
+    assert mixed.prompt_is_token_ids == [True, False, False]
+    assert (mixed.num_prompt_tokens, mixed.num_tokens) == (3, 3)

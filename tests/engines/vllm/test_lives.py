@@ -240,7 +240,7 @@ def test_a_prefix_hit_of_full_attention_loads_only_the_rest_beside_a_state(engin
         assert n_loaded < (pair.written() - before - n_loaded) / 2, "all was loaded"
         pair.whole({"block": block})
         pair.prefill("again", block)
-        pair.until(lambda: "again" in pair.p.ended, pair.p, what="prefill")
+        pair.answered("again")
         pair.decode("again", block)
         pair.until(lambda: "again" in pair.d.ended)
         assert pair.d.tokens["again"] == continuation(block, 4)
@@ -261,7 +261,7 @@ def test_decode_may_come_at_any_time(pair, order: str):
             pair.d.step()
     pair.both(name, prompt, decode=False)
     if order != "before":
-        pair.until(lambda: name in pair.p.ended, pair.p, what="prefill")
+        pair.answered(name)
         pair.decode_early(name, prompt) if order == "after" else pair.decode(name, prompt)
     pair.served(name, prompt)
 
@@ -288,7 +288,7 @@ def test_a_routers_retry_under_its_transfer_id_loads(pair, serial: bool, meanwhi
     again = f"{name}-again"
     pair.both(name, prompt, 60, decode=not serial)
     if serial:
-        pair.until(lambda: name in pair.p.ended, pair.p, what="prefill")
+        pair.answered(name)
         pair.decode(name, prompt, 60)
     pair.until(lambda: name in pair.d.ended or (meanwhile and pair.d.tokens[name]), what="the first try")
     assert (name in pair.d.ended) != meanwhile

@@ -18,6 +18,7 @@ from pdstage.integrations.vllm import streams
 from pdstage.integrations.vllm.metadata import Chunk, PdStageMetadata, Receive, Remote, Send
 from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.caches import Side, until
+from tests.engines.vllm.test_caches import recurrent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -151,10 +152,20 @@ def test_a_preemption_that_cannot_wait_fails_the_room(on_its_way, monkeypatch, c
     monkeypatch.setattr(streams, "_CARRIED_S", 0.05)
     src.workers[0].handle_preemptions(PdStageMetadata(preempted={"r": why == "its blocks are overwritten"}))
     assert sender.room.ended
-    assert "request r is preempted, and not sent" in caplog.text
+    assert "request r is computed again, and not sent" in caplog.text
     src.step(PdStageMetadata(sends={"r": Send("xfer", src.held([[7, 8, 9]], 40))}))
     until(lambda: any("r" in result.finished_sending for result in src.step()))
     assert src.workers[0].get_kv_connector_stats().data["not_sent"] == [1]
+
+
+def stepped(state: KVConnectorBlockState, scheduled: dict[str, int], **more: object) -> SimpleNamespace:
+    """What vLLM's scheduler says of a step."""
+    said = {
+        "preempted_req_ids": set(), "num_scheduled_tokens": scheduled, "kv_connector_block_state": state,
+        "new_block_ids_to_zero": [], "kv_cache_block_copies": [], "scheduled_new_reqs": [],
+        "scheduled_cached_reqs": SimpleNamespace(new_block_ids=[]),
+    }  # fmt: skip
+    return SimpleNamespace(**said | more)
 
 
 def test_a_step_that_ends_inside_a_row_leaves_that_row_to_the_next(src: Side):
@@ -166,10 +177,7 @@ def test_a_step_that_ends_inside_a_row_leaves_that_row_to_the_next(src: Side):
     went = []
     for computed, scheduled in ((0, 30), (30, 32)):
         request.num_computed_tokens = computed
-        step = SimpleNamespace(
-            preempted_req_ids=set(), num_scheduled_tokens={"a": scheduled}, kv_connector_block_state=state
-        )
-        went.append(many.step(step)[1]["a"].held["kv"].tokens)
+        went.append(many.step(stepped(state, {"a": scheduled}))[1]["a"].held["kv"].tokens)
     assert went == [(0, 28), (28, 62)]
 
 
@@ -180,8 +188,8 @@ def test_blocks_that_this_step_writes_are_lost(src: Side):
     made = {name: Request(name, list(range(64)), SamplingParams(max_tokens=1), None) for name in "abc"}
     for name, request in made.items():
         many.begin(request, f"room-{name}")
-    step = SimpleNamespace(
-        preempted_req_ids=set(), num_scheduled_tokens=dict.fromkeys("abc", 32), kv_connector_block_state=state,
+    step = stepped(
+        state, dict.fromkeys("abc", 32),
         new_block_ids_to_zero=[ord("a") + 10], kv_cache_block_copies=[KVCacheBlockCopy(1, ord("b"))],
     )  # fmt: skip
     preempted, chunks = many.step(step)
@@ -190,3 +198,32 @@ def test_blocks_that_this_step_writes_are_lost(src: Side):
     preempted, chunks = many.step(step)
     assert preempted == {"a": True, "b": True, "c": False}
     assert chunks["c"].held["kv"].tokens == (0, 16), "from its first token again"
+
+
+def test_states_are_copied_to_blocks_before_a_worker_can_wait(sides):
+    """By vLLM's second model runner, where a request comes to another block of states."""
+    side = sides("kv_producer", recurrent("MAMBA2", 0))
+    many, kv = streams.Streams(side.groups), next(group.index for group in side.groups if not group.is_state)
+    n, state = len(side.groups), KVConnectorBlockState({"a"}, lambda _: [[7], [8], [9]][: len(side.groups)], {})
+    request = Request("a", list(range(64)), SamplingParams(max_tokens=1), None)
+    many.begin(request, "room")
+    step = stepped(state, {"a": 16})
+    many.step(step)
+    (held,) = many.of["a"].blocks
+    step.preempted_req_ids, step.num_scheduled_tokens = {"a"}, {}
+    step.scheduled_cached_reqs.new_block_ids = [None, tuple([] if at == kv else [held] for at in range(n))]
+    assert many.step(step)[0] == {"a": True}
+
+
+def test_what_another_connector_failed_to_load_is_sent_anew(src: Side):
+    """vLLM computes such blocks again where they are."""
+    many = streams.Streams(src.groups)
+    request = Request("a", list(range(100)), SamplingParams(max_tokens=1), None)
+    many.begin(request, "room")
+    step = stepped(KVConnectorBlockState({"a"}, lambda _: (list(range(1, 8)),), {}), {"a": 64})
+    assert many.step(step)[1]["a"].stop == 64
+    request.num_computed_tokens = 16
+    step.num_scheduled_tokens = {"a": 64}
+    preempted, chunks = many.step(step)
+    assert preempted == {"a": True}, "what was sent of it is wrong"
+    assert chunks["a"].held["kv"].tokens == (0, 80)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.loads import kept_tokens, n_common
@@ -204,3 +205,24 @@ def test_hybrids_go_on_from_the_end_of_a_turn_alone(conversation, model: dict[st
         pair.turn("third", other, "second")
         assert pair.computed("third", len(other)) >= len(other) - 1, "a window, or a state, is of the end"
         pair.rests()
+
+
+def test_other_embeddings_are_other_tokens() -> None:
+    """A chat with a part that is given as embeddings: its tokens are zeros there."""
+    first, second = (request([5] * 300) for _ in range(2))
+    for one, value in ((first, 1.0), (second, 2.0)):
+        one.prompt_embeds, one.prompt_is_token_ids = torch.full((300, 4), value), [True] * 100 + [False] * 200
+    assert n_common(second, through_json(kept_tokens(first, 300), 300)) == 0
+
+
+def test_a_state_that_the_step_in_flight_goes_on_with_is_named_with_its_token(sides) -> None:
+    """vLLM schedules asynchronously: a step is under way as an answer ends by a stop token, which it computes."""
+    side = sides("kv_both", recurrent("MAMBA2", 0), extra=BOTH)
+    ended = request(list(range(40)))
+    ended.kv_transfer_params, ended.status = {"do_remote_prefill": True}, RequestStatus.FINISHED_STOPPED
+    ended.append_output_token_ids(7)
+    ended.num_computed_tokens, ended.num_in_flight_tokens = 41, 1
+    blocks = tuple([3, 5, 2] if not group.is_state else [9] for group in side.groups)
+    _, params = side.scheduler.request_finished_all_groups(ended, blocks)
+    assert params["remote_num_tokens"] == 41
+    assert n_common(request([*range(40), 7, 8]), through_json(params, 41)) == 41

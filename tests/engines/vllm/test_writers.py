@@ -31,6 +31,8 @@ from tests.engines.vllm.test_caches import LAYOUTS, STATES, conv_order, mla, rec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Tensors = dict[str, torch.Tensor]
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILED = stubs.on_gpu()
 runs_triton = pytest.mark.skipif(not (INTERPRETED or COMPILED), reason="test_tritons_writer_in_its_interpreter runs it")
@@ -46,7 +48,7 @@ def layer(backend: type, impl: object, cache: torch.Tensor, **more: Any) -> Simp
     )  # fmt: skip
 
 
-def triton_layers(config: Any, caches: dict[str, torch.Tensor]) -> None:
+def triton_layers(config: Any, caches: Tensors) -> None:
     for name, cache in caches.items():
         with set_current_vllm_config(config):
             impl = TritonAttentionImpl(cache.shape[1], HEAD_SIZE, 1.0, cache.shape[1], None, None, "auto")
@@ -54,7 +56,7 @@ def triton_layers(config: Any, caches: dict[str, torch.Tensor]) -> None:
         config.compilation_config.static_forward_context[name] = layer(TritonAttentionBackend, impl, held)
 
 
-def latent_layers(config: Any, caches: dict[str, torch.Tensor]) -> None:
+def latent_layers(config: Any, caches: Tensors) -> None:
     for name, cache in caches.items():
         held = cache.view(torch.float16).squeeze(1)
         impl = object.__new__(CPUMLAImpl)  # its writer reads nothing of it
@@ -63,10 +65,10 @@ def latent_layers(config: Any, caches: dict[str, torch.Tensor]) -> None:
         )
 
 
-def state_layers(kind: str, n_speculative: int = 0) -> Callable[[Any, dict[str, torch.Tensor]], None]:
+def state_layers(kind: str, n_speculative: int = 0) -> Callable[[Any, Tensors], None]:
     """Recurrent layers that bind their caches as vLLM's do."""
 
-    def bind(config: Any, caches: dict[str, torch.Tensor]) -> None:
+    def bind(config: Any, caches: Tensors) -> None:
         for name in [name for name in caches if "mixer" in name]:
             made = SimpleNamespace(
                 get_state_shape=lambda: STATES[kind][1](config.parallel_config.tensor_parallel_size, n_speculative),
@@ -99,7 +101,7 @@ def test_each_layout_is_proved_interpreted(sides, layout: str, monkeypatch: pyte
 def test_a_wrong_split_is_refused_interpreted(sides, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
-    def turned(config: Any, caches: dict[str, torch.Tensor]) -> None:
+    def turned(config: Any, caches: Tensors) -> None:
         triton_layers(config, caches)
         for one in config.compilation_config.static_forward_context.values():
             one.kv_cache = one.kv_cache.flip(1)  # a copy: nothing arrives where the tensors are
@@ -119,7 +121,7 @@ def test_states_are_proved(sides, kind: str, n: int) -> None:
 
 
 def test_states_elsewhere_are_refused(sides) -> None:
-    def later(config: Any, caches: dict[str, torch.Tensor]) -> None:
+    def later(config: Any, caches: Tensors) -> None:
         state_layers("MAMBA2")(config, {name: cache.clone() for name, cache in caches.items()})
 
     with pytest.raises(UsageError, match="'model.layers.2.mixer' is not laid out as pdstage believes"):

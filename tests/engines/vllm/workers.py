@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+    Bytes = NDArray[np.uint8]
+
 
 @dataclass
 class Sequence:
@@ -68,7 +70,7 @@ def put(view: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor, values: to
     view[blocks.to(view.device), :, rows.to(view.device)] = values.to(view.device)
 
 
-def take(view: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> NDArray[np.uint8]:
+def take(view: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> Bytes:
     return view[blocks.to(view.device), :, rows.to(view.device)].cpu().numpy()  # type: ignore[no-any-return]
 
 
@@ -284,10 +286,10 @@ class Worker:
         for views in (self.pools, self.shadows):
             put(views[name], *where, truth)
 
-    def truth(self, digest: NDArray[np.uint64], name: str) -> NDArray[np.uint8]:
+    def truth(self, digest: NDArray[np.uint64], name: str) -> Bytes:
         return oracle.cells(digest, layer_number(name), self.heads, self.pools[name].shape[3])
 
-    def state(self, digest: np.uint64, spec: MambaSpec, name: str) -> NDArray[np.uint8]:
+    def state(self, digest: np.uint64, spec: MambaSpec, name: str) -> Bytes:
         """This rank's `[conv state][recurrent state]` after all tokens of the digest: its share of Q, K and V each."""
         rows = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
         n_heads, *inner = spec.shapes[1]
@@ -339,9 +341,7 @@ class Worker:
             for name in names:
                 check(name, blocks, rows, self.truth(digest[positions], name), first - start)
 
-    def adopt(
-        self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8], outside: int
-    ) -> None:
+    def adopt(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: Bytes, outside: int) -> None:
         """Computed positions of a new request were loaded, or hit: from now on the pool must hold them.
 
         The first `outside` of them are before a window: they may be there.
@@ -365,7 +365,7 @@ class Worker:
             for name in names:
                 self.shadows[name][sequence.blocks[at][block]][:, empty] = 0
 
-    def check(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8], _: int) -> None:
+    def check(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: Bytes, _: int) -> None:
         found = take(self.pools[name], blocks, rows)
         wrong = np.argwhere(found != truth)
         assert not len(wrong), (

@@ -136,12 +136,12 @@ class Checks:
     def use(self, seen: Seen) -> None:
         """Decode's engine still uses the pages that it binds."""
         if not seen.host.gave_back:
-            for tensor in (*seen.host.rank.k, *seen.host.rank.v):
+            for tensor in seen.host.rank.tensors:
                 tensor[seen.pages] = _IN_USE
 
     def stop_using(self, seen: Seen) -> None:
         """It is done with them, and nobody has written them before."""
-        tensors = (*seen.host.rank.k, *seen.host.rank.v)
+        tensors = seen.host.rank.tensors
         if not seen.reused and not seen.host.gave_back and not all((t[seen.pages] == _IN_USE).all() for t in tensors):
             self._world.scheduler.fail(Violation(f"pages at {seen.host.name} were written before `after`"))
 
@@ -151,13 +151,12 @@ class Checks:
         if seen.row is not None and seen.host.metadata is not None:
             seen.row["said"] = [REUSED] * 16
             seen.host.metadata.free(seen.row)
-        for tensors in (seen.host.rank.k, seen.host.rank.v):
-            for tensor in tensors:
-                tensor[seen.pages] = REUSED
+        for tensor in seen.host.rank.tensors:
+            tensor[seen.pages] = REUSED
 
     def reuse_all(self, host: Host) -> None:
         """The node was closed, and says that nothing uses its memory any more."""
-        for tensor in (*host.rank.k, *host.rank.v, host.staging):
+        for tensor in (*host.rank.tensors, host.staging):
             tensor[:] = REUSED
 
     def _are_left_alone(self) -> None:
@@ -166,15 +165,13 @@ class Checks:
                 continue
             if seen.reused and seen.row is not None and not (seen.row["said"] == REUSED).all():
                 raise Violation(f"the row of room {handle.id!r} at {seen.host.name} was written after released")
-            if seen.reused and not all(
-                (tensor[seen.pages] == REUSED).all() for tensor in (*seen.host.rank.k, *seen.host.rank.v)
-            ):
+            if seen.reused and not all((tensor[seen.pages] == REUSED).all() for tensor in seen.host.rank.tensors):
                 raise Violation(f"the pages of room {handle.id!r} at {seen.host.name} were written after released")
         for host in self._world.hosts:
             if (
                 host.gave_back
                 and host.name != self._world.liar
-                and not all((tensor == REUSED).all() for tensor in (*host.rank.k, *host.rank.v, host.staging))
+                and not all((tensor == REUSED).all() for tensor in (*host.rank.tensors, host.staging))
             ):
                 raise Violation(f"memory of {host.name} was written after its close gave it back")
 
@@ -195,8 +192,8 @@ class Checks:
                     self._sleeps_over_nothing(host, host.node)
 
     def _nobody_is_forgotten(self, host: Host, node: Node) -> None:
-        for waiter in node.roster._waiters:
-            if waiter.done():
+        for done, _ in node.roster._waiters:
+            if done():
                 what = f"somebody at {host.name} waits for what is there already, and nobody wakes him"
                 raise Violation(f"{what}\n{self._world.scheduler.stacks()}")
 

@@ -28,6 +28,7 @@ PDSTAGE = Path(__file__).resolve().parents[3] / "pdstage"
 _MANAGER = frozenset(str(path) for path in [*(PDSTAGE / "manager").glob("*.py"), PDSTAGE / "protocol" / "room.py"])
 _CORES = _MANAGER | frozenset(str(path) for path in (PDSTAGE / "protocol").glob("*.py"))
 STEP_S = 5e-6
+Work = Callable[[], None]
 _GLANCE = 0.3
 _STUCK_S = 120.0
 """Real seconds after which a run that neither ends nor fails has met something that the scheduler does not know."""
@@ -88,10 +89,10 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.failure: BaseException | None = None
         self.over = False
-        self.at_rest: list[Callable[[], None]] = []
+        self.at_rest: list[Work] = []
         """Asked whenever nobody can run: each may raise a `Violation`."""
         self._current: Task | None = None
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Work]] = []
         self._n = itertools.count()
         self._ended = _thread.allocate_lock()
         self._ended.acquire()
@@ -100,7 +101,7 @@ class Scheduler:
 
     # Running.
 
-    def run(self, main: Callable[[], None], process: Process) -> None:
+    def run(self, main: Work, process: Process) -> None:
         """Runs `main` as the first thread until it ends, and raises what anything of the run raised."""
         self._current = first = self.start(main, "main", process)
         first.baton.release()
@@ -115,7 +116,7 @@ class Scheduler:
         if self.failure is not None:
             raise self.failure
 
-    def start(self, target: Callable[[], None], name: str, process: Process) -> Task:
+    def start(self, target: Work, name: str, process: Process) -> Task:
         task = Task(name, process, len(self.tasks))
         task.baton.acquire()
         self.tasks.append(task)
@@ -257,7 +258,7 @@ class Scheduler:
 
     # Time.
 
-    def at(self, delay_s: float, event: Callable[[], None]) -> None:
+    def at(self, delay_s: float, event: Work) -> None:
         """Calls `event`, which may not pause, after `delay_s`."""
         heapq.heappush(self._events, (self.now + delay_s, next(self._n), event))
 
