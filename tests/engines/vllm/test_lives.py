@@ -131,10 +131,10 @@ def test_a_room_that_nobody_opens_gives_the_blocks_back(engines):
 
 def test_a_request_that_waits_at_decode_is_held_at_prefill_and_one_that_was_lost_is_not(engines):
     """Decode has blocks for one request at a time."""
-    producer = replace(PRODUCER, options={"kv_lease_duration": 1.0})
-    with engines(producer, replace(CONSUMER, n_blocks=9, limits={"max_silence_s": 1.5})) as pair:
-        long = pair.prefilled("long", 300, seed=70)
-        pair.decode("long", long, 200)
+    producer = replace(PRODUCER, options={"kv_lease_duration": 4.0})
+    with engines(producer, replace(CONSUMER, n_blocks=9, limits={"max_silence_s": 4.0})) as pair:
+        (long,) = prompts(300, seed=70)
+        pair.both("long", long, 200)
         pair.until(lambda: pair.d.tokens["long"], what="the first")
         pair.prefill("lost", next(prompts(100, seed=72)))
         short = pair.prefilled("short", 250, seed=71)
@@ -142,8 +142,8 @@ def test_a_request_that_waits_at_decode_is_held_at_prefill_and_one_that_was_lost
         pair.d.step()
         assert pair.d.call("status", "short") == "WAITING"
         pair.until(lambda: "lost" in pair.p.ended and pair.p.call("requests") == ["short"], pair.p, what="the lost one")
-        until = time.monotonic() + 2.0
-        pair.until(lambda: time.monotonic() > until, pair.p, what="two leases")
+        until = time.monotonic() + 6.0
+        pair.until(lambda: time.monotonic() > until, pair.p, what="more than a lease")
         assert pair.p.call("requests") == ["short"], "decode waits with it"
         pair.until(lambda: {"long", "short"} <= set(pair.d.ended), what="both")
         pair.went_well("short", short)
