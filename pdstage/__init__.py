@@ -17,7 +17,7 @@ order:
     integrations        vLLM's and SGLang's sides; `probe` checks a layout against the engine's own code
     tools, cli          the commands: demo, doctor, calibrate, watch, trace
 
-Used throughout: errors, arguments, environment, native, shared, metrics, log_limit, probe.
+Used throughout: errors, arguments, environment, native, shared, metrics, log_limit.
 
 Importing this package imports neither torch nor zmq nor a transport: each comes with the first node that needs it.
 """

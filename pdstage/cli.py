@@ -93,7 +93,7 @@ def _plot(given: argparse.Namespace) -> int:
 
 
 def _calibrate(given: argparse.Namespace) -> int:
-    from pdstage.tools.calibrate.caller import Caller, calibrate, own_peer  # noqa: PLC0415
+    from pdstage.tools.calibrate.caller import Caller, calibrate, own_peer, write  # noqa: PLC0415
     from pdstage.tools.calibrate.peer import Peer  # noqa: PLC0415
 
     options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
@@ -108,7 +108,7 @@ def _calibrate(given: argparse.Namespace) -> int:
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     if given.out is not None:
-        made.write(given.out)
+        write(made, given.out)
     return 0
 
 

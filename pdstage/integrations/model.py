@@ -14,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pdstage import UsageError
 from pdstage.arguments import shown
-from pdstage.errors import UsageError
 from pdstage.protocol.compat import WEIGHTS
 
 _SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")

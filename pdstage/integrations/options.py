@@ -6,11 +6,9 @@ import inspect
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from pdstage import Config, environment
+from pdstage import Config, DecodeNode, PrefillNode, UsageError, environment
 from pdstage.arguments import flag
-from pdstage.errors import UsageError
 from pdstage.integrations.model import overridden
-from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.manager.options import DEFAULTS
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ JSON with a version; a file that holds anything else is refused.
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,25 +32,6 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
-
-    def write(self, path: Path) -> None:
-        """Puts a new file in the old one's place, whole, for nodes that start meanwhile; the last of two writers wins.
-
-        Raises `UsageError` where the file cannot be written, and leaves what there was.
-        """
-        place, text = path.resolve(), self.to_json() + "\n"
-        try:
-            if place.exists() and not place.is_file():  # a pipe or a device
-                place.write_text(text)
-            else:
-                fresh = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
-                try:
-                    fresh.write_text(text)
-                    fresh.replace(place)
-                finally:
-                    fresh.unlink(missing_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot write {path} ({error.strerror})", remedy="name another file") from error
 
 
 _files = msgspec.json.Decoder(Calibration)

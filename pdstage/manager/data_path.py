@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from pdstage.kernels import Pool
 from pdstage.layout import Layout, Region
 from pdstage.plan import layers_of, selects
 from pdstage.plan.spans import Index, split
-from pdstage.plan.token_slices import DirectPlans, Pair
+from pdstage.plan.token_slices import DirectPlans
 from pdstage.protocol.destinations import LEAST_PIECE_NBYTES, clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.stager import Move, Passes, failed
@@ -67,8 +67,10 @@ class DataPath:
         self.posts = Posts(self.transport)
         self.placed: dict[int, Mapped] = {}
         """Destinations' memory that gathers under way write, by ticket: it stays mapped until they are over."""
-        self.copies: dict[int, _Copy] = {}
-        """The stager's copies that are writes of their own, by ticket: at the end of each `copied` is to be called."""
+        self.copies: dict[int, tuple[str, bytes, object]] = {}
+        """The stager's copies that are writes of their own, by ticket: at the end of each `copied` is to be called. To
+        whom, its tag, and what keeps that one's memory mapped until then.
+        """
 
     # Which way.
 
@@ -122,7 +124,7 @@ class DataPath:
             if len(peer.in_place) >= _MAX_PLANS:
                 peer.in_place.clear()
             moved = [selects(layout, destination.shares, rects) for layout in (self._layout, session.layout)]
-            found = peer.in_place[key] = InPlace(peer.pair, moved)
+            found = peer.in_place[key] = InPlace(self.stager.pool, peer, moved)
         return found
 
     # A chunk's gather.
@@ -185,13 +187,12 @@ class DataPath:
 
     def _passes(self, peer: PeerPlan, chunk: Chunk) -> Passes | None:
         """What copies the chunk from pages to pages; None where a post does, for want of such memory or as well."""
-        mapped = self._mapped(chunk.destination.session)
-        if mapped is None:
+        if self._mapped(chunk.destination.session) is None:
             return None
         way = self._in_place(chunk.destination, chunk.rects)
         if self._kind != "cpu" and chunk.nbytes >= _LONG_RUN_NBYTES * way.posts.n_descriptors(chunk.tokens):
             return None
-        return way.copies(self.stager.pool, mapped, peer.label)
+        return way.copies
 
     def _mapped(self, session: Session) -> Pool | None:
         """The peer's pool at its addresses here, if all of it is mapped, and written by what copies this node's."""
@@ -216,7 +217,7 @@ class DataPath:
         if self.observed is not None:
             self.observed.began(effect.ticket)
         chunk = effect.chunk
-        self.copies[effect.ticket] = _Copy(peer.label, effect.tag, peer.mapped)
+        self.copies[effect.ticket] = peer.label, effect.tag, peer.mapped
         copied = self.stager.copy_to(
             effect.ticket, passes, chunk.tokens, chunk.source.items, _items_of(chunk.destination)
         )
@@ -224,8 +225,8 @@ class DataPath:
 
     def copied(self, copied: Copied) -> PdstageError | None:
         """Such a copy ended: only its tag is left to be sent. With an error its write is over."""
-        one = self.copies.pop(copied.ticket)
-        return copied.error or self.posts.begin(copied.ticket, one.peer, None, one.tag)
+        peer, tag, _ = self.copies.pop(copied.ticket)
+        return copied.error or self.posts.begin(copied.ticket, peer, None, tag)
 
 
 def _items_of(destination: Destination) -> dict[str, Index]:
@@ -236,34 +237,27 @@ def _items_of(destination: Destination) -> dict[str, Index]:
 
 @dataclass(eq=False)
 class InPlace:
-    """Some layers of one session, from this node's pages straight to decode's. `moved`: what of either side's."""
+    """Some layers of one session, from pages of `own` straight to decode's. `moved`: what of either side's."""
 
-    pair: Pair
+    own: Pool
+    peer: PeerPlan
     moved: Sequence[Sequence[Select]]
-    _copies: list[Passes | None] = field(default_factory=list)
 
     @cached_property
     def posts(self) -> DirectPlans:
-        return DirectPlans(self.pair.src, self.moved[0], self.pair.dst, self.moved[1])
+        pair = self.peer.pair
+        return DirectPlans(pair.src, self.moved[0], pair.dst, self.moved[1])
 
-    def copies(self, own: Pool, mapped: Pool, peer: str) -> Passes | None:
+    @cached_property
+    def copies(self) -> Passes | None:
         """This node's own, where decode's pages are mapped; None if one pass cannot turn the one into the other."""
-        if not self._copies:
-            try:
-                made = Passes((own, mapped), (self.pair.src, self.pair.dst), self.moved)
-            except UsageError as error:
-                log.info("chunks to %s go as posts: %s", peer, error)
-                made = None
-            self._copies.append(made)
-        return self._copies[0]
-
-
-class _Copy(NamedTuple):
-    """`held` keeps the destination's memory mapped until the copy is over."""
-
-    peer: str
-    tag: bytes
-    held: object
+        peer = self.peer
+        assert peer.mapped is not None
+        try:
+            return Passes((self.own, peer.mapped), (peer.pair.src, peer.pair.dst), self.moved)
+        except UsageError as error:
+            log.info("chunks to %s go as posts: %s", peer.label, error)
+            return None
 
 
 @dataclass(slots=True)

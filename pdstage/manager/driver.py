@@ -483,7 +483,8 @@ class Driver:
         """
         node = self._node
         fds = node.transport.filenos()
-        if node._waiting or not self._is_under_way(fds):
+        under_way = node.stager.launched or (not fds and node._in_flight())
+        if node._waiting or not under_way:
             ready = node.socket.wait(min(wait_s, _NAP_S) if node._waiting else wait_s, fds)
             return ready.messages, bool(ready.fds) or not fds
         until = time.monotonic() + wait_s
@@ -500,10 +501,6 @@ class Driver:
                         raise
                 if any(ready) or over or time.monotonic() >= until or _must_leave():
                     return ready.messages, bool(ready.fds)
-
-    def _is_under_way(self, fds: Sequence[int]) -> bool:
-        """Whether copies on a device, or bytes of a transport without `fds`, are: nobody announces their end."""
-        return self._node.stager.launched or (not fds and self._node._in_flight())
 
     def _patience_s(self) -> float:
         """How long that may be left unasked: an eighth of the time since anything came or was done, as most of it is

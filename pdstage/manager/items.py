@@ -168,19 +168,18 @@ def _check_one(
 
 
 def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray[np.integer[Any]]:
+    cause = None
     try:
         array = np.asarray(pages)
-    except Exception as error:
-        raise UsageError(
-            f"items of {name!r} are {shown(pages)}", remedy="give one dimension of integers", component=name
-        ) from error
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise UsageError(
-            f"items of {name!r} are {array.dtype} of shape {array.shape}",
-            remedy="give one dimension of integers",
-            component=name,
-        )
-    return array
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is the cause)
+        what, cause = shown(pages), error
+    else:
+        if array.ndim == 1 and (not array.size or array.dtype.kind in "iu"):
+            return array
+        what = f"{array.dtype} of shape {array.shape}"
+    raise UsageError(
+        f"items of {name!r} are {what}", remedy="give one dimension of integers", component=name
+    ) from cause
 
 
 def _problem(pages: npt.NDArray[np.integer[Any]], n_items: int, *, unique: bool) -> tuple[str, int] | None:

@@ -399,7 +399,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         return not self.data_path.posts.to(label(session))
 
     def _copies_to(self, session: Session) -> bool:
-        return any(copy.peer == label(session) for copy in list(self.data_path.copies.values()))
+        return any(peer == label(session) for peer, *_ in list(self.data_path.copies.values()))
 
     # What it waits for.
 

@@ -51,7 +51,7 @@ def test_it_asks_soon_while_a_copy_is_under_way_and_sleeps_no_longer_than_that(s
     src.pool.runtime = dst.pool.runtime = lambda: runtime
     pair = site.pair(src, dst, path="staged")
     p = pair.p
-    assert not p.driver._is_under_way(p.transport.filenos())
+    assert not p.stager.launched
     runtime.over = False
     room = pair.begin(1, TOKENS)
     drive(pair.nodes, lambda: p.stager.launched)
@@ -87,7 +87,7 @@ def waiting(site):
 
 
 def test_decode_asks_for_what_is_written_to_its_pages(waiting):
-    assert waiting.driver._is_under_way(())
+    assert waiting._in_flight()
 
 
 def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch):
@@ -115,7 +115,7 @@ def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch):
     while moved_at(moves):
         pass
     monkeypatch.setattr(waiting.transport, "traits", replace(traits, notifies=False))
-    assert not driver._is_under_way(()), "its tags come as messages"
+    assert not waiting._in_flight(), "its tags come as messages"
 
 
 @pytest.mark.parametrize(("lent", "n_asked"), [([], range(34, 38)), ([None], (400,))])

@@ -69,7 +69,8 @@ def test_a_devices_copies_cost_what_they_were_measured_to(gpu, address, monkeypa
         known = CostModel.linear(1e9, 1e-6, 1e-5)
         assert 0 < made.gather_bytes_per_s == made.scatter_bytes_per_s != known.gather_bytes_per_s
     file = tmp_path / "calibration.json"
-    Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": known}).write(file)
+    made = Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": known})
+    file.write_text(made.to_json())
     with prefill_node(rank, staging_nbytes=STAGING_NBYTES, calibration=file, **options) as node:
         assert node.cost_of(node.transport.traits) == known
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdstage.manager import DecodeNode, PrefillNode
+    from pdstage import DecodeNode, PrefillNode
 
 EVERY_S = 1.0
 NOW = {

@@ -36,18 +36,15 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.utils.network import NetworkAddress
 
-from pdstage import environment
+from pdstage import DecodeNode, PrefillNode, Topology, UsageError, environment
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
-from pdstage.errors import UsageError
 from pdstage.integrations.model import digest, facts
 from pdstage.integrations.options import node_options, trusts_layout
 from pdstage.integrations.sglang.gauges import Gauges
 from pdstage.integrations.sglang.memory import pool_of
 from pdstage.integrations.sglang.pools import Pools
 from pdstage.integrations.sglang.writers import probes_of
-from pdstage.layout.topology import Topology
-from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.manager.observer import RoomBound, RoomEnded
 from pdstage.probe import prove_layout
 
@@ -56,8 +53,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
-    from pdstage.errors import PdstageError
-    from pdstage.manager import Receiver
+    from pdstage import PdstageError, Receiver
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Event, Origin
 

@@ -13,22 +13,20 @@ import numpy as np
 from sglang.srt.configs.model_config import dsa_layer_skips_topk, is_deepseek_dsa
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 
+from pdstage import Axis, Items, Pool, UsageError
 from pdstage.arguments import quotient
-from pdstage.errors import UsageError
 from pdstage.integrations.sglang.pools import Pools, inner, layer_ids
-from pdstage.kernels import Pool
 from pdstage.layout.addresses import Buffers, Paging, StateComponents, append_state_component, kv_pages
 from pdstage.layout.arrays import build
-from pdstage.layout.topology import REPLICATED, Axis, shard_axis
-from pdstage.manager import Items
+from pdstage.layout.topology import REPLICATED, shard_axis
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+    from pdstage import Topology
     from pdstage.layout.arrays import Part
-    from pdstage.layout.topology import Topology
 
 _SLOTS = {StateType.MAMBA, StateType.QSA_PENDING, StateType.DSV4_REQUEST_STATE, StateType.REQUEST_ROW}
 _SHARDED = {StateType.BLOCK_SCALE, StateType.BLOCK_SCALE_SWA, StateType.MINIMAX_DENSE_KV}
@@ -59,8 +57,9 @@ def _caches(args: KVArgs, pools: Pools, axis: Axis, where: tuple[str, int]) -> P
     target, draft = [one[:n_target] for one in lists], [one[n_target:] for one in lists]
     roles = _by_role(names, "KV buffers", target, pools.kv)
     roles |= _by_role([f"draft_{name}" for name in names], "KV buffers", draft, None)
-    format = _format(inner(pools.kv).dtype)
-    return kv_pages(roles, page_size=args.page_size, axis=axis, format=format, device=where)
+    return kv_pages(
+        roles, page_size=args.page_size, axis=axis, format=_format(inner(pools.kv).dtype), device=where
+    )  # fmt: skip
 
 
 def _by_role(
@@ -95,9 +94,11 @@ def _append_state(
     model: Any,  # noqa: ANN401  (SGLang's)
 ) -> None:
     kind, pools = StateType(args.state_types[number]), Pools.of(args)
-    if kind is StateType.DSA_TAIL or kind.value in states.names:
-        what = f"a second component {kind.value!r}" if kind.value in states.names else f"state {kind.value!r}"
-        raise UsageError(f"pdstage does not move {what} of this model yet", remedy="use another transfer backend")
+    if (is_second := kind.value in states.names) or kind is StateType.DSA_TAIL:
+        raise UsageError(
+            f"pdstage does not move {'a second ' * is_second}state {kind.value!r} of this model yet",
+            remedy="use another transfer backend",
+        )
     lists = args.state_data_ptrs, args.state_data_lens, args.state_item_lens, args.state_layer_ids
     ptrs, lens, items, layers = given = [entries[number] for entries in lists]
     if kind is StateType.SWA and args.swa_kv_cache_layout == "nhd":
@@ -112,9 +113,13 @@ def _append_state(
     sharded = kind in _SHARDED or (kind is StateType.SWA and args.swa_kv_cache_layout is not None)
     sliced, format = args.state_dim_per_tensor[number], "bytes"
     if kind is StateType.DSA:  # SGLang does not number them; behind the target model's are the draft model's
-        n, n_layers = inner(pools.kv).layer_num, model.num_attention_layers
+        n, n_layers, config = inner(pools.kv).layer_num, model.num_attention_layers, model.hf_config
         layers = [*layer_ids(pools.kv, n), *range(n_layers, n_layers + len(ptrs))][: len(ptrs)]
-        lens = [0 if _has_no_index(model, layer) else nbytes for layer, nbytes in zip(layers, lens, strict=True)]
+        if is_deepseek_dsa(
+            config
+        ):  # some layers go by another's top-k, though HiSparse's pool has memory for their keys
+            keyed = (layer >= n_layers or not dsa_layer_skips_topk(config, layer) for layer in layers)
+            lens = [nbytes * has_keys for nbytes, has_keys in zip(lens, keyed, strict=True)]
     if kind is StateType.MAMBA and (pool := pools.states()) is not None:
         layers = layers or pool.get_state_layer_ids()
         conv, temporal = pool.mamba_cache.conv, pool.mamba_cache.temporal
@@ -134,13 +139,6 @@ def _append_state(
         paging=Paging(1, by_token=True) if kind is StateType.SWA_RING else pages,
         whole=Axis("rank", place.tp_size, place.tp_rank, 1) if sharded else REPLICATED,
     )  # fmt: skip
-
-
-def _has_no_index(model: Any, layer: int) -> bool:  # noqa: ANN401  (SGLang's)
-    """Whether the layer goes by another's top-k. Some of SGLang's pools have memory for its keys, as HiSparse's has."""
-    config = model.hf_config
-    is_shared = is_deepseek_dsa(config) and dsa_layer_skips_topk(config, layer)
-    return bool(is_shared and layer < model.num_attention_layers)
 
 
 def _window_heads(pool: Any, place: Topology, heads: Axis) -> Axis:  # noqa: ANN401  (SGLang's)

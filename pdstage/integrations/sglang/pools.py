@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.pool_host.mha import HiSparseMHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from pdstage import Items, State
+from pdstage import Items, PdstageError, PeerError, State
 from pdstage.arguments import quotient
 from pdstage.control.bootstrap import PLAIN
-from pdstage.errors import PdstageError, PeerError
 from pdstage.integrations.sglang.memory import state_items
 from pdstage.integrations.sglang.rows import write_row
 
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pdstage import Receiver
     from pdstage.integrations.sglang.manager import PdStageKVManager
-    from pdstage.manager import Receiver
 
 MAX_S = 3600.0
 """A room's deadline. SGLang's own timeouts are much shorter."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdstage.errors import PeerError
+from pdstage import PeerError
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs

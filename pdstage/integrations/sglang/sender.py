@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
-from pdstage import Items, State
-from pdstage.errors import PdstageError
+from pdstage import Items, PdstageError, State
 from pdstage.integrations.sglang.memory import state_items
 from pdstage.integrations.sglang.rows import read_row
 
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pdstage import PrefillNode, Sender
     from pdstage.integrations.sglang.manager import PdStageKVManager
-    from pdstage.manager import PrefillNode, Sender
     from pdstage.manager.handle import CudaEvent
 
 log = logging.getLogger(__name__)

@@ -19,16 +19,15 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from pdstage.integrations.sglang.pools import HOSTS, LATENTS, inner, name_of
-from pdstage.integrations.stores import Encoding, into, rows_by
-from pdstage.probe import LayerProbe
+from pdstage.probe import Encoding, LayerProbe, into, rows_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
+    from pdstage import Layout, View
     from pdstage.integrations.sglang.pools import Pools
-    from pdstage.layout import Layout, View
     from pdstage.probe import Writer
 
 _DRAFT = "draft_"

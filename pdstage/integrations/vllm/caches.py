@@ -23,11 +23,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from pdstage import Key, TokenShard, UsageError
 from pdstage.arguments import quotient
-from pdstage.errors import UsageError
 from pdstage.integrations.vllm.groups import groups_of
 from pdstage.integrations.vllm.states import groups_of_states, state_parts
-from pdstage.layout import Key, TokenShard
 from pdstage.layout.topology import shard_range
 from pdstage.tensors import build, dsa_index, mla, paged_nhd, vllm_blocks, vllm_cpu_blocks
 
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from pdstage import Topology
     from pdstage.integrations.vllm.groups import Held
-    from pdstage.layout.topology import Topology
     from pdstage.tensors import Naming, Part
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

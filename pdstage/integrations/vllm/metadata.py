@@ -5,7 +5,7 @@ Everything here is pickled, since vLLM sends it between processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -84,7 +84,7 @@ class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Rooms that a request here will load (true), or that none will: their senders need not hold them."""
 
     def __bool__(self) -> bool:
-        return any(getattr(self, one.name) for one in fields(self))
+        return any(vars(self).values())
 
 
 @dataclass

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 from vllm.v1.request import RequestStatus
 
+from pdstage import PrefillNode, UsageError
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import BootstrapServer
-from pdstage.errors import UsageError
 from pdstage.integrations.model import digest
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
 from pdstage.integrations.vllm.loads import Loads, Phase, kept_tokens, n_common
@@ -27,7 +27,6 @@ from pdstage.integrations.vllm.metadata import (
     Send,
 )
 from pdstage.integrations.vllm.streams import Streams
-from pdstage.manager import PrefillNode
 from pdstage.manager.lookup import Directory
 
 if TYPE_CHECKING:

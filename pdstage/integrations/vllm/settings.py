@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.utils.network_utils import get_ip
 
+from pdstage import UsageError
 from pdstage.arguments import flag, integer, number
 from pdstage.control.address import Address
-from pdstage.errors import UsageError
 from pdstage.integrations.options import node_options, trusts_layout
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from vllm.config import ParallelConfig, VllmConfig
 
-    from pdstage.manager import DecodeNode, PrefillNode
+    from pdstage import DecodeNode, PrefillNode
 
 _WHERE = "kv_connector_extra_config"
 _DEADLINES = {"hello_s": 10.0, "wait_s": 60.0, "max_deadline_s": 86_400.0}

@@ -18,9 +18,8 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_dcp_world_size_and_rank, get_pcp_group
 
-from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
+from pdstage import DeadlineExceeded, DecodeNode, Items, PdstageError, Pool, PrefillNode, State, Topology, UsageError
 from pdstage.arguments import quotient
-from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
 from pdstage.integrations.model import facts
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, PdStageWorkerMeta
@@ -299,7 +298,7 @@ class WorkerSide:
     def _receive(self, request_id: str, receive: Receive, after: CudaEvent | None) -> None:
         receiver = None
         try:
-            receiver = self._announced.pop(receive.remote, None) or self._announce(receive.remote)
+            receiver = self._announce(receive.remote)
             items, tokens, states = self._named(receive.held)
             receiver.bind(items | states, tokens, after=after)
         except PdstageError as error:
@@ -321,11 +320,14 @@ class WorkerSide:
     def _abandon(self, remote: Remote) -> None:
         """A room that asks for nothing succeeds at once, and frees prefill's blocks."""
         try:
-            (self._announced.pop(remote, None) or self._announce(remote)).bind({}, {})
+            self._announce(remote).bind({}, {})
         except PdstageError as error:
             log.warning("room %s is left to its deadline at prefill: %s", remote.room, error)
 
     def _announce(self, remote: Remote) -> Receiver:
+        """The room, which may have been announced already; whoever binds it keeps it."""
+        if (known := self._announced.pop(remote, None)) is not None:
+            return known
         if self.decode is None:
             raise UsageError(
                 "this engine does not decode", remedy='send such requests to one whose kv_role is "kv_consumer"'

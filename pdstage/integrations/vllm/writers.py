@@ -16,17 +16,16 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from pdstage.integrations.stores import Encoding, into, rows_by, slots
 from pdstage.integrations.vllm.caches import Backend, Pages
-from pdstage.probe import LayerProbe
+from pdstage.probe import Encoding, LayerProbe, into, rows_by, slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm.config import VllmConfig
 
+    from pdstage import View
     from pdstage.integrations.vllm.caches import Caches
-    from pdstage.layout import View
     from pdstage.probe import Cell, Writer
 
 _PLACE = re.compile(r"\d+")

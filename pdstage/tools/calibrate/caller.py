@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from pdstage.control.zmq import ControlSocket
-from pdstage.errors import PdstageError, TransportError
+from pdstage.errors import PdstageError, TransportError, UsageError
 from pdstage.layout.topology import Topology
 from pdstage.manager import PrefillNode
 from pdstage.manager.calibration import VERSION, Calibration
@@ -238,6 +238,26 @@ def calibrate(
         version=VERSION, made_at=made_at, prefill_host=here, decode_host=decode_host or here, transports=found
     )
     return made, left_out
+
+
+def write(made: Calibration, path: Path) -> None:
+    """Puts a new file in the old one's place, whole, for nodes that start meanwhile; the last of two writers wins.
+
+    Raises `UsageError` where the file cannot be written, and leaves what there was.
+    """
+    place, text = path.resolve(), made.to_json() + "\n"
+    try:
+        if place.exists() and not place.is_file():  # a pipe or a device
+            place.write_text(text)
+        else:
+            fresh = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
+            try:
+                fresh.write_text(text)
+                fresh.replace(place)
+            finally:
+                fresh.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {path} ({error.strerror})", remedy="name another file") from error
 
 
 @contextlib.contextmanager

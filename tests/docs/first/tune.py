@@ -6,6 +6,5 @@ from pdstage.plan.cost import CostModel
 from tests.docs.first.pool import pool, topology
 
 cost = CostModel.linear(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)
-Calibration(version=VERSION, made_at="", prefill_host="", decode_host="", transports={"local": cost}).write(
-    Path("costs.json")
-)
+made = Calibration(version=VERSION, made_at="", prefill_host="", decode_host="", transports={"local": cost})
+Path("costs.json").write_text(made.to_json())

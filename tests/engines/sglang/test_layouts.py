@@ -265,7 +265,7 @@ def states(*kinds: StateType) -> dict[str, object]:
     ("other", "culprit"),
     [
         (states(StateType.DSA_TAIL), "state 'dsa_tail'"),
-        (states(StateType.DSA, StateType.DSA), "a second component"),
+        (states(StateType.DSA, StateType.DSA), "a second state"),
         ({"kv_data_ptrs": [1 << 20], "kv_layer_ids": [0]}, "KV buffers, K and V of each layer, is 1"),
         (states(StateType.SWA) | {"swa_kv_cache_layout": "nhd"}, "buffers with a window, K and V of each layer, is 1"),
         ({"num_draft_entries": 1}, "KV buffers, K and V of each layer, is 3"),

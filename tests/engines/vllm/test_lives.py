@@ -320,7 +320,8 @@ def by_layers(folder: Path, side: Side) -> Side:
     """A producer that hands over each layer by itself: it takes a chunk to cost next to nothing."""
     costs = {"nixl": structs.replace(CostModel.linear(1e9, 1e-6, 1e-5), chunk_s=1e-9)}
     path = folder / "costs.json"
-    Calibration(version=1, made_at="now", prefill_host="p", decode_host="d", transports=costs).write(path)
+    made = Calibration(version=1, made_at="now", prefill_host="p", decode_host="d", transports=costs)
+    path.write_text(made.to_json())
     return replace(side, options={"calibration": str(path)})
 
 
