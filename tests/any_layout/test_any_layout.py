@@ -12,7 +12,7 @@ from tests.any_layout import check
 from tests.any_layout.draw import KINDS
 from tests.rows import drawn
 
-N_CASES = drawn(1_000, full=10_000)
+N_CASES = drawn(500, full=10_000)
 SIZES = range(1, 9)
 
 

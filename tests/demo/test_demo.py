@@ -26,9 +26,9 @@ from pdstage.tools.demo.ranks import Memory  # noqa: E402
 
 PROMPT = [(7 * i * i + 3 * i + 11) % 512 for i in range(75)]
 RUNS = {
-    "gemma3": {"prefill_tp": 4, "decode_tp": 2},
+    "gemma3": {"prefill_tp": 2, "decode_tp": 1},
     "qwen3-next": {"prefill_tp": 2, "prefill_pp": 2, "decode_tp": 1},
-    "mamba2": {"prefill_tp": 2, "decode_tp": 4, "path": "direct"},
+    "mamba2": {"prefill_tp": 1, "decode_tp": 2, "path": "direct"},
     "deepseek-v3": {"prefill_tp": 4, "decode_tp": 2, "path": "staged"},
     "deepseek-v32": {"prefill_tp": 2, "decode_tp": 4},
     "gpt-oss": {"prefill_tp": 1, "decode_tp": 2, "decode_pp": 2, "prefill_layout": "hnd", "decode_layout": "nhd"},

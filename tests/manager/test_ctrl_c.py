@@ -149,7 +149,7 @@ def run(at: Place | None, inline: str) -> tuple[bool, Counter[tuple[str, int, st
         process.join()
 
 
-@pytest.mark.parametrize("n", [20, pytest.param(700, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [12, pytest.param(700, marks=pytest.mark.full)])
 @pytest.mark.parametrize("inline", ["prefill", "decode", "neither"])
 def test_a_ctrl_c_at_any_place(inline: str, n: int) -> None:
     """The nodes close in time, with no lock held, their rooms end, and their process does (I10)."""

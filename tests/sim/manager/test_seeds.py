@@ -7,7 +7,7 @@ import pytest
 from tests.rows import rows
 from tests.sim.manager.run import run
 
-N_SEEDS, N_BLOCKS = 160, 4
+N_SEEDS, N_BLOCKS = 160, 8
 
 
 @pytest.mark.parametrize("block", rows(range(N_BLOCKS), full=range(1, N_BLOCKS)))
