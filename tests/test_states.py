@@ -252,6 +252,7 @@ def test_no_items_are_nothing_to_move():
         checking.check(layout, {"mamba": [1]}, None, unique=True)
     with pytest.raises(UsageError, match="tokens of 'swa' without its items"):
         checking.check(layout, {"mamba": Items([])}, {"swa": (0, 1)}, unique=True)
+    assert not checking.check(layout, {"mamba": Items([])}, {"mamba": (0, 0)}, unique=True)
 
 
 # Misuse.

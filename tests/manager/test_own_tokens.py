@@ -29,7 +29,7 @@ def test_items_of_interleaved_tokens_count_the_ranks_own(destination):
 
 
 def test_a_range_without_an_own_token_needs_no_items():
-    for tokens in ((4, 6), (0, 2), (3, 3)):
+    for tokens in ((4, 6), (0, 2), (3, 3), None):
         checked(INTERLEAVED, [], tokens)
     with pytest.raises(UsageError):
         checked(INTERLEAVED, [], (4, 7))

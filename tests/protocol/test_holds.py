@@ -10,6 +10,7 @@ from pdstage.protocol.room import room_key
 from pdstage.protocol.session import HOLD_EVERY_S
 from pdstage.protocol.state import State
 from tests.pair import World, is_message, nth
+from tests.rows import drawn
 
 HOUR_S = 3600.0
 HELD_S = 3 * HOLD_EVERY_S
@@ -52,11 +53,11 @@ def test_what_nobody_waits_with_is_held_no_longer_than_its_wait() -> None:
     assert waited.state is State.FAILED
 
 
-def test_ten_thousand_rooms_are_held_by_one_message_a_peer_and_interval() -> None:
-    world = World(prefill=2, **SHORT)
+def test_thousands_of_rooms_are_held_by_one_message_a_peer_and_interval() -> None:
+    world, n_rooms = World(prefill=2, **SHORT), drawn(1_000, full=10_000)
     core: DecodeCore = world.d.core
-    sent = [world.prefill[1].core.submit(room_key(n)) for n in range(10_000)]
-    for n in range(10_000):
+    sent = [world.prefill[1].core.submit(room_key(n)) for n in range(n_rooms)]
+    for n in range(n_rooms):
         core.found(core.announce(room_key(n), deadline_s=HOUR_S), {0: b"P0", 1: b"P1"})
     world.carry(world.d)
     world.run(until=1.0)
@@ -64,7 +65,7 @@ def test_ten_thousand_rooms_are_held_by_one_message_a_peer_and_interval() -> Non
     world.drop(lambda item: is_message(m.Heartbeat)(item) and item.src is world.d and said.append(item.message))
     world.run(until=1.0 + 8 * HOLD_EVERY_S + 0.01)
     assert len(said) == 2 * 8
-    assert all(len(beat.asks) + len(beat.waits) == 10_000 for beat in said)
+    assert all(len(beat.asks) + len(beat.waits) == n_rooms for beat in said)
     assert not any(room.ended for room in sent), "until one of these came"
 
 
@@ -109,6 +110,15 @@ def test_prefill_is_asked_whether_a_room_is_finished_when_its_engine_looks_or_is
         world.run()
     world.check(handle, 2)
     assert sent.state is State.SUCCESS
+
+
+def test_an_engine_that_looks_before_the_two_sides_have_met_is_answered_as_they_meet() -> None:
+    world = World(retry_s=9.0)
+    handle = world.announce(1)
+    world.d.core.wait_to_bind(handle)
+    world.send(1)
+    world.run(until=1.0)
+    assert handle.ready_to_bind
 
 
 def test_no_room_is_held_beyond_the_longest_deadline() -> None:

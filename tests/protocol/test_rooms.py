@@ -229,10 +229,10 @@ def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> Non
 @pytest.mark.parametrize(
     "message",
     [
-        m.Lease(1, 0, 0, 7, 0, LEASE, 0),
+        m.Lease(1, 0, 0, 1, 0, LEASE, 0),
         m.Lease(1, 0, 0, 0, 0, LEASE - 128, 0),
         m.Lease(1, 0, 0, 0, 3840, LEASE, 0),
-        m.Watermark(7, 0),
+        m.Watermark(1, 0),
         m.Recall(1, 0, 0, 9, 0, 0),
     ],
     ids=["lane", "too small", "past the end", "watermark lane", "recall lane"],
@@ -248,6 +248,7 @@ def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m
     world.run(until=5.0)
     assert not any(line.startswith("write") for line in world.log)
     assert handle.state is State.FAILED
+    assert [node.core.counters.rooms_failed for node in (world.p, world.d)] == [1, 1]
 
 
 def test_close_ok_with_something_missing_fails_the_room_naming_it() -> None:
@@ -285,7 +286,8 @@ def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> No
 @pytest.fixture
 def three_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session's Opens for three rooms of one page each may wait."""
-    monkeypatch.setattr(prefill, "MAX_PARKED_NBYTES", 3 * (prefill._OPEN_NBYTES + 4))
+    monkeypatch.setattr(prefill, "_OPEN_NBYTES", 16)
+    monkeypatch.setattr(prefill, "MAX_PARKED_NBYTES", 3 * (16 + 4))
 
 
 @pytest.mark.usefixtures("three_parked")

@@ -175,9 +175,11 @@ def test_a_lost_session_is_never_resumed() -> None:
     assert not prefill.core.sessions
     world.free()
     prefill.core.endpoint.take_effects()
+    stale = prefill.core.counters.frames_stale
     prefill.core.endpoint.receive(b"D0", hello)
     assert not prefill.core.sessions
     assert not prefill.core.endpoint.take_effects()
+    assert prefill.core.counters.frames_stale == stale + 1
     world.announce(1)
     world.run(until=12.0)
     (again,) = prefill.core.sessions

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 from transport.device_rank import STAGING_NBYTES, DeviceRank, serve_decode
 
 from pdstage import State, stager
 from pdstage.control.bootstrap import BootstrapServer
+from pdstage.errors import TransportError
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
 from pdstage.transport.local import LocalTransport
 from tests import cuda_double
-from tests.manager.engine import IMPATIENT, N_ROOMS, TOKENS, all_arrive, drive, prefill_node, unheard
+from tests.manager.engine import (
+    IMPATIENT,
+    N_ROOMS,
+    TOKENS,
+    all_arrive,
+    drive,
+    prefill_node,
+    send_all,
+    unheard,
+    write_all,
+)
 from tests.rows import both_paths
 
 spawn = multiprocessing.get_context("spawn")
@@ -32,6 +45,7 @@ class TwoPasses(LocalTransport):
 
 @pytest.fixture
 def gpu():
+    gc.collect()  # the errors of a test before hold its frames, and with them what it mapped
     with cuda_double.use() as gpu:
         gpu.reset()
         yield gpu
@@ -153,6 +167,19 @@ def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is
         said = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
         assert len([one for one in said if "all of its chunks are staged" in one]) == (0 if types else 1)
         assert types or all("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in one for one in said)
+
+
+def test_a_copy_into_pages_whose_tag_cannot_be_sent_fails_its_room(gpu, address, monkeypatch):
+    rank, refused = DeviceRank(n_pages=128), mock.Mock(side_effect=TransportError("no tag leaves", remedy="wait"))
+    with (
+        prefill_node(rank, address, transport="local", path="direct") as node,
+        decoding(address, path="direct") as (decode, _),
+    ):
+        monkeypatch.setattr(node.transport, "notify", refused)
+        senders = send_all(node, write_all(rank))
+        drive([node], lambda: all(sender.released for sender in senders) and decode.poll())
+        assert {state for state, _ in decode.recv()} == {State.FAILED}
+        assert all("no tag leaves" in str(sender.error) for sender in senders)
 
 
 @pytest.mark.parametrize(
