@@ -139,6 +139,8 @@ def test_traits_are_of_the_peer_and_the_weakest_where_its_way_is_not_known(ends)
     assert (weakest.fences, weakest.max_descriptors, weakest.post_blocks) == (False, 7, True)
     assert weakest.kinds == {"cpu", "cuda"}
     assert a.traits_of("nobody") == weakest
+    with pytest.raises(UsageError, match="'nobody'"):
+        a.prepare("nobody", [])
     meet(a, b)
     assert a.traits_of("b") == Near.traits
     a.disconnect("b")
