@@ -134,7 +134,6 @@ def test_a_driver_that_breaks_ends_its_rooms_for_the_observer(site, seen, monkey
     monkeypatch.setattr(d.transport, "poll", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         d.turn()
-    d.close(0.1)
     (ended,) = seen.of("decode", RoomEnded)
     assert ended.state is State.FAILED
     assert "ZeroDivisionError" in ended.reason

@@ -251,6 +251,15 @@ def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m
     assert [node.core.counters.rooms_failed for node in (world.p, world.d)] == [1, 1]
 
 
+def test_each_side_counts_its_room_once() -> None:
+    world = World()
+    world.serve(1)
+    world.run()
+    for node in (world.p, world.d):
+        counted = node.core.counters
+        assert (counted.rooms_opened, counted.rooms_succeeded, counted.rooms_failed) == (1, 1, 0)
+
+
 def test_close_ok_with_something_missing_fails_the_room_naming_it() -> None:
     world = World()
     handle, sent = opened(world)
