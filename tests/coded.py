@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 from pools import Logical, Stored, assert_alike, hold, indexes, ranges, storages
 
-from pdstage.kernels import Pool
-from pdstage.layout import Key, Layout
+from pdstage import Key, Layout, Pool
 from pdstage.plan import Select
 from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
 from pdstage.plan.tables import Index

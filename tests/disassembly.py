@@ -8,11 +8,9 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import NamedTuple
 
 _OFFSET = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
 

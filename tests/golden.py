@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
+from pdstage import Axis, Key, Layout, Region, RowLevel, TokenShard, Topology, View
 from pdstage.columns import Placed
-from pdstage.layout import Key, Layout, Region, RowLevel, TokenShard, View
-from pdstage.layout.topology import Axis, Topology
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pdstage.layout import Layout, TokenShard
+from pdstage import Layout, TokenShard
 
 
 def holds(owned: TokenShard, token: int) -> bool:

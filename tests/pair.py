@@ -17,14 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pdstage import Config, Key, Layout, PdstageError, Region, RowLevel, TransportError, View
 from pdstage.columns import Column, Columns
-from pdstage.errors import TransportError
-from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.layout.topology import Topology, shard_axis
 from pdstage.plan import HEAD_MAJOR, Rect, Share, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol import state, wire
-from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom
@@ -440,6 +438,11 @@ class World:
         node.core.abort(room, why)  # type: ignore[arg-type]
         self.carry(node)
 
+    def lose(self, node: Node, error: PdstageError) -> None:
+        """The session with its one peer."""
+        node.core.lose(node.session, error)
+        self.carry(node)
+
     def pages(self, room: int) -> Pages:
         """Two pages of a room's own."""
         return [2 * room % self.n_pages, (2 * room + 1) % self.n_pages]
@@ -675,8 +678,7 @@ class World:
             for item in self.queue + self.held
             if item.kind == "write" and node in {item.src, item.dst} and wire.tag_session(item.tag) == session.id
         ]
-        self.queue = [item for item in self.queue if item not in ours]
-        self.held = [item for item in self.held if item not in ours]
+        self.cut_off(lambda item: item in ours)
         for item in ours:
             assert item.fail is not None
             item.fail()
@@ -841,9 +843,10 @@ def snapshot(core: PrefillCore | DecodeCore) -> list[object]:
     return [handles, destinations, [dict(one.marks) for one in core.sessions.values()], list(core.chunks.free)]
 
 
-def assert_failed(room: Room, words: str) -> None:
-    """With these words in its error."""
+def assert_failed(room: Room, words: str, kind: type[Exception] = Exception) -> None:
+    """With these words in its error, which is of this kind."""
     assert room.state is State.FAILED
+    assert isinstance(room.error, kind)
     assert words in str(room.error)
 
 

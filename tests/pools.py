@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from pdstage.layout import Key, Layout, Region, RowLevel, View
-from pdstage.layout.topology import Axis
+from pdstage import Axis, Key, Layout, Region, RowLevel, View
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from pdstage.plan.tables import Index
 

@@ -8,6 +8,8 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +51,11 @@ def child(context: Any, target: Callable[..., object], *args: object) -> tuple[A
     process.start()
     theirs.close()
     return process, pipe
+
+
+def python(*words: str, check: bool = False, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs this Python with these arguments to its end."""
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=check, **how)
 
 
 def enter(namespace: str | int) -> None:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 import pytest
 from pools import GUARD, Logical, Stored, aligned, gathered, hold, on_device
 
-from pdstage import native
-from pdstage.errors import UsageError
-from pdstage.kernels import Pool
-from pdstage.layout import Layout
+from pdstage import Layout, Pool, UsageError, native
 from pdstage.plan import TOKEN_MAJOR
 from pdstage.plan.tables import Index
 
@@ -180,14 +178,9 @@ def check_left_out(rig, held, select, wire, items, range_, left_out, device="cud
     np.testing.assert_array_equal(held.memory, before)
 
 
-@contextlib.contextmanager
 def without_native():
     """Inside, numpy does what the extension does."""
-    held, native.ext = native.ext, None
-    try:
-        yield
-    finally:
-        native.ext = held
+    return mock.patch.object(native, "ext", None)
 
 
 def host_code(name):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
 
 both_paths = pytest.mark.parametrize("path", ["staged", "direct"])
 either_side = pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.processes import python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -215,5 +213,5 @@ def test_imports_inside_kernels_are_relative() -> None:
 
 def test_importing_pdstage_is_light() -> None:
     code = f"import pdstage, sys; print(*sorted({LIGHT!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = python("-c", code, check=True, cwd=ROOT)
     assert not done.stdout.strip(), f"import pdstage pulls in {done.stdout.strip()}"

@@ -6,9 +6,8 @@ import weakref
 
 import pytest
 
-from pdstage import MetadataBuffers, TransportError, UsageError
+from pdstage import Keys, MetadataBuffers, TransportError, UsageError
 from pdstage.control.bootstrap import BootstrapServer
-from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
 from pdstage.manager.lookup import Directory
 from pdstage.metadata import usual_columns

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pdstage import UsageError
 from pdstage.columns import ITEMSIZES, MAX_COLUMNS, Column, Columns, lacking, problem, share
-from pdstage.errors import UsageError
 
 NAMES = st.sampled_from("abcdefgh")
 COLUMN = st.builds(

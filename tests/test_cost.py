@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 from pdstage.plan.cost import CostModel
 
 LINEAR = CostModel.linear(bytes_per_s=4e9, descriptor_s=1e-6, post_s=10e-6)

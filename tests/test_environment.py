@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pdstage import environment
+from pdstage import UsageError, environment
 from pdstage.environment import VARIABLES
-from pdstage.errors import UsageError
+from tests.test_architecture import ROOT, sources
 
-ROOT = Path(__file__).resolve().parent.parent
 NAMES = {variable.name for variable in VARIABLES}
-SOURCES = [
-    path
-    for folder in ("pdstage", "kernels", "bench", "tests")
-    for path in (ROOT / folder).rglob("*.py")
-    if not any(parent.is_symlink() for parent in path.parents)
-]
+SOURCES = [*(path for _, path in sources()), *(ROOT / "tests").rglob("*.py")]
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.errors import UsageError
+from pdstage import Axis, UsageError
 from pdstage.layout import Component, Key, Layout, Region, RowLevel, View, mismatch
-from pdstage.layout.topology import Axis
 
 
 def view(component="kv", role="k", layer=0, **changes):

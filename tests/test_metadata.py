@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pdstage import UsageError
 from pdstage.columns import Column, Columns, share
-from pdstage.errors import UsageError
 from pdstage.metadata import (
     AuxRow,
     MetadataBuffers,

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage import Topology
-from pdstage.errors import UsageError
+from pdstage import Topology, UsageError
 from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.layout.topology import shard_axis
 from pdstage.plan import Rect, shares

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -17,17 +16,15 @@ from pathlib import Path
 import pytest
 
 import pdstage
+from tests.processes import python
+from tests.test_architecture import FOLDERS, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
 
 
 def wheel_of(source: Path, out: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    return subprocess.run(
-        [*command, "-w", str(out), str(source)],
-        cwd=out, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=900,
-    )  # fmt: skip
+    command = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(source)]
+    return python(*command, cwd=out, env={**os.environ, **env}, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, check=False)
+    done = python("-c", code, cwd=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
         archive.extractall(out, filter="data")
@@ -60,10 +57,9 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipF
 
 def expected_modules(root: Path) -> set[str]:
     """Installed names of all Python files, from the folders they live in."""
-    folders = {"pdstage": "pdstage", "kernels": "pdstage/kernels", "bench": "pdstage/bench"}
     return {
-        f"{installed}/{path.relative_to(root / folder)}"
-        for folder, installed in folders.items()
+        f"{package.replace('.', '/')}/{path.relative_to(root / folder)}"
+        for folder, package in FOLDERS.items()
         for path in (root / folder).rglob("*.py")
         if not any(parent.is_symlink() for parent in path.parents)
     }

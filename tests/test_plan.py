@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.errors import UsageError
+from pdstage import Key, Layout, Region, RowLevel, UsageError, View
 from pdstage.kernels.device import MAX_COMPONENTS
-from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.layout.topology import REPLICATED, Axis, shard_axis, shard_range
 from pdstage.plan import (
     HEAD_MAJOR,

@@ -5,28 +5,19 @@ The writers here stand for an engine's own; tests/engines and tests/e2e use the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from pdstage.errors import UsageError
-from pdstage.layout import Key, Layout
-from pdstage.probe import LayerProbe, prove_layout
+from pdstage import Key, Layout, UsageError, View
+from pdstage.probe import Cell, LayerProbe, Writer, prove_layout
 from pdstage.tensors import build, mla, paged_hnd, paged_nhd
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from pdstage.layout import View
-    from pdstage.probe import Cell, Writer
-
-    Cells, Told = Sequence[Cell], Mapping[Key, NDArray[np.uint8]]
-
+Cells, Told = Sequence[Cell], Mapping[Key, NDArray[np.uint8]]
 N_PAGES, PAGE, HEADS, DIM = 6, 16, 4, 8
 K, V = Key("kv", "k", 0), Key("kv", "v", 0)
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from pools import FUSED, HND, NHD, Logical, Stored, assert_alike, hold, kv_index, transfers
 from rigs import HOST_CODES, host_code
 
-from pdstage.errors import UsageError
-from pdstage.layout import Layout
+from pdstage import Layout, UsageError
 from pdstage.plan import Select
 from pdstage.plan.spans import DirectPlan, Spans, split
 from pdstage.plan.tables import Index

@@ -12,10 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pdstage.errors import UsageError
-from pdstage.kernels import Pool
+from pdstage import Pool, Region, UsageError
 from pdstage.kernels.driver import DriverError
-from pdstage.layout import Region
 from pdstage.plan import TOKEN_MAJOR, Rect, Share
 from pdstage.plan.tables import Index
 from pdstage.stager import ALIGNMENT, Memory, Move, PageLock, Stager
@@ -61,6 +59,23 @@ def pool():
     return Pool.of(held.layout, keep=held)
 
 
+@pytest.fixture
+def device():
+    return Device()
+
+
+@pytest.fixture
+def stager(pool, device):
+    return Stager(pool, runtime=device)
+
+
+@pytest.fixture
+def dst():
+    """Staging memory, for as long as the test runs."""
+    staging = np.zeros(256, np.uint8)
+    yield Region(staging.ctypes.data, staging.nbytes)
+
+
 def items(*pages):
     return {"kv": Index.of(np.array(pages))}
 
@@ -70,11 +85,7 @@ def move(*pages, order=TOKEN_MAJOR, checksum=False):
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_a_devices_copies_end_with_their_events_in_order(pool, checksum):
-    device = Device()
-    stager = Stager(pool, runtime=device)
-    staging = np.zeros(256, np.uint8)
-    dst = Region(staging.ctypes.data, staging.nbytes)
+def test_a_devices_copies_end_with_their_events_in_order(stager, device, dst, checksum):
     for ticket in (5, 6):
         stager.gather(ticket, move(0, 1, 2, checksum=checksum), dst)
     assert stager.poll() == [], "launched is not done"
@@ -91,20 +102,18 @@ def test_a_devices_copies_end_with_their_events_in_order(pool, checksum):
     assert stager.poll() == [], "an event that serves again is not over because it once was"
 
 
-def test_a_copy_refused_at_its_second_part_ends_after_its_first():
+def test_a_copy_refused_at_its_second_part_ends_after_its_first(device, dst):
     """I2, I8: until then a kernel of the first may still read the pages, or write them."""
     held = [hold([Stored(Logical(width=16), n_items=n, rows_per_item=2)]) for n in (4, 3)]
     parts = [Pool.of(one.layout, keep=one) for one in held]
-    device, launched = Device(), []
-    stager = Stager(parts[0], runtime=device)
+    stager, launched = Stager(parts[0], runtime=device), []
 
     def both(stream, sum_ptr):
         for part in parts:
             selected = [(view.key, 0, view.shards) for view in part.layout.views()]
-            part.plan(selected).gather(staging.ctypes.data, 256, items(0, 3, 1), {"kv": (0, TOKENS)}, stream=stream)
+            part.plan(selected).gather(dst.base, dst.nbytes, items(0, 3, 1), {"kv": (0, TOKENS)}, stream=stream)
             launched.append(part)
 
-    staging = np.zeros(256, np.uint8)
     assert stager._begin(1, both, checksum=False) is None
     assert launched == parts[:1]
     assert stager.poll() == [], "its first part runs"
@@ -207,28 +216,24 @@ def test_memory_that_cannot_be_had_is_refused_in_words(monkeypatch):
         Memory(4096)
 
 
-def test_what_is_refused_before_its_launch_ends_with_its_error(pool):
-    device, staging = Device(), np.zeros(256, np.uint8)
-    stager = Stager(pool, runtime=device)
+def test_what_is_refused_before_its_launch_ends_with_its_error(stager, device, dst):
     for wrong in (move(0, 9, 2), move(0, 1, 2, order="sideways")):
-        stager.gather(1, wrong, Region(staging.ctypes.data, 256))
+        stager.gather(1, wrong, dst)
         device.over = set(device.recorded)
         (copied,) = stager.poll()
         assert isinstance(copied.error, UsageError)
 
 
-def test_a_copy_for_which_the_device_has_no_memory_fails_alone(pool, monkeypatch):
+def test_a_copy_for_which_the_device_has_no_memory_fails_alone(stager, device, dst, monkeypatch):
     """Nothing is wrong with the device: torch may have grown until nothing was left."""
-    device, staging = Device(), np.zeros(256, np.uint8)
-    stager = Stager(pool, runtime=device)
     with monkeypatch.context() as patch:
         patch.setattr("pdstage.stager._copy_all", mock.Mock(side_effect=DriverError("cuMemAlloc", 2)))
-        stager.gather(1, move(0, 1, 2), Region(staging.ctypes.data, 256))
+        stager.gather(1, move(0, 1, 2), dst)
     with monkeypatch.context() as patch:
         patch.setattr(device, "pinned", mock.Mock(side_effect=DriverError("cuMemHostAlloc", 2)))
         patch.setattr(stager._stream, "_spare", [])
-        stager.gather(2, move(0, 1, 2), Region(staging.ctypes.data, 256))
-    stager.gather(3, move(0, 1, 2), Region(staging.ctypes.data, 256))
+        stager.gather(2, move(0, 1, 2), dst)
+    stager.gather(3, move(0, 1, 2), dst)
     device.over = set(device.recorded)
     ended = {copied.ticket: str(copied.error) for copied in stager.poll()}
     assert "cuMemAlloc failed with 2" in ended[1]
@@ -236,11 +241,8 @@ def test_a_copy_for_which_the_device_has_no_memory_fails_alone(pool, monkeypatch
     assert ended[3] == "None"
 
 
-def test_a_rate_that_is_not_had_ends_no_copy_of_the_node_before(pool, monkeypatch):
+def test_a_rate_that_is_not_had_ends_no_copy_of_the_node_before(pool, stager, device, dst, monkeypatch):
     monkeypatch.setattr("pdstage.stager._RATE_WAIT_S", 0.0)
-    device, staging = Device(), np.zeros(256, np.uint8)
-    dst = Region(staging.ctypes.data, staging.nbytes)
-    stager = Stager(pool, runtime=device)
     stager.gather(1, move(0, 1, 2), dst)
     device.over = set(device.recorded)
     assert [copied.ticket for copied in stager.poll()] == [1]

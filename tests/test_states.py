@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from pdstage.errors import UsageError
-from pdstage.layout import Key, Layout
+from pdstage import Items, Key, Layout, UsageError
 from pdstage.layout.addresses import Buffers, Paging, StateComponents, append_state_component, kv_pages
 from pdstage.layout.states import StateType, canonical, kind_of, registered
 from pdstage.layout.topology import REPLICATED, Axis, shard_axis
-from pdstage.manager import Items
 from pdstage.manager import items as checking
 from pdstage.tensors import (
     Field,

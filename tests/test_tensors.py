@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-from pdstage.errors import UsageError
-from pdstage.layout import Key
+from pdstage import Key, UsageError
 from pdstage.layout.topology import REPLICATED, shard_axis
 from pdstage.tensors import build, mla, paged_hnd, paged_nhd, sglang_mha, vllm_blocks, vllm_cpu_blocks
+from tests.processes import python
 
-PAGES, PAGE, HEADS, DIM = 5, 4, 3, 8
+PAGES, PAGE, HEADS, DIM = SHAPE = 5, 4, 3, 8
 WHOLE = {"total_heads": 12, "tp": (4, 1)}  # three heads a rank
 
 
@@ -82,7 +80,7 @@ def test_sglang_slots_become_pages(dtype):
 @pytest.mark.parametrize("fused", ["apart", "halves of dim 1", "halves of the last"])
 def test_paged_nhd(fused):
     shape = {
-        "apart": (PAGES, PAGE, HEADS, DIM),
+        "apart": SHAPE,
         "halves of dim 1": (PAGES, 2, PAGE, HEADS, DIM),
         "halves of the last": (PAGES, PAGE, HEADS, 2 * DIM),
     }[fused]
@@ -226,7 +224,7 @@ class FakeTensor:
 
 def test_parts_may_lie_in_host_memory_beside_one_gpus():
     def caches(component, kind, index=0):
-        k, v = ([FakeTensor(filled(PAGES, PAGE, HEADS, DIM), kind, index)] for _ in "kv")
+        k, v = ([FakeTensor(filled(*SHAPE), kind, index)] for _ in "kv")
         return paged_nhd(k, v, component=component, **WHOLE)
 
     layout = build(caches("kv", "cuda"), caches("window", "cpu"))
@@ -236,12 +234,12 @@ def test_parts_may_lie_in_host_memory_beside_one_gpus():
 
 
 def nhd(**changes):
-    given = {"k": [filled(PAGES, PAGE, HEADS, DIM)], "v": [filled(PAGES, PAGE, HEADS, DIM)], **WHOLE, **changes}
+    given = {"k": [filled(*SHAPE)], "v": [filled(*SHAPE)], **WHOLE, **changes}
     return build(paged_nhd(given.pop("k"), given.pop("v"), **given))
 
 
 def twice():
-    pool = filled(PAGES, PAGE, HEADS, DIM)
+    pool = filled(*SHAPE)
     return build(paged_nhd([pool], [pool], **WHOLE))
 
 
@@ -251,28 +249,28 @@ def slots(n=20, heads=HEADS, page_size=PAGE):
 
 MISUSES = {
     "ndim": (lambda: nhd(v=[filled(PAGES * PAGE, HEADS, DIM)]), r"v\[0\] has shape .*not \[pages, page_size, heads"),
-    "empty axis": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, DIM)[:0]]), r"k\[0\] has shape \[0, "),
+    "empty axis": (lambda: nhd(k=[filled(*SHAPE)[:0]]), r"k\[0\] has shape \[0, "),
     "last axis strided": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, 16)[..., ::2]]), r"k\[0\] has elements 4 bytes"),
     "expanded": (
         lambda: nhd(k=[filled(PAGES, PAGE, 1, DIM).expand(-1, -1, HEADS, -1)]),
         r"k\[0\] has byte strides .* overlap",
     ),
     "backwards": (
-        lambda: nhd(k=[np.zeros((PAGES, PAGE, HEADS, DIM), np.float16)[::-1]]),
+        lambda: nhd(k=[np.zeros(SHAPE, np.float16)[::-1]]),
         r"k\[0\] has byte strides .* backwards",
     ),
-    "dtype": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, DIM, dtype=torch.complex64)]), r"k\[0\] has dtype complex64"),
+    "dtype": (lambda: nhd(k=[filled(*SHAPE, dtype=torch.complex64)]), r"k\[0\] has dtype complex64"),
     "device kind": (
-        lambda: nhd(k=[torch.empty(PAGES, PAGE, HEADS, DIM, device="meta")]),
+        lambda: nhd(k=[torch.empty(SHAPE, device="meta")]),
         r"k\[0\] is on device 'meta'",
     ),
     "two devices": (
-        lambda: nhd(v=[FakeTensor(filled(PAGES, PAGE, HEADS, DIM), "cuda", 1)]),
+        lambda: nhd(v=[FakeTensor(filled(*SHAPE), "cuda", 1)]),
         r"v\[0\] is on cuda:1, k\[0\] on cpu:0",
     ),
     "not a tensor": (lambda: nhd(k=[[1, 2]]), r"k\[0\] is a list, not a tensor"),
     "no layers": (lambda: nhd(k=[], v=[]), "k is empty"),
-    "layer counts": (lambda: nhd(v=[filled(PAGES, PAGE, HEADS, DIM) for _ in "ab"]), "v has 2 entries, k has 1"),
+    "layer counts": (lambda: nhd(v=[filled(*SHAPE) for _ in "ab"]), "v has 2 entries, k has 1"),
     "layers": (lambda: nhd(layers=[1, 2]), "layers has 2 entries, k has 1"),
     "heads": (lambda: nhd(tp=(2, 1)), r"k\[0\] has 3 heads, but this rank holds 6 of 12 \(from head 6\)"),
     "pages": (lambda: nhd(v=[filled(PAGES + 1, PAGE, HEADS, DIM)]), r"v\[0\] has 6 pages of 4 tokens, k\[0\] has 5"),
@@ -304,4 +302,4 @@ def test_misuse_is_refused_in_words(misuse):
 
 def test_importing_needs_no_torch():
     code = "import sys, pdstage.tensors; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert python("-c", code).returncode == 0

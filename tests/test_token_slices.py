@@ -10,9 +10,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from pdstage.errors import UsageError
+from pdstage import Axis, UsageError
 from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
-from pdstage.layout.topology import Axis
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR
 from pdstage.plan.ownership import Common
 from pdstage.plan.spans import Index

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 from pdstage.layout.topology import Topology, shard_range
 
 

@@ -126,15 +126,22 @@ def drive(nodes: Sequence[Node], done: Callable[[], bool], timeout_s: float = 24
             node.turn(1e-4)
 
 
-def fails(node: Node, room: Receiver | Sender) -> None:
-    """Gives the node turns until the room has failed."""
+def fails(node: Node, room: Receiver | Sender, words: str = "") -> None:
+    """Gives the node turns until the room has failed, with these words."""
     drive([node], lambda: room.state is State.FAILED)
+    assert words in str(room.error)
+
+
+def bound(node: DecodeNode, rank: Rank, room: int, address: str, tokens: int = TOKENS) -> Receiver:
+    """The receiver of a room, which has its pages."""
+    receiver = node.receive(room, address)
+    receiver.bind(rank.allocate(tokens), tokens)
+    return receiver
 
 
 def begun(node: DecodeNode, rank: Rank, address: str) -> Receiver:
     """The receiver of room 0, some of which is there."""
-    receiver = node.receive(0, address)
-    receiver.bind(rank.allocate(TOKENS), TOKENS)
+    receiver = bound(node, rank, 0, address)
     drive([node], lambda: receiver.state is State.TRANSFERRING)
     return receiver
 
@@ -258,12 +265,16 @@ class Pair:
     def end(self, *rooms: Room) -> None:
         drive(self.nodes, lambda: all(room.released for room in rooms))
 
+    def arrives(self, room: Room, tokens: int = TOKENS) -> None:
+        """It ends well, with every byte in its place."""
+        self.end(room)
+        assert room.states == (State.SUCCESS, State.SUCCESS), room.receiver.error
+        assert self.dst.holds(room.receiver.id, tokens, room.into)
+
     def move(self, room, tokens: int = TOKENS, **how) -> Room:
         """One room, checked byte for byte; its pages are free again."""
         moved = self.begin(room, tokens, **how)
-        self.end(moved)
-        assert moved.states == (State.SUCCESS, State.SUCCESS), moved.receiver.error
-        assert self.dst.holds(room, tokens, moved.into)
+        self.arrives(moved, tokens)
         self.src.free(moved.pages)
         self.dst.free(moved.into)
         return moved

@@ -48,8 +48,7 @@ class Rows:
     def move(self, room: int, *, row: bool = True) -> AuxRow:
         opened, ours, theirs = self.open(room, row=row)
         opened.sender.finish(aux=ours)
-        self.pair.end(opened)
-        assert opened.states == (State.SUCCESS, State.SUCCESS)
+        self.pair.arrives(opened)
         came = opened.receiver.aux
         assert isinstance(came, AuxRow)
         assert came["output_ids"][0] == 1000 + room

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdstage import State
-from pdstage.errors import TransportError
+from pdstage import State, TransportError
 from tests.manager.engine import QUICK, Rank
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdstage import Key, Pool, State, Topology
-from pdstage.errors import PeerError
+from pdstage import Key, PeerError, Pool, State, Topology
 from pdstage.kernels.convert_reference import decode, encode
 from pdstage.layout import ALL_TOKENS, TokenShard
 from pdstage.layout.topology import shard_range

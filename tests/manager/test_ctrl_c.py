@@ -23,8 +23,8 @@ from typing import NamedTuple
 import pytest
 
 import pdstage
-from pdstage import State
-from pdstage.errors import PdstageError
+from pdstage import PdstageError, State
+from tests import processes
 from tests.manager.engine import QUICK, TOKENS, Rank, decode_node, prefill_node
 
 forked = multiprocessing.get_context("fork")
@@ -133,18 +133,15 @@ def live(pipe: Connection, at: Place | None, inline: str) -> None:
 
 def run(at: Place | None, inline: str) -> tuple[bool, Counter[tuple[str, int, str]]]:
     """`live` in a forked process, which ends well: whether it was interrupted, and what it passed."""
-    ours, theirs = forked.Pipe()
-    process = forked.Process(target=live, args=(theirs, at, inline))
-    process.start()
-    theirs.close()
+    process, pipe = processes.child(forked, live, at, inline)
     try:
-        assert ours.poll(4 * _LONGEST_S), f"no word after {at}"
-        interrupted, wrong, seen = ours.recv()
+        assert pipe.poll(4 * _LONGEST_S), f"no word after {at}"
+        interrupted, wrong, seen = pipe.recv()
         process.join(_LONGEST_S)
         assert (wrong, process.exitcode) == ("", 0), at
         return interrupted, seen
     finally:
-        ours.close()
+        pipe.close()
         process.kill()
         process.join()
 

@@ -7,11 +7,10 @@ import threading
 
 import pytest
 
-from pdstage import Keys, State, UsageError, cli
+from pdstage import Keys, PeerError, State, TransportError, UsageError, cli
 from pdstage.control import drain as operator
 from pdstage.control.drain import drain
 from pdstage.control.zmq import ControlSocket
-from pdstage.errors import PeerError, TransportError
 from tests.manager.engine import TOKENS, Rank, drive, prefill_node
 
 

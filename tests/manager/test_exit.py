@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import threading
 from unittest import mock
 
 import pytest
 
-from pdstage import State
-from pdstage.errors import UsageError
+from pdstage import State, UsageError
 from pdstage.manager import driver as drivers
 from tests.manager.engine import Rank, fails, prefill_node
-from tests.rows import inline_or_thread, rows, usable
+from tests.manager.test_processes import any_transport
+from tests.processes import python
+from tests.rows import inline_or_thread
 
-_HERE = usable("local", "nixl", "mooncake")
 _ENDS_S = 240.0
 """Far beyond what it takes, which docs/reliability.md has: so long may a busy machine take."""
 
 
-@pytest.mark.parametrize("transport", rows(_HERE, full={"mooncake"}))
+@any_transport
 @pytest.mark.parametrize(
     ("end", "progress"),
     [("in_a_loop", "thread"), *itertools.product(("closed", "in_a_global", "in_a_thread"), ("inline", "thread"))],
 )
 def test_a_program_ends_with_nodes_open(end, transport, progress):
     """Wherever they are, the interpreter takes them down without a word, a hang or a crash."""
-    command = [sys.executable, "-m", "tests.manager.exit_programs", end, transport, progress]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=_ENDS_S, check=False)
+    ended = python("-m", "tests.manager.exit_programs", end, transport, progress, timeout=_ENDS_S)
     assert (ended.returncode, ended.stdout) == (0, "ready\n"), ended.stderr
     assert "Traceback" not in ended.stderr
 

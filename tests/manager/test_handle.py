@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
-from pdstage.errors import Aborted
+from pdstage import Aborted
 from pdstage.manager.handle import MAX_ENDED, Handle, Roster
 from pdstage.manager.observer import RoomEnded, RoomOpened, RoomReleased
 from pdstage.metadata import MetadataBuffers, usual_columns
@@ -16,9 +16,6 @@ from pdstage.protocol.room import Room
 from pdstage.protocol.state import RoomEvent, State
 from tests.manager.engine import Rank, drive
 from tests.manager.test_observer import Recorder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def make(n: int) -> tuple[Roster, list[Room], list[Handle]]:

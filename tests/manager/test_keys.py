@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,9 +11,9 @@ from pdstage import Config, Keys, PdstageError, PeerError, State, Topology, Usag
 from pdstage.control.bootstrap import Advert, BootstrapClient
 from tests import descriptors
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.processes import python
 from tests.rows import usable
 
-MARKER = b"the quick brown fox jumps over the lazy dog"
 PATIENT = Config(retry_s=0.05, hello_s=60.0, drain_s=1.0)
 
 
@@ -98,9 +96,7 @@ def test_nothing_listens_but_what_was_asked_for(keys, transport):
         "print(*(host for host, port in listeners() if not host.startswith('127.0.0.1')))\n"
     )
     env = {name: value for name, value in os.environ.items() if name != "UCX_NET_DEVICES"} | {"UCX_TLS": "tcp,self"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(keys), transport], env=env, capture_output=True, text=True, check=False
-    )
+    done = python("-c", code, str(keys), transport, env=env)
     assert done.returncode == 0, done.stderr
     listening, left = done.stdout.splitlines()[-2:]
     by_ucx = {"127.0.0.1"} if transport == "nixl" else set()

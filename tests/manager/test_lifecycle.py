@@ -22,11 +22,9 @@ from pdstage.manager import node as node_module
 from pdstage.stager import Stager
 from tests import descriptors, processes
 from tests.chaos import account
-from tests.manager.engine import TOKENS, Pair, Rank, begun, decode_node, drive, prefill_node, unheard
-from tests.manager.test_processes import Remote
-from tests.rows import rows, usable
-
-TRANSPORTS = usable("local", "nixl", "mooncake")
+from tests.manager.engine import TOKENS, Pair, Rank, begun, bound, decode_node, drive, prefill_node, unheard
+from tests.manager.test_processes import Remote, any_transport
+from tests.rows import both_paths, inline_or_thread, usable
 
 
 def held() -> Counter[str]:
@@ -50,13 +48,12 @@ def _times(more: Counter[str], n: int) -> Counter[str]:
     return Counter({kind: count for kind, count in more.items() if count >= n})
 
 
-@pytest.mark.parametrize("progress", ["inline", "thread"])
+@inline_or_thread
 def test_a_prefill_node_that_drains(site, progress):
     """What it began ends well, what it did not fails at decode without a deadline, and it is found no more."""
     pair = site.pair(prefill={"progress": progress}, decode={"progress": "thread"})
     p, (sender, begun, pages, into) = pair.p, pair.open(1)
-    never = pair.receive(2)
-    never.bind(pair.dst.allocate(TOKENS), TOKENS)
+    never = bound(pair.d, pair.dst, 2, site.address)
     drive([p], lambda: sender.opened and len(p.core.pending))
     assert not p.drain(0.0), "a room of its is under way"
     with pytest.raises(UsageError, match="takes no new rooms: it drains"):
@@ -79,8 +76,7 @@ def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monke
     pair = site.pair(path="direct", progress="thread")
     d = pair.d
     pair.move(0)
-    late = pair.receive(1)
-    late.bind(pair.dst.allocate(4), 4)
+    late = bound(d, pair.dst, 1, site.address, 4)
     drive([], lambda: late.state is State.WAITING_FOR_INPUT, 20)
     asleep = threading.Event()
 
@@ -97,8 +93,8 @@ def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monke
     assert ("the node's last turn failed" in caplog.text) == breaks
 
 
-@pytest.mark.parametrize("transport", rows(TRANSPORTS, full={"mooncake"}))
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@any_transport
+@both_paths
 def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
     """Each role gives back all it had, so that the other may begin at once, time after time (I2, I8, I14)."""
     one, other = Rank(page=4), Rank(page=8, hnd=True)
@@ -108,8 +104,7 @@ def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
         p = prefill_node(src, site.address, **options)
         d = decode_node(dst, **options)
         Pair(p, src, d, dst).move(turn)
-        late = d.receive(100 + turn, site.address)
-        late.bind(dst.allocate(4), 4)
+        late = bound(d, dst, 100 + turn, site.address, 4)
         for node in (d, p) if turn % 2 else (p, d):
             assert node.close()
         assert d.close(), "repeated"
@@ -122,7 +117,7 @@ def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
     assert not leaks(before, n_turns=4)
 
 
-@pytest.mark.parametrize("transport", rows(TRANSPORTS, full={"mooncake"}))
+@any_transport
 def test_a_node_that_must_close_beside_a_stopped_writer_keeps_its_memory(site, transport, caplog):
     """The writer may go on at any time, so nobody else may get what it was lent (I2); and it says who it is."""
     dst = Rank(n_pages=128)
@@ -233,23 +228,20 @@ def test_a_node_is_not_closed_inside_of_its_own_turn(site, monkeypatch):
 
 
 @pytest.mark.parametrize("transport", usable("local", "nixl", "mooncake"))
-@pytest.mark.parametrize("progress", ["inline", "thread"])
+@inline_or_thread
 def test_a_forked_child_ends_nothing_of_its_parents(site, progress, transport):
     """Closing what it inherited withdrew the parent's advert, and waited for ever for threads that it did not have."""
     src, dst, how = Rank(), Rank(hnd=True), {"progress": progress, "transport": transport}
     p, d = site.keep(prefill_node(src, None, **how)), site.decode(dst, **how)
     pair = Pair(p, src, d, dst)
     pair.move(1)
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
 
-    def end() -> None:
+    def end(pipe) -> None:
         with pytest.raises(UsageError, match="after the fork"):
             p.turn()
-        theirs.send([node.close() for node in (p, d)])
+        pipe.send([node.close() for node in (p, d)])
 
-    child = context.Process(target=end)
-    child.start()
+    child, ours = processes.child(multiprocessing.get_context("fork"), end)
     assert ours.poll(20)
     assert ours.recv() == [True, True]
     child.join(20)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import ast
 import logging
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import zmq
 
-from pdstage.control.keys import Keys
+from pdstage import Keys
 from tests.manager.engine import Rank, drive
+from tests.processes import python
+from tests.test_architecture import ROOT, sources
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 30
 PAGE = (ROOT / "docs" / "environment.md").read_text()
 HANDS_ON = "pdstage.integrations.vllm.connector"  # it says nothing: it hands what others say to vLLM's logger
@@ -25,14 +23,9 @@ DOCUMENTED = set(re.findall(r"^\| `(pdstage[.\w]*)` \| `(.*?)` \|", PAGE, re.MUL
 
 def modules():
     """The library's own modules: commands, demo and benchmarks may print."""
-    for folder in ("pdstage", "kernels"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            inner = path.relative_to(ROOT / folder)
-            linked = any((ROOT / folder / parent).is_symlink() for parent in inner.parents)
-            if not linked and inner.parts[:2] not in (("cli.py",), ("tools", "demo")) and inner.name not in PRINTS:
-                parts = inner.with_suffix("").parts
-                name = ".".join(("pdstage", *(["kernels"] if folder == "kernels" else []), *parts))
-                yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+    for name, path in sources():
+        if not name.startswith(("pdstage.bench", "pdstage.cli", "pdstage.tools.demo")) and path.name not in PRINTS:
+            yield name, ast.parse(path.read_text())
 
 
 def calls(tree: ast.Module):
@@ -88,7 +81,7 @@ def test_by_default_nothing_is_shown():
         "print(logging.getLogger('pdstage').handlers, logging.getLogger('pdstage').level)"
     )
     env = {"PYTHONPATH": str(ROOT), "PDSTAGE_MISSPELT": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = python("-c", code, env=env, check=True)
     assert done.stdout.strip() == "[<NullHandler (NOTSET)>] 0"
     assert done.stderr == ""
 

@@ -7,13 +7,12 @@ import os
 
 import pytest
 
-from pdstage import Config, State
+from pdstage import Config, State, UsageError
 from pdstage.bench import kv_transfer as kv
 from pdstage.bench import shapes
 from pdstage.bench.ranks import Rank
 from pdstage.bench.sides import Fabric
 from pdstage.control.bootstrap import BootstrapServer
-from pdstage.errors import UsageError
 from tests import cuda_double
 
 pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())

@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from pdstage import DecodeNode, State
+from tests import processes
 from tests.manager.engine import TOKENS, Rank, drive
 from tests.manager.workers import serve_prefill, serve_prefill_forbidden_to_write
-from tests.rows import both_paths, usable
+from tests.rows import both_paths, rows, usable
 
+any_transport = pytest.mark.parametrize("transport", rows(usable("local", "nixl", "mooncake"), full={"mooncake"}))
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -28,14 +30,9 @@ class Remote:
         stop: int = 1 << 30,
         serve: Callable[..., None] = serve_prefill,
     ) -> None:
-        self.pipes, self.processes = [], []
-        for rank in range(tp):
-            ours, theirs = spawn.Pipe()
-            args = (theirs, address, tp, rank, transport, path, rooms, stop)
-            process = spawn.Process(target=serve, args=args, daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        given = transport, path, rooms, stop
+        started = [processes.child(spawn, serve, address, tp, rank, *given) for rank in range(tp)]
+        self.processes, self.pipes = zip(*started, strict=True)
         for pipe in self.pipes:
             assert pipe.poll(240)
             assert pipe.recv() == "ready"

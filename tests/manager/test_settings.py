@@ -10,14 +10,13 @@ from unittest import mock
 
 import pytest
 
-from pdstage import Config
-from pdstage.errors import UsageError
+from pdstage import Config, Key, Region, RowLevel, UsageError, View
 from pdstage.kernels import Pool, convert_reference
-from pdstage.layout import Key, Region, RowLevel, View
 from pdstage.layout.topology import REPLICATED
 from pdstage.transport import available
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import QUICK, Rank, decode_node
+from tests.rows import either_side
 
 VIEW = View(
     key=Key("kv", "latent", 0), region=0, offset=0, n_items=16, item_stride=32, tokens_per_item=16,
@@ -56,10 +55,10 @@ def rank_on_a_device(pages: str = "cuda") -> Rank:
 
 
 @pytest.mark.parametrize("path", ["auto", "direct", "staged"])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_device_pool_over_a_transport_of_host_memory(site, opened, path, role):
+@either_side
+def test_a_device_pool_over_a_transport_of_host_memory(site, opened, path, side):
     with pytest.raises(UsageError, match=r"'host-only' moves cpu memory only, .* are on cuda:0") as info:
-        getattr(site, role)(rank_on_a_device(), path=path)
+        getattr(site, side)(rank_on_a_device(), path=path)
     for name in ("nixl", "mori"):  # mooncake: by its wheel
         assert (name in info.value.remedy.replace(",", "").split()) is (available().get(name) == "")
     assert "local" not in info.value.remedy

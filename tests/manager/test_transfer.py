@@ -11,18 +11,16 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pdstage import Items, State
-from pdstage.errors import PdstageError, UsageError
+from pdstage import Items, PdstageError, State, UsageError
 from pdstage.protocol.state import ChunkPhase
 from pdstage.transport import open_transport
 from tests.manager.engine import LAYERS, QUICK, TOKENS, Event, Rank, drive
-from tests.rows import usable
+from tests.rows import both_paths, inline_or_thread, usable
 
 TRANSPORTS = usable("local", "nixl")
-both_paths = pytest.mark.parametrize("path", ["staged", "direct"])
 
 
-@pytest.mark.parametrize("progress", ["inline", "thread"])
+@inline_or_thread
 @pytest.mark.parametrize("path", ["staged", "direct", "auto"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_path(site, transport, path, progress):
@@ -87,7 +85,7 @@ def test_an_event_that_raises_fails_its_room_and_no_other(site, monkeypatch, sid
 
 def test_data_is_gathered_only_when_ready(site):
     pair, ready = site.pair(path="staged"), Event()
-    room = sender, _, pages, into = pair.open(1)
+    room = sender, _, pages, _ = pair.open(1)
     pair.src.write(9, TOKENS, pages)
     sender.chunk(pages, TOKENS, ready=ready)
     sender.finish()
@@ -101,8 +99,7 @@ def test_data_is_gathered_only_when_ready(site):
         sender.wait_carried(0.01)
     pair.src.write(1, TOKENS, pages)  # the data comes after the lease
     ready.done = True
-    pair.end(room)
-    assert pair.dst.holds(1, TOKENS, into)
+    pair.arrives(room)
     assert sender.backlog_nbytes == 0
 
 

@@ -17,6 +17,7 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.manager import driver as drivers
 from tests.manager.engine import Rank, drive
 from tests.manager.test_device import Device
+from tests.rows import inline_or_thread
 
 SHORT_S = 100e-6
 TOKENS = 4
@@ -69,8 +70,7 @@ def test_it_asks_soon_while_a_copy_is_under_way_and_sleeps_no_longer_than_that(s
     assert max(waits) <= SHORT_S
     monkeypatch.undo()
     runtime.over = True
-    pair.end(room)
-    assert room.receiver.state is State.SUCCESS
+    pair.arrives(room, TOKENS)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_sleeps_are_exact_in_a_caller_s_thread_too(waiting, monkeypatch):
     assert prctl(GET_TIMERSLACK, 0, 0, 0, 0) == before > 1
 
 
-@pytest.mark.parametrize("progress", ["inline", "thread"])
+@inline_or_thread
 def test_a_transport_is_asked_by_who_takes_effects_alone(site, progress):
     """Else an engine's call in another thread could post while it is asked."""
     pair, unlocked = site.pair(transport="nixl", progress=progress), []

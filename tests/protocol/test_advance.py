@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from pdstage import State
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.state import State
 from tests.pair import World, assert_flat, is_message
 
 LEASE = 512

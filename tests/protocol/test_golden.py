@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from pdstage.errors import PeerError
+from pdstage import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.session import PeerWarning, Send

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdstage.protocol.config import Config
+from pdstage import Config
 from pdstage.protocol.lane import Lease
 from pdstage.protocol.leases import Leases
 from pdstage.protocol.messages import LaneSpan, SessionId

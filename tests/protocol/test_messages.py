@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdstage.errors import PeerError
+from pdstage import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire

@@ -6,12 +6,11 @@ import itertools
 
 import pytest
 
-from pdstage.errors import PeerError, UsageError
+from pdstage import PeerError, State, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.session import Send
-from pdstage.protocol.state import State
-from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
+from tests.pair import Item, World, assert_failed, assert_flat, is_kind, is_message, nth
 from tests.rows import either_side
 
 IDLE_S, BEAT_S = 20.0, 10.0 / 3
@@ -131,9 +130,7 @@ def test_prefill_refuses_in_words_one_peer_too_many() -> None:
     for decode in range(2):
         one_room(world, decode, 0, decode)
     handle = one_room(world, 5, 0, 2, send=False)
-    assert handle.state is State.FAILED
-    assert isinstance(handle.error, PeerError)
-    assert "already 2 peers; raise Config.max_peers" in str(handle.error)
+    assert_failed(handle, "already 2 peers; raise Config.max_peers", PeerError)
     assert core.counters.peers_crowded == core.counters.sessions_refused == 1
     assert len(core.sessions) == 2
     world.restart(world.d)
@@ -146,9 +143,8 @@ def test_decode_says_so_where_a_room_has_one_peer_too_many() -> None:
     world = instances(3, 1, max_peers=2)
     core = world.d.core
     waiting = [one_room(world, n, n, 0, send=False) for n in range(2)]
-    error = world.announce(5, 0, prefill=2).error
-    assert isinstance(error, UsageError)
-    assert "room 5 would make 3 peers of this node; raise Config.max_peers, now 2" in str(error)
+    words = "room 5 would make 3 peers of this node; raise Config.max_peers, now 2"
+    assert_failed(world.announce(5, 0, prefill=2), words, UsageError)
     assert set(core.handshake.peers) == {b"P0", b"P1"}
     assert not any(handle.ended for handle in waiting)
     assert core.counters.peers_crowded == 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from pdstage import State
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import PrefillRoom
-from pdstage.protocol.state import State
 from tests.pair import World, assert_flat
+from tests.rows import both_paths
 
-PATHS = ["staged", "direct"]
 EVEN, DRAFT_LAST, THREE = ((0, 2), (2, 4)), ((0, 1), (1, 4)), ((0, 1), (1, 2), (2, 4))
 CUTS = {
     "TP 2 x PP 2 -> TP 1": (4, EVEN, 1, ()),
@@ -43,7 +43,7 @@ def all_over(world: World, handles: list[DecodeRoom], sent: list[PrefillRoom]) -
     assert_flat(world)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@both_paths
 @pytest.mark.parametrize("name", CUTS)
 def test_engines_cut_differently(name: str, path: str) -> None:
     world = cut(name, path)
@@ -73,7 +73,7 @@ def opened_with_nothing(world: World) -> tuple[DecodeRoom, int]:
     return handle, idle
 
 
-@pytest.mark.parametrize("path", PATHS)
+@both_paths
 @pytest.mark.parametrize("ever", [True, False])
 def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool) -> None:
     """Its engine submits the room much later, or never: Success and `released` come at once all the same (I10), and no

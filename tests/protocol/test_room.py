@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.errors import PdstageError, UsageError
+from pdstage import PdstageError, UsageError
 from pdstage.protocol.room import Room, RoomId, room_id, room_key
 from pdstage.protocol.state import ROOM, State
 from pdstage.protocol.state import RoomEvent as Event

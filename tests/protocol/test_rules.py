@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from pdstage.errors import PeerError
+from pdstage import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.state import ChunkPhase, State
@@ -19,7 +19,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     world.hold(is_kind("write"))
     handle, _ = world.serve(1)
     decode = world.d.core
-    (session,) = decode.sessions.values()
+    session = world.d.session
     decode.abort(handle, "changed its mind")
     said = world.say(world.d, m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),)))
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
@@ -68,7 +68,7 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     world.serve(1)
     world.serve(2)
     decode = world.d.core
-    (session,) = decode.sessions.values()
+    session = world.d.session
     assert [decode.leases.is_open(lease) for lease in decode.leases.of(session)] == [True, False]
     decode.lose(session, PeerError("the test says so"))
     assert [(lease.phase, lease.cursor) for lease in decode.leases.of(session)] == [("quarantined", 0)]
@@ -80,7 +80,7 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     world.hold(is_kind("scatter"))
     handle, _ = world.serve(1)
     decode = world.d.core
-    (session,) = decode.sessions.values()
+    session = world.d.session
     decode.lose(session, PeerError("the test says so"))
     decode.fenced(session)
     assert [lease.phase for lease in decode.leases.of(session)] == ["landed"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdstage.errors import PeerError
+from pdstage import PeerError, State
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.state import State
 from tests.pair import World, assert_failed, is_kind, is_message, nth
+from tests.rows import either_side
 
 TAGGED = is_message(m.Tagged)
 
@@ -44,9 +44,7 @@ def test_nothing_is_said_under_a_lost_session() -> None:
     world.hold(is_kind("done"))
     world.send(1)
     world.run()
-    node = world.p
-    session = node.session
-    node.core.lose(session, PeerError("the test says so"))
+    world.lose(world.p, PeerError("the test says so"))
     world.free()
     world.run()
     assert said(world) == 0
@@ -71,12 +69,12 @@ def test_an_untrue_tag_ends_its_session(what: str) -> None:
     assert room.state is State.FAILED
 
 
-@pytest.mark.parametrize("one", ["prefill", "decode"])
-def test_one_side_that_says_tags_and_one_that_does_not(one: str) -> None:
+@either_side
+def test_one_side_that_says_tags_and_one_that_does_not(side: str) -> None:
     """Refused at Hello, in words, at both ends."""
     world = World()
     world.notifies = False
-    ranks, make = (world.prefill, world.make_prefill) if one == "prefill" else (world.decode, world.make_decode)
+    ranks, make = (world.prefill, world.make_prefill) if side == "prefill" else (world.decode, world.make_decode)
     ranks[0] = make(0)  # type: ignore[call-overload]
     room = world.receive(1)
     world.run()

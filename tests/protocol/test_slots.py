@@ -7,14 +7,14 @@ import itertools
 import msgspec
 import pytest
 
+from pdstage import State
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.session import Session
-from pdstage.protocol.state import State
 from tests.pair import World, assert_failed, assert_flat, is_message
+from tests.rows import both_paths
 
-by_path = pytest.mark.parametrize("path", ["staged", "direct"])
 by_lengths = pytest.mark.parametrize(("n_prefill", "n_decode"), [(3, 5), (5, 3), (0, 4), (4, 0), (1, 2)])
 
 
@@ -41,7 +41,7 @@ def is_over(world: World, handles: list[DecodeRoom], sent: list[PrefillRoom]) ->
     assert_flat(world)
 
 
-@by_path
+@both_paths
 @by_lengths
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_the_longer_list_is_trimmed_and_both_nodes_say_so_once(
@@ -75,7 +75,7 @@ def test_equal_lengths_say_nothing() -> None:
         assert not [node for node in world.nodes() if node.core.counters.slots_trimmed]
 
 
-@by_path
+@both_paths
 @by_lengths
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
 def test_a_kind_that_needs_exact_lengths_refuses_on_both_sides(
@@ -90,7 +90,7 @@ def test_a_kind_that_needs_exact_lengths_refuses_on_both_sides(
     is_over(world, handles, sent)
 
 
-@by_path
+@both_paths
 @pytest.mark.parametrize("numbers", [*itertools.permutations((2, 3, 5), 2)])
 def test_writers_that_give_other_numbers_leave_no_slot_half_written(numbers: tuple[int, int], path: str) -> None:
     """I5: a Success says of each slot that all of it is here, or that none of it was sent."""
@@ -155,5 +155,4 @@ def test_slots_that_were_sent_and_not_counted_fail_an_exact_room() -> None:
     lie(world, 4, "other")
     handles, _ = begun(world, 4, 4)
     world.run(until=40.0)
-    assert handles[0].state is State.FAILED
-    assert "the number of slots of 'kv'" in str(handles[0].error)
+    assert_failed(handles[0], "the number of slots of 'kv'")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from pdstage import State
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.state import State
 from tests.pair import World, assert_flat, is_kind, is_message, snapshot
 
 LEASE = 512

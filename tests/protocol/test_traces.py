@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdstage.errors import TransportError
+from pdstage import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import prefill_chunks, wire
 from pdstage.protocol.state import ChunkPhase, State
@@ -26,7 +26,7 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     world.hold(is_kind("write", "fence"))
     handle, _ = world.serve(1)
     (write,) = world.held
-    old_session = next(iter(world.d.core.sessions.values()))
+    old_session = world.d.session
     world.restart(world.p)
     world.run(until=5.0)
     assert any("NoSession" in line for line in world.log), "the new process was asked, and answered in its own name"
@@ -88,10 +88,8 @@ def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet
     world.send(1)
     world.run(until=0.5)
     session = world.d.session
-    core, (lost,) = world.p.core, world.p.core.sessions.values()
-    assert core.chunks.flights, "the gather is under way"
-    core.lose(lost, TransportError("the connection broke"))
-    world.carry(world.p)
+    assert world.p.core.chunks.flights, "the gather is under way"
+    world.lose(world.p, TransportError("the connection broke"))
     world.run(until=60.0)
     assert handle.state is State.FAILED
     assert [lease.phase for lease in world.d.core.leases.of(session)] == ["quarantined"]
@@ -111,7 +109,7 @@ def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     world.send(1)
     world.run()
     core = world.p.core
-    sessions = [next(iter(node.core.sessions.values())) for node in world.decode]
+    sessions = [node.session for node in world.decode]
     for ticket in list(core.chunks.flights):
         core.chunks.completed(ticket, TransportError("the fabric gave up"), settled=False)
     world.carry(world.p)
