@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from pprint import pformat
 from types import SimpleNamespace
 
 import numpy as np
-from rigs import without_native
+from rigs import host_code
 
-from pdstage import plan
+from pdstage import Key, Layout, Region, RowLevel, TokenShard, View, plan
 from pdstage.kernels import Index, Pool
-from pdstage.layout import Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.layout.topology import REPLICATED, Axis, Topology
 from pdstage.plan import Rect, Stagings, selects, spans
 from pdstage.plan.ownership import Common
@@ -239,7 +237,7 @@ def carry_out(found: spans.Spans, src: np.ndarray, dst: np.ndarray) -> None:
 
 def check(case: Case) -> None:
     """Raises `Wrong`, or what the library raised, where the case does not come out as described."""
-    with without_native() if case.code == "numpy" else nullcontext():
+    with host_code(case.code):
         Transfer(case).run()
 
 

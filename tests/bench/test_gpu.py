@@ -6,14 +6,13 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
 
 from pdstage.bench import curves, gpu_compile, gpu_kernels, gpu_rooms, runner, shapes
+from tests import processes
 
 torch = pytest.importorskip("torch")
 
@@ -140,7 +139,7 @@ def test_rooms_on_the_double_of_a_device(tmp_path):
         "    found = gpu_rooms.run(True, gpu_rooms.DOUBLE)\n"
         "    print(json.dumps([row.to_dict() for row in found.rows]))\n"
     )
-    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=300).stdout
+    out = processes.python(str(script), check=True, timeout=300).stdout
     rows = json.loads(out.splitlines()[-1])
     assert {row["point"]["what"] for row in rows} == {"first", "a room", "8 rooms at once", "one page"}
 
@@ -189,12 +188,6 @@ def test_bench_and_gpu_tests_need_nothing_but_numpy_torch_and_pytest():
         "pdstage.cli.parser().parse_args(['bench', 'gpu'])\n"
         "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '--collect-only', 'tests/gpu']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**runner.environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**runner.environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = processes.python("-c", code, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

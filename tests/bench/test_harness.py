@@ -7,10 +7,9 @@ import subprocess
 
 import pytest
 
-from pdstage import cli
+from pdstage import UsageError, cli
 from pdstage.bench import harness
 from pdstage.bench.harness import Row
-from pdstage.errors import UsageError
 
 
 @pytest.mark.parametrize(

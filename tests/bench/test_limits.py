@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pdstage import UsageError
 from pdstage.bench import host_kernels, limits
-from pdstage.errors import UsageError
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,16 +6,13 @@ import json
 
 import pytest
 
+from pdstage import UsageError
 from pdstage.bench import plot
-from pdstage.errors import UsageError
 
 
 def test_the_pages_are_made_from_the_committed_results():
     held = plot.reports()
-    for path, part in (
-        (plot.PAGE, plot.section),
-        (plot.PATHS_PAGE, plot.paths_section),
-    ):
+    for path, part in ((plot.PAGE, plot.section), (plot.PATHS_PAGE, plot.paths_section)):
         page = (plot.ROOT / path).read_text()
         assert plot.written(page, part(held), path) == page, "run `make plots`"
     for one in plot.plots_of(held):

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from pdstage import UsageError
 from pdstage.bench import gpu, kit, prove, runner
 from pdstage.bench.runner import DROPPED, OUT, Command, Record, Runner, Section
-from pdstage.errors import UsageError
+from tests import processes
 
 ROOT = Path(prove.ROOT)
 AT_MOST_FILES = 8
@@ -146,9 +147,8 @@ def test_no_device_is_told(machine, capsys):
 
 
 def test_a_bare_python_is_told_what_it_lacks(tmp_path):
-    command = [sys.executable, "-S", "-m", "pdstage.bench.prove"]
     bare = {**os.environ, "OUT": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=runner.ROOT, env=bare, check=False)
+    done = processes.python("-S", "-m", "pdstage.bench.prove", cwd=ROOT, env=bare)
     assert done.returncode == 1
     assert "No module named 'numpy'; install numpy and torch for " in done.stderr
     assert "Traceback" not in done.stderr

@@ -6,15 +6,14 @@ import contextlib
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from urllib.request import urlopen
 
 import msgspec
 import pytest
 
-from pdstage.control import directory_http
+from pdstage import Keys, PeerError, TransportError, UsageError
 from pdstage.control.bootstrap import BootstrapClient, BootstrapServer, Incomplete
-from pdstage.control.keys import Keys
-from pdstage.errors import PeerError, TransportError, UsageError
 from tests.control.test_directory import advert
 
 DEADLINE_S = 240.0
@@ -32,8 +31,7 @@ def client(server):
 
 
 def stranger_to(server):
-    host, port = server.address.split(":")
-    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    return socket.create_connection(server.address.split(":"), timeout=DEADLINE_S)
 
 
 def raw(server, request, *, shut=False):
@@ -164,7 +162,7 @@ def test_strangers_that_say_nothing_keep_nobody_out(server, client):
 
 
 def test_a_connection_that_says_nothing_has_an_end(server, monkeypatch):
-    monkeypatch.setattr(directory_http.Handler, "timeout", 0.01)
+    monkeypatch.setattr("pdstage.control.directory_http.Handler.timeout", 0.01)
     with stranger_to(server) as stranger, contextlib.suppress(ConnectionResetError, BrokenPipeError):
         stranger.sendall(b"GET /heal")
         assert stranger.recv(1) == b"", "dropped"
@@ -173,23 +171,18 @@ def test_a_connection_that_says_nothing_has_an_end(server, monkeypatch):
 def test_a_server_ends_though_somebody_goes_on_sending():
     """A byte now and then is no silence, and may go on for days."""
     server, over = BootstrapServer().start(), threading.Event()
-    with stranger_to(server) as stranger:
+    with stranger_to(server) as stranger, ThreadPoolExecutor() as threads:
 
         def send() -> None:
             with contextlib.suppress(OSError):
                 while not over.wait(0.01):
                     stranger.sendall(b"x")
 
-        sender = threading.Thread(target=send)
-        sender.start()
+        threads.submit(send)
         try:
-            ending = threading.Thread(target=server.close)
-            ending.start()
-            ending.join(DEADLINE_S)
-            assert not ending.is_alive()
+            threads.submit(server.close).result(DEADLINE_S)
         finally:
             over.set()
-            sender.join()
 
 
 @pytest.mark.parametrize("keys", [None, Keys(bytes(range(32)), None)], ids=["plain", "keys"])

@@ -9,14 +9,12 @@ from contextlib import ExitStack
 
 import pytest
 
+from pdstage import Keys, PdstageError, Topology, UsageError
 from pdstage.bench.etcd_servers import ETCD, Servers
 from pdstage.control import etcd
 from pdstage.control.bootstrap import BootstrapServer, client_of
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
 from pdstage.control.directory_api import answer
-from pdstage.control.keys import Keys
-from pdstage.errors import PdstageError, UsageError
-from pdstage.layout.topology import Topology
 from tests.control.test_directory import advert
 
 WAIT_S = 240.0

@@ -9,11 +9,10 @@ import sys
 import pytest
 import zmq
 
+from pdstage import Keys, PeerError, TransportError, UsageError
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import BootstrapClient, BootstrapServer, Incomplete
-from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
-from pdstage.errors import PeerError, TransportError, UsageError
 from tests.control.sockets import DEADLINE_S, receive, until
 from tests.control.test_directory import advert
 from tests.wiretap import Wiretap, listeners

@@ -15,13 +15,19 @@ from itertools import product
 
 import pytest
 
-from pdstage import State, TransportError
+from pdstage import Keys, State, TransportError
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import BootstrapClient, BootstrapServer, Incomplete
-from pdstage.control.keys import Keys
 from pdstage.manager import lookup
 from tests.manager.engine import Rank, decode_node, drive, fails, prefill_node
 from tests.rows import rows
+
+
+@pytest.fixture
+def key(tmp_path):
+    """The path of a key file."""
+    Keys.make(tmp_path / "key")
+    return str(tmp_path / "key")
 
 
 @contextlib.contextmanager
@@ -62,15 +68,14 @@ def ask_with_few_left(key):
             assert client.instances()
 
 
-def test_a_look_up_with_few_descriptors_left(tmp_path):
+def test_a_look_up_with_few_descriptors_left(key):
     """With two left libzmq aborted the process."""
-    Keys.make(tmp_path / "key")
-    run(ask_with_few_left, str(tmp_path / "key"))
+    run(ask_with_few_left, key)
 
 
-def test_a_directory_goes_on_after_an_error(tmp_path, monkeypatch, caplog):
+def test_a_directory_goes_on_after_an_error(key, monkeypatch, caplog):
     """Its thread ended, and with it every look-up of the cluster."""
-    keys, failures = Keys.make(tmp_path / "key"), iter([OSError("too many open files")])
+    keys, failures = Keys.load(key), iter([OSError("too many open files")])
     with BootstrapServer(keys=keys) as server:
         plain = server._server._serve
 
@@ -109,10 +114,9 @@ def lease_at_the_limit(key):
     p.close()
 
 
-def test_a_lease_outlives_a_lack_of_descriptors(tmp_path):
+def test_a_lease_outlives_a_lack_of_descriptors(key):
     """A keyed prefill node lost the thread that renews, and its advert for ever."""
-    Keys.make(tmp_path / "key")
-    run(lease_at_the_limit, str(tmp_path / "key"))
+    run(lease_at_the_limit, key)
 
 
 def _turned(nodes, done):
@@ -170,7 +174,6 @@ _DOINGS = [_meets_a_peer, _is_connected_to, _renews, _closes]
 
 
 @pytest.mark.parametrize("doing", rows(_DOINGS, full={_meets_a_peer, _closes}))
-def test_a_node_with_few_descriptors_left(doing, tmp_path):
+def test_a_node_with_few_descriptors_left(doing, key):
     """Where the transport could not open a socket for its peer, the node ended."""
-    Keys.make(tmp_path / "key")
-    run(go_on_after, doing, str(tmp_path / "key"))
+    run(go_on_after, doing, key)

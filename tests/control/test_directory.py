@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdstage.control import directory as table
+from pdstage import PeerError, Topology, UsageError
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
-from pdstage.errors import PeerError, UsageError
-from pdstage.layout.topology import Topology
 
 
 class Clock:
@@ -77,7 +75,7 @@ def test_durations_that_no_other_carrier_has_are_refused(directory, ttl_s):
 
 
 def test_it_is_bounded(clock, monkeypatch):
-    monkeypatch.setattr(table, "MAX_ADVERTS", 2)
+    monkeypatch.setattr("pdstage.control.directory.MAX_ADVERTS", 2)
     directory = Directory(clock)
     directory.publish(advert(instance="a"), 10)
     directory.publish(advert(instance="b"), 10)

@@ -15,19 +15,17 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from pdstage import cli, environment
+from pdstage import PdstageError, PeerError, TransportError, UsageError, cli, environment
 from pdstage.bench.etcd_servers import ETCD, Servers
 from pdstage.control import etcd
-from pdstage.control.bootstrap import client_of
+from pdstage.control.bootstrap import BootstrapServer, client_of
 from pdstage.control.directory import Conflict, Held, Incomplete
 from pdstage.control.etcd import EtcdAddress, EtcdClient
-from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
-from pdstage.manager import lookup
 from tests.control.test_directory import advert
 from tests.manager.conftest import Site
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_lifecycle import lost_peer
-from tests.processes import stop
+from tests.processes import python, stop
 
 pytestmark = pytest.mark.skipif(ETCD is None, reason="there is no etcd (apt-get install etcd-server)")
 WAIT_S = 60.0
@@ -252,14 +250,12 @@ def test_what_fencing_in_etcd_gives_back(server, monkeypatch):
             assert not receiver.released
             assert decode.unfenced()
             lose(server, client)
-            command = [sys.executable, "-m", "pdstage", "fence", site.address, "127.0.0.1", "--wait", "60"]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            assert "fenced " in done.stdout
+            command = ["-m", "pdstage", "fence", site.address, "127.0.0.1", "--wait", "60"]
+            assert "fenced " in python(*command, check=True).stdout
             drive([decode], lambda: receiver.released)
             assert not decode.unfenced()
             assert decode.core.idle
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert "nothing to fence" in done.stdout
+        assert "nothing to fence" in python(*command, check=True).stdout
     client.close()
 
 
@@ -314,7 +310,7 @@ def published(client, one):
 
 
 def test_while_etcd_is_away_the_copy_answers_and_nodes_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(lookup, "_TTL_S", 1.5)
+    monkeypatch.setattr("pdstage.manager.lookup._TTL_S", 1.5)
     with Servers(tmp_path) as servers:
         address = servers.ready().address()
         reader = EtcdClient(address, timeout_s=1.0)
@@ -443,8 +439,6 @@ def test_an_address_and_its_parts():
     assert str(parsed) == "etcd://a:1,[::1]:2/team/pd"
 
 
-def test_something_else_there_is_said(tmp_path):
-    from pdstage.control.bootstrap import BootstrapServer  # noqa: PLC0415
-
+def test_something_else_there_is_said():
     with BootstrapServer() as other, pytest.raises(TransportError, match="is not etcd's gateway"):
         EtcdClient(f"etcd://{other.address}/p").publish(advert(0, tp=1))

@@ -7,9 +7,9 @@ import stat
 
 import pytest
 
+from pdstage import UsageError
 from pdstage.control.address import Address
 from pdstage.control.keys import Keys, keys_of
-from pdstage.errors import UsageError
 
 
 def listed(path, *keys, mode=0o644):
@@ -18,8 +18,12 @@ def listed(path, *keys, mode=0o644):
     return path
 
 
-def test_a_made_key_is_private_and_read_back(tmp_path):
-    made = Keys.make(tmp_path / "k")
+@pytest.fixture
+def made(tmp_path):
+    return Keys.make(tmp_path / "k")
+
+
+def test_a_made_key_is_private_and_read_back(tmp_path, made):
     assert stat.S_IMODE((tmp_path / "k").stat().st_mode) == 0o600
     read = Keys.load(tmp_path / "k")
     assert (read.secret, read.public) == (made.secret, made.public)
@@ -27,15 +31,13 @@ def test_a_made_key_is_private_and_read_back(tmp_path):
     assert Keys.make(tmp_path / "other").public != made.public
 
 
-def test_a_secret_is_never_shown(tmp_path):
-    made = Keys.make(tmp_path / "k")
+def test_a_secret_is_never_shown(made):
     for text in (repr(made), f"{made}", f"{[made]}"):
         assert made.secret.hex() not in text
         assert made.public.hex() in text
 
 
-def test_a_key_is_never_overwritten(tmp_path):
-    Keys.make(tmp_path / "k")
+def test_a_key_is_never_overwritten(tmp_path, made):
     before = (tmp_path / "k").read_bytes()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for taken in ("k", "link"):
@@ -48,9 +50,8 @@ def test_a_key_is_never_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o602, 0o610])
-def test_loose_permissions_are_refused_with_the_remedy(tmp_path, mode, monkeypatch):
+def test_loose_permissions_are_refused_with_the_remedy(tmp_path, made, mode, monkeypatch):
     path = tmp_path / "k"
-    Keys.make(path)
     path.chmod(mode)
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)
@@ -60,9 +61,8 @@ def test_loose_permissions_are_refused_with_the_remedy(tmp_path, mode, monkeypat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_mounted_secret_of_roots_may_be_read_by_its_group(tmp_path, monkeypatch):
+def test_a_mounted_secret_of_roots_may_be_read_by_its_group(tmp_path, made, monkeypatch):
     path = tmp_path / "k"
-    Keys.make(path)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     path.chmod(0o440)
     assert Keys.load(path)
@@ -134,9 +134,8 @@ def test_a_list_is_read_again_when_it_changed(tmp_path, caplog):
     assert let_in() == [True, True, True]
 
 
-def test_bad_lists_are_refused(tmp_path):
-    one = Keys.make(tmp_path / "k")
-    path = listed(tmp_path / "allow", one)
+def test_bad_lists_are_refused(tmp_path, made):
+    path = listed(tmp_path / "allow", made)
     path.chmod(0o664)
     with pytest.raises(UsageError, match=f"other users may write the allow list {path}.*chmod go-w"):
         Keys.load(tmp_path / "k", path)
@@ -146,8 +145,7 @@ def test_bad_lists_are_refused(tmp_path):
         Keys.load(tmp_path / "k", tmp_path / "absent")
 
 
-def test_what_the_option_takes(tmp_path):
-    made = Keys.make(tmp_path / "k")
+def test_what_the_option_takes(tmp_path, made):
     assert keys_of(None) is None
     assert keys_of(made) is made
     for path in (tmp_path / "k", str(tmp_path / "k")):

@@ -7,16 +7,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
 
+from pdstage import Keys, TransportError, UsageError
 from pdstage.control import port
 from pdstage.control.address import Address
-from pdstage.control.keys import Keys
 from pdstage.control.zmq import MAX_FRAME_NBYTES, MAX_FRAMES, MAX_MESSAGE_NBYTES, ControlSocket, messages_of, route_of
-from pdstage.errors import TransportError, UsageError
 from tests.control.sockets import DEADLINE_S, raw_dealer, receive, still_works, until
 
 KEYS = Keys(bytes(range(32)), None)
@@ -265,16 +264,14 @@ def test_wake_from_many_threads_covers_every_item(make):
             items.append(i)
             node.wake()
 
-    threads = [threading.Thread(target=produce) for _ in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    while taken < n_threads * n_each:
-        assert node.wait(DEADLINE_S).woken, "an item was left behind without a wake-up"
-        while items:
-            items.pop()
-            taken += 1
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(n_threads) as threads:
+        for _ in range(n_threads):
+            threads.submit(produce)
+        while taken < n_threads * n_each:
+            assert node.wait(DEADLINE_S).woken, "an item was left behind without a wake-up"
+            while items:
+                items.pop()
+                taken += 1
 
 
 def test_a_library_that_cannot_be_seen_leaves_pyzmq(monkeypatch):
@@ -290,7 +287,6 @@ def test_a_library_that_cannot_be_seen_leaves_pyzmq(monkeypatch):
 def test_sends_and_connects_of_another_thread_hide_no_arrival(make):
     """libzmq announces an arrival once: a send may take that word in while another thread waits for it."""
     node, echo, n = make(b"node"), make(b"echo"), 3000
-    got, failed = [0], []
 
     def serve():
         left = n
@@ -299,23 +295,21 @@ def test_sends_and_connects_of_another_thread_hide_no_arrival(make):
                 left -= echo.send(route, frames)
 
     def wait():
-        while got[0] < n:
-            if not any(node.wait(DEADLINE_S)):
-                failed.append("an arrival was not announced")
-                return
-            got[0] += len(node.recv())
+        got = 0
+        while got < n:
+            assert any(node.wait(DEADLINE_S)), "an arrival was not announced"
+            got += len(node.recv())
+        return got
 
-    threads = [threading.Thread(target=serve), threading.Thread(target=wait)]
-    for thread in threads:
-        thread.start()
-    route = node.connect(echo.endpoint)
-    for i in range(n):
-        assert node.send(route, [b"%d" % i])
-        if i % 100 == 0:
-            node.connect(make().endpoint)
-    for thread in threads:
-        thread.join()
-    assert got == [n], failed
+    with ThreadPoolExecutor() as threads:
+        threads.submit(serve)
+        waiting = threads.submit(wait)
+        route = node.connect(echo.endpoint)
+        for i in range(n):
+            assert node.send(route, [b"%d" % i])
+            if i % 100 == 0:
+                node.connect(make().endpoint)
+        assert waiting.result() == n
 
 
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "keys"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import msgspec
 
 from pdstage.tools.doctor.report import Report
+from tests import processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE_S = 240
@@ -35,6 +35,4 @@ def doctor(*args: str, before: str = "", path: Path | None = None, **environment
     paths = [str(path)] if path is not None else []
     code = f"{textwrap.dedent(before)}\nimport sys\nfrom pdstage import cli\nsys.exit(cli.main(sys.argv[1:]))"
     env = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)])}
-    command = [sys.executable, "-c", code, "doctor", "--json", *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=DEADLINE_S, check=False, cwd="/")
-    return Run(done)
+    return Run(processes.python("-c", code, "doctor", "--json", *args, env=env, timeout=DEADLINE_S, cwd="/"))

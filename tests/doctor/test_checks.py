@@ -10,17 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdstage import cli
-from pdstage.control.keys import Keys
+from pdstage import Keys, cli
 from pdstage.tools.doctor import gpu, host, report
 from pdstage.tools.doctor.probe import Asked, Outcome, Site
 from tests import cuda_double
 from tests.doctor.conftest import ROOT, doctor
-from tests.transport.sysfs import nic
+from tests.transport.sysfs import nic, written
 
 SITE = Site(Asked())
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))"
-SECCOMP = "from tests.transport.endpoint import Endpoint\nEndpoint.forbid_writing_to_processes(None)"
+SECCOMP = "from tests.transport.endpoint import forbid_writing_to_processes as forbid\nforbid()"
 H100 = {"name": "H100", "nbytes": 80 << 30, "capability": 90, "address": "0000:1b:00.0"}
 
 
@@ -136,10 +135,7 @@ def test_the_way_between_nics_and_gpu_memory(tmp_path, has_peermem, version, iom
     for module in ("nvidia", *(["nvidia_peermem"] if has_peermem else [])):
         (tmp_path / "sys/module" / module).mkdir(parents=True)
     files = {"vendor": "0x10de", "class": "0x030200", "iommu_group/type": iommu}
-    files = {f"{GPU}/{name}": text for name, text in files.items()} | {"proc/driver/nvidia/version": version}
-    for path, text in files.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(f"{text}\n")
+    written(tmp_path, {f"{GPU}/{name}": text for name, text in files.items()} | {"proc/driver/nvidia/version": version})
     line = host.gpudirect(SITE, tmp_path)
     assert (line.level, bool(line.remedy)) == (level, level == "warn") and said in line.says
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from pdstage.control.keys import Keys
+from pdstage import Keys
 from pdstage.protocol import wire
 from pdstage.transport import available
 from tests.chaos import network

@@ -6,16 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import FUSED, HND, NHD, Logical, Stored, gathered, hold, kv_index, moved, on_device, placed, transfers
 from rigs import REFERENCE, Rig, by_misuse, check, check_left_out, check_refused
 
-from pdstage.errors import UsageError
+from pdstage import Layout, Region, UsageError
 from pdstage.kernels import Index, Plan, Pool, triton_copy
 from pdstage.kernels.backend import Recipe
 from pdstage.kernels.triton_device import device_of
-from pdstage.layout import Layout, Region
+from pdstage.kernels.triton_kernels import _over
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
 from tests.rows import drawn
 
@@ -66,6 +69,21 @@ def test_items_on_the_device_that_are_outside_the_pool_are_left_out(dtype, order
     result = moved(held, select, here, other, select, there, {"kv": (0, 2 * int(both.sum()))})
     plan.copy_to(peer, on_device(index, "interpreter"), on_device({"kv": Index.of(peer_items)}, "interpreter"), tokens)
     np.testing.assert_array_equal(other.memory, result)
+
+
+@triton.jit
+def _divided(n, reciprocal, into, count: tl.constexpr):
+    at = tl.arange(0, count)
+    tl.store(into + at, _over(tl.load(n + at), tl.load(reciprocal)))
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 641, 2**16 + 1, 2**31 - 1])
+def test_a_division_by_its_reciprocal_is_exact(divisor):
+    most, last = 2**31 - 2, (2**31 - 2) // divisor * divisor
+    n = torch.tensor([0, 1, 2, min(divisor, most), divisor - 1, max(last - 1, 0), last, most], dtype=torch.int32)
+    into = torch.empty_like(n)
+    _divided[1,](n, torch.tensor([triton_copy.reciprocal(divisor)]), into, len(n))
+    assert into.tolist() == [one // divisor for one in n.tolist()]
 
 
 def test_products_are_of_64_bits():
@@ -123,10 +141,7 @@ def test_misuse_names_the_culprit_and_writes_nothing(way, case, words):
 def test_a_call_of_more_pieces_than_32_bits_count_is_refused():
     of = Logical(width=1, shards=2)
     held = hold([Stored(of, rows_per_item=1, pads={"row": 1})])
-    plan, tokens = (
-        InterpreterRig().plan(held.layout, of.whole(), TOKEN_MAJOR, False),
-        {"kv": (0, 2**30)},
-    )
+    plan, tokens = (InterpreterRig().plan(held.layout, of.whole(), TOKEN_MAJOR, False), {"kv": (0, 2**30)})
     index = {"kv": Index(1 << 40, 32, 2**30, device="interpreter")}
     with pytest.raises(UsageError, match="copy fewer tokens at once"):
         plan.gather(1 << 40, plan.nbytes(tokens), index, tokens)

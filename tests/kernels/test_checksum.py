@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from pools import Logical, Stored, hold, kv_index, transfers
 from rigs import REFERENCE, SUM_BEFORE, outcome
 
-from pdstage.errors import UsageError
-from pdstage.kernels import Pool
+from pdstage import Pool, UsageError
 from pdstage.kernels.checksum import SEGMENT, SHARD, TOKEN, WORD
 from pdstage.plan import TOKEN_MAJOR
 from pdstage.plan.tables import Table

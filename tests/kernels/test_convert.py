@@ -9,22 +9,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from coded import (
-    ALL_BF16,
-    INLINE,
-    blocks_of_all,
-    edge_cells,
-    pools_of,
-)
+from coded import ALL_BF16, INLINE, blocks_of_all, edge_cells, pools_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rigs import Rig, by_misuse, check_refused
 
-from pdstage.errors import UsageError
-from pdstage.kernels import Pool
+from pdstage import Axis, Pool, UsageError
 from pdstage.kernels.convert_reference import encode
 from pdstage.layout import Key, Layout, Region, RowLevel, View, mismatch
-from pdstage.layout.topology import Axis
 from pdstage.plan import HEAD_MAJOR, Select, Staging
 from pdstage.plan.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
 from tests.rows import drawn
@@ -205,5 +197,5 @@ def test_every_format_meets_bf16_both_ways():
             offered, taken, names = pair(layout_of(src), layout_of(dst))
             assert names == {"kv"}
             assert incompatible(offered, taken) == ""
-            assert {v.key.role: (v.format, v.width) for v in offered.views()} == {r: v[:2] for r, v in coded.items()}
-            assert {v.key.role: (v.format, v.width) for v in taken.views()} == {r: v[:2] for r, v in coded.items()}
+            for side in (offered, taken):
+                assert {v.key.role: (v.format, v.width) for v in side.views()} == {r: v[:2] for r, v in coded.items()}

@@ -29,10 +29,7 @@ PAYLOAD_LOAD_32, PAYLOAD_STORE_32 = "LDG.E.NA.ENL2.256.CONSTANT", "STG.E.NA.ENL2
 ACCESS = re.compile(r"\b((?:LDG?|STG?|LDL|STL|ATOM\w*|UBLKCP)(?:\.\w+)*)\s")
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 ARCHITECTURES_32 = ["sm_100", "sm_103", "sm_120"]
-pytestmark = [
-    needs_nvrtc,
-    pytest.mark.skipif(disassembly.missing(), reason="needs cuobjdump and nvdisasm"),
-]
+pytestmark = [needs_nvrtc, pytest.mark.skipif(disassembly.missing(), reason="needs cuobjdump and nvdisasm")]
 
 
 def macros(way, shape, narrow=0, summed=0, listed=0, far=0):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from coded import (
@@ -19,9 +21,9 @@ from coded import (
 )
 from cuda_on_cpu import COMPILER, CpuMachine, convert_plan_of
 from hypothesis import given, settings
-from pools import HND, Logical, Stored, hold, kv_index
+from pools import HND, Logical, Stored, assert_alike, hold, kv_index, on_device
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 from pdstage.kernels import Plan, Pool
 from pdstage.kernels.backend import Launch
 from pdstage.plan import Select, Staging
@@ -29,10 +31,6 @@ from pdstage.plan.convert import Encoding
 from tests.rows import drawn
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-
-
-def on_device(index):
-    return {name: one._replace(device="cuda:0") for name, one in index.items()}
 
 
 def check(held, own, staged, select, indexes, tokens, *, machine=None, lists=dict):
@@ -72,7 +70,9 @@ def test_long_heads_and_many_layers_are_the_references(format, n, layers, groups
     held = hold([Stored(of, n_items=5, rows_per_item=4, order=HND)])
     own, formats = as_bf16(held, of), formats_of(of, format)
     select, index = [Select(key, 0, 2) for key in formats], kv_index([3, 0, 4], np.int64)
-    made = check(held, own, offered_by(own, formats), select, index, {"kv": (2, 11)}, lists=on_device)
+    made = check(
+        held, own, offered_by(own, formats), select, index, {"kv": (2, 11)}, lists=partial(on_device, device="cuda:0")
+    )
     assert made._tables.addresses[2] == groups
 
 
@@ -95,12 +95,11 @@ def test_items_of_a_device_list_that_are_outside_the_pool_are_left_out():
         n, width = plan._staging.nbytes({"kv": (0, 3)}), Encoding.parse(format).nbytes(32)
         out = np.full(n + 16, 0xA5, np.uint8)
         at = -out.ctypes.data % 16
-        index = on_device(kv_index([1, 4, -1], np.int32))
+        index = on_device(kv_index([1, 4, -1], np.int32), "cuda:0")
         plan.gather(out.ctypes.data + at, n, index, {"kv": (0, 3)}, Launch())
         assert (out[at + width :] == 0xA5).all()
         plan.scatter(out.ctypes.data + at, n, index, {"kv": (1, 3)}, Launch())
-        for one, other in zip(held.memory, before, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_alike(held.memory, before)
 
 
 @pytest.mark.parametrize(("short", "skew", "words"), [(1, 0, "too small"), (0, 8, "not aligned")])

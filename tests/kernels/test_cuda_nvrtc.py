@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 from pdstage.kernels import nvrtc
 
 pytestmark = needs_nvrtc = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 from pdstage.kernels import driver
 from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.plan.spans import Spans

@@ -8,10 +8,9 @@ import subprocess
 
 import pytest
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 from pdstage.kernels import driver, torch_runtime
 from pdstage.kernels.device_memory import DeviceMemory
-from pdstage.kernels.driver import DriverError
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
@@ -111,7 +110,7 @@ def test_host_memory_is_page_locked_once_and_all_of_it(name, gpu, path):
 
 def test_a_call_that_fails_says_which_and_how(library, path):
     set_to(path, fails=2)
-    with pytest.raises(DriverError, match="hipMalloc failed with 2") as info:
+    with pytest.raises(driver.DriverError, match="hipMalloc failed with 2") as info:
         library.allocate(8)
     assert info.value.status == 2
 

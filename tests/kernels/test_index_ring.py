@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 from pdstage.kernels import driver
 from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.cuda_tables import divisor
-from pdstage.kernels.driver import DriverError
 from pdstage.kernels.index_ring import IndexRing
 
 THREE = np.arange(3)
@@ -94,7 +93,7 @@ def test_an_upload_that_fails_gives_its_slot_back(gpu, machine):
     ring = IndexRing(machine, n_slots=1)
     n_made = gpu.calls("cuMemAlloc")
     gpu.fail("cuMemcpyHtoDAsync", 1)
-    with pytest.raises(DriverError, match="cuMemcpyHtoDAsync"):
+    with pytest.raises(driver.DriverError, match="cuMemcpyHtoDAsync"):
         put_three(ring)
     finish()
     ring.give(put_three(ring)[0], 0)

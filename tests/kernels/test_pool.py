@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from pools import FUSED, HND, NHD, Logical, Stored, assert_alike, gathered, hold, kv_index, moved, staging, transfers
 from rigs import HOST_RIGS, REFERENCE, by_misuse, by_rig, check, check_refused, without_native
 
-from pdstage import native
-from pdstage.errors import UsageError
+from pdstage import UsageError, native
 from pdstage.kernels import Index, Pool, pool
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from tests.rows import drawn

@@ -6,8 +6,6 @@ import ast
 import ctypes
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -20,7 +18,7 @@ from pdstage.kernels import backends, checksum, device, driver, triton_copy
 from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
 from pdstage.kernels.triton_device import THREADS, ConvertVariant, Gpu, SumVariant, Variant, build, interpreted
-from tests import cuda_double, disassembly
+from tests import cuda_double, disassembly, processes
 from tests.rows import rows
 
 triton = pytest.importorskip("triton")
@@ -38,14 +36,8 @@ def test_everything_in_the_interpreter(suite, request):
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     here = Path(__file__).parent
     everything = ["--full"] if request.config.getoption("--full") else []
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *everything, str(here / suite)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=here.parent.parent,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
+    words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *everything, str(here / suite))
+    done = processes.python(*words, cwd=here.parent.parent, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -86,28 +78,27 @@ def source_of_loads(code, instruction):
     return found
 
 
-def machines(kernels, arch, *, code=True):
-    """The machine code of each kernel, by what tells it apart. None of them spills, each fits its registers."""
+def machines(variants, arch, *, code=True):
+    """Of each kernel what tells it apart, PTX and machine code. None of them spills, each fits its registers."""
     if disassembly.missing():
         pytest.skip("needs cuobjdump and nvdisasm")
-    cubins = [kernel.asm["cubin"] for kernel in kernels.values()]
-    found = dict(zip(kernels, disassembly.disassembled(cubins, f"sm_{arch}", code=code), strict=True))
-    for key, machine in found.items():
+    built = [build(one, GPUTarget("cuda", arch, 32)).asm for one in variants.values()]
+    found = disassembly.disassembled([asm["cubin"] for asm in built], f"sm_{arch}", code=code)
+    for key, machine in zip(variants, found, strict=True):
         assert machine.registers <= 64, key
         assert machine.stack == 0, key
-    return found
+    return zip(variants, [asm["ptx"] for asm in built], found, strict=True)
 
 
 @pytest.mark.parametrize(("way", "head_major"), WAYS)
 @pytest.mark.parametrize("arch", rows([80, 90, 100], full={80, 100}))
 def test_16_byte_accesses_on_nvidia(arch, way, head_major):
-    target = GPUTarget("cuda", arch, 32)
-    kernels = {
-        (summed, general): build(variant(way, head_major, 16, summed, general), target)
+    variants = {
+        (summed, general): variant(way, head_major, 16, summed, general)
         for summed, general in product([False, True][: 1 + (way != COPY)], [True, False])
     }
-    for (summed, general), machine in machines(kernels, arch).items():
-        ptx, n = kernels[summed, general].asm["ptx"], DEPTH[way, summed]
+    for (summed, _), ptx, machine in machines(variants, arch):
+        n = DEPTH[way, summed]
         assert len(re.findall(r"ld\.global\.(v4\.b32|v2\.b64)", ptx)) == n
         assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == n
         assert len(re.findall(r"st\.global", ptx)) == n, "all stores are of payload"
@@ -123,12 +114,12 @@ def test_16_byte_accesses_on_nvidia(arch, way, head_major):
 
 @pytest.mark.parametrize("way", [GATHER, COPY])
 def test_narrow_accesses_fit_registers_too(way):
-    kernels = {
-        (access, summed): build(variant(way, False, access, summed), GPUTarget("cuda", 80, 32))
+    variants = {
+        (access, summed): variant(way, False, access, summed)
         for access, summed in product([8, 4, 2, 1], [False, True][: 1 + (way != COPY)])
     }
-    for access, summed in machines(kernels, 80, code=False):
-        assert f"st.global.b{8 * access}" in kernels[access, summed].asm["ptx"]
+    for (access, _), ptx, _ in machines(variants, 80, code=False):
+        assert f"st.global.b{8 * access}" in ptx
 
 
 @pytest.mark.parametrize(("way", "head_major", "summed"), [(*way, s) for way in WAYS for s in (False, way[0] != COPY)])
@@ -145,10 +136,9 @@ def test_16_byte_accesses_on_amd(way, head_major, summed):
 @pytest.mark.parametrize("way", [GATHER, SCATTER])
 @pytest.mark.parametrize("arch", rows([80, 90], full={80}))
 def test_conversions_on_nvidia_are_wide_and_round_as_ieee_says(arch, way):
-    target = GPUTarget("cuda", arch, 32)
-    kernels = {kind: build(ConvertVariant(way, kind, 0, 128, 64, ALIGNED=True), target) for kind in (0, 1, 3, 4)}
-    for kind, machine in machines(kernels, arch).items():
-        ptx, sass = kernels[kind].asm["ptx"], machine.sass
+    variants = {kind: ConvertVariant(way, kind, 0, 128, 64, ALIGNED=True) for kind in (0, 1, 3, 4)}
+    for kind, ptx, machine in machines(variants, arch):
+        sass = machine.sass
         assert ".ftz" not in ptx
         assert not re.findall(r"\b(?:fma|mad)\.\w+\.f32", ptx), "a product rounded once with a sum"
         assert ("div.rn.f32" in ptx) == (way == GATHER and kind in (1, 3))
@@ -175,12 +165,9 @@ def test_conversions_and_sums_on_amd(kernel, access):
 
 @pytest.mark.parametrize("arch", rows([80, 90], full={80}))
 def test_sums_of_what_is_staged_on_nvidia(arch):
-    target = GPUTarget("cuda", arch, 32)
     units = {16: 16, 4: 8, 1: 8}
-    kernels = {
-        access: build(SumVariant(access, unit, THREADS * 2 * access // unit), target) for access, unit in units.items()
-    }
-    for access, machine in machines(kernels, arch).items():
+    variants = {access: SumVariant(access, unit, THREADS * 2 * access // unit) for access, unit in units.items()}
+    for access, _, machine in machines(variants, arch):
         assert not re.findall(r"\bSTG\b", machine.sass)
         assert bool(re.findall(r"\bLDG\.E\.128\b", machine.sass)) == (access == 16)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from contextlib import nullcontext
 
 import pytest
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 from pdstage.kernels import driver, virtual_memory
-from pdstage.kernels.device_memory import DeviceMemory
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC, VirtualMemory
+from tests.kernels.test_driver import Device
 
 MIB = 1 << 20
 
@@ -26,14 +25,6 @@ def library(gpu, monkeypatch):
 
 def counts(gpu):
     return gpu["n_handles"], gpu["n_mapped"], gpu["n_reserved"]
-
-
-class Device(DeviceMemory):
-    def __init__(self, library):
-        self._library = library
-
-    def current(self):
-        return nullcontext()
 
 
 @pytest.mark.parametrize("handle_type", [DESCRIPTOR, FABRIC])

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 
-from pdstage import DecodeNode, State, stager
+from pdstage import DecodeNode, PeerError, State, stager
 from pdstage.control.zmq import route_of
 from tests import processes
 from tests.chaos.network import Network, permitted
@@ -184,6 +185,20 @@ def test_a_pair_whose_route_a_stranger_took_recovers(site):
         stranger.send(b"hello")
         drive(site.nodes, lambda: p.socket.counters.malformed or p.stats()["frames_malformed"])
     assert any(served(room) for room in range(1, 5))
+
+
+@either_side
+def test_a_peer_that_the_transport_does_not_reach_fails_its_rooms_alone(site, monkeypatch, side):
+    pair = site.pair()
+    node, verb, handle = (pair.p, "connect", "sender") if side == "prefill" else (pair.d, "identify", "receiver")
+    reach = getattr(node.transport, verb)
+    once = mock.Mock(side_effect=[PeerError("no way there", remedy="mend it"), mock.DEFAULT], wraps=reach)
+    monkeypatch.setattr(node.transport, verb, once)
+    failed = pair.begin(1)
+    drive(pair.nodes, lambda: getattr(failed, handle).state is State.FAILED)
+    words = "does not know this session" if side == "prefill" else "no way there"
+    assert words in str(getattr(failed, handle).error)
+    pair.move(2)
 
 
 @either_side

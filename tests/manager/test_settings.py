@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from pdstage import Config, Key, Region, RowLevel, UsageError, View
@@ -23,6 +24,11 @@ VIEW = View(
     rows=(RowLevel(16, 2),), shards=1, shard_stride=2, width=2, axis=REPLICATED, format="bytes",
 )  # fmt: skip
 CHECKED = replace(QUICK, checksums=True)
+
+
+def test_numbers_of_any_kind_become_pythons():
+    read = Config(drain_s=np.float32(2.5), max_peers=np.int16(7))
+    assert [(type(value), value) for value in (read.drain_s, read.max_peers)] == [(float, 2.5), (int, 7)]
 
 
 class HostOnly(LocalTransport):

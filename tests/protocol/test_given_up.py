@@ -91,6 +91,7 @@ def test_what_was_given_up_fails_one_room_and_not_the_next_of_its_name() -> None
     world = World()
     abort(world, world.announce(1))
     world.run()
+    assert not any(peer.given_up for peer in world.d.core.handshake.peers.values()), "it was told once"
     assert_given_up(world.submit(1))
     handle, sent = world.serve(1)
     assert sent.state is State.SUCCESS

@@ -97,6 +97,7 @@ def test_the_largest_tag_is_as_large_as_a_message_may_carry() -> None:
     """The limit is a number of `messages`, which knows nothing of how a tag is packed."""
     tag = wire.encode_tag(wire.Tag(m.SessionId(1, 2), 3, 4, 5, 6, (Rect("kv", 0, 1, 0, 1),) * m.MAX_RECTS), NAMES)
     assert len(tag) == m.MAX_TAG_NBYTES
+    assert len(wire.decode_tag(tag, NAMES).rects) == m.MAX_RECTS
     assert wire.decode(wire.encode(m.SessionId(1, 2), 3, m.Tagged(tag))).message == m.Tagged(tag)
     with pytest.raises(PeerError, match="does not decode"):
         wire.decode(wire.encode(m.SessionId(1, 2), 3, m.Tagged(tag + b"\0")))

@@ -161,6 +161,16 @@ def test_a_reserve_for_what_was_not_asked_fails_the_room_naming_it(reserve: tupl
     assert world.d.core.sessions, "the room, not the session"
 
 
+def test_what_came_already_gets_no_lease() -> None:
+    world = World(advance=False)
+    _, sent = opened(world)
+    world.chunk(sent, (0, 4))
+    world.run()
+    (chunk,) = sent.destinations[0].chunks.values()
+    (refused,) = world.say(world.d, m.Reserve(1, 1, 0, chunk.nbytes, chunk.rects))
+    assert (type(refused), refused.why) == (m.Refused, "covered")
+
+
 OPEN: dict[str, object] = {
     "epoch": 1, "room": b"i1", "shares": (), "asked": (), "items": (), "rank": 0, "destinations": 1, "aux": True,
     "priority": 0, "deadline_s": 9.0,

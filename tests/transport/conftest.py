@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user, or make namespaces")
+
+
 class Variant(NamedTuple):
     """`where`: "same" process, "two" processes, or "apart": both of them spawned with `environment`."""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdstage import Pool
-from pdstage.layout import Layout
+from pdstage import Layout, Pool
 from tests import cuda_double
 from tests.manager.engine import QUICK, Rank, decode_node, serve_all
 

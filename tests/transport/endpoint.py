@@ -19,9 +19,7 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from pdstage import shared
-from pdstage.errors import PdstageError
-from pdstage.layout import Region
+from pdstage import PdstageError, Region, shared
 from pdstage.transport import Done, Inbound, PostFailed, Spans, open_transport
 from pdstage.transport.base import read_description, write_description
 from tests import descriptors, processes, wiretap
@@ -37,6 +35,23 @@ DEADLINE_S = 240.0
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
 
 
+def forbid_writing_to_processes(code: int = errno.EPERM) -> None:
+    """What containers' seccomp profiles do: process_vm_readv and process_vm_writev give `code` in this thread."""
+    first = {"x86_64": 310, "aarch64": 270}[platform.machine()]
+    rows = [
+        (0x20, 0, 0, 0),
+        (0x15, 1, 0, first),
+        (0x15, 0, 1, first + 1),
+        (6, 0, 0, 0x50000 | code),
+        (6, 0, 0, 0x7FFF0000),
+    ]
+    filled = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+    program = struct.pack("HxxxxxxP", len(rows), ctypes.addressof(filled))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    assert prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(program), 0, 0) == 0
+
+
 class Endpoint:
     """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer.
 
@@ -45,7 +60,8 @@ class Endpoint:
     """
 
     kind = "cpu"
-    double: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    forbid_writing_to_processes = staticmethod(forbid_writing_to_processes)
+    double = contextlib.ExitStack()
 
     def __init__(self, name: str, **options: object) -> None:
         transport, _, kind = name.partition("+")
@@ -125,7 +141,7 @@ class Endpoint:
         self.transport.close()
         if self.kind == "cuda":
             self.give_up()
-        self.double.__exit__(None, None, None)
+        self.double.close()
 
     def give_up(self) -> None:
         for memory in (self.memory, *self.more):
@@ -150,9 +166,6 @@ class Endpoint:
         os.setuid(uid)
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # as a process that was this user's from the start
 
-    def forbid_writing_to_processes(self, code: int = errno.EPERM) -> None:
-        forbid_writing_to_processes(code)
-
     def write_mapped(self, peer: str, address: int, data: bytes, tag: bytes) -> int | None:
         """The ticket, or None if that memory of the peer is not mapped here."""
         mapped = self.transport.mapped(peer, address, len(data))
@@ -163,23 +176,6 @@ class Endpoint:
 
     def notifies(self) -> bool:
         return self.transport.traits.notifies
-
-
-def forbid_writing_to_processes(code: int) -> None:
-    """What containers' seccomp profiles do: process_vm_readv and process_vm_writev give `code` in this thread."""
-    first = {"x86_64": 310, "aarch64": 270}[platform.machine()]
-    rows = [
-        (0x20, 0, 0, 0),
-        (0x15, 1, 0, first),
-        (0x15, 0, 1, first + 1),
-        (6, 0, 0, 0x50000 | code),
-        (6, 0, 0, 0x7FFF0000),
-    ]
-    filled = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
-    program = struct.pack("HxxxxxxP", len(rows), ctypes.addressof(filled))
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    assert prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-    assert prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(program), 0, 0) == 0
 
 
 def _enter(netns: str) -> None:
@@ -225,12 +221,7 @@ class Remote:
     """An endpoint in a process of its own, started afresh (spawn) with `environment` added, in a network namespace."""
 
     def __init__(
-        self,
-        name: str,
-        environment: Mapping[str, str] | None = None,
-        *,
-        netns: str = "",
-        **options: object,
+        self, name: str, environment: Mapping[str, str] | None = None, *, netns: str = "", **options: object
     ) -> None:
         with mock.patch.dict(os.environ, environment or {}):
             self._process, self._pipe = processes.child(spawn, _serve, name, netns, options)
@@ -243,9 +234,10 @@ class Remote:
     def base(self) -> int:
         return self._region.base
 
-    def renew(self) -> None:
+    def renew(self) -> Remote:
         """A fresh transport and fresh memory in the same process."""
         self._region = self._ask("renew")
+        return self
 
     def __getattr__(self, verb: str) -> object:
         if verb.startswith("_"):
@@ -277,6 +269,12 @@ class Remote:
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shut()
 
     def shut(self) -> None:
         self._pipe.close()
@@ -319,13 +317,11 @@ def sends(a: object, b: object, nbytes: int, tag: bytes = b"tag") -> int:
     return a.post("b", [(0, b.base, nbytes)], tag)
 
 
-def delivers(a: object, b: object, data: bytes = b"data", tag: bytes = b"tag") -> Done:
+def delivers(a: object, b: object, data: bytes = b"data", tag: bytes = b"tag") -> None:
     """Writes `data` to "b", and waits until both know it."""
     a.fill(0, data)
-    ticket = sends(a, b, len(data), tag)
-    log = arrives(a, b, ticket, tag)
+    arrives(a, b, sends(a, b, len(data), tag), tag)
     assert b.read(0, len(data)) == data
-    return next(event for event in log.ended(a) if event.ticket == ticket)
 
 
 class Saying:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from pdstage.errors import TransportError
+from pdstage import TransportError
 from pdstage.transport import Done, PostFailed
 
 if TYPE_CHECKING:

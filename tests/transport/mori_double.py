@@ -83,12 +83,13 @@ class RdmaBackendConfig:
         exact(bool, enable_notification=enable_notification)
 
 
+@dataclass(eq=False)
 class TransferStatus:
     """What the library writes to by its address: it must outlive the transfer."""
 
-    def __init__(self, fabric: Fabric) -> None:
-        self._fabric = fabric
-        self.code, self.message = StatusCode.IN_PROGRESS, ""
+    _fabric: Fabric
+    code: StatusCode = StatusCode.IN_PROGRESS
+    message: str = ""
 
     def _now(self) -> StatusCode:
         self._fabric.step()
@@ -152,11 +153,14 @@ class Fabric:
         return sum(t.n_descriptors for t in self.transfers if t.initiator is initiator and t.target is target)
 
 
+@dataclass(eq=False)
 class IOEngineSession:
     """One local and one remote memory; it points at its engine, which must outlive it."""
 
-    def __init__(self, engine: IOEngine, local: MemoryDesc, remote: MemoryDesc, target: IOEngine) -> None:
-        self._engine, self._local, self._remote, self._target = engine, local, remote, target
+    _engine: IOEngine
+    _local: MemoryDesc
+    _remote: MemoryDesc
+    _target: IOEngine
 
     def batch_write(
         self, local_offsets: list[int], remote_offsets: list[int], sizes: list[int], transfer_uid: int

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdstage.errors import TransportError
+from pdstage import TransportError
 from pdstage.transport import Backend, Description, Done, Inbound, Link, PostFailed, Traits
 from pdstage.transport.base import write_description
 

@@ -7,6 +7,13 @@ from pathlib import Path
 _STATES = {"DOWN": 1, "ACTIVE": 4}
 
 
+def written(root: Path, files: dict[str, str]) -> None:
+    """Files of these lines, and the folders that they lie in."""
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"{text}\n")
+
+
 def nic(root: Path, name: str, *states: str, link: str = "InfiniBand") -> None:
     """An RDMA device with a port for each state, in `root/sys` and `root/dev`."""
     verbs = f"uverbs{len(list(root.glob('dev/infiniband/*')))}"
@@ -15,6 +22,4 @@ def nic(root: Path, name: str, *states: str, link: str = "InfiniBand") -> None:
         port = f"sys/class/infiniband/{name}/ports/{number}"
         files |= {f"{port}/link_layer": link, f"{port}/rate": "400 Gb/sec (4X NDR)"}
         files[f"{port}/state"] = f"{_STATES[state]}: {state}"
-    for path, text in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(f"{text}\n")
+    written(root, files)

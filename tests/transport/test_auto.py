@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from transport.endpoint import Endpoint, Log, Remote, altered, delivers, described, meet
 
-from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.layout import Region
+from pdstage import PeerError, Region, TransportError, UsageError
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._device import Views
 from pdstage.transport.local import LocalTransport, _Description

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from transport.endpoint import DEADLINE_S, NBYTES, Log, Remote, Saying, meet
+from transport.endpoint import DEADLINE_S, NBYTES, Log, Remote, Saying, ended, meet
 
-from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.layout import Region
+from pdstage import PeerError, Region, TransportError, UsageError
 from pdstage.transport import Done, PostFailed, Spans
 
 HANGS_S = 2.0
@@ -261,11 +260,9 @@ def fails(pair, spans: object) -> None:
     except TransportError as error:
         said = error
     else:
-        log = Log(pair.a)
-        log.until(lambda: any(event.ticket == ticket for event in log.ended(pair.a)))
-        (ended,) = [event for event in log.ended(pair.a) if event.ticket == ticket]
-        assert isinstance(ended, PostFailed)
-        said = ended.error
+        (failed,) = [event for event in ended(pair.a, ticket) if event.ticket == ticket]
+        assert isinstance(failed, PostFailed)
+        said = failed.error
     assert "peer 'b'" in str(said)
     assert said.remedy
 
@@ -274,11 +271,9 @@ def test_posts_to_a_killed_peer_fail(mortal):
     """Row: post to a killed peer. Those in flight end, too."""
     mortal.deliver(b"while it lives")
     mortal.b.stop()
-    log = Log(mortal.a)
     tickets = [mortal.post(WHOLE, b"%d" % i) for i in range(40)]
     mortal.b.kill()
-    log.until_ended(mortal.a, len(tickets))
-    assert sorted(event.ticket for event in log.ended(mortal.a)) == tickets
+    assert sorted(event.ticket for event in ended(mortal.a, *tickets)) == tickets
     for n in (1, 2, 1000):
         fails(mortal, [(0, 64 * i, 64) for i in range(n)])
     mortal.a.disconnect("b")

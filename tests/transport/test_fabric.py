@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from transport.sysfs import nic
 
-from pdstage.errors import UsageError
+from pdstage import UsageError
 from pdstage.transport import _fabric, open_from_config, open_transport
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transport.conftest import VARIANTS
 
-from pdstage.errors import PeerError, TransportError
+from pdstage import PeerError, TransportError
 from pdstage.transport import Done, PostFailed
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -11,11 +12,10 @@ import socket
 import msgspec
 import numpy as np
 import pytest
+from transport.conftest import as_root
 from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, described, meet, sends
 
-from pdstage import native
-from pdstage.errors import PeerError, TransportError
-from pdstage.layout import Region
+from pdstage import PeerError, Region, TransportError, native
 from pdstage.transport import _peer
 from pdstage.transport.local import _Description
 from tests import descriptors
@@ -23,7 +23,6 @@ from tests import descriptors
 WRITERS = [pytest.param(_peer._write_peer, id="numpy")]
 if native.ext is not None:
     WRITERS.append(pytest.param(native.ext.write_peer, id="c++"))
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 @pytest.fixture
@@ -67,16 +66,13 @@ def test_a_process_that_is_not_in_reach_is_refused_in_words(ends, changes, error
 def test_a_process_that_never_offered_its_memory_is_not_written(ends):
     """A peer may name any process of this host; it is believed only of one that holds the inbox it names."""
     a, b = ends
-    c = Remote("local")
-    try:
+    with Remote("local") as c:
         told = described(c, _Description).identity
         meet(a, c, "c")
         for label in ("it", "c"):
             with pytest.raises(PeerError, match="does not hold the socket"):
                 a.connect(label, forged(b, pid=told.pid, started=told.started))
         a.prepare("c", [c.region()])  # the old connection stands
-    finally:
-        c.shut()
 
 
 @pytest.mark.parametrize(("name", "code"), [("os.pidfd_open", errno.EMFILE), ("_started", errno.ENOENT)])
@@ -147,8 +143,7 @@ def test_tags_for_a_stopped_peer_wait_for_it_and_fail_if_it_dies(ends):
 @as_root
 def test_of_another_user_it_is_said_what_allows_it():
     """Row of local: writing forbidden later. Row of local: another user."""
-    a, b = Remote("local"), Endpoint("local")
-    try:
+    with Remote("local") as a, contextlib.closing(Endpoint("local")) as b:
         meet(a, b)
         a.become_user(65534)
         with pytest.raises(TransportError, match=r"EPERM.*ptrace_scope"):
@@ -156,9 +151,6 @@ def test_of_another_user_it_is_said_what_allows_it():
         with pytest.raises(PeerError, match="does not hold the socket.*as one user"):
             a.connect("again", b.describe())
         assert b.poll() == []
-    finally:
-        a.shut()
-        b.close()
 
 
 @as_root

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, arrives, delivers, described, ended, meet, sends
 
-from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage import PeerError, Region, TransportError, UsageError
 from pdstage.kernels import driver
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
-from pdstage.layout import Region
-from pdstage.transport import Done, PostFailed, Spans, _cuda_ipc, _device, _peer
+from pdstage.transport import Done, PostFailed, Spans, _cuda_ipc, _device
 from pdstage.transport._device import ExportedRegion
 from pdstage.transport.local import LocalTransport, _Description
 from tests import cuda_double, descriptors
@@ -59,14 +58,12 @@ def a(gpu) -> object:
 
 @pytest.fixture
 def b(gpu, stock) -> object:
-    stock["cuda"].renew()
-    return stock["cuda"]
+    return stock["cuda"].renew()
 
 
 @pytest.fixture
 def segments(gpu, stock) -> object:
-    stock["segments"].renew()
-    return stock["segments"]
+    return stock["segments"].renew()
 
 
 def of(end) -> ExportedRegion:
@@ -96,6 +93,11 @@ def one(src, dst, nbytes) -> Spans:
 
 def n_files() -> int:
     return descriptors.count("memfd:cuda-double")
+
+
+def leaves_nothing(gpu) -> None:
+    assert not gpu.new("n_handles")
+    assert not gpu.new("n_reserved")
 
 
 def thirds(b):
@@ -268,8 +270,7 @@ def test_what_is_mapped_of_segments_is_given_back_whole(gpu, segments):
         assert not gpu["n_open"]
     wanted = {"AddressReserve": 2, "ImportFromShareableHandle": 8, "Map": 8, "Release": 8, "SetAccess": 2, "Unmap": 8}
     assert {name: gpu.calls(f"cuMem{name}") for name in wanted} == wanted
-    assert not gpu.new("n_handles")
-    assert not gpu.new("n_reserved")
+    leaves_nothing(gpu)
     assert n_files() == before + 1, "of the last endpoint's own memory"
 
 
@@ -286,8 +287,7 @@ def test_what_is_mapped_of_segments_is_given_back_whole(gpu, segments):
 def test_segments_that_the_driver_refuses_midway_leave_nothing_behind(a, segments, gpu, name, nth):
     gpu.fail(name, nth)
     refuses(a, segments, f"not mapped: .*{name} failed with 304")
-    assert not gpu.new("n_handles")
-    assert not gpu.new("n_reserved")
+    leaves_nothing(gpu)
     gpu.fail(name, 0)
     a.prepare("b", [segments.region()])
     assert gpu["n_open"] == 1
@@ -305,10 +305,9 @@ def test_segments_that_say_nonsense_are_refused(a, segments, gpu, monkeypatch):
         ({"handles": [9999, *told.handles[1:]]}, r"taking over descriptor 9999 .*EBADF"),
     ):
         refuses(a, segments, said, lying(segments, export=told._replace(**wrong)))
-    monkeypatch.setattr(_peer, "_PIDFD_GETFD", 100_000)
+    monkeypatch.setattr("pdstage.transport._peer._PIDFD_GETFD", 100_000)
     refuses(a, segments, r"taking over descriptor \d+ .*ENOSYS.*allow pidfd_getfd in the container's")
-    assert not gpu.new("n_handles")
-    assert not gpu.new("n_reserved")
+    leaves_nothing(gpu)
 
 
 def test_over_two_allocations_and_under_mps_nothing_is_exported(gpu, tmp_path, monkeypatch):
@@ -416,8 +415,7 @@ def test_within_a_process_kernels_of_one_gpu_are_let_into_the_others(gpu, segmen
 
 
 def test_host_and_device_memory_do_not_meet(a, b, stock):
-    host = stock["beside"]
-    host.renew()
+    host = stock["beside"].renew()
     refuses(a, host, "device memory there")
     refuses(host, b, "device here")
     meet(a, b)

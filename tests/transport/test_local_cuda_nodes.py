@@ -6,19 +6,19 @@ import gc
 import logging
 import multiprocessing
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
 from transport.device_rank import STAGING_NBYTES, DeviceRank, serve_decode
 
-from pdstage import State, stager
+from pdstage import State, TransportError
 from pdstage.control.bootstrap import BootstrapServer
-from pdstage.errors import TransportError
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
 from pdstage.transport.local import LocalTransport
-from tests import cuda_double
+from tests import cuda_double, processes
 from tests.manager.engine import (
     IMPATIENT,
     N_ROOMS,
@@ -53,11 +53,9 @@ def gpu():
 
 
 @contextmanager
-def decoding(address, *rest, **given):
+def decoding(address, **given):
     """A decode rank in a process of its own; it ends with the block."""
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_decode, args=(theirs, address, *rest), kwargs=given, daemon=True)
-    process.start()
+    process, ours = processes.child(spawn, partial(serve_decode, **given), address)
     try:
         yield ours, process
         if process.is_alive():
@@ -76,7 +74,7 @@ def address():
 
 def test_a_devices_copies_cost_what_they_were_measured_to(gpu, address, monkeypatch, tmp_path):
     """Not what the host's do; a calibration file has the last word."""
-    monkeypatch.setattr(stager, "_RATE_WAIT_S", 60.0)  # however busy this machine is
+    monkeypatch.setattr("pdstage.stager._RATE_WAIT_S", 60.0)  # however busy this machine is
     rank, options = DeviceRank(0), {"bootstrap": address, "transport": "local"}
     with prefill_node(rank, staging_nbytes=STAGING_NBYTES, **options) as node:
         made = node.cost_of(node.transport.traits)
@@ -94,7 +92,7 @@ def test_a_device_that_is_busy_as_a_node_starts(gpu, address, monkeypatch, caplo
     """Its copies are not measured, and the node starts. What was launched is a copy like any: closed before that has
     run, nothing is given back.
     """
-    monkeypatch.setattr(stager, "_RATE_WAIT_S", 0.01)
+    monkeypatch.setattr("pdstage.stager._RATE_WAIT_S", 0.01)
     gpu["held"] = 1
     node = prefill_node(DeviceRank(0), staging_nbytes=STAGING_NBYTES, bootstrap=address, transport="local")
     cost = node.cost_of(node.transport.traits)
@@ -113,7 +111,7 @@ def test_rooms_between_two_processes(gpu, address, path, transport):
     """A tag that left before its kernel or its copy were over would be seen: the pages are looked at then."""
     rank = DeviceRank(n_pages=128)
     ran, options = gpu["n_kernels"], {"transport": transport(), "path": path, "staging_nbytes": STAGING_NBYTES}
-    with prefill_node(rank, address, **options) as node, decoding(address, path) as (decode, _):
+    with prefill_node(rank, address, **options) as node, decoding(address, path=path) as (decode, _):
         all_arrive(decode, node, rank)
         stats, one_pass = node.stats(), transport is LocalTransport
         assert stats["sessions_over_local"] == 1
@@ -183,8 +181,7 @@ def test_a_copy_into_pages_whose_tag_cannot_be_sent_fails_its_room(gpu, address,
 
 
 @pytest.mark.parametrize(
-    ("path", "fenced"),
-    [("staged", False), pytest.param("direct", False, marks=pytest.mark.full), ("direct", True)],
+    ("path", "fenced"), [("staged", False), pytest.param("direct", False, marks=pytest.mark.full), ("direct", True)]
 )
 def test_a_killed_decode_gives_the_source_back_once_what_writes_there_is_over(gpu, address, path, fenced):
     """I8: neither the peer's death nor an operator's word of it ends a gather or copy that reads this node's pages."""

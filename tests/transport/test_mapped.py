@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import resource
 
 import numpy as np
 import pytest
+from transport.conftest import as_root
 from transport.endpoint import NBYTES, Endpoint, Remote, altered, arrives, delivers, described, meet
 
-from pdstage.errors import PeerError, UsageError
-from pdstage.layout import Region
-from pdstage.transport import _peer
+from pdstage import PeerError, Region, UsageError
 from pdstage.transport.local import _Description
 from tests import descriptors
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 @pytest.fixture(scope="module")
 def stock() -> object:
-    b = Remote("local+shared")
-    yield b
-    b.shut()
+    with Remote("local+shared") as b:
+        yield b
 
 
 @pytest.fixture
 def ends(stock: Remote) -> object:
-    stock.renew()
     a = Endpoint("local")
-    meet(a, stock)
+    meet(a, stock.renew())
     yield a, stock
     a.close()
 
@@ -50,17 +44,14 @@ def test_bytes_written_there_are_the_peers_when_their_tag_comes(ends):
 
 
 @pytest.mark.parametrize(("limit", "n_faults"), [(1 << 30, range(64)), (NBYTES // 2, range(NBYTES >> 16, NBYTES))])
-def test_its_pages_are_mapped_at_once_up_to_a_limit(stock, monkeypatch, limit, n_faults):
+def test_its_pages_are_mapped_at_once_up_to_a_limit(request, monkeypatch, limit, n_faults):
     """Else the first writes to them, in the midst of a room, wait for the kernel."""
-    monkeypatch.setattr(_peer, "_AT_ONCE_NBYTES", limit)
-    stock.renew()
-    a = Endpoint("local")
-    meet(a, stock)
-    address = a.mapped("b", stock.base, NBYTES).address
+    monkeypatch.setattr("pdstage.transport._peer._AT_ONCE_NBYTES", limit)
+    a, b = request.getfixturevalue("ends")
+    address = a.mapped("b", b.base, NBYTES).address
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     ctypes.memset(address, 1, NBYTES)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before in n_faults
-    a.close()
 
 
 def test_only_what_was_prepared_is_mapped_and_only_while_connected(ends):
@@ -116,9 +107,8 @@ def test_a_peer_that_lies_about_its_memory_is_written_as_if_it_shared_none(ends,
 @pytest.mark.parametrize(("native", "code"), [("", errno.EPERM), ("no", errno.EPERM), ("", errno.ENOSYS)])
 def test_shared_memory_is_written_where_no_process_may_write_another(stock, native, code):
     """Row of local: writing forbidden and all shared. Row of local: writing forbidden."""
-    a, b = Remote("local", {"PDSTAGE_NATIVE": native} if native else {}), stock
-    b.renew()
-    try:
+    b = stock.renew()
+    with Remote("local", {"PDSTAGE_NATIVE": native} if native else {}) as a:
         a.forbid_writing_to_processes(code)
         meet(a, b)
         delivers(a, b)
@@ -127,19 +117,13 @@ def test_shared_memory_is_written_where_no_process_may_write_another(stock, nati
         with pytest.raises(PeerError, match=rf"neither shared nor writable.*{errno.errorcode[code]}.*path=.staged"):
             meet(a, b, more=[region])
         delivers(a, b)  # what was prepared before stands
-    finally:
-        a.shut()
 
 
 @as_root
 def test_two_processes_of_a_user_without_capabilities():
-    a, b = Remote("local"), Remote("local+shared")
-    try:
+    with Remote("local") as a, Remote("local+shared") as b:
         for end in (b, a):
             end.become_user(65534)
         meet(a, b)
         assert a.write_mapped("b", b.base, b"x", b"") is not None
         delivers(a, b)
-    finally:
-        a.shut()
-        b.shut()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import socket
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, ended, meet, sends
 
-from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage import PeerError, TransportError, UsageError
 from pdstage.transport import Done, PostFailed, available, open_transport
 from pdstage.transport._peer import Identity
+from tests.wiretap import Wiretap
 
 if available()["mooncake"]:
     pytest.skip(available()["mooncake"], allow_module_level=True)
@@ -101,47 +100,21 @@ def test_both_sides_must_speak_one_protocol(a):
 # Peers.
 
 
-class Door:
-    """A fixed port before a peer's own, which changes with its life: so each life has the same name."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def describe(self, b: Remote) -> bytes:
-        self._inside = described(b, mooncake._Description).port
-        return altered(b, mooncake._Description, host="127.0.0.1", port=self._listener.getsockname()[1])
-
-    def _serve(self) -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                outer, _ = self._listener.accept()
-                inner = socket.create_connection(("127.0.0.1", self._inside))
-                for src, dst in ((outer, inner), (inner, outer)):
-                    threading.Thread(target=self._pass, args=(src, dst), daemon=True).start()
-
-    @staticmethod
-    def _pass(src: socket.socket, dst: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := src.recv(1 << 16):
-                dst.sendall(data)
-            dst.shutdown(socket.SHUT_WR)
-
-
 def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, peers):
     """Row of mooncake: post to a restarted peer.
 
     What the library knows of a name it never forgets; each life gets another.
     """
-    door = Door()
-    for _ in range(3):
-        b = peers()
-        a.connect("b", door.describe(b))
-        a.prepare("b", [b.region()])
-        delivers(a, b, tag=b"")
-        b.kill()
-        with pytest.raises(TransportError, match="'b' has ended"):
-            sends(a, b, 5, b"")
+    with Wiretap(0) as door:  # a fixed port before a peer's own, which changes with its life
+        for _ in range(3):
+            b = peers()
+            door.target = described(b, mooncake._Description).port
+            a.connect("b", altered(b, mooncake._Description, host="127.0.0.1", port=door.port))
+            a.prepare("b", [b.region()])
+            delivers(a, b, tag=b"")
+            b.kill()
+            with pytest.raises(TransportError, match="'b' has ended"):
+                sends(a, b, 5, b"")
 
 
 @pytest.mark.full

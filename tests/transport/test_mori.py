@@ -11,8 +11,7 @@ import pytest
 from transport import mori_double
 from transport.endpoint import NBYTES, Endpoint, Log, delivers, described, ended, meet, sends
 
-from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.layout import Region
+from pdstage import PeerError, Region, TransportError, UsageError
 from pdstage.transport import PostFailed, available, open_transport
 from pdstage.transport.base import write_description
 

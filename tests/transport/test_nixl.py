@@ -5,27 +5,24 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from transport.conftest import VARIANTS, Pair
+from transport.conftest import VARIANTS, as_root
 from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, ended, meet, sends
 
+from tests import processes
 from tests.cables import hosts, ip, two_hosts
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
-from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.layout import Region
+from pdstage import PeerError, Region, TransportError, UsageError
 from pdstage.transport import PostFailed, open_transport
 from pdstage.transport._nixl_agent import descriptors, is_known
 from pdstage.transport.base import Ranges
 from pdstage.transport.nixl import _Description
 
 __all__ = ["two_hosts"]
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
 OVER_TCP = {"UCX_TLS": "tcp,self"}
 
 
@@ -33,7 +30,7 @@ def test_a_cpu_build_of_torch_is_not_imported_to_learn_that_it_has_no_cuda():
     if not importlib.metadata.version("torch").endswith("+cpu"):
         pytest.skip("torch is built for a GPU")
     code = "import pdstage.transport.nixl, nixl, sys; print(nixl.__name__, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = processes.python("-c", code, check=True)
     assert done.stdout.split() == ["nixl", "False"]
 
 
@@ -79,11 +76,11 @@ def test_short_lived_peers_over_tcp_leave_no_descriptors(stock):
     a.close()
 
 
-def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
+@pytest.mark.parametrize("mortal", [VARIANTS["nixl-tcp"]], indirect=True)
+def test_the_agent_of_a_dead_peer_goes_with_its_last_post(mortal):
     """I14: not with `disconnect`, which would hide how the posts to a peer that is only stopped end."""
-    variant = VARIANTS["nixl-tcp"]
-    a, b = stock.remote(variant, "a"), Remote(variant.transport, variant.environment)
-    Pair(variant, a, b).connect().deliver(b"while it lives")
+    a, b = mortal.a, mortal.b
+    mortal.deliver(b"while it lives")
     b.stop()
     tickets = [sends(a, b, NBYTES, b"") for _ in range(4)]
     a.disconnect("b")
@@ -93,29 +90,23 @@ def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
     assert a.n_agents() == 0
     assert isinstance(last, PostFailed)
     assert not last.settled, "what it has sent may lie in the peer's sockets, and land when that polls"
-    a.close()
 
 
 @as_root
 def test_a_large_write_uses_the_devices_it_was_given():
     """Each for an equal share, and no other that is here."""
-    with hosts(3) as spaces:
-        ends = [
-            Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(2)])
+    with hosts(3) as spaces, contextlib.ExitStack() as held:
+        a, b = (
+            held.enter_context(Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(2)]))
             for side, space in zip("ab", spaces, strict=True)
-        ]
-        a, b = ends
-        try:
-            meet(a, b)
-            a.fill(0, data := np.random.default_rng(0).bytes(NBYTES))
-            tickets = [sends(a, b, NBYTES, b"") for _ in range(4)]
-            log = Log(a, b)
-            log.until(lambda: sorted(log.done(a)) == tickets)
-            assert b.read(0, NBYTES) == data
-            assert [a.n_sent(f"a{i}") > NBYTES for i in range(3)] == [True, True, False]
-        finally:
-            for end in ends:
-                end.shut()
+        )
+        meet(a, b)
+        a.fill(0, data := np.random.default_rng(0).bytes(NBYTES))
+        tickets = [sends(a, b, NBYTES, b"") for _ in range(4)]
+        log = Log(a, b)
+        log.until(lambda: sorted(log.done(a)) == tickets)
+        assert b.read(0, NBYTES) == data
+        assert [a.n_sent(f"a{i}") > NBYTES for i in range(3)] == [True, True, False]
 
 
 @as_root
@@ -135,11 +126,8 @@ def test_a_large_write_uses_the_devices_it_was_given():
 def test_ucx_listens_on_the_control_planes_network_alone(two_hosts, options, said, others):
     """Unless somebody chose devices, or no interface holds that address."""
     ip("-n", two_hosts[0], "addr", "add", "fd77::1/64", "dev", "a1", "nodad")
-    a = Remote("nixl", OVER_TCP | said, netns=two_hosts[0], **options)
-    try:
+    with Remote("nixl", OVER_TCP | said, netns=two_hosts[0], **options) as a:
         assert a.listening() == others | ({"127.0.0.1"} if "a1" not in str((options, said)) else set())
-    finally:
-        a.shut()
 
 
 def test_altered_metadata_is_refused_before_nixl_reads_it(caplog):

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.errors import UsageError
-from pdstage.layout import Region
+from pdstage import Region, UsageError
 from pdstage.transport.base import Ranges
 
 

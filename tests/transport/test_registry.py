@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import subprocess
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 from transport import postbox
 
-from pdstage.errors import TransportError, UsageError
-from pdstage.layout import Region
+from pdstage import Region, TransportError, UsageError
 from pdstage.transport import available, names, open_from_config, open_transport, supporting
 
 
@@ -111,8 +109,7 @@ def test_auto_goes_without_what_does_not_start(monkeypatch, caplog):
     pytest.importorskip("nixl")
     with open_transport("auto") as both:
         assert list(both.offers()) == ["local", "nixl"], "the most preferred first"
-    nixl = importlib.import_module("pdstage.transport.nixl").NixlTransport
-    monkeypatch.setattr(nixl, "__init__", broken)
+    monkeypatch.setattr("pdstage.transport.nixl.NixlTransport.__init__", broken)
     with open_transport("auto") as transport:
         assert list(transport.offers()) == ["local"]
     assert "no device" in caplog.text

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -15,6 +13,7 @@ from pdstage import UsageError, cli
 from pdstage.tools.watch import expose
 from pdstage.tools.watch.scrape import Node, parse, read, url_of
 from pdstage.tools.watch.top import Top, run
+from tests import processes
 from tests.manager.engine import Rank
 
 
@@ -174,8 +173,7 @@ def test_a_missing_client_is_one_error_that_names_the_extra(tmp_path):
     """Where prometheus_client is not installed, the command says so in one line and exits with 2."""
     (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError('no prometheus_client')\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "pdstage.cli", "top", "1", "--once"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = processes.python("-m", "pdstage.cli", "top", "1", "--once", env=environment)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert "[top]" in done.stderr
