@@ -88,7 +88,8 @@ def test_a_number_that_comes_again_fails_the_later_request_alone(fleet, at, ends
     room, first, second = 32, 33, 34
     fleet.open(room, TOKENS)
     fleet.compute(room, 0, 64, False)
-    fleet.decode.until(room, TRANSFERRING)
+    for engine in fleet.engines:
+        engine.until(room, TRANSFERRING)
     for engine, name in ((fleet.prefill, "send_to"), (fleet.decode, "receive")):
         if at not in (engine.mode, "both"):
             continue
