@@ -93,7 +93,7 @@ def _plot(given: argparse.Namespace) -> int:
 
 
 def _calibrate(given: argparse.Namespace) -> int:
-    from pdstage.tools.calibrate.caller import Caller, calibrate, own_peer, write  # noqa: PLC0415
+    from pdstage.tools.calibrate.caller import Caller, calibrate, own_peer, to_json, write  # noqa: PLC0415
     from pdstage.tools.calibrate.peer import Peer  # noqa: PLC0415
 
     options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
@@ -104,7 +104,7 @@ def _calibrate(given: argparse.Namespace) -> int:
         Caller(endpoint, bind=given.bind, **options) as caller,
     ):
         made, left_out = calibrate(caller, [given.transport], decode_host=given.peer or "", quick=given.quick)
-    print(made.to_json())
+    print(to_json(made))
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     if given.out is not None:

@@ -30,9 +30,6 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     decode_host: str
     transports: dict[str, CostModel]
 
-    def to_json(self) -> str:
-        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
-
 
 _files = msgspec.json.Decoder(Calibration)
 

@@ -104,7 +104,8 @@ class Sessions:
         node = self._node
         if node.observed is not None:
             node.observed.lost(session)
-        self._plans.pop(session, None)
+        if (plan := self._plans.pop(session, None)) is not None:
+            plan.in_place.clear()  # which hold the plan, and so the peer's mapped memory
         node.directory.forget()
         node.transport.disconnect(label(session))
         node.stager.forget(*session.staged[:2])

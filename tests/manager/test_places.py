@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 import zlib
 from collections.abc import Iterator
 
@@ -73,6 +75,22 @@ def test_what_decode_holds_already_is_not_computed_for_it(site, path, prefix, n_
     assert (stats["chunks_staged"] + stats["chunks_direct"] > 0) is (prefix < TOKENS or n_slots > 0)
     if n_slots:
         assert stats["slots_trimmed"] == 1
+
+
+def test_a_peers_pages_are_mapped_no_longer_than_its_session(site):
+    """Whenever garbage is collected: a device's memory would stay, that of a process which has ended too."""
+    pair = site.pair(path="direct", transport="local")
+    pair.move(1)
+    (plan,) = pair.p.sessions._plans.values()
+    mapped, plan = weakref.ref(plan.mapped), None
+    assert mapped() is not None
+    gc.disable()
+    try:
+        pair.d.close()
+        drive([pair.p], lambda: not pair.p.core.sessions)
+        assert mapped() is None
+    finally:
+        gc.enable()
 
 
 def test_each_component_has_its_own_first_token_wanted(site):

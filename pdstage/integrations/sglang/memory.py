@@ -115,9 +115,8 @@ def _append_state(
     if kind is StateType.DSA:  # SGLang does not number them; behind the target model's are the draft model's
         n, n_layers, config = inner(pools.kv).layer_num, model.num_attention_layers, model.hf_config
         layers = [*layer_ids(pools.kv, n), *range(n_layers, n_layers + len(ptrs))][: len(ptrs)]
-        if is_deepseek_dsa(
-            config
-        ):  # some layers go by another's top-k, though HiSparse's pool has memory for their keys
+        # Some layers go by another's top-k, though HiSparse's pool has memory for their keys.
+        if is_deepseek_dsa(config):
             keyed = (layer >= n_layers or not dsa_layer_skips_topk(config, layer) for layer in layers)
             lens = [nbytes * has_keys for nbytes, has_keys in zip(lens, keyed, strict=True)]
     if kind is StateType.MAMBA and (pool := pools.states()) is not None:

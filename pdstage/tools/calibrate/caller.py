@@ -240,12 +240,17 @@ def calibrate(
     return made, left_out
 
 
+def to_json(made: Calibration) -> str:
+    """The file's text."""
+    return msgspec.json.format(msgspec.json.encode(made), indent=2).decode()
+
+
 def write(made: Calibration, path: Path) -> None:
     """Puts a new file in the old one's place, whole, for nodes that start meanwhile; the last of two writers wins.
 
     Raises `UsageError` where the file cannot be written, and leaves what there was.
     """
-    place, text = path.resolve(), made.to_json() + "\n"
+    place, text = path.resolve(), to_json(made) + "\n"
     try:
         if place.exists() and not place.is_file():  # a pipe or a device
             place.write_text(text)

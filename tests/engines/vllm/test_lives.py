@@ -17,6 +17,7 @@ from msgspec import structs
 
 from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
+from pdstage.tools.calibrate.caller import write
 from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.lives import continuation, prompts
 from tests.engines.vllm.models import CONSUMER, DEEPSEEK, GEMMA, LLAMA, PRODUCER, QWEN, Side
@@ -321,7 +322,7 @@ def by_layers(folder: Path, side: Side) -> Side:
     costs = {"nixl": structs.replace(CostModel.linear(1e9, 1e-6, 1e-5), chunk_s=1e-9)}
     path = folder / "costs.json"
     made = Calibration(version=1, made_at="now", prefill_host="p", decode_host="d", transports=costs)
-    path.write_text(made.to_json())
+    write(made, path)
     return replace(side, options={"calibration": str(path)})
 
 
