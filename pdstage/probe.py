@@ -415,7 +415,6 @@ def into(places: Sequence[tuple[View, torch.Tensor, int]], n_tokens: int = 1) ->
     """A writer of views: the first byte of each is in the first entry of its tensor, `[item times n_tokens, ...]`, at
     that offset.
     """
-
     import torch  # noqa: PLC0415  (importing pdstage does not import torch)
 
     def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:

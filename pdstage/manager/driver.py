@@ -483,8 +483,7 @@ class Driver:
         """
         node = self._node
         fds = node.transport.filenos()
-        under_way = node.stager.launched or (not fds and node._in_flight())
-        if node._waiting or not under_way:
+        if node._waiting or not (node.stager.launched or (not fds and node._in_flight())):
             ready = node.socket.wait(min(wait_s, _NAP_S) if node._waiting else wait_s, fds)
             return ready.messages, bool(ready.fds) or not fds
         until = time.monotonic() + wait_s

@@ -141,7 +141,7 @@ def test_misuse_names_the_culprit_and_writes_nothing(way, case, words):
 def test_a_call_of_more_pieces_than_32_bits_count_is_refused():
     of = Logical(width=1, shards=2)
     held = hold([Stored(of, rows_per_item=1, pads={"row": 1})])
-    plan, tokens = (InterpreterRig().plan(held.layout, of.whole(), TOKEN_MAJOR, False), {"kv": (0, 2**30)})
+    plan, tokens = InterpreterRig().plan(held.layout, of.whole(), TOKEN_MAJOR, False), {"kv": (0, 2**30)}
     index = {"kv": Index(1 << 40, 32, 2**30, device="interpreter")}
     with pytest.raises(UsageError, match="copy fewer tokens at once"):
         plan.gather(1 << 40, plan.nbytes(tokens), index, tokens)
