@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+# What is imported is compiled then, which is a small part of what is installed.
+INSTALL = install -qq --no-compile
 STAMP := $(VENV)/.pdstage-setup
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 TESTS ?=
@@ -48,9 +50,9 @@ $(BIN)/python:
 # second torch and CUDA wheels it does not need on the CPU. Mooncake's wheel needs libraries of the system, which pip does
 # not bring.
 $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
-	$(PIP) install -qq -c constraints.txt torch==2.13.0 numpy
-	$(PIP) install -qq --no-deps nixl==1.5.1 nixl-cu13==1.5.1
-	$(PIP) install -qq --no-deps -c constraints.txt mooncake-transfer-engine-non-cuda
+	$(PIP) $(INSTALL) -c constraints.txt torch==2.13.0 numpy
+	$(PIP) $(INSTALL) --no-deps nixl==1.5.1 nixl-cu13==1.5.1
+	$(PIP) $(INSTALL) --no-deps -c constraints.txt mooncake-transfer-engine-non-cuda
 	@$(MOONCAKE_IMPORTS) || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
 	    $(APT_INSTALL) >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) >/dev/null; } || true
 	@$(MOONCAKE_IMPORTS) || echo "transport mooncake has no $(MOONCAKE_NEEDS): its tests are skipped until they are installed" \
@@ -59,8 +61,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	    e = p["optional-dependencies"]; \
 	    names = ("demo", "etcd", "metrics", "top", "docs", "dev"); \
 	    print(*p["dependencies"], *(one for name in names for one in e[name]), sep="\n")' > $(VENV)/requirements.txt
-	$(PIP) install -qq -c constraints.txt -r $(VENV)/requirements.txt
-	$(PIP) install -qq --no-deps --no-build-isolation -e .
+	$(PIP) $(INSTALL) -c constraints.txt -r $(VENV)/requirements.txt
+	$(PIP) $(INSTALL) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'from pdstage import native; print("pdstage is ready, host code:", native.active())'
 	@touch $@
 
@@ -79,7 +81,7 @@ test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x, FULL=1 for everyt
 $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 	rm -rf $(@D)
 	$(BIN)/python -m venv --without-pip $(@D)
-	$(PIP) --python $(@D)/bin/python install -qq --no-deps -r $<
+	$(PIP) --python $(@D)/bin/python $(INSTALL) --no-deps -r $<
 	$(BIN)/python -m tests.engines.lend $(@D)/bin/python
 	$(if $(FETCHES_$*),$(@D)/bin/python -m $(FETCHES_$*))
 	@touch $@
@@ -98,10 +100,13 @@ etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stop
 test-all:  ## Run everything that needs no engine: all mutants, all drawn cases, all rows.
 	$(MAKE) test FULL=1
 
-test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
-	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python $(PYTEST) -n 2 --dist loadfile tests/engines/$$engine $(if $(FULL),--full) $(ARGS); done
+# `make -j2 -Otarget` runs both engines at once, here and below.
+test-engines: $(ENGINES:%=test-engines-%)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
 
-# Whole engines have venvs of their own, NAME-cpu, with all that their servers import. `make -j2 -Otarget` runs both at once.
+test-engines-%: $(ENGINE_VENVS)/%/.pdstage-setup
+	$(ENGINE_VENVS)/$*/bin/python $(PYTEST) -n 2 --dist loadfile tests/engines/$* $(if $(FULL),--full) $(ARGS)
+
+# Whole engines have venvs of their own, NAME-cpu, with all that their servers import.
 test-e2e: HANGS_S = 1800
 test-e2e: $(WHOLE_ENGINES:%=test-e2e-%)  ## Test real servers on the CPU (FULL=1 for everything, ENGINES=vllm ARGS="-k local").
 
@@ -179,7 +184,7 @@ site: $(STAMP)  ## Build the documentation into build/site, with warnings as err
 	@echo "open build/site/index.html"
 
 native: | $(BIN)/python  ## Build the C++ extension again, and fail if it cannot be built.
-	PDSTAGE_NATIVE=yes $(PIP) install -qq --no-deps --no-build-isolation -e .
+	PDSTAGE_NATIVE=yes $(PIP) $(INSTALL) --no-deps --no-build-isolation -e .
 
 sdist: $(STAMP)  ## Build dist/*.tar.gz.
 	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; print(build_sdist("dist"))' | tail -n 1
@@ -190,7 +195,7 @@ wheel: $(STAMP)  ## Build dist/*.whl.
 build/wheels-venv/.pdstage-setup: tests/wheels/requirements.txt | $(BIN)/python
 	rm -rf $(@D)
 	$(BIN)/python -m venv --without-pip $(@D)
-	$(PIP) --python $(@D)/bin/python install -qq -r $<
+	$(PIP) --python $(@D)/bin/python $(INSTALL) -r $<
 	@touch $@
 
 wheels: build/wheels-venv/.pdstage-setup  ## Build dist/*manylinux*.whl for Python 3.11 to 3.13 and try them in empty venvs.

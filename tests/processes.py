@@ -54,8 +54,10 @@ def child(context: Any, target: Callable[..., object], *args: object) -> tuple[A
 
 
 def python(*words: str, check: bool = False, **how: Any) -> subprocess.CompletedProcess[str]:
-    """Runs this Python with these arguments to its end."""
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=check, **how)
+    """Runs this Python with these arguments to its end; with `check` that is a good one."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, **how)
+    assert not (check and done.returncode), done.stdout + done.stderr
+    return done
 
 
 def enter(namespace: str | int) -> None:

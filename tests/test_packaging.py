@@ -39,8 +39,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
-    done = python("-c", code, cwd=checkout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-c", code, check=True, cwd=checkout)
     with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
         archive.extractall(out, filter="data")
     return next(path for path in out.iterdir() if path.is_dir())

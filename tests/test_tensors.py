@@ -302,4 +302,4 @@ def test_misuse_is_refused_in_words(misuse):
 
 def test_importing_needs_no_torch():
     code = "import sys, pdstage.tensors; sys.exit('torch' in sys.modules)"
-    assert python("-c", code).returncode == 0
+    python("-c", code, check=True)

@@ -189,5 +189,4 @@ def test_bench_and_gpu_tests_need_nothing_but_numpy_torch_and_pytest():
         "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '--collect-only', 'tests/gpu']))"
     )
     env = {**runner.environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = processes.python("-c", code, cwd=ROOT, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    processes.python("-c", code, check=True, cwd=ROOT, env=env)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.processes import python
 
 TOGETHER = """
 import sys, threading, time
@@ -44,4 +43,4 @@ together(lambda: left.pop().identify("one", told))
 def test_the_first_of_a_type_may_come_in_several_threads(what: str) -> None:
     """In a process of its own, which msgspec ends where its look into a type is looked into."""
     for _ in range(5):
-        subprocess.run([sys.executable, "-c", TOGETHER + what], check=True, timeout=900)
+        python("-c", TOGETHER + what, check=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +15,7 @@ from pdstage.control import port
 from pdstage.control.address import Address
 from pdstage.control.zmq import MAX_FRAME_NBYTES, MAX_FRAMES, MAX_MESSAGE_NBYTES, ControlSocket, messages_of, route_of
 from tests.control.sockets import DEADLINE_S, raw_dealer, receive, still_works, until
+from tests.processes import python
 
 KEYS = Keys(bytes(range(32)), None)
 
@@ -424,4 +423,4 @@ def test_one_that_nobody_closed_is_collected_with_all_that_refers_to_it(keys):
         "del engine\n"
         "gc.collect()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
+    python("-c", code, check=True, timeout=900)

@@ -10,6 +10,7 @@ from importlib.metadata import version
 import pytest
 
 from pdstage import cli
+from tests.processes import python
 
 
 def failed(capsys, *argv: str) -> tuple[int, str]:
@@ -95,8 +96,7 @@ def test_help_needs_nothing_heavy():
         "parser().format_help()\n"
         "print(sorted({'torch', 'transformers', 'rich', 'zmq', 'nixl'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert python("-c", code, check=True).stdout == "[]\n"
 
 
 def test_keys_are_made_shown_and_used(tmp_path, capsys):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -14,6 +12,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.tools.demo.families import FAMILIES
 from pdstage.tools.demo.options import MODELS, Options
 from tests import cuda_double
+from tests.processes import python
 from tests.rows import rows, usable
 
 torch = pytest.importorskip("torch")
@@ -106,10 +105,8 @@ def test_each_model_goes_on_token_for_token(model, capsys):
 def test_caches_on_the_second_device(tmp_path):
     """Over the double of CUDA's driver, whose work is late."""
     sizes = ("--prefill-tp", "2", "--decode-tp", "1", "--requests", "1", "--device", "cuda:1")
-    command = [sys.executable, "-m", "pdstage", "demo", "--transport", "local", *sizes]
     env = cuda_double.everywhere(tmp_path)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("-m", "pdstage", "demo", "--transport", "local", *sizes, check=True, env=env)
     assert "on cuda:1" in done.stdout
 
 

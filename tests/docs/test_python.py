@@ -6,14 +6,13 @@ import ast
 import importlib
 import inspect
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import PAGES, PYTHON, ROOT, Block, blocks
+from tests.processes import python
 
 PYTHON_PAGES = [page for page in PAGES if any(block.language in PYTHON for block in blocks(page))]
 INCLUDE = "--8<--\n"
@@ -32,11 +31,7 @@ def test_every_block_runs(page: Path, tmp_path: Path) -> None:
     run = [b for b in python_blocks(page) if "not run" not in b.marks and not b.text.startswith(INCLUDE)]
     code = "\n".join(f"{block.first}\n# {block.where}\n{block.text}" for block in run)
     (tmp_path / "page.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "page.py"], capture_output=True, text=True, timeout=900, check=False, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, f"{page.name}\n{done.stderr}"
+    done = python("page.py", check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert not done.stdout + done.stderr, "a transfer that goes well says nothing"
 
 

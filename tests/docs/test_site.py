@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -13,6 +11,7 @@ import pytest
 
 import pdstage
 from tests.docs.pages import PAGES, ROOT
+from tests.processes import python
 
 pytest.importorskip("mkdocs", reason="needs the extra docs")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -21,11 +20,8 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)], cwd=ROOT, check=False, text=True,
-        capture_output=True, timeout=900, env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    done = python("-m", "mkdocs", "build", "--strict", "-d", str(folder), check=True, cwd=ROOT, env=env)
     assert "WARNING" not in done.stderr
     return folder
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from rigs import HOST_RIGS, REFERENCE, by_misuse, by_rig, check, check_refused, 
 from pdstage import UsageError, native
 from pdstage.kernels import Index, Pool, pool
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
+from tests.processes import python
 from tests.rows import drawn
 
 native_only = pytest.mark.skipif(native.ext is None, reason="needs the extension")
@@ -212,7 +211,7 @@ assert (plan.backend, backends()["host"]) == ("reference", "needs the extension:
 
 
 def test_kernels_need_numpy_alone():
-    subprocess.run([sys.executable, "-c", ALONE], check=True, cwd=Path(__file__).parents[2])
+    python("-c", ALONE, check=True, cwd=Path(__file__).parents[2])
 
 
 def test_that_the_reference_copies_for_want_of_host_code_is_said_once(caplog):

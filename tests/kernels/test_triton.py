@@ -37,8 +37,7 @@ def test_everything_in_the_interpreter(suite, request):
     here = Path(__file__).parent
     everything = ["--full"] if request.config.getoption("--full") else []
     words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *everything, str(here / suite))
-    done = processes.python(*words, cwd=here.parent.parent, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    processes.python(*words, check=True, cwd=here.parent.parent, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.parametrize("module", [triton_convert_kernels, triton_kernels, triton_sum_kernels])

@@ -10,10 +10,14 @@ import signal
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from pdstage import DecodeNode, PeerError, State, stager
+from pdstage import DecodeNode, PeerError, State, TransportError, stager
 from pdstage.control.zmq import route_of
+from pdstage.manager.data_path import Posts
+from pdstage.plan.spans import Spans
+from pdstage.transport import Done, PostFailed
 from tests import processes
 from tests.chaos.network import Network, permitted
 from tests.control.sockets import raw_dealer
@@ -219,3 +223,12 @@ def test_a_copy_that_fails_as_nobody_foresaw_fails_its_room_alone(site, monkeypa
     pair.end(failed)
     fails(pair.d, failed.receiver, "no memory is left")
     pair.move(1)
+
+
+def test_a_write_of_several_posts_ends_with_the_error_of_one():
+    way, error = mock.Mock(), TransportError("no route", remedy="check the cable")
+    way.traits_of.return_value.max_descriptors, way.post.side_effect = 1, [1, 2]
+    posts = Posts(way)
+    posts.begin(7, "b", Spans(*np.arange(9).reshape(3, 3)), b"tag")
+    assert posts.ended(PostFailed(1, error, False)) is None, "another post is under way"
+    assert posts.ended(Done(2)) == (7, error, False)

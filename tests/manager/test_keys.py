@@ -96,8 +96,7 @@ def test_nothing_listens_but_what_was_asked_for(keys, transport):
         "print(*(host for host, port in listeners() if not host.startswith('127.0.0.1')))\n"
     )
     env = {name: value for name, value in os.environ.items() if name != "UCX_NET_DEVICES"} | {"UCX_TLS": "tcp,self"}
-    done = python("-c", code, str(keys), transport, env=env)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", code, str(keys), transport, check=True, env=env)
     listening, left = done.stdout.splitlines()[-2:]
     by_ucx = {"127.0.0.1"} if transport == "nixl" else set()
     assert set(listening.split()) - by_ucx == {"127.0.0.2", "127.0.0.3"}

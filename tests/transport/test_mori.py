@@ -122,6 +122,12 @@ def test_memory_registered_anew_gets_a_session_of_its_own(ends, fabric):
     meet(a, b)
     delivers(a, b, b"anew", b"")
     assert fabric.n_sessions == 2
+    b.unregister([b.region()])
+    a.connect("b", b.describe())
+    b.register([b.region()])
+    meet(a, b)
+    delivers(a, b, b"of the peer alone", b"")
+    assert fabric.n_sessions == 3
 
 
 @pytest.mark.parametrize("lie", ["memory of another", "another's engine", "no msgpack", "too little", "wrong size"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from unittest import mock
 
@@ -14,6 +13,7 @@ from transport import postbox
 
 from pdstage import Region, TransportError, UsageError
 from pdstage.transport import available, names, open_from_config, open_transport, supporting
+from tests.processes import python
 
 
 def test_installed_transports_import_so_that_no_contract_test_is_skipped_in_silence():
@@ -155,7 +155,7 @@ def test_a_broken_distribution_is_told_of_and_harms_nobody_else(tmp_path, monkey
 
 def test_looking_for_names_imports_no_backend():
     code = "import sys, pdstage.transport as t; t.names(); assert not {'nixl', 'torch', 'zmq'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code, check=True)
 
 
 def test_what_is_unregistered_half_way_may_not_be_posted(monkeypatch):

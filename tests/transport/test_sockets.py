@@ -127,6 +127,14 @@ def test_an_end_that_answers_from_elsewhere_hinders_nothing(monkeypatch, tmp_pat
         assert held(), "what it said then proves nothing now"
 
 
+def test_an_answer_counts_from_when_it_came():
+    with connected() as (_, out):
+        until = time.monotonic() + 0.1
+        while time.monotonic() < until:
+            pass
+        assert not _sockets._answers(out.fileno(), until - 0.5)
+
+
 @pytest.mark.parametrize("how", ["closed", "reset"])
 def test_what_a_distant_server_sent_before_it_closed_hinders_nothing(monkeypatch, how):
     """Such as an idle connection of an HTTP client, which nobody reads again. Where it cannot be told who was there,

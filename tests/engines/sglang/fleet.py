@@ -229,11 +229,21 @@ class Fleet:
 
 
 def shared_fleet(*args, **options):
-    """A fixture: one fleet for all tests of a file."""
+    """A fixture: one fleet for all tests of a file. After a test that failed there is a new one: it left something."""
+    opened, fleets = ExitStack(), []
 
-    @pytest.fixture(scope="module")
-    def fleet(installed):
-        with Fleet(*args, **options) as made:
-            yield made
+    def end() -> None:
+        opened.close()
+        fleets.clear()
+
+    @pytest.fixture
+    def fleet(installed, request):
+        if not fleets:
+            fleets.append(opened.enter_context(Fleet(*args, **options)))
+            request.node.getparent(pytest.Module).addfinalizer(end)
+        n_failed = request.session.testsfailed
+        yield fleets[0]
+        if request.session.testsfailed > n_failed:
+            end()
 
     return fleet

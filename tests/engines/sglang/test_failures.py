@@ -12,8 +12,7 @@ import pytest
 from pdstage.integrations.sglang.manager import PdStageKVManager
 from tests.engines.sglang.fleet import FAILED, SUCCESS, TRANSFERRING, WAITING, Fleet, eventually, shared_fleet
 
-# Peers write to the pool itself, and a silent one is given up soon.
-NODE = '{"path": "direct", "transport": "local", "config": {"max_silence_s": 3, "drain_s": 3}}'
+NODE = '{"path": "direct", "transport": "local"}'  # peers write to the pool itself
 TOKENS = 100
 
 
@@ -22,8 +21,9 @@ fleet = shared_fleet(2, 1, "hybrid", NODE)
 
 @pytest.fixture
 def doomed(installed):
-    """A fleet of which a test kills a part."""
-    with Fleet(2, 1, "mha", NODE) as made:
+    """A fleet of which a test kills a part; a silent peer is given up soon."""
+    node = '{"path": "direct", "transport": "local", "config": {"max_silence_s": 3, "drain_s": 3}}'
+    with Fleet(2, 1, "mha", node) as made:
         yield made
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import python
 
 MODEL = str(Path(__file__).parent / "model")
 
@@ -37,8 +37,7 @@ print(json.dumps({{
     "patched": sorted(HookRegistry._patched),
 }}))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = python("-c", program, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert "PDSTAGE" not in found["before"]
     assert found["after"] == [*found["before"], "PDSTAGE"]

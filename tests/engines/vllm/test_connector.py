@@ -165,11 +165,10 @@ def test_another_model_of_the_same_shape_is_refused(sides, caplog: pytest.LogCap
     """Its KV would fit, and every answer be wrong; unless the operator says that the two go together."""
     other = sides("kv_consumer", extra={"model": {"weights": "0123", "name": "llama"}})
     same = sides("kv_consumer", extra={"model": {"name": None}})
-    said = {"model": {"weights": "4567", "name": "llama"}, "config": {"open_wait_s": 2.0}}
-    source = sides("kv_producer", extra=said)
-    sent = source.held(BLOCKS, N_TOKENS)
-    assert transfer(source, same, "a", sent, same.held(BLOCKS, N_TOKENS)) == set()
-    assert transfer(source, other, "b", sent, other.held(BLOCKS, N_TOKENS)) == {"b"}
+    for decode, wait_s, failed in ((same, 300.0, set()), (other, 2.0, {"b"})):
+        said = {"model": {"weights": "4567", "name": "llama"}, "config": {"open_wait_s": wait_s}}
+        source = sides("kv_producer", extra=said)
+        assert transfer(source, decode, "b", source.held(BLOCKS, N_TOKENS), decode.held(BLOCKS, N_TOKENS)) == failed
     assert "the model's weights is '4567' at prefill and '0123' at decode" in caplog.text
 
 

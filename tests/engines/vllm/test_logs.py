@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import python
 from tests.rows import rows
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,11 +43,9 @@ log.warning("peer %s: %s", "10.0.0.1:5000", "was silent")
 
 def said(*, early: bool = True, operator: bool = False, **environment: str) -> list[str]:
     """The lines of its output that are about what pdstage said."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"EARLY, OPERATOR = {early}, {operator}\n{ENGINE}"], cwd=ROOT, capture_output=True,
-        text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    code = f"EARLY, OPERATOR = {early}, {operator}\n{ENGINE}"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    done = python("-c", code, check=True, cwd=ROOT, env=env)
     lines = (done.stdout + done.stderr).splitlines()
     return [line for line in lines if "session with" in line or "was silent" in line]
 

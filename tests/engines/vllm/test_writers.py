@@ -6,8 +6,6 @@ Layers are not vLLM's: they have what a writer reads of one. The writers, the st
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from pdstage.integrations.vllm.caches import PAGES, Backend, Pages
 from tests.engines import stubs
 from tests.engines.vllm.caches import HEAD_SIZE
 from tests.engines.vllm.test_caches import LAYOUTS, STATES, conv_order, mla, recurrent  # noqa: F401  (a fixture)
+from tests.processes import python
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,9 +83,7 @@ def state_layers(kind: str, n_speculative: int = 0) -> Callable[[Any, Tensors], 
 def test_tritons_writer_in_its_interpreter() -> None:
     """Read at import, so in a process of its own; vLLM keeps Triton where no device is to be seen."""
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
-    assert ran.returncode == 0, ran.stdout[-4000:]
+    ran = python("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted", check=True, env=env)
     assert f"{len(LAYOUTS) + 1} passed" in ran.stdout
 
 
