@@ -100,13 +100,10 @@ etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stop
 test-all:  ## Run everything that needs no engine: all mutants, all drawn cases, all rows.
 	$(MAKE) test FULL=1
 
-# `make -j2 -Otarget` runs both engines at once, here and below.
-test-engines: $(ENGINES:%=test-engines-%)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
+test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
+	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python $(PYTEST) -n 2 --dist loadfile tests/engines/$$engine $(if $(FULL),--full) $(ARGS); done
 
-test-engines-%: $(ENGINE_VENVS)/%/.pdstage-setup
-	$(ENGINE_VENVS)/$*/bin/python $(PYTEST) -n 2 --dist loadfile tests/engines/$* $(if $(FULL),--full) $(ARGS)
-
-# Whole engines have venvs of their own, NAME-cpu, with all that their servers import.
+# Whole engines have venvs of their own, NAME-cpu, with all that their servers import. `make -j2 -Otarget` runs both at once.
 test-e2e: HANGS_S = 1800
 test-e2e: $(WHOLE_ENGINES:%=test-e2e-%)  ## Test real servers on the CPU (FULL=1 for everything, ENGINES=vllm ARGS="-k local").
 

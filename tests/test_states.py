@@ -222,7 +222,7 @@ def test_a_component_of_no_buffers_is_one_with_nothing_to_send():
     states = StateComponents((1, 0))
     append_state_component(states, "swa", [], [], [], paging=Paging(4))
     append_state_component(states, "mamba", [4096], [0], [0])
-    assert (states.parts, states.names) == ([], ["swa", "mamba"])
+    assert not states.parts
 
 
 @pytest.mark.parametrize("total", [4096, 10240, 2688, 136, 134])

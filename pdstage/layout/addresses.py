@@ -80,15 +80,13 @@ class Paging(NamedTuple):
 
 @dataclass
 class StateComponents:
-    """Collects the state components of one rank. `tp` is its (size, rank), `device` is where its pools are.
-
-    `parts` go into `build`; `names` are all components appended, also those without buffers.
+    """Collects the state components of one rank. `tp` is its (size, rank), `device` is where its pools are; `parts` go
+    into `build`.
     """
 
     tp: tuple[int, int]
     device: tuple[str, int] = ("cpu", 0)
     parts: list[Part] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
     _held: dict[Key, int] = field(default_factory=dict)
     _addresses: set[tuple[str, int]] = field(default_factory=set)
 
@@ -114,8 +112,6 @@ class StateComponents:
             views.append(view)
         if views:
             self.parts.append(Part(given.regions, tuple(views)))
-        if name not in self.names:
-            self.names.append(name)
 
 
 def append_state_component(
@@ -158,7 +154,6 @@ def append_state_component(
             )
     if known.positional and paging is None:
         raise UsageError(f"state kind {known.name!r} has token positions", remedy="say how its pages are: paging=...")
-    states.names.extend({known.component} - set(states.names))
     seen: Counter[int] = Counter()
     for i, (ptr, nbytes, item) in enumerate(zip(data_ptrs, data_lens, item_lens, strict=True)):
         role = f"state.{seen[layers[i]]}"

@@ -120,11 +120,11 @@ def _end_threads() -> None:
     """For nodes that were not closed: a thread inside a C++ library as the interpreter ends may abort the process."""
     global _ends_at  # noqa: PLW0603  (one moment of the process)
     _ends_at = time.monotonic() + _END_S
-    drivers = [driver for driver in list(_started) if not driver.was_forked]
+    drivers = [driver for driver in _started if not driver.was_forked]
     for driver in drivers:
         driver.leave(0.0)
     for driver in drivers:
-        driver.leave(max(0.0, _ends_at - time.monotonic()))
+        driver.leave(_ends_at - time.monotonic())  # where it is past, `join` takes 0
 
 
 def _must_leave() -> bool:
@@ -223,6 +223,7 @@ class Driver:
         self._goes_on = False  # the last turn has more to do
         self._unread: deque[tuple[bytes, bytes]] = deque()  # (route, frame) that no turn has read yet
         self._early: list[tuple[Done | PostFailed | Inbound, float]] = []  # what was polled for the next turn, and when
+        self._read_at = 0.0  # when it was last asked what peers sent
         self._until_at = 0.0  # when the sleep ends if nothing is announced; under the lock
 
     @property
@@ -322,16 +323,18 @@ class Driver:
         Reads only what is ready: each call gives the interpreter to a busy main thread.
         """
         node = self._node
-        asked = messages and not self._unread and self._receive()
+        asked = messages and self._receive()
         if transport:
             self.poll()
         events, self._early = self._early, []
         staged = node.stager.poll()
         refusals = node.socket.take_refusals()
-        came = bool(self._unread or events or staged or refusals or asked)
         with self.lock:
             endpoint = node.core.endpoint
             endpoint.now = time.monotonic()
+            if endpoint.now - self._read_at > _READING_S:  # else who spoke meanwhile may seem silent
+                asked |= self._receive()
+            came = bool(self._unread or events or staged or refusals or asked)
             node._take_asked()
             for route, error in refusals:
                 node.core.counters.peers_refused += 1
@@ -371,8 +374,11 @@ class Driver:
                 self._look_at += min(max(_BATCH_S, lasted_s / 8), 2 * _BATCH_S)
 
     def _receive(self) -> bool:
-        """Takes in what peers sent, and answers operators. Whether there was one."""
+        """Takes in what peers sent, once what came before is read, and answers operators. Whether there was one."""
         node, operators = self._node, []
+        if self._unread:
+            return False
+        self._read_at = time.monotonic()
         for route, frames in node.socket.recv():
             if frames[0] == drain.REQUEST:
                 operators.append(route)

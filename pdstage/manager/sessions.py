@@ -120,11 +120,9 @@ class Sessions:
 
     def check_lost(self) -> bool:
         """Checks whether lost sessions are fenced by now; true if one is, so that another round follows."""
-        if not self.lost:
+        if not self.lost or (now := time.monotonic()) < self._dead_check_at:
             return False
-        node, now = self._node, time.monotonic()
-        if now < self._dead_check_at:
-            return False
+        node = self._node
         self._dead_check_at = now + _DEAD_CHECK_S
         let_go = False
         for session in list(self.lost):

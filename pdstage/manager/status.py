@@ -101,10 +101,7 @@ def with_rooms(now: Status, handles: Collection[Handle]) -> Status:
 
 def by_state(handles: Iterable[Handle]) -> dict[str, int]:
     """How many of `handles` are in each state."""
-    found = dict.fromkeys(STATES, 0)
-    for handle in handles:
-        found[STATES[handle.status & 0x7F]] += 1
-    return found
+    return dict.fromkeys(STATES, 0) | Counter(STATES[handle.status & 0x7F] for handle in handles)
 
 
 def oldest(handles: Iterable[Handle], n: int) -> list[OpenRoom]:

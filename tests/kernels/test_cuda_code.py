@@ -120,8 +120,8 @@ def test_narrow_kernels_fit_their_registers_with_several_units_in_flight(accesse
         for key in product(SHAPES, SUMS[way], lists, NARROW, (0, 1))
         for shape, summed, listed, (access, longest), far in [key]
     }
-    most = (SUMS[way][-1], lists[-1])
-    tried = {key: kernel for key, kernel in kernels.items() if everything or (key[1:3] == most and key[4])}
+    most = SUMS[way][-1], lists[-1]
+    tried = {key: kernels[key] for key in kernels if everything or (key[1:3] == most and key[4])}
     accesses_of(tried, architecture, code=False)
     of_each = {key: kernel for key, kernel in kernels.items() if key[1:3] == (0, 0)}
     for key, accesses in accesses_of(of_each, architecture).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,17 +123,17 @@ def test_a_later_device_of_a_known_major_version_gets_that_ones_first(monkeypatc
 @pytest.mark.parametrize(
     ("version", "architecture", "nbytes"),
     [
-        (13000, "sm_90", 16),
-        (13000, "sm_100", 32),
-        (13000, "sm_120", 32),
-        (12090, "compute_121", 32),
-        (12080, "sm_100", 16),
-        (12040, "compute_90", 16),
+        ((13, 0), "sm_90", 16),
+        ((13, 0), "sm_100", 32),
+        ((13, 0), "sm_120", 32),
+        ((12, 9), "compute_121", 32),
+        ((12, 8), "sm_100", 16),
+        ((12, 4), "compute_90", 16),
     ],
 )
 def test_accesses_are_as_wide_as_device_and_compiler_allow(monkeypatch, version, architecture, nbytes):
     """PTX ISA 8.8 has 256 bits, which NVRTC 12.9 writes first; code for an older target has none on any device."""
-    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: SimpleNamespace(getVersion=lambda: version))
     assert nvrtc.widest_access(architecture) == nbytes
 
 

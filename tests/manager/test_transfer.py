@@ -215,6 +215,20 @@ def test_a_turn_reads_for_a_while_only(site, monkeypatch) -> None:
     drive([p], lambda: session.id not in p.core.sessions)
 
 
+def test_who_speaks_while_the_transport_takes_its_time_is_not_silent(site, monkeypatch) -> None:
+    """The socket is read at the beginning of a turn, or not at all where it had nothing then."""
+    pair = site.pair()
+    pair.move(1)
+    p, d = pair.p, pair.d
+    (ours,), (theirs,) = d.core.sessions.values(), p.core.sessions.values()
+    ours.received_at = theirs.sent_at = d.driver._read_at = 0.0
+    speaks = p.core.endpoint.keep_alive
+    monkeypatch.setattr(d.transport, "poll", lambda: [speaks(), p.turn(), d.socket.wait(60.0, [])][3:])
+    d.core.endpoint.after(0.0, d.core.endpoint._listen, ours)
+    d.driver._turn(False, True)
+    assert ours.id in d.core.sessions
+
+
 @pytest.mark.skipif("nixl" not in TRANSPORTS, reason="NIXL does not import here")
 @pytest.mark.parametrize("asked", [True, False])
 def test_posts_are_counted_by_what_nixl_measured(site, asked):

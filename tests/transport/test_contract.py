@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from transport.endpoint import DEADLINE_S, NBYTES, Endpoint, Log, Remote, Saying, ended, meet
+from transport.endpoint import DEADLINE_S, NBYTES, Log, Remote, Saying, ended, meet
 
 from pdstage import PeerError, Region, TransportError, UsageError
-from pdstage.transport import Done, PostFailed, Spans, available
+from pdstage.transport import Done, PostFailed, Spans
 
 HANGS_S = 2.0
 WHOLE = [(0, 0, NBYTES)]
@@ -299,16 +299,6 @@ def test_an_error_that_is_kept_keeps_nothing_of_a_closed_transport(mortal):
     kept.clear()
     gc.collect()
     assert mortal.a.n_fds("socket") == n_sockets
-
-
-@pytest.mark.parametrize("name", [name for name in ("local", "nixl", "mooncake") if not available()[name]])
-def test_another_of_this_process_is_proved_dead_once_it_is_closed(name):
-    a, b = Endpoint(name), Endpoint(name)
-    a.identify("b", b.describe())
-    assert a.transport.met.gone_at("b") is None
-    b.close()
-    Log(a).until(lambda: a.proved_dead("b"))
-    a.close()
 
 
 @pytest.mark.parametrize("verb", ["identify", "connect"])

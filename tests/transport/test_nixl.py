@@ -156,8 +156,10 @@ def test_altered_metadata_is_refused_before_nixl_reads_it(caplog):
 
 def test_a_death_is_proved_only_once_the_sockets_are_read(monkeypatch):
     """What the dead wrote waits there, and lands when this process polls."""
-    a, b = Endpoint("nixl"), Remote("nixl", OVER_TCP)
+    a, b, here = Endpoint("nixl"), Remote("nixl", OVER_TCP), Endpoint("nixl")
     a.identify("b", b.describe())
+    a.identify("here", here.describe())
+    assert a.transport.met.gone_at("here") is None, "of this process, and not closed"
     b.kill()
     polled = []
     monkeypatch.setattr("pdstage.transport.nixl.hold_bytes_of_the_dead", lambda _: not polled)
@@ -167,3 +169,4 @@ def test_a_death_is_proved_only_once_the_sockets_are_read(monkeypatch):
     monkeypatch.setattr(a.transport, "_progress", lambda: polled.append(plain()))
     assert a.proved_dead("b")
     a.close()
+    here.close()

@@ -93,8 +93,9 @@ def _append_state(
     heads: Axis,
     model: Any,  # noqa: ANN401  (SGLang's)
 ) -> None:
-    kind, pools = StateType(args.state_types[number]), Pools.of(args)
-    if (is_second := kind.value in states.names) or kind is StateType.DSA_TAIL:
+    *earlier, last = args.state_types[: number + 1]
+    kind, pools = StateType(last), Pools.of(args)
+    if (is_second := last in earlier) or kind is StateType.DSA_TAIL:
         raise UsageError(
             f"pdstage does not move {'a second ' * is_second}state {kind.value!r} of this model yet",
             remedy="use another transfer backend",

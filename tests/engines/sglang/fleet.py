@@ -230,16 +230,16 @@ class Fleet:
 
 def shared_fleet(*args, **options):
     """A fixture: one fleet for all tests of a file. After a test that failed there is a new one: it left something."""
-    opened, fleets = ExitStack(), []
+    fleets = []
 
     def end() -> None:
-        opened.close()
-        fleets.clear()
+        while fleets:
+            fleets.pop().__exit__()
 
     @pytest.fixture
     def fleet(installed, request):
         if not fleets:
-            fleets.append(opened.enter_context(Fleet(*args, **options)))
+            fleets.append(Fleet(*args, **options))
             request.node.getparent(pytest.Module).addfinalizer(end)
         n_failed = request.session.testsfailed
         yield fleets[0]

@@ -166,8 +166,8 @@ def test_another_model_of_the_same_shape_is_refused(sides, caplog: pytest.LogCap
     other = sides("kv_consumer", extra={"model": {"weights": "0123", "name": "llama"}})
     same = sides("kv_consumer", extra={"model": {"name": None}})
     for decode, wait_s, failed in ((same, 300.0, set()), (other, 2.0, {"b"})):
-        said = {"model": {"weights": "4567", "name": "llama"}, "config": {"open_wait_s": wait_s}}
-        source = sides("kv_producer", extra=said)
+        model = {"weights": "4567", "name": "llama"}
+        source = sides("kv_producer", extra={"model": model, "config": {"open_wait_s": wait_s}})
         assert transfer(source, decode, "b", source.held(BLOCKS, N_TOKENS), decode.held(BLOCKS, N_TOKENS)) == failed
     assert "the model's weights is '4567' at prefill and '0123' at decode" in caplog.text
 
