@@ -54,8 +54,9 @@ def child(context: Any, target: Callable[..., object], *args: object) -> tuple[A
 
 
 def python(*words: str, check: bool = False, **how: Any) -> subprocess.CompletedProcess[str]:
-    """Runs this Python with these arguments to its end; with `check` that is a good one."""
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, **how)
+    """Runs this Python with these arguments to its end, for 900 s unless told; with `check` that is a good one."""
+    how = {"timeout": 900, "capture_output": True, "text": True} | how
+    done = subprocess.run([sys.executable, *words], check=False, **how)
     assert not (check and done.returncode), done.stdout + done.stderr
     return done
 

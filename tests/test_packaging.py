@@ -24,7 +24,7 @@ LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "
 
 def wheel_of(source: Path, out: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(source)]
-    return python(*command, cwd=out, env={**os.environ, **env}, timeout=900)
+    return python(*command, cwd=out, env={**os.environ, **env})
 
 
 @pytest.fixture(scope="module")

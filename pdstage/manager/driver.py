@@ -80,7 +80,7 @@ _prctl = getattr(ctypes.PyDLL(None), "prctl", lambda *_: 0)  # which keeps the i
 _PATIENCE_S = 1e-3
 _READING_S = 0.02
 """How long a turn reads frames. The rest is for the next turn. Until then heartbeats are sent, and no peer counts as
-silent, since its frame may be among those left.
+silent, since its frame may be among those left. A turn that read longer ago reads again before it judges who is silent.
 """
 
 P = ParamSpec("P")

@@ -423,4 +423,4 @@ def test_one_that_nobody_closed_is_collected_with_all_that_refers_to_it(keys):
         "del engine\n"
         "gc.collect()\n"
     )
-    python("-c", code, check=True, timeout=900)
+    python("-c", code, check=True)

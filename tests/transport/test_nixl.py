@@ -159,7 +159,7 @@ def test_a_death_is_proved_only_once_the_sockets_are_read(monkeypatch):
     a, b, here = Endpoint("nixl"), Remote("nixl", OVER_TCP), Endpoint("nixl")
     a.identify("b", b.describe())
     a.identify("here", here.describe())
-    assert a.transport.met.gone_at("here") is None, "of this process, and not closed"
+    assert a.transport.met.gone_at("here") is None  # of this process, and not closed
     b.kill()
     polled = []
     monkeypatch.setattr("pdstage.transport.nixl.hold_bytes_of_the_dead", lambda _: not polled)
