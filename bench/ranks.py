@@ -1,6 +1,7 @@
-"""Ranks for the benches: one spawned process each, driven over a pipe.
+"""Ranks for the benches: one process each, driven over a pipe.
 
-A bench gives the class that a process runs, and calls its methods.
+A bench gives the class that a process runs, and calls its methods. Processes are forked from one that has imported the
+first class's module and done nothing else: it has no device.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ class Actor:
 class Rank:
     """One process and the pipe to it. `begin` and `result` are the halves of `call`, for ranks side by side."""
 
+    context = multiprocessing.get_context("forkserver")
+
     def __init__(self, make: Callable[..., Actor], *args: object, env: Mapping[str, str] | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        trace = _folder / f"{time.monotonic_ns()}-{id(self)}.json" if _folder is not None else None
-        given = (theirs, dict(env or {}), trace, make, args)
-        self._process = context.Process(target=_serve, args=given, daemon=True)
+        self.context.set_forkserver_preload([make.__module__])
+        self._pipe, theirs = self.context.Pipe()
+        trace = _folder and _folder / f"{time.monotonic_ns()}-{id(self)}.json"
+        given = (theirs, {**os.environ, **(env or {})}, trace, make, args)
+        self._process = self.context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -77,8 +80,8 @@ class Rank:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+        if self._process.is_alive():
+            os.kill(self._process.pid, number)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Ends the process, in order if it still listens."""
@@ -86,9 +89,8 @@ class Rank:
         with contextlib.suppress(OSError):  # it may have ended by itself
             self._pipe.send(("", ()))
         self._process.join(20.0)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._process.kill()
+        self._process.join()
         self._pipe.close()
 
     def _take(self, timeout_s: float) -> object:

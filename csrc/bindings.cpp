@@ -160,16 +160,20 @@ py::tuple direct_spans(const pdstage::DirectPlan& plan, const py::sequence& src,
         verdict = plan.spans(src_parts, dst_parts, spans);
     }
     Columns found(spans.src.size());
-    std::copy(spans.src.begin(), spans.src.end(), found.column(0));
-    std::copy(spans.dst.begin(), spans.dst.end(), found.column(1));
-    std::copy(spans.nbytes.begin(), spans.nbytes.end(), found.column(2));
+    std::size_t i = 0;
+    for (const auto* column : {&spans.src, &spans.dst, &spans.nbytes})
+        std::copy(column->begin(), column->end(), found.column(i++));
     return py::make_tuple(to_tuple(verdict), found.list(0), found.list(1), found.list(2));
 }
 
-std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
+std::size_t one_length(const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
     if (src.size() != dst.size() || src.size() != nbytes.size())
         throw std::invalid_argument("src, dst and nbytes must be of one length");
-    const auto n = static_cast<std::size_t>(src.size());
+    return static_cast<std::size_t>(src.size());
+}
+
+std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
+    const std::size_t n = one_length(src, dst, nbytes);
     const UnlockedFor unlocked(std::accumulate(nbytes.data(), nbytes.data() + n, std::int64_t{0}));
     const pdstage::WriteResult result = pdstage::write_peer(pid, src.data(), dst.data(), nbytes.data(), n);
     return {result.written, result.error};
@@ -180,9 +184,7 @@ std::uintptr_t address_of(const py::array& array) {
 }
 
 void copy_spans(const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
-    if (src.size() != dst.size() || src.size() != nbytes.size())
-        throw std::invalid_argument("src, dst and nbytes must be of one length");
-    const auto n = static_cast<std::size_t>(src.size());
+    const std::size_t n = one_length(src, dst, nbytes);
     const UnlockedFor unlocked(std::accumulate(nbytes.data(), nbytes.data() + n, std::int64_t{0}));
     pdstage::copy_spans(src.data(), dst.data(), nbytes.data(), n);
 }
@@ -193,6 +195,8 @@ PYBIND11_MODULE(_native, module) {
     module.doc() =
         "Host kernels of pdstage in C++; pdstage.kernels, pdstage.plan.spans and pdstage.transport are the faces to "
         "use.";
+    // pybind11 looks numpy up at its first use, and for that releases the GIL in the way that unlocked.hpp replaces.
+    py::dtype::of<std::int64_t>();
     module.attr("processor") =
         py::dict(py::arg("amd") = pdstage::kProcessor.amd, py::arg("avx") = pdstage::kProcessor.avx,
                  py::arg("avx2") = pdstage::kProcessor.avx2, py::arg("avx512") = pdstage::kProcessor.avx512);

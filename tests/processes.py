@@ -5,6 +5,7 @@ size, a port of its own.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
@@ -44,8 +45,11 @@ def die_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, how)
 
 
-def child(context: Any, target: Callable[..., object], *args: object) -> tuple[Any, Any]:
-    """A process of `target(pipe, *args)` that ends with this one, and this end of the pipe."""
+def child(target: Callable[..., object], *args: object, how: str = "forkserver") -> tuple[Any, Any]:
+    """A process of `target(pipe, *args)` that ends with this one, and this end of the pipe; `how`: multiprocessing's
+    way to start it.
+    """
+    context: Any = multiprocessing.get_context(how)
     pipe, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *args), daemon=True)
     process.start()

@@ -12,8 +12,7 @@ from multiprocessing.connection import Connection
 from tests import processes
 from tests.chaos.rank import Job, run
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.chaos.rank", "nixl._api"])
+multiprocessing.set_forkserver_preload(["tests.chaos.rank", "nixl._api"])
 _ENDS_S = 20.0
 _UCX_ABORT = "stubs.c:107  Assertion `0' failed"
 
@@ -40,11 +39,8 @@ class Member:
         assert self.state == "down"
         self.life += 1
         port = int(self.endpoint.rpartition(":")[2]) if same_port and self.endpoint else 0
-        self.pipe, theirs = _context.Pipe()
         job = replace(self.job, life=self.life, port=port)
-        self._process = _context.Process(target=run, args=(job, theirs), name=self.name, daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self.pipe = processes.child(run, job)
         self.state, self.closed, self.last_report, self._asked = "starting", None, {}, False
         self.busy = False
         self.pids.append(self._process.pid)

@@ -58,7 +58,7 @@ class Job:
     traces: Path | None = None
 
 
-def run(job: Job, pipe: Connection) -> None:
+def run(pipe: Connection, job: Job) -> None:
     """Says ("ready", ...), then obeys; a surprise ends the process with its traceback in `job.log`."""
     processes.die_with_parent()
     with job.log.open("ab") as file:

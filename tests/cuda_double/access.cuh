@@ -5,14 +5,8 @@
 // misaligned accesses are, and so is a barrier that some threads miss.
 #pragma once
 
-#include <ucontext.h>
-
-#include <algorithm>
-#include <cstdint>
 #include <cstring>
-#include <memory>
 #include <type_traits>
-#include <vector>
 
 #define __device__
 #define __forceinline__ inline
@@ -29,61 +23,13 @@ inline Dim threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cpu {
 
-struct Fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack{new char[64 << 10]};
-    bool done = false;
-    bool at_cta_barrier = false;
-};
-inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
-inline void (*body)();
 inline bool misaligned, uneven, deadlock;
 
-inline void enter() {
-    body();
-    fibers[threadIdx.x].done = true;
-    swapcontext(&fibers[threadIdx.x].context, &scheduler);
-}
-
 // Stops this thread at a barrier of its warp, or of its CTA.
-inline void stop(bool at_cta_barrier) {
-    const unsigned me = threadIdx.x;
-    fibers[me].at_cta_barrier = at_cta_barrier;
-    swapcontext(&fibers[me].context, &scheduler);
-    threadIdx.x = me;
-}
-
-// Runs a warp until its threads end or are all at a barrier of the CTA; whether they ended.
-inline bool run_warp(unsigned first, unsigned end) {
-    for (;;) {
-        unsigned ended = 0, waiting = 0;
-        for (unsigned i = first; i < end; i++) {
-            threadIdx.x = i;
-            swapcontext(&scheduler, &fibers[i].context);
-            ended += fibers[i].done;
-            waiting += !fibers[i].done && fibers[i].at_cta_barrier;
-        }
-        uneven |= (ended && ended != end - first) || (waiting && waiting != end - first);
-        if (ended || waiting) return ended;
-    }
-}
+void stop(bool at_cta_barrier);
 
 // Runs `one` as every thread of one CTA, from barrier to barrier.
-inline void run_cta(unsigned n_threads, void (*one)()) {
-    body = one;
-    fibers = std::vector<Fiber>(n_threads);
-    for (auto& fiber : fibers) {
-        getcontext(&fiber.context);
-        fiber.context.uc_stack = {fiber.stack.get(), 0, 64 << 10};
-        makecontext(&fiber.context, enter, 0);
-    }
-    for (unsigned ended = 0; !ended && !uneven;) {
-        for (unsigned first = 0; first < n_threads; first += 32)
-            ended += 32 * run_warp(first, std::min(first + 32, n_threads));
-        uneven |= ended && ended < n_threads;
-    }
-}
+void run_cta(unsigned n_threads, void (*one)());
 
 template <typename T>
 T* at(unsigned long long address) {
@@ -98,15 +44,7 @@ inline void __syncthreads() {
 }
 
 // Of all lanes of a warp.
-inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned apart) {
-    static unsigned exchanged[1024];
-    const unsigned me = threadIdx.x;
-    exchanged[me] = value;
-    cpu::stop(false);
-    const unsigned other = exchanged[me ^ apart];
-    cpu::stop(false);
-    return other;
-}
+unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned apart);
 
 inline float __uint_as_float(unsigned bits) {
     float value;
@@ -126,14 +64,21 @@ inline unsigned __umulhi(unsigned a, unsigned b) {
 
 namespace pdstage {
 
-using std::max;
-using std::min;
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
+
+template <typename T>
+T min(T a, T b) {
+    return a < b ? a : b;
+}
+template <typename T>
+T max(T a, T b) {
+    return a < b ? b : a;
+}
 
 struct Bytes16 {
     u64 low, high;

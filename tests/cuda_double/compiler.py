@@ -58,7 +58,7 @@ def recipe(texts: Mapping[str, str], name: str, macros: Iterable[str]) -> tuple[
         partial.mkdir(exist_ok=True)
         for named, text in texts.items():
             (partial / named).write_text(text)
-        for path in [*_HERE.glob("*.cuh"), _HERE / "device.hpp", _HERE / "launch.cpp"]:
+        for path in [*_HERE.glob("*.cuh"), _HERE / "device.cpp", _HERE / "launch.cpp"]:
             shutil.copy(path, partial)
         try:
             partial.rename(sources)
@@ -68,11 +68,10 @@ def recipe(texts: Mapping[str, str], name: str, macros: Iterable[str]) -> tuple[
     target = sources / f"{hashlib.sha256(repr([name, *given]).encode()).hexdigest()[:16]}.so"
     compiler = f"{shlex.quote(COMPILER)} {KERNEL_OPTIONS}"
     defines = shlex.join([*given, f'-DPDSTAGE_SOURCE="{name}"'])
-    # Parsing the double's headers is most of a small kernel's compilation.
     return target, (
         f"cd {shlex.quote(str(sources))} && "
-        f"(test -f device.hpp.gch || ({compiler} -x c++-header device.hpp -o $$.gch && mv $$.gch device.hpp.gch)) && "
-        f"{compiler} -shared {defines} launch.cpp -o $$.so && mv $$.so {target.name}"
+        f"(test -f device.o || ({compiler} -c device.cpp -o $$.o && mv $$.o device.o)) && "
+        f"{compiler} -shared {defines} launch.cpp device.o -o $$.so && mv $$.so {target.name}"
     )
 
 

@@ -702,9 +702,11 @@ void cuda_double_drop_work() {
 
 // Devices.
 
+// Not after a fork of a process that has called it.
 CUresult cuInit(unsigned flags) {
     ENTER(FREE);
-    return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    static const pid_t first = getpid();
+    return first != getpid() ? CUDA_ERROR_NOT_INITIALIZED : flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 CUresult cuDriverGetVersion(int* version) {

@@ -1,6 +1,5 @@
 // One launch of a kernel of csrc/cuda, CTA after CTA. Returns 0, or what went wrong as bits: 1 misaligned, 2 a missed
 // barrier.
-#include "device.hpp"
 #include PDSTAGE_SOURCE
 
 namespace {

@@ -10,7 +10,6 @@ some end the process: docs/security.md has how many.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import traceback
 import zlib
 from functools import cache
@@ -30,7 +29,6 @@ from tests.rows import usable
 _NAMES = ("local", "mooncake", "nixl", "auto")
 _NBYTES = 4096
 _LONGEST_S = 240.0
-_spawn = multiprocessing.get_context("spawn")
 
 
 def _attach(pipe: Connection, name: str) -> None:
@@ -65,7 +63,7 @@ class _Process:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._process, self._pipe = child(_spawn, _attach, name)
+        self._process, self._pipe = child(_attach, name)
         self.description, base = self._hear()
         self.regions = [Region(base, _NBYTES)]
 

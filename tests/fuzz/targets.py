@@ -28,7 +28,7 @@ TARGETS = {
     "descriptions": Target(wire.description_seeds, wire.run_description, 10_000),
     "requests": Target(plane.request_seeds, plane.run_request, 8_000),
     "answers": Target(plane.answer_seeds, plane.run_answer, 10_000),
-    "nodes": Target(nodes.seeds, nodes.run, 30, max_nbytes=512),
+    "nodes": Target(nodes.seeds, nodes.run, 12, max_nbytes=512),
     "attach": Target(attach.seeds, attach.run, 300, max_nbytes=64),
 }
 

@@ -67,20 +67,13 @@ RIGS = [
     CpuRig(widest=32, listed=()),
 ]
 by_rig = pytest.mark.parametrize("rig", RIGS, ids=["listed", "uploaded", "bulk", "bulk of few", "32 bytes"])
-EXAMPLES = settings(max_examples=drawn(5, full=10))
+EXAMPLES = settings(max_examples=drawn(8, full=20))
 
 
 @by_rig
 @EXAMPLES
-@given(transfer=placed(transfers(), "cuda:0"))
+@given(transfer=placed(transfers() | wide_transfers(), "cuda:0"))
 def test_every_transfer_is_the_references(rig, transfer):
-    check(rig, transfer)
-
-
-@by_rig
-@EXAMPLES
-@given(transfer=placed(wide_transfers(), "cuda:0"))
-def test_transfers_of_long_runs_are_the_references(rig, transfer):
     check(rig, transfer)
 
 

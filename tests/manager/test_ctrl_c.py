@@ -6,7 +6,6 @@ both, so it can raise one at each place that a life passes, without any timing.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -27,7 +26,6 @@ from pdstage import PdstageError, State
 from tests import processes
 from tests.manager.engine import QUICK, TOKENS, Rank, decode_node, prefill_node
 
-forked = multiprocessing.get_context("fork")
 _PACKAGE = f"{Path(pdstage.__file__).parent}{os.sep}"
 _CALLED = ("contextlib.py", "threading.py", "queue.py")
 _LONGEST_S, _CLOSE_S = 240.0, 1.0
@@ -133,7 +131,7 @@ def live(pipe: Connection, at: Place | None, inline: str) -> None:
 
 def run(at: Place | None, inline: str) -> tuple[bool, Counter[tuple[str, int, str]]]:
     """`live` in a forked process, which ends well: whether it was interrupted, and what it passed."""
-    process, pipe = processes.child(forked, live, at, inline)
+    process, pipe = processes.child(live, at, inline, how="fork")
     try:
         assert pipe.poll(4 * _LONGEST_S), f"no word after {at}"
         interrupted, wrong, seen = pipe.recv()

@@ -22,7 +22,7 @@ from tests import processes
 from tests.chaos.network import Network, permitted
 from tests.control.sockets import raw_dealer
 from tests.manager.engine import IMPATIENT, TOKENS, Rank, bound, drive, fails, unheard
-from tests.manager.test_processes import Remote, any_transport, spawn
+from tests.manager.test_processes import Remote, any_transport
 from tests.manager.workers import (
     receive_from_a_host_that_vanishes,
     send_to_a_host_that_vanishes,
@@ -99,7 +99,7 @@ def test_a_killed_decode_process_fails_its_rooms_at_prefill(site, transport):
     src.write(0, TOKENS, pages)
     sender = p.send(0)
     sender.chunk(pages, (0, 20))
-    process, pipe = processes.child(spawn, serve_decode, site.address, transport)
+    process, pipe = processes.child(serve_decode, site.address, transport)
     try:
         drive([p], pipe.poll)
         assert pipe.recv() == "half"
@@ -145,7 +145,7 @@ def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport
 
     def start(rank: str, serve: Callable[..., None], *args: str) -> None:
         where = two_hosts.where(rank), two_hosts.address(rank)
-        process, pipes[rank] = processes.child(spawn, serve, *where, transport, *args)
+        process, pipes[rank] = processes.child(serve, *where, transport, *args)
         started.append(process)
 
     def say(rank: str) -> object:

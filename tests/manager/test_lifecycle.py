@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -241,7 +240,7 @@ def test_a_forked_child_ends_nothing_of_its_parents(site, progress, transport):
             p.turn()
         pipe.send([node.close() for node in (p, d)])
 
-    child, ours = processes.child(multiprocessing.get_context("fork"), end)
+    child, ours = processes.child(end, how="fork")
     assert ours.poll(20)
     assert ours.recv() == [True, True]
     child.join(20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from multiprocessing import get_context
 
 import pytest
 
@@ -51,6 +52,8 @@ class Taker(_Breakable, kv.Sinks):
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
     """Processes from now on have the double's two devices."""
+    # What they would be forked from may be there already, without any.
+    monkeypatch.setattr(Rank, "context", get_context("spawn"))
     for name, value in cuda_double.everywhere(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{cuda_double.folder() / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,6 @@ from tests.manager.workers import serve_prefill, serve_prefill_forbidden_to_writ
 from tests.rows import both_paths, rows, usable
 
 any_transport = pytest.mark.parametrize("transport", rows(usable("local", "nixl", "mooncake"), full={"mooncake"}))
-spawn = multiprocessing.get_context("spawn")
 
 
 class Remote:
@@ -31,7 +29,7 @@ class Remote:
         serve: Callable[..., None] = serve_prefill,
     ) -> None:
         given = transport, path, rooms, stop
-        started = [processes.child(spawn, serve, address, tp, rank, *given) for rank in range(tp)]
+        started = [processes.child(serve, address, tp, rank, *given) for rank in range(tp)]
         self.processes, self.pipes = zip(*started, strict=True)
         for pipe in self.pipes:
             assert pipe.poll(240)

@@ -102,7 +102,7 @@ def test_what_moves_bytes_is_asked_again_at_once(waiting, monkeypatch):
 
     def moved_at(poll):
         monkeypatch.setattr(waiting.transport, "poll", poll)
-        driver._moved_at = 0.0
+        driver._moved_at = driver._look_at = 0.0
         driver._sleep(1e-3)
         return driver._moved_at
 

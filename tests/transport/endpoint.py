@@ -1,4 +1,4 @@
-"""One transport with some memory, in this process or in a spawned one driven over a pipe: the same verbs on both."""
+"""One transport with some memory, in this process or in another driven over a pipe: the same verbs on both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import struct
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from pdstage.transport import Transport
 
-spawn = multiprocessing.get_context("spawn")
+multiprocessing.set_forkserver_preload([__name__])
 NBYTES = 8 << 20
 DEADLINE_S = 240.0
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
@@ -188,7 +187,8 @@ def _enter(netns: str) -> None:
     assert calls == [0] * 3, os.strerror(ctypes.get_errno())
 
 
-def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> None:
+def _serve(pipe: object, name: str, environment: Mapping[str, str], netns: str, options: dict[str, object]) -> None:
+    os.environ.update(environment)
     if netns:
         _enter(netns)
     make = Endpoint
@@ -218,13 +218,12 @@ def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> N
 
 
 class Remote:
-    """An endpoint in a process of its own, started afresh (spawn) with `environment` added, in a network namespace."""
+    """An endpoint in a process of its own, with `environment` added, in a network namespace."""
 
     def __init__(
         self, name: str, environment: Mapping[str, str] | None = None, *, netns: str = "", **options: object
     ) -> None:
-        with mock.patch.dict(os.environ, environment or {}):
-            self._process, self._pipe = processes.child(spawn, _serve, name, netns, options)
+        self._process, self._pipe = processes.child(_serve, name, environment or {}, netns, options)
         self._region: Region = self.finish()
 
     def region(self) -> Region:

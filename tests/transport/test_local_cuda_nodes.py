@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
@@ -33,7 +32,6 @@ from tests.manager.engine import (
 )
 from tests.rows import both_paths
 
-spawn = multiprocessing.get_context("spawn")
 pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())
 
 
@@ -56,7 +54,7 @@ def gpu():
 @contextmanager
 def decoding(address, **given):
     """A decode rank in a process of its own; it ends with the block."""
-    process, ours = processes.child(spawn, partial(serve_decode, **given), address)
+    process, ours = processes.child(partial(serve_decode, **given), address)
     try:
         yield ours, process
         if process.is_alive():

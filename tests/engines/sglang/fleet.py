@@ -20,15 +20,13 @@ from tests.engines.sglang import setups
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
-_context = multiprocessing.get_context("forkserver")
-
 
 class Child:
     """One process, called by name."""
 
     def __init__(self, kind: str, what: object) -> None:
-        _context.set_forkserver_preload(["tests.engines.sglang.preloaded"])
-        self.process, self._pipe = processes.child(_context, setups.serve, kind, what)
+        multiprocessing.set_forkserver_preload(["tests.engines.sglang.preloaded"])
+        self.process, self._pipe = processes.child(setups.serve, kind, what)
 
     def ask(self, name: str, *args: object) -> None:
         self._pipe.send((name, args, {}))

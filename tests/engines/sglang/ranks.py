@@ -39,6 +39,7 @@ from tests.engines.sglang import setups
 from tests.engines.sglang.pools import Memory
 from tests.engines.sglang.setups import Setup
 
+load_plugins()
 MODEL = str(Path(__file__).parent / "model")
 ROWS = 16
 
@@ -124,7 +125,6 @@ class Rank:
     """What tests ask of a rank; a method a call of the scheduler's."""
 
     def __init__(self, setup: Setup) -> None:
-        load_plugins()
         torch.cuda.Event = Event  # type: ignore[assignment, misc]
         os.environ[environment.NODE.name] = setup.node
         os.environ.update(setup.environ)
@@ -559,7 +559,6 @@ class Server:
     """The process that has SGLang's bootstrap server: its launcher's."""
 
     def __init__(self, port: int) -> None:
-        load_plugins()
         backend = utils.TransferBackend("pdstage")
         self.server = utils.get_kv_class(backend, KVClassType.BOOTSTRAP_SERVER)(host="127.0.0.1", port=port)
 

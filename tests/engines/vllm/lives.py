@@ -37,13 +37,14 @@ class Remote:
         self.side = side
         made = config(side, model)
         made.kv_transfer_config.engine_id = name  # type: ignore[union-attr]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([first.__name__, engine.__name__, workers.__name__])
+        multiprocessing.set_forkserver_preload(
+            [first.__name__, engine.__name__, workers.__name__, "pdstage.integrations.vllm.connector", "nixl._api"]
+        )
         self.processes = []
 
         def serve(make: Callable[[], object]) -> Any:
             """The test's end of a pipe to a process of what that makes."""
-            process, pipe = child(context, calls.serve, make)
+            process, pipe = child(calls.serve, make)
             self.processes.append(process)
             return pipe
 

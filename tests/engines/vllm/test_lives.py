@@ -358,7 +358,11 @@ SHAPES = {
     "windows in one stage, 4x1 to 2x2": (WINDOWS_FIRST, PRODUCER, consumer(2, pp=2)),
     "states in one stage, 4x1 to 2x2": (STATES_FIRST, PRODUCER, consumer(2, pp=2)),
 }
-SELDOM = {"tokens dealt, 2 of 2 to 4 of 4", "a prompt on TP 2 to replicas"}
+# What others of the rows have too.
+SELDOM = {
+    "windows", "states", "tokens dealt, 2 of 4 to TP 2", "tokens dealt, 2 of 2 to 4 of 4",
+    "a prompt on TP 2 to replicas",
+}  # fmt: skip
 KINDS = {"sliding_attention": "SlidingWindowSpec", "linear_attention": "MambaSpec"}
 
 
@@ -373,7 +377,7 @@ def test_engines_that_are_less_alike(engines, shape: str):
         kinds = {KINDS[kind] for kind in model.get("layer_types", ()) if kind in KINDS}
         if kinds:
             assert pair.p.call("groups") == pair.d.call("groups") == ["FullAttentionSpec", *kinds]
-        pair.lengths(2, 15, 16, 17, 31, 33, 64, 65, 69, 70, 71, 72, 100, 135, 200, seed=15)
+        pair.lengths(2, 15, 16, 17, 64, 65, 69, 70, 71, 72, 200, seed=15)
         early = next(prompts(200, seed=22))
         pair.both("early", early)
         pair.served("early", early)
