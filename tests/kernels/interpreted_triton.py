@@ -39,7 +39,7 @@ class InterpreterRig(Rig):
         return Plan(Pool.of(layout), staging, "triton", recipe, triton_copy.compile_plan(recipe))
 
 
-@settings(max_examples=drawn(9, full=25))
+@settings(max_examples=drawn(10, full=25))
 @given(transfer=placed(transfers(), "interpreter"), max_sms=st.sampled_from([None, 1, 2, 7]))
 def test_every_transfer_is_the_references(transfer, max_sms):
     check(InterpreterRig(max_sms), transfer)

@@ -67,7 +67,7 @@ RIGS = [
     CpuRig(widest=32, listed=()),
 ]
 by_rig = pytest.mark.parametrize("rig", RIGS, ids=["listed", "uploaded", "bulk", "bulk of few", "32 bytes"])
-EXAMPLES = settings(max_examples=drawn(8, full=20))
+EXAMPLES = settings(max_examples=drawn(10, full=20))
 
 
 @by_rig

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.engines import calls
 from tests.engines.calls import PATIENCE_S, result
-from tests.engines.vllm import engine, first, oracle, workers
+from tests.engines.vllm import engine, oracle, workers
 from tests.engines.vllm.models import config
 from tests.processes import child
 
@@ -37,9 +37,10 @@ class Remote:
         self.side = side
         made = config(side, model)
         made.kv_transfer_config.engine_id = name  # type: ignore[union-attr]
-        multiprocessing.set_forkserver_preload(
-            [first.__name__, engine.__name__, workers.__name__, "pdstage.integrations.vllm.connector", "nixl._api"]
-        )
+        multiprocessing.set_forkserver_preload([
+            "tests.engines.vllm.first", "tests.engines.vllm.engine", "tests.engines.vllm.workers",
+            "pdstage.integrations.vllm", "nixl._api"
+        ])  # fmt: skip
         self.processes = []
 
         def serve(make: Callable[[], object]) -> Any:

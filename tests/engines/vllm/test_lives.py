@@ -377,7 +377,7 @@ def test_engines_that_are_less_alike(engines, shape: str):
         kinds = {KINDS[kind] for kind in model.get("layer_types", ()) if kind in KINDS}
         if kinds:
             assert pair.p.call("groups") == pair.d.call("groups") == ["FullAttentionSpec", *kinds]
-        pair.lengths(2, 15, 16, 17, 64, 65, 69, 70, 71, 72, 200, seed=15)
+        pair.lengths(2, 15, 16, 17, 31, 33, 64, 65, 69, 70, 71, 72, 100, 135, 200, seed=15)
         early = next(prompts(200, seed=22))
         pair.both("early", early)
         pair.served("early", early)

@@ -128,7 +128,7 @@ def conversation(engines) -> Callable[..., Conversation]:
 def test_prefill_computes_what_is_new_of_a_turn(conversation, caching: bool):
     with conversation(second=replace(SECOND, prefix_caching=caching)) as pair:
         said: list[int] = []
-        for number, new in enumerate(prompts(100, 20, 30, seed=61)):
+        for number, new in enumerate(prompts(100, 20, 10, seed=61)):
             before = len(said)
             prompt = [*said, *new]
             said = pair.turn(f"turn-{number}", prompt, f"turn-{number - 1}" if number else None)
