@@ -68,12 +68,13 @@ _GLANCE_S = 10e-6
 _ACTIVE_S = 0.02
 _MOVED_S = 20e-6
 """A call that takes so much of the processor has moved bytes: NIXL's takes 2 to 5 us when there are none."""
-_BATCH_S, _GAP_S = 1e-3, 5e-3
+_STREAM_S, _BATCH_S, _GAP_S = 3e-4, 1e-3, 5e-3
 """Pieces that a library takes in only while it is asked cost the more, the fewer lie there: over TCP each is then sent,
-acknowledged and read alone, by processors that wait for each other. So once they come for so long with no gap, and with
-no room through, they are left to gather for so long, and later for an eighth of the time that they have come, twice as
-long at most. A socket that is read in the right steps stays full, and its writer sends tens of pieces in a segment; one
-whose receive buffer the kernel has grown to its largest (tcp_rmem) never is again, and takes each piece alone.
+acknowledged and read alone, by processors that wait for each other. So once they took `_STREAM_S` of the processor with
+no gap, and with no room through, they are left to gather for `_BATCH_S` and half of what they took, twice as long as
+that at most. A socket that is read in the right steps stays full, and its writer sends tens of pieces in a segment;
+one whose receive buffer the kernel has grown to its largest (tcp_rmem) never is again, and takes each piece alone. By
+the clock a short room of a slow processor would be such a stream, and end a rest later.
 """
 _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
 _prctl = getattr(ctypes.PyDLL(None), "prctl", lambda *_: 0)  # which keeps the interpreter
@@ -216,7 +217,7 @@ class Driver:
         self._thread: threading.Thread | None = None
         self._n_forks = _n_forks
         self._moved_at = 0.0
-        self._stream_at = self._look_at = 0.0  # since when pieces come; until when they are left to gather
+        self._moving_s = self._look_at = 0.0  # what pieces took so far; until when they are left to gather
         self._kept: list[Effect] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
         self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
@@ -361,17 +362,17 @@ class Driver:
         """Asks the transport, in a turn or between two: large copies may come before its events are taken up."""
         node, polled = self._node, self._node.transport.traits.polled
         began_at, began_s = time.monotonic(), polled and time.thread_time()
-        if polled and began_at < self._look_at:
+        if began_at < self._look_at:
             return
         self._early += [(event, time.monotonic()) for event in node.transport.poll()]
-        now = time.monotonic()
         if self._early or began_at - self._look_at > _GAP_S:  # a room is through, or another begins: it may be short
-            self._stream_at = began_at
-        if polled and time.thread_time() - began_s > _MOVED_S:
-            self._moved_at = self._look_at = now
-            lasted_s = now - self._stream_at
-            if lasted_s > _BATCH_S and node.role == "decode" and not node.core.leases.live():  # all is written in place
-                self._look_at += min(max(_BATCH_S, lasted_s / 8), 2 * _BATCH_S)
+            self._moving_s = 0.0
+        took_s = polled and time.thread_time() - began_s
+        if took_s > _MOVED_S:
+            self._moved_at = self._look_at = time.monotonic()
+            self._moving_s += took_s
+            if self._moving_s > _STREAM_S and node.role == "decode" and not node.core.leases.live():
+                self._look_at += min(_BATCH_S + self._moving_s / 2, 2 * _BATCH_S)  # all is written in place
 
     def _receive(self) -> bool:
         """Takes in what peers sent, once what came before is read, and answers operators. Whether there was one."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,18 +12,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.engines.vllm import caches, models
+    from tests.engines.vllm import caches
     from tests.engines.vllm.lives import Pair
+
+# Processes of engines are forked from one that has imported what all of them import.
+multiprocessing.set_forkserver_preload([
+    "tests.engines.vllm.first", "tests.engines.vllm.engine", "tests.engines.vllm.workers",
+    "pdstage.integrations.vllm", "nixl._api"
+])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    from tests.engines.vllm.lives import Pair  # noqa: PLC0415
-    from tests.engines.vllm.models import CONSUMER, LLAMA, PRODUCER  # noqa: PLC0415
+    from tests.engines.vllm.lives import start  # noqa: PLC0415
 
-    folder = tmp_path_factory.mktemp("shared")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    with Pair(PRODUCER, CONSUMER, folder, folder) as pair:
+    with start(tmp_path_factory.mktemp("shared")) as pair:
         yield pair
 
 
@@ -35,18 +39,10 @@ def pair(shared: Pair) -> Iterator[Pair]:
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Callable[..., Pair]:
-    """Engines of a test's own."""
-    from tests.engines.vllm.lives import Pair  # noqa: PLC0415
-    from tests.engines.vllm.models import CONSUMER, LLAMA, PRODUCER  # noqa: PLC0415
+    """Makes engines of a test's own."""
+    from tests.engines.vllm.lives import start  # noqa: PLC0415
 
-    def start(
-        producer: models.Side = PRODUCER, consumer: models.Side = CONSUMER, model: dict[str, Any] = LLAMA,
-        kind: type[Pair] = Pair,
-    ) -> Pair:  # fmt: skip
-        (tmp_path / "config.json").write_text(json.dumps(model))
-        return kind(producer, consumer, tmp_path, tmp_path)
-
-    return start
+    return partial(start, tmp_path)
 
 
 @pytest.fixture

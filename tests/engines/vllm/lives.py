@@ -8,7 +8,6 @@ own; its executor calls one process a rank (`engine`, `workers`). The test drive
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tests.engines import calls
 from tests.engines.calls import PATIENCE_S, result
 from tests.engines.vllm import engine, oracle, workers
-from tests.engines.vllm.models import config
+from tests.engines.vllm.models import CONSUMER, LLAMA, PRODUCER, config
 from tests.processes import child
 
 if TYPE_CHECKING:
@@ -37,10 +36,6 @@ class Remote:
         self.side = side
         made = config(side, model)
         made.kv_transfer_config.engine_id = name  # type: ignore[union-attr]
-        multiprocessing.set_forkserver_preload([
-            "tests.engines.vllm.first", "tests.engines.vllm.engine", "tests.engines.vllm.workers",
-            "pdstage.integrations.vllm", "nixl._api"
-        ])  # fmt: skip
         self.processes = []
 
         def serve(make: Callable[[], object]) -> Any:
@@ -129,11 +124,12 @@ class Pair:
 
     def until(self, done: Callable[[], bool], *sides: Remote, what: str = "") -> None:
         """Steps the sides in turn until something is so."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline, idle_s = time.monotonic() + PATIENCE_S, 0.001
         while not done():
             gave = [side.step() for side in sides or (self.p, self.d)]
+            idle_s = 0.001 if any(gave) else min(2 * idle_s, 0.03)
             if not any(gave):
-                time.sleep(0.002)  # an engine with nothing to compute
+                time.sleep(idle_s)  # an engine with nothing to compute
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: {[(one.side.role, one.ended, one.tokens) for one in (self.p, self.d)]}")
 
@@ -192,14 +188,18 @@ class Pair:
         assert self.p.call("status", name) == "RUNNING"
         return prompt
 
+    def ends(self, name: str) -> None:
+        """Steps both until decode has ended it."""
+        self.until(lambda: name in self.d.ended, what=name)
+
     def served(self, name: str, prompt: Tokens) -> None:
         """Steps both until the request has ended well."""
-        self.until(lambda: name in self.d.ended, what=name)
+        self.ends(name)
         self.went_well(name, prompt)
 
     def fails(self, name: str) -> None:
         """Steps both until the request has failed at decode, and no token of it came."""
-        self.until(lambda: name in self.d.ended, what=name)
+        self.ends(name)
         assert (self.d.ended[name], self.d.tokens[name]) == ("error", [])
 
     def went_well(self, name: str, prompt: Tokens, max_tokens: int = 4) -> None:
@@ -224,6 +224,15 @@ class Pair:
             freed = side.call("empty")
             assert all(times == 1 for times in freed.values()), freed
             assert sum(side.call("ranks", "compare")) > 0
+
+
+def start(
+    folder: Path, producer: Side = PRODUCER, consumer: Side = CONSUMER, model: dict[str, Any] = LLAMA,
+    kind: type[Pair] = Pair,
+) -> Any:  # fmt: skip
+    """Engines of that model."""
+    (folder / "config.json").write_text(json.dumps(model))
+    return kind(producer, consumer, folder, folder)
 
 
 def continuation(prompt: Tokens, n: int) -> Tokens:

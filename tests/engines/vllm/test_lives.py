@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 IMPATIENT = {"hello_s": 5.0, "open_s": 5.0, "max_silence_s": 5.0, "drain_s": 5.0}
-EARLY = pytest.mark.parametrize("early", [False, True], ids=["serial", "at once"])
 
 
-@EARLY
+@pytest.mark.parametrize("early", [False, True], ids=["serial", "at once"])
 def test_requests_of_many_lengths(pair, early: bool):
     """One token, whole blocks, ends in the middle, chunked prefill; all at once."""
     pair.lengths(1, 2, 15, 16, 17, 63, 64, 65, 100, 200, 300, seed=31 * early, early=early)
@@ -115,18 +114,14 @@ def test_a_producer_that_died(engines, policy: str, loads: bool):
         pair.settle()
 
 
-def test_a_consumer_that_dies_gives_the_blocks_back(engines):
+def test_blocks_that_nobody_will_load_are_given_back(engines):
+    """The proxy lost the request between its halves; or the consumer dies."""
     with engines(replace(PRODUCER, limits={**IMPATIENT, "open_wait_s": 5.0})) as pair:
-        pair.loading("widow", 300, seed=13)
-        pair.d.kill()
-        pair.settle()
-
-
-def test_a_room_that_nobody_opens_gives_the_blocks_back(engines):
-    """The proxy lost the request between its halves."""
-    with engines(replace(PRODUCER, limits={"open_wait_s": 2.0})) as pair:
         pair.prefilled("lost", 100, seed=14)
         assert pair.p.call("busy")
+        pair.settle()
+        pair.loading("widow", 300, seed=13)
+        pair.d.kill()
         pair.settle()
 
 
@@ -169,21 +164,19 @@ def test_a_request_that_prefill_refused(engines, lease_s: float):
 # Pools that are too small, and what is there already.
 
 
-@EARLY
-def test_the_room_comes_before_the_blocks(engines, early: bool):
-    """Pools smaller than the requests together: they wait for each other, and prefill preempts half-computed ones."""
+def test_pools_that_are_smaller_than_the_requests(engines):
+    """They wait for each other, and prefill preempts half-computed ones. Then decoding outgrows the consumer's pool:
+    whoever is preempted is computed there, not loaded a second time.
+    """
     consumer = replace(CONSUMER, n_blocks=6, max_model_len=256)
     with engines(replace(PRODUCER, n_blocks=20, max_model_len=256), consumer) as pair:
-        pair.whole({f"r{number}": one for number, one in enumerate(prompts(150, 150, 150, seed=6))}, early=early)
-        pair.settle()
-
-
-def test_preempted_requests_are_computed_again(engines):
-    """Decoding outgrows the consumer's pool: whoever is preempted is computed there, not loaded a second time."""
-    with engines(consumer=replace(CONSUMER, n_blocks=6, max_model_len=256)) as pair:
-        names = {f"r{number}": one for number, one in enumerate(prompts(120, 120, seed=7))}
-        pair.whole(names, max_tokens=80)
-        assert pair.d.call("watched")[1] > 0
+        for early in (False, True):
+            asked = prompts(150, 150, 150, seed=6 + early)
+            pair.whole({f"r{number}-{early}": one for number, one in enumerate(asked)}, early=early)
+            pair.settle()
+        n_preempted = pair.d.call("watched")[1]
+        pair.whole({f"r{number}": one for number, one in enumerate(prompts(120, 120, seed=8))}, max_tokens=80)
+        assert pair.d.call("watched")[1] > n_preempted
         pair.settle()
 
 
@@ -243,7 +236,7 @@ def test_a_prefix_hit_of_full_attention_loads_only_the_rest_beside_a_state(engin
         pair.prefill("again", block)
         pair.answered("again")
         pair.decode("again", block)
-        pair.until(lambda: "again" in pair.d.ended)
+        pair.ends("again")
         assert pair.d.tokens["again"] == continuation(block, 4)
         pair.settle()
 
@@ -300,7 +293,7 @@ def test_a_routers_retry_under_its_transfer_id_loads(pair, serial: bool, meanwhi
     else:
         pair.decode_early(again, prompt, room=name)
     pair.served(again, prompt)
-    pair.until(lambda: name in pair.d.ended, what="the first try")
+    pair.ends(name)
     assert pair.d.tokens[name] == continuation(prompt, 60)
 
 
@@ -345,9 +338,6 @@ STATES_FIRST = QWEN | {"layer_types": ["linear_attention"] * 2 + ["full_attentio
 STATES = QWEN | {"num_key_value_heads": 1}
 TURNS = {"interleave": 16}
 SHAPES = {
-    "windows": (GEMMA, PRODUCER, consumer(2, layout="LBHNC")),
-    "states": (QWEN, PRODUCER, consumer(2, layout="LBHNC")),
-    "tokens dealt, 2 of 4 to TP 2": (ONE_HEAD, producer(4, dcp=2), consumer(2)),
     "tokens dealt in 16s, 2 of 4 to TP 2": (ONE_HEAD, producer(4, dcp=2, **TURNS), consumer(2)),
     "tokens dealt, 2 of 2 to 4 of 4": (ONE_HEAD, producer(2, dcp=2, **TURNS), consumer(4, 32, dcp=4, **TURNS)),
     "tokens dealt beside states, 2 of 2 to TP 2": (STATES, producer(2, dcp=2), consumer(2)),
@@ -359,10 +349,7 @@ SHAPES = {
     "states in one stage, 4x1 to 2x2": (STATES_FIRST, PRODUCER, consumer(2, pp=2)),
 }
 # What others of the rows have too.
-SELDOM = {
-    "windows", "states", "tokens dealt, 2 of 4 to TP 2", "tokens dealt, 2 of 2 to 4 of 4",
-    "a prompt on TP 2 to replicas",
-}  # fmt: skip
+SELDOM = {"tokens dealt, 2 of 2 to 4 of 4", "a prompt on TP 2 to replicas"}
 KINDS = {"sliding_attention": "SlidingWindowSpec", "linear_attention": "MambaSpec"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,13 +17,13 @@ from vllm.v1.request import Request, RequestStatus
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.loads import kept_tokens, n_common
 from pdstage.integrations.vllm.settings import Turns
-from tests.engines.vllm.lives import Pair, continuation, prompts
-from tests.engines.vllm.models import CONSUMER, GEMMA, LLAMA, PRODUCER, QWEN, Side
+from tests.engines.vllm.lives import Pair, continuation, prompts, start
+from tests.engines.vllm.models import CONSUMER, GEMMA, PRODUCER, QWEN
 from tests.engines.vllm.test_caches import recurrent
-from tests.rows import rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 BOTH = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
 FIRST = replace(PRODUCER, role="kv_both", options=BOTH)
@@ -101,7 +102,7 @@ class Conversation(Pair):
         self.to_prefill(name, prompt, before)
         self.until(lambda: name in self.p.ended, what="prefill")
         self.decode(name, prompt, max_tokens)
-        self.until(lambda: name in self.d.ended, what="decode")
+        self.ends(name)
         assert self.d.ended[name] == "length"
         assert self.d.tokens[name] == continuation(prompt, max_tokens)
         return [*prompt, *self.d.tokens[name]]
@@ -117,35 +118,37 @@ class Conversation(Pair):
 
 
 @pytest.fixture
-def conversation(engines) -> Callable[..., Conversation]:
-    def start(first: Side = FIRST, second: Side = SECOND, model: dict[str, Any] = LLAMA) -> Conversation:
-        return engines(first, second, model, Conversation)
-
-    return start
+def conversation(tmp_path: Path) -> Callable[..., Conversation]:
+    return partial(start, tmp_path, producer=FIRST, consumer=SECOND, kind=Conversation)
 
 
-@pytest.mark.parametrize("caching", rows([True, False], full={False}))
-def test_prefill_computes_what_is_new_of_a_turn(conversation, caching: bool):
-    with conversation(second=replace(SECOND, prefix_caching=caching)) as pair:
-        said: list[int] = []
-        for number, new in enumerate(prompts(100, 20, 10, seed=61)):
-            before = len(said)
-            prompt = [*said, *new]
-            said = pair.turn(f"turn-{number}", prompt, f"turn-{number - 1}" if number else None)
-            known = before - 1 if number else 0  # of the last token of an answer nobody has KV
-            assert pair.computed(f"turn-{number}", len(prompt)) == len(prompt) - known
-        pair.rests()
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversation]:
+    """For `pair`; decode caches prefixes."""
+    folder = tmp_path_factory.mktemp("shared")
+    with start(folder, FIRST, replace(SECOND, prefix_caching=True), kind=Conversation) as pair:
+        yield pair
 
 
-def test_tokens_that_came_back_otherwise_are_computed(conversation):
+def test_prefill_computes_what_is_new_of_a_turn(pair):
+    said: list[int] = []
+    for number, new in enumerate(prompts(100, 20, 10, seed=61)):
+        before = len(said)
+        prompt = [*said, *new]
+        said = pair.turn(f"turn-{number}", prompt, f"turn-{number - 1}" if number else None)
+        known = before - 1 if number else 0  # of the last token of an answer nobody has KV
+        assert pair.computed(f"turn-{number}", len(prompt)) == len(prompt) - known
+    pair.rests()
+
+
+def test_tokens_that_came_back_otherwise_are_computed(pair):
     """A chat template that drops a part of the answer: what is before it is loaded, the rest is not."""
-    with conversation() as pair:
-        (new,) = prompts(300, seed=62)
-        said = pair.turn("first", new)
-        prompt = [*said[:310], *said[320:], 7, 8]
-        pair.turn("second", prompt, "first")
-        assert pair.computed("second", len(prompt)) == len(prompt) - 256
-        pair.rests()
+    (new,) = prompts(300, seed=62)
+    said = pair.turn("answered", new)
+    prompt = [*said[:310], *said[320:], 7, 8]
+    pair.turn("otherwise", prompt, "answered")
+    assert pair.computed("otherwise", len(prompt)) == len(prompt) - 256
+    pair.rests()
 
 
 def test_states_that_are_decoded_speculatively_are_kept_for_no_turn(sides) -> None:
@@ -154,35 +157,33 @@ def test_states_that_are_decoded_speculatively_are_kept_for_no_turn(sides) -> No
         sides("kv_both", recurrent("MAMBA2", 2), extra=BOTH)
 
 
-def test_an_abort_of_a_turn_gives_back_what_decode_keeps(conversation):
-    with conversation() as pair:
-        (new,) = prompts(200, seed=63)
-        said = pair.turn("first", new)
-        pair.to_prefill("second", [*said, 1, 2], "first")
-        pair.p.call("abort", "second")
-        pair.settle()
+def test_an_abort_of_a_turn_gives_back_what_decode_keeps(pair):
+    (new,) = prompts(200, seed=63)
+    said = pair.turn("asked", new)
+    pair.to_prefill("aborted", [*said, 1, 2], "asked")
+    pair.p.call("abort", "aborted")
+    pair.settle()
 
 
-def test_a_reset_of_the_cache_gives_back_what_decode_keeps(conversation):
+def test_a_reset_of_the_cache_gives_back_what_decode_keeps(pair):
     """New weights may have been loaded. What prefill holds for decode is no cache, and stays."""
-    with conversation() as pair:
-        new, other = prompts(200, 100, seed=66)
-        pair.turn("first", new)
-        pair.prefill("handed", other)
-        pair.until(lambda: "handed" in pair.p.ended, pair.p, what="prefill")
-        for side in (pair.p, pair.d):
-            assert side.call("busy"), "blocks are held"
-            side.call("reset")
-        pair.d.add("handed", other, 1, json.loads(json.dumps(pair.p.params["handed"])))
-        pair.until(lambda: "handed" in pair.d.ended, what="decode")
-        assert pair.d.tokens["handed"] == continuation(other, 1)
-        assert pair.loaded("handed") == len(other) - 1
-        pair.rests()
+    new, other = prompts(200, 100, seed=66)
+    pair.turn("kept", new)
+    pair.prefill("handed", other)
+    pair.answered("handed")
+    for side in (pair.p, pair.d):
+        assert side.call("busy"), "blocks are held"
+        side.call("reset")
+    pair.decode("handed", other, 1)
+    pair.ends("handed")
+    assert pair.d.tokens["handed"] == continuation(other, 1)
+    assert pair.loaded("handed") == len(other) - 1
+    pair.rests()
 
 
 def test_what_nobody_asks_for_is_given_back_in_its_time(conversation):
     consumer = replace(SECOND, options=BOTH | {"decoder_kv_blocks_ttl": 2.0})
-    with conversation(second=consumer) as pair:
+    with conversation(consumer=consumer) as pair:
         (new,) = prompts(200, seed=64)
         said = pair.turn("first", new)
         assert pair.d.call("busy"), "its blocks are kept"
