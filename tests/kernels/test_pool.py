@@ -21,6 +21,11 @@ from tests.rows import drawn
 native_only = pytest.mark.skipif(native.ext is None, reason="needs the extension")
 
 
+def test_a_pool_keeps_its_memory():
+    held = hold([Stored(Logical())])
+    assert Pool.of(held.layout, keep=held).keep is held
+
+
 @by_rig
 @settings(max_examples=drawn(30, full=100))
 @given(transfer=transfers())

@@ -38,14 +38,18 @@ class Lookups(Directory):
         return self._answers.get(timeout=60.0)
 
 
-def test_answers_that_are_old_are_not_kept() -> None:
-    """Of thousands of instances each asked for once (I14)."""
-    with BootstrapServer() as server, Lookups(cache_s=1e-9) as directory:
+@pytest.mark.parametrize("cache_s", [1e-9, 600.0])
+def test_answers_are_kept_until_they_are_old_or_a_peer_is_lost(cache_s) -> None:
+    """Of thousands of instances each asked for once, none that is old (I14)."""
+    with BootstrapServer() as server, Lookups(cache_s=cache_s) as directory:
         for n in range(20):
             BootstrapClient(server.address).publish(advert(n))
             directory.look(server.address, f"p{n}")
             assert directory.answer() == [advert(n)]
-            assert len(directory._cache) == 1
+        first = server.address, None, "p0"
+        assert (len(directory._cache), directory.cached(*first)) == ((1, None) if cache_s < 1 else (20, [advert()]))
+        directory.forget()
+        assert not directory.cached(*first)
 
 
 def test_an_instance_that_is_not_there_is_asked_for_ever_more_seldom(monkeypatch) -> None:

@@ -122,7 +122,7 @@ class Pair:
         where = {"remote_bootstrap_addr": address, "remote_engine_id": engine, "transfer_id": f"xfer-{room or name}"}
         self.d.add(name, prompt, max_tokens, {"do_remote_decode": False, "do_remote_prefill": True, **where})
 
-    def until(self, done: Callable[[], bool], *sides: Remote, what: str = "") -> None:
+    def until(self, done: Callable[[], bool], *sides: Remote) -> None:
         """Steps the sides in turn until something is so."""
         deadline, idle_s = time.monotonic() + PATIENCE_S, 0.001
         while not done():
@@ -131,7 +131,7 @@ class Pair:
             if not any(gave):
                 time.sleep(idle_s)  # an engine with nothing to compute
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: {[(one.side.role, one.ended, one.tokens) for one in (self.p, self.d)]}")
+                raise TimeoutError(f"{[(one.side.role, one.ended, one.tokens) for one in (self.p, self.d)]}")
 
     def whole(self, prompts: dict[str, Tokens], max_tokens: int = 4, *, early: bool = False) -> None:
         """Requests from the proxy's first call to their last token; `early`: it asks both engines at once."""
@@ -145,7 +145,7 @@ class Pair:
                 self.decode(name, prompts[name], max_tokens)
             return all(name in self.d.ended for name in prompts)
 
-        self.until(done, what="requests")
+        self.until(done)
         for name, prompt in prompts.items():
             self.went_well(name, prompt, max_tokens)
 
@@ -156,7 +156,7 @@ class Pair:
 
     def answered(self, name: str) -> None:
         """Steps prefill until it has answered."""
-        self.until(lambda: name in self.p.ended, self.p, what="prefill")
+        self.until(lambda: name in self.p.ended, self.p)
 
     def prefilled(self, name: str, n: int, seed: int) -> Tokens:
         """Prefill has answered; the prompt."""
@@ -184,13 +184,13 @@ class Pair:
         self.d.step()
         assert self.d.call("status", name) == "WAITING_FOR_REMOTE_KVS"
         self.p.step()
-        self.until(lambda: self.written() > before or self.p.step(), self.d, what="the first chunk")
+        self.until(lambda: self.written() > before or self.p.step(), self.d)
         assert self.p.call("status", name) == "RUNNING"
         return prompt
 
     def ends(self, name: str) -> None:
         """Steps both until decode has ended it."""
-        self.until(lambda: name in self.d.ended, what=name)
+        self.until(lambda: name in self.d.ended)
 
     def served(self, name: str, prompt: Tokens) -> None:
         """Steps both until the request has ended well."""
@@ -219,7 +219,7 @@ class Pair:
     def settle(self) -> None:
         """Both engines come to rest, hold nothing, and every byte of their pools is right."""
         sides = [side for side in (self.p, self.d) if side.processes[-1].is_alive()]
-        self.until(lambda: not any(side.call("busy") for side in sides), *sides, what="rest")
+        self.until(lambda: not any(side.call("busy") for side in sides), *sides)
         for side in sides:
             freed = side.call("empty")
             assert all(times == 1 for times in freed.values()), freed

@@ -91,7 +91,7 @@ def test_an_abort_at_prefill_fails_what_decode_waits_for(pair, when: str):
 def test_an_abort_at_decode_half_way(pair):
     pair.half_way("unwanted", 400, seed=41)
     pair.d.call("abort", "unwanted")
-    pair.until(lambda: "unwanted" in pair.p.ended, what="prefill goes on to its end")
+    pair.until(lambda: "unwanted" in pair.p.ended)
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["before the load", "during it"])
@@ -131,17 +131,17 @@ def test_a_request_that_waits_at_decode_is_held_at_prefill_and_one_that_was_lost
     with engines(producer, replace(CONSUMER, n_blocks=9, limits={"max_silence_s": 4.0})) as pair:
         (long,) = prompts(300, seed=70)
         pair.both("long", long, 200)
-        pair.until(lambda: pair.d.tokens["long"], what="the first")
+        pair.until(lambda: pair.d.tokens["long"])
         pair.prefill("lost", next(prompts(100, seed=72)))
         short = pair.prefilled("short", 250, seed=71)
         pair.decode("short", short)
         pair.d.step()
         assert pair.d.call("status", "short") == "WAITING"
-        pair.until(lambda: "lost" in pair.p.ended and pair.p.call("requests") == ["short"], pair.p, what="the lost one")
+        pair.until(lambda: "lost" in pair.p.ended and pair.p.call("requests") == ["short"], pair.p)
         until = time.monotonic() + 6.0
-        pair.until(lambda: time.monotonic() > until, pair.p, what="more than a lease")
+        pair.until(lambda: time.monotonic() > until, pair.p)
         assert pair.p.call("requests") == ["short"], "decode waits with it"
-        pair.until(lambda: {"long", "short"} <= set(pair.d.ended), what="both")
+        pair.until(lambda: {"long", "short"} <= set(pair.d.ended))
         pair.went_well("short", short)
         pair.settle()
 
@@ -156,7 +156,7 @@ def test_a_request_that_prefill_refused(engines, lease_s: float):
         if lease_s < PATIENCE_S:
             pair.fails("refused")
         else:
-            pair.until(lambda: pair.d.call("status", "refused") == "WAITING_FOR_REMOTE_KVS", pair.d, what="a load")
+            pair.until(lambda: pair.d.call("status", "refused") == "WAITING_FOR_REMOTE_KVS", pair.d)
             pair.d.call("abort", "refused")
         pair.settle()
 
@@ -267,7 +267,7 @@ def test_a_room_begins_before_its_request_is_scheduled(pair):
     pair.p.step()
     pair.both("queued", second)
     pair.p.step()
-    pair.until(lambda: pair.p.call("ranks", "sending") == [2] * PRODUCER.tp, pair.d, what="both rooms")
+    pair.until(lambda: pair.p.call("ranks", "sending") == [2] * PRODUCER.tp, pair.d)
     assert pair.p.call("status", "queued") == "WAITING"
     pair.served("scheduled", first)
     pair.served("queued", second)
@@ -284,11 +284,11 @@ def test_a_routers_retry_under_its_transfer_id_loads(pair, serial: bool, meanwhi
     if serial:
         pair.answered(name)
         pair.decode(name, prompt, 60)
-    pair.until(lambda: name in pair.d.ended or (meanwhile and pair.d.tokens[name]), what="the first try")
+    pair.until(lambda: name in pair.d.ended or (meanwhile and pair.d.tokens[name]))
     assert (name in pair.d.ended) != meanwhile
     pair.both(again, prompt, decode=False, room=name)
     if serial:
-        pair.until(lambda: again in pair.p.ended, what="prefill")
+        pair.answered(again)
         pair.decode(again, prompt)
     else:
         pair.decode_early(again, prompt, room=name)

@@ -42,10 +42,9 @@ def engine(pipe: Any, early: bool, operator: bool, environment: dict[str, str]) 
     pipe.send([line for line in out.getvalue().splitlines() if "session with" in line or "was silent" in line])
 
 
-def said(*, early: bool = True, operator: bool = False, **environment: str) -> list[str]:
+def said(*, early: bool = True, operator: bool = False, **environment: str) -> Any:
     _, pipe = child(engine, early, operator, environment)
-    lines: list[str] = pipe.recv()
-    return lines
+    return pipe.recv()
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -100,7 +100,7 @@ class Conversation(Pair):
     def turn(self, name: str, prompt: list[int], before: str | None = None, max_tokens: int = 40) -> list[int]:
         """The conversation so far, after this turn."""
         self.to_prefill(name, prompt, before)
-        self.until(lambda: name in self.p.ended, what="prefill")
+        self.until(lambda: name in self.p.ended)
         self.decode(name, prompt, max_tokens)
         self.ends(name)
         assert self.d.ended[name] == "length"
@@ -190,7 +190,7 @@ def test_what_nobody_asks_for_is_given_back_in_its_time(conversation):
         pair.settle()
         prompt = [*said, 3]
         pair.to_prefill("second", prompt, "first")
-        pair.until(lambda: "second" in pair.p.ended, what="it is computed")
+        pair.answered("second")
         assert pair.computed("second", len(prompt)) == len(prompt)
 
 
