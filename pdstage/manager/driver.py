@@ -71,10 +71,10 @@ _MOVED_S = 20e-6
 _STREAM_S, _BATCH_S, _GAP_S = 3e-4, 1e-3, 5e-3
 """Pieces that a library takes in only while it is asked cost the more, the fewer lie there: over TCP each is then sent,
 acknowledged and read alone, by processors that wait for each other. So once they took `_STREAM_S` of the processor with
-no gap, and with no room through, they are left to gather for `_BATCH_S` and half of what they took, twice as long as
-that at most. A socket that is read in the right steps stays full, and its writer sends tens of pieces in a segment;
-one whose receive buffer the kernel has grown to its largest (tcp_rmem) never is again, and takes each piece alone. By
-the clock a short room of a slow processor would be such a stream, and end a rest later.
+no gap, and with no room through, they are left to gather for `_BATCH_S` and half of what they took, for twice
+`_BATCH_S` at most. A socket that is read in the right steps stays full, and its writer sends tens of pieces in a
+segment; one whose receive buffer the kernel has grown to its largest (tcp_rmem) never is again, and takes each piece
+alone. By the clock a short room of a slow processor would be such a stream, and end a rest later.
 """
 _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
 _prctl = getattr(ctypes.PyDLL(None), "prctl", lambda *_: 0)  # which keeps the interpreter
