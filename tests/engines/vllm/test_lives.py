@@ -338,6 +338,7 @@ STATES_FIRST = QWEN | {"layer_types": ["linear_attention"] * 2 + ["full_attentio
 STATES = QWEN | {"num_key_value_heads": 1}
 TURNS = {"interleave": 16}
 SHAPES = {
+    "tokens dealt, 2 of 4 to TP 2": (ONE_HEAD, producer(4, dcp=2), consumer(2)),
     "tokens dealt in 16s, 2 of 4 to TP 2": (ONE_HEAD, producer(4, dcp=2, **TURNS), consumer(2)),
     "tokens dealt, 2 of 2 to 4 of 4": (ONE_HEAD, producer(2, dcp=2, **TURNS), consumer(4, 32, dcp=4, **TURNS)),
     "tokens dealt beside states, 2 of 2 to TP 2": (STATES, producer(2, dcp=2), consumer(2)),
@@ -349,7 +350,7 @@ SHAPES = {
     "states in one stage, 4x1 to 2x2": (STATES_FIRST, PRODUCER, consumer(2, pp=2)),
 }
 # What others of the rows have too.
-SELDOM = {"tokens dealt, 2 of 2 to 4 of 4", "a prompt on TP 2 to replicas"}
+SELDOM = {"tokens dealt, 2 of 4 to TP 2", "tokens dealt, 2 of 2 to 4 of 4", "a prompt on TP 2 to replicas"}
 KINDS = {"sliding_attention": "SlidingWindowSpec", "linear_attention": "MambaSpec"}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,8 +21,7 @@ from tests.engines.vllm.models import CONSUMER, GEMMA, PRODUCER, QWEN
 from tests.engines.vllm.test_caches import recurrent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Iterator
 
 BOTH = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
 FIRST = replace(PRODUCER, role="kv_both", options=BOTH)
@@ -117,28 +115,22 @@ class Conversation(Pair):
         self.settle()
 
 
-@pytest.fixture
-def conversation(tmp_path: Path) -> Callable[..., Conversation]:
-    return partial(start, tmp_path, producer=FIRST, consumer=SECOND, kind=Conversation)
-
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversation]:
-    """For `pair`; decode caches prefixes."""
-    folder = tmp_path_factory.mktemp("shared")
-    with start(folder, FIRST, replace(SECOND, prefix_caching=True), kind=Conversation) as pair:
+    with start(tmp_path_factory.mktemp("shared"), FIRST, SECOND, kind=Conversation) as pair:
         yield pair
 
 
-def test_prefill_computes_what_is_new_of_a_turn(pair):
-    said: list[int] = []
-    for number, new in enumerate(prompts(100, 20, 10, seed=61)):
-        before = len(said)
-        prompt = [*said, *new]
-        said = pair.turn(f"turn-{number}", prompt, f"turn-{number - 1}" if number else None)
-        known = before - 1 if number else 0  # of the last token of an answer nobody has KV
-        assert pair.computed(f"turn-{number}", len(prompt)) == len(prompt) - known
-    pair.rests()
+def test_prefill_computes_what_is_new_of_a_turn(engines):
+    with engines(FIRST, replace(SECOND, prefix_caching=True), kind=Conversation) as pair:
+        said: list[int] = []
+        for number, new in enumerate(prompts(100, 20, 10, seed=61)):
+            before = len(said)
+            prompt = [*said, *new]
+            said = pair.turn(f"turn-{number}", prompt, f"turn-{number - 1}" if number else None)
+            known = before - 1 if number else 0  # of the last token of an answer nobody has KV
+            assert pair.computed(f"turn-{number}", len(prompt)) == len(prompt) - known
+        pair.rests()
 
 
 def test_tokens_that_came_back_otherwise_are_computed(pair):
@@ -181,9 +173,9 @@ def test_a_reset_of_the_cache_gives_back_what_decode_keeps(pair):
     pair.rests()
 
 
-def test_what_nobody_asks_for_is_given_back_in_its_time(conversation):
+def test_what_nobody_asks_for_is_given_back_in_its_time(engines):
     consumer = replace(SECOND, options=BOTH | {"decoder_kv_blocks_ttl": 2.0})
-    with conversation(consumer=consumer) as pair:
+    with engines(FIRST, consumer, kind=Conversation) as pair:
         (new,) = prompts(200, seed=64)
         said = pair.turn("first", new)
         assert pair.d.call("busy"), "its blocks are kept"
@@ -195,8 +187,8 @@ def test_what_nobody_asks_for_is_given_back_in_its_time(conversation):
 
 
 @pytest.mark.parametrize("model", [pytest.param(GEMMA, marks=pytest.mark.full), QWEN], ids=["windows", "states"])
-def test_hybrids_go_on_from_the_end_of_a_turn_alone(conversation, model: dict[str, Any]):
-    with conversation(model=model) as pair:
+def test_hybrids_go_on_from_the_end_of_a_turn_alone(engines, model: dict[str, Any]):
+    with engines(FIRST, SECOND, model, Conversation) as pair:
         first, more = prompts(150, 20, seed=65)
         said = pair.turn("first", first)
         prompt = [*said, *more]
