@@ -63,12 +63,12 @@ class Receiver(Handle):
         prefill has answered; one that does not know the room has not. The first look has it asked.
         """
         driver = self.driver
-        asks = not (self.room.waits_to_bind or self.bound)
-        if asks and not (driver.closed or driver.failure is not None or driver.was_forked):
+        ended = driver.closed or driver.failure is not None or driver.was_forked
+        if not (ended or self.bound or self.room.waits_to_bind):
             with driver.lock:
                 self._node.core.endpoint.now = time.monotonic()
                 self._node.core.wait_to_bind(self.room)
-            driver.kick()
+            self._node.socket.wake()  # an engine asks of all its rooms in turn: one message will do
         return self.room.ready_to_bind
 
     @changes_rooms

@@ -384,8 +384,7 @@ class Driver:
             if frames[0] == drain.REQUEST:
                 operators.append(route)
                 continue
-            for frame in frames:
-                self._unread.append((route, frame))
+            self._unread += [(route, frame) for frame in frames]
         if operators:
             answer = drain.encode(node._asked_to_drain())
             for route in operators:

@@ -14,7 +14,7 @@ import pytest
 from pdstage import Items, PdstageError, State, UsageError
 from pdstage.protocol.state import ChunkPhase
 from pdstage.transport import open_transport
-from tests.manager.engine import LAYERS, QUICK, TOKENS, Event, Rank, drive
+from tests.manager.engine import LAYERS, QUICK, TOKENS, Event, Rank, Room, bound, drive
 from tests.rows import both_paths, inline_or_thread, usable
 
 TRANSPORTS = usable("local", "nixl")
@@ -26,11 +26,7 @@ TRANSPORTS = usable("local", "nixl")
 def test_every_path(site, transport, path, progress):
     pair = site.pair(transport=transport, path=path, progress=progress)
     p, d = pair.nodes
-    rooms = [pair.open(room) for room in range(3)]
-    for sender, _, pages, _ in rooms:
-        sender.chunk(pages, (0, 16))
-        sender.chunk(Items(pages[4:], first_token=16), (16, TOKENS))
-        sender.finish(aux=b"first token")
+    rooms = [pair.begin(room, cuts=(16,), aux=b"first token") for room in range(3)]
     drive(site.nodes, lambda: all(room.released for room in rooms) and p.core.idle and d.core.idle)
     for number, (sender, receiver, _, into) in enumerate(rooms):
         assert (receiver.wait(0), sender.wait(0)) == (State.SUCCESS, State.SUCCESS)
@@ -49,8 +45,16 @@ def test_nothing_is_opened_before_after(site):
     drive(site.nodes, lambda: room.receiver.ready_to_bind or room.sender.state is not State.BOOTSTRAPPING)
     assert room.sender.state is State.BOOTSTRAPPING, "the room was opened while its pages were in use"
     after.done = True
-    pair.end(room)
-    assert room.receiver.poll() is State.SUCCESS
+    pair.arrives(room)
+
+
+def test_one_message_asks_for_all_rooms_that_an_engine_looks_at_in_turn(site):
+    pair = site.pair()
+    pair.arrives(pair.begin(0))
+    receivers, sent = [pair.receive(room) for room in (1, 2, 3)], pair.d.socket.counters.sent
+    assert not any(receiver.ready_to_bind for receiver in receivers)
+    pair.d.turn()
+    assert pair.d.socket.counters.sent == sent + 1
 
 
 def test_a_sleeping_thread_is_woken_for_an_event_that_nobody_announces(site, monkeypatch) -> None:
@@ -139,8 +143,8 @@ def test_pages_that_were_taken_back_are_sent_to_nobody_else(site):
     with pytest.raises(TimeoutError):
         room.sender.wait_carried(0.01)
     pair.src.write(2, TOKENS, room.pages)
-    other = site.decode(Rank(page=8, hnd=True), progress="thread").receive(1, pair.p.bootstrap_address)
-    other.bind(pair.dst.allocate(TOKENS), TOKENS)
+    d = site.decode(Rank(page=8, hnd=True), progress="thread")
+    other = bound(d, pair.dst, 1, pair.p.bootstrap_address)
     for one in (other, room.sender):
         with pytest.raises(PdstageError, match="hold something else by now"):
             one.wait(60.0)
@@ -260,12 +264,11 @@ def test_any_prefix(site, src_page, dst_page, path):
         receiver.bind(Items(into[first:], first * dst_page), (min(first * dst_page, TOKENS), TOKENS), prefix_tokens=k)
         sender.chunk(pages, (0, 21))
         sender.chunk(Items(pages[16 // src_page :], 16), (21, TOKENS))
-        sender.finish(aux=b"x")
-        rooms.append((k, receiver, sender, into))
-    drive(site.nodes, lambda: all(r.released and s.released for _, r, s, _ in rooms))
-    for k, receiver, sender, into in rooms:
-        assert (receiver.wait(0), sender.wait(0)) == (State.SUCCESS, State.SUCCESS), receiver.error
-        assert receiver.aux == b"x"
+        sender.finish()
+        rooms.append(Room(sender, receiver, pages, into))
+    pair.end(*rooms)
+    for k, (_, receiver, _, into) in enumerate(rooms):
+        assert rooms[k].states == (State.SUCCESS, State.SUCCESS), receiver.error
         assert dst.holds(k, TOKENS, into, prefix=k)
         kept = [dst.read(layer, role, TOKENS, into)[:k] for layer in range(LAYERS) for role in "kv"]
         assert not np.any(kept), f"tokens below {k} were sent"
