@@ -106,8 +106,7 @@ inline int abreast(std::int64_t nbytes) {
 template <int kRuns>
 void stream_abreast(Byte* dst, const Byte* const* runs, std::int64_t nbytes) {
     if (goes_wide(dst, nbytes)) return stream_wide<kRuns>(dst, runs, nbytes);
-    for (std::int64_t line = 0; line < nbytes; line += kLine)
-        for (int run = 0; run < kRuns; ++run) stream_line(dst + run * nbytes + line, runs[run] + line);
+    for (std::int64_t line = 0; line < nbytes; line += kLine) stream_lines<kRuns>(dst, nbytes, runs, line);
 }
 
 template <int kRuns>
