@@ -309,8 +309,11 @@ class CopyPlan {
     template <bool kGather>
     static void copy_walk(const detail::Walk& walk, bool stream, Byte* wire) {
         const std::int64_t nbytes = walk.runs->nbytes;
-        const detail::Kernel kernel = stream && can_stream<kGather>(walk, wire) ? detail::pick_streamed<kGather>(nbytes)
-                                                                                : detail::pick_cached<kGather>(nbytes);
+        const bool streams = stream && can_stream<kGather>(walk, wire);
+        const bool inner = stream && !kGather && nbytes >= detail::kWideNbytes;
+        const detail::Kernel kernel = streams ? detail::pick_streamed<kGather>(nbytes)
+                                      : inner ? detail::copy_runs<detail::InnerRun, kGather, kGather>
+                                              : detail::pick_cached<kGather>(nbytes);
         kernel(walk, wire);
     }
 

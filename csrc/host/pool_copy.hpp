@@ -81,6 +81,8 @@ class RunCopier {
             for (; stop < end && runs_[stop].nbytes == nbytes; ++stop) bits |= runs_[stop].dst;
             if (stream_ && bits % kLine == 0) {
                 copy_streamed(stop, nbytes);
+            } else if (stream_ && nbytes >= kWideNbytes) {
+                copy_each<InnerRun>(stop, nbytes);
             } else if (nbytes % 16 == 0 && nbytes <= 512) {
                 copy_each<WideRun>(stop, nbytes);
             } else {

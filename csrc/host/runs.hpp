@@ -23,6 +23,7 @@ using Byte = unsigned char;
 namespace detail {
 
 inline constexpr std::int64_t kLine = 64;
+inline constexpr std::int64_t kWideNbytes = 1024;
 
 // Bytes to read are prefetched to L2 only, since L1's few fill buffers are busy with the copy itself. Bytes to write
 // are prefetched to L1.
@@ -92,7 +93,6 @@ inline constexpr bool kHasWide = false;
 #else
 inline const bool kHasWide = kProcessor.avx;
 #endif
-inline constexpr std::int64_t kWideNbytes = 1024;
 
 inline bool goes_wide(const Byte* dst, std::int64_t nbytes) {
     return nbytes >= kWideNbytes && kHasWide && reinterpret_cast<std::uintptr_t>(dst) % 32 == 0;
@@ -146,6 +146,17 @@ struct FixedStreamRun {
     static void copy(Byte* dst, const Byte* src, std::int64_t /*nbytes*/) { StreamRun::copy(dst, src, kWidth); }
 };
 
+// Long runs to a `dst` that begins within a line: lines that are written in part are written as ever.
+struct InnerRun {
+    static void copy(Byte* dst, const Byte* src, std::int64_t nbytes) {
+        const auto head = static_cast<std::int64_t>(-reinterpret_cast<std::uintptr_t>(dst) % kLine);
+        const std::int64_t stop = head + (nbytes - head) / kLine * kLine;
+        AnyRun::copy(dst, src, head);
+        StreamRun::copy(dst + head, src + head, stop - head);
+        AnyRun::copy(dst + stop, src + stop, nbytes - stop);
+    }
+};
+
 inline void stream_fence() {
     _mm_sfence();
 }
@@ -162,6 +173,7 @@ void stream_wide(Byte* /*dst*/, const Byte* const* /*runs*/, std::int64_t /*nbyt
 template <int kRuns>
 void stream_lines(Byte* /*dst*/, std::int64_t /*apart*/, const Byte* const* /*runs*/, std::int64_t /*line*/) {}
 using StreamRun = AnyRun;
+using InnerRun = AnyRun;
 template <std::int64_t kWidth>
 using FixedStreamRun = FixedRun<kWidth>;
 inline void stream_fence() {}

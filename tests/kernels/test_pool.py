@@ -86,10 +86,14 @@ BIG = 33 << 20
 def test_big_copies_of_every_width(width, skew):
     n = BIG // width + 1
     rng = np.random.default_rng(width)
-    held = hold([Stored(Logical(width=width), n_items=n + 9, rows_per_item=1, base=-skew % 64)])
-    pool = np.frombuffer(held.memory[0], np.uint8)[64 + (-skew % 64) :][: (n + 9) * width].reshape(-1, width)
+    base = -skew % 64
+    stored = Stored(Logical(width=width), n_items=n + 9, rows_per_item=1, base=base)
+    both = hold([stored]), hold([stored])
+    pool, other = (
+        np.frombuffer(one.memory[0], np.uint8)[64 + base :][: (n + 9) * width].reshape(-1, width) for one in both
+    )
     items = rng.permutation(n + 9)[:n].astype(np.int32)
-    plan = Pool.of(held.layout).plan(Logical().whole(), backend="host")
+    plan, peer = (Pool.of(one.layout).plan(Logical().whole(), backend="host") for one in both)
     tokens, index = {"kv": (0, n)}, {"kv": Index.of(items)}
     staged = staging(plan.nbytes(tokens), skew)
     plan.gather(staged.ctypes.data, staged.size, index, tokens)
@@ -100,6 +104,8 @@ def test_big_copies_of_every_width(width, skew):
     expected[items] = dense
     plan.scatter(staged.ctypes.data, staged.size, index, tokens)
     np.testing.assert_array_equal(pool, expected)
+    plan.copy_to(peer, index, index, tokens)
+    np.testing.assert_array_equal(other, pool)
 
 
 def test_a_plan_serves_many_threads_at_once():

@@ -28,10 +28,10 @@ def test_every_path(site, transport, path, progress):
     p, d = pair.nodes
     rooms = [pair.begin(room, cuts=(16,), aux=b"first token") for room in range(3)]
     drive(site.nodes, lambda: all(room.released for room in rooms) and p.core.idle and d.core.idle)
-    for number, (sender, receiver, _, into) in enumerate(rooms):
-        assert (receiver.wait(0), sender.wait(0)) == (State.SUCCESS, State.SUCCESS)
-        assert pair.dst.holds(number, TOKENS, into)
-        assert receiver.aux == b"first token"
+    for number, room in enumerate(rooms):
+        assert room.states == (State.SUCCESS, State.SUCCESS)
+        assert pair.dst.holds(number, TOKENS, room.into)
+        assert room.receiver.aux == b"first token"
     stats = p.stats()
     if path != "auto" or transport == "local":  # whose pages are mapped: one pass of copies
         assert stats[f"chunks_{path.replace('auto', 'direct')}"] == 6
@@ -267,10 +267,10 @@ def test_any_prefix(site, src_page, dst_page, path):
         sender.finish()
         rooms.append(Room(sender, receiver, pages, into))
     pair.end(*rooms)
-    for k, (_, receiver, _, into) in enumerate(rooms):
-        assert rooms[k].states == (State.SUCCESS, State.SUCCESS), receiver.error
-        assert dst.holds(k, TOKENS, into, prefix=k)
-        kept = [dst.read(layer, role, TOKENS, into)[:k] for layer in range(LAYERS) for role in "kv"]
+    for k, room in enumerate(rooms):
+        assert room.states == (State.SUCCESS, State.SUCCESS), room.receiver.error
+        assert dst.holds(k, TOKENS, room.into, prefix=k)
+        kept = [dst.read(layer, role, TOKENS, room.into)[:k] for layer in range(LAYERS) for role in "kv"]
         assert not np.any(kept), f"tokens below {k} were sent"
 
 
