@@ -23,7 +23,7 @@ using Byte = unsigned char;
 namespace detail {
 
 inline constexpr std::int64_t kLine = 64;
-inline constexpr std::int64_t kWideNbytes = 1024;
+inline constexpr std::int64_t kWideNbytes = 1024;  // of a run that is worth a call, and lines written in part
 
 // Bytes to read are prefetched to L2 only, since L1's few fill buffers are busy with the copy itself. Bytes to write
 // are prefetched to L1.

@@ -85,14 +85,13 @@ BIG = 33 << 20
 )
 def test_big_copies_of_every_width(width, skew):
     n = BIG // width + 1
-    rng = np.random.default_rng(width)
-    base = -skew % 64
-    stored = Stored(Logical(width=width), n_items=n + 9, rows_per_item=1, base=base)
+    base, total = -skew % 64, n + 9
+    stored = Stored(Logical(width=width), n_items=total, rows_per_item=1, base=base)
     both = hold([stored]), hold([stored])
     pool, other = (
-        np.frombuffer(one.memory[0], np.uint8)[64 + base :][: (n + 9) * width].reshape(-1, width) for one in both
+        np.frombuffer(one.memory[0], np.uint8)[64 + base :][: total * width].reshape(-1, width) for one in both
     )
-    items = rng.permutation(n + 9)[:n].astype(np.int32)
+    items = np.random.default_rng(width).permutation(total)[:n].astype(np.int32)
     plan, peer = (Pool.of(one.layout).plan(Logical().whole(), backend="host") for one in both)
     tokens, index = {"kv": (0, n)}, {"kv": Index.of(items)}
     staged = staging(plan.nbytes(tokens), skew)

@@ -50,7 +50,7 @@ def test_nothing_is_opened_before_after(site):
 
 def test_one_message_asks_for_all_rooms_that_an_engine_looks_at_in_turn(site):
     pair = site.pair()
-    pair.arrives(pair.begin(0))
+    pair.move(0)
     receivers, sent = [pair.receive(room) for room in (1, 2, 3)], pair.d.socket.counters.sent
     assert not any(receiver.ready_to_bind for receiver in receivers)
     pair.d.turn()
@@ -264,11 +264,12 @@ def test_any_prefix(site, src_page, dst_page, path):
         receiver.bind(Items(into[first:], first * dst_page), (min(first * dst_page, TOKENS), TOKENS), prefix_tokens=k)
         sender.chunk(pages, (0, 21))
         sender.chunk(Items(pages[16 // src_page :], 16), (21, TOKENS))
-        sender.finish()
+        sender.finish(aux=b"x")
         rooms.append(Room(sender, receiver, pages, into))
     pair.end(*rooms)
     for k, room in enumerate(rooms):
         assert room.states == (State.SUCCESS, State.SUCCESS), room.receiver.error
+        assert room.receiver.aux == b"x"
         assert dst.holds(k, TOKENS, room.into, prefix=k)
         kept = [dst.read(layer, role, TOKENS, room.into)[:k] for layer in range(LAYERS) for role in "kv"]
         assert not np.any(kept), f"tokens below {k} were sent"
