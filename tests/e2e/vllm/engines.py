@@ -42,9 +42,12 @@ token.
 CACHE_NBYTES = 384 << 20
 """A rank's cache: 65,536 tokens of the Llama. More would be memory that four servers of a small machine have not."""
 
-PATIENT = (("hello_s", 240.0), ("max_silence_s", 240.0), ("open_s", 240.0), ("wait_s", 240.0))
-"""For engines that nobody kills: on a busy machine one may be silent for longer than the defaults allow. Workers of two
-ranks spin on one another, and on two cores Linux was seen to leave all else waiting for a minute.
+PATIENT = tuple(
+    (name, 240.0) for name in ("hello_s", "max_silence_s", "open_s", "open_wait_s", "send_wait_s", "wait_s")
+)
+"""For engines that nobody kills: on a busy machine one may be silent for longer than the defaults allow, and than the
+lease of 30 s for which prefill holds what decode asks for. Workers of two ranks spin on one another, and on two cores
+Linux was seen to leave all else waiting for a minute.
 """
 
 DIRECTORY_PORT = free_port()
