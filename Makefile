@@ -18,6 +18,8 @@ APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install
 ENGINES := vllm sglang
 ENGINE_VENVS := $(VENV)/engines
 ENGINE ?= vllm
+# Servers that share few cores: one thread each to compute, and naps where they would yield to one another.
+FEW_CORES = OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/e2e/naps
 WHOLE_ENGINES = $(filter vllm sglang,$(ENGINES))
 FETCHES_vllm-cpu := tests.e2e.vllm.fetch
 FULL ?=
@@ -70,7 +72,7 @@ demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on deco
 	$(BIN)/pdstage demo $(ARGS)
 
 serve: $(ENGINE_VENVS)/$(ENGINE)-cpu/.pdstage-setup  ## Serve a tiny model by two real engines and their own proxy (ENGINE=sglang ARGS="--decode-tp 2").
-	OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$(ENGINE)-cpu/bin/python -m tests.e2e.serve $(ARGS)
+	$(FEW_CORES) $(ENGINE_VENVS)/$(ENGINE)-cpu/bin/python -m tests.e2e.serve $(ARGS)
 
 # Named tests run in one process, all of them in several: tests of one file always in the same, the long files first.
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x, FULL=1 for everything).
@@ -108,7 +110,7 @@ test-e2e: HANGS_S = 1800
 test-e2e: $(WHOLE_ENGINES:%=test-e2e-%)  ## Test real servers on the CPU (FULL=1 for everything, ENGINES=vllm ARGS="-k local").
 
 test-e2e-%: $(ENGINE_VENVS)/%-cpu/.pdstage-setup
-	OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$*-cpu/bin/python $(PYTEST) tests/e2e/$* $(if $(FULL),--full) $(ARGS)
+	$(FEW_CORES) $(ENGINE_VENVS)/$*-cpu/bin/python $(PYTEST) tests/e2e/$* $(if $(FULL),--full) $(ARGS)
 
 venvs: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup) $(WHOLE_ENGINES:%=$(ENGINE_VENVS)/%-cpu/.pdstage-setup)  ## Make the engines' venvs.
 

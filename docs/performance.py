@@ -29,7 +29,8 @@ heading names one. [kernels](kernels.md) explains the sections and how to take t
 [transports](transports.md) compares staged and direct over every transport.
 
 Targets were missed on two shared cores for these reasons, by profiles (`perf record -e cpu-clock`, `cProfile`) and by
-`pdstage plot TRACE --steps`:
+`pdstage plot TRACE --steps`. Times are of the newer of two machines, that of *plan*, *rooms* and *wire*; *kv-transfer*,
+*transfer* and *host-kernels* were measured on one a third as fast:
 
 * *Staged beside its bound, 8 requests at once* (8 x 32 MiB, `perf`, both sides' cores). A chunk of 4 MiB takes prefill
   0.23 ms of gather, 0.4 ms of UCX's copy and 0.1 ms of calls between them: 52 % of its samples are in the kernel, most
@@ -42,7 +43,9 @@ Targets were missed on two shared cores for these reasons, by profiles (`perf re
 * *Direct beside NIXL's own lists*, where both sides are alike. A direct room of 32 MiB over shared memory takes 1.3 ms
   more than the list's 4.8: Open 0.7 ms until prefill has it, 0.1 for descriptors and their checks, 0.5 from the
   write's end to Success. Over TCP most of that hides behind the bytes. `local`, which `auto` takes within a host,
-  moves the same pages at 1.4 times the speed of NIXL's lists (median of 26 cells of 32 MiB and more; 0.9 in one).
+  moves the same pages at 1.1 times the speed of NIXL's lists by its better path (median of 26 cells of 32 MiB and
+  more; 0.66 in one). In pools of 512 MiB and more a burst meets pages that prefill's mapping has not had yet: there
+  direct, which `auto` takes, waits for page faults, and staged takes half of its time.
 * *Rooms.* 71 % of both sides' samples are in the interpreter, 23 % in the kernel (sockets), 1 % in own C++. A room was
   1,084 calls on both sides, spread over 330 functions: the dearest has 2.5 % of the time, and wire, timers and coverage
   together 10 %. So there is no hot end to compile. Prefill's process takes 132 us a room, of which 103 are in turns of

@@ -25,7 +25,6 @@ ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_PLUGINS": "pdstage",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(Path(__file__).parents[3]),
 }
 RUN = (sys.executable, "-m", "tests.e2e.sglang.run")

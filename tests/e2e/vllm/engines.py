@@ -64,7 +64,6 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-    "OMP_NUM_THREADS": "1",
 }
 
 

@@ -9,7 +9,7 @@ from tests.e2e import compare, load
 from tests.e2e.vllm.engines import Pair, handed_over, pair
 
 SIZES = [((1, 128), (1, 128)), ((2, 128), (1, 128)), ((1, 128), (2, 32)), ((1, 32), (1, 64))]
-SHORT = [pair(*SIZES[1])]
+SHORT = pair(*SIZES[1])
 DTYPES = ("float32", "bfloat16")
 REFUSED_ELSEWHERE = [
     ("gemma3", ((1, 128), (4, 128))),
@@ -20,7 +20,7 @@ REFUSED_ELSEWHERE = [
 at prefill, unequal blocks beside unequal ranks.
 """
 ROWS = [
-    *SHORT,
+    SHORT,
     *(pair(*sizes, transport=name, dtype=dtype) for dtype in DTYPES for name in ("nixl", "local") for sizes in SIZES),
     *(pair(*sizes, model="gemma3") for sizes in SIZES[:3]),
     pair(*SIZES[0], model="gemma3", dtype="bfloat16"),
@@ -34,7 +34,7 @@ ROWS = [
 
 def rows() -> list[object]:
     return [
-        pytest.param(row, id=row.name, marks=() if row in SHORT else pytest.mark.full) for row in dict.fromkeys(ROWS)
+        pytest.param(row, id=row.name, marks=() if row == SHORT else pytest.mark.full) for row in dict.fromkeys(ROWS)
     ]
 
 
