@@ -198,8 +198,7 @@ PYBIND11_MODULE(_native, module) {
     // pybind11 looks numpy up at its first use, and for that releases the GIL in the way that unlocked.hpp replaces.
     py::dtype::of<std::int64_t>();
     module.attr("processor") =
-        py::dict(py::arg("amd") = pdstage::kProcessor.amd, py::arg("avx") = pdstage::kProcessor.avx,
-                 py::arg("avx2") = pdstage::kProcessor.avx2, py::arg("avx512") = pdstage::kProcessor.avx512);
+        py::dict(py::arg("amd") = pdstage::kProcessor.amd, py::arg("avx") = pdstage::kProcessor.avx);
 
     py::class_<pdstage::CopyPlan>(module, "CopyPlan", "Gather and scatter between affine views and staging.")
         .def(py::init(&make_copy_plan), py::arg("views"), py::arg("components"), py::arg("head_major"),

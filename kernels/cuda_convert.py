@@ -21,7 +21,7 @@ from ..plan.tables import FAULT_TOO_SMALL
 from . import cuda_copy
 from .cuda_copy import CTAS_PER_SM, FROM_STAGING, LANES, TO_STAGING, Call, CudaPlan, Fitted, Part, Tables, reach_macros
 from .cuda_runtime import held_runtime
-from .cuda_tables import UNIT, access_of, pack_groups, pack_views
+from .cuda_tables import UNIT, Counted, access_of, pack_groups, pack_views
 from .device import ALIGNMENT, COPY, HOLDS, KINDS, check_aligned
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class ConvertPlan(CudaPlan):
                 macros = reach_macros((groups[number] for number in mine), narrow)
                 macros |= {"PDSTAGE_FLAT": 0, "PDSTAGE_HEAD_MAJOR": 0}
                 macros |= macros_of(mine)
-                parts.append(Part([groups[number] for number in mine], macros, False, UNIT, {}))
+                parts.append(Part([Counted.of(groups[number]) for number in mine], macros, False, UNIT, {}))
         return Tables((table.ptr, table.ptr + of_groups.nbytes, len(coded)), parts, table)
 
     def _coded(self) -> Iterator[_Coded]:

@@ -32,6 +32,7 @@ from .cuda_tables import (
     LISTED_LARGE,
     PARAMS_NBYTES,
     UNIT,
+    Counted,
     access_of,
     counts,
     n_tiles,
@@ -83,14 +84,15 @@ def runtime_of(device: str) -> Runtime:
 def units(way: int, *, summed: bool, access: int = UNIT, longest: int = UNIT, far: bool = False) -> int:
     """Units of up to 16 bytes that a thread has in flight: as many as fit 64 registers. A checksum takes some of them,
     a second pool too, and so do offsets of 64 bits. Accesses of 32 bytes have half the addresses. Scattered units of
-    several accesses are the slower the more there are (an H200: runs of 132 B).
+    several accesses are the slower the more there are (an H200: runs of 132 B). Of narrow summed ones two fit.
     """
     if access > UNIT:
         return 4
     if far:
         return 1
-    several = way == FROM_STAGING and access < min(UNIT, longest)
-    return 2 if several else 4 - summed - (way == TO_PEER) * (1 + (access < UNIT))
+    if access < UNIT and (summed or (way == FROM_STAGING and access < longest)):
+        return 2
+    return 4 - summed - (way == TO_PEER) * (1 + (access < UNIT))
 
 
 def plain_macros(machine: CudaRuntime | type[CudaRuntime], n_units: int, access: int = UNIT) -> dict[str, int]:
@@ -144,7 +146,7 @@ class Part(NamedTuple):
     `access`: bytes of the widest access that all of them allow.
     """
 
-    groups: Sequence[Group]
+    groups: list[Counted]
     macros: dict[str, int]
     bulk: bool
     access: int
@@ -205,7 +207,7 @@ def _part(pairs: Sequence[tuple[Group, Group]], narrow: int, bulk_from: int, *, 
     runs = min(run_nbytes(g, head_major=head_major) for g in both)
     # One launch for all wide groups, one for all narrow ones: a single group with a narrower access limits it.
     access = min(access_of(*pair) for pair in pairs)
-    return Part([mine for mine, _ in pairs], macros, meets and 0 < bulk_from <= runs, access, {})
+    return Part([Counted.of(mine) for mine, _ in pairs], macros, meets and 0 < bulk_from <= runs, access, {})
 
 
 class CudaPlan:

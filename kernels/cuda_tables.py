@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -146,19 +146,33 @@ def pack_params(
             at += _SPAN.size
 
 
-def n_tiles(groups: Sequence[Group], spans: Sequence[ComponentArgs], tile_units: int) -> int:
+class Counted(NamedTuple):
+    """The numbers of a group of which tiles are counted."""
+
+    component: int
+    tokens_per_row: int
+    row_units: int
+    n_views: int
+
+    @classmethod
+    def of(cls, group: Group) -> Counted:
+        row_units = group.shards * group.segs * -(-group.width // UNIT)
+        return cls(group.component, group.tokens_per_row, row_units, group.n_views)
+
+
+def n_tiles(groups: Sequence[Counted], spans: Sequence[ComponentArgs], tile_units: int) -> int:
     """The number of tiles of a call, each processed by one warp at a time; 0 if there is nothing to copy.
 
     Raises `UsageError` for a view of 2^31 units or more: the kernel numbers them in 32 bits.
     """
     total = 0
-    for group in groups:
-        n_rows = rows(group, spans[group.component])
-        units = n_rows * group.shards * group.segs * -(-group.width // UNIT)
-        if units >= MAX_UNITS or spans[group.component].stop >= MAX_UNITS:
+    for component, tokens_per_row, row_units, n_views in groups:
+        span = spans[component]
+        units = rows(tokens_per_row, span) * row_units
+        if units >= MAX_UNITS or span.stop >= MAX_UNITS:
             raise UsageError(
-                f"tokens 0..{spans[group.component].stop} of one index in one call",
+                f"tokens 0..{span.stop} of one index in one call",
                 remedy="split the call: a view moves fewer than 2^31 tokens and 2^31 pieces of 16 bytes",
             )
-        total += group.n_views * -(-units // tile_units)
+        total += n_views * -(-units // tile_units)
     return total

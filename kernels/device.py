@@ -26,6 +26,7 @@ from ..plan.tables import (
     ComponentArgs,
     Row,
     Table,
+    address_of,
     integers,
 )
 
@@ -114,6 +115,8 @@ class DeviceTable:
             )
         self.group_list = list(self._groups(merged))
         self.groups: Int64s = np.array(self.group_list, dtype=np.int64).reshape(-1, len(Group._fields))
+        self._rows = {(g.component, g.tokens_per_row) for g in self.group_list if g.tokens_per_row > 1}
+        self._staged = [(g.component, g.tokens_per_row, g.n_views, g.row_nbytes) for g in self.group_list]
         self.views: Int64s = np.array([(row.base, row.seed) for row in self.table.rows], dtype=np.int64).reshape(-1, 2)
 
     def _groups(self, merged: bool) -> list[Group]:
@@ -206,17 +209,16 @@ class DeviceTable:
             self.table.refuse(FAULT_TOO_FEW, number, needed, part.n)
 
     def _check_rows(self, parts: Sequence[ComponentArgs]) -> None:
-        for group in self.group_list:
-            first = parts[group.component].first_token
-            if first % group.tokens_per_row:
-                self.table.refuse(FAULT_FIRST_TOKEN, group.component, group.tokens_per_row, first)
+        for component, tokens_per_row in self._rows:
+            first = parts[component].first_token
+            if first % tokens_per_row:
+                self.table.refuse(FAULT_FIRST_TOKEN, component, tokens_per_row, first)
 
     def check_staging(self, ptr: int, nbytes: int, spans: Sequence[ComponentArgs]) -> None:
         """Raises `UsageError` if staging is too small, or not aligned for one access."""
-        needed = sum(
-            g.n_views * -(-rows(g, spans[g.component]) * g.row_nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
-            for g in self.group_list
-        )
+        needed = 0
+        for component, per_row, n_views, row_nbytes in self._staged:
+            needed -= n_views * (-rows(per_row, spans[component]) * row_nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
         if needed > nbytes:
             self.table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
         check_aligned(ptr, ALIGNMENT, "staging")
@@ -253,15 +255,13 @@ def listed(index: Index) -> NDArray[Any]:
     kept = index.keep
     if not isinstance(kept, np.ndarray) or kept.size != index.n or kept.itemsize * 8 != index.bits:
         return integers(index)
-    same = kept.ctypes.data == index.ptr and kept.flags.c_contiguous
+    same = address_of(kept) == index.ptr and kept.flags.c_contiguous
     return kept if same else integers(index)
 
 
-def rows(group: Group, span: ComponentArgs) -> int:
-    """Rows of each view of `group` that `span` touches; the first is `span.start // tokens_per_row`."""
-    if span.start == span.stop:
-        return 0
-    return -(-span.stop // group.tokens_per_row) - span.start // group.tokens_per_row
+def rows(tokens_per_row: int, span: ComponentArgs) -> int:
+    """Rows of each view that `span` touches, from `span.start // tokens_per_row` on; a span of no tokens is 0..0."""
+    return -(-span.stop // tokens_per_row) - span.start // tokens_per_row
 
 
 def ordinal(device: str, n_devices: int) -> int:

@@ -103,7 +103,7 @@ class _Section(NamedTuple):
 
     def nbytes(self, span: ComponentArgs) -> int:
         """Staged bytes of all its views."""
-        return sum(own.n_views * _aligned(rows(own, span) * own.row_nbytes) for own, _ in self.runs)
+        return sum(own.n_views * _aligned(rows(own.tokens_per_row, span) * own.row_nbytes) for own, _ in self.runs)
 
 
 class TritonPlan:
@@ -260,7 +260,7 @@ def _n_tiles(one: _Class, span: ComponentArgs) -> int:
     """The number of tiles of a launch. Raises `UsageError` if a view has more units than 32 bits count."""
     n_tiles = 0
     for own, _ in one.runs:
-        n_units = rows(own, span) * own.shards * own.segs * -(-own.width // one.variant.UNIT)
+        n_units = rows(own.tokens_per_row, span) * own.shards * own.segs * -(-own.width // one.variant.UNIT)
         if n_units > _MAX_UNITS:
             raise UsageError(f"{n_units} pieces of one view in one call", remedy="copy fewer tokens at once")
         n_tiles += own.n_views * -(-n_units // one.variant.UNITS)

@@ -54,8 +54,7 @@ TOKEN = tl.constexpr(0x9E3779B97F4A7C15)
 SHARD = tl.constexpr(0xC2B2AE3D27D4EB4F)
 SEGMENT = tl.constexpr(0x165667B19E3779F9)
 WORD = tl.constexpr(0xD6E8FEB86659FD93)
-MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
-MIX_2 = tl.constexpr(0x94D049BB133111EB)
+MIX = tl.constexpr(0xBF58476D1CE4E5B9)
 
 
 @triton.jit
@@ -74,10 +73,8 @@ def _over(n, reciprocal):
 
 
 @triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * MIX_1
-    x = (x ^ (x >> 27)) * MIX_2
-    return x ^ (x >> 31)
+def _fold(x):
+    return x ^ (x >> 32)
 
 
 @triton.jit
@@ -137,7 +134,7 @@ def _head_major(cell, n_shards, skipped, rows_per_item, per_item, per_page, head
 
 
 @triton.jit
-def _place(seed, token, first_shard, shard, seg, SEGS: tl.constexpr, SHARDS: tl.constexpr):
+def _key(seed, token, first_shard, shard, seg, SEGS: tl.constexpr, SHARDS: tl.constexpr):
     place = seed.to(tl.uint64) + token.to(tl.uint64) * TOKEN
     number = first_shard.to(tl.int32)
     if SHARDS:
@@ -145,12 +142,12 @@ def _place(seed, token, first_shard, shard, seg, SEGS: tl.constexpr, SHARDS: tl.
     place += number.to(tl.uint64) * SHARD
     if SEGS:
         place += seg.to(tl.uint64) * SEGMENT
-    return _mix(place)
+    return _fold(_fold(place) * MIX)
 
 
 @triton.jit
-def _terms(data, place, unit, ok, UNIT: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr):
-    """The checksum's terms of units of whole words; `place` is mixed already, `unit` counts within the run."""
+def _terms(data, key, unit, ok, UNIT: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr):
+    """The checksum's terms of units of whole words; `key` is their run's, `unit` counts within it."""
     WORDS: tl.constexpr = UNIT // 8
     PER_WORD: tl.constexpr = LANES // WORDS
     words = data.to(tl.uint64)
@@ -158,7 +155,8 @@ def _terms(data, place, unit, ok, UNIT: tl.constexpr, LANES: tl.constexpr, UNITS
         words = words << (tl.arange(0, LANES)[None, :] % PER_WORD * (64 // PER_WORD)).to(tl.uint64)
         words = tl.sum(tl.reshape(words, [UNITS, WORDS, PER_WORD]), axis=2)
     word = tl.arange(0, WORDS)[None, :]
-    terms = _mix(words ^ (place + (unit * WORDS + word).to(tl.uint64) * WORD))
+    words ^= key + (unit * WORDS + word).to(tl.uint64) * WORD
+    terms = words.to(tl.uint32).to(tl.uint64) * (words >> 32)
     return tl.sum(tl.where(ok, terms, 0).to(tl.int64, bitcast=True), axis=1, keep_dims=True)
 
 
@@ -238,9 +236,7 @@ def copy_kernel(
                 if CHECKSUM:
                     # Computed here and not at its use, so that row, shard and segment no longer need registers.
                     token = first_token + row.to(tl.int64) * per_row
-                    place = _place(
-                        _at(table, 1), token, _at(group, FIRST_SHARD), shard, seg, SEGS, SHARDS or HEAD_MAJOR
-                    )
+                    key = _key(_at(table, 1), token, _at(group, FIRST_SHARD), shard, seg, SEGS, SHARDS or HEAD_MAJOR)
                 base = _at(table, 0)
                 ours, ok = _cell(
                     group + SIDE_1 * 8, base, items, bits, row, shard, seg, ok, SEGS, SHARDS or HEAD_MAJOR, LEVELS
@@ -270,7 +266,7 @@ def copy_kernel(
                     data = tl.load(ours, mask=whole, other=0)
                     tl.store(theirs, data, mask=whole)
                 if CHECKSUM:
-                    total += _terms(data, place, byte // UNIT, ok, UNIT, LANES, UNITS)
+                    total += _terms(data, key, byte // UNIT, ok, UNIT, LANES, UNITS)
             # The next group's tiles continue where these end, so that programs share groups smaller than the grid.
             tile += tl.maximum((n_tiles - tile + programs - 1) // programs, 0) * programs - n_tiles
         at += n_views * stride

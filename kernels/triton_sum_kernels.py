@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import _over, _place, _terms
+from .triton_kernels import _key, _over, _terms
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def sum_kernel(
         row = _over(run, per_shards.to(tl.int64))
         seed = tl.load((views + view.to(tl.int64) * 24 + 16).to(tl.pointer_type(tl.int64)))
         token = first_token + (first_row + row).to(tl.int64) * tokens_per_row
-        place = _place(seed, token, first_shard, run - row * shards, cell - run * segs, True, True)
+        key = _key(seed, token, first_shard, run - row * shards, cell - run * segs, True, True)
         at = staged + view.to(tl.int64) * stride + cell.to(tl.int64) * width + number * UNIT
         data_at = at.to(tl.pointer_type(DTYPE)) + lane
         if ACCESS == 16:
@@ -66,6 +66,6 @@ def sum_kernel(
         if UNIT > ACCESS:
             whole = ok & (number * UNIT + lane * NBYTES < width)
         data = tl.load(data_at, mask=whole, other=0)
-        total += _terms(data, place, number, ok, UNIT, LANES, UNITS)
+        total += _terms(data, key, number, ok, UNIT, LANES, UNITS)
     one = tl.sum(tl.sum(total, axis=1), axis=0)
     tl.atomic_add(sum_ptr.to(tl.pointer_type(tl.int64)), one, sem="relaxed")

@@ -44,7 +44,7 @@ _TOPOLOGY = Topology(tp_size=2, tp_rank=1, pp_size=3, pp_rank=2, cp_size=2, cp_r
 _RECTS = (Rect("kv", 0, 8, 0, 2), Rect("mamba", 0, 1, 1, 2))
 HELLO = m.Hello(
     _TOPOLOGY, _LAYOUT, "nixl", b"\x00agent", (m.LaneSpan(4096, 8192, "cuda", 3), m.LaneSpan(16384, 8192)), 10.0,
-    (m.DIRECT_FEATURE, m.CHECKSUM_FEATURE),
+    (m.DIRECT_FEATURE, "checksum"),
 )  # fmt: skip
 FRAMES: dict[str, m.AnyMessage] = {
     "Hello": HELLO,
@@ -57,7 +57,7 @@ FRAMES: dict[str, m.AnyMessage] = {
         _TOPOLOGY, _LAYOUT, "nixl", b"", 10.0, (), (Placed("output_ids", "int32", (16,), True, 0, 64),)
     ),
     "Welcome": m.Welcome(
-        _TOPOLOGY, _LAYOUT, "nixl", b"\xffagent", 10.0, (m.CHECKSUM_FEATURE,), (), (m.Offer("local", b"pid"),)
+        _TOPOLOGY, _LAYOUT, "nixl", b"\xffagent", 10.0, ("checksum",), (), (m.Offer("local", b"pid"),)
     ),
     "Welcome, model": m.Welcome(
         _TOPOLOGY, _LAYOUT, "nixl", b"", 10.0, (), (), (), (m.Fact("dtype", "bfloat16"), m.Fact("revision", "4f0c"))

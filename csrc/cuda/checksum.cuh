@@ -6,25 +6,40 @@
 namespace pdstage {
 
 constexpr u64 TOKEN = 0x9E3779B97F4A7C15, SHARD = 0xC2B2AE3D27D4EB4F, SEGMENT = 0x165667B19E3779F9;
-constexpr u64 WORD = 0xD6E8FEB86659FD93;
+constexpr u64 WORD = 0xD6E8FEB86659FD93, MIX = 0xBF58476D1CE4E5B9;
 
-__device__ __forceinline__ u64 mix(u64 x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
-    return x ^ (x >> 31);
+__device__ __forceinline__ u64 fold(u64 x) {
+    return x ^ (x >> 32);
 }
 
-// The terms of one unit, `offset` bytes into its cell: `bytes` beyond `nbytes` are zeros.
-__device__ __forceinline__ u64 terms(u64 seed, i64 token, u32 shard, u32 seg, u32 offset, Bytes16 bytes, u32 nbytes) {
-    const u64 place = mix(seed + token * TOKEN + shard * SHARD + seg * SEGMENT) + offset / 8 * WORD;
-    const u64 first = mix(bytes.low ^ place);
-    return nbytes > 8 ? first + mix(bytes.high ^ (place + WORD)) : first;
+// A view's places in one call: the first touched row's first shard and segment, and the way from row to row.
+struct Places {
+    u64 first, step;
+
+    __device__ __forceinline__ Places(const Group& group, u64 seed, i64 first_token, u32 first_row)
+        : first(seed + u64(first_token + i64(first_row) * group.tokens_per_row) * TOKEN + group.first_shard * SHARD),
+          step(group.tokens_per_row * TOKEN) {}
+
+    // The key of the word `offset` bytes into a run.
+    __device__ __forceinline__ u64 key(const Run& run, u32 offset) const {
+        const u64 place = first + run.row * step + run.shard * SHARD + run.seg * SEGMENT;
+        return fold(fold(place) * MIX) + offset / 8 * WORD;
+    }
+};
+
+__device__ __forceinline__ u64 term(u64 word, u64 key) {
+    return u64(u32(word ^ key)) * u32((word ^ key) >> 32);
+}
+
+// The terms of one unit: `bytes` beyond `nbytes` are zeros.
+__device__ __forceinline__ u64 terms(u64 key, Bytes16 bytes, u32 nbytes) {
+    const u64 first = term(bytes.low, key);
+    return nbytes > 8 ? first + term(bytes.high, key + WORD) : first;
 }
 
 // The terms of two units.
-__device__ __forceinline__ u64 terms(u64 seed, i64 token, u32 shard, u32 seg, u32 offset, Bytes32 bytes, u32) {
-    return terms(seed, token, shard, seg, offset, bytes.low, UNIT) +
-           terms(seed, token, shard, seg, offset + UNIT, bytes.high, UNIT);
+__device__ __forceinline__ u64 terms(u64 key, Bytes32 bytes, u32) {
+    return terms(key, bytes.low, UNIT) + terms(key + 2 * WORD, bytes.high, UNIT);
 }
 
 // Adds the sums of a CTA's threads, one each and a power of two, to the word at `address`. The last barrier is for

@@ -29,9 +29,12 @@ __device__ __forceinline__ Run run_at(const Group& group, const Extent& extent, 
 
 // The rows that hold N accesses of a view from unit `first` on, LANES apart, and their offsets in the rows.
 template <u32 N>
-__device__ __forceinline__ void find_rows(const Work& work, u32 first, u32 (&rows)[N], Offset (&pool)[N],
-                                          [[maybe_unused]] Offset (&peer)[N]) {
+__device__ __forceinline__ void find_rows(const Params& params, const Work& work, u32 first, u32 (&rows)[N],
+                                          Offset (&pool)[N], [[maybe_unused]] Offset (&peer)[N],
+                                          [[maybe_unused]] u64 (&keys)[N]) {
     const Group& group = *work.group;
+    [[maybe_unused]] const Places places(group, work.view->seed, params.pool[group.pool.component].first_token,
+                                         work.extent->first_row);
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
         const u32 unit = min(first + k * LANES * WIDE, work.extent->n_units - 1);
@@ -41,6 +44,7 @@ __device__ __forceinline__ void find_rows(const Work& work, u32 first, u32 (&row
         rows[k] = at.row;
         pool[k] = into + in_row(group.pool, at);
         if (TO_PEER) peer[k] = into + in_row(group.peer, at);
+        if (PDSTAGE_SUM) keys[k] = places.key(at, into * STEP);
     }
 }
 
@@ -80,7 +84,9 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
     u32 rows[N];
     Offset in_pool[N], in_peer[N];
     u64 pool[N], peer[N];
-    find_rows(work, first, rows, in_pool, in_peer);
+    u64 keys[N];
+    find_rows(params, work, first, rows, in_pool, in_peer, keys);
+    if (PDSTAGE_SUM) read_again();
     find_units(Cells(params, group.pool, params.pool, work.view->pool, extent.first_row), rows, in_pool, pool);
     if (TO_PEER)
         find_units(Cells(params, group.peer, params.peer, work.view->peer, extent.peer_first_row), rows, in_peer, peer);
@@ -99,12 +105,7 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
         const u32 unit = unit_of(k);
         store_unit<T, LONGEST>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
         if (PDSTAGE_SUM) {
-            read_again();
-            const Run at = run_at(group, extent, run_of(unit));
-            const i64 row = i64(extent.first_row) + at.row;
-            const i64 token = params.pool[group.pool.component].first_token + row * group.tokens_per_row;
-            sum += terms(work.view->seed, token, group.first_shard + at.shard, at.seg, offset_of(unit), bytes[k],
-                         length(unit));
+            sum += terms(keys[k], bytes[k], length(unit));
         }
     }
     return sum;

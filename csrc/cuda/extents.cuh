@@ -12,8 +12,7 @@ constexpr bool TO_STAGING = PDSTAGE_WAY == 0, FROM_STAGING = PDSTAGE_WAY == 1, T
 constexpr u32 LANES = 32;
 
 __device__ __forceinline__ Divisor divisor(u32 by) {
-    u32 shift = 0;
-    while (u64(1) << shift < by) shift++;
+    const u32 shift = 32 - __clz(by - 1);
     return {by, u32(((u64(1) << (31 + shift)) + by - 1) / by), shift};
 }
 

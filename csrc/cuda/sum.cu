@@ -14,6 +14,8 @@ constexpr u32 UNITS = PDSTAGE_UNITS, TILE = LANES * UNITS;
 template <typename T, u32 N>
 __device__ __forceinline__ u64 sum_units(const Params& params, const Work& work, u32 first) {
     const Group& group = *work.group;
+    const i64 first_token = params.pool[group.pool.component].first_token;
+    const Places places(group, work.view->seed, first_token, work.extent->first_row);
     Bytes16 bytes[N];
     u64 sum = 0;
     const auto run_of = [&](u32 unit) { return group.units_per_run.quotient(unit); };
@@ -30,11 +32,7 @@ __device__ __forceinline__ u64 sum_units(const Params& params, const Work& work,
         const u32 unit = first + k * LANES;
         if (unit >= work.extent->n_units) continue;
         const u32 run = run_of(unit), offset = offset_of(unit, run);
-        const Run at = token_major(group, run);
-        const i64 row = i64(work.extent->first_row) + at.row;
-        const i64 token = params.pool[group.pool.component].first_token + row * group.tokens_per_row;
-        sum += terms(work.view->seed, token, group.first_shard + at.shard, at.seg, offset, bytes[k],
-                     min(UNIT, group.width - offset));
+        sum += terms(places.key(token_major(group, run), offset), bytes[k], min(UNIT, group.width - offset));
     }
     return sum;
 }

@@ -16,8 +16,6 @@ namespace pdstage {
 struct Processor {
     bool amd = false;
     bool avx = false;
-    bool avx2 = false;
-    bool avx512 = false;  // f, bw, dq and vl
 };
 
 inline Processor find_processor() {
@@ -39,9 +37,6 @@ inline Processor find_processor() {
     unsigned high = 0;
     __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     found.avx = has(saved, {1, 2});
-    if (!found.avx || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return found;
-    found.avx2 = has(b, {5});
-    found.avx512 = has(saved, {5, 6, 7}) && has(b, {16, 17, 30, 31});
 #endif
     return found;
 }

@@ -9,7 +9,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "processor.hpp"
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace pdstage {
 
@@ -29,54 +31,50 @@ constexpr std::uint64_t place_of(std::int64_t token, std::int64_t shard, std::in
            static_cast<std::uint64_t>(segment) * kSegmentPlace;
 }
 
-constexpr std::uint64_t mix(std::uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBU;
-    return x ^ (x >> 31);
+constexpr std::uint64_t fold(std::uint64_t x) {
+    return x ^ (x >> 32);
 }
 
-// `key` is mix(place), advanced by kWordPlace for each word before `at`.
-[[gnu::always_inline]] inline std::uint64_t sum_words(const Byte* at, std::int64_t nbytes, std::uint64_t key) {
+// The key of a cell's first word; each further one's is kWordPlace more.
+constexpr std::uint64_t key_of(std::uint64_t place) {
+    return fold(fold(place) * 0xBF58476D1CE4E5B9U);
+}
+
+constexpr std::uint64_t term(std::uint64_t keyed) {
+    return (keyed & 0xFFFFFFFF) * (keyed >> 32);
+}
+
+// `key` is that of the word at `at`.
+inline std::uint64_t sum_words(const Byte* at, std::int64_t nbytes, std::uint64_t key) {
     std::uint64_t sum = 0;
-    const std::int64_t n_words = nbytes / 8;
-    for (std::int64_t i = 0; i < n_words; ++i) {
-        std::uint64_t word;
-        std::memcpy(&word, at + i * 8, 8);
-        sum += mix(word ^ (key + static_cast<std::uint64_t>(i) * kWordPlace));
-    }
-    if (nbytes % 8 != 0) {
-        std::uint64_t word = 0;
-        std::memcpy(&word, at + n_words * 8, static_cast<std::size_t>(nbytes % 8));
-        sum += mix(word ^ (key + static_cast<std::uint64_t>(n_words) * kWordPlace));
-    }
-    return sum;
-}
-
-using SumWords = std::uint64_t (*)(const Byte*, std::int64_t, std::uint64_t);
-
-inline std::uint64_t sum_words_plain(const Byte* at, std::int64_t nbytes, std::uint64_t key) {
-    return sum_words(at, nbytes, key);
-}
-
-// One binary serves all processors of its kind, so the multiplication of eight words at once is chosen at load time.
-#if defined(__x86_64__) && defined(__GNUC__)
-[[gnu::target("avx512f,avx512dq,avx512vl")]] inline std::uint64_t sum_words_wide(const Byte* at, std::int64_t nbytes,
-                                                                                 std::uint64_t key) {
-    return sum_words(at, nbytes, key);
-}
-inline std::uint64_t sum_words_avx512(const Byte* at, std::int64_t nbytes, std::uint64_t key) {
-    return nbytes < 192 ? sum_words(at, nbytes, key) : sum_words_wide(at, nbytes, key);
-}
-inline SumWords pick_sum_words() {
-    return kProcessor.avx512 ? sum_words_avx512 : sum_words_plain;
-}
-#else
-inline SumWords pick_sum_words() {
-    return sum_words_plain;
-}
+#if defined(__SSE2__)
+    // Compilers make three multiplications of the one that the loop below needs.
+    __m128i sums[2] = {};
+    __m128i keys = _mm_add_epi64(_mm_set1_epi64x(static_cast<long long>(key)),
+                                 _mm_set_epi64x(static_cast<long long>(kWordPlace), 0));
+    const __m128i step = _mm_set1_epi64x(static_cast<long long>(2 * kWordPlace));
+    for (; nbytes >= 32; nbytes -= 32)
+        for (__m128i& pair : sums) {
+            const __m128i words = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)), keys);
+            pair = _mm_add_epi64(pair, _mm_mul_epu32(words, _mm_srli_epi64(words, 32)));
+            keys = _mm_add_epi64(keys, step);
+            key += 2 * kWordPlace;
+            at += 16;
+        }
+    std::uint64_t both[2];
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(both), _mm_add_epi64(sums[0], sums[1]));
+    sum = both[0] + both[1];
 #endif
-
-inline const SumWords kSumWords = pick_sum_words();
+    std::uint64_t word = 0;
+    for (; nbytes >= 8; nbytes -= 8, at += 8, key += kWordPlace) {
+        std::memcpy(&word, at, 8);
+        sum += term(word ^ key);
+    }
+    if (nbytes == 0) return sum;
+    word = 0;
+    std::memcpy(&word, at, static_cast<std::size_t>(nbytes));
+    return sum + term(word ^ key);
+}
 
 }  // namespace detail
 }  // namespace pdstage

@@ -202,10 +202,10 @@ std::uint64_t copy_cells(const Walk& walk, std::uint64_t place, std::uint64_t pl
             Byte* const cell = base + walk.runs->offsets[run];
             const Byte* const src = kGather ? cell : wire;
             Byte* const dst = kGather ? wire : cell;
-            std::uint64_t key = mix(place + walk.runs->places[run]);
+            std::uint64_t key = key_of(place + walk.runs->places[run]);
             for (std::int64_t at = 0; at < nbytes; at += kBlock, key += kBlock / 8 * kWordPlace) {
                 const std::int64_t n = std::min(kBlock, nbytes - at);
-                sum += kSumWords(src + at, n, key);
+                sum += sum_words(src + at, n, key);
                 copy(dst + at, src + at, n);
             }
         }

@@ -58,10 +58,11 @@ class Index(NamedTuple):
                 f"items are a {items.ndim}-dimensional array of {items.dtype}",
                 remedy="give one contiguous list of int32 or int64",
             )
-        return cls(_address_of(items), items.itemsize * 8, items.size, first_token, items)
+        return cls(address_of(items), items.itemsize * 8, items.size, first_token, items)
 
 
-def _address_of(items: NDArray[Any]) -> int:
+def address_of(items: NDArray[Any]) -> int:
+    """The address of the first entry of a contiguous array."""
     if native.ext is not None:
         return int(native.ext.address_of(items))
     return int(items.__array_interface__["data"][0])  # takes a fifth of the time of ctypes.data

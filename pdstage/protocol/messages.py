@@ -30,9 +30,10 @@ MAX_WORD = 256
 MAX_FACTS = 64
 MAX_WAITING = 1 << 14
 """The most rooms of each kind in one Heartbeat; more take several."""
-FEATURES = DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
-"""What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum; formats are
-converted; tags travel as messages, since the transport carries none.
+FEATURES = DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum-nh", "convert", "tags"
+"""What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum
+(its name changes with its definition: the first one's was "checksum"); formats are converted; tags travel as messages,
+since the transport carries none.
 """
 DIRECT = 0xFFFF
 """The lane number of a chunk written straight into the destination's pages."""

@@ -5,6 +5,7 @@
 // misaligned accesses are, and so is a barrier that some threads miss.
 #pragma once
 
+#include <bit>
 #include <cstring>
 #include <type_traits>
 
@@ -15,6 +16,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
+#define __clz std::countl_zero
 
 struct Dim {
     unsigned x;

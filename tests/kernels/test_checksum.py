@@ -9,7 +9,7 @@ from pools import Logical, Stored, hold, kv_index, transfers
 from rigs import REFERENCE, SUM_BEFORE, outcome
 
 from pdstage import Pool, UsageError
-from pdstage.kernels.checksum import SEGMENT, SHARD, TOKEN, WORD
+from pdstage.kernels.checksum import MIX, SEGMENT, SHARD, TOKEN, WORD
 from pdstage.plan import TOKEN_MAJOR
 from pdstage.plan.tables import Table
 from tests.rows import drawn
@@ -17,17 +17,17 @@ from tests.rows import drawn
 MASK = 2**64 - 1
 
 
-def mixed(x):
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
+def fold(x):
+    return x ^ x >> 32
 
 
 def slow_sum(seed, token, shard, segment, cell):
     """One cell's terms, as the module's docstring has them."""
     place = (seed + token * TOKEN + shard * SHARD + segment * SEGMENT) & MASK
+    key = fold(fold(place) * MIX & MASK)
     words = (int.from_bytes(cell[at : at + 8], "little") for at in range(0, len(cell), 8))
-    return sum(mixed(word ^ (mixed(place) + j * WORD & MASK)) for j, word in enumerate(words)) & MASK
+    keyed = (word ^ key + j * WORD & MASK for j, word in enumerate(words))
+    return sum((one & 2**32 - 1) * (one >> 32) for one in keyed) & MASK
 
 
 def slow_sum_of(held, select, index, tokens):

@@ -27,8 +27,6 @@ ROOM, AUX, PATIENCE_S = "request-1", b"the first token", 300
 FLAGS = {
     "amd": {"AuthenticAMD"},
     "avx": {"avx"},
-    "avx2": {"avx2"},
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
 }
 """The words of /proc/cpuinfo that stand for each entry of `_native.processor`."""
 
