@@ -104,6 +104,11 @@ COMMIT = Variable(
     "The commit that benchmark results name.",
     "`pdstage bench`, `make gpu`",
 )  # fmt: skip
+POD = Variable(
+    "PDSTAGE_POD", str, "the pod's name (`metadata.name`)", "no pod",
+    "By which a container that Kubernetes started again takes the place of the one before in a directory at once.",
+    "a prefill node, when it is created",
+)  # fmt: skip
 ETCD_PASSWORD = Variable(
     "PDSTAGE_ETCD_PASSWORD", str, "a password", "empty",
     "The password of the user in an address `etcd://USER@...`.",
@@ -142,7 +147,7 @@ GPU_TESTS = Variable(
 
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, ETCD_PASSWORD, NODE, DEVICE_MEMORY, COPY_BATCHES, TEST_TRANSPORTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, POD, ETCD_PASSWORD, NODE, DEVICE_MEMORY, COPY_BATCHES, TEST_TRANSPORTS,
     GPU_TESTS,
 )  # fmt: skip
 

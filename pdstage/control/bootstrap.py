@@ -125,9 +125,9 @@ class BootstrapClient:
         self._timeout_s = arguments.number("timeout_s", timeout_s, above=0.0)
         self.address.key_of_peer(self._keys)
 
-    def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
-        """Registers or renews a rank. Raises as `Directory.publish`."""
-        self._ask(Publish(advert, ttl_s))
+    def publish(self, advert: Advert, ttl_s: float = 15.0, after: int = 0) -> None:
+        """As `Directory.publish`."""
+        self._ask(Publish(advert, ttl_s, after))
 
     def withdraw(self, advert: Advert) -> None:
         """Removes the rank, if this incarnation still holds its place."""
@@ -194,7 +194,7 @@ class BootstrapClient:
         if refusal.error == "incomplete":
             return Incomplete(refusal.what, refusal.missing, address=str(self.address))
         cls = next((cls for kind, _, cls in KINDS if kind == refusal.error), PeerError)
-        return cls(refusal.what, remedy=refusal.remedy, address=str(self.address))
+        return cls(refusal.what, remedy=refusal.remedy, address=str(self.address), holder=refusal.holder)
 
     def _not_ours(self, why: str) -> PeerError:
         return PeerError(

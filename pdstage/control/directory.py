@@ -5,18 +5,22 @@ The clock is an argument.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout.topology import Topology  # noqa: TC001  (msgspec resolves the annotation at run time)
+from pdstage.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
+
+log = logging.getLogger(__name__)
 
 MAX_TTL_S = 3600.0
 MAX_ADVERTS = 4096
@@ -33,6 +37,7 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
     life. `layout` is its `Layout.digest()`, `transports` its data transports, best first, and `version` the wire's:
     that of the first release, if it is not said.
     `replica` is the number of an engine among those behind one address, if each has an instance name of its own.
+    `process` is for the node that wants this rank's place: it tells whether the process has ended.
     """
 
     instance: _Word
@@ -43,6 +48,7 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
     transports: Annotated[tuple[_Word, ...], Meta(max_length=64)] = ()
     version: int = 2
     replica: Annotated[int, Meta(ge=0, le=MAX_REPLICA)] = 0
+    process: dict[str, Any] = {}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -72,7 +78,9 @@ class Incomplete(PeerError):
 
 
 class Conflict(PeerError):
-    """The name is taken: by a live instance of another shape, or by a newer process."""
+    """The name is taken: by a live instance of another shape, or by another process, whose advert is the field `holder`
+    if it may have ended.
+    """
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -95,13 +103,14 @@ class Directory:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
+        self._log_limit = LogLimit()
         self._instances: dict[str, dict[int, _Entry]] = {}
 
-    def publish(self, advert: Advert, ttl_s: float | None) -> None:
+    def publish(self, advert: Advert, ttl_s: float | None, after: int = 0) -> None:
         """Registers or renews a rank for `ttl_s`. None means until it is withdrawn, and is only for the directory's own
-        process. A new incarnation replaces its predecessor at once.
+        process. `after` is an incarnation whose place it takes at once, since that process has ended.
 
-        Raises `UsageError` for a bad name or duration, `Conflict` if the instance is live in another shape or a newer
+        Raises `UsageError` for a bad name or duration, `Conflict` if the instance is live in another shape or another
         process holds this place, and `PeerError` if the directory is full.
         """
         check_advert(advert, ttl_s)
@@ -110,7 +119,12 @@ class Directory:
         with self._lock:
             self._expire()
             ranks = self._instances.get(advert.instance, {})
-            held = check_place(advert, {rank: entry.held for rank, entry in ranks.items()})
+            try:
+                held = check_place(advert, {rank: entry.held for rank, entry in ranks.items()}, after)
+            except Conflict as error:
+                if text := self._log_limit.due(advert.endpoint, error.what, self._clock()):
+                    log.warning("%s was refused: %s", advert.endpoint, text)
+                raise
             is_new = advert.topology.unique_rank not in ranks
             if is_new and sum(map(len, self._instances.values())) >= MAX_ADVERTS:
                 raise PeerError(f"the directory is full: {MAX_ADVERTS} ranks are registered", remedy=_LARGER)
@@ -172,8 +186,10 @@ def check_advert(advert: Advert, ttl_s: float | None) -> None:
         )
 
 
-def check_place(advert: Advert, ranks: Mapping[int, Held]) -> Held:
-    """What `advert` takes its place as, among the ranks of its instance. Raises `Conflict` if it may not."""
+def check_place(advert: Advert, ranks: Mapping[int, Held], after: int) -> Held:
+    """What `advert` takes its place as, among the ranks of its instance; `after` has ended. Raises `Conflict` if it may
+    not.
+    """
     there = ranks.get(advert.topology.unique_rank)
     if there is not None and advert.incarnation in there.predecessors:
         raise Conflict(
@@ -192,6 +208,13 @@ def check_place(advert: Advert, ranks: Mapping[int, Held]) -> Held:
         return Held(advert)
     if there.advert.incarnation == advert.incarnation:
         return Held(advert, there.predecessors)
+    if there.advert.incarnation != after:
+        raise Conflict(
+            f"{advert.where} is registered by another process, at {there.advert.endpoint}",
+            remedy="give each engine an instance name of its own; if that one was killed, its lease ends in 15 s",
+            endpoint=there.advert.endpoint,
+            holder=there.advert,
+        )
     return Held(advert, (*there.predecessors[-31:], there.advert.incarnation))
 
 

@@ -28,6 +28,7 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
     advert: Advert
     ttl_s: float
+    after: int = 0
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
@@ -53,6 +54,7 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     what: Annotated[str, Meta(min_length=1, max_length=4096)]
     remedy: Annotated[str, Meta(max_length=4096)] = ""
     missing: Annotated[tuple[int, ...], Meta(max_length=1 << 20)] = ()
+    holder: Advert | None = None
 
 
 # Kind on the wire, HTTP status and class; the first class that an error is an instance of counts.
@@ -82,7 +84,7 @@ def answer(directory: Directory, method: str, target: str, body: bytes) -> tuple
 def refusal(error: PdstageError) -> tuple[int, bytes]:
     kind, status = next((k, s) for k, s, cls in KINDS if isinstance(error, cls))
     missing = error.missing if isinstance(error, Incomplete) else ()
-    return status, msgspec.json.encode(Refusal(kind, error.what, error.remedy, missing))
+    return status, msgspec.json.encode(Refusal(kind, error.what, error.remedy, missing, error.fields.get("holder")))
 
 
 def _answer(directory: Directory, method: str, path: str, body: bytes) -> object:
@@ -109,8 +111,8 @@ def _carry_out(directory: Directory, body: bytes) -> object:
     except UNREADABLE as error:
         raise UsageError(f"the request does not decode ({error})", remedy="check the peer's version") from error
     match asked:
-        case Publish(advert, ttl_s):
-            directory.publish(advert, ttl_s)
+        case Publish(advert, ttl_s, after):
+            directory.publish(advert, ttl_s, after)
         case Withdraw(advert):
             directory.withdraw(advert)
         case Lookup(dp_rank, instance):

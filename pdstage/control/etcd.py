@@ -2,8 +2,8 @@
 
 A rank is the key PREFIX/INSTANCE/SHAPE/RANK, its value a `Held`. SHAPE is the sizes that all ranks of an instance
 agree on. So one transaction registers a rank: nothing of the instance has another shape, and its place is as it was
-read. It is renewed by etcd's keepalive, and published anew if the lease was lost. A process that takes a place ends the
-lease of the one before, which so learns of it.
+read. It is renewed by etcd's keepalive, and published anew if the lease was lost. A process that takes the place of one
+that has ended also ends its lease.
 
 Beside it is a record of the process, PREFIX/!processes/INCARNATION, which stays when the lease ends and goes when the
 rank is withdrawn. So a process that was lost can still be named: `fence` replaces its record by PREFIX/!ended/...,
@@ -261,8 +261,8 @@ class EtcdClient:
 
     # Publishing.
 
-    def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
-        """Registers or renews a rank. A new incarnation replaces its predecessor at once.
+    def publish(self, advert: Advert, ttl_s: float = 15.0, after: int = 0) -> None:
+        """Registers or renews a rank; `after` is as for `Directory.publish`.
 
         Raises `UsageError` for a bad name or duration, `Conflict` as `Directory.publish`, `TransportError` if no member
         answers, and `PeerError` for what etcd refuses.
@@ -277,7 +277,7 @@ class EtcdClient:
             return
         for _ in range(_TRIES):
             copy = self._read(f"{rank.partition('/')[0]}/")
-            if self._put(check_place(advert, copy.ranks.get(advert.instance, {})), copy, ttl_s):
+            if self._put(check_place(advert, copy.ranks.get(advert.instance, {}), after), copy, ttl_s):
                 return
             if self._cluster.ask("kv/range", {"key": _encoded(self._key(_ENDED, advert.incarnation))}).get("kvs"):
                 raise Conflict(

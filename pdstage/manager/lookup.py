@@ -14,12 +14,16 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from pdstage.control.bootstrap import Advert, DirectoryClient, Incomplete, client_of
+import msgspec
+
+from pdstage import environment
+from pdstage.control.bootstrap import Advert, Conflict, DirectoryClient, Incomplete, client_of
 from pdstage.control.etcd import EtcdClient
-from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.log_limit import LogLimit
+from pdstage.transport._peer import Identity, Process, own_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -247,6 +251,46 @@ class Directory:
         return found
 
 
+class _Origin(msgspec.Struct):
+    """Where a process runs. In Kubernetes there is one pod of a name at a time."""
+
+    identity: Identity
+    pod: str | None
+
+
+def this_process() -> dict[str, Any]:
+    """For `Advert.process`; empty without a Linux /proc."""
+    try:
+        shown: dict[str, Any] = msgspec.to_builtins(_Origin(own_identity(), environment.POD.read()))
+    except UsageError:
+        return {}
+    return shown
+
+
+def has_ended(process: dict[str, Any]) -> bool:
+    """Whether that is certain of a process that said this of itself: its pid is no more, or another's, or another
+    container of its pod had begun before this one.
+    """
+    try:
+        there, here = msgspec.convert(process, _Origin), own_identity()
+    except (msgspec.ValidationError, UsageError):
+        return False
+    was = there.identity
+    if (was.boot_id, was.namespaces.get("pid")) == (here.boot_id, here.namespaces["pid"]):
+        try:
+            Process(was, "").close()
+        except TransportError:
+            return True
+        except OSError:
+            return False
+        return False
+    return (
+        there.pod is not None
+        and there.pod == environment.POD.read()
+        and (was.boot_id != here.boot_id or was.started < here.started)
+    )
+
+
 class _Asker(NamedTuple):
     """The thread that asks one address, and what it is to ask."""
 
@@ -286,7 +330,7 @@ class _Publication:
         try:
             for advert in self._adverts():
                 try:
-                    self._client.publish(advert, _TTL_S)
+                    self._put(advert)
                 except PeerError as error:  # of this rank; the others' leases go on
                     refused = refused or error
             if refused is not None:
@@ -297,6 +341,15 @@ class _Publication:
         self._counters.publications += 1
         self.ends_at = asked_at + _TTL_S
         self._wait_s, self._again_s = _TTL_S / 3, _TTL_S / 15
+
+    def _put(self, advert: Advert) -> None:
+        try:
+            self._client.publish(advert, _TTL_S)
+        except Conflict as error:
+            holder = error.fields.get("holder")
+            if not isinstance(holder, Advert) or not has_ended(holder.process):
+                raise
+            self._client.publish(advert, _TTL_S, holder.incarnation)
 
     def _run(self) -> None:
         while not self.over.wait(self._wait_s):

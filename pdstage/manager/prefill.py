@@ -19,6 +19,7 @@ from pdstage.manager.data_path import DataPath
 from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
+from pdstage.manager.lookup import this_process
 from pdstage.manager.node import Node
 from pdstage.manager.options import MAX_PARTS, NodeOptions, check_path
 from pdstage.manager.sessions import label
@@ -258,6 +259,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         self.advert = Advert(
             instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
             layout=pool.layout.digest(), transports=tuple(offer.transport for offer in self.offers), version=VERSION,
+            process=this_process(),
         )  # fmt: skip
         try:
             if self.options["path"] != "direct":

@@ -138,11 +138,18 @@ def test_what_is_missing_and_what_must_be_chosen_is_named(make):
         reader.lookup()
 
 
-def test_a_successor_takes_over_at_once_and_the_predecessor_cannot_come_back(make):
+def test_a_place_is_one_process_s_and_after_it_its_successor_s(make):
+    """Two with one name are refused, whoever comes first; who was replaced cannot come back."""
     older, newer, reader = make(), make(), make()
     one, two = (advert(0, tp=1, incarnation=n) for n in (1, 2))
     older.publish(one, TTL_S)
-    newer.publish(two, TTL_S)
+    for after in (0, 2, 7):
+        with pytest.raises(Conflict, match=r"registered by another process, at tcp://127\.0\.0\.1:9000") as caught:
+            newer.publish(two, TTL_S, after)
+        assert caught.value.fields["holder"] == one
+        older.publish(one, TTL_S)
+    settled(reader, lambda: found(reader) == [one])
+    newer.publish(two, TTL_S, 1)
     settled(reader, lambda: found(reader) == [two])
     for _ in range(2):
         with pytest.raises(Conflict, match=r"taken over by a newer process at tcp://127\.0\.0\.1:9000"):
@@ -151,7 +158,7 @@ def test_a_successor_takes_over_at_once_and_the_predecessor_cannot_come_back(mak
         newer.publish(two, TTL_S)
     assert found(reader) == found(make()) == [two]
     third, three = make(), advert(0, tp=1, incarnation=3)
-    third.publish(three, TTL_S)
+    third.publish(three, TTL_S, 2)
     for client, ended in ((older, one), (newer, two)):
         with pytest.raises(Conflict, match="taken over by a newer process"):
             client.publish(ended, TTL_S)
@@ -159,6 +166,7 @@ def test_a_successor_takes_over_at_once_and_the_predecessor_cannot_come_back(mak
     assert found(make()) == [three]
     third.withdraw(three)
     settled(reader, lambda: found(reader) == "no rank is registered")
+    older.publish(one, TTL_S)  # its place is free
 
 
 def test_one_shape_an_instance(make):
@@ -194,10 +202,10 @@ def test_any_history_ends_as_the_table_ends(make):
     for _ in range(60):
         one = advert(rng.randrange(2), tp=2, incarnation=rng.randrange(1, 4), instance=rng.choice(["a", "b"]))
         node, what = nodes[one.incarnation], rng.choice(["publish", "publish", "withdraw"])
-        outcomes = []
+        ended, outcomes = rng.randrange(4), []
         for place in (table, node):
             try:
-                getattr(place, what)(*(one, 3600.0) if what == "publish" else (one,))
+                getattr(place, what)(*(one, 3600.0, ended) if what == "publish" else (one,))
                 outcomes.append("")
             except PdstageError as error:
                 outcomes.append(error.what)

@@ -108,7 +108,7 @@ def test_who_was_replaced_hears_it_though_its_lease_goes_on(make, monkeypatch):
     one, two = (advert(0, tp=1, incarnation=n) for n in (1, 2))
     older.publish(one)
     monkeypatch.setattr(newer, "_revoke", lambda lease: None)
-    newer.publish(two)
+    newer.publish(two, after=1)
     with pytest.raises(Conflict, match="taken over by a newer process"):
         older.publish(one)
     monkeypatch.undo()

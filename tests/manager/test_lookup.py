@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import queue
 import socket
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import msgspec
@@ -15,9 +17,10 @@ import pytest
 
 from pdstage import DeadlineExceeded, State, Topology, TransportError, UsageError
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Conflict, Incomplete
-from pdstage.manager.lookup import Directory
+from pdstage.manager.lookup import Directory, has_ended, this_process
 from tests.manager.conftest import Site
 from tests.manager.engine import QUICK, Rank, fails
+from tests.processes import child
 
 
 def advert(n: int = 0) -> Advert:
@@ -258,6 +261,41 @@ def test_a_rank_whose_place_was_taken_says_so_and_takes_no_other_with_it(asked, 
         times(8, asked)
     assert renewed[:8] == ["p0", "p1"] * 4
     assert caplog.text.count("is not renewed: p0 was taken over by a newer process") == 1
+
+
+def say_and_wait(pipe) -> None:
+    pipe.send(this_process())
+    pipe.recv()
+
+
+def test_a_process_s_place_is_taken_once_it_has_ended(site, monkeypatch, caplog) -> None:
+    """By a node that finds no such process on its machine, or runs in the same pod. One that lives is heard."""
+    process, pipe = child(say_and_wait)
+    there = msgspec.structs.replace(advert(), process=pipe.recv())
+    client = BootstrapClient(site.address)
+    client.publish(there)
+    take = partial(site.prefill, Rank(), instance="p0")
+    with pytest.raises(Conflict, match="registered by another process.*an instance name of its own"):
+        take()
+    assert "was refused: rank 0" in caplog.text
+    assert client.lookup() == [there]
+    elsewhere = copy.deepcopy(there.process) | {"pod": "p-0"}
+    elsewhere["identity"]["namespaces"]["pid"] += "0"  # of another container
+    for pod, started in (("p-0", 1 << 40), ("p-1", 0), ("p-0", 0)):
+        monkeypatch.setenv("PDSTAGE_POD", pod)
+        elsewhere["identity"]["started"] = started
+        assert has_ended(elsewhere) == ((pod, started) == ("p-0", 0))
+    assert not any(map(has_ended, (there.process, this_process(), {})))
+    pipe.send(None)
+    process.join()
+    assert has_ended(there.process)
+    assert [one.incarnation for one in client.lookup()] == [1]
+    p = take()
+    assert client.lookup() == [p.advert]
+    with pytest.raises(Conflict, match="taken over by a newer process"):
+        client.publish(there)
+    p.close()
+    take()
 
 
 def test_rooms_that_wait_for_one_directory_are_answered_by_one_request(monkeypatch) -> None:
