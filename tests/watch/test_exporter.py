@@ -52,6 +52,8 @@ def test_a_moved_room_is_told_by_both_sides(watched):
     told = watched.scrape()
     assert told("pdstage_node_draining", role="prefill") == 1
     assert told("pdstage_node_draining", role="decode") == 0
+    address = watched.endpoint.address
+    assert (status_of(address, "/healthz"), status_of(address, "/livez")) == (503, 200)
     assert "pdstage_directory_lease_seconds" not in told.names, "it publishes nothing any more, as it was asked"
 
 
@@ -240,7 +242,9 @@ def test_what_else_is_answered(watched):
             names = {family.name for family in parse_openmetrics(answer.read().decode())}
     assert {"pdstage_chunk_latency_seconds", "pdstage_node"} <= names
     assert status_of(address, "/") == status_of(address, "/rooms/../../etc/passwd") == 404
-    assert get(address, "/healthz") == "ok\n"
+    assert get(address, "/healthz") == get(address, "/livez") == "ok\n"
+    watched.d.driver.fail(RuntimeError("a bug"))
+    assert status_of(address, "/healthz") == status_of(address, "/livez") == 503
     for rooms, status in ((None, 403), (True, 200)):  # names of rooms are told on loopback only unless asked
         with expose(port=0, host="0.0.0.0", registry=CollectorRegistry(), rooms=rooms) as wide:
             assert status_of(f"127.0.0.1:{wide.port}", "/rooms") == status

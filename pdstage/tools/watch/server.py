@@ -1,4 +1,5 @@
-"""The HTTP endpoint: /metrics for Prometheus, /rooms for `pdstage top`, /healthz.
+"""The HTTP endpoint: /metrics for Prometheus, /rooms for `pdstage top`; /healthz for who sends requests, /livez for who
+starts the process again.
 
 One thread per request, and none waits for ever; nothing here is on a room's path.
 """
@@ -107,8 +108,14 @@ class _Handler(BaseHTTPRequestHandler):
         if url.path == "/metrics":
             encode, kind = choose_encoder(self.headers.get("Accept", ""))
             self._say(200, encode(registry), kind)
-        elif url.path == "/healthz":
-            self._say(200, b"ok\n")
+        elif url.path in {"/healthz", "/livez"}:
+            nodes = [node.status() for node, _ in collector_of(registry).nodes()]
+            if any(node.failed for node in nodes):
+                self._say(503, b"a node has failed\n")
+            elif url.path == "/healthz" and any(node.draining for node in nodes):
+                self._say(503, b"a node takes no new rooms: it drains, or closes\n")
+            else:
+                self._say(200, b"ok\n")
         elif url.path == "/rooms" and self.server.tells_rooms:
             asked = parse_qs(url.query).get("n", ["10"])[0]
             n = min(int(asked), MAX_ROOMS) if asked.isascii() and asked.isdigit() else 10
@@ -120,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/rooms":
             self._say(403, b"rooms are served on loopback only, or with rooms=True\n")
         else:
-            self._say(404, b"there are /metrics, /rooms and /healthz\n")
+            self._say(404, b"there are /metrics, /rooms, /healthz and /livez\n")
 
     def _say(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)
