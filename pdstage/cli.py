@@ -357,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # warnings and worse, to stderr
+    # A container's first process ignores what it has no handler for.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         return int(given.run(given))
     except PdstageError as error:
@@ -364,6 +366,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

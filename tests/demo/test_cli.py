@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +99,19 @@ def test_help_needs_nothing_heavy():
         "print(sorted({'torch', 'transformers', 'rich', 'zmq', 'nixl'} & set(sys.modules)))"
     )
     assert python("-c", code, check=True).stdout == "[]\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes namespaces of processes")
+def test_a_command_ends_when_asked_to_as_a_container_s_first_process_too() -> None:
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-m", "pdstage.cli", "bootstrap"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert "directory at" in process.stdout.readline()
+            (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(first), signal.SIGTERM)
+            assert process.wait(240) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
 
 
 def test_keys_are_made_shown_and_used(tmp_path, capsys):
