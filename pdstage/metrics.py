@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from .errors import Aborted, PdstageError
+
 
 @dataclass(slots=True)
 class Counters:
@@ -20,6 +22,8 @@ class Counters:
     rooms_opened: int = 0
     rooms_succeeded: int = 0
     rooms_failed: int = 0
+    rooms_aborted: int = 0
+    """By an engine, here or at the peer; or the peer failed it first, and counts it among its failed ones."""
     chunks_staged: int = 0
     chunks_direct: int = 0
     chunks_fallen_back: int = 0
@@ -58,6 +62,13 @@ class Counters:
     """Time to start them."""
     writes_measured_us: int = 0
     """Time from then until each was seen to be done."""
+
+    def lost(self, error: PdstageError) -> None:
+        """Counts a room that ended with `error`."""
+        if isinstance(error, Aborted):
+            self.rooms_aborted += 1
+        else:
+            self.rooms_failed += 1
 
     def measured(self, nbytes: int, post_s: float, write_s: float) -> None:
         """Counts a post by its transport's figures."""

@@ -174,12 +174,10 @@ class Directory:
 
 
 def check_advert(advert: Advert, ttl_s: float | None) -> None:
-    """Raises `UsageError` for a name or a duration that no directory takes."""
-    if not 1 <= len(advert.instance) <= _MAX_NAME or not advert.instance.isprintable():
-        raise UsageError(
-            f"instance name {advert.instance[:64]!r} cannot be published",
-            remedy=f"give 1 to {_MAX_NAME} printable characters",
-        )
+    """Raises `UsageError` for a name, an endpoint or a duration that no directory takes."""
+    for word in (advert.instance, advert.endpoint):
+        if not 1 <= len(word) <= _MAX_NAME or not word.isprintable():
+            raise UsageError(f"{word[:64]!r} cannot be published", remedy=f"give 1 to {_MAX_NAME} printable characters")
     if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
         raise UsageError(
             f"a lease of {ttl_s} s for {advert.where}", remedy=f"give more than 0, at most {MAX_TTL_S:g} s"

@@ -10,7 +10,7 @@ Refusals carry {"error": kind, "what": ..., "remedy": ..., "missing": [...]}; th
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, assert_never
+from typing import Annotated, TypeAlias, assert_never, cast
 
 import msgspec
 from msgspec import Meta
@@ -84,7 +84,8 @@ def answer(directory: Directory, method: str, target: str, body: bytes) -> tuple
 def refusal(error: PdstageError) -> tuple[int, bytes]:
     kind, status = next((k, s) for k, s, cls in KINDS if isinstance(error, cls))
     missing = error.missing if isinstance(error, Incomplete) else ()
-    return status, msgspec.json.encode(Refusal(kind, error.what, error.remedy, missing, error.fields.get("holder")))
+    said = Refusal(kind, error.what, error.remedy, missing, cast("Advert | None", error.fields.get("holder")))
+    return status, msgspec.json.encode(said)
 
 
 def _answer(directory: Directory, method: str, path: str, body: bytes) -> object:

@@ -18,6 +18,8 @@ _OURS = {
     "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "bind",
 }  # fmt: skip
 """Arguments that the adapter sets itself."""
+_ADAPTERS = {"trust_layout", "metrics_port", "metrics_host"}
+"""Options of the adapter, not of its nodes."""
 
 
 def node_options(
@@ -34,7 +36,7 @@ def node_options(
     `UsageError` for an argument that neither kind of node has or that operators may not set; the node itself checks
     the values.
     """
-    known = (_arguments(PrefillNode) | _arguments(DecodeNode) | {"trust_layout"}) - _OURS
+    known = (_arguments(PrefillNode) | _arguments(DecodeNode) | _ADAPTERS) - _OURS
     merged: dict[str, Any] = {}
     config: dict[str, Any] = dict(deadlines)
     for source, options in ((environment.NODE.name, environment.NODE.read() or {}), (where, given)):

@@ -406,7 +406,7 @@ class DecodeCore:
         """`told`: the route of the writer that said so, which may have begun the room again."""
         if not room.on(RoomEvent.FAILED, error):
             return
-        self.counters.rooms_failed += 1
+        self.counters.lost(error)
         if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
             self._give_up(room, [route for route in room.routes.values() if route != told])
         self._end(room)

@@ -341,7 +341,7 @@ class CloseOk(OfEpoch, tag=14):
 
 
 class CloseFailed(OfEpoch, tag=15):
-    """P>D until Abort, or once to who asks: the writer gives the room up. Proves nothing about writes in flight."""
+    """P>D until Abort, or once to who asks or opens: the writer gives the room up. Proves nothing of its writes."""
 
     reason: Reason
 

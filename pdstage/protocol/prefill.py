@@ -315,6 +315,9 @@ class PrefillCore:
             destination = Destination(session, opened, self._direct)
             room = self.by_key.get(opened.room)
             self._wanted_again(opened.room, session, opened.epoch)
+            if room is None and (gone := self._refusal(opened.room, session, opened.epoch)):
+                self.endpoint.send(session, m.CloseFailed(opened.epoch, m.brief(gone)))
+                return
             if room is None:
                 refusal = self._await_room(destination)
             if not refusal:
@@ -330,8 +333,6 @@ class PrefillCore:
     def _await_room(self, destination: Destination) -> str:
         """Keeps a destination until its room begins; or why it is refused."""
         opened, session = destination.open, destination.session
-        if refusal := self._refusal(opened.room, session, opened.epoch):
-            return refusal
         nbytes = _OPEN_NBYTES + sum(len(items.data) for items in opened.items)
         if session.parked_nbytes + nbytes > MAX_PARKED_NBYTES:
             return "too many rooms wait for prefill"
@@ -581,7 +582,7 @@ class PrefillCore:
     def fail(self, room: PrefillRoom, error: PdstageError) -> None:
         if not room.on(RoomEvent.FAILED, error):
             return
-        self.counters.rooms_failed += 1
+        self.counters.lost(error)
         served = {rank: (destination.session.id, destination.epoch) for rank, destination in room.destinations.items()}
         remember(self.ended, room.key, Ended(str(error), served))
         for destination in list(room.destinations.values()):

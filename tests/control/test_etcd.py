@@ -381,7 +381,7 @@ def test_users_and_their_rights(tmp_path, monkeypatch):
         reader = EtcdClient(servers.address(user="writer"))
         assert found(reader)
         reader._cluster._token = "expired.2"  # what it asks next is refused
-        writer.publish(advert(0, tp=1, incarnation=2))
+        writer.publish(advert(0, tp=1, incarnation=2), after=1)
         until(lambda: found(reader) == [advert(0, tp=1, incarnation=2)], "it is seen")
         reader.close()
         with pytest.raises(UsageError, match="does not let user 'nobody' in") as caught:

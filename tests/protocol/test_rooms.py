@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdstage import PeerError, TransportError, UsageError
+from pdstage import Aborted, PeerError, TransportError, UsageError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import prefill, wire
@@ -286,10 +286,10 @@ def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> No
     opened(world)
     lost = world.submit(2)
     world.abort(world.p, lost, "out of memory")
-    world.drop(nth(0, is_message(m.Opened)))
+    world.drop(nth(0, is_message(m.CloseFailed)))
     handle = world.receive(2)
     world.run(until=world.now + 1.0)
-    assert_failed(handle, "out of memory", PeerError)
+    assert_failed(handle, "out of memory", Aborted)
     again = world.receive(2)
     world.run(until=world.now + 1.0)
     assert again.state is State.WAITING_FOR_INPUT, "told once; a new epoch is the room again"

@@ -17,7 +17,7 @@ from pdstage import State, Topology, UsageError
 from pdstage.tools.watch import Timings, catalogue, expose, register
 from pdstage.tools.watch.exporter import collector_of
 from tests.manager.engine import TOKENS, Event, Rank, drive
-from tests.watch.conftest import Samples, get, status_of
+from tests.watch.samples import Samples, get, status_of
 
 
 def test_a_moved_room_is_told_by_both_sides(watched):
@@ -65,8 +65,10 @@ def test_failed_rooms_are_told_by_their_errors_class(watched):
     for handle, role in ((room.sender, "prefill"), (room.receiver, "decode")):
         assert handle.state is State.FAILED
         assert told("pdstage_room_failures_total", role=role, error=type(handle.error).__name__) == 1
-        assert told("pdstage_room_seconds_count", role=role, outcome="failed") == 1
-    assert told("pdstage_room_transfer_seconds_count", role="prefill", outcome="failed") == 0, "nothing moved"
+        assert told("pdstage_room_seconds_count", role=role, outcome="aborted") == 1
+        assert told("pdstage_rooms_ended_total", role=role, outcome="aborted") == 1
+        assert told("pdstage_rooms_ended_total", role=role, outcome="failed") == 0
+    assert told("pdstage_room_transfer_seconds_count", role="prefill", outcome="aborted") == 0, "nothing moved"
 
 
 def test_open_rooms_are_told_by_state_until_they_are_released(watched):

@@ -24,11 +24,11 @@ NOW = {
 }
 """Gauges."""
 TOTALS = {
-    "bytes": ("bytes_written", "Bytes of KV that prefill wrote to decode"),
-    "descriptors": ("descriptors", "Descriptors of the writes that moved them"),
-    "failed_rooms": ("rooms_failed", "Requests whose KV did not arrive"),
+    "bytes": (("bytes_written",), "Bytes of KV that prefill wrote to decode"),
+    "descriptors": (("descriptors",), "Descriptors of the writes that moved them"),
+    "failed_rooms": (("rooms_failed", "rooms_aborted"), "Requests whose KV did not arrive"),
 }
-"""Counters, and the node's counters they are taken from."""
+"""Counters, and the node's counters that they are sums of."""
 
 
 @cache
@@ -88,8 +88,9 @@ class Gauges:
                 "oldest_room_seconds": oldest[0].age_s if oldest else 0.0,
                 "unfenced_peers": status.n_unfenced,
             }
-            for name, (counter, _) in TOTALS.items():
-                self._series[name].labels(**self._labels).inc(status.counters[counter] - self._counted.get(counter, 0))
+            for name, (counters, _) in TOTALS.items():
+                grown = sum(status.counters[counter] - self._counted.get(counter, 0) for counter in counters)
+                self._series[name].labels(**self._labels).inc(grown)
             self._counted = status.counters
         for name, value in values.items():
             self._series[name].labels(**self._labels).set(value)

@@ -39,6 +39,7 @@ from sglang.srt.utils.network import NetworkAddress
 from pdstage import DecodeNode, PrefillNode, Topology, UsageError, environment
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
+from pdstage.integrations.metrics import Metrics
 from pdstage.integrations.model import digest, facts
 from pdstage.integrations.options import node_options, trusts_layout
 from pdstage.integrations.sglang.gauges import Gauges
@@ -100,6 +101,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         self.node: Any = None
         self.gauges: Gauges | None = None
+        self.metrics: Metrics | None = None
         self.scheduler: Any = None
         """This rank's, from its first request on."""
         self._unsafe: dict[Receiver, int] = {}
@@ -132,7 +134,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         if self.is_prefill:
             # SGLang's server speaks plain HTTP.
             options["bootstrap"] = PLAIN + Address.joined(_bootstrap_host(self), self.bootstrap_port)
-            options |= {"instance": INSTANCE, "observers": [self] if self.pp_rank else []}
+            options["instance"] = INSTANCE
         is_one = self.system_dp_size == 1
         place = Topology(
             tp_size=self.attn_tp_size, tp_rank=self.attn_tp_rank, pp_size=self.pp_size, pp_rank=self.pp_rank,
@@ -147,7 +149,12 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         if get_disagg().enable_pd_role_switch:  # a switch that fails ends the engine
             later = Address.parse(self._bind(is_prefill=True), "tcp", listening=True)
             later.check_exposure(bool(options.get("insecure")), options.get("keys"))
-        self.node = kind(pool, place, bind=self._bind(is_prefill=self.is_prefill), progress="thread", **options)
+        if self.metrics is None:
+            self.metrics = Metrics({}, where=environment.NODE.name, engine="sglang", rank=place.unique_rank)
+        observers = [*self.metrics.observers, *([self] if self.is_prefill and self.pp_rank else [])]
+        bind = self._bind(is_prefill=self.is_prefill)
+        self.node = kind(pool, place, bind=bind, progress="thread", observers=observers, **options)
+        self.metrics.add(self.node)
 
     def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
         """The node. Raises `UsageError` while SGLang's memory is released: then only the request fails."""
@@ -182,6 +189,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         if self.gauges is not None:
             self.gauges.close()
         self.deregister_buffer_to_engine()
+        if self.metrics is not None:
+            self.metrics.close()
         if self._heartbeat is not None:
             self._heartbeat_shutdown.set()
             self._heartbeat.join(_STOP_S)

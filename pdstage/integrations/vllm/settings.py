@@ -9,6 +9,7 @@ from vllm.utils.network_utils import get_ip
 from pdstage import UsageError
 from pdstage.arguments import flag, integer, number
 from pdstage.control.address import Address
+from pdstage.integrations.metrics import Metrics
 from pdstage.integrations.options import node_options, trusts_layout
 
 if TYPE_CHECKING:
@@ -70,12 +71,18 @@ class Settings:
         self.replica, first_at, offset = _replica(vllm_config.parallel_config, self.host)
         self.shared = str(Address(first_at, port)) if port and first_at else ""
         self.port: int = port and port + offset
+        self._before = offset * vllm_config.parallel_config.world_size
+        """Ranks of the replicas before this one, if they may share a host."""
 
     def node(self, kind: type[PrefillNode | DecodeNode], model: Mapping[str, str] | None = None) -> dict[str, Any]:
         """A node's arguments; `model` is vLLM's facts. Raises `UsageError` for arguments that no node takes."""
         deadlines = {**_DEADLINES, "send_wait_s": self.lease_s, "open_wait_s": self.lease_s}
         arguments = node_options(kind, self.options, where=_WHERE, deadlines=deadlines, model=model or {})
         return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **arguments}
+
+    def metrics(self, rank: int) -> Metrics:
+        """What serves the metrics of that rank's nodes. Raises `UsageError`."""
+        return Metrics(self.options, where=_WHERE, engine="vllm", rank=self._before + rank)
 
 
 def _replica(parallel: ParallelConfig, host: str) -> tuple[int, str, int]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pdstage import Receiver, Sender
+    from pdstage.integrations.metrics import Metrics
     from pdstage.integrations.vllm.groups import Held
     from pdstage.integrations.vllm.metadata import Chunk, Receive, Remote, Send
     from pdstage.integrations.vllm.settings import Settings
@@ -107,6 +108,7 @@ class WorkerSide:
         self._transfer = vllm_config.kv_transfer_config
         settings.node(PrefillNode if self._transfer.is_kv_producer else DecodeNode)  # refused before a thread starts
         self.topology = topology_of(vllm_config.parallel_config)
+        self._metrics: Metrics | None = None
         self.prefill: PrefillNode | None = None
         self.decode: DecodeNode | None = None
         self._computed: CudaEvent | None = None
@@ -144,11 +146,15 @@ class WorkerSide:
         pool = Pool.of(self._caches.layout, str(self._caches.device), keep=tuple(kv_caches.values()))
         model, is_dummy = self._config.model_config, self._config.load_config.load_format == "dummy"
         said = facts(model, model.model, dummy=is_dummy)
+        self._metrics = metrics = self._settings.metrics(self.topology.unique_rank)
         if self._transfer.is_kv_producer:
-            options, name = self._settings.node(PrefillNode, said), self._transfer.engine_id
-            self.prefill = PrefillNode(pool, self.topology, publish=False, instance=name, **options)
+            options = {"instance": self._transfer.engine_id, **self._settings.node(PrefillNode, said)}
+            self.prefill = PrefillNode(pool, self.topology, publish=False, observers=metrics.observers, **options)
+            metrics.add(self.prefill)
         if self._transfer.is_kv_consumer:
-            self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode, said))
+            options = self._settings.node(DecodeNode, said)
+            self.decode = DecodeNode(pool, self.topology, observers=metrics.observers, **options)
+            metrics.add(self.decode)
 
     def handshake(self) -> PdStageHandshake | None:
         """This rank's advert, if it prefills. Under prefill context parallelism vLLM keeps one answer a TP rank: each
@@ -427,9 +433,9 @@ class WorkerSide:
     def close(self) -> None:
         """Fails the open rooms and releases the memory."""
         self._tasks.close()
-        for node in (self.prefill, self.decode):
-            if node is not None:
-                node.close()
+        for held in (self.prefill, self.decode, self._metrics):
+            if held is not None:
+                held.close()
         self.prefill = self.decode = None
 
 

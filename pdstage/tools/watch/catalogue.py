@@ -94,7 +94,11 @@ SECTIONS = {
         Metric("pdstage_rooms_opened_total", "Rooms begun by the engine.", "counters.rooms_opened"),
         Metric(
             "pdstage_rooms_ended_total", "Rooms ended, by outcome.",
-            {"counters.rooms_succeeded": "success", "counters.rooms_failed": "failed"}, ("outcome",),
+            {
+                "counters.rooms_succeeded": "success", "counters.rooms_failed": "failed",
+                "counters.rooms_aborted": "aborted",
+            },
+            ("outcome",),
         ),
     ),
     "Times": (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STAGE_BOUNDS_S = (*(round(digit * 10.0**power, 6) for power in range(-5, 1) for digit in (1, 2.5, 5)), 10.0)
 ROOM_BOUNDS_S = (*STAGE_BOUNDS_S[6:], 30.0, 60.0, 120.0, 300.0, 600.0)
 STAGES = {"prefill": ("lease_wait", "gather", "write", "direct", "aux"), "decode": ("scatter",)}
-OUTCOMES = ("success", "failed")
+OUTCOMES = ("success", "failed", "aborted")
 ERRORS = ("Aborted", "DeadlineExceeded", "PdstageError", "PeerError", "TransportError", "UsageError")
 _MAX_WAITED = 4096
 
@@ -57,7 +57,8 @@ class NodeTimings:
         self._waited: dict[tuple[SessionId, int, int], float] = {}
 
     def room(self, ended: RoomEnded) -> None:
-        outcome = ("success" if ended.state is State.SUCCESS else "failed",)
+        lost = "aborted" if ended.error == "Aborted" else "failed"
+        outcome = ("success" if ended.state is State.SUCCESS else lost,)
         self.rooms[outcome].add(ended.ended_at - ended.opened_at)
         if ended.moved_at is not None:
             self.transfers[outcome].add(ended.ended_at - ended.moved_at)

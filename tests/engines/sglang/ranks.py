@@ -38,6 +38,7 @@ from tests.engines.calls import PATIENCE_S
 from tests.engines.sglang import setups
 from tests.engines.sglang.pools import Memory
 from tests.engines.sglang.setups import Setup
+from tests.watch.samples import Samples, get
 
 load_plugins()
 MODEL = str(Path(__file__).parent / "model")
@@ -502,6 +503,10 @@ class Rank:
         """What SGLang's metrics say of this rank, as they are scraped."""
         labels = {label: str(value) for label, value in self.metrics.collector.labels.items()}
         return prometheus_client.REGISTRY.get_sample_value(f"sglang:kv_transfer_{name}", labels)
+
+    def exported(self, name: str, labels: dict[str, str]) -> float:
+        """The same of all that its node exports."""
+        return Samples(get(self.manager.metrics.address))(name, **labels)
 
     def sleep(self) -> None:
         self.manager.deregister_buffer_to_engine()

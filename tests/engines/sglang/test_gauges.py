@@ -8,7 +8,7 @@ TOKENS = 7 * 16
 NBYTES = TOKENS * 2 * 2 * 4 * 32 * 2  # K and V of two layers with four heads of 32 numbers of two bytes
 
 
-fleet = shared_fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}')
+fleet = shared_fleet(1, 1, "mha", '{"path": "direct", "transport": "local", "metrics_port": 0}')
 
 
 def until(engine, **wanted: float) -> None:
@@ -26,6 +26,10 @@ def test_a_request_is_seen_while_it_lasts_and_counted_after_it(fleet):
     fleet.finish(1, TOKENS)
     until(fleet.prefill, rooms=0, rooms_held=0, oldest_room_seconds=0, bytes_total=NBYTES, failed_rooms_total=0)
     until(fleet.decode, rooms=0, rooms_held=0, oldest_room_seconds=0, bytes_total=0)
+    for engine, role in zip(fleet.engines, ("prefill", "decode"), strict=True):
+        labels = {"engine": "sglang", "role": role, "rank": "0", "outcome": "success"}
+        for name in ("pdstage_rooms_ended_total", "pdstage_room_seconds_count"):
+            assert engine.ranks[0].call("exported", name, labels) == 1
 
 
 def test_memory_that_a_failed_request_holds_is_seen(fleet):

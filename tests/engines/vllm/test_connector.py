@@ -37,6 +37,8 @@ from pdstage.integrations.vllm.worker import Tasks
 from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.caches import Side, attention, transfer, until
 from tests.engines.vllm.test_caches import windowed
+from tests.processes import free_port
+from tests.watch.samples import Samples, get
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -390,6 +392,19 @@ def test_stats_add_up_and_reach_prometheus(src: Side, dst: Side) -> None:
     assert (read("requests_sending"), read("held_blocks")) == (0, 4), "the most that any rank has"
     metrics.observe({"not_received": [1]}, 0)
     assert read("held_blocks") == 4, "a gauge stays until it is said anew"
+
+
+def test_a_rank_serves_all_that_its_nodes_export(sides) -> None:
+    ports = [free_port(), free_port()]
+    src = sides("kv_producer", extra={"metrics_port": ports[0]})
+    dst = sides("kv_consumer", extra={"metrics_port": ports[1] - 1}, replica=1)
+    assert transfer(src, dst, "r", src.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
+    for port, role in zip(ports, ("prefill", "decode"), strict=True):
+        told = Samples(get(f"127.0.0.1:{port}"))
+        for name in ("pdstage_rooms_ended_total", "pdstage_room_seconds_count"):
+            assert told(name, engine="vllm", role=role, rank="0", outcome="success") == 1
+    with pytest.raises(UsageError, match=f"no metrics endpoint at 127.0.0.1:{ports[0]}"):
+        sides("kv_producer", extra={"metrics_port": ports[0]})
 
 
 def test_what_lasts_is_seen_while_it_lasts(sides) -> None:
