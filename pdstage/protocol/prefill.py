@@ -315,11 +315,12 @@ class PrefillCore:
             destination = Destination(session, opened, self._direct)
             room = self.by_key.get(opened.room)
             self._wanted_again(opened.room, session, opened.epoch)
-            if room is None and (gone := self._refusal(opened.room, session, opened.epoch)):
-                self.endpoint.send(session, m.CloseFailed(opened.epoch, m.brief(gone)))
-                return
             if room is None:
-                refusal = self._await_room(destination)
+                refusal = self._refusal(opened.room, session, opened.epoch)
+                if refusal and refusal != _ENDING:
+                    self.endpoint.send(session, m.CloseFailed(opened.epoch, m.brief(refusal)))
+                    return
+                refusal = refusal or self._await_room(destination)
             if not refusal:
                 self.destinations[destination] = None
                 session.claims[opened.epoch] = destination
