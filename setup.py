@@ -13,7 +13,7 @@ MAPPED = {"pdstage.bench": "bench", "pdstage.csrc": "csrc", "pdstage.kernels": "
 PACKAGES = [
     "bench.peers", "control", "integrations", "integrations.sglang", "integrations.vllm", "layout",
     "manager", "plan", "protocol", "tools", "tools.calibrate", "tools.demo", "tools.doctor",
-    "tools.trace", "tools.watch", "transport",
+    "tools.trace", "transport", "watch",
 ]  # fmt: skip
 SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
 

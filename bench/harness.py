@@ -21,14 +21,14 @@ import numpy as np
 
 from pdstage import environment, native
 from pdstage.errors import UsageError
-from pdstage.tools.watch.progress import progress
+from pdstage.watch.progress import progress
 
 from . import BENCHES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdstage.tools.watch.progress import Advance
+    from pdstage.watch.progress import Advance
 
 TRACED = ("rooms", "transfer", "kv-transfer")
 

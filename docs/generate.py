@@ -28,7 +28,7 @@ import tuning  # noqa: E402
 
 from pdstage import environment  # noqa: E402
 from pdstage.protocol import config, state  # noqa: E402
-from pdstage.tools.watch import catalogue  # noqa: E402
+from pdstage.watch import catalogue  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -165,7 +165,7 @@ def trait_row(declared: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
-    """Every metric that `pdstage.tools.watch` exports, by section."""
+    """Every metric that `pdstage.watch` exports, by section."""
     lines: list[str] = []
     for title, held in catalogue.SECTIONS.items():
         lines += ["", f"### {title}", "", "| metric | type | unit | labels | |", "|---|---|---|---|---|"]

@@ -15,7 +15,8 @@ order:
     columns, metadata   a request's aux row: first token and so on, and the memory that holds it
     manager             the nodes: threads, the clock and the lock
     integrations        vLLM's and SGLang's sides; `probe` checks a layout against the engine's own code
-    tools, cli          the commands: demo, doctor, calibrate, watch, trace
+    watch               metrics for Prometheus, from nodes in any process
+    tools, cli          the commands: demo, doctor, calibrate, trace
 
 Used throughout: errors, arguments, environment, native, shared, metrics, log_limit.
 

@@ -24,9 +24,11 @@ from pdstage.tools.demo import options as demo
 from pdstage.tools.doctor import AREAS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from pdstage.control.directory import Advert
     from pdstage.control.keys import Keys
+    from pdstage.control.operate import NodeState
     from pdstage.tools.calibrate.peer import Peer
 
 _ANSWER_S = 20.0
@@ -76,9 +78,23 @@ def _bench(given: argparse.Namespace) -> int:
 
 
 def _top(given: argparse.Namespace) -> int:
-    from pdstage.tools.watch.top import run  # noqa: PLC0415
+    from pdstage.watch.top import run  # noqa: PLC0415
 
-    return run(given.endpoints, interval_s=given.interval, once=given.once)
+    endpoints = given.endpoints
+    if given.directory is not None:
+        endpoints = [one.metrics for one in _members(given, given.endpoints) if one.metrics]
+    if not endpoints:
+        raise UsageError("no endpoint of metrics", remedy="name some, or a --directory whose nodes say theirs")
+    return run(endpoints, interval_s=given.interval, once=given.once)
+
+
+def _members(given: argparse.Namespace, names: Sequence[str]) -> list[Advert]:
+    """What the living nodes of the instances `names` say of themselves in the directory; of all without names."""
+    from pdstage.control.bootstrap import client_of  # noqa: PLC0415
+    from pdstage.control.operate import members  # noqa: PLC0415
+
+    listed = members(client_of(given.directory, _ANSWER_S, keys=_keys_given(given)), names)
+    return [one.advert for one in listed if one.expires_in_s > 0]
 
 
 def _plot(given: argparse.Namespace) -> int:
@@ -130,6 +146,10 @@ def _doctor(given: argparse.Namespace) -> int:
     from pdstage.tools.doctor.probe import Asked  # noqa: PLC0415
     from pdstage.tools.doctor.table import examine  # noqa: PLC0415
 
+    if given.node is not None:
+        from pdstage.control.operate import STATE, ask  # noqa: PLC0415
+
+        return _print_states(ask([_scheme(given.node)], STATE, keys=_keys_given(given)))
     if given.keys is None:
         _keys_given(given)  # refuses --allow alone
     asked = Asked(
@@ -166,33 +186,36 @@ def _instances(given: argparse.Namespace) -> int:
 def _drain(given: argparse.Namespace) -> int:
     """The exit code is 1 if a node is not drained by the end of the wait."""
     from pdstage.arguments import number  # noqa: PLC0415
-    from pdstage.control.drain import drain  # noqa: PLC0415
+    from pdstage.control.operate import drain  # noqa: PLC0415
 
-    wait_s = number("--wait", given.wait, above=0.0)
-    said = drain([_scheme(one) for one in given.endpoints], keys=_keys_given(given), wait_s=wait_s)
-    for endpoint, draining in said.items():
-        print(f"{endpoint}: {draining}")
-    return 0 if all(draining.drained for draining in said.values()) else 1
+    wait_s, endpoints = number("--wait", given.wait, above=0.0), [_scheme(one) for one in given.endpoints]
+    if given.directory is not None:
+        endpoints = [one.endpoint for one in _members(given, given.endpoints)]
+    said = drain(endpoints, keys=_keys_given(given), wait_s=wait_s)
+    return _print_states(said) or int(not all(state.drained for state in said.values()))
+
+
+def _print_states(said: Mapping[str, NodeState]) -> int:
+    for endpoint, state in said.items():
+        print(f"{endpoint}: {state}")
+    return int(any(state.failed for state in said.values()))
 
 
 def _fence(given: argparse.Namespace) -> int:
+    """The exit code is 1 if a node has failed."""
     from pdstage.arguments import number  # noqa: PLC0415
-    from pdstage.control.etcd import SCHEME, EtcdClient  # noqa: PLC0415
+    from pdstage.control.bootstrap import client_of  # noqa: PLC0415
+    from pdstage.control.operate import fence  # noqa: PLC0415
 
-    if not given.address.startswith(SCHEME):
-        raise UsageError(
-            f"the directory at {given.address} keeps no record of processes that ended",
-            remedy=f"use one in etcd ({SCHEME}...), or call Node.fence at each node",
-            address=given.address,
-        )
-    wait_s = number("--wait", given.wait, above=0.0)
-    with EtcdClient(given.address, _ANSWER_S) as client:
-        fenced = client.fence(given.where, wait_s=wait_s)
-    for incarnation, process in fenced.items():
-        print(f"fenced {process} {incarnation:016x}")
-    if not fenced:
+    keys = _keys_given(given)
+    client = client_of(given.address, _ANSWER_S, keys=keys)
+    ended, told = fence(client, given.where, keys=keys, wait_s=number("--wait", given.wait, above=0.0))
+    for process in ended:
+        print(f"fenced {process}")
+    if not ended:
         print(f"nothing to fence: every process that was at {given.where} was withdrawn or fenced before")
-    return 0
+    print(f"{len(told)} nodes were told; they kept memory for {sum(one.fenced for one in told.values())} lost sessions")
+    return _print_states({endpoint: state for endpoint, state in told.items() if state.unfenced or state.failed})
 
 
 def _keys(given: argparse.Namespace) -> int:
@@ -244,6 +267,7 @@ _KEYS = (
     _option("--keys", "encrypt, and trust who holds this key file's key", "FILE", type=Path),
     _option("--allow", "with --keys: public keys of others to trust", "FILE", type=Path),
 )
+_DIRECTORY = _option("--directory", "take instances' names, and find their nodes here", "ADDRESS")
 _TRACE = _option("--trace", "write a trace to FILE, for Perfetto or pdstage plot", "FILE", type=Path)
 _LAYOUT = "memory order of a page's tokens and heads at"
 
@@ -280,9 +304,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, tuple[_Optio
         _TRACE,
     )),
     "top": (_top, "watch running nodes in the terminal, by their metrics endpoints", (
-        _option("endpoints", "HOST:PORT or PORT, where metrics are served", "ENDPOINT", nargs="+"),
+        _option("endpoints", "HOST:PORT or PORT, where metrics are served, or instances", "ENDPOINT", nargs="*"),
+        _DIRECTORY,
         _option("--interval", "seconds a frame; default %(default)s", "S", type=float, default=1.0),
         _option("--once", "print one frame and end; 1 if an endpoint did not answer"),
+        *_KEYS,
     )),
     "plot": (_plot, "say where the time of a trace's rooms went, and merge traces", (
         _option("traces", "what --trace wrote; files of several processes are merged", "TRACE", type=Path, nargs="+"),
@@ -308,6 +334,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, tuple[_Optio
         _DEVICE,
         _option("--serve", "be the other side of --peer, until interrupted", "HOST:PORT"),
         _option("--peer", "work with the node that --serve runs on", "HOST:PORT", default=""),
+        _option("--node", "ask a running node, in an engine too, how it is; 1 if it has failed", "HOST:PORT"),
         _option("--bind", "of this side's node; default: towards the peer", "ADDRESS", default=""),
         _option("--deadline", "of a probe; default %(default)s", "S", type=float, default=60.0),
         _INSECURE,
@@ -324,14 +351,16 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, tuple[_Optio
         *_KEYS,
     )),
     "drain": (_drain, "ask running nodes to begin no room any more, and wait until none is left", (
-        _option("endpoints", "a node's control socket: tcp://HOST:PORT", "ENDPOINT", nargs="+"),
+        _option("endpoints", "nodes' control sockets, tcp://HOST:PORT, or instances", "ENDPOINT", nargs="+"),
+        _DIRECTORY,
         _option("--wait", "for rooms to end; default %(default)s", "S", type=float, default=60.0),
         *_KEYS,
     )),
-    "fence": (_fence, "say in etcd that a host's processes have ended: every node hears it", (
-        _option("address", "of the directory: etcd://...", "ADDRESS"),
-        _option("where", "the host that was ended, or one node's endpoint", "HOST"),
+    "fence": (_fence, "say that an instance's processes have ended, to every node in a directory", (
+        _option("address", "of the directory", "ADDRESS"),
+        _option("where", "the instance or host that was ended, or one node's endpoint", "WHERE"),
         _option("--wait", "for leases to end; default %(default)s", "S", type=float, default=30.0),
+        *_KEYS,
     )),
     "keys": (_keys, "make the key file of a cluster or of a node", (
         _option("file", "a new file; with --public one that exists", "FILE", type=Path),

@@ -21,7 +21,7 @@ LAYERS = {
     3: ["kernels"],
     4: ["stager", "probe", "metadata", "control", "transport"],
     5: ["manager"],
-    6: ["integrations"],
+    6: ["integrations", "watch"],
     7: ["tools", "bench", "cli", "__main__"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}

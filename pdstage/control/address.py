@@ -164,6 +164,16 @@ class Address(NamedTuple):
         return key
 
 
+def is_at(endpoint: str, where: str) -> bool:
+    """Whether `where`, an endpoint or a host, is that of `endpoint`, a control socket's."""
+    if where == endpoint:
+        return True
+    try:
+        return Address.parse(endpoint, "tcp").host == where.strip("[]")
+    except UsageError:  # an endpoint without a host
+        return False
+
+
 def _is_host(text: str) -> bool:
     """Whether the system's resolver accepts it: `getaddrinfo` raises `UnicodeError` for an invalid name."""
     if ":" in text:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_TTL_S = 3600.0
+_LOST_S = 24 * 3600
+DECODE = "decode:"
+"""Before the names of instances that decode, which are in a directory for operators alone."""
 MAX_ADVERTS = 4096
 _LARGER = f"it takes {MAX_ADVERTS}; for more have the directory in etcd (docs/directory.md), or one for each deployment"
 MAX_REPLICA = 65535
@@ -37,7 +41,9 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
     life. `layout` is its `Layout.digest()`, `transports` its data transports, best first, and `version` the wire's:
     that of the first release, if it is not said.
     `replica` is the number of an engine among those behind one address, if each has an instance name of its own.
-    `process` is for the node that wants this rank's place: it tells whether the process has ended.
+    `process` is for the node that wants this rank's place: it tells whether the process has ended. Nodes of either
+    `role` are listed for operators, with the `engine` that they run in and the address of their `metrics`; rooms are
+    looked up among those that prefill.
     """
 
     instance: _Word
@@ -49,6 +55,15 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 2
     replica: Annotated[int, Meta(ge=0, le=MAX_REPLICA)] = 0
     process: dict[str, Any] = {}
+    role: _Word = "prefill"
+    engine: _Word = ""
+    model: _Word = ""
+    metrics: _Word = ""
+
+    @property
+    def group(self) -> str:
+        """The name under which a directory holds its instance's ranks of its role."""
+        return self.instance if self.role == "prefill" else DECODE + self.instance
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -105,6 +120,8 @@ class Directory:
         self._lock = threading.Lock()
         self._log_limit = LogLimit()
         self._instances: dict[str, dict[int, _Entry]] = {}
+        self._lost: dict[tuple[str, int], _Entry] = {}
+        """Whose lease ended, in that order."""
 
     def publish(self, advert: Advert, ttl_s: float | None, after: int = 0) -> None:
         """Registers or renews a rank for `ttl_s`. None means until it is withdrawn, and is only for the directory's own
@@ -118,7 +135,7 @@ class Directory:
             raise UsageError(f"{advert.where} is one of {math.prod(advert.shape)} ranks", remedy=_LARGER)
         with self._lock:
             self._expire()
-            ranks = self._instances.get(advert.instance, {})
+            ranks = self._instances.get(advert.group, {})
             try:
                 held = check_place(advert, {rank: entry.held for rank, entry in ranks.items()}, after)
             except Conflict as error:
@@ -130,17 +147,18 @@ class Directory:
                 raise PeerError(f"the directory is full: {MAX_ADVERTS} ranks are registered", remedy=_LARGER)
             expires_at = math.inf if ttl_s is None else self._clock() + ttl_s
             ranks[advert.topology.unique_rank] = _Entry(held, expires_at)
-            self._instances[advert.instance] = ranks
+            self._instances[advert.group] = ranks
+            self._lost.pop((advert.group, advert.topology.unique_rank), None)
 
     def withdraw(self, advert: Advert) -> None:
         """Removes a rank, unless another incarnation holds its place now."""
         with self._lock:
-            ranks = self._instances.get(advert.instance, {})
+            ranks = self._instances.get(advert.group, {})
             entry = ranks.get(advert.topology.unique_rank)
             if entry is not None and entry.held.advert.incarnation == advert.incarnation:
                 del ranks[advert.topology.unique_rank]
                 if not ranks:
-                    del self._instances[advert.instance]
+                    del self._instances[advert.group]
 
     def lookup(self, instance: str | None = None, dp_rank: int | None = None) -> list[Advert]:
         """All ranks of one dp replica of `instance`, by group rank.
@@ -155,22 +173,29 @@ class Directory:
         return replica(instance, held, dp_rank)
 
     def instances(self) -> dict[str, list[tuple[Advert, float]]]:
-        """Every live advert with the seconds left of its lease, by instance and unique rank."""
+        """Every advert with the seconds left of its lease, by instance and unique rank; negative of those whose lease
+        ended in the last day, while nobody has their place.
+        """
         with self._lock:
             self._expire()
-            now = self._clock()
-            return {
-                name: [(ranks[rank].held.advert, ranks[rank].expires_at - now) for rank in sorted(ranks)]
-                for name, ranks in sorted(self._instances.items())
-            }
+            now, held = self._clock(), dict(self._lost)
+            held |= {(name, rank): entry for name, ranks in self._instances.items() for rank, entry in ranks.items()}
+        shown: dict[str, list[tuple[Advert, float]]] = {}
+        for (name, _), entry in sorted(held.items(), key=itemgetter(0)):
+            shown.setdefault(name, []).append((entry.held.advert, entry.expires_at - now))
+        return shown
 
     def _expire(self) -> None:
         now = self._clock()
         for name, held in list(self._instances.items()):
             for rank in [rank for rank, entry in held.items() if entry.expires_at <= now]:
-                del held[rank]
+                self._lost[name, rank] = held.pop(rank)
             if not held:
                 del self._instances[name]
+        while self._lost and (
+            len(self._lost) > MAX_ADVERTS or next(iter(self._lost.values())).expires_at < now - _LOST_S
+        ):
+            del self._lost[next(iter(self._lost))]
 
 
 def check_advert(advert: Advert, ttl_s: float | None) -> None:
@@ -178,6 +203,8 @@ def check_advert(advert: Advert, ttl_s: float | None) -> None:
     for word in (advert.instance, advert.endpoint):
         if not 1 <= len(word) <= _MAX_NAME or not word.isprintable():
             raise UsageError(f"{word[:64]!r} cannot be published", remedy=f"give 1 to {_MAX_NAME} printable characters")
+    if advert.instance.startswith(DECODE):
+        raise UsageError(f"instance {advert.instance!r} begins with {DECODE!r}", remedy="give another name")
     if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
         raise UsageError(
             f"a lease of {ttl_s} s for {advert.where}", remedy=f"give more than 0, at most {MAX_TTL_S:g} s"
@@ -220,6 +247,7 @@ def choose(instances: Collection[str], instance: str | None) -> str:
     """The instance that a lookup means: the only one, if it names none; "" if there is none. Raises `UsageError`."""
     if instance is not None:
         return instance
+    instances = [name for name in instances if not name.startswith(DECODE)]
     if len(instances) > 1:
         names = ", ".join(sorted(instances)[:8])
         raise UsageError(f"{len(instances)} instances are registered ({names})", remedy="name one of them")

@@ -129,12 +129,15 @@ def _engines(directory: Directory) -> dict[str, object]:
     its number what a router sends as `X-data-parallel-rank`. Others get the next free number.
     """
     engines: dict[str, object] = {}
-    for name, held in directory.instances().items():
-        number = held[0][0].replica
+    for name, listed in directory.instances().items():
+        held = [advert for advert, left_s in listed if left_s > 0 and advert.role == "prefill"]
+        if not held:
+            continue
+        number = held[0].replica
         while str(number) in engines:
             number += 1
         ranks: dict[str, dict[str, str]] = {}
-        for advert, _ in held:
+        for advert in held:
             place = advert.topology
             ranks.setdefault(str(place.tp_rank), {})[str(place.pp_rank)] = advert.endpoint
         engines[str(number)] = {"engine_id": name, "worker_addr": ranks}

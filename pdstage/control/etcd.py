@@ -31,8 +31,8 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import msgspec
 
 from pdstage import arguments, environment
-from pdstage.control.address import Address
-from pdstage.control.directory import Advert, Conflict, Held, check_advert, check_place, choose, replica
+from pdstage.control.address import Address, is_at
+from pdstage.control.directory import DECODE, Advert, Conflict, Held, check_advert, check_place, choose, replica
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -208,18 +208,12 @@ class Process(msgspec.Struct, frozen=True):
     endpoint: str
     rank: str
 
-    def is_at(self, where: str) -> bool:
-        """Whether it was at `where`, an endpoint or a host."""
-        if where == self.endpoint:
-            return True
-        try:
-            return Address.parse(self.endpoint, "tcp").host == where.strip("[]")
-        except UsageError:  # an endpoint without a host
-            return False
+    @property
+    def instance(self) -> str:
+        return unquote(self.rank.partition("/")[0]).removeprefix(DECODE)
 
     def __str__(self) -> str:
-        instance, _, place = self.rank.partition("/")
-        return f"{unquote(instance)} rank {place.rpartition('/')[2]} {self.endpoint}"
+        return f"{self.instance} rank {self.rank.rpartition('/')[2]} {self.endpoint}"
 
 
 _held, _process = msgspec.json.Decoder(Held), msgspec.json.Decoder(Process)
@@ -277,7 +271,7 @@ class EtcdClient:
             return
         for _ in range(_TRIES):
             copy = self._read(f"{rank.partition('/')[0]}/")
-            if self._put(check_place(advert, copy.ranks.get(advert.instance, {}), after), copy, ttl_s):
+            if self._put(check_place(advert, copy.ranks.get(advert.group, {}), after), copy, ttl_s):
                 return
             if self._cluster.ask("kv/range", {"key": _encoded(self._key(_ENDED, advert.incarnation))}).get("kvs"):
                 raise Conflict(
@@ -344,8 +338,9 @@ class EtcdClient:
     # Fencing.
 
     def fence(self, where: str, *, wait_s: float = 0.0) -> dict[int, Process]:
-        """Says that the processes at `where`, a host or an endpoint, have ended: every node that holds back memory
-        which one of them might still write gives it back. Only for an orchestrator that has ended them, or their host.
+        """Says that the processes at `where`, an instance, a host or an endpoint, have ended: every node that holds
+        back memory which one of them might still write gives it back. Only for an orchestrator that has ended them, or
+        their host.
 
         Returns them by incarnation; those that were withdrawn or fenced before are not among them, nor those that come
         to `where` after this call began. A process counts as alive while it is registered, which is until its lease has
@@ -354,7 +349,11 @@ class EtcdClient:
         """
         where, end = arguments.text("where", where), time.monotonic() + arguments.number("wait_s", wait_s)
         copy = self._read()
-        found = {incarnation: one for incarnation, one in copy.processes.items() if one.is_at(where)}
+        found = {
+            incarnation: one
+            for incarnation, one in copy.processes.items()
+            if where == one.instance or is_at(one.endpoint, where)
+        }
         while alive := [one for incarnation, one in found.items() if copy.is_registered(incarnation)]:
             if (left_s := end - time.monotonic()) <= 0:
                 raise Conflict(
@@ -465,7 +464,7 @@ class _Copy:
 def _rank_key(advert: Advert) -> str:
     """Below the prefix."""
     shape = ".".join(map(str, advert.shape))
-    return f"{quote(advert.instance, safe='')}/{shape}/{advert.topology.unique_rank}"
+    return f"{quote(advert.group, safe='')}/{shape}/{advert.topology.unique_rank}"
 
 
 def _range(prefix: str) -> dict[str, Any]:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _OURS = {
-    "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "bind",
+    "bootstrap", "publish", "progress", "metadata", "aux", "observers", "bind",
 }  # fmt: skip
 """Arguments that the adapter sets itself."""
-_ADAPTERS = {"trust_layout", "metrics_port", "metrics_host"}
+_ADAPTERS = {"trust_layout", "metrics_port", "metrics_host", "directory", "instance"}
 """Options of the adapter, not of its nodes."""
 
 
@@ -49,7 +49,7 @@ def node_options(
             )
         merged |= options
         config |= fields_set
-    own = {name: value for name, value in merged.items() if name in _arguments(kind)}
+    own = {name: value for name, value in merged.items() if name in _arguments(kind) - _ADAPTERS}
     return own | {"config": Config(**config), "model": overridden(model, merged.get("model"), where=where)}
 
 

@@ -37,7 +37,7 @@ from collections import deque
 from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, assert_never
 
-from pdstage.control import drain
+from pdstage.control import operate
 from pdstage.control.zmq import messages_of
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.sessions import Sessions
@@ -381,14 +381,12 @@ class Driver:
             return False
         self._read_at = time.monotonic()
         for route, frames in node.socket.recv():
-            if frames[0] == drain.REQUEST:
-                operators.append(route)
+            if operate.is_request(frames[0]):
+                operators.append((route, frames[0]))
                 continue
             self._unread += [(route, frame) for frame in frames]
-        if operators:
-            answer = drain.encode(node._asked_to_drain())
-            for route in operators:
-                node.socket.send(route, [answer])
+        for route, request in operators:
+            node.socket.send(route, [operate.encode(node._asked(request))])
         return bool(operators)
 
     def _take_effects(self) -> list[Effect]:

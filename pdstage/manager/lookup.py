@@ -77,7 +77,8 @@ class Directory:
         self._closed = False
         self.counters = DirectoryCounters()
         self._askers: dict[str, _Asker] = {}
-        self._publication: _Publication | None = None
+        self._publications: dict[str, _Publication] = {}
+        """By the directory's address."""
         self._cache_s = cache_s
         self._watching: dict[str, EtcdClient] = {}
         """Clients that keep a watch, by address."""
@@ -98,13 +99,14 @@ class Directory:
         return any(client.has_ended(incarnation) for client in watching)
 
     def status(self) -> dict[str, float]:
-        """The fields of `DirectoryCounters`. Where this node is published, `lease_s`: seconds until that ends unless it
-        is renewed, 0 once it has. `watch_age_s`: seconds since a directory that it watches answered last, 0 where it
-        watches none; `watches_restarted`: how often one stopped answering. Takes no lock.
+        """The fields of `DirectoryCounters`. Where this node is published, `lease_s`: seconds until the first of its
+        leases ends unless it is renewed, 0 once it has. `watch_age_s`: seconds since a directory that it watches
+        answered last, 0 where it watches none; `watches_restarted`: how often one stopped answering. Takes no lock.
         """
         now, shown = time.monotonic(), dict[str, float](asdict(self.counters))
-        if (publication := self._publication) is not None and not publication.over.is_set():
-            shown["lease_s"] = max(0.0, publication.ends_at - now)
+        leases = [one.ends_at for one in self._publications.copy().values() if not one.over.is_set()]
+        if leases:
+            shown["lease_s"] = max(0.0, min(leases) - now)
         watched = [one for client in self._watching.copy().values() if (one := client.watched) is not None]
         shown["watch_age_s"] = max((now - heard_at for heard_at, _ in watched), default=0.0)
         shown["watches_restarted"] = sum(n_restarts for _, n_restarts in watched)
@@ -132,21 +134,26 @@ class Directory:
 
     def publish(self, address: str, adverts: Callable[[], Sequence[Advert]], *, eventually: bool = False) -> None:
         """Publishes now, raising what the directory raises, and keeps the leases renewed until `close`. `eventually`:
-        the directory may start later. What was published before is withdrawn.
+        the directory may start later. What was published there before is withdrawn.
         """
-        self.withdraw()
-        self._publication = _Publication(self.client(address), adverts, self.counters)
-        self._publication.begin(eventually=eventually)
+        if (before := self._publications.pop(address, None)) is not None:
+            before.end(_END_S)
+        publication = _Publication(self.client(address), adverts, self.counters)
+        publication.begin(eventually=eventually)
+        self._publications[address] = publication
 
     def withdraw(self, wait_s: float = _END_S) -> None:
         """What was published is renewed no more and taken back, by the thread that renewed it."""
-        if self._publication is not None:
-            self._publication.end(wait_s)
+        publications = self._publications.copy().values()
+        for publication in publications:
+            publication.over.set()
+        for publication in publications:
+            publication.end(wait_s)
 
     @property
     def withdrawn(self) -> bool:
         """Whether nothing is published, or no more."""
-        return self._publication is None or not self._publication.thread.is_alive()
+        return not any(one.thread.is_alive() for one in self._publications.copy().values())
 
     def close(self) -> None:
         """Ends its threads, then withdraws what was published. Idempotent."""

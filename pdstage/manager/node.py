@@ -14,9 +14,13 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar, cast
 
+import msgspec
+
 import pdstage
 from pdstage import arguments
-from pdstage.control.drain import Draining
+from pdstage.control import operate
+from pdstage.control.bootstrap import Advert
+from pdstage.control.directory import check_advert
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket, check_descriptors
 from pdstage.errors import TransportError, UsageError
@@ -25,13 +29,14 @@ from pdstage.layout.topology import Topology
 from pdstage.manager import status
 from pdstage.manager.driver import Driver, changes_rooms
 from pdstage.manager.handle import Handle, Roster
-from pdstage.manager.lookup import Directory
+from pdstage.manager.lookup import Directory, this_process
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.options import NodeOptions, check_memory, checked, facts_of, transport_of
 from pdstage.manager.status import Status
 from pdstage.protocol.handshake import features
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
+from pdstage.protocol.wire import VERSION
 from pdstage.stager import Copied, Memory, PageLock, Stager
 from pdstage.transport import Done, Inbound, PostFailed, Transport
 
@@ -276,7 +281,29 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         if row is not None and self.metadata is not None:
             self.metadata.give_back(row)
 
+    def _advert(self, instance: str) -> Advert:
+        """What a directory is told of this node."""
+        return Advert(
+            instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
+            layout=self.pool.layout.digest(), transports=tuple(offer.transport for offer in self.offers),
+            version=VERSION, process=this_process(), role=self.role,
+        )  # fmt: skip
+
     # What engines ask.
+
+    def list_in(self, directory: str, *, instance: str, engine: str = "", metrics: str = "") -> None:
+        """Lists this node in a directory until it drains or closes, so that `pdstage instances`, `drain`, `fence` and
+        `top` find it there: as a rank of `instance`, in `engine`, with the address of its `metrics`.
+
+        `directory` is the address of `pdstage bootstrap`, of a prefill node's own directory, or of one in etcd. It may
+        start later. A name that another process has is said in the log, in both. Raises `UsageError` for an address
+        that is none.
+        """
+        facts = {fact.name: fact.value for fact in facts_of(self.options["model"])}
+        model = facts.get("name", "")
+        advert = msgspec.structs.replace(self._advert(instance), engine=engine, metrics=metrics, model=model)
+        check_advert(advert, None)
+        self.directory.publish(directory, lambda: [advert], eventually=True)
 
     def turn(self, wait_s: float = 0.0) -> bool:
         """One turn: everything that has arrived, every deadline that has passed. Waits up to `wait_s` for something,
@@ -351,7 +378,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         """The operator's word that the process behind each lost session of `endpoint` has ended; returns their number.
         The next turn gives back what they kept.
 
-        `endpoint` as `unfenced` names it.
+        `endpoint` as `unfenced` names it, or a host. `pdstage fence` says so to every node in a directory.
         For peers whose death cannot be seen from here, on other hosts: fence a node before you trust it is gone, as
         in any cluster (its host is down, or its process was ended and waited for). A wrong word lets it write into
         memory that has a new owner.
@@ -428,9 +455,15 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         """Under the lock."""
         self.driver.ending = True
 
-    def _asked_to_drain(self) -> Draining:
-        """In a turn: an operator asks the node to drain. Begins it, and says how far it is."""
-        if not self.driver.ending:
+    def _asked(self, request: bytes) -> operate.NodeState:
+        """In a turn: does what an operator asks, and says how this node is."""
+        n_fenced, where = 0, operate.ended_at(request)
+        if where:
+            with self.driver.lock:
+                n_fenced = self.sessions.fence(where)
+            if n_fenced:
+                log.warning("%s: an operator says that %s has ended", self.socket.endpoint, where)
+        elif request == operate.DRAIN and not self.driver.ending:
             log.warning("%s: an operator asks this node to drain: no room begins any more", self.socket.endpoint)
             with self.driver.lock:
                 self._begin_drain()
@@ -438,8 +471,12 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         handles = self.handles()
         rooms = {state: n for state, n in status.by_state(handles).items() if n}
         oldest_s = max((time.monotonic() - handle.began_at for handle in handles), default=0.0)
-        drained = self.directory.withdrawn and not rooms
-        return Draining(self.role, self.topology.unique_rank, drained, rooms, oldest_s)
+        draining = self.driver.ending
+        return operate.NodeState(
+            role=self.role, rank=self.topology.unique_rank, rooms=rooms, oldest_s=oldest_s, draining=draining,
+            drained=draining and self.directory.withdrawn and not rooms, failed=self.driver.failure is not None,
+            unfenced=len(self.sessions.lost) - n_fenced, fenced=n_fenced,
+        )  # fmt: skip
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Fails the rooms still open, waits up to `timeout_s` for their peers to be quiet, and gives everything back.

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pdstage import arguments
 from pdstage.control.address import Address
-from pdstage.control.bootstrap import Advert, BootstrapServer
+from pdstage.control.bootstrap import BootstrapServer
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.layout.states import canonical
@@ -19,7 +19,6 @@ from pdstage.manager.data_path import DataPath
 from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
-from pdstage.manager.lookup import this_process
 from pdstage.manager.node import Node
 from pdstage.manager.options import MAX_PARTS, NodeOptions, check_path
 from pdstage.manager.sessions import label
@@ -32,7 +31,6 @@ from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.state import ChunkPhase
-from pdstage.protocol.wire import VERSION
 from pdstage.transport import Done, Inbound, PostFailed, Traits
 
 if TYPE_CHECKING:
@@ -256,11 +254,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""
-        self.advert = Advert(
-            instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=pool.layout.digest(), transports=tuple(offer.transport for offer in self.offers), version=VERSION,
-            process=this_process(),
-        )  # fmt: skip
+        self.advert = self._advert(instance)
         try:
             if self.options["path"] != "direct":
                 with self.driver.device():

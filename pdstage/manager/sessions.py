@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdstage.control.address import is_at
 from pdstage.errors import PdstageError
 from pdstage.log_limit import LogLimit
 from pdstage.plan.token_slices import Pair
@@ -151,9 +152,17 @@ class Sessions:
             if not lost and not node.core.needs(route):
                 node.socket.disconnect(route)
 
-    def fence(self, endpoint: str) -> int:
-        """The processes behind the lost ones of `endpoint` have ended; under the lock. Returns their number."""
-        gone = [one for one in self.lost if self._node.socket.endpoint_of(one.route) == endpoint]
+    def fence(self, where: int | str) -> int:
+        """The process of that incarnation has ended, or those behind the lost sessions of an endpoint or a host; under
+        the lock. Returns the number of lost sessions.
+        """
+        gone = [
+            one
+            for one in self.lost
+            if where == one.id.writer
+            or one.route == (where.to_bytes(8, "little") if isinstance(where, int) else b"")
+            or (isinstance(where, str) and is_at(self._node.socket.endpoint_of(one.route), where))
+        ]
         self._ended.update(gone)
         self._dead_check_at = 0.0
         return len(gone)

@@ -1,4 +1,4 @@
-"""Commands beside the library: demo, doctor, calibrate, watch (exporter and top), trace.
+"""Commands beside the library: demo, doctor, calibrate, trace.
 
 The library does not import it; it imports the library as a user's program does.
 """

@@ -7,6 +7,7 @@ import random
 import time
 from contextlib import ExitStack
 
+import msgspec
 import pytest
 
 from pdstage import Keys, PdstageError, Topology, UsageError
@@ -186,6 +187,17 @@ def test_names_and_durations_that_are_none_are_refused(make):
     for ttl_s in (0, -1, 3601, 1e9):
         with pytest.raises(UsageError, match="a lease of"):
             make().publish(advert(), ttl_s)
+
+
+def test_who_decodes_is_listed_and_not_looked_up(make):
+    one, prefill = make(), advert(0, tp=1)
+    decode = msgspec.structs.replace(prefill, role="decode", incarnation=2)
+    for each in (prefill, decode):
+        one.publish(each, TTL_S)
+    assert make().lookup() == [prefill]
+    assert sorted(json.loads(make().instances())) == ["decode:p0", "p0"]
+    one.withdraw(decode)
+    assert list(json.loads(make().instances())) == ["p0"]
 
 
 def test_people_can_read_it(make):

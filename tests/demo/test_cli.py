@@ -49,7 +49,6 @@ def failed(capsys, *argv: str) -> tuple[int, str]:
         (("bootstrap", "--allow", "/no/such/file"), "--allow without --keys"),
         (("keys", "--public", "/no/such/file"), "/no/such/file"),
         (("instances", "nowhere"), "'nowhere'"),
-        (("fence", "127.0.0.1:8998", "10.0.0.5"), "keeps no record of processes that ended"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(capsys, argv, names):

@@ -17,7 +17,7 @@ from tests.test_architecture import ROOT, sources
 TOKENS = 30
 PAGE = (ROOT / "docs" / "environment.md").read_text()
 HANDS_ON = "pdstage.integrations.vllm.connector"  # it says nothing: it hands what others say to vLLM's logger
-PRINTS = ("top.py", "progress.py")  # of tools/watch
+PRINTS = ("top.py", "progress.py")  # of watch
 DOCUMENTED = set(re.findall(r"^\| `(pdstage[.\w]*)` \| `(.*?)` \|", PAGE, re.MULTILINE))
 
 

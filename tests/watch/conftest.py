@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdstage.tools.watch import Timings, expose
+from pdstage.watch import Timings, expose
 from tests.manager.conftest import Site, site
 from tests.manager.engine import Pair
 from tests.watch.samples import Samples, get

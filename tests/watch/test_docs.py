@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.tools.watch import catalogue
+from pdstage.watch import catalogue
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BOARD = json.loads((DOCS / "grafana" / "pdstage.json").read_text())

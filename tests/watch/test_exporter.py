@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from pdstage import State, Topology, UsageError
-from pdstage.tools.watch import Timings, catalogue, expose, register
-from pdstage.tools.watch.exporter import collector_of
+from pdstage.watch import Timings, catalogue, expose, register
+from pdstage.watch.exporter import collector_of
 from tests.manager.engine import TOKENS, Event, Rank, drive
 from tests.watch.samples import Samples, get, status_of
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pdstage.tools.watch.progress import progress
+from pdstage.watch.progress import progress
 
 
 class Stream(io.StringIO):

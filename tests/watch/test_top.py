@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from pdstage import UsageError, cli
-from pdstage.tools.watch import expose
-from pdstage.tools.watch.scrape import Node, parse, read, url_of
-from pdstage.tools.watch.top import Top, run
+from pdstage.watch import expose
+from pdstage.watch.scrape import Node, parse, read, url_of
+from pdstage.watch.top import Top, run
 from tests import processes
 from tests.manager.engine import Rank
 

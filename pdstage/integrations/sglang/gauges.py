@@ -1,7 +1,7 @@
 """Metrics of a rank's node among SGLang's own: `sglang:kv_transfer_*`, beside SGLang's histograms.
 
 SGLang updates its metrics when it computes batches, and a stuck request is in no batch. So a thread updates these.
-SGLang decides which ranks report, and under which labels. `pdstage.tools.watch` exports the nodes' own counters.
+SGLang decides which ranks report, and under which labels. `pdstage.watch` exports the nodes' own counters.
 """
 
 from __future__ import annotations

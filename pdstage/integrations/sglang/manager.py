@@ -39,8 +39,8 @@ from sglang.srt.utils.network import NetworkAddress
 from pdstage import DecodeNode, PrefillNode, Topology, UsageError, environment
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
-from pdstage.integrations.metrics import Metrics
 from pdstage.integrations.model import digest, facts
+from pdstage.integrations.operated import Operated
 from pdstage.integrations.options import node_options, trusts_layout
 from pdstage.integrations.sglang.gauges import Gauges
 from pdstage.integrations.sglang.memory import pool_of
@@ -101,7 +101,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         self.node: Any = None
         self.gauges: Gauges | None = None
-        self.metrics: Metrics | None = None
+        self.operated: Operated | None = None
         self.scheduler: Any = None
         """This rank's, from its first request on."""
         self._unsafe: dict[Receiver, int] = {}
@@ -147,14 +147,17 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         probes = probes_of(pool.layout, Pools.of(self.kv_args))
         log.info("KV memory: %s", prove_layout(pool.layout, probes, trust_layout=trusts_layout({}, where="")))
         if get_disagg().enable_pd_role_switch:  # a switch that fails ends the engine
-            later = Address.parse(self._bind(is_prefill=True), "tcp", listening=True)
+            later = Address.parse(self._bind(reached=True), "tcp", listening=True)
             later.check_exposure(bool(options.get("insecure")), options.get("keys"))
-        if self.metrics is None:
-            self.metrics = Metrics({}, where=environment.NODE.name, engine="sglang", rank=place.unique_rank)
-        observers = [*self.metrics.observers, *([self] if self.is_prefill and self.pp_rank else [])]
-        bind = self._bind(is_prefill=self.is_prefill)
+        if self.operated is None:
+            name = str(Address(self.local_ip, self.server_args.port))
+            self.operated = Operated(
+                {}, where=environment.NODE.name, engine="sglang", name=name, rank=place.unique_rank
+            )
+        observers = [*self.operated.observers, *([self] if self.is_prefill and self.pp_rank else [])]
+        bind = self._bind(reached=self.is_prefill or "keys" in options)
         self.node = kind(pool, place, bind=bind, progress="thread", observers=observers, **options)
-        self.metrics.add(self.node)
+        self.operated.add(self.node)
 
     def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
         """The node. Raises `UsageError` while SGLang's memory is released: then only the request fails."""
@@ -189,8 +192,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         if self.gauges is not None:
             self.gauges.close()
         self.deregister_buffer_to_engine()
-        if self.metrics is not None:
-            self.metrics.close()
+        if self.operated is not None:
+            self.operated.close()
         if self._heartbeat is not None:
             self._heartbeat_shutdown.set()
             self._heartbeat.join(_STOP_S)
@@ -200,13 +203,15 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
                 session.close()
         self._zmq_ctx.destroy(linger=0)
 
-    def _bind(self, *, is_prefill: bool) -> str:
-        """The address on which a node of that role listens: reachable by its peers and nothing further.
+    def _bind(self, *, reached: bool) -> str:
+        """The address on which a node listens: one that is to be `reached` from elsewhere, by its peers and nothing
+        further.
 
-        Decode connects to prefill, and nothing connects to decode. Prefill is found in the directory of SGLang's
-        bootstrap server. If that server listens on loopback only, so does the node, and one host needs no keys.
+        Decode connects to prefill, and nothing connects to decode but operators, from elsewhere with keys. Prefill is
+        found in the directory of SGLang's bootstrap server. If that server listens on loopback only, so does the node,
+        and one host needs no keys.
         """
-        if not is_prefill:
+        if not reached:
             return "tcp://127.0.0.1:0"
         if not all(Address(host, 0).is_loopback for host in (self.bootstrap_host, _bootstrap_host(self))):
             return f"tcp://{Address.joined(self.local_ip, 0)}"

@@ -9,7 +9,7 @@ from vllm.utils.network_utils import get_ip
 from pdstage import UsageError
 from pdstage.arguments import flag, integer, number
 from pdstage.control.address import Address
-from pdstage.integrations.metrics import Metrics
+from pdstage.integrations.operated import Operated
 from pdstage.integrations.options import node_options, trusts_layout
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ class Settings:
         arguments = node_options(kind, self.options, where=_WHERE, deadlines=deadlines, model=model or {})
         return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **arguments}
 
-    def metrics(self, rank: int) -> Metrics:
-        """What serves the metrics of that rank's nodes. Raises `UsageError`."""
-        return Metrics(self.options, where=_WHERE, engine="vllm", rank=self._before + rank)
+    def operated(self, rank: int, name: str) -> Operated:
+        """What operators have of that rank's nodes, in the engine `name`. Raises `UsageError`."""
+        return Operated(self.options, where=_WHERE, engine="vllm", name=name, rank=self._before + rank)
 
 
 def _replica(parallel: ParallelConfig, host: str) -> tuple[int, str, int]:

@@ -1,6 +1,6 @@
 """Counters for vLLM's log and its Prometheus endpoint.
 
-`pdstage.tools.watch` exports the nodes' own counters.
+`pdstage.watch` exports the nodes' own counters.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pdstage import Receiver, Sender
-    from pdstage.integrations.metrics import Metrics
+    from pdstage.integrations.operated import Operated
     from pdstage.integrations.vllm.groups import Held
     from pdstage.integrations.vllm.metadata import Chunk, Receive, Remote, Send
     from pdstage.integrations.vllm.settings import Settings
@@ -108,7 +108,7 @@ class WorkerSide:
         self._transfer = vllm_config.kv_transfer_config
         settings.node(PrefillNode if self._transfer.is_kv_producer else DecodeNode)  # refused before a thread starts
         self.topology = topology_of(vllm_config.parallel_config)
-        self._metrics: Metrics | None = None
+        self._operated: Operated | None = None
         self.prefill: PrefillNode | None = None
         self.decode: DecodeNode | None = None
         self._computed: CudaEvent | None = None
@@ -146,15 +146,15 @@ class WorkerSide:
         pool = Pool.of(self._caches.layout, str(self._caches.device), keep=tuple(kv_caches.values()))
         model, is_dummy = self._config.model_config, self._config.load_config.load_format == "dummy"
         said = facts(model, model.model, dummy=is_dummy)
-        self._metrics = metrics = self._settings.metrics(self.topology.unique_rank)
+        self._operated = operated = self._settings.operated(self.topology.unique_rank, self._transfer.engine_id)
         if self._transfer.is_kv_producer:
             options = {"instance": self._transfer.engine_id, **self._settings.node(PrefillNode, said)}
-            self.prefill = PrefillNode(pool, self.topology, publish=False, observers=metrics.observers, **options)
-            metrics.add(self.prefill)
+            self.prefill = PrefillNode(pool, self.topology, publish=False, observers=operated.observers, **options)
+            operated.add(self.prefill)
         if self._transfer.is_kv_consumer:
             options = self._settings.node(DecodeNode, said)
-            self.decode = DecodeNode(pool, self.topology, observers=metrics.observers, **options)
-            metrics.add(self.decode)
+            self.decode = DecodeNode(pool, self.topology, observers=operated.observers, **options)
+            operated.add(self.decode)
 
     def handshake(self) -> PdStageHandshake | None:
         """This rank's advert, if it prefills. Under prefill context parallelism vLLM keeps one answer a TP rank: each
@@ -433,7 +433,7 @@ class WorkerSide:
     def close(self) -> None:
         """Fails the open rooms and releases the memory."""
         self._tasks.close()
-        for held in (self.prefill, self.decode, self._metrics):
+        for held in (self.prefill, self.decode, self._operated):
             if held is not None:
                 held.close()
         self.prefill = self.decode = None

@@ -19,8 +19,8 @@ from pdstage.errors import UsageError
 from pdstage.tools.demo.engine import Model, cut, put_together, spoilt
 from pdstage.tools.demo.ranks import DecodeRank, PrefillRank
 from pdstage.tools.trace import check, merge_files
-from pdstage.tools.watch.progress import progress
 from pdstage.transport import available, load
+from pdstage.watch.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -3,7 +3,7 @@
 import signal
 
 from pdstage import DecodeNode
-from pdstage.tools.watch import expose
+from pdstage.watch import expose
 from tests.docs.first.pool import pool, topology
 
 with DecodeNode(pool, topology, transport="local", progress="thread") as node:

@@ -506,7 +506,7 @@ class Rank:
 
     def exported(self, name: str, labels: dict[str, str]) -> float:
         """The same of all that its node exports."""
-        return Samples(get(self.manager.metrics.address))(name, **labels)
+        return Samples(get(self.manager.operated.address))(name, **labels)
 
     def sleep(self) -> None:
         self.manager.deregister_buffer_to_engine()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pdstage.control.bootstrap import BootstrapServer, client_of
+from pdstage.control.operate import STATE, ask, members
 from tests.engines.sglang.fleet import FAILED, eventually, shared_fleet
+from tests.processes import free_port
 
 TOKENS = 7 * 16
 NBYTES = TOKENS * 2 * 2 * 4 * 32 * 2  # K and V of two layers with four heads of 32 numbers of two bytes
 
 
-fleet = shared_fleet(1, 1, "mha", '{"path": "direct", "transport": "local", "metrics_port": 0}')
+DIRECTORY = f"127.0.0.1:{free_port()}"
+fleet = shared_fleet(
+    1, 1, "mha", f'{{"path": "direct", "transport": "local", "metrics_port": 0, "directory": "{DIRECTORY}"}}'
+)
 
 
 def until(engine, **wanted: float) -> None:
@@ -30,6 +36,16 @@ def test_a_request_is_seen_while_it_lasts_and_counted_after_it(fleet):
         labels = {"engine": "sglang", "role": role, "rank": "0", "outcome": "success"}
         for name in ("pdstage_rooms_ended_total", "pdstage_room_seconds_count"):
             assert engine.ranks[0].call("exported", name, labels) == 1
+
+
+def test_nodes_are_found_in_the_directory_that_they_are_given(fleet):
+    """Which begins after them."""
+    with BootstrapServer(DIRECTORY):
+        client = client_of(DIRECTORY)
+        listed = eventually(lambda: [one.advert for one in members(client)], lambda found: len(found) == 2)
+        assert {(one.engine, one.role) for one in listed} == {("sglang", "decode"), ("sglang", "prefill")}
+        said = ask([one.endpoint for one in listed], STATE)
+        assert [state.failed for state in said.values()] == [False, False]
 
 
 def test_memory_that_a_failed_request_holds_is_seen(fleet):

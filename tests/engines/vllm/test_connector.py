@@ -27,7 +27,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from pdstage.control.address import Address
+from pdstage.control.bootstrap import BootstrapServer, client_of
 from pdstage.control.keys import Keys
+from pdstage.control.operate import drain, members
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm import PdStageConnector
 from pdstage.integrations.vllm.groups import Group, recomputed_tokens
@@ -405,6 +407,22 @@ def test_a_rank_serves_all_that_its_nodes_export(sides) -> None:
             assert told(name, engine="vllm", role=role, rank="0", outcome="success") == 1
     with pytest.raises(UsageError, match=f"no metrics endpoint at 127.0.0.1:{ports[0]}"):
         sides("kv_producer", extra={"metrics_port": ports[0]})
+
+
+def test_an_engine_s_nodes_are_found_and_drained_by_name(sides) -> None:
+    with BootstrapServer() as directory:
+        extra, client = {"directory": directory.address, "metrics_port": 0}, client_of(directory.address)
+        src = sides("kv_producer", extra=extra)
+        dst = sides("kv_consumer", extra=extra | {"instance": "d0"})
+        until(lambda: len(members(client)) == 2, "both are listed")
+        prefill, decode = sorted((one.advert for one in members(client)), key=lambda one: one.role, reverse=True)
+        assert (prefill.instance, decode.instance, prefill.engine) == ("kv_producer-engine", "d0", "vllm")
+        assert prefill.model == decode.model != ""
+        assert transfer(src, dst, "r", src.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
+        assert Samples(get(decode.metrics))("pdstage_node_info", engine="vllm", role="decode", rank="0") == 1
+        said = drain([one.endpoint for one in (prefill, decode)], wait_s=PATIENCE_S)
+        assert all(state.drained for state in said.values())
+        assert not members(client)
 
 
 def test_what_lasts_is_seen_while_it_lasts(sides) -> None:

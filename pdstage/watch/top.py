@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
-from pdstage.tools.watch.scrape import Answer, Node, read, url_of
+from pdstage.watch.scrape import Answer, Node, read, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`pdstage drain`: an operator's request to real nodes, over their control sockets, from outside."""
+"""What operators ask of real nodes from outside, over their control sockets, by endpoint and by name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import threading
 
 import pytest
 
-from pdstage import Keys, PeerError, State, TransportError, UsageError, cli
-from pdstage.control import drain as operator
-from pdstage.control.drain import drain
+from pdstage import Keys, PeerError, State, Topology, TransportError, UsageError, cli
+from pdstage.control import operate as operator
+from pdstage.control.bootstrap import Advert, BootstrapServer, client_of
+from pdstage.control.operate import drain
 from pdstage.control.zmq import ControlSocket
 from tests.manager.engine import TOKENS, Rank, drive, prefill_node
+from tests.manager.test_lifecycle import lost_peer
 
 
 def half_sent(pair):
@@ -55,6 +57,54 @@ def test_a_drained_node_begins_no_room(site, capsys, caplog):
     assert not d.core.sessions
     assert d.stats()["frames_malformed"] == 0
     assert p.close()
+
+
+def listed(directory):
+    """Roles and instances there."""
+    return sorted((one.advert.role, one.advert.instance) for one in operator.members(client_of(directory.address)))
+
+
+def test_nodes_of_both_roles_are_found_and_drained_by_name(site, capsys):
+    with BootstrapServer() as directory:
+        pair = site.pair(progress="thread")
+        for node in pair.nodes:
+            node.list_in(directory.address, instance="e0", engine="vllm", metrics="127.0.0.1:1")
+        drive(pair.nodes, lambda: listed(directory) == [("decode", "e0"), ("prefill", "e0")])
+        assert cli.main(["instances", directory.address]) == 0
+        assert '"engine":"vllm"' in capsys.readouterr().out
+        assert cli.main(["top", "--once", "e0", "--directory", directory.address]) == 1, "nobody listens at port 1"
+        assert "127.0.0.1:1" in capsys.readouterr().out
+        assert cli.main(["doctor", "--node", pair.d.socket.endpoint]) == 0
+        assert capsys.readouterr().out.endswith("decode rank 0 serves, and has no room\n")
+        assert cli.main(["drain", "e9", "--directory", directory.address]) == 2
+        assert "instance 'e9' is not in the directory at" in capsys.readouterr().err
+        assert cli.main(["drain", "e0", "--directory", directory.address]) == 0
+        assert capsys.readouterr().out.count("rank 0 is drained\n") == 2
+        assert not listed(directory)
+
+
+def test_a_killed_process_is_fenced_by_its_name(site, monkeypatch, capsys):
+    """I14: decode gives back what that process might have written, once nothing says that it lives."""
+    with BootstrapServer() as directory, lost_peer(site, monkeypatch) as (d, receiver):
+        (lost,), client = d.sessions.lost, client_of(directory.address)
+        d.list_in(directory.address, instance="d0")
+        drive([d], lambda: listed(directory))
+        killed = Advert(
+            instance="p0", topology=Topology(), endpoint="tcp://127.0.0.1:1", incarnation=lost.id.writer, layout=""
+        )
+        client.publish(killed, 1.0)
+        command = ["fence", directory.address, "p0", "--wait"]
+        assert cli.main([*command, "0.01"]) == 2
+        assert "1 of 1 processes at p0 are registered" in capsys.readouterr().err
+        assert not receiver.released
+        with again_and_again(lambda: d.turn(0.01)):
+            assert cli.main([*command, "60"]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said == [
+            f"fenced p0 rank 0 tcp://127.0.0.1:1 {lost.id.writer:016x}",
+            "1 nodes were told; they kept memory for 1 lost sessions",
+        ]
+        drive([d], lambda: receiver.released)
 
 
 def test_rooms_under_way_end_and_are_waited_for(site, capsys):
@@ -133,5 +183,5 @@ def test_a_bad_request_of_the_operator_is_said_in_one_line(capsys):
     for given in (["nowhere"], ["tcp://h:1", "--wait", "0"], ["tcp://h:1", "--allow", "list"]):
         assert cli.main(["drain", *given]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    with pytest.raises(UsageError, match="no endpoint"):
+    with pytest.raises(UsageError, match="no node is named"):
         drain([])

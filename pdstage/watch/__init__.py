@@ -3,7 +3,7 @@
 Read `catalogue` (the metrics), `timings` (histograms, by observing a node), `exporter` and `server` (the export), then
 `scrape` and `top` (what `pdstage top` reads and draws). Other commands use `progress`.
 
-    from pdstage.tools.watch import Timings, expose, register
+    from pdstage.watch import Timings, expose, register
 
     node = PrefillNode(..., observers=[Timings()])  # without it: everything but times
     expose(node, port=9470)                         # http://127.0.0.1:9470/metrics, and /rooms for `pdstage top`
@@ -16,9 +16,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdstage.tools.watch.exporter import Registration, register
-    from pdstage.tools.watch.server import Endpoint, expose
-    from pdstage.tools.watch.timings import Timings
+    from pdstage.watch.exporter import Registration, register
+    from pdstage.watch.server import Endpoint, expose
+    from pdstage.watch.timings import Timings
 
 __all__ = ["Endpoint", "Registration", "Timings", "expose", "register"]
 
@@ -26,6 +26,6 @@ __all__ = ["Endpoint", "Registration", "Timings", "expose", "register"]
 def __getattr__(name: str) -> object:
     """Imports late: other commands import `progress`, where prometheus_client may be absent."""
     if name not in __all__:
-        raise AttributeError(f"module 'pdstage.tools.watch' has no attribute {name!r}")
+        raise AttributeError(f"module 'pdstage.watch' has no attribute {name!r}")
     home = {"Timings": "timings", "Endpoint": "server", "expose": "server"}.get(name, "exporter")
-    return getattr(importlib.import_module(f"pdstage.tools.watch.{home}"), name)
+    return getattr(importlib.import_module(f"pdstage.watch.{home}"), name)

@@ -11,8 +11,8 @@ import weakref
 from typing import TYPE_CHECKING, Self
 
 from pdstage.errors import UsageError
-from pdstage.tools.watch.catalogue import METRICS, NODE_LABELS
-from pdstage.tools.watch.timings import Histogram, Timings
+from pdstage.watch.catalogue import METRICS, NODE_LABELS
+from pdstage.watch.timings import Histogram, Timings
 
 try:
     from prometheus_client import REGISTRY
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from pdstage.manager.node import AnyNode
-    from pdstage.tools.watch.catalogue import Metric
+    from pdstage.watch.catalogue import Metric
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _TAKEN = {*NODE_LABELS, "le", *(label for metric in METRICS for label in metric.labels)}

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pdstage.control.address import Address
 from pdstage.errors import UsageError
-from pdstage.tools.watch.exporter import collector_of, register
+from pdstage.watch.exporter import collector_of, register
 
 from prometheus_client import REGISTRY  # isort: skip  (after the check that says how to install it)
 from prometheus_client.exposition import choose_encoder  # isort: skip

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pdstage.manager.status import Status
-    from pdstage.tools.watch.timings import Histogram, NodeTimings
+    from pdstage.watch.timings import Histogram, NodeTimings
 
 Series: TypeAlias = "Iterable[tuple[tuple[str, ...], float | Histogram]]"
 """Values by the values of a metric's own labels."""

@@ -1,0 +1,234 @@
+"""What operators ask of running nodes: to begin no room any more, to give back what a process kept that has ended, and
+how they are. And which nodes a directory lists.
+
+It comes by the node's control socket, so it works in both roles, in engines too, and passes the same keys as a peer. It
+is no frame of the protocol between prefill and decode (it has a magic of its own, docs/wire.md): no core reads it, and
+it opens no session.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from pdstage import arguments
+from pdstage.control.address import is_at
+from pdstage.control.directory import Advert, Conflict
+from pdstage.control.etcd import EtcdClient
+from pdstage.control.keys import Keys, keys_of
+from pdstage.control.zmq import ControlSocket
+from pdstage.errors import PeerError, TransportError, UsageError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from pdstage.control.bootstrap import DirectoryClient
+
+_MAGIC = b"Po\x01"
+"""Of requests from operators and of their answers; the last byte is their version."""
+DRAIN, STATE, _FENCE = _MAGIC + b"drain", _MAGIC + b"state", _MAGIC + b"fence "
+"""Whole messages, but that an endpoint or a host follows the last. Each is answered; `DRAIN` is repeated until the node
+is drained.
+"""
+_FENCE_AGAIN_S = 1.0
+_AGAIN_S = 0.5
+_SILENT_S = 20.0
+"""A node that has not answered for so long does not run: its driver answers in every turn."""
+_Word = Annotated[str, Meta(max_length=64)]
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node is. `rooms` are those that hold something there, by state; `oldest_s` is the oldest one's age in
+    seconds, 0 where there is none.
+    """
+
+    role: _Word
+    rank: _Count
+    drained: bool
+    """No room begins there any more, none is left, and its adverts, if it had any, are withdrawn."""
+    rooms: Annotated[dict[_Word, _Count], Meta(max_length=16)]
+    oldest_s: float
+    draining: bool = True
+    failed: bool = False
+    unfenced: _Count = 0
+    """Lost sessions that keep memory of this node out of use."""
+    fenced: _Count = 0
+    """And those that this request gave back."""
+
+    def __str__(self) -> str:
+        who = f"{self.role} rank {self.rank}"
+        kept = f"; {self.unfenced} lost sessions keep memory from use" if self.unfenced else ""
+        if self.failed:
+            return f"{who} has failed{kept}"
+        if self.drained:
+            return f"{who} is drained{kept}"
+        if not self.rooms:
+            return f"{who} {'is about to drain' if self.draining else 'serves, and has no room'}{kept}"
+        states = ", ".join(f"{n} {state}" for state, n in sorted(self.rooms.items()))
+        what = "is not drained" if self.draining else "serves"
+        return f"{who} {what}: {states}, the oldest for {self.oldest_s:.1f} s{kept}"
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A node in a directory. `expires_in_s` is negative once its lease has ended without its being withdrawn."""
+
+    expires_in_s: float
+    advert: Advert
+
+
+# Made before any thread decodes, as directory_api's.
+_state, _listed = msgspec.json.Decoder(NodeState), msgspec.json.Decoder(dict[str, list[Listed]])
+
+
+def is_request(frame: bytes) -> bool:
+    return frame in {DRAIN, STATE} or frame.startswith(_FENCE)
+
+
+def ended_at(request: bytes) -> int | str:
+    """The process that has ended, as the operator says, by its incarnation, or those at an endpoint or a host; "" if
+    the request is another.
+    """
+    said = request[len(_FENCE) :].decode(errors="replace") if request.startswith(_FENCE) else ""
+    try:
+        return int(said.removeprefix("#"), 16) if said.startswith("#") else said
+    except ValueError:
+        return ""
+
+
+def encode(state: NodeState) -> bytes:
+    """A node's answer."""
+    return _MAGIC + msgspec.json.encode(state)
+
+
+def drain(
+    endpoints: Sequence[str], *, keys: Keys | str | os.PathLike[str] | None = None, wait_s: float = 60.0
+) -> dict[str, NodeState]:
+    """Asks the nodes at `endpoints`, their control sockets' (`tcp://host:port`), to drain, all at once. Returns how far
+    each is, once all are drained, or after `wait_s` seconds and an answer of each. A node that drains takes no room
+    until its process ends.
+
+    `keys` are a key file's path or `Keys` that those nodes allow. Raises `UsageError` for a bad address or key file,
+    `PeerError` if keys do not match or for an answer that is none, and `TransportError` if a node does not answer.
+    """
+    return ask(endpoints, DRAIN, keys=keys, wait_s=arguments.number("wait_s", wait_s, above=0.0))
+
+
+def members(client: DirectoryClient, names: Sequence[str] = ()) -> list[Listed]:
+    """The nodes that a directory lists; those of the instances `names`, if there are any. Raises `UsageError` for one
+    of which there is no node, and what the directory raises.
+    """
+    found = [one for group in _listed.decode(client.instances()).values() for one in group]
+    there = sorted({one.advert.instance for one in found})
+    if missing := [name for name in names if name not in there]:
+        raise UsageError(
+            f"instance {missing[0]!r} is not in the directory at {client.address}",
+            remedy=f"there are {', '.join(there)}" if there else "none is there: see that engines are given it",
+        )
+    return [one for one in found if not names or one.advert.instance in names]
+
+
+class Fenced(NamedTuple):
+    """`ended` are the processes, in words; `told` what each living node answered, by endpoint."""
+
+    ended: list[str]
+    told: dict[str, NodeState]
+
+
+def fence(
+    client: DirectoryClient, where: str, *, keys: Keys | str | os.PathLike[str] | None = None, wait_s: float = 0.0
+) -> Fenced:
+    """Tells all living nodes in a directory that the processes at `where`, an instance, a host or an endpoint, have
+    ended: each gives back the memory that it kept from use for one of them. Only for an orchestrator that has ended
+    them, or their host. Where none is listed, what is told is `where` itself.
+
+    Processes that come there after this call began are not meant. One counts as alive while it is listed under a lease;
+    for up to `wait_s` seconds that is waited for, then raises `Conflict`. A directory in etcd keeps it for nodes that
+    come later.
+    """
+    until = time.monotonic() + wait_s
+    if isinstance(client, EtcdClient):
+        processes = client.fence(where, wait_s=wait_s)
+        ended = {incarnation: f"{process} {incarnation:016x}" for incarnation, process in processes.items()}
+        listed = members(client)
+    else:
+        listed = members(client)
+        ended = {
+            one.advert.incarnation: f"{one.advert.instance} rank {one.advert.topology.unique_rank} "
+            f"{one.advert.endpoint} {one.advert.incarnation:016x}"
+            for one in listed
+            if where == one.advert.instance or is_at(one.advert.endpoint, where)
+        }
+        while alive := [one.advert for one in listed if one.advert.incarnation in ended and one.expires_in_s > 0]:
+            if time.monotonic() >= until:
+                raise Conflict(
+                    f"{len(alive)} of {len(ended)} processes at {where} are registered, first {alive[0].endpoint}",
+                    remedy="end them, wait until their leases end, and fence them then",
+                    endpoint=alive[0].endpoint,
+                )
+            time.sleep(min(_FENCE_AGAIN_S, wait_s))
+            listed = members(client)
+    living = [one.advert.endpoint for one in listed if one.expires_in_s > 0]
+    told: dict[str, NodeState] = {}
+    for name in [f"#{incarnation:016x}" for incarnation in ended] or [where]:
+        for endpoint, state in (ask(living, _FENCE + name.encode(), keys=keys) if living else {}).items():
+            before = told[endpoint].fenced if endpoint in told else 0
+            told[endpoint] = msgspec.structs.replace(state, fenced=state.fenced + before)
+    return Fenced(list(ended.values()), told)
+
+
+def ask(
+    endpoints: Sequence[str],
+    request: bytes,
+    *,
+    keys: Keys | str | os.PathLike[str] | None = None,
+    wait_s: float = 60.0,
+) -> dict[str, NodeState]:
+    """Sends `request` to the nodes at `endpoints`, all at once. Returns their answers; raises as `drain`."""
+    if not endpoints:
+        raise UsageError("no node is named", remedy="name control endpoints, as tcp://host:port")
+    held = keys_of(keys)
+    said: dict[bytes, NodeState] = {}
+    with ControlSocket(None, identity=secrets.token_bytes(8), keys=held) as socket:
+        routes = {endpoint: socket.connect(endpoint) for endpoint in endpoints}
+        waiting = {route: endpoint for endpoint, route in routes.items()}
+        heard_at, until = dict.fromkeys(waiting, time.monotonic()), time.monotonic() + wait_s
+        while waiting and (time.monotonic() < until or len(said) < len(heard_at)):
+            for route in waiting:
+                socket.send(route, [request])
+            for route, frames in socket.arrivals(time.monotonic() + _AGAIN_S):
+                said[route], heard_at[route] = _read(socket.endpoint_of(route), frames), time.monotonic()
+                if said[route].drained or request != DRAIN:
+                    waiting.pop(route, None)
+                if not waiting:
+                    break
+            for route, endpoint in waiting.items():
+                silent_s = time.monotonic() - heard_at[route]
+                if silent_s > _SILENT_S:
+                    last = f"; when it last did, {said[route]}" if route in said else ""
+                    raise TransportError(
+                        f"the node at {endpoint} has not answered for {silent_s:.0f} s{last}",
+                        remedy="check the endpoint, and that the process runs"
+                        + ("" if held is not None else "; if the node has keys, pass keys= (--keys)"),
+                        endpoint=endpoint,
+                    )
+    return {endpoint: said[route] for endpoint, route in routes.items()}
+
+
+def _read(endpoint: str, frames: list[bytes]) -> NodeState:
+    try:
+        if len(frames) == 1 and frames[0].startswith(_MAGIC):
+            return _state.decode(frames[0][len(_MAGIC) :])
+        why = f"{len(frames)} frames"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        why = str(error)
+    raise PeerError(
+        f"what listens at {endpoint} gives no answer that is one ({why})",
+        remedy="give a node's control endpoint, of a release that can be asked this",
+        endpoint=endpoint,
+    )
