@@ -106,8 +106,9 @@ COMMIT = Variable(
 )  # fmt: skip
 POD = Variable(
     "PDSTAGE_POD", str, "the pod's name (`metadata.name`)", "no pod",
-    "By which a container that Kubernetes started again takes the place of the one before in a directory at once.",
-    "a prefill node, when it is created",
+    "By which a container that Kubernetes started again takes the place of the one before in a directory at once; and an "
+    "engine's name there.",
+    "a node, when it is created",
 )  # fmt: skip
 ETCD_PASSWORD = Variable(
     "PDSTAGE_ETCD_PASSWORD", str, "a password", "empty",
@@ -128,7 +129,8 @@ COPY_BATCHES = Variable(
 )  # fmt: skip
 NODE = Variable(
     "PDSTAGE_NODE", _options,
-    "a JSON object of arguments of `PrefillNode` and `DecodeNode`, `config` as an object inside, and `trust_layout`",
+    "a JSON object of arguments of `PrefillNode` and `DecodeNode`, `config` as an object inside, and the adapters' "
+    "`trust_layout`, `metrics_port`, `metrics_host`, `directory` and `instance`",
     "their defaults",
     "An operator's options for the nodes that an engine's adapter creates, if the engine has no option for them: "
     '`{"transport": "nixl", "keys": "cluster.key", "config": {"drain_s": 10}}`.',
