@@ -106,8 +106,8 @@ COMMIT = Variable(
 )  # fmt: skip
 POD = Variable(
     "PDSTAGE_POD", str, "the pod's name (`metadata.name`)", "no pod",
-    "By which a container that Kubernetes started again takes the place of the one before in a directory at once; and an "
-    "engine's name there.",
+    "By which a container that Kubernetes started again takes the place of the one before in a directory at once; and "
+    "an engine's name there.",
     "a node, when it is created",
 )  # fmt: skip
 ETCD_PASSWORD = Variable(

@@ -46,7 +46,7 @@ _TRIES = 8
 _FENCE_AGAIN_S = 1.0
 _ENDED_S = 24 * 3600
 """How long it is known that a process was fenced. A node that is away from etcd for longer does not hear of it."""
-_UNAUTHENTICATED, _DENIED, _FULL, _UNAVAILABLE = 16, 7, 8, 14
+_UNAUTHENTICATED, _DENIED, _FULL, _UNAVAILABLE, _NO_AUTHENTICATION = 16, 7, 8, 14, 9
 """Codes of gRPC, as the gateway passes them on."""
 _REMEDIES = {
     _DENIED: "grant the user read and write on the prefix (`etcdctl role grant-permission`)",
@@ -167,7 +167,9 @@ class Cluster:
                     raise
                 raise UsageError(
                     f"etcd does not let user {self.address.user!r} in ({error.what})",
-                    remedy=f"set {environment.ETCD_PASSWORD.name} to that user's password",
+                    remedy="enable authentication in etcd, or leave the user out of the address"
+                    if error.code == _NO_AUTHENTICATION
+                    else f"set {environment.ETCD_PASSWORD.name} to that user's password",
                     user=self.address.user,
                 ) from error
             self._token = token = str(answer["token"])
@@ -225,7 +227,7 @@ _PROCESSES, _ENDED = "!processes", "!ended"
 class EtcdClient:
     """The directory at an `EtcdAddress`: publishes, withdraws and looks up as `BootstrapClient` does.
 
-    The first look-up begins a thread that keeps a copy; `close` ends it. Any thread may call.
+    The first look-up, or `follow`, begins a thread that keeps a copy; `close` ends it. Any thread may call.
     """
 
     def __init__(self, address: str, timeout_s: float = 2.0) -> None:
@@ -241,6 +243,7 @@ class EtcdClient:
         self._n_restarts = 0
         """How often etcd went away."""
         self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def close(self) -> None:
         """Ends the thread. What was published stays until it is withdrawn or its lease ends."""
@@ -372,8 +375,15 @@ class EtcdClient:
                 raise Conflict(f"{one} has changed meanwhile", remedy="ask again", endpoint=one.endpoint)
         return fenced
 
+    def follow(self) -> None:
+        """Begins the thread, which goes on until `close`, also while no member answers."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._follow, name="pdstage-etcd", daemon=True)
+                self._thread.start()
+
     def has_ended(self, incarnation: int) -> bool:
-        """Whether this process was fenced, as far as the copy tells; False before the first look-up."""
+        """Whether this process was fenced, as far as the copy tells; False before there is one."""
         return self._copy is not None and incarnation in self._copy.ended
 
     @property
@@ -393,8 +403,8 @@ class EtcdClient:
         with self._lock:
             if self._copy is None:
                 self._copy, self._heard_at = self._read(), time.monotonic()
-                threading.Thread(target=self._follow, name="pdstage-etcd", daemon=True).start()
             ranks = self._copy.ranks
+        self.follow()
         name = choose(ranks, instance)
         return replica(name, {rank: held.advert for rank, held in ranks.get(name, {}).items()}, dp_rank)
 
@@ -413,10 +423,11 @@ class EtcdClient:
         """The thread that keeps the copy up to date."""
         is_away = False
         while not self._closing.wait(_EVERY_S):
-            copy = self._copy
-            assert copy is not None
-            since = {"min_mod_revision": str(copy.revision + 1), "keys_only": True}
             try:
+                if (copy := self._copy) is None:
+                    self._copy, self._heard_at = self._read(), time.monotonic()
+                    continue
+                since = {"min_mod_revision": str(copy.revision + 1), "keys_only": True}
                 changed = self._cluster.ask("kv/range", _range(self._prefix) | since)
                 is_older = int(changed["header"]["revision"]) < copy.revision  # restored, or another cluster
                 if is_older or changed.get("kvs") or int(changed.get("count", 0)) != copy.n_keys:

@@ -138,7 +138,10 @@ class Directory:
         """
         if (before := self._publications.pop(address, None)) is not None:
             before.end(_END_S)
-        publication = _Publication(self.client(address), adverts, self.counters)
+        client = self.client(address)
+        if eventually and isinstance(client, EtcdClient):  # to hear what has ended, though no room is looked up there
+            client.follow()
+        publication = _Publication(client, adverts, self.counters)
         publication.begin(eventually=eventually)
         self._publications[address] = publication
 

@@ -259,6 +259,18 @@ def test_what_fencing_in_etcd_gives_back(server, monkeypatch):
     client.close()
 
 
+def test_a_node_that_is_listed_in_etcd_hears_of_a_process_that_it_found_elsewhere(server, monkeypatch):
+    """I14: as nodes in vLLM do, whose look-ups are vLLM's."""
+    client = EtcdClient(server.address("listed"))
+    with ExitStack() as stack, lost_peer(Site(stack), monkeypatch) as (decode, receiver):
+        decode.list_in(client.given, instance="d0")
+        (lost,) = decode.sessions.lost
+        client.publish(at("tcp://10.0.0.9:1", tp=1, incarnation=lost.id.writer), ttl_s=1.0)
+        assert list(client.fence("p0", wait_s=WAIT_S)) == [lost.id.writer]
+        drive([decode], lambda: receiver.released)
+    client.close()
+
+
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_each_of_three_members_goes_in_turn_under_load(tmp_path, how):
     """Ranks go on renewing and coming, and a reader sees each within a bound; none is lost."""
@@ -360,6 +372,9 @@ def test_a_full_etcd_is_said_and_ranks_that_are_there_stay(tmp_path):
 def test_users_and_their_rights(tmp_path, monkeypatch):
     with Servers(tmp_path) as servers:
         servers.ready()
+        with pytest.raises(UsageError, match="does not let user 'writer' in .*not enabled") as early:
+            EtcdClient(servers.address(user="writer")).publish(advert(0, tp=1))
+        assert "enable authentication" in early.value.remedy
         for name, password in (("root", "r"), ("writer", "w"), ("nobody", "n")):
             servers.ask("auth/user/add", {"name": name, "password": password})
         servers.ask("auth/role/add", {"name": "root"})
