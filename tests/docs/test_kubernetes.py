@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from typing import Any
@@ -44,21 +45,29 @@ def test_the_hook_drains_the_node_and_fits_into_the_grace_period(name):
     assert (shell, flag) == ("/bin/sh", "-c")
     sleep, _, command = script.partition("; exec pdstage ")
     given = cli.parser().parse_args(shlex.split(command))
-    assert given.command == "drain"
-    bind = next(one for one in engine["args"] if one.startswith("--bind="))
-    assert given.endpoints == [bind.removeprefix("--bind=").replace("$(POD_IP)", "$POD_IP")]
-    assert f"--keys={given.keys}" in engine["args"]
+    assert (given.command, given.endpoints, given.directory) == ("drain", ["$PDSTAGE_POD"], "$PDSTAGE_DIRECTORY")
+    assert {"PDSTAGE_POD", "PDSTAGE_DIRECTORY"} <= {one["name"] for one in engine["env"]}
+    assert options(engine)["directory"] == "$(PDSTAGE_DIRECTORY)"
+    assert options(engine)["keys"] == str(given.keys)
     assert float(sleep.split()[1]) + given.wait < ENGINES[name]["spec"]["terminationGracePeriodSeconds"]
 
 
+def options(engine: dict[str, Any]) -> dict[str, Any]:
+    (config,) = (one for one in engine["args"] if one.startswith("--kv-transfer-config="))
+    return json.loads(config.partition("=")[2])["kv_connector_extra_config"]
+
+
 def test_ports_of_engines_and_of_policies_are_the_same():
+    policy = next(one for one in of("NetworkPolicy") if one["metadata"]["name"] == "pdstage")
+    _, scraped, asked = policy["spec"]["ingress"]
     for pod in ENGINES.values():
         ports = {one["name"]: one["containerPort"] for one in container(pod)["ports"]}
-        bind, metrics = (next(a for a in container(pod)["args"] if a.startswith(w)) for w in ("--bind", "--metrics"))
-        assert bind.endswith(f":{ports['control']}")
-        assert metrics.endswith(f"={ports['metrics']}")
-    policy = next(one for one in of("NetworkPolicy") if one["metadata"]["name"] == "pdstage")
-    assert {"port": ports["metrics"]} in policy["spec"]["ingress"][1]["ports"]
+        assert options(container(pod))["metrics_port"] == ports["metrics"] == scraped["ports"][0]["port"]
+        n_ranks = int(container(pod)["resources"]["limits"]["nvidia.com/gpu"])
+        assert f"--tensor-parallel-size={n_ranks}" in container(pod)["args"]
+        assert ports["metrics"] + n_ranks - 1 <= scraped["ports"][0]["endPort"]
+        assert f"--port={ports['http']}" in container(pod)["args"]
+        assert asked["ports"] == [{"port": ports["http"]}]
 
 
 def test_the_fencing_program_may_read_pods_and_nothing_else():
@@ -73,6 +82,7 @@ def test_selectors_match_the_pods_that_they_are_for():
     for one in OBJECTS:
         if selector := one.get("spec", {}).get("selector"):
             assert selector.get("matchLabels", selector).items() <= labels[one["metadata"]["name"]]
+    labels["router"] = {"app.kubernetes.io/name": "router"}.items()  # the reader's
     allowed = re.findall(r"'podSelector': {'matchLabels': ({[^{}]*})", str(of("NetworkPolicy")))
     assert len(allowed) > len(of("NetworkPolicy"))
     for selector in map(ast.literal_eval, allowed):
@@ -106,3 +116,4 @@ def test_what_is_mounted_is_made_by_a_command_of_the_page_and_keys_are_private()
 
 def test_the_page_applies_every_file():
     assert {path.name for path in FILES} == set(re.findall(r"kubernetes/(\w+\.yaml)\)", PAGE))
+    assert {path.name for path in FILES} == set(re.findall(r"-f docs/kubernetes/(\w+\.yaml)", PAGE))
