@@ -92,17 +92,17 @@ def test_a_file_is_there_whole_or_not_at_all(path, monkeypatch):
 
 def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path, tmp_path, monkeypatch):
     rank, other = Rank(), CostModel.linear(bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-5)
-    node = site.prefill(rank)
+    node = site.prefill(rank, publish=False)
     host = node.transport.traits
     device = replace(host, bytes_per_s=50e9, descriptor_s=3e-6)  # a transport may cost two peers differently
     for traits in (host, device, host):
         defaults = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
         assert node.cost_of(traits) == defaults
     monkeypatch.setenv(CALIBRATION.name, str(path))
-    assert site.prefill(rank).cost_of(host) == COST
+    assert site.prefill(rank, publish=False).cost_of(host) == COST
     for transport, taken in (("local", other), ("nixl", defaults)):
         write(calibration(other, transport), tmp_path / "other.json")
-        assert site.prefill(rank, calibration=tmp_path / "other.json").cost_of(host) == taken
+        assert site.prefill(rank, publish=False, calibration=tmp_path / "other.json").cost_of(host) == taken
 
 
 @pytest.mark.parametrize(("descriptor_s", "taken"), [(0.0, "direct"), (1e-3, "staged")])

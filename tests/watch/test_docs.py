@@ -39,6 +39,11 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in PANELS for target in panel["targets"]] + alerts
 
 
+def asked() -> set[str]:
+    """The names of series that the board and the alerts ask for."""
+    return {name for expression in expressions() for name in NAME.findall(expression)}
+
+
 def family(name: str) -> str:
     return re.sub(r"_(bucket|count|sum)$", "", name) if name in EXPORTED and name not in NAMES else name
 
