@@ -27,7 +27,7 @@ __device__ __forceinline__ Run run_at(const Group& group, const Extent& extent, 
     return PDSTAGE_HEAD_MAJOR ? head_major(group, extent, run) : token_major(group, run);
 }
 
-// The rows that hold N accesses of a view from unit `first` on, LANES apart, and their offsets in the rows.
+// The rows that hold N accesses of a view from unit `first` on, LANES apart, their offsets in the rows, and the keys of their sums.
 template <u32 N>
 __device__ __forceinline__ void find_rows(const Params& params, const Work& work, u32 first, u32 (&rows)[N],
                                           Offset (&pool)[N], [[maybe_unused]] Offset (&peer)[N],
@@ -104,9 +104,7 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
         if (!(live >> k & 1)) continue;
         const u32 unit = unit_of(k);
         store_unit<T, LONGEST>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
-        if (PDSTAGE_SUM) {
-            sum += terms(keys[k], bytes[k], length(unit));
-        }
+        if (PDSTAGE_SUM) sum += terms(keys[k], bytes[k], length(unit));
     }
     return sum;
 }

@@ -159,6 +159,9 @@ class Directory:
                 del ranks[advert.topology.unique_rank]
                 if not ranks:
                     del self._instances[advert.group]
+            key = advert.group, advert.topology.unique_rank
+            if (lost := self._lost.get(key)) is not None and lost.held.advert.incarnation == advert.incarnation:
+                del self._lost[key]
 
     def lookup(self, instance: str | None = None, dp_rank: int | None = None) -> list[Advert]:
         """All ranks of one dp replica of `instance`, by group rank.

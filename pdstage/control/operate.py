@@ -20,7 +20,7 @@ from pdstage.control.address import is_at
 from pdstage.control.directory import Advert, Conflict
 from pdstage.control.etcd import EtcdClient
 from pdstage.control.keys import Keys, keys_of
-from pdstage.control.zmq import ControlSocket
+from pdstage.control.zmq import ControlSocket, name_of
 from pdstage.errors import PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _MAGIC = b"Po\x01"
 """Of requests from operators and of their answers; the last byte is their version."""
 DRAIN, STATE, _FENCE = _MAGIC + b"drain", _MAGIC + b"state", _MAGIC + b"fence "
-"""Whole messages, but that an endpoint or a host follows the last. Each is answered; `DRAIN` is repeated until the node
-is drained.
+"""Whole messages, but that names of what has ended follow the last. Each is answered; `DRAIN` is repeated until the
+node is drained.
 """
 _FENCE_AGAIN_S = 1.0
 _AGAIN_S = 0.5
@@ -90,15 +90,9 @@ def is_request(frame: bytes) -> bool:
     return frame in {DRAIN, STATE} or frame.startswith(_FENCE)
 
 
-def ended_at(request: bytes) -> int | str:
-    """The process that has ended, as the operator says, by its incarnation, or those at an endpoint or a host; "" if
-    the request is another.
-    """
-    said = request[len(_FENCE) :].decode(errors="replace") if request.startswith(_FENCE) else ""
-    try:
-        return int(said.removeprefix("#"), 16) if said.startswith("#") else said
-    except ValueError:
-        return ""
+def ended_of(request: bytes) -> list[str]:
+    """What has ended, as the operator says, by the names that `Sessions.fence` takes; none if it says another thing."""
+    return request[len(_FENCE) :].decode(errors="replace").split() if request.startswith(_FENCE) else []
 
 
 def encode(state: NodeState) -> bytes:
@@ -145,7 +139,8 @@ def fence(
 ) -> Fenced:
     """Tells all living nodes in a directory that the processes at `where`, an instance, a host or an endpoint, have
     ended: each gives back the memory that it kept from use for one of them. Only for an orchestrator that has ended
-    them, or their host. Where none is listed, what is told is `where` itself.
+    them, or their host. Where none is listed, what is told is `where` itself; but not by a directory in etcd, which
+    knows that none is left.
 
     Processes that come there after this call began are not meant. One counts as alive while it is listed under a lease;
     for up to `wait_s` seconds that is waited for, then raises `Conflict`. A directory in etcd keeps it for nodes that
@@ -173,12 +168,11 @@ def fence(
                 )
             time.sleep(min(_FENCE_AGAIN_S, wait_s))
             listed = members(client)
+    names = [name_of(incarnation) for incarnation in ended]
+    if not names and not isinstance(client, EtcdClient):  # whose table knows that nobody there is to be fenced
+        names = [where]
     living = [one.advert.endpoint for one in listed if one.expires_in_s > 0]
-    told: dict[str, NodeState] = {}
-    for name in [f"#{incarnation:016x}" for incarnation in ended] or [where]:
-        for endpoint, state in (ask(living, _FENCE + name.encode(), keys=keys) if living else {}).items():
-            before = told[endpoint].fenced if endpoint in told else 0
-            told[endpoint] = msgspec.structs.replace(state, fenced=state.fenced + before)
+    told = ask(living, _FENCE + " ".join(names).encode(), keys=keys) if living and names else {}
     return Fenced(list(ended.values()), told)
 
 

@@ -80,6 +80,11 @@ class Ready(NamedTuple):
     fds: tuple[int, ...]
 
 
+def name_of(incarnation: int) -> str:
+    """A process's name among its peers, as `ControlSocket.endpoint_of` gives it where it connected."""
+    return incarnation.to_bytes(8, "little").hex()
+
+
 def route_of(identity: bytes) -> bytes:
     """The route by which the peers of a node with this identity address it, after it connected to them.
 

@@ -457,12 +457,12 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
 
     def _asked(self, request: bytes) -> operate.NodeState:
         """In a turn: does what an operator asks, and says how this node is."""
-        n_fenced, where = 0, operate.ended_at(request)
-        if where:
+        n_fenced, ended = 0, operate.ended_of(request)
+        if ended:
             with self.driver.lock:
-                n_fenced = self.sessions.fence(where)
+                n_fenced = self.sessions.fence(*ended)
             if n_fenced:
-                log.warning("%s: an operator says that %s has ended", self.socket.endpoint, where)
+                log.warning("%s: an operator says that %s has ended", self.socket.endpoint, ", ".join(ended))
         elif request == operate.DRAIN and not self.driver.ending:
             log.warning("%s: an operator asks this node to drain: no room begins any more", self.socket.endpoint)
             with self.driver.lock:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdstage.control.address import is_at
+from pdstage.control.zmq import name_of
 from pdstage.errors import PdstageError
 from pdstage.log_limit import LogLimit
 from pdstage.plan.token_slices import Pair
@@ -152,16 +153,15 @@ class Sessions:
             if not lost and not node.core.needs(route):
                 node.socket.disconnect(route)
 
-    def fence(self, where: int | str) -> int:
-        """The process of that incarnation has ended, or those behind the lost sessions of an endpoint or a host; under
-        the lock. Returns the number of lost sessions.
+    def fence(self, *names: str) -> int:
+        """Processes have ended, by `control.zmq.name_of`, or by their endpoint or host; under the lock. Returns the
+        number of their lost sessions.
         """
+        endpoint_of = self._node.socket.endpoint_of
         gone = [
             one
             for one in self.lost
-            if where == one.id.writer
-            or one.route == (where.to_bytes(8, "little") if isinstance(where, int) else b"")
-            or (isinstance(where, str) and is_at(self._node.socket.endpoint_of(one.route), where))
+            if name_of(one.id.writer) in names or any(is_at(endpoint_of(one.route), name) for name in names)
         ]
         self._ended.update(gone)
         self._dead_check_at = 0.0

@@ -54,6 +54,8 @@ def test_a_lease_ends_and_is_renewed(directory, clock):
         directory.publish(advert(0, tp=4, incarnation=2), 10)
     clock.now += 9.5
     assert [left_s for _, left_s in directory.instances()["p0"]] == [0.0, -9.5], "who was lost can be named"
+    directory.withdraw(advert(1))
+    assert [one.topology.unique_rank for one, _ in directory.instances()["p0"]] == [0], "it closed in order after all"
     directory.publish(advert(0, tp=4, incarnation=2), 10)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from pdstage import PdstageError, PeerError, TransportError, UsageError, cli, environment
 from pdstage.bench.etcd_servers import ETCD, Servers
-from pdstage.control import etcd
+from pdstage.control import etcd, operate
 from pdstage.control.bootstrap import BootstrapServer, client_of
 from pdstage.control.directory import Conflict, Held, Incomplete
 from pdstage.control.etcd import EtcdAddress, EtcdClient
@@ -268,6 +268,7 @@ def test_a_node_that_is_listed_in_etcd_hears_of_a_process_that_it_found_elsewher
         client.publish(at("tcp://10.0.0.9:1", tp=1, incarnation=lost.id.writer), ttl_s=1.0)
         assert list(client.fence("p0", wait_s=WAIT_S)) == [lost.id.writer]
         drive([decode], lambda: receiver.released)
+        assert operate.fence(client, "10.0.0.9") == ([], {}), "whoever comes there next is not meant"
     client.close()
 
 

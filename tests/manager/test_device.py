@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pdstage import State
+from pdstage.control.zmq import name_of
 from pdstage.kernels import Plan
 from pdstage.manager.driver import Driver
 from pdstage.protocol.decode_chunks import Scatter
@@ -128,7 +129,14 @@ def test_no_transport_is_made_or_used_before_the_device_is_current(site, device,
     assert device.n_reserved == 2, "as each side's session began, and not as chunks came"
     p = pair.p
     pair.d.close()
-    drive([p], lambda: p.fence(next(iter(p.unfenced()))) if p.unfenced() else not p.core.sessions)
+
+    def fenced():
+        for endpoint in p.unfenced():
+            assert endpoint == name_of(pair.d.incarnation), "as an operator's word names it"
+            p.fence(endpoint)
+        return not p.core.sessions
+
+    drive([p], fenced)
     p.close()
     assert device.depth == 0
     wrong = {name for name, current in used.items() if current != {True}}

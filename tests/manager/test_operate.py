@@ -98,6 +98,9 @@ def test_a_killed_process_is_fenced_by_its_name(site, monkeypatch, capsys):
         assert "1 of 1 processes at p0 are registered" in capsys.readouterr().err
         assert not receiver.released
         with again_and_again(lambda: d.turn(0.01)):
+            for garbage in (b"", b"\xff#", b"#" + b"f" * 99):
+                said = operator.ask([d.socket.endpoint], operator._FENCE + garbage)
+                assert [(state.fenced, state.unfenced) for state in said.values()] == [(0, 1)]
             assert cli.main([*command, "60"]) == 0
         said = capsys.readouterr().out.splitlines()
         assert said == [
