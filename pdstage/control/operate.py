@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _MAGIC = b"Po\x01"
 """Of requests from operators and of their answers; the last byte is their version."""
-DRAIN, STATE, _FENCE = _MAGIC + b"drain", _MAGIC + b"state", _MAGIC + b"fence "
+REQUESTS = DRAIN, STATE, _FENCE = _MAGIC + b"drain", _MAGIC + b"state", _MAGIC + b"fence "
 """Whole messages, but that names of what has ended follow the last. Each is answered; `DRAIN` is repeated until the
 node is drained.
 """
@@ -84,10 +84,6 @@ class Listed(msgspec.Struct, frozen=True):
 
 # Made before any thread decodes, as directory_api's.
 _state, _listed = msgspec.json.Decoder(NodeState), msgspec.json.Decoder(dict[str, list[Listed]])
-
-
-def is_request(frame: bytes) -> bool:
-    return frame in {DRAIN, STATE} or frame.startswith(_FENCE)
 
 
 def ended_of(request: bytes) -> list[str]:

@@ -381,7 +381,7 @@ class Driver:
             return False
         self._read_at = time.monotonic()
         for route, frames in node.socket.recv():
-            if operate.is_request(frames[0]):
+            if frames[0].startswith(operate.REQUESTS):
                 operators.append((route, frames[0]))
                 continue
             self._unread += [(route, frame) for frame in frames]
