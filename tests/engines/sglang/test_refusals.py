@@ -112,8 +112,8 @@ def test_a_setting_of_the_node(rank, node, culprit):
 def test_prefill_listens_where_its_bootstrap_server_does(host, dist_init, bind):
     """What is on loopback only needs no keys."""
     told = SimpleNamespace(bootstrap_host=host, dist_init_addr=dist_init, local_ip="10.1.2.9")
-    assert manager.PdStageKVManager._bind(told, is_prefill=True) == bind
-    assert manager.PdStageKVManager._bind(told, is_prefill=False) == "tcp://127.0.0.1:0", "nobody connects to decode"
+    assert manager.PdStageKVManager._bind(told, reached=True) == bind
+    assert manager.PdStageKVManager._bind(told, reached=False) == "tcp://127.0.0.1:0", "nobody connects to this decode"
 
 
 @pytest.mark.parametrize(("options", "refused"), [((), False), (("--enable-pd-role-switch",), True)])
