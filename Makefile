@@ -31,8 +31,8 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e venvs sim mutants matrix chaos fuzz etcd lint weight types format bench \
-    gpu rehearse sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
+.PHONY: help setup demo serve test test-all test-engines test-e2e venvs sim mutants matrix chaos fuzz etcd rules lint weight types format \
+    bench gpu rehearse sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -95,6 +95,15 @@ HAVE_ETCD = command -v etcd >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v a
 	    $(APT_INSTALL) etcd-server >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) etcd-server >/dev/null; }; \
 	    command -v etcd >/dev/null || { echo "there is no etcd: as root, apt-get install -y etcd-server" >&2; exit 1; }
 
+# Out of Debian's prometheus, whose server would be started.
+$(BIN)/promtool: | $(STAMP)
+	cd $(VENV) && { apt-get download -qq prometheus >/dev/null 2>&1 || { apt-get update -qq && apt-get download -qq prometheus; } } \
+	    && dpkg -x prometheus_*.deb unpacked && mv unpacked/usr/bin/promtool bin && rm -r unpacked prometheus_*.deb
+
+rules: $(BIN)/promtool  ## Evaluate the alerts by promtool, over incidents that are played on real nodes.
+	@$(HAVE_ETCD)
+	$(BIN)/python $(PYTEST) tests/watch/test_docs.py tests/watch/test_incidents.py $(ARGS)
+
 etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
 	@$(HAVE_ETCD)
 	$(BIN)/python $(PYTEST) tests/control/test_etcd.py tests/control/test_contract.py $(ARGS)
@@ -109,7 +118,8 @@ test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapter
 test-e2e: HANGS_S = 1800
 test-e2e: $(WHOLE_ENGINES:%=test-e2e-%)  ## Test real servers on the CPU (FULL=1 for everything, ENGINES=vllm ARGS="-k local").
 
-test-e2e-%: $(ENGINE_VENVS)/%-cpu/.pdstage-setup
+test-e2e-%: $(ENGINE_VENVS)/%-cpu/.pdstage-setup $(BIN)/promtool
+	@$(HAVE_ETCD)
 	$(FEW_CORES) $(ENGINE_VENVS)/$*-cpu/bin/python $(PYTEST) tests/e2e/$* $(if $(FULL),--full) $(ARGS)
 
 venvs: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup) $(WHOLE_ENGINES:%=$(ENGINE_VENVS)/%-cpu/.pdstage-setup)  ## Make the engines' venvs.

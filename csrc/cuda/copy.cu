@@ -27,7 +27,8 @@ __device__ __forceinline__ Run run_at(const Group& group, const Extent& extent, 
     return PDSTAGE_HEAD_MAJOR ? head_major(group, extent, run) : token_major(group, run);
 }
 
-// The rows that hold N accesses of a view from unit `first` on, LANES apart, their offsets in the rows, and the keys of their sums.
+// The rows that hold N accesses of a view from unit `first` on, LANES apart, their offsets in the rows, and the keys of
+// their sums.
 template <u32 N>
 __device__ __forceinline__ void find_rows(const Params& params, const Work& work, u32 first, u32 (&rows)[N],
                                           Offset (&pool)[N], [[maybe_unused]] Offset (&peer)[N],

@@ -113,6 +113,11 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
             self.observed = Observation(origin, self.observers)
         self._waiting: list[tuple[Handle, CudaEvent, Callable[[], None]]] = []
         """Whose event is waited for, and what follows: asked in turns, not in each of an engine's calls."""
+        self.expects_rooms: Callable[[], bool] = lambda: False
+        """An engine's: whether it may have named a room to others that it has not begun here. Until it has, an
+        operator's drain waits.
+        """
+        self._drain_asked = False
         self._closing = threading.RLock()
         self._gave_back: bool | None = None
         """What `close` came to, once it is over."""
@@ -413,7 +418,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         return Status(
             info, core.counters.as_dict(), asdict(self.socket.counters), dict(sessions.over), {}, len(core.sessions),
             len(sessions.lost), len(core.chunks.flights), failed=self.driver.failure is not None,
-            draining=self.driver.ending, directory=self.directory.status(),
+            draining=self.draining, directory=self.directory.status(),
         )  # fmt: skip
 
     def oldest_rooms(self, n: int = 10) -> list[OpenRoom]:
@@ -455,6 +460,11 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         """Under the lock."""
         self.driver.ending = True
 
+    @property
+    def draining(self) -> bool:
+        """Whether it drains, or closes, or an operator has asked it to."""
+        return self._drain_asked or self.driver.ending
+
     def _asked(self, request: bytes) -> operate.NodeState:
         """In a turn: does what an operator asks, and says how this node is."""
         n_fenced, ended = 0, operate.ended_of(request)
@@ -463,19 +473,21 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
                 n_fenced = self.sessions.fence(*ended)
             if n_fenced:
                 log.warning("%s: an operator says that %s has ended", self.socket.endpoint, ", ".join(ended))
-        elif request == operate.DRAIN and not self.driver.ending:
-            log.warning("%s: an operator asks this node to drain: no room begins any more", self.socket.endpoint)
-            with self.driver.lock:
-                self._begin_drain()
-            self.directory.withdraw(0.0)
+        elif request == operate.DRAIN:
+            if not self.draining:
+                log.warning("%s: an operator asks this node to drain: no room begins any more", self.socket.endpoint)
+                self._drain_asked = True
+                self.directory.withdraw(0.0)
+            if not self.driver.ending and not self.expects_rooms():
+                with self.driver.lock:
+                    self._begin_drain()
         handles = self.handles()
         rooms = {state: n for state, n in status.by_state(handles).items() if n}
         oldest_s = max((time.monotonic() - handle.began_at for handle in handles), default=0.0)
-        draining = self.driver.ending
         return operate.NodeState(
-            role=self.role, rank=self.topology.unique_rank, rooms=rooms, oldest_s=oldest_s, draining=draining,
-            drained=draining and self.directory.withdrawn and not rooms, failed=self.driver.failure is not None,
-            unfenced=len(self.sessions.lost) - n_fenced, fenced=n_fenced,
+            role=self.role, rank=self.topology.unique_rank, rooms=rooms, oldest_s=oldest_s,
+            draining=self.draining, drained=self.driver.ending and self.directory.withdrawn and not rooms,
+            failed=self.driver.failure is not None, unfenced=len(self.sessions.lost) - n_fenced, fenced=n_fenced,
         )  # fmt: skip
 
     def close(self, timeout_s: float = 5.0) -> bool:

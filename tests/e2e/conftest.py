@@ -43,9 +43,9 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Faults come last: they leave servers behind that must be started again."""
+    """Operators come late, and faults last: they leave servers behind that must be started again."""
     if all(Path(__file__).parent in item.path.parents for item in items):
-        items.sort(key=lambda item: item.path.name == "test_faults.py")
+        items.sort(key=lambda item: ("test_operated.py", "test_faults.py").count(item.path.name))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,8 @@ class Watched(Pair):
     """A prefill and a decode node, both timed, and an endpoint."""
 
     def __init__(self, stack: ExitStack, **options) -> None:
-        made = Site(stack).pair(**{"path": "staged", "observers": [Timings()]} | options)
+        self.site = Site(stack)
+        made = self.site.pair(**{"path": "staged", "observers": [Timings()]} | options)
         super().__init__(made.p, made.src, made.d, made.dst)
         self.endpoint = stack.enter_context(expose(self.p, self.d, port=0, registry=CollectorRegistry()))
 

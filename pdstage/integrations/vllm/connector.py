@@ -149,7 +149,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker_side.results()
 
     def build_connector_worker_meta(self) -> PdStageWorkerMeta | None:
-        return self.worker_side.turns()
+        return self.worker_side.told()
 
     def get_kv_connector_stats(self) -> PdStageStats | None:
         return self.worker_side.stats() if self.role is KVConnectorRole.WORKER else None

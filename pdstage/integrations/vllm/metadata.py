@@ -82,23 +82,27 @@ class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
     aborted: dict[str, str] = field(default_factory=dict)
     wants: list[tuple[Remote, bool]] = field(default_factory=list)
     """Rooms that a request here will load (true), or that none will: their senders need not hold them."""
+    names_more: bool = False
+    """Whether rooms to send may be named, to decode, before the next step's news has them."""
 
     def __bool__(self) -> bool:
-        return any(vars(self).values())
+        return any(value for name, value in vars(self).items() if name != "names_more")
 
 
 @dataclass
 class PdStageWorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What a worker learned in a step of the rooms of turns that it announced: whether their decode engines have them
-    still.
+    still. And whether an operator drains it.
     """
 
     held: dict[Remote, bool]
+    drains: bool
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdStageWorkerMeta:
         assert isinstance(other, PdStageWorkerMeta)
         for room, is_held in other.held.items():
             self.held[room] = is_held and self.held.get(room, True)
+        self.drains |= other.drains
         return self
 
 

@@ -71,6 +71,10 @@ class SchedulerSide:
         self._loads = Loads()
         self._kept: set[str] = set()
         """Requests whose KV is held for their conversation's next turn."""
+        self._to_send: set[str] = set()
+        """Requests whose rooms are named as they end."""
+        self._drains = False
+        """Whether an operator drains a rank: no room is named any more, and what comes is computed where it ends."""
         self._shares_blocks = bool(vllm_config.cache_config.enable_prefix_caching)
         self._address = ""
         """Where decode engines find the ranks of this one, once they are there."""
@@ -127,8 +131,9 @@ class SchedulerSide:
         if not params.get("do_remote_decode"):
             return
         self._cut(request)
+        self._to_send.add(request.request_id)
         room = params.get("transfer_id")
-        if room and self._address and self._streams.begin(request, room):
+        if room and self._address and not self._drains and self._streams.begin(request, room):
             self.news.arrived[request.request_id] = room
 
     def _cut(self, request: Request) -> None:
@@ -153,6 +158,7 @@ class SchedulerSide:
         if request.request_id in self._loads.running:
             self.news.aborted[request.request_id] = "the request ended"
         self._leave(request)
+        self._to_send.discard(request.request_id)
         is_done, turns = request.status in _DONE and any(blocks), self._settings.turns
         if not params.get("do_remote_decode"):
             keeps = is_done and turns is not None
@@ -176,6 +182,8 @@ class SchedulerSide:
         # A state is as the last step leaves it: with asynchronous scheduling that is one after the request's end.
         n_in_flight = 0 if self._has_state else request.num_in_flight_tokens
         n_tokens = max(0, request.num_computed_tokens - n_in_flight)
+        if self._drains and stream is None:
+            return False, None
         if not self._address:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
             return False, None
@@ -228,7 +236,7 @@ class SchedulerSide:
                 "request %s has adapter %r here and %r at prefill: it is computed here", request.request_id, here, there
             )
             self.news.wants.append((remote, False))
-        elif self._loads.add(request.request_id, remote):
+        elif not self._drains and self._loads.add(request.request_id, remote):
             self.news.wants.append((remote, True))
 
     def matched(self, request: Request, n_local: int) -> tuple[int | None, bool]:
@@ -298,6 +306,7 @@ class SchedulerSide:
         """The workers' results of this step."""
         if isinstance(output.kv_connector_worker_meta, PdStageWorkerMeta):
             self._loads.held(output.kv_connector_worker_meta.held)
+            self._drains |= output.kv_connector_worker_meta.drains
         self._loads.ended(output.finished_recving or ())
         self._kept.difference_update(output.finished_sending or ())
 
@@ -307,6 +316,7 @@ class SchedulerSide:
         """This step's news, returned once; `output` is what it computes."""
         self._loads.step()
         news, self.news = self.news, PdStageMetadata()
+        news.names_more = bool(self._to_send) and not self._drains
         news.preempted, news.chunks = self._streams.step(output)
         return news
 

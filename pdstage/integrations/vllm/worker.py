@@ -131,6 +131,10 @@ class WorkerSide:
         """Bytes and descriptors that were reported."""
         self._lasting: tuple[int, ...] = ()
         """The gauges as last reported."""
+        self._naming = self._begun = 0
+        """The last step before which rooms to send may have been named, counted, and up to which they are all begun."""
+        self._drains = False
+        """Whether the scheduler was told so."""
         self._tasks = Tasks()
         self._stats = PdStageStats()
 
@@ -150,6 +154,7 @@ class WorkerSide:
         if self._transfer.is_kv_producer:
             options = {"instance": self._transfer.engine_id, **self._settings.node(PrefillNode, said)}
             self.prefill = PrefillNode(pool, self.topology, publish=False, observers=operated.observers, **options)
+            self.prefill.expects_rooms = lambda: self._begun != self._naming
             operated.add(self.prefill)
         if self._transfer.is_kv_consumer:
             options = self._settings.node(DecodeNode, said)
@@ -188,6 +193,7 @@ class WorkerSide:
     def bound(self, metadata: PdStageMetadata) -> None:
         """Called before this step's forward pass: earlier passes computed the blocks of finished requests."""
         assert hasattr(self, "_caches") or not metadata, "a request before register_kv_caches"
+        self._naming += metadata.names_more
         self._computed = self._event() if metadata.sends else None
         self.computed()  # vLLM's first model runner does not say so of a pipeline stage before a speculating one
         if metadata.arrived:
@@ -227,6 +233,8 @@ class WorkerSide:
             # Launched kernels may still zero or read the blocks to be loaded.
             after = self._event() if metadata.receives else None
             self._tasks.put(partial(self._carry_out, metadata, self._computed, after))
+        if self._begun != self._naming and not metadata.names_more:
+            self._tasks.put(partial(setattr, self, "_begun", self._naming))
 
     def _clear(self, metadata: PdStageMetadata) -> None:
         """Zeroes blocks that a request's tokens fill only in part, if vLLM zeroes new blocks. vLLM leaves out blocks
@@ -387,8 +395,8 @@ class WorkerSide:
                     results.failed_recving.add(request_id)
         return results
 
-    def turns(self) -> PdStageWorkerMeta | None:
-        """What is new of announced rooms of turns: whether their senders have them."""
+    def told(self) -> PdStageWorkerMeta | None:
+        """What is new of announced rooms of turns: whether their senders have them; and whether this rank drains."""
         held: dict[Remote, bool] = {}
         for room, (receiver, told) in list(self._turns.items()):
             if receiver is None or receiver.state is State.FAILED:
@@ -400,7 +408,9 @@ class WorkerSide:
                 self._turns[room] = receiver, is_held
             if receiver.bound:
                 del self._turns[room]
-        return PdStageWorkerMeta(held) if held else None
+        drains = not self._drains and any(node is not None and node.draining for node in (self.prefill, self.decode))
+        self._drains |= drains
+        return PdStageWorkerMeta(held, drains) if held or drains else None
 
     def _note(self, handle: Handle | None, request_id: str, what: str) -> bool:
         """Counts a room that is over, or that could not begin; whether it succeeded."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e import load, servers
+from tests.e2e import load, operated, servers
 from tests.e2e.servers import Server
 from tests.processes import free_port
 
@@ -52,6 +52,8 @@ class Engine:
     radix: bool = False
     node: str = '{"transport": "nixl"}'
     """PDSTAGE_NODE."""
+    instance: str = ""
+    """Its name in tests.e2e.operated's directory, if it is listed there."""
 
     @property
     def near(self) -> float:
@@ -80,7 +82,7 @@ class Engine:
         return [*made, *self.options]
 
     def server(self, folder: Path, logs: Path) -> SglangServer:
-        env = ENV | {"PDSTAGE_NODE": self.node}
+        env = ENV | {"PDSTAGE_NODE": json.dumps(json.loads(self.node) | operated.options(self.instance))}
         if (n_ranks := self.tp * self.pp) > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(n % 2) for n in range(n_ranks))
         bootstrap = free_port()
@@ -130,6 +132,10 @@ class Pair:
 
 def pair(prefill: dict[str, Any], decode: dict[str, Any], *, full: bool = True, **common: Any) -> Pair:
     return Pair(Engine(role="prefill", **(common | prefill)), Engine(role="decode", **(common | decode)), full=full)
+
+
+FOUND = pair({"tp": 2, "options": CHUNKED, "instance": "prefill"}, {"instance": "decode"}, full=False)
+"""Operators find both in a directory, which may come later."""
 
 
 def handed_over(prefill: SglangServer, decode: SglangServer, *, n_tokens: int = load.N_TOKENS) -> load.Ask:

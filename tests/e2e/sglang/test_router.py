@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e import compare, load
-from tests.e2e.sglang.engines import CHUNKED, check_free, pair, router
-
-PAIR = pair({"tp": 2, "options": CHUNKED}, {})
+from tests.e2e.sglang.engines import FOUND, check_free, router
 
 
 @pytest.mark.full
 def test_answers_through_the_router(fleet):
     """The router knows prompts as text."""
     asked = load.prompts(100, seed=301, longest=300)
-    prefill, decode, _ = fleet.up(*PAIR.engines)
-    right = fleet.right(PAIR.reference, asked, as_text=True)
+    prefill, decode, _ = fleet.up(*FOUND.engines)
+    right = fleet.right(FOUND.reference, asked, as_text=True)
     front = router(prefill, decode, fleet.place).start()
     try:
         front.wait()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e import compare, load
-from tests.e2e.sglang.engines import CHUNKED, WINDOWS_WHOLE, Pair, check_free, handed_over, pair
+from tests.e2e.sglang.engines import CHUNKED, FOUND, WINDOWS_WHOLE, Pair, check_free, handed_over, pair
 
 LOCAL, STAGED = '{"transport": "local"}', '{"transport": "nixl", "path": "staged"}'
 ROWS = [
-    pair({"tp": 2, "options": CHUNKED}, {}, full=False),
+    FOUND,
     pair({"pp": 2}, {}),
     pair({}, {}),
     pair({"pp": 2, "tp": 2, "options": CHUNKED}, {}),

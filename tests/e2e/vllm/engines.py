@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tests.e2e import load, servers
+from tests.e2e import load, operated, servers
 from tests.e2e.servers import Server, wait_until
 from tests.processes import free_port
 
@@ -86,6 +86,8 @@ class Engine:
     """How long it may go on with what it has, once it is asked to end."""
     directory: int = 0
     """The port of its directory, 0 for any."""
+    instance: str = ""
+    """Its name in tests.e2e.operated's directory, if it is listed there."""
     offloads: bool = False
     """Whether vLLM's MultiConnector has pdstage's beside its own ExampleConnector, which keeps prompts' KV in files."""
     near: ClassVar[float] = 0.0
@@ -121,6 +123,7 @@ class Engine:
                 "transport": self.transport,
                 "config": dict(self.config),
                 "port": self.directory,
+                **operated.options(self.instance),
             },
         }
         if not self.offloads:
@@ -186,8 +189,10 @@ def pair(
 
 
 FOUND = pair((1, 128), (1, 128))
-FOUND = replace(FOUND, prefill=replace(FOUND.prefill, directory=DIRECTORY_PORT))
-"""Of equal sizes; proxies find its prefill engine by its directory."""
+FOUND = Pair(
+    replace(FOUND.prefill, directory=DIRECTORY_PORT, instance="prefill"), replace(FOUND.decode, instance="decode")
+)
+"""Of equal sizes; proxies find its prefill engine by its directory, operators both by another, which may come later."""
 
 FREE_S = 15.0
 """All blocks of both sides are free by then, after whatever happened."""

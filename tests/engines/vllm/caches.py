@@ -134,7 +134,7 @@ class Side:
         """A step of each worker without a forward pass, in vLLM's order; what they say, one a rank."""
         results = []
         for worker in self.workers:
-            worker.bind_connector_metadata(told or PdStageMetadata())
+            worker.bind_connector_metadata(PdStageMetadata() if told is None else told)
             worker.start_load_kv(None)
             worker.wait_for_save()
             results.append(worker.get_transfer_results(set()))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 N_TOKENS = 40
+TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 BLOCKS = [[3, 5, 2]]
 
 
@@ -72,7 +73,11 @@ def answered(src: Side, *, lora: str | None = None, is_alone: bool = True) -> di
     """What a prefill engine answers for a request that it has computed, through JSON as a proxy passes it on.
     `is_alone`: the connector is not beside one that knows no groups, in vLLM's MultiConnector.
     """
-    done = arrived(src, {"do_remote_decode": True, "do_remote_prefill": False}, lora=lora)
+    return ended(src, arrived(src, TO_PREFILL, lora=lora), is_alone=is_alone)
+
+
+def ended(src: Side, done: Request, *, is_alone: bool = True) -> dict[str, Any]:
+    """The same, for a request that arrived before."""
     done.num_computed_tokens, done.status = done.num_prompt_tokens, RequestStatus.FINISHED_LENGTH_CAPPED
     if is_alone:
         _, params = src.scheduler.request_finished_all_groups(done, tuple(BLOCKS))
@@ -426,6 +431,27 @@ def test_an_engine_s_nodes_are_found_and_drained_by_name(sides) -> None:
         said = drain([one.endpoint for one in (prefill, decode)], wait_s=PATIENCE_S)
         assert all(state.drained for state in said.values())
         assert not members(client)
+
+
+def test_a_room_that_decode_was_told_of_is_sent_though_prefill_drains(src: Side, dst: Side) -> None:
+    """Asked to drain while a request is computed, it serves that one, and names none afterwards."""
+    node = src.workers[0].worker_side.prefill
+    done = arrived(src, TO_PREFILL)
+    src.step(src.scheduler.build_connector_meta(None))
+    assert not drain([node.socket.endpoint], wait_s=0.1)[node.socket.endpoint].drained
+    wanted = arrived(dst, ended(src, done))
+    dst.scheduler.get_num_new_matched_tokens(wanted, 0)
+    told = dst.step(allocate(dst, wanted, N_TOKENS))
+    src.step(src.scheduler.build_connector_meta(None))
+    until(lambda: told.extend(dst.step()) or any(one.finished_recving for one in told))
+    assert not any(one.failed_recving for one in told)
+    src.scheduler.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=src.workers[0].build_connector_worker_meta())
+    )
+    assert answered(src) is None
+    assert not src.scheduler.build_connector_meta(None)
+    given_back(src, "req-1")
+    assert drain([node.socket.endpoint], wait_s=PATIENCE_S)[node.socket.endpoint].drained
 
 
 def test_what_lasts_is_seen_while_it_lasts(sides) -> None:
