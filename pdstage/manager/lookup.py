@@ -85,9 +85,15 @@ class Directory:
         self._cache: dict[tuple[str, int | None, str | None], tuple[float, list[Advert]]] = {}
 
     def client(self, address: str) -> DirectoryClient:
-        """Who asks the directory at `address`; raises `UsageError` for an address that is none."""
+        """Who asks the directory at `address`; raises `UsageError` for an address that is none, or whose key is not let
+        in, and counts that as a look-up that failed.
+        """
         with self._lock:
-            client = self._watching.get(address) or client_of(address, keys=self._keys)
+            try:
+                client = self._watching.get(address) or client_of(address, keys=self._keys)
+            except UsageError:
+                self.counters.lookups_failed += 1
+                raise
             if isinstance(client, EtcdClient):
                 self._watching[address] = client
             return client

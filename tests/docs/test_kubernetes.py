@@ -26,7 +26,11 @@ def of(kind: str) -> list[dict[str, Any]]:
     return [one for one in OBJECTS if one["kind"] == kind]
 
 
-@pytest.mark.parametrize("one", OBJECTS, ids=lambda one: f"{one['kind']} {one['metadata']['name']}")
+@pytest.mark.parametrize(
+    "one",
+    [one for one in OBJECTS if one["kind"] != "PodMonitor"],
+    ids=lambda one: f"{one['kind']} {one['metadata']['name']}",
+)
 def test_kubernetes_schema_takes_it(one):
     checker = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     for version in ("1.29", "1.33"):
@@ -64,6 +68,12 @@ def test_ports_of_engines_and_of_policies_are_the_same():
         ports = {one["name"]: one["containerPort"] for one in container(pod)["ports"]}
         assert options(container(pod))["metrics_port"] == ports["metrics"] == scraped["ports"][0]["port"]
         n_ranks = int(container(pod)["resources"]["limits"]["nvidia.com/gpu"])
+        (monitor,) = (
+            one["spec"]
+            for one in of("PodMonitor")
+            if one["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+        )
+        assert monitor["podMetricsEndpoints"] == [{"portNumber": ports["metrics"] + rank} for rank in range(n_ranks)]
         assert f"--tensor-parallel-size={n_ranks}" in container(pod)["args"]
         assert ports["metrics"] + n_ranks - 1 <= scraped["ports"][0]["endPort"]
         assert f"--port={ports['http']}" in container(pod)["args"]

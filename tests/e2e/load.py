@@ -61,9 +61,9 @@ def prompts(n: int, seed: int, *, shortest: int = SHORTEST, longest: int = LONGE
     return made
 
 
-def body(prompt: Sequence[int], *, n_tokens: int = N_TOKENS, **more: Any) -> dict[str, Any]:
-    """A request of OpenAI's completions API, with what vLLM and SGLang add to it."""
-    return {
+def body(prompt: Sequence[int], /, *, n_tokens: int = N_TOKENS, **more: Any) -> dict[str, Any]:
+    """A request of OpenAI's completions API, with what vLLM and SGLang add to it; None leaves a field out."""
+    told = {
         "model": "tiny",
         "prompt": list(prompt),
         "max_tokens": n_tokens,
@@ -72,6 +72,7 @@ def body(prompt: Sequence[int], *, n_tokens: int = N_TOKENS, **more: Any) -> dic
         "return_token_ids": True,
         **more,
     }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def tokens_of(told: Mapping[str, Any]) -> tuple[int, ...]:

@@ -20,11 +20,6 @@ NOT_ON_THE_BOARD = {
 NAME = re.compile(r"\bpdstage_\w+")
 
 
-def asked() -> set[str]:
-    """The names of series that the board and the alerts ask for."""
-    return {name for query in promtool.asked() for name in NAME.findall(query)}
-
-
 def test_every_metric_is_on_the_board_or_left_out_with_a_reason():
     on_it = {name for query in promtool.QUERIES for name in NAME.findall(query)}
     on_it |= {re.sub(r"_(bucket|count|sum)$", "", name) for name in on_it}

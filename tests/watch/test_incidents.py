@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdstage import State
+from pdstage import Keys, State, UsageError
 from pdstage.bench.etcd_servers import ETCD, Servers
 from pdstage.control import etcd
 from pdstage.control.bootstrap import BootstrapServer
@@ -152,6 +152,21 @@ def an_instance_that_is_none(play: Play) -> None:
     play.quiet(11)
 
 
+def keys_rotated_at_prefill_alone(play: Play) -> None:
+    old, new = play.folder / "old.key", play.folder / "new.key"
+    Keys.make(old), Keys.make(new)
+    play.pair(prefill={"bootstrap": None, "keys": old}, decode={"keys": old}).move(100)
+    play.quiet()
+    pair = play.pair(prefill={"bootstrap": None, "keys": new}, decode={"keys": old})
+    for room in range(6):
+        with pytest.raises(UsageError, match="is not let in here"):
+            pair.receive(room)
+        play.lasts(2)
+    play.fires("PdstageLookupsFail")
+    play.pair(prefill={"bootstrap": None, "keys": new}, decode={"keys": new}).move(100)
+    play.quiet(11)
+
+
 def etcd_that_ends(play: Play) -> None:
     """Again and again, then for more than a minute."""
     play.monkeypatch.setattr(etcd, "_EVERY_S", 0.05)
@@ -228,6 +243,7 @@ INCIDENTS = {
     a_silent_peer: {"PdstageSessionsLost", "PdstageSessionsUnfenced", "PdstageQuarantine"},
     a_directory_that_is_gone: {"PdstageNotRegistered", "PdstageRegistrationFails"},
     an_instance_that_is_none: {"PdstageLookupsFail"},
+    keys_rotated_at_prefill_alone: {"PdstageLookupsFail"},
     etcd_that_ends: {"PdstageDirectoryAway", "PdstageWatchUnsteady"},
     a_slow_link: {"PdstageStagingStarved"},
     a_chunk_that_is_altered: {"PdstageChunksAltered"},

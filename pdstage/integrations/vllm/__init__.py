@@ -1,10 +1,10 @@
 """vLLM's connector: prefill and decode engines of vLLM 0.33 transfer KV caches by pdstage, with one flag.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "PdStageConnector", "kv_role": "kv_producer",
-        "kv_connector_module_path": "pdstage.integrations.vllm"}'
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "PdStageConnector", "kv_role": "kv_producer"}'
 
 Read in this order:
 
+    plugin           how vLLM, and NVIDIA Dynamo, know the connector by its name
     settings         the operator's options in `kv_connector_extra_config`
     groups           vLLM's cache groups as pdstage's components: which blocks of a request, for which tokens
     metadata         what the scheduler's side tells the workers' side in each step

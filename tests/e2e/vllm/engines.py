@@ -118,7 +118,6 @@ class Engine:
             role["engine_id"] = NAMED  # the same after a restart: proxies ask the directory once
         ours = {
             "kv_connector": "PdStageConnector",
-            "kv_connector_module_path": "pdstage.integrations.vllm",
             "kv_connector_extra_config": {
                 "transport": self.transport,
                 "config": dict(self.config),

@@ -47,8 +47,8 @@ class Worker:
             model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=512, block_size=64,
             kv_cache_dtype=cache_dtype, enforce_eager=True,
             kv_transfer_config={
-                "kv_connector": "PdStageConnector", "kv_connector_module_path": "pdstage.integrations.vllm",
-                "kv_role": "kv_both", "kv_connector_extra_config": {"transport": "local", "staging_nbytes": 1 << 20},
+                "kv_connector": "PdStageConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {"transport": "local", "staging_nbytes": 1 << 20},
             },
         )  # fmt: skip
         self.config = arguments.create_engine_config()

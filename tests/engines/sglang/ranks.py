@@ -508,9 +508,6 @@ class Rank:
         """The same of all that its node exports."""
         return Samples(get(self.manager.operated.address))(name, **labels)
 
-    def exported_names(self) -> set[str]:
-        return Samples(get(self.manager.operated.address)).names
-
     def sleep(self) -> None:
         self.manager.deregister_buffer_to_engine()
 

@@ -18,6 +18,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.plugins import load_general_plugins
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.engines import stubs
@@ -79,6 +80,7 @@ CONSUMER = Side("kv_consumer", 2, 64, layout="LBHNC", n_blocks=24)
 
 def config(side: Side, model: Path) -> VllmConfig:
     """vLLM's own, as its command line would make it."""
+    load_general_plugins()
     shape = json.loads((model / "config.json").read_text())
     for name in shape["architectures"]:  # vLLM would load them in a process without our stubs, and keep that on disk
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
@@ -110,7 +112,6 @@ def config(side: Side, model: Path) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="PdStageConnector",
-            kv_connector_module_path="pdstage.integrations.vllm",
             kv_role=side.role,  # type: ignore[arg-type]
             kv_connector_extra_config={
                 "transport": "nixl",
