@@ -58,7 +58,7 @@ class Operated:
 
             register(node, self._endpoint.registry, labels={"engine": self._engine})
         if self._directory is not None:
-            metrics = str(Address.parse(self.address, "").reachable()) if self.address else ""
+            metrics = str(Address.parse(self.address, "", listening=True).reachable()) if self.address else ""
             node.list_in(self._directory, instance=self._instance, engine=self._engine, metrics=metrics)
 
     @property

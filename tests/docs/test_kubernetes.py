@@ -49,9 +49,9 @@ def test_the_hook_drains_the_node_and_fits_into_the_grace_period(name):
     assert (shell, flag) == ("/bin/sh", "-c")
     sleep, _, command = script.partition("; exec pdstage ")
     given = cli.parser().parse_args(shlex.split(command))
-    assert (given.command, given.endpoints, given.directory) == ("drain", ["$PDSTAGE_POD"], "$PDSTAGE_DIRECTORY")
-    assert {"PDSTAGE_POD", "PDSTAGE_DIRECTORY"} <= {one["name"] for one in engine["env"]}
-    assert options(engine)["directory"] == "$(PDSTAGE_DIRECTORY)"
+    assert (given.command, given.endpoints, given.directory) == ("drain", ["$PDSTAGE_POD"], "$DIRECTORY")
+    assert {"PDSTAGE_POD", "DIRECTORY"} <= {one["name"] for one in engine["env"]}
+    assert options(engine)["directory"] == "$(DIRECTORY)"
     assert options(engine)["keys"] == str(given.keys)
     assert float(sleep.split()[1]) + given.wait < ENGINES[name]["spec"]["terminationGracePeriodSeconds"]
 

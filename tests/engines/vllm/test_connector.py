@@ -416,7 +416,10 @@ def test_a_rank_serves_all_that_its_nodes_export(sides) -> None:
 
 def test_an_engine_s_nodes_are_found_and_drained_by_name(sides) -> None:
     with BootstrapServer() as directory:
-        extra, client = {"directory": directory.address, "metrics_port": 0}, client_of(directory.address)
+        extra, client = (
+            {"directory": directory.address, "metrics_port": 0, "metrics_host": "0.0.0.0"},
+            client_of(directory.address),
+        )
         src = sides("kv_producer", extra=extra)
         dst = sides("kv_consumer", extra=extra | {"instance": "d0"})
         until(lambda: len(members(client)) == 2, "both are listed")

@@ -30,6 +30,6 @@ def test_arguments_and_environment_are_known(name: str, kind: type, tp: int, mon
     given = make_arg_parser(FlexibleArgumentParser()).parse_args(args)
     assert given.tensor_parallel_size == tp
     own = {one.name for one in environment.VARIABLES}
-    assert {one for one in variables if one.startswith("PDSTAGE_")} - own == {"PDSTAGE_DIRECTORY"}, "its own words"
+    assert {one for one in variables if one.startswith("PDSTAGE_")} <= own, "else each process warns of it"
     made: Any = SimpleNamespace(kv_transfer_config=given.kv_transfer_config, parallel_config=ParallelConfig())
     assert Settings(made).node(kind)["transport"] == "nixl"
