@@ -54,6 +54,18 @@ def encoded(text):
     return base64.b64encode(text.encode()).decode()
 
 
+def let_in(servers, user, password):
+    """Whom docs/kubernetes.md makes, who may write the prefix and nothing else; then authentication is enabled."""
+    low, high = encoded("pdstage/"), encoded("pdstage0")
+    perm = {"permType": "READWRITE", "key": low, "range_end": high}
+    for name, its, role in ((user, password, "pdstage"), ("root", "r", "root")):
+        servers.ask("auth/role/add", {"name": role})
+        servers.ask("auth/user/add", {"name": name, "password": its})
+        servers.ask("auth/user/grant", {"user": name, "role": role})
+    servers.ask("auth/role/grant", {"name": "pdstage", "perm": perm})
+    servers.ask("auth/enable")
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with Servers(tmp_path_factory.mktemp("etcd")) as servers:
@@ -376,18 +388,8 @@ def test_users_and_their_rights(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match="does not let user 'writer' in .*not enabled") as early:
             EtcdClient(servers.address(user="writer")).publish(advert(0, tp=1))
         assert "enable authentication" in early.value.remedy
-        for name, password in (("root", "r"), ("writer", "w"), ("nobody", "n")):
-            servers.ask("auth/user/add", {"name": name, "password": password})
-        servers.ask("auth/role/add", {"name": "root"})
-        servers.ask("auth/user/grant", {"user": "root", "role": "root"})
-        servers.ask("auth/role/add", {"name": "directory"})
-        low, high = encoded("pdstage/"), encoded("pdstage0")
-        servers.ask(
-            "auth/role/grant", {"name": "directory", "perm": {"permType": "READWRITE", "key": low, "range_end": high}}
-        )
-        servers.ask("auth/user/grant", {"user": "writer", "role": "directory"})
-        servers.ask("auth/enable")
-
+        servers.ask("auth/user/add", {"name": "nobody", "password": "n"})
+        let_in(servers, "writer", "w")
         monkeypatch.setenv(environment.ETCD_PASSWORD.name, "w")
         writer = EtcdClient(servers.address(user="writer"))
         writer.publish(advert(0, tp=1))

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 from pdstage.bench.etcd_servers import Host, Servers
@@ -16,7 +14,7 @@ from pdstage.control.operate import members
 from tests import promtool
 from tests.e2e import compare, load
 from tests.e2e.servers import wait_until
-from tests.processes import free_port
+from tests.processes import free_port, python
 from tests.watch.samples import Samples, get
 
 if TYPE_CHECKING:
@@ -38,11 +36,7 @@ def options(instance: str) -> dict[str, Any]:
 
 def pdstage(*words: str) -> str:
     """A command as an operator gives it, which must end well, and what it says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pdstage.cli", *words], check=False, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, (words, done.stdout, done.stderr)
-    return done.stdout
+    return python("-m", "pdstage.cli", *words, check=True).stdout
 
 
 @contextlib.contextmanager
@@ -58,10 +52,11 @@ def listed(folder: Path, n: int) -> Iterator[list[Advert]]:
 
 
 def check(
-    fleet: Fleet, adverts: list[Advert], ask: load.Ask, prefill: Server, right: Any, folder: Path, begun: int
+    fleet: Fleet, pair: Any, adverts: list[Advert], ask: load.Ask, prefill: Server, folder: Path, *, n: int, begun: int
 ) -> None:
-    """`right` knows the answers. Prefill is drained once it has begun so many rooms more, and has ended afterwards."""
-    history, answers, asked = promtool.History(), [], list(right)
+    """Prefill is drained under a load of `n` prompts, once so many have begun, and has ended afterwards."""
+    history, answers, asked = promtool.History(), [], load.prompts(16 + n, seed=401)
+    right = fleet.right(pair.reference, asked)
     for some in (asked[:8], asked[8:16]):
         answers += load.ask_all(ask, some, 8)
         history.add({one.metrics: get(one.metrics) for one in adverts}, minutes=5)
@@ -76,7 +71,7 @@ def check(
     assert pdstage("top", "--once", "prefill", "--directory", DIRECTORY)
     drained = [one for one in adverts if one.role == "prefill"]
     opened = lambda: min(Samples(get(one.metrics))("pdstage_rooms_opened_total") for one in drained)  # noqa: E731
-    least, is_all = opened() + begun, begun == len(asked[16:])
+    least, is_all = opened() + begun, begun == n
 
     def have_begun() -> bool:
         """If it is all of them, decode has found prefill too, for each."""

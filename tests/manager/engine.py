@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import time
@@ -187,6 +188,17 @@ def serve_all(pipe: Connection, node: DecodeNode, rank: Rank, address: str) -> N
     drive([node], lambda: all(receiver.released for receiver in receivers))
     pipe.send([(int(one.state), rank.holds(n, TOKENS, pages[n])) for n, one in enumerate(receivers)])
     drive([node], pipe.poll)
+
+
+def altering(node: DecodeNode) -> None:
+    """From now on a byte of each chunk changes on its way to that node."""
+    scatter = node.stager.scatter
+
+    def altered(ticket, move, src) -> None:
+        ctypes.c_uint8.from_address(src.base + 100).value ^= 4
+        scatter(ticket, move, src)
+
+    node.stager.scatter = altered
 
 
 def unheard(node: Node) -> None:

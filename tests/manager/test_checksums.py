@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import pytest
 
 from pdstage import State, TransportError
-from tests.manager.engine import QUICK, Rank
+from tests.manager.engine import QUICK, Rank, altering
 
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_a_byte_that_changes_on_its_way_is_noticed(site, checksums):
     pair = site.pair(path="staged", config=replace(QUICK, checksums=checksums))
-    scatter = pair.d.stager.scatter
-
-    def altered(ticket, move, src):
-        ctypes.c_uint8.from_address(src.base + 100).value ^= 4
-        scatter(ticket, move, src)
-
-    pair.d.stager.scatter = altered
+    altering(pair.d)
     room = pair.begin(1)
     pair.end(room)
     assert room.receiver.state is (State.FAILED if checksums else State.SUCCESS)

@@ -17,13 +17,52 @@ NOT_ON_THE_BOARD = {
     "pdstage_send_buffer_bytes": "a constant of the node's start",
     "pdstage_transport_posted_bytes_total": "of the measured posts alone; the board shows all bytes that were written",
 }
-NAME = re.compile(r"\bpdstage_\w+")
+NAME, MATCHED, GROUPED = (
+    re.compile(r"\bpdstage_\w+"),
+    re.compile(r"(pdstage_\w+)\{([^}]*)\}"),
+    re.compile(r"by \(([^)]*)\)"),
+)
+EXPORTED = {
+    metric.name + end: {*catalogue.NODE_LABELS, *metric.labels, *extra}
+    for metric in catalogue.METRICS
+    for end, extra in (
+        {"_bucket": ("le",), "_count": (), "_sum": ()} if metric.kind == "histogram" else {"": ()}
+    ).items()
+}
+TARGETS = {"job", "instance"}  # what Prometheus adds itself
+EXPRESSIONS = [*promtool.QUERIES, *(rule["expr"] for rule in promtool.RULES)]
 
 
 def test_every_metric_is_on_the_board_or_left_out_with_a_reason():
     on_it = {name for query in promtool.QUERIES for name in NAME.findall(query)}
     on_it |= {re.sub(r"_(bucket|count|sum)$", "", name) for name in on_it}
     assert NAMES - on_it == set(NOT_ON_THE_BOARD)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_names_what_is_exported(expression):
+    names = NAME.findall(expression)
+    assert names
+    assert not [name for name in names if name not in EXPORTED], "not exported"
+    labels = set.intersection(*(EXPORTED[name] for name in names)) | TARGETS
+    for by in GROUPED.findall(expression):
+        assert {label.strip() for label in by.split(",")} <= labels, expression
+    for name, matchers in MATCHED.findall(expression):
+        used = set(re.findall(r"(\w+)\s*=~?", matchers))
+        assert used <= EXPORTED[name] | TARGETS, (name, used)
+    if "_total" in expression:
+        assert "rate(" in expression or "increase(" in expression, "a counter's value alone says nothing"
+
+
+def test_values_of_matched_labels_are_ones_that_occur(watched):
+    """Each of `granted|landed`, of which promtool asks for one."""
+    watched.move(1)
+    held = {(name, *pair) for name, labels in watched.scrape().of for pair in labels}
+    for expression in EXPRESSIONS:
+        for name, matchers in MATCHED.findall(expression):
+            for label, operator, values in re.findall(r'(\w+)(=~?)"([^"$]*)"', matchers):
+                for value in values.split("|") if operator == "=~" else [values]:
+                    assert (name, label, value) in held, (name, label, value)
 
 
 @pytest.mark.skipif(promtool.PROMTOOL is None, reason="there is no promtool: make rules")
@@ -39,6 +78,7 @@ def test_what_the_board_and_the_alerts_ask_for_has_a_value(watched, tmp_path):
 def test_alerts_say_how_bad_it_is_and_where_to_read_on():
     assert len(set(promtool.ALERTS)) == len(promtool.RULES)
     for rule in promtool.RULES:
+        assert rule["expr"].strip()
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description", "runbook"}
         assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"

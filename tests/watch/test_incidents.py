@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pdstage.control.bootstrap import BootstrapServer
 from pdstage.manager import lookup
 from tests import promtool
 from tests.control.sockets import raw_dealer
-from tests.manager.engine import QUICK, TOKENS, Event, Rank, drive, unheard
+from tests.manager.engine import QUICK, TOKENS, Event, Rank, altering, drive, unheard
 from tests.watch.conftest import Watched
 from tests.watch.samples import get
 
@@ -53,6 +52,13 @@ class Play:
         """Both nodes get turns until the series is as large."""
         drive(self.watched.nodes, lambda: self.watched.scrape()(name, **labels) >= least)
 
+    def rooms_fail(self, **named: str) -> None:
+        """For twelve minutes, one after the other."""
+        for room in range(6):
+            receiver = self.watched.receive(room, **named)
+            drive(self.watched.nodes, lambda one=receiver: one.state is State.FAILED)
+            self.lasts(2)
+
     def later(self, seconds: float) -> None:
         """For all but this, so many seconds pass."""
         clock = time.monotonic
@@ -81,11 +87,8 @@ def another_model(play: Play) -> None:
     pair = play.pair()
     pair.move(1)
     play.quiet()
-    pair = play.pair(dst=Rank(layers=4))
-    for room in range(6):
-        receiver = pair.receive(room)
-        drive(pair.nodes, lambda one=receiver: one.state is State.FAILED)
-        play.lasts(2)
+    play.pair(dst=Rank(layers=4))
+    play.rooms_fail()
     play.fires("PdstageRoomsFail")
     play.pair().move(1)
     play.quiet(6)
@@ -140,13 +143,9 @@ def a_directory_that_is_gone(play: Play) -> None:
 
 
 def an_instance_that_is_none(play: Play) -> None:
-    pair = play.pair(decode={"config": replace(QUICK, hello_s=0.1)})
-    pair.move(100)
+    play.pair(decode={"config": replace(QUICK, hello_s=0.1)}).move(100)
     play.quiet()
-    for room in range(6):
-        receiver = pair.receive(room, instance="nobody")
-        drive(pair.nodes, lambda one=receiver: one.state is State.FAILED)
-        play.lasts(2)
+    play.rooms_fail(instance="nobody")
     play.fires("PdstageLookupsFail")
     play.pair().move(100)
     play.quiet(11)
@@ -186,6 +185,7 @@ def etcd_that_ends(play: Play) -> None:
         play.fires("PdstageDirectoryAway", "PdstageWatchUnsteady", after=2)
         member.start()
         drive(pair.nodes, lambda: pair.scrape()("pdstage_directory_watch_age_seconds") < 1)
+        play.until("pdstage_directory_lease_seconds", 1)
         play.quiet(11)
 
 
@@ -206,19 +206,14 @@ def a_slow_link(play: Play) -> None:
             pair.dst.free(one.into)
         play.lasts(2)
     play.fires("PdstageStagingStarved")
+    play.until("pdstage_directory_lease_seconds", 1)
     play.quiet()
 
 
 def a_chunk_that_is_altered(play: Play) -> None:
     pair = play.pair(config=replace(QUICK, checksums=True))
     play.quiet()
-    scatter = pair.d.stager.scatter
-
-    def altered(ticket, move, src) -> None:
-        ctypes.c_uint8.from_address(src.base + 100).value ^= 4
-        scatter(ticket, move, src)
-
-    pair.d.stager.scatter = altered
+    altering(pair.d)
     pair.end(pair.begin(1))
     play.fires("PdstageChunksAltered")
     play.quiet(61)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from tests.processes import python
@@ -11,6 +12,7 @@ MODEL = str(Path(__file__).parent / "model")
 
 LOAD = """
 import json
+import os
 from tests.engines import stubs
 stubs.install()
 from sglang.srt.disaggregation import utils
@@ -59,3 +61,22 @@ print(json.dumps({{
         "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group",
         "sglang.srt.disaggregation.utils.setup_state_kv_args",
     ]
+
+
+PARSES = """
+import argparse, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print("chosen:", parser.parse_args(sys.argv[1:]).disaggregation_transfer_backend)
+"""
+
+
+def test_a_program_that_parses_before_plugins_are_loaded(tmp_path, monkeypatch):
+    """As Dynamo's worker does: it knows the name where pdstage starts it."""
+    (tmp_path / "parses.py").write_text(PARSES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    run, chosen = ("-m", "tests.e2e.sglang.run"), ("--disaggregation-transfer-backend", "pdstage", "--model-path", "m")
+    assert "invalid choice: 'pdstage'" in python(*run, "parses", *chosen).stderr
+    done = python(*run, "pdstage.integrations.sglang", "parses", *chosen, check=True)
+    assert "chosen: pdstage" in done.stdout
