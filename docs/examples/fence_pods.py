@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Any
 
-from kubernetes import client, config, watch  # type: ignore[import-not-found]
+from kubernetes import client, config  # type: ignore[import-not-found]
 
 from pdstage import PdstageError
 from pdstage.control.etcd import EtcdClient
@@ -114,21 +114,23 @@ def main() -> None:
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
-    config.load_incluster_config()
+    config.load_config()  # the pod's own, or a kubeconfig
     list_pods = client.CoreV1Api().list_namespaced_pod
-    asked = {"namespace": given.namespace, "label_selector": given.selector}
+    # As JSON: the package's own objects refuse a pod of which they know too little.
+    asked = {"namespace": given.namespace, "label_selector": given.selector, "_preload_content": False}
     with EtcdClient(given.directory, 20.0) as directory:
         fencer, version = Fencer(directory), ""
         while True:
             try:
                 if not version:
-                    listed = json.loads(list_pods(**asked, _preload_content=False).data)
+                    listed = json.loads(list_pods(**asked).data)
                     version = listed["metadata"]["resourceVersion"]
                     fencer.listed(listed["items"])
                 since = {"resource_version": version, "timeout_seconds": AGAIN_S, "allow_watch_bookmarks": True}
-                for event in watch.Watch().stream(list_pods, **asked, **since):
-                    pod = event.get("raw_object", event["object"])  # as JSON; releases of the client differ
-                    version = pod["metadata"]["resourceVersion"]
+                for line in list_pods(**asked, **since, watch=True):
+                    event = json.loads(line)
+                    pod = event["object"]
+                    version = pod["metadata"]["resourceVersion"]  # which an error has not
                     if event["type"] != "BOOKMARK":
                         fencer.saw(pod, is_gone=event["type"] == "DELETED")
             except Exception:

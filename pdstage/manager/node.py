@@ -439,26 +439,41 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
     def drain(self, timeout_s: float | None = None) -> bool:
         """From now on no room begins here (`UsageError`); waits until those begun are `released`, up to `timeout_s`.
 
-        Returns whether they are. The node still serves its peers; `close` ends it. A prefill node's advert is
-        withdrawn, and decode ranks that wait for rooms that have not begun there, or ask for them meanwhile, hear at
-        once that they do not. `pdstage drain` does the same from outside.
+        Returns whether they are. The node still serves its peers; `close` ends it. A prefill node's advert is withdrawn
+        once decode has opened all that it began, and decode ranks that wait for rooms that have not begun there, or ask
+        for them meanwhile, hear at once that they do not. `pdstage drain` does the same from outside.
         """
         timeout_s = arguments.timeout("timeout_s", timeout_s)
         with self.driver.use():
+            self._drain_asked = True
             self._begin_drain()
+            self._go_on_draining()
         self.driver.kick()
-        self.directory.withdraw()
         deadline_at = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         for handle in self.handles():
             try:
                 handle.wait_released(max(0.0, deadline_at - time.monotonic()))
             except TimeoutError:
                 return False
+        self.directory.withdraw()
         return True
 
     def _begin_drain(self) -> None:
         """Under the lock."""
         self.driver.ending = True
+
+    def _go_on_draining(self) -> None:
+        """Under the lock, again and again until nobody needs to find this node any more."""
+        if not self.driver.ending and not self.expects_rooms():
+            self._begin_drain()
+        if self.driver.ending and not self._is_sought():
+            self.directory.withdraw(0.0)
+        else:
+            self.core.endpoint.repeat(self._go_on_draining)
+
+    def _is_sought(self) -> bool:
+        """Whether peers that have not found this node yet will look for it, for a room that has begun."""
+        return False
 
     @property
     def draining(self) -> bool:
@@ -477,10 +492,8 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
             if not self.draining:
                 log.warning("%s: an operator asks this node to drain: no room begins any more", self.socket.endpoint)
                 self._drain_asked = True
-                self.directory.withdraw(0.0)
-            if not self.driver.ending and not self.expects_rooms():
-                with self.driver.lock:
-                    self._begin_drain()
+            with self.driver.lock:
+                self._go_on_draining()
         handles = self.handles()
         rooms = {state: n for state, n in status.by_state(handles).items() if n}
         oldest_s = max((time.monotonic() - handle.began_at for handle in handles), default=0.0)

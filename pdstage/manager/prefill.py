@@ -317,6 +317,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         self.core.endpoint.now = time.monotonic()
         self.core.drain()
 
+    def _is_sought(self) -> bool:
+        return any((self.core.unopened, room) in self.core.endpoint.timers for room in self.core.by_key.values())
+
     # What senders call.
 
     @changes_rooms

@@ -1,14 +1,13 @@
-"""docs/examples/fence_pods.py beside a real etcd and a double of the package `kubernetes`."""
+"""docs/examples/fence_pods.py beside a real etcd and a double of Kubernetes' API server."""
 
 from __future__ import annotations
 
-import json
-import logging
+import contextlib
+import os
 import re
 import runpy
+import subprocess
 import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +15,8 @@ from pdstage.bench.etcd_servers import ETCD, Servers
 from pdstage.control.etcd import EtcdClient
 from tests.control.test_etcd import WAIT_S, at
 from tests.docs.pages import ROOT
+from tests.e2e.servers import wait_until
+from tests.kubernetes_api import Api
 
 PROGRAM = ROOT / "docs" / "examples" / "fence_pods.py"
 ENDED = {"terminated": {"exitCode": 0, "reason": "Completed"}}
@@ -28,7 +29,7 @@ BY_EVICTION = [{"type": "DisruptionTarget", "status": "True", "reason": "Evictio
 
 def pod(name: str, ip: str = "10.1.0.1", phase: str = "Running", state: object = RUNNING, conditions=()) -> dict:
     return {
-        "metadata": {"name": name, "namespace": "default", "uid": f"uid of {name}", "resourceVersion": "7"},
+        "metadata": {"name": name, "namespace": "serving", "uid": f"uid of {name}", "labels": {"app": "engine"}},
         "spec": {"initContainers": [{"name": "prepare"}], "containers": [{"name": "engine"}]},
         "status": {
             "phase": phase, "podIP": ip, "podIPs": [{"ip": ip}], "conditions": list(conditions),
@@ -36,14 +37,6 @@ def pod(name: str, ip: str = "10.1.0.1", phase: str = "Running", state: object =
             "containerStatuses": [{"name": "engine", "state": state}],
         },
     }  # fmt: skip
-
-
-def program(monkeypatch, api, **constants) -> dict:
-    """Its names, where `api` is the package `kubernetes`."""
-    monkeypatch.setitem(sys.modules, "kubernetes", api)
-    names = runpy.run_path(str(PROGRAM))
-    names["main"].__globals__.update(constants)
-    return names
 
 
 @pytest.mark.parametrize(
@@ -61,87 +54,50 @@ def program(monkeypatch, api, **constants) -> dict:
         ({"metadata": {}, "spec": {"containers": [{"name": "engine"}]}, "status": {"phase": "Failed"}}, False),
     ],
 )
-def test_which_pod_is_dead(monkeypatch, one, dead):
-    assert program(monkeypatch, Kubernetes([], lambda: True))["is_dead"](one) is dead
-
-
-def event(kind: str, one: dict) -> dict:
-    return {"type": kind, "object": one}
-
-
-def listed(*pods: dict) -> dict:
-    return {"metadata": {"resourceVersion": "5"}, "items": pods}
-
-
-class Kubernetes:
-    """What the program uses of that package: a list, or a watch's events, is the next of `answers`. Then nothing
-    happens until it is `over`, and a Ctrl-C comes.
-    """
-
-    def __init__(self, answers, over) -> None:
-        self._answers, self._over = iter(answers), over
-        self.asked: list[dict] = []
-        self.client = self.config = self.watch = self
-        self.CoreV1Api = self.Watch = lambda: self
-
-    def load_incluster_config(self) -> None:
-        pass
-
-    def list_namespaced_pod(self, *, _preload_content, **asked):
-        assert not _preload_content
-        return SimpleNamespace(data=json.dumps(self._next(asked)).encode())
-
-    def stream(self, list_pods, **asked):
-        assert list_pods == self.list_namespaced_pod
-        for one in self._next(asked):
-            if one["type"] == "ERROR":
-                raise OSError(one["object"]["message"])
-            yield one | {"raw_object": one["object"]}
-
-    def _next(self, asked):
-        assert (asked["namespace"], asked["label_selector"]) == ("serving", "app=engine")
-        self.asked.append(asked)
-        answer = next(self._answers, None)
-        if answer is None and self._over():
-            raise KeyboardInterrupt
-        return answer or []
+def test_which_pod_is_dead(one, dead):
+    assert runpy.run_path(str(PROGRAM))["is_dead"](one) is dead
 
 
 @pytest.mark.skipif(ETCD is None, reason="there is no etcd (apt-get install etcd-server)")
-def test_pods_that_died_are_fenced_and_others_are_named(tmp_path, monkeypatch, caplog):
+def test_pods_that_died_are_fenced_and_others_are_named(tmp_path):
     ips = {name: f"10.1.0.{n}" for n, name in enumerate(("stopped", "forced", "shared", "missed", "listed"), 1)}
-    stopped, neighbour = pod("stopped", ips["stopped"], "Failed", KILLED), pod("neighbour", ips["shared"])
-    answers = [
-        listed(*(pod(name, ip) for name, ip in ips.items() if name != "listed"), neighbour),
-        [
-            event("MODIFIED", stopped), event("DELETED", stopped), event("DELETED", pod("forced", ips["forced"])),
-            event("MODIFIED", pod("shared", ips["shared"], "Succeeded", ENDED)),
-            event("BOOKMARK", {"metadata": {"resourceVersion": "99"}}),
-        ],  # and the watch ends, as it does every few seconds
-        [event("ERROR", {"message": "too old resource version"})],
-        listed(pod("listed", ips["listed"], "Failed", ENDED), neighbour),
-    ]  # fmt: skip
-    words = (
-        "INFO fenced stopped rank 0 tcp://10.1.0.1:7470 of default/stopped",
-        "ERROR default/forced is gone.*pdstage fence .* 10.1.0.2",
-        "ERROR default/shared has ended, but default/neighbour lives at 10.1.0.3 too",
-        "INFO fenced listed rank 0",
-        "ERROR default/missed is gone",
-    )
-    log = lambda: "\n".join(f"{one.levelname} {one.getMessage()}" for one in caplog.records)  # noqa: E731
-    end = time.monotonic() + WAIT_S
-    api = Kubernetes(answers, lambda: all(re.search(one, log()) for one in words) or time.monotonic() > end)
-    caplog.set_level(logging.INFO, "fence_pods")
-    with Servers(tmp_path) as servers, EtcdClient(servers.ready().address()) as directory:
+    with contextlib.ExitStack() as ends:
+        servers = ends.enter_context(Servers(tmp_path)).ready()
+        directory = ends.enter_context(EtcdClient(servers.address()))
+        api = ends.enter_context(Api("serving"))
         for n, name in enumerate(ips):
             one = at(f"tcp://{ips[name]}:7470", tp=1, incarnation=n, instance=name)
             directory.publish(one, ttl_s=1.0)  # its lease ends as the process does not renew it
-        monkeypatch.setattr(
-            sys, "argv", ["fence_pods", directory.given, "--namespace=serving", "--selector=app=engine"]
+        for name, ip in ips.items():
+            api.put(pod(name, ip))
+        api.put(pod("neighbour", ips["shared"]))
+        command = [sys.executable, PROGRAM, directory.given, "--namespace=serving", "--selector=app=engine"]
+        running = ends.enter_context(
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | api.kubeconfig(tmp_path))
         )
-        with pytest.raises(KeyboardInterrupt):
-            program(monkeypatch, api, AGAIN_S=0)["main"]()
+        ends.callback(running.kill)
+        log: list[str] = []
+
+        def says(words: str) -> None:
+            while not re.search(words, "".join(log)):
+                log.append(running.stdout.readline())
+                assert log[-1], "".join(log)
+
+        assert wait_until(lambda: len(api.asked) >= 2, WAIT_S), "it lists, and watches"
+        api.put(pod("stopped", ips["stopped"], "Failed", KILLED))
+        api.delete("stopped")
+        api.delete("forced")
+        api.put(pod("shared", ips["shared"], "Succeeded", ENDED))
+        says("INFO fenced stopped rank 0 tcp://10.1.0.1:7470 of serving/stopped")
+        says("ERROR serving/forced is gone.*pdstage fence .* 10.1.0.2")
+        says("ERROR serving/shared has ended, but serving/neighbour lives at 10.1.0.3 too")
+        api.forget()
+        says("ERROR the API server is asked anew")
+        api.delete("missed")
+        api.put(pod("listed", ips["listed"], "Failed", ENDED))
+        api.forget()
+        says("INFO fenced listed rank 0")
+        says("ERROR serving/missed is gone")
         ended = {name for n, name in enumerate(ips) if n not in directory._read().processes}
-    assert not [one for one in words if not re.search(one, log())]
-    assert api.asked[2]["resource_version"] == "99", "it goes on from there"
-    assert ended == {"stopped", "listed"} and log().count("INFO fenced ") == 2
+        assert {one["labelSelector"] for one in api.asked} == {"app=engine"}
+    assert ended == {"stopped", "listed"} and "".join(log).count("INFO fenced ") == 2

@@ -15,20 +15,30 @@ from tests.docs.pages import ROOT
 
 yaml = pytest.importorskip("yaml")
 FOLDER = ROOT / "docs" / "kubernetes"
-FILES = sorted(FOLDER.glob("*.yaml"))
-OBJECTS: list[dict[str, Any]] = [one for path in FILES for one in yaml.safe_load_all(path.read_text())]
-PODS = {one["metadata"]["name"]: one["spec"]["template"] for one in OBJECTS if "template" in one.get("spec", {})}
-ENGINES = {name: PODS[name] for name in ("prefill", "decode")}
+FILES = {engine: sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob(f"{engine}/*.yaml")]) for engine in ("vllm", "sglang")}
+Object = dict[str, Any]
+OBJECTS: dict[str, list[Object]] = {
+    engine: [one for path in paths for one in yaml.safe_load_all(path.read_text())] for engine, paths in FILES.items()
+}
+"""What is applied for an engine."""
+PODS = {
+    engine: {one["metadata"]["name"]: one["spec"]["template"] for one in objects if "template" in one.get("spec", {})}
+    for engine, objects in OBJECTS.items()
+}
+READERS = {"fence-pods", "router"}
+"""Who may ask Kubernetes."""
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+either_engine = pytest.mark.parametrize("engine", OBJECTS)
+either_role = pytest.mark.parametrize("role", ["prefill", "decode"])
 
 
-def of(kind: str) -> list[dict[str, Any]]:
-    return [one for one in OBJECTS if one["kind"] == kind]
+def of(engine: str, kind: str) -> list[Object]:
+    return [one for one in OBJECTS[engine] if one["kind"] == kind]
 
 
 @pytest.mark.parametrize(
     "one",
-    [one for one in OBJECTS if one["kind"] != "PodMonitor"],
+    [one for engine in OBJECTS for one in OBJECTS[engine] if one["kind"] != "PodMonitor"],
     ids=lambda one: f"{one['kind']} {one['metadata']['name']}",
 )
 def test_kubernetes_schema_takes_it(one):
@@ -37,93 +47,147 @@ def test_kubernetes_schema_takes_it(one):
         checker.validate(one, version, strict=True)
 
 
-def container(pod: dict[str, Any]) -> dict[str, Any]:
+def container(pod: Object) -> Object:
     (one,) = pod["spec"]["containers"]
     return one
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_hook_drains_the_node_and_fits_into_the_grace_period(name):
-    engine = container(ENGINES[name])
-    shell, flag, script = engine["lifecycle"]["preStop"]["exec"]["command"]
+@either_engine
+@either_role
+def test_the_hook_drains_the_node_and_fits_into_the_grace_period(engine, role):
+    pod = PODS[engine][role]
+    one = container(pod)
+    shell, flag, script = one["lifecycle"]["preStop"]["exec"]["command"]
     assert (shell, flag) == ("/bin/sh", "-c")
     sleep, _, command = script.partition("; exec pdstage ")
     given = cli.parser().parse_args(shlex.split(command))
     assert (given.command, given.endpoints, given.directory) == ("drain", ["$PDSTAGE_POD"], "$DIRECTORY")
-    assert {"PDSTAGE_POD", "DIRECTORY"} <= {one["name"] for one in engine["env"]}
-    assert options(engine)["directory"] == "$(DIRECTORY)"
-    assert options(engine)["keys"] == str(given.keys)
-    assert float(sleep.split()[1]) + given.wait < ENGINES[name]["spec"]["terminationGracePeriodSeconds"]
+    assert {"PDSTAGE_POD", "DIRECTORY"} <= {one["name"] for one in one["env"]}
+    assert options(one)["directory"] == "$(DIRECTORY)"
+    assert options(one)["keys"] == str(given.keys)
+    patience = sum(float(word.partition("=")[2]) for word in one["args"] if word.startswith("--shutdown-timeout="))
+    assert float(sleep.split()[1]) + given.wait + patience < pod["spec"]["terminationGracePeriodSeconds"]
 
 
-def options(engine: dict[str, Any]) -> dict[str, Any]:
-    (config,) = (one for one in engine["args"] if one.startswith("--kv-transfer-config="))
-    return json.loads(config.partition("=")[2])["kv_connector_extra_config"]
+def options(engine: Object) -> Object:
+    """What it gives its nodes."""
+    for one in engine["args"]:
+        if one.startswith("--kv-transfer-config="):
+            return json.loads(one.partition("=")[2])["kv_connector_extra_config"]
+    (one,) = (variable["value"] for variable in engine["env"] if variable["name"] == "PDSTAGE_NODE")
+    return json.loads(one)
 
 
-def test_ports_of_engines_and_of_policies_are_the_same():
-    policy = next(one for one in of("NetworkPolicy") if one["metadata"]["name"] == "pdstage")
+@either_role
+def test_only_what_is_an_engine_s_own_differs(role):
+    """Who mends one of the two files mends both."""
+    shared = []
+    for engine in OBJECTS:
+        (path,) = (path for path in FILES[engine] if path.stem == role)
+        one, *others = yaml.safe_load_all(path.read_text())
+        pod = one["spec"]["template"]
+        pod["metadata"].pop("annotations", None)
+        for own in ("image", "command", "args"):
+            del container(pod)[own]
+        container(pod)["env"] = [
+            variable for variable in container(pod)["env"] if not re.search("HOST_IP|NODE", variable["name"])
+        ]
+        container(pod)["ports"] = [port for port in container(pod)["ports"] if port["name"] != "bootstrap"]
+        shared.append([one, *others])
+    assert shared[0] == shared[1]
+
+
+@either_engine
+def test_ports_of_engines_and_of_policies_are_the_same(engine):
+    policy = next(one for one in of(engine, "NetworkPolicy") if one["metadata"]["name"] == "pdstage")
     _, scraped, asked = policy["spec"]["ingress"]
-    for pod in ENGINES.values():
-        ports = {one["name"]: one["containerPort"] for one in container(pod)["ports"]}
-        assert options(container(pod))["metrics_port"] == ports["metrics"] == scraped["ports"][0]["port"]
-        n_ranks = int(container(pod)["resources"]["limits"]["nvidia.com/gpu"])
+    router = container(PODS[engine]["router"])["args"]
+    for role in ("prefill", "decode"):
+        pod = PODS[engine][role]
+        one = container(pod)
+        ports = {port["name"]: port["containerPort"] for port in one["ports"]}
+        assert options(one)["metrics_port"] == ports["metrics"] == scraped["ports"][0]["port"]
+        n_ranks = int(one["resources"]["limits"]["nvidia.com/gpu"])
         (monitor,) = (
             one["spec"]
-            for one in of("PodMonitor")
+            for one in of(engine, "PodMonitor")
             if one["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
         )
         assert monitor["podMetricsEndpoints"] == [{"portNumber": ports["metrics"] + rank} for rank in range(n_ranks)]
-        assert f"--tensor-parallel-size={n_ranks}" in container(pod)["args"]
+        assert {f"--tensor-parallel-size={n_ranks}", f"--tp-size={n_ranks}"} & set(one["args"])
         assert ports["metrics"] + n_ranks - 1 <= scraped["ports"][0]["endPort"]
-        assert f"--port={ports['http']}" in container(pod)["args"]
+        assert f"--port={ports['http']}" in one["args"]
+        assert f"--service-discovery-port={ports['http']}" in router
+        assert f"app.kubernetes.io/name={role}" == router[router.index(f"--{role}-selector") + 1]
         assert asked["ports"] == [{"port": ports["http"]}]
+        if "bootstrap" in ports:
+            assert f"--disaggregation-bootstrap-port={ports['bootstrap']}" in one["args"]
+            assert pod["metadata"]["annotations"] == {"sglang.ai/bootstrap-port": str(ports["bootstrap"])}
 
 
-def test_the_fencing_program_may_read_pods_and_nothing_else():
-    (role,) = of("Role")
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
-    assert not of("ClusterRole")
-    assert all(pod["spec"]["automountServiceAccountToken"] is False for n, pod in PODS.items() if n != "fence-pods")
+@either_engine
+def test_who_asks_kubernetes_may_read_pods_and_nothing_else(engine):
+    roles = of(engine, "Role")
+    assert {role["metadata"]["name"] for role in roles} == READERS
+    for role in roles:
+        assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    assert not of(engine, "ClusterRole")
+    for name, pod in PODS[engine].items():
+        assert pod["spec"].get("serviceAccountName") == (name if name in READERS else None)
+        assert name in READERS or pod["spec"]["automountServiceAccountToken"] is False
 
 
-def test_selectors_match_the_pods_that_they_are_for():
-    labels = {name: pod["metadata"]["labels"].items() for name, pod in PODS.items()}
-    for one in OBJECTS:
+@either_engine
+def test_selectors_match_the_pods_that_they_are_for(engine):
+    labels = {name: pod["metadata"]["labels"].items() for name, pod in PODS[engine].items()}
+    for one in OBJECTS[engine]:
         if selector := one.get("spec", {}).get("selector"):
             assert selector.get("matchLabels", selector).items() <= labels[one["metadata"]["name"]]
-    labels["router"] = {"app.kubernetes.io/name": "router"}.items()  # the reader's
-    allowed = re.findall(r"'podSelector': {'matchLabels': ({[^{}]*})", str(of("NetworkPolicy")))
-    assert len(allowed) > len(of("NetworkPolicy"))
+    policies = of(engine, "NetworkPolicy")
+    allowed = re.findall(r"'podSelector': {'matchLabels': ({[^{}]*})", str(policies))
+    assert len(allowed) > len(policies)
     for selector in map(ast.literal_eval, allowed):
         assert any(selector.items() <= held for held in labels.values()), selector
 
 
-def test_all_name_one_directory_of_members_that_exist():
-    addresses = {word for pod in PODS.values() for word in re.findall(r"etcd://\S+", yaml.safe_dump(pod, width=9999))}
-    (address,) = addresses
-    etcd = next(one for one in of("StatefulSet") if one["metadata"]["name"] == "pdstage-etcd")
-    members = [f"pdstage-etcd-{number}.pdstage-etcd:2379" for number in range(etcd["spec"]["replicas"])]
-    assert address == f"etcd://pdstage@{','.join(members)}/pdstage"
+@either_engine
+def test_all_name_one_directory_of_members_that_exist(engine):
+    pods = PODS[engine].values()
+    (address,) = {word for pod in pods for word in re.findall(r"etcd://\S+", yaml.safe_dump(pod, width=9999))}
+    etcd = next(one for one in of(engine, "StatefulSet") if one["metadata"]["name"] == "pdstage-etcd")
+    names = [f"pdstage-etcd-{number}.pdstage-etcd" for number in range(etcd["spec"]["replicas"])]
+    members = ",".join(f"{name}:2379" for name in names)
+    assert address == f"etcd://pdstage@{members}/pdstage?ca=/etcd/tls.crt"
+    assert f'"subjectAltName={",".join(f"DNS:{name}" for name in names)}"' in PAGE
 
 
-def test_what_is_mounted_is_made_by_a_command_of_the_page_and_keys_are_private():
+@either_engine
+def test_what_is_mounted_is_made_by_a_command_of_the_page_and_keys_are_private(engine):
     wanted = set()
-    for pod in PODS.values():
+    for name, pod in PODS[engine].items():
         names = {one["name"] for one in pod["spec"].get("volumes", ())} | {"data"}
         assert {one["name"] for one in container(pod).get("volumeMounts", ())} <= names
         for volume in pod["spec"].get("volumes", ()):
             if "secret" in volume:
-                wanted.add(f"secret generic {volume['secret']['secretName']}")
-                assert volume["secret"]["defaultMode"] & 0o027 == 0, "others may not read it, and nobody write it"
+                secret = volume["secret"]
+                kind = "tls" if secret["secretName"] == "pdstage-etcd-tls" else "generic"
+                wanted.add(f"secret {kind} {secret['secretName']}")
+                if kind == "tls" and name != "pdstage-etcd":
+                    assert secret["items"] == [{"key": "tls.crt", "path": "tls.crt"}], "the key is etcd's alone"
+                else:
+                    assert secret["defaultMode"] & 0o027 == 0, "others may not read it, and nobody write it"
             if "configMap" in volume:
                 wanted.add(f"configmap {volume['configMap']['name']}")
         for variable in container(pod).get("env", ()):
             if "secretKeyRef" in variable.get("valueFrom", {}):
                 wanted.add(f"secret generic {variable['valueFrom']['secretKeyRef']['name']}")
-    assert wanted == set(re.findall(r"^kubectl create ((?:secret generic|configmap) \S+)", PAGE, re.MULTILINE))
+    assert wanted == set(re.findall(r"^kubectl create ((?:secret \w+|configmap) \S+)", PAGE, re.MULTILINE))
 
 
-def test_the_page_applies_every_file():
-    assert {path.name for path in FILES} == set(re.findall(r"kubernetes/(\w+\.yaml)\)", PAGE))
-    assert {path.name for path in FILES} == set(re.findall(r"-f docs/kubernetes/(\w+\.yaml)", PAGE))
+def test_the_page_names_and_applies_every_file():
+    files = {path.relative_to(FOLDER).as_posix() for paths in FILES.values() for path in paths}
+    assert files == set(re.findall(r"\(kubernetes/([\w/]+\.yaml)\)", PAGE))
+    applied = set(
+        re.findall(r"docs/kubernetes/([\w/.]+)", " ".join(re.findall(r"^kubectl apply .*", PAGE, re.MULTILINE)))
+    )
+    assert all(applied & {one, one.split("/")[0]} for one in files)

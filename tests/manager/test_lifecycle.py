@@ -57,16 +57,31 @@ def test_a_prefill_node_that_drains(site, progress):
     assert not p.drain(0.0), "a room of its is under way"
     with pytest.raises(UsageError, match="takes no new rooms: it drains"):
         p.send(3)
-    with pytest.raises(Incomplete):
-        BootstrapClient(site.address).lookup()
     sender.chunk(pages, (0, TOKENS))
     sender.finish()
     assert p.drain(240.0)
+    with pytest.raises(Incomplete):
+        BootstrapClient(site.address).lookup()
     assert sender.state is State.SUCCESS
     drive([p], lambda: begun.released and never.released)
     assert pair.dst.holds(1, TOKENS, into)
     assert "takes no new rooms" in str(never.error)
     assert p.close()
+
+
+@inline_or_thread
+def test_a_prefill_node_that_drains_is_found_until_its_rooms_are_opened(site, progress):
+    """What it has begun and decode has not looked up yet ends well; a drain asked for once goes on by itself."""
+    pair = site.pair(prefill={"progress": progress}, decode={"progress": "thread"})
+    p, pages = pair.p, pair.src.allocate(TOKENS)
+    pair.src.write(1, TOKENS, pages)
+    sender = p.send(1)
+    assert not p.drain(0.0)
+    receiver = bound(pair.d, pair.dst, 1, site.address)
+    sender.chunk(pages, (0, TOKENS))
+    sender.finish()
+    drive([p], lambda: receiver.released and p.directory.withdrawn)
+    assert (sender.state, receiver.state) == (State.SUCCESS, State.SUCCESS), receiver.error
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["turns", "breaks"])
