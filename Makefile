@@ -69,7 +69,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	@touch $@
 
 demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on decoding (ARGS="--path direct").
-	$(BIN)/pdstage demo $(ARGS)
+	@mkdir -p build
+	$(BIN)/pdstage demo --picture build/demo.svg $(ARGS)
 
 serve: $(ENGINE_VENVS)/$(ENGINE)-cpu/.pdstage-setup  ## Serve a tiny model by two real engines and their own proxy (ENGINE=sglang ARGS="--decode-tp 2").
 	$(FEW_CORES) $(ENGINE_VENVS)/$(ENGINE)-cpu/bin/python -m tests.e2e.serve $(ARGS)
@@ -158,7 +159,7 @@ format: $(STAMP)  ## Rewrite the sources in the project's style.
 	$(BIN)/ruff format .
 	@echo '$(CXX_SOURCES)' | xargs -r $(BIN)/clang-format -i
 
-bench: $(STAMP)  ## Run every benchmark that needs no GPU, or one (ARGS="wire --json FILE").
+bench: $(STAMP)  ## Run every benchmark that needs no GPU, or one (ARGS="wire --output FILE").
 	$(if $(ARGS),$(BIN)/pdstage bench $(ARGS),for name in $(CPU_BENCHES); do $(BIN)/pdstage bench $$name || exit; done)
 
 # These take the machine as it is: nothing is installed, so that a borrowed GPU needs no package registry.

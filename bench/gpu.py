@@ -2,7 +2,7 @@
 
 Needs torch and a CUDA device, and no compiled extension. Rooms between two processes also need msgspec and zmq.
 
-    python -m pdstage.cli bench gpu --json FILE         from a checkout, with nothing installed
+    python -m pdstage.cli bench gpu --output FILE       from a checkout, with nothing installed
 """
 
 from __future__ import annotations

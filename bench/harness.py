@@ -21,14 +21,14 @@ import numpy as np
 
 from pdstage import environment, native
 from pdstage.errors import UsageError
-from pdstage.watch.progress import progress
+from pdstage.watch import terminal
 
 from . import BENCHES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdstage.watch.progress import Advance
+    from pdstage.watch.terminal import Advance
 
 TRACED = ("rooms", "transfer", "kv-transfer")
 
@@ -188,7 +188,7 @@ def run_named(name: str, quick: bool = False, **options: object) -> dict[str, An
     for option in options.keys() - inspect.signature(module.run).parameters.keys():
         raise UsageError(f"bench {name} has no --{option}", remedy="leave it out", field=option)
     try:
-        with progress(name) as _progress.advance:
+        with terminal.progress(name) as _progress.advance:
             found: list[Row] | Measured = module.run(quick, **options)
     finally:
         _progress.advance = None
@@ -231,8 +231,7 @@ def run_traced(name: str, quick: bool, trace: Path, **options: object) -> dict[s
 
 def table(report: dict[str, Any]) -> str:
     """A report as text, one line per row."""
-    head = ("", "value", "baseline", "unit", "ratio", "target", "met", "")
-    lines = [head]
+    rows = []
     for row in report["rows"]:
         sign = ">=" if row["better"] == "higher" else "<="
         target = (
@@ -242,8 +241,7 @@ def table(report: dict[str, Any]) -> str:
         )
         met = {True: "yes", False: "NO", None: ""}[row["met"]]
         cells = (f"{row['value']:.3g}", f"{row['baseline']:.3g}", row["unit"], f"{row['ratio']:.3g}")
-        lines.append((row["name"], *cells, target, met, row["detail"]))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        rows.append((row["name"], *cells, target, met, row["detail"]))
     on = f"{report['machine']['cpu']}, {report['machine']['cores']} cores, host code {report['machine']['host_code']}"
-    body = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return "\n".join([f"{report['name']} on {on}", *body])
+    head = ("", "value", "baseline", "unit", "ratio", "target", "met", "")
+    return "\n".join([f"{report['name']} on {on}", *terminal.table(head, rows)])

@@ -62,7 +62,7 @@ def run(quick: bool) -> Measured:
 
 def calibrate(fabric: Fabric, path: str, quick: bool) -> None:
     """Calibrates as an operator would: by the command, in the environment of that fabric."""
-    command = [sys.executable, "-m", "pdstage.cli", "calibrate", "--transport", fabric.transport, "--out", path]
+    command = [sys.executable, "-m", "pdstage.cli", "calibrate", "--transport", fabric.transport, "--output", path]
     done = subprocess.run(
         [*command, *(["--quick"] if quick else [])], env=os.environ | fabric.env, capture_output=True, text=True,
         check=False,

@@ -86,7 +86,8 @@ def section(name: str, report: dict[str, Any]) -> str:
             (on.get("gpu", {}).get("name"), on["cpu"], "cores" in on and f"{on['cores']} cores", on.get("system")),
         )
     )
-    text = [f"## {name}", "", f"{where}; commit `{report['commit']}`; `{report['command']}`.", ""]
+    command = report["command"].replace(" --json ", " --output ")  # which it is called since
+    text = [f"## {name}", "", f"{where}; commit `{report['commit']}`; `{command}`.", ""]
     text += [f"Not measured: {one}." for one in report.get("left_out", ())]
     for plot in sorted(PLOTS.glob(f"{name}-*.svg")):
         text += [f"![{plot.stem.replace('-', ' ')}](plots/{plot.name})", ""]

@@ -88,7 +88,7 @@ NATIVE = Variable(
 )  # fmt: skip
 CALIBRATION = Variable(
     "PDSTAGE_CALIBRATION", _path(Path.is_file, "there is no such file"),
-    "a file that `pdstage calibrate --out` wrote", "the transports' own estimates",
+    "a file that `pdstage calibrate --output` wrote", "the transports' own estimates",
     "The measured cost of each transport here, by which `path=\"auto\"` chooses.",
     "`PrefillNode(calibration=None)`, when it is created",
 )  # fmt: skip

@@ -33,7 +33,7 @@ def test_unset_and_empty_are_the_same(variable, monkeypatch):
         (environment.NODE, "path=staged", "it is not JSON"),
         (environment.NODE, "[1]", "it is not an object"),
         (environment.NODE, '{"config": 3}', "it is not an object, or its config is not"),
-        (environment.CALIBRATION, "/nowhere.json", "there is no such file; .*calibrate --out"),
+        (environment.CALIBRATION, "/nowhere.json", "there is no such file; .*calibrate --output"),
         (environment.CALIBRATION, str(ROOT), "there is no such file"),
         (environment.CACHE_DIR, __file__, "it is not a folder"),
         (environment.GPU_TESTS, "many", "it is not few"),

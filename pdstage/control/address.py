@@ -149,7 +149,7 @@ class Address(NamedTuple):
             if self.key:
                 raise UsageError(
                     f"what listens at {self} is encrypted, and this node has no keys",
-                    remedy="pass keys= (--keys) with a key file of its cluster",
+                    remedy="pass keys= with a key file of its cluster",
                     address=str(self),
                 )
             return b""

@@ -38,7 +38,7 @@ __all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "Director
 PLAIN = "plain://"
 _POLL_S = 0.1
 """A server that is closed ends within so long."""
-_MAYBE_KEYS = "; if it has keys, pass keys= (--keys)"
+_MAYBE_KEYS = "; if it has keys, pass keys="
 
 
 class BootstrapServer:

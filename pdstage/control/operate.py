@@ -100,11 +100,11 @@ def drain(
     endpoints: Sequence[str], *, keys: Keys | str | os.PathLike[str] | None = None, wait_s: float = 60.0
 ) -> dict[str, NodeState]:
     """Asks the nodes at `endpoints`, their control sockets' (`tcp://host:port`), to drain, all at once. Returns how far
-    each is, once all are drained, or after `wait_s` seconds and an answer of each. A node that drains takes no room
-    until its process ends.
+    each is, once all are drained, or after `wait_s` seconds. A node that drains takes no room until its process ends.
 
     `keys` are a key file's path or `Keys` that those nodes allow. Raises `UsageError` for a bad address or key file,
-    `PeerError` if keys do not match or for an answer that is none, and `TransportError` if a node does not answer.
+    `PeerError` if keys do not match or for an answer that is none, and `TransportError` if a node does not answer in
+    that time, or for 20 s.
     """
     return ask(endpoints, DRAIN, keys=keys, wait_s=arguments.number("wait_s", wait_s, above=0.0))
 
@@ -191,7 +191,7 @@ def ask(
         while waiting and (time.monotonic() < until or len(said) < len(heard_at)):
             for route in waiting:
                 socket.send(route, [request])
-            for route, frames in socket.arrivals(time.monotonic() + _AGAIN_S):
+            for route, frames in socket.arrivals(min(until, time.monotonic() + _AGAIN_S)):
                 said[route], heard_at[route] = _read(socket.endpoint_of(route), frames), time.monotonic()
                 if said[route].drained or request != DRAIN:
                     waiting.pop(route, None)
@@ -199,12 +199,12 @@ def ask(
                     break
             for route, endpoint in waiting.items():
                 silent_s = time.monotonic() - heard_at[route]
-                if silent_s > _SILENT_S:
+                if silent_s > _SILENT_S or (route not in said and time.monotonic() >= until):
                     last = f"; when it last did, {said[route]}" if route in said else ""
                     raise TransportError(
-                        f"the node at {endpoint} has not answered for {silent_s:.0f} s{last}",
+                        f"the node at {endpoint} has not answered for {silent_s:.1f} s{last}",
                         remedy="check the endpoint, and that the process runs"
-                        + ("" if held is not None else "; if the node has keys, pass keys= (--keys)"),
+                        + ("" if held is not None else "; if the node has keys, pass keys="),
                         endpoint=endpoint,
                     )
     return {endpoint: said[route] for endpoint, route in routes.items()}

@@ -39,6 +39,12 @@ class State(IntEnum):
     TRANSFERRING = 3
     SUCCESS = 4
 
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        return format(self.name, spec)
+
 
 class RoomEvent(_Name):
     CONNECTED = auto()

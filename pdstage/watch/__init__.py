@@ -1,7 +1,7 @@
 """Watching nodes in production: Prometheus metrics, and `pdstage top`.
 
 Read `catalogue` (the metrics), `timings` (histograms, by observing a node), `exporter` and `server` (the export), then
-`scrape` and `top` (what `pdstage top` reads and draws). Other commands use `progress`.
+`scrape` and `top` (what `pdstage top` reads and draws). Other commands use `terminal`.
 
     from pdstage.watch import Timings, expose, register
 

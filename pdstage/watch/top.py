@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
 from pdstage.watch.scrape import Answer, Node, read, url_of
+from pdstage.watch.terminal import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,20 +105,11 @@ def _in_order(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]], without: str) -> list[str]:
-    """Numbers to the right. `without` is shown where there is no row."""
+    """`without` is shown where there is no row."""
     if not rows:
         return ["", f"{title}: {without}"]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["", f"{title}:"]
-    for row in (head, *rows[:_MAX_ROWS]):
-        cells = [
-            cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
-            for cell, width in zip(row, widths, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    if len(rows) > _MAX_ROWS:
-        lines.append(f"and {len(rows) - _MAX_ROWS} more")
-    return lines
+    more = [f"and {len(rows) - _MAX_ROWS} more"] if len(rows) > _MAX_ROWS else []
+    return ["", f"{title}:", *table(head, rows[:_MAX_ROWS]), *more]
 
 
 def _node(view: View) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def test_both_sides_are_measured_in_turn():
 
 def test_a_report_names_its_machine_and_its_rows(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    assert cli.main(["bench", "plan", "--quick", "--json", str(path)]) == 0
+    assert cli.main(["bench", "plan", "--quick", "--output", str(path)]) == 0
     held, printed = json.loads(path.read_text()), capsys.readouterr().out
     assert held["machine"]["cpu"] and held["machine"]["cores"] >= 1 and "commit" in held
     assert {"python", "numpy"} <= held["machine"]["versions"].keys()

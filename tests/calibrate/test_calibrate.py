@@ -36,7 +36,7 @@ def was_measured(cost: CostModel) -> None:
 
 def test_the_command_measures_writes_and_prints(tmp_path, capsys):
     path = tmp_path / "costs.json"
-    assert cli.main(["calibrate", "--transport", "local", "--quick", "--out", str(path)]) == 0
+    assert cli.main(["calibrate", "--transport", "local", "--quick", "--json", "--output", str(path)]) == 0
     made = read(path)
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
     was_measured(made.transports["local"])
@@ -118,6 +118,6 @@ def test_where_nothing_can_be_measured_the_last_file_stays(monkeypatch, tmp_path
     monkeypatch.setattr(Caller, "measure", refuse)
     path = tmp_path / "costs.json"
     path.write_text("as it was")
-    assert cli.main(["calibrate", "--quick", "--out", str(path)]) != 0
+    assert cli.main(["calibrate", "--quick", "--output", str(path)]) != 0
     assert "local breaks here" in capsys.readouterr().err
     assert path.read_text() == "as it was"

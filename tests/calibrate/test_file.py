@@ -16,7 +16,7 @@ from pdstage.environment import CALIBRATION
 from pdstage.errors import UsageError
 from pdstage.manager.calibration import Calibration, read
 from pdstage.plan.cost import CostModel
-from pdstage.tools.calibrate.caller import write
+from pdstage.tools.results import save
 from tests.manager.engine import Rank
 
 COST = CostModel.linear(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)
@@ -29,7 +29,7 @@ def calibration(cost: CostModel = COST, transport: str = "local") -> Calibration
 
 @pytest.fixture
 def path(tmp_path):
-    write(calibration(), tmp_path / "costs.json")
+    save(calibration(), tmp_path / "costs.json")
     return tmp_path / "costs.json"
 
 
@@ -78,15 +78,15 @@ def test_a_file_is_there_whole_or_not_at_all(path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", first_half)
     changed = msgspec.structs.replace(made, made_at="2026-02-02T00:00:00+00:00")
     with pytest.raises(UsageError, match=r"costs\.json.*No space"):
-        write(changed, path)
+        save(changed, path)
     assert seen == [made] and read(path) == made
     assert list(path.parent.iterdir()) == [path]
     monkeypatch.undo()
     link = path.with_name("link.json")
     link.symlink_to(path)
-    write(changed, link)
+    save(changed, link)
     assert link.is_symlink() and read(path) == changed
-    write(changed, Path(os.devnull))
+    save(changed, Path(os.devnull))
     assert not Path(os.devnull).is_file()
 
 
@@ -101,14 +101,14 @@ def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path
     monkeypatch.setenv(CALIBRATION.name, str(path))
     assert site.prefill(rank, publish=False).cost_of(host) == COST
     for transport, taken in (("local", other), ("nixl", defaults)):
-        write(calibration(other, transport), tmp_path / "other.json")
+        save(calibration(other, transport), tmp_path / "other.json")
         assert site.prefill(rank, publish=False, calibration=tmp_path / "other.json").cost_of(host) == taken
 
 
 @pytest.mark.parametrize(("descriptor_s", "taken"), [(0.0, "direct"), (1e-3, "staged")])
 def test_auto_goes_by_the_file(site, path, descriptor_s, taken):
     """The same room, by a transport whose descriptors cost nothing or everything."""
-    write(calibration(CostModel.linear(bytes_per_s=1e9, descriptor_s=descriptor_s, post_s=0.0)), path)
+    save(calibration(CostModel.linear(bytes_per_s=1e9, descriptor_s=descriptor_s, post_s=0.0)), path)
     pair = site.pair(Rank(), Rank(), path="auto", prefill={"calibration": path})
     pair.p.transport.mapped = lambda *_: None  # where pages are mapped no cost decides
     pair.move(1)

@@ -71,7 +71,7 @@ def test_nodes_of_both_roles_are_found_and_drained_by_name(site, capsys):
             node.list_in(directory.address, instance="e0", engine="vllm", metrics="127.0.0.1:1")
         drive(pair.nodes, lambda: listed(directory) == [("decode", "e0"), ("prefill", "e0")])
         assert cli.main(["instances", directory.address]) == 0
-        assert '"engine":"vllm"' in capsys.readouterr().out
+        assert " vllm " in capsys.readouterr().out
         assert cli.main(["top", "--once", "e0", "--directory", directory.address]) == 1, "nobody listens at port 1"
         assert "127.0.0.1:1" in capsys.readouterr().out
         assert cli.main(["doctor", "--node", pair.d.socket.endpoint]) == 0
@@ -94,7 +94,7 @@ def test_a_killed_process_is_fenced_by_its_name(site, monkeypatch, capsys):
         )
         client.publish(killed, 1.0)
         command = ["fence", directory.address, "p0", "--wait"]
-        assert cli.main([*command, "0.01"]) == 2
+        assert cli.main([*command, "0.01"]) == 1
         assert "1 of 1 processes at p0 are registered" in capsys.readouterr().err
         assert not receiver.released
         with again_and_again(lambda: d.turn(0.01)):
@@ -114,7 +114,7 @@ def test_rooms_under_way_end_and_are_waited_for(site, capsys):
     pair = site.pair(progress="thread")
     room = half_sent(pair)
     command = ["drain", *(node.socket.endpoint for node in pair.nodes), "--wait"]
-    assert cli.main([*command, "0.01"]) == 1
+    assert cli.main([*command, "3"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2
     assert all("rank 0 is not drained: 1 transferring, the oldest for " in line for line in said)
@@ -139,12 +139,12 @@ def test_who_holds_a_key_may_drain_and_nobody_else(tmp_path, capsys, monkeypatch
         plain = p.socket.endpoint.rpartition("@")[2]
         assert cli.main(["drain", p.socket.endpoint]) == 2
         assert "is encrypted, and this node has no keys" in capsys.readouterr().err
-        assert cli.main(["drain", plain, "--keys", str(others)]) == 2
+        assert cli.main(["drain", plain, "--keys", str(others)]) == 1
         assert "key" in capsys.readouterr().err
         monkeypatch.setattr(operator, "_SILENT_S", 0.2)
         with pytest.raises(TransportError, match="has not answered for .* s;") as caught:
             drain([f"tcp://{plain}"])
-        assert "--keys" in caught.value.remedy
+        assert "keys=" in caught.value.remedy
         p.send(1).abort()
         monkeypatch.undo()
         assert cli.main(["drain", plain, "--keys", str(keys)]) == 0
@@ -183,8 +183,7 @@ def test_what_is_no_node_is_said(said):
 
 
 def test_a_bad_request_of_the_operator_is_said_in_one_line(capsys):
-    for given in (["nowhere"], ["tcp://h:1", "--wait", "0"], ["tcp://h:1", "--allow", "list"]):
-        assert cli.main(["drain", *given]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    assert cli.main(["drain", "tcp://h:1", "--allow", __file__]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(UsageError, match="no node is named"):
         drain([])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdstage.watch.progress import progress
+from pdstage.watch.terminal import progress
 
 Event = tuple[object, ...]
 

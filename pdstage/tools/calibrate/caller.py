@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from pdstage.control.zmq import ControlSocket
-from pdstage.errors import PdstageError, TransportError, UsageError
+from pdstage.errors import PdstageError, TransportError
 from pdstage.layout.topology import Topology
 from pdstage.manager import PrefillNode
 from pdstage.manager.calibration import VERSION, Calibration
@@ -45,6 +45,7 @@ from pdstage.tools.calibrate.peer import (
     copies,
 )
 from pdstage.transport import available
+from pdstage.watch import terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,6 +63,8 @@ FULL = (pools.RUNS, (256 << 10, 1 << 20, 4 << 20, 16 << 20), 6)
 _CONFIG = Config(chunk_nbytes=LEAST_PIECE_NBYTES)
 """Chunks of one length, however long a room, so that it is known how many each has."""
 QUICK = (pools.RUNS[::3], (256 << 10, 2 << 20, 8 << 20), 3)
+_SHOWN_NBYTES = 16 << 20
+"""Of the room, in runs of 4 KiB, whose staged rate is shown."""
 AT_ONCE = 4
 """Rooms that are timed together: a single room waits for its lease and its copies in turn, while a busy node does other
 work meanwhile.
@@ -240,29 +243,17 @@ def calibrate(
     return made, left_out
 
 
-def to_json(made: Calibration) -> str:
-    """The file's text."""
-    return msgspec.json.format(msgspec.json.encode(made), indent=2).decode()
-
-
-def write(made: Calibration, path: Path) -> None:
-    """Puts a new file in the old one's place, whole, for nodes that start meanwhile; the last of two writers wins.
-
-    Raises `UsageError` where the file cannot be written, and leaves what there was.
-    """
-    place, text = path.resolve(), to_json(made) + "\n"
-    try:
-        if place.exists() and not place.is_file():  # a pipe or a device
-            place.write_text(text)
-        else:
-            fresh = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
-            try:
-                fresh.write_text(text)
-                fresh.replace(place)
-            finally:
-                fresh.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write {path} ({error.strerror})", remedy="name another file") from error
+def table(made: Calibration) -> list[str]:
+    """Lines for people: of each transport, a descriptor's time by its length, and the rate of one staged room."""
+    lengths = sorted({nbytes for cost in made.transports.values() for nbytes, _ in cost.descriptors})
+    rows = [
+        (
+            name, *(f"{cost.descriptor_s(nbytes) * 1e6:.2f}" for nbytes in lengths),
+            f"{_SHOWN_NBYTES / cost.staged_s(_SHOWN_NBYTES, _SHOWN_NBYTES >> 12) / 1e9:.2f}",
+        )
+        for name, cost in made.transports.items()
+    ]  # fmt: skip
+    return terminal.table(("us a descriptor of", *(f"{nbytes:,} B" for nbytes in lengths), "GB/s staged"), rows)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003  (a field's type, kept readable at run time)
 
@@ -68,7 +67,7 @@ class Options:
     device: str = "cpu"
     requests: int = 4
     seed: int = 0
-    json: Path | None = None
+    picture: Path | None = None
     trace: Path | None = None
     new_tokens: int = 32
     chunk_tokens: int = 48
@@ -83,11 +82,6 @@ class Options:
                 raise UsageError(said, remedy=f"at most {_MAX_RANKS} a side", field=f"{name}-pp")
         _within("requests", self.requests, 1, _MAX_REQUESTS)
         _within("seed", self.seed, 0, _MAX_SEED)
-        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
-            raise UsageError(f"--device is {self.device!r}", remedy="give cpu, cuda or cuda:N", field="device")
-        for name, file in (("json", self.json), ("trace", self.trace)):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise UsageError(f"--{name} {file}: its folder does not exist", remedy="create it", field=name)
 
     @property
     def prefill(self) -> Side:

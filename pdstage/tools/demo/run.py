@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections import Counter
@@ -20,10 +19,10 @@ from pdstage.tools.demo.engine import Model, cut, put_together, spoilt
 from pdstage.tools.demo.ranks import DecodeRank, PrefillRank
 from pdstage.tools.trace import check, merge_files
 from pdstage.transport import available, load
-from pdstage.watch.progress import progress
+from pdstage.watch.terminal import progress, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from pdstage.tools.demo.options import Options
 
@@ -35,7 +34,7 @@ them; `aux_fallbacks` should have gone that way, and came by message. `moves`: t
 in turn; their `seconds` are from the first rank's sending until every decode rank had all.
 """
 _OVER = "sessions_over_"
-_COLUMNS = ("path", "bytes", "descriptors", "ms", "GB/s")
+_COLOURS = {"direct": "#c65d3b", "staged": "#2f7f8f"}
 _SAME = ("prefill_tp", "decode_tp", "prefill_pp", "decode_pp", "requests", "device")
 
 
@@ -99,8 +98,8 @@ def run(options: Options) -> Report:
         "moves": moves,
     }
     show(options, report, rooms)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    if options.picture is not None and moves:
+        options.picture.write_text(picture(moves))
     return report
 
 
@@ -187,52 +186,69 @@ def _move_again(path: str, move: int, prefill: list[Rank], decode: list[Rank]) -
     return {"path": path, "descriptors": sum(descriptors), "bytes_moved": sum(nbytes), "seconds": seconds}
 
 
-def _print(*rows: Iterable[object]) -> None:
-    for row in rows:
-        print("".join(f"{cell!s:>14}" for cell in row))
-
-
-def _cells(path: str, nbytes: int, descriptors: int, seconds: float) -> tuple[str, ...]:
-    return path, f"{nbytes:,}", f"{descriptors:,}", f"{seconds * 1e3:.1f}", f"{nbytes / seconds / 1e9:.3f}"
+def _medians(moves: Sequence[Report]) -> dict[str, Report]:
+    """By path, the move that took the median time."""
+    found = {}
+    for path in ("direct", "staged"):
+        of_path = sorted((move for move in moves if move["path"] == path), key=lambda move: float(move["seconds"]))
+        found[path] = of_path[len(of_path) // 2]
+    return found
 
 
 def show(options: Options, report: Report, rooms: Sequence[Room]) -> None:
-    """Prints the table and, below it, what was checked."""
-    print(f"{options.model}: prefill {options.prefill} -> decode {options.decode} over {report['transport']}\n")
-    _print(("room", "prompt", *_COLUMNS, "wait", "tokens"))
-    for number, room in enumerate(rooms):
-        nbytes, descriptors = room.moved["bytes_written"], room.moved["descriptors"]
-        cells = _cells(_path(room.moved), nbytes, descriptors, room.came_at - room.began_at)
-        wait = f"{max(0.0, room.came_at - room.handed_at) * 1e3:.1f}"
-        same = "identical" if room.tokens == room.truth else "different"
-        _print((number, len(room.prompt), *cells, wait, same))
-    whole = _cells(report["path"], report["bytes_moved"], report["descriptors"], report["seconds"])
-    _print(("all", sum(len(room.prompt) for room in rooms), *whole))
+    """Prints what was checked, what the transfer alone took by either path, and the rooms."""
     said = {name: "yes" if good else "NO" for name, good in report.items() if isinstance(good, bool)}
-    print(
-        "\nms: from the first chunk until every decode rank has the room; later chunks are computed meanwhile",
-        "wait: the milliseconds of it after the last chunk was computed; GB/s: bytes by ms",
-        f"model: {report['model']}, computed by one process; ranks store and move their shares, on {options.device}",
+    lines = [
+        f"{options.model}: prefill {options.prefill} -> decode {options.decode} over {report['transport']}, pages on "
+        f"{options.device}",
         f"all {report['new_tokens']} tokens are those of the cache that was not moved: {said['tokens_identical']}",
-        f"aux rows are the same on both sides: {said['rows_identical']}; {report['aux_rows']} written by "
-        f"the transport, {report['aux_fallbacks']} to be but sent by message",
         f"a page or slot of noise in any component ({', '.join(options.family.components)}) is caught: "
         f"{said['negative_control_caught']}",
-        sep="\n",
-    )
-    if report["moves"]:
-        _show_moves(report["moves"])
+        f"aux rows are the same on both sides: {said['rows_identical']}; {report['aux_rows']} written by "
+        f"the transport, {report['aux_fallbacks']} to be but sent by message",
+    ]
+    if moves := report["moves"]:
+        middle = _medians(moves)
+        both = [
+            (path, f"{n['bytes_moved']:,}", f"{n['descriptors']:,}", f"{n['seconds'] * 1e3:.1f}",
+             f"{n['bytes_moved'] / n['seconds'] / 1e9:.3f}")
+            for path, n in middle.items()
+        ]  # fmt: skip
+        direct, staged = middle["direct"], middle["staged"]
+        lines += [
+            "", f"the transfer alone, with nothing else going on (medians of {len(moves) // 2} moves each, in turn):",
+            *table(("path", "bytes", "descriptors", "ms", "GB/s"), both),
+            f"staged moved the caches {direct['seconds'] / staged['seconds']:.1f} times as fast as direct, in "
+            f"{staged['descriptors']:,} writes for {direct['descriptors']:,}",
+        ]  # fmt: skip
+    rows = [
+        (number, len(room.prompt), _path(room.moved), f"{room.moved['bytes_written']:,}",
+         f"{room.moved['descriptors']:,}", f"{max(0.0, room.came_at - room.handed_at) * 1e3:.1f}",
+         "identical" if room.tokens == room.truth else "different")
+        for number, room in enumerate(rooms)
+    ]  # fmt: skip
+    head = ("room", "prompt", "path", "bytes", "descriptors", "wait", "tokens")
+    lines += [
+        "", "the rooms, sent chunk by chunk while prefill computes:", *table(head, rows),
+        "wait: milliseconds from the last chunk's being computed until every decode rank has the room",
+        f"model: {report['model']}, computed by one process; ranks store and move their shares",
+    ]  # fmt: skip
+    print("\n".join(lines))
 
 
-def _show_moves(moves: Sequence[Report]) -> None:
-    """The two paths side by side, each by its median transfer."""
-    print("\nthe same caches once more, whole, with nothing else going on:")
-    _print(_COLUMNS)
-    took = {}
-    for path in ("direct", "staged"):
-        of_path = sorted((move for move in moves if move["path"] == path), key=lambda move: float(move["seconds"]))
-        middle = of_path[len(of_path) // 2]
-        took[path] = middle["seconds"]
-        _print(_cells(path, middle["bytes_moved"], middle["descriptors"], middle["seconds"]))
-    said = f"staged moved them {took['direct'] / took['staged']:.1f} times as fast as direct"
-    print(f"{said} (medians of {len(moves) // 2} moves, in turn)")
+def picture(moves: Sequence[Report]) -> str:
+    """Direct beside staged as bars, in SVG."""
+    bars, y = [], 0
+    for what, key, unit, scale in (("writes", "descriptors", "", 1), ("time", "seconds", " ms", 1e3)):
+        middle = _medians(moves)
+        most = max(move[key] for move in middle.values())
+        for path, move in middle.items():
+            bars.append(
+                f'<text x="8" y="{y + 27}">{what}, {path}</text><rect x="130" y="{y + 12}" height="20" '
+                f'width="{max(1.0, 400 * move[key] / most):.1f}" fill="{_COLOURS[path]}"/><text '
+                f'x="{140 + 400 * move[key] / most:.1f}" y="{y + 27}">{move[key] * scale:,.0f}{unit}</text>'
+            )
+            y += 28
+        y += 10
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="660" height="{y}" font-family="sans-serif" font-size="14">'
+    return "\n".join([head, *bars, "</svg>", ""])

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MAX_S = 600
+_USE_DEVICE = {"gpu", "kernels", "transports", "peer"}
 _LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 
 
 def checks(asked: Asked) -> list[tuple[str, str, Callable[[Site], Result | None]]]:
     """Area, name and function of the checks of the areas asked for, area by area."""
-    unknown = [area for area in asked.areas if area not in AREAS]
-    if unknown:
-        raise UsageError(f"no area {unknown[0]!r}", remedy=f"choose of {', '.join(AREAS)}", field="only")
+    if asked.device != "cpu" and not set(asked.areas) & _USE_DEVICE:
+        what = f"--device {asked.device} is not looked at by {', '.join(asked.areas)}"
+        raise UsageError(what, remedy=f"add one of {', '.join(sorted(_USE_DEVICE))} to --only", field="device")
     if not 1 <= asked.deadline_s <= _MAX_S:
         raise UsageError(f"a deadline of {asked.deadline_s:g} s", remedy=f"give 1 to {_MAX_S}", field="deadline")
     if "peer" in asked.areas and asked.areas != AREAS and not asked.peer:

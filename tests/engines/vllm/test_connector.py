@@ -438,7 +438,7 @@ def test_a_room_that_decode_was_told_of_is_sent_though_prefill_drains(src: Side,
     node = src.workers[0].worker_side.prefill
     done = arrived(src, TO_PREFILL)
     src.step(src.scheduler.build_connector_meta(None))
-    assert not drain([node.socket.endpoint], wait_s=0.1)[node.socket.endpoint].drained
+    assert not drain([node.socket.endpoint], wait_s=2.0)[node.socket.endpoint].drained
     wanted = arrived(dst, ended(src, done))
     dst.scheduler.get_num_new_matched_tokens(wanted, 0)
     told = dst.step(allocate(dst, wanted, N_TOKENS))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pdstage.watch.progress import progress
+from pdstage.watch.terminal import progress
 
 
 class Stream(io.StringIO):

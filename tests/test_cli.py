@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdstage import cli
+from pdstage.control import operate
 from tests.processes import python
 
 
@@ -32,23 +39,18 @@ def failed(capsys, *argv: str) -> tuple[int, str]:
     [
         ((), "COMMAND"),
         (("fly",), "fly"),
-        (("demo", "--transport", "pigeon"), "--transport"),
-        (("demo", "--prefill-tp", "four"), "--prefill-tp"),
-        (("demo", "--prefill-tp", "0"), "--prefill-tp is 0; give a number from 1 to 32"),
-        (("demo", "--seed", "-4"), "--seed is -4"),
-        (("demo", "--prefill-page", "0"), "--prefill-page is 0"),
+        (("demo", "--prefill-tp", "33"), "--prefill-tp is 33; give a number from 1 to 32"),
         (("demo", "--prefill-tp", "16", "--prefill-pp", "4"), "make 64 ranks"),
-        (("demo", "--json", "/no/such/folder/x.json"), "/no/such/folder"),
-        (("demo", "--trace", "/no/such/folder/x.json"), "/no/such/folder"),
-        (("demo", "--device", "gpu"), "--device is 'gpu'"),
-        (("bench", "everything"), "'everything'"),
+        (("bench", "plan", "--transport", "local"), "bench plan has no --transport"),
+        (("calibrate", "--transport", "pigeon"), "no transport 'pigeon'"),
+        (("doctor", "--transport", "pigeon"), "'pigeon'"),
+        (("doctor", "--only", "host", "--device", "cuda:9"), "--device cuda:9 is not looked at"),
         (("bench", "plan", "--trace", "x.json"), "moves no rooms"),
-        (("plot", "/no/such/trace.json"), "/no/such/trace.json"),
-        (("bootstrap", "--bind", "0.0.0.0:0"), "insecure"),
-        (("bootstrap", "--keys", "/no/such/file"), "/no/such/file"),
-        (("bootstrap", "--allow", "/no/such/file"), "--allow without --keys"),
+        (("plot", __file__), "is not a trace"),
+        (("bootstrap", "--bind", "0.0.0.0:0"), "pass --keys FILE, bind to loopback, or say --insecure if"),
+        (("bootstrap", "--allow", __file__), "--allow without --keys"),
         (("keys", "--public", "/no/such/file"), "/no/such/file"),
-        (("instances", "nowhere"), "'nowhere'"),
+        (("drain", "nowhere"), "'nowhere'"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(capsys, argv, names):
@@ -56,6 +58,77 @@ def test_bad_arguments_are_one_line_and_exit_code_2(capsys, argv, names):
     assert code == 2
     assert names in said
     assert said.startswith("pdstage")
+
+
+_NUMBERS = ("x", "-1", "1.5", "", "9" * 30)
+_ADDRESSES = ("nowhere", "h:99999", "a b:1", "h:1:2", "ftp://h:1", "")
+BAD = {
+    cli.whole: _NUMBERS,
+    cli.count: (*_NUMBERS, "0"),
+    cli.seconds: ("x", "-1", "0", "nan", "inf", ""),
+    cli.endpoint: (*_ADDRESSES, "h:0", "0.0.0.0:1", "http://h:1"),
+    cli.listener: _ADDRESSES,
+    cli.http_listener: (*_ADDRESSES, "127.0.0.1"),
+    cli.directory: (*_ADDRESSES, "h:0", "etcd://", "etcd://h:1", "etcd://h:1/p?x=y"),
+    cli.device: ("gpu", "cuda:", "cuda:x", "double", ""),
+    cli.devices: ("gpu", "cuda:", "cpu,double", ""),
+    cli.areas: ("x", "host,", ""),
+    cli.readable: ("/no/such/file", "/", ""),
+    cli.writable: ("/no/such/folder/x.json", "/", ""),
+}
+"""What each type of an argument refuses."""
+FREE = {"--room", "--transport", "--advertise", "where", "endpoints", "file"}
+"""Any text may be right. What is none of a transport, or an address, is refused once it is looked up."""
+GOOD = {
+    "name": "plan", "endpoints": "127.0.0.1:1", "traces": __file__, "directory": "127.0.0.1:1", "where": "x",
+    "file": "x",
+}  # fmt: skip
+
+
+def cases():
+    for command, (_, _, options) in cli.COMMANDS.items():
+        needed = [name for name, how in options if not name.startswith("-") and how.get("nargs") != "*"]
+        for name, how in options:
+            kind = how.get("type")
+            if "action" in how or name in FREE:
+                assert how.get("action") != "append" or name in FREE
+                continue
+            for value in ("nosuch", "") if "choices" in how else BAD[kind]:
+                others = [GOOD[one] for one in needed if one != name]
+                if name.startswith("-"):
+                    yield command, *others, f"{name}={value}"
+                else:
+                    yield command, *(value if one == name else GOOD[one] for one in needed)
+
+
+@pytest.mark.parametrize("argv", list(cases()), ids=" ".join)
+def test_what_an_argument_cannot_be_is_refused_before_anything_is_done(capsys, monkeypatch, argv):
+    """Of every command, every option but the flags, with every value that its type refuses."""
+    monkeypatch.setattr(cli, "_run", lambda given: pytest.fail(f"it ran, with {given}"))
+    code, said = failed(capsys, *argv)
+    assert code == 2
+    assert "argument" in said
+
+
+@pytest.mark.parametrize("kind", BAD, ids=lambda kind: kind.__name__)
+@given(text=st.text())
+def test_no_text_breaks_a_type(kind, text):
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        kind(text)
+
+
+def test_a_reader_that_has_read_enough_is_no_fault():
+    command = f"{sys.executable} -m pdstage doctor --only host | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout.count("\n") == 1
+    assert not done.stderr
+
+
+def test_a_wait_ends_when_it_was_told_to(capsys):
+    began_at = time.monotonic()
+    assert cli.main(["drain", "127.0.0.1:1", "--wait", "0.1"]) == 1
+    assert time.monotonic() - began_at < operate._SILENT_S
+    assert "has not answered for 0.1 s; check the endpoint" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_named(capsys, monkeypatch):
@@ -127,9 +200,10 @@ def test_keys_are_made_shown_and_used(tmp_path, capsys):
         try:
             address = process.stdout.readline().removeprefix("directory at ").strip()
             assert address.startswith(f"{public}@127.0.0.1:")
-            assert cli.main(["instances", address, "--keys", path]) == 0
-            assert capsys.readouterr().out == "{}\n"
+            assert cli.main(["instances", address, "--keys", path, "--json"]) == 0
+            said = capsys.readouterr()
+            assert (json.loads(said.out), said.err) == ([], f"no node is in the directory at {address}\n")
             assert cli.main(["instances", address]) == 2
-            assert "pass keys= (--keys)" in capsys.readouterr().err
+            assert "pass --keys" in capsys.readouterr().err
         finally:
             process.terminate()

@@ -1,4 +1,4 @@
-"""Progress of slow commands: one line on standard error, and only if that is a terminal."""
+"""What commands show people: tables, and the progress of slow work, on standard error and only if it is a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 class Advance(Protocol):
@@ -31,3 +31,12 @@ def progress(text: str, total: int | None = None) -> Iterator[Advance]:
     yield advance
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of columns; those whose first cell begins with a digit are on the right."""
+    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = [">" if cell[:1].isdigit() else "<" for cell in cells[min(1, len(cells) - 1)]]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return [form.format(*line).rstrip() for line in cells]
