@@ -54,7 +54,7 @@ $(BIN)/python:
 $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	$(PIP) $(INSTALL) -c constraints.txt torch==2.13.0 numpy
 	$(PIP) $(INSTALL) --no-deps nixl==1.5.1 nixl-cu13==1.5.1
-	$(PIP) $(INSTALL) --no-deps -c constraints.txt mooncake-transfer-engine-non-cuda
+	$(PIP) $(INSTALL) -c constraints.txt mooncake-transfer-engine-non-cuda
 	@$(MOONCAKE_IMPORTS) || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
 	    $(APT_INSTALL) >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) >/dev/null; } || true
 	@$(MOONCAKE_IMPORTS) || echo "transport mooncake has no $(MOONCAKE_NEEDS): its tests are skipped until they are installed" \

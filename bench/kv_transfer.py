@@ -283,7 +283,7 @@ class Sources(_Nodes):
         for rank, memory in enumerate(self.memories):
             memory.paint()
             topology = Topology(tp_size=case.src.tp, tp_rank=rank)
-            node = PrefillNode(memory.pool, topology, bootstrap=directory, observers=observers(), **self._options)
+            node = PrefillNode(memory.pool, topology, directory=directory, observers=observers(), **self._options)
             self.nodes.append(node)
 
     def offer(self, path: str, burst: int, n: int, tokens: int = 0) -> None:

@@ -155,10 +155,10 @@ class _RoomRank(Actor):
 
 
 class PrefillRank(_RoomRank):
-    def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
         self.node: PrefillNode = PrefillNode(
-            tiny_pool(), Topology(), bootstrap=bootstrap, observers=observers(), **options
+            tiny_pool(), Topology(), directory=directory, observers=observers(), **options
         )
         self.page = np.array([7])
 
@@ -189,13 +189,13 @@ class PrefillRank(_RoomRank):
 
 
 class DecodeRank(_RoomRank):
-    def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
-        self.bootstrap = bootstrap
+        self.directory = directory
         self.node: DecodeNode = DecodeNode(tiny_pool(), Topology(), observers=observers(), **options)
 
     def begin(self, room: int) -> Receiver:
-        receiver = self.node.receive(room, self.bootstrap)
+        receiver = self.node.receive(room, self.directory)
         receiver.bind(np.array([room % N_PAGES]), PAGE)
         return receiver
 
@@ -210,7 +210,7 @@ class DecodeRank(_RoomRank):
 
     def latencies(self, rooms: range, busy: bool) -> list[float]:
         """Seconds from `bind` to Success, a room at a time."""
-        receivers = [self.node.receive(room, self.bootstrap) for room in rooms]
+        receivers = [self.node.receive(room, self.directory) for room in rooms]
         while not all(receiver.ready_to_bind for receiver in receivers):
             self._wait_a_little()
         took = []

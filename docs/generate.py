@@ -12,6 +12,8 @@ since a transport imports only where its library is. Tests fail while a page is 
 from __future__ import annotations
 
 import ast
+import inspect
+import json
 import re
 import sys
 from contextlib import suppress
@@ -26,7 +28,9 @@ import performance  # noqa: E402
 import pictures  # noqa: E402
 import tuning  # noqa: E402
 
-from pdstage import environment  # noqa: E402
+from pdstage import DecodeNode, PrefillNode, environment  # noqa: E402
+from pdstage.integrations import options  # noqa: E402
+from pdstage.manager.options import NodeOptions  # noqa: E402
 from pdstage.protocol import config, state  # noqa: E402
 from pdstage.watch import catalogue  # noqa: E402
 
@@ -187,6 +191,33 @@ def variables() -> str:
     )
 
 
+def node_options() -> str:
+    """What PDSTAGE_NODE and vLLM's extra config take: from the nodes' signatures and `Config`."""
+    hints: dict[str, Any] = {"trust_layout": "bool", "metrics_port": "int", "metrics_host": "str"}
+    hints |= inspect.get_annotations(NodeOptions) | PrefillNode.__init__.__annotations__
+    hints |= DecodeNode.__init__.__annotations__
+    rows = ["| option | JSON | unless given | unit |", "|---|---|---|---|"]
+    for name, default in options.defaults().items():
+        hint = getattr(hints[name], "__forward_arg__", str(hints[name]))
+        kinds = [_JSON[kind] for one in hint.split(" | ") if (kind := one.partition("[")[0]) in _JSON]
+        shown = "" if default is None else f"`{json.dumps(default)}`"
+        rows.append(f"| `{name}` | {' or '.join(kinds)} | {shown} | {'bytes' if name.endswith('_nbytes') else ''} |")
+    return "\n".join(rows)
+
+
+_JSON = {"bool": "true or false", "int": "number", "str": "text", "Mapping": "object", "Config": "object"}
+
+
+def config_fields() -> str:
+    """Each field of Config."""
+    units = {"s": "seconds", "nbytes": "bytes"}
+    rows = ["| `config` | unless given | unit |", "|---|---:|---|"]
+    for field in fields(config.Config):
+        unit = units.get(field.name.rpartition("_")[2], "")
+        rows.append(f"| `{field.name}` | `{json.dumps(field.default)}` | {unit} |")
+    return "\n".join(rows)
+
+
 def machines() -> str:
     """The state tables: a row a state, a column an event."""
     lines = []
@@ -206,7 +237,7 @@ PAGES = {
     PAGE: PARTS,
     TRANSPORTS_PAGE: {"traits": traits},
     ROOT / "docs" / "tune.md": {"tuning": tuning.table},
-    ENVIRONMENT_PAGE: {"variables": variables},
+    ENVIRONMENT_PAGE: {"variables": variables, "node": node_options, "config": config_fields},
     METRICS_PAGE: {"metrics": metrics},
 }
 

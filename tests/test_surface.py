@@ -72,7 +72,7 @@ def parameters(function) -> dict[str, tuple[object, object]]:
 
 def test_both_nodes_are_made_alike() -> None:
     prefill, decode = parameters(PrefillNode.__init__), parameters(DecodeNode.__init__)
-    assert set(prefill) - set(decode) == {"bootstrap", "publish", "instance", "n_buffers", "calibration"}
+    assert set(prefill) - set(decode) == {"directory", "publish", "instance", "n_buffers", "calibration"}
     assert set(decode) - set(prefill) == {"n_lanes"}
     assert set(DEFAULTS) == set(NodeOptions.__annotations__)
     for role in (prefill, decode):

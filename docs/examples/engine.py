@@ -142,7 +142,7 @@ class Prefill(Scheduler):
 def prefill(inbox: Queue[Any], outbox: Queue[Any]) -> None:
     pages = Pages(n_pages=64, page_size=16)
     with PrefillNode(pages.pool(), Topology()) as node:
-        outbox.put(node.bootstrap_address)
+        outbox.put(node.directory_address)
         Prefill(pages, node, inbox, outbox, "").run()
 
 
@@ -151,7 +151,7 @@ class Decode(Scheduler):
         return len(request.prompt) + N_NEW
 
     def begin(self, request: Request) -> None:
-        request.handle = self.node.receive(request.room, prefill=self.prefill)
+        request.handle = self.node.receive(request.room, directory=self.prefill)
         request.handle.bind(request.pages[: self.pages.count(len(request.prompt))], tokens=len(request.prompt))
 
     def step(self) -> None:

@@ -113,7 +113,6 @@ def main() -> None:
     parser.add_argument("--namespace", default="default")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
     config.load_config()  # the pod's own, or a kubeconfig
     list_pods = client.CoreV1Api().list_namespaced_pod
     # As JSON: the package's own objects refuse a pod of which they know too little.

@@ -119,14 +119,26 @@ class Cluster:
             raise UsageError("etcd needs httpx2", remedy='pip install "pdstage[etcd]"', extra="etcd") from error
         self._unanswered = httpx2.HTTPError, OSError, TransportError
         self.address = address
-        self._client = httpx2.Client(verify=_context(address), timeout=timeout_s, trust_env=False)
+        # Not its Client, which logs every request at INFO: an engine's log would have one a second.
+        self._transport = httpx2.HTTPTransport(verify=_context(address), trust_env=False)
+        self._request, self._timeout = httpx2.Request, httpx2.Timeout(timeout_s).as_dict()
         scheme = "https" if address.ca else "http"
         self._members = [f"{scheme}://{member}/v3/" for member in address.members]
         self._at = 0
         self._token = ""
 
     def close(self) -> None:
-        self._client.close()
+        self._transport.close()
+
+    def _post(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+        request = self._request("POST", url, json=body, headers=headers, extensions={"timeout": self._timeout})
+        response = self._transport.handle_request(request)
+        response.request = request
+        try:
+            response.read()
+        finally:
+            response.close()
+        return _read(response)
 
     def ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """One request's answer. Raises `TransportError` if no member answers, `Refused` for etcd's own errors, and
@@ -137,7 +149,7 @@ class Cluster:
             member = self._members[self._at % len(self._members)]
             try:
                 headers = {"Authorization": self._log_in(member)} if self.address.user else {}
-                return _read(self._client.post(member + method, json=body, headers=headers))
+                return self._post(member + method, body, headers)
             except Refused as error:
                 if error.code == _UNAUTHENTICATED and self.address.user:
                     self._token = ""  # it has expired
@@ -161,7 +173,7 @@ class Cluster:
         if not token:
             login = {"name": self.address.user, "password": environment.ETCD_PASSWORD.read() or ""}
             try:
-                answer = _read(self._client.post(f"{member}auth/authenticate", json=login))
+                answer = self._post(f"{member}auth/authenticate", login, {})
             except Refused as error:
                 if error.code == _UNAVAILABLE:
                     raise

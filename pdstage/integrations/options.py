@@ -15,11 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _OURS = {
-    "bootstrap", "publish", "progress", "metadata", "aux", "observers", "bind",
+    "publish", "progress", "metadata", "aux", "observers", "bind",
 }  # fmt: skip
 """Arguments that the adapter sets itself."""
-_ADAPTERS = {"trust_layout", "metrics_port", "metrics_host", "directory", "instance"}
-"""Options of the adapter, not of its nodes."""
+_ADAPTERS = {
+    "trust_layout": False,
+    "metrics_port": None,
+    "metrics_host": "127.0.0.1",
+    "directory": None,
+    "instance": None,
+}
+"""Options of the adapter, not of its nodes, and what they are unless given."""
 
 
 def node_options(
@@ -36,7 +42,7 @@ def node_options(
     `UsageError` for an argument that neither kind of node has or that operators may not set; the node itself checks
     the values.
     """
-    known = (_arguments(PrefillNode) | _arguments(DecodeNode) | _ADAPTERS) - _OURS
+    known = defaults().keys()
     merged: dict[str, Any] = {}
     config: dict[str, Any] = dict(deadlines)
     for source, options in ((environment.NODE.name, environment.NODE.read() or {}), (where, given)):
@@ -49,7 +55,7 @@ def node_options(
             )
         merged |= options
         config |= fields_set
-    own = {name: value for name, value in merged.items() if name in _arguments(kind) - _ADAPTERS}
+    own = {name: value for name, value in merged.items() if name in _arguments(kind).keys() - _ADAPTERS.keys()}
     return own | {"config": Config(**config), "model": overridden(model, merged.get("model"), where=where)}
 
 
@@ -62,6 +68,12 @@ def trusts_layout(given: Mapping[str, Any], *, where: str) -> bool:
     return flag(f"trust_layout of {where}", given.get("trust_layout", False))
 
 
-def _arguments(kind: type[PrefillNode | DecodeNode]) -> set[str]:
+def defaults() -> dict[str, Any]:
+    """What an operator may set, and what it is unless he does."""
+    every = _arguments(PrefillNode) | _arguments(DecodeNode) | _ADAPTERS
+    return {name: default for name, default in every.items() if name not in _OURS}
+
+
+def _arguments(kind: type[PrefillNode | DecodeNode]) -> dict[str, Any]:
     named = inspect.signature(kind).parameters.values()
-    return {one.name for one in named if one.kind is one.KEYWORD_ONLY} | set(DEFAULTS)
+    return {one.name: one.default for one in named if one.kind is one.KEYWORD_ONLY} | dict(DEFAULTS)

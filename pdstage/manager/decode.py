@@ -163,14 +163,14 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def receive(
         self,
         room: RoomId,
-        prefill: str,
+        directory: str,
         *,
         dp_rank: int | None = None,
         instance: str | None = None,
         deadline_s: float = 600.0,
         wait_s: float | None = None,
     ) -> Receiver:
-        """Announces that `room` will come from the prefill engine that `prefill`, a bootstrap's `host:port`, names.
+        """Announces that `room` will come from the prefill engine that is listed in `directory`, its address.
 
         Returns at once; who serves the room is looked up meanwhile. `deadline_s` counts from here. `wait_s` is how long
         prefill may take to its first chunk, from when the room is opened; None is `Config.wait_s`. Raises `UsageError`
@@ -180,9 +180,9 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         wait_s = None if wait_s is None else arguments.number("wait_s", wait_s, above=0.0)
         dp_rank = None if dp_rank is None else arguments.integer("dp_rank", dp_rank)
         instance = None if instance is None else arguments.text("instance", instance)
-        prefill = arguments.text("a bootstrap address", prefill)
-        adverts = self.directory.cached(prefill, dp_rank, instance)
-        client = self.directory.client(prefill) if adverts is None else None
+        directory = arguments.text("a directory's address", directory)
+        adverts = self.directory.cached(directory, dp_rank, instance)
+        client = self.directory.client(directory) if adverts is None else None
         with self.driver.use():
             self.driver.check_begins()
             self.core.endpoint.now = now = time.monotonic()

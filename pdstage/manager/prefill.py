@@ -199,8 +199,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a name with options
-    (`pdstage.transport.open_from_config`) or an open transport. `bootstrap` is the directory to publish to; None embeds
-    one on the host of `bind`, at `bootstrap_address`. Where the engine keeps the directory itself, `publish` is false,
+    (`pdstage.transport.open_from_config`) or an open transport. `directory` is the directory to publish to; None embeds
+    one on the host of `bind`, at `directory_address`. Where the engine keeps the directory itself, `publish` is false,
     and `advert` is what to put there.
     `staging_nbytes` are split into `n_buffers` send buffers. `staging_on` is "pool", where the pool lies, or "host",
     page-locked memory of this host, for a pool on a GPU whose memory no NIC reaches (no GPUDirect); then `path` must be
@@ -228,7 +228,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         topology: Topology,
         *,
         n_buffers: int = 4,
-        bootstrap: str | None = None,
+        directory: str | None = None,
         instance: str = "prefill",
         publish: bool = True,
         calibration: str | os.PathLike[str] | None = None,
@@ -237,8 +237,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         n_buffers = arguments.integer("n_buffers", n_buffers, low=2, high=MAX_PARTS)  # so that no destination holds all
         arguments.text("instance", instance)
         arguments.flag("publish", publish)
-        if bootstrap is not None:
-            arguments.text("bootstrap", bootstrap)
+        if directory is not None:
+            arguments.text("directory", directory)
         self._costs = costs(calibration)
         super().__init__(pool, topology, n_buffers, options)
         self._copies_at: float | None = None
@@ -253,18 +253,18 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             direct=self.options["path"] != "staged",
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
-        self.bootstrap_address = bootstrap or ""
+        self.directory_address = directory or ""
         self.advert = self._advert(instance)
         try:
             if self.options["path"] != "direct":
                 with self.driver.device():
                     self._copies_at = self.stager.rate(self.parts[0], checksum=self.config.checksums)
-            if publish and not bootstrap:
+            if publish and not directory:
                 host = Address.parse(self.options["bind"], "tcp", listening=True)._replace(port=0)
                 self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=self.options["insecure"]).start()
-                self.bootstrap_address = self._bootstrap.address
+                self.directory_address = self._bootstrap.address
             if publish:
-                self.directory.publish(self.bootstrap_address, lambda: [self.advert])
+                self.directory.publish(self.directory_address, lambda: [self.advert])
             self.driver.start()
         except BaseException:  # a Ctrl-C too: an advert would be renewed for a node that nobody has
             self.close()

@@ -121,7 +121,7 @@ def _node(job: Job, pages: Pages, observers: tuple[Observer, ...]) -> PrefillNod
     }  # fmt: skip
     if job.engine.role == "decode":
         return DecodeNode(pages.pool, place, n_lanes=site.n_lanes, **common)
-    return PrefillNode(pages.pool, place, bootstrap=job.directory, instance=job.engine.name, n_buffers=3, **common)
+    return PrefillNode(pages.pool, place, directory=job.directory, instance=job.engine.name, n_buffers=3, **common)
 
 
 def _obey(engine: Engine, pipe: Connection, pause_s: float) -> bool:

@@ -190,7 +190,7 @@ def test_a_stranger_can_neither_read_nor_publish(cluster, tmp_path):
     for call in (stranger.lookup, stranger.instances, lambda: stranger.publish(advert(1))):
         with pytest.raises(PeerError, match="refuses this node's key"):
             call()
-    with pytest.raises((PeerError, TransportError), match="pass keys= "):  # told by its greeting, or by its hanging up
+    with pytest.raises((PeerError, TransportError), match="pass keys="):  # told by its greeting, or by its hanging up
         BootstrapClient(server.address.partition("@")[2], DEADLINE_S).publish(advert(1))
     with pytest.raises(UsageError, match="is encrypted, and this node has no keys; pass keys="):
         BootstrapClient(server.address)

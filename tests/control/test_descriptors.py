@@ -102,12 +102,12 @@ def lease_at_the_limit(key):
     src, dst, keys = Rank(), Rank(), Keys.load(key)
     p = prefill_node(src, None, keys=keys, progress="thread")
     d = decode_node(dst, keys=keys)
-    client = BootstrapClient(p.bootstrap_address, keys=keys)
+    client = BootstrapClient(p.directory_address, keys=keys)
     with only(2):
-        receiver = d.receive("early", p.bootstrap_address, deadline_s=3.0)
+        receiver = d.receive("early", p.directory_address, deadline_s=3.0)
         fails(d, receiver)
         assert "descriptors are left" in str(receiver.error) or "did not end" in str(receiver.error)
-    receiver = d.receive("late", p.bootstrap_address)
+    receiver = d.receive("late", p.directory_address)
     drive([d], lambda: receiver.state is State.WAITING_FOR_INPUT)
     drive([d], lambda: _is_listed(client))
     d.close()
@@ -127,7 +127,7 @@ def _turned(nodes, done):
 
 
 def _meets_a_peer(p, d, keys):
-    receiver = d.receive("early", p.bootstrap_address, deadline_s=0.4)
+    receiver = d.receive("early", p.directory_address, deadline_s=0.4)
     _turned([p, d], lambda: receiver.state is State.FAILED)
 
 
@@ -163,7 +163,7 @@ def go_on_after(doing, key):
         for stranger in p.strangers:
             stranger.close()
         if not p.closed:
-            receiver = d.receive("late", p.bootstrap_address)
+            receiver = d.receive("late", p.directory_address)
             drive([p, d], lambda receiver=receiver: receiver.state is State.WAITING_FOR_INPUT)
             receiver.abort()
         d.close(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -142,6 +143,13 @@ def test_without_its_library_the_remedy_is_named(server, monkeypatch):
     with pytest.raises(UsageError, match="etcd needs httpx2") as caught:
         client_of(server.address())
     assert "pdstage[etcd]" in caught.value.remedy
+
+
+def test_requests_are_in_no_log(make, caplog):
+    """A node follows its directory with one a second, in an engine that logs all of INFO."""
+    with caplog.at_level(logging.DEBUG):
+        make().publish(advert(0, tp=1))
+    assert not [one for one in caplog.records if "http" in one.name and one.levelno >= logging.INFO]
 
 
 def test_a_strangers_key_is_left_out(make, server, caplog):

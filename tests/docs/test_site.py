@@ -42,7 +42,7 @@ def test_every_call_that_pages_name_is_in_the_reference(anchors: set[str]) -> No
     text = "".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"\b(node|sender|receiver)\.(?!kubernetes\.io)([a-z]\w*)", text))
     assert len(named) > 15
-    attributes = {"bootstrap_address", "error"}  # plain ones, which have no entry of their own
+    attributes = {"directory_address", "error"}  # plain ones, which have no entry of their own
     missing = [
         f"{who}.{name}"
         for who, name in sorted(named)

@@ -19,7 +19,7 @@ class Site:
         self.nodes = []
 
     def prefill(self, rank: Rank, **options):
-        return self.keep(prefill_node(rank, **({"bootstrap": self.address} | options)))
+        return self.keep(prefill_node(rank, **({"directory": self.address} | options)))
 
     def decode(self, rank: Rank, **options):
         return self.keep(decode_node(rank, **options))

@@ -209,9 +209,9 @@ def unheard(node: Node) -> None:
         endpoint.after(0.0, endpoint._listen, session)
 
 
-def prefill_node(rank: Rank, bootstrap: str, **options) -> PrefillNode:
+def prefill_node(rank: Rank, directory: str, **options) -> PrefillNode:
     options = {"transport": "local", "staging_nbytes": 1 << 20, "config": QUICK} | options
-    return PrefillNode(rank.pool, rank.topology, bootstrap=bootstrap, **options)
+    return PrefillNode(rank.pool, rank.topology, directory=directory, **options)
 
 
 def decode_node(rank: Rank, **options) -> DecodeNode:
@@ -256,7 +256,7 @@ class Pair:
         return self.p, self.d
 
     def receive(self, room, **options) -> Receiver:
-        return self.d.receive(room, self.p.bootstrap_address, **options)
+        return self.d.receive(room, self.p.directory_address, **options)
 
     def open(self, room, tokens: int = TOKENS, **bound) -> Room:
         """Begun on both sides: its bytes are written and its pages bound, and nothing is handed over yet."""

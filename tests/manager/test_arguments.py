@@ -121,7 +121,7 @@ WAITS = ("None", "true", "3", "2**31", "2**64", "1e308", "inf", "np.int32", "np.
 """A wait that takes one of these waits, as it should."""
 
 CALLS: dict[str, tuple[Callable[[Table, int], Callable[..., object]], dict[str, Any]]] = {
-    "receive": (lambda t, _: t.d.receive, {"room": "tried", "prefill": "127.0.0.1:9", "deadline_s": 0.2}),
+    "receive": (lambda t, _: t.d.receive, {"room": "tried", "directory": "127.0.0.1:9", "deadline_s": 0.2}),
     "bind": (lambda t, n: t.receiver(n).bind, {"items": [0, 1], "tokens": 8}),
     "Receiver.abort": (lambda t, n: t.receiver(n).abort, {}),
     "Receiver.wait": (lambda t, n: t.receiver(n).wait, {"timeout_s": 0.01}),

@@ -69,7 +69,7 @@ def life(nodes: list, handles: list, inline: str) -> None:
     nodes.append(d := decode_node(dst, config=_CONFIG, progress=mode["decode"]))
     senders = [p.send(room) for room in (1, 2)]
     handles += senders
-    receivers = [d.receive(room, p.bootstrap_address) for room in (1, 2)]
+    receivers = [d.receive(room, p.directory_address) for room in (1, 2)]
     handles += receivers
     pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
     src.write(1, TOKENS, pages)

@@ -30,7 +30,7 @@ def keys(tmp_path):
 def failed_room(pair, address: str = "") -> PdstageError:
     """The error with which a room fails, long before the Hello's deadline."""
     started_at = time.monotonic()
-    receiver = pair.d.receive(404, address or pair.p.bootstrap_address)
+    receiver = pair.d.receive(404, address or pair.p.directory_address)
     receiver.bind([0], 4)
     drive(pair.nodes, lambda: receiver.released)
     assert receiver.state is State.FAILED
@@ -45,7 +45,7 @@ def test_a_decode_that_is_not_let_in(site, tmp_path):
     known.write_text(f"{server.public.hex()}\n")
     known.chmod(0o644)
     decode = {"keys": Keys.load(tmp_path / "d", known), "config": PATIENT}
-    pair = site.pair(prefill={"bootstrap": None, "keys": tmp_path / "p"}, decode=decode)
+    pair = site.pair(prefill={"directory": None, "keys": tmp_path / "p"}, decode=decode)
     p, d = pair.nodes
     told = Advert(instance="p", topology=Topology(), endpoint=p.socket.endpoint, incarnation=1, layout="")
     BootstrapClient(site.address).publish(told)  # which knows no keys, so that the node itself must refuse
@@ -62,12 +62,12 @@ def test_a_decode_that_is_not_let_in(site, tmp_path):
 
 def test_the_directory_is_refused_first(site, tmp_path, keys):
     pair = site.pair(
-        prefill={"bootstrap": None, "keys": keys},
+        prefill={"directory": None, "keys": keys},
         decode={"keys": key_file(tmp_path / "other.key"), "config": PATIENT},
     )
     with pytest.raises(UsageError, match="is not let in here"):
         pair.receive(1)
-    without_key = pair.p.bootstrap_address.partition("@")[2]
+    without_key = pair.p.directory_address.partition("@")[2]
     assert "does not prove that it holds the key" in str(failed_room(pair, without_key))
 
 
@@ -90,7 +90,7 @@ def test_nothing_listens_but_what_was_asked_for(keys, transport):
         "p = prefill_node(Rank(), None, bind='tcp://127.0.0.2:0', **options)\n"
         "d = decode_node(Rank(), bind='tcp://127.0.0.3:0', **options)\n"
         "print(*sorted(host for host, port in listeners()))\n"
-        "asked = [p.socket.endpoint, d.socket.endpoint, p.bootstrap_address]\n"
+        "asked = [p.socket.endpoint, d.socket.endpoint, p.directory_address]\n"
         "assert {int(one.rpartition(':')[2]) for one in asked} <= {port for _, port in listeners()}\n"
         "p.close(0.1); d.close(0.1)\n"
         "print(*(host for host, port in listeners() if not host.startswith('127.0.0.1')))\n"
@@ -108,11 +108,11 @@ def test_nothing_listens_but_what_was_asked_for(keys, transport):
 def test_a_plain_directory_between_nodes_with_keys(site, tmp_path, keys):
     """An engine's own server may keep the directory: rooms are as safe, for what it says opens no door."""
     where = f"plain://{site.address}"
-    pair = site.pair(keys=keys, prefill={"bootstrap": where}, decode={"config": PATIENT})
+    pair = site.pair(keys=keys, prefill={"directory": where}, decode={"config": PATIENT})
     pair.move(1)
     for node in pair.nodes:
         node.close()
     own = key_file(tmp_path / "stranger")
-    pair.p, pair.d = site.prefill(Rank(), bootstrap=where, keys=own), site.decode(Rank(), keys=keys, config=PATIENT)
+    pair.p, pair.d = site.prefill(Rank(), directory=where, keys=own), site.decode(Rank(), keys=keys, config=PATIENT)
     assert Keys.load(own).public.hex() in pair.p.socket.endpoint
     assert "is not let in here" in str(failed_room(pair, where))

@@ -17,7 +17,7 @@ from tests.test_architecture import ROOT, sources
 TOKENS = 30
 PAGE = (ROOT / "docs" / "environment.md").read_text()
 HANDS_ON = "pdstage.integrations.vllm.connector"  # it says nothing: it hands what others say to vLLM's logger
-PRINTS = ("top.py", "progress.py")  # of watch
+PRINTS = ("top.py", "terminal.py")  # of watch
 DOCUMENTED = set(re.findall(r"^\| `(pdstage[.\w]*)` \| `(.*?)` \|", PAGE, re.MULTILINE))
 
 
@@ -59,7 +59,7 @@ def test_a_transfer_that_goes_well_warns_of_nothing(site, transport, keys, caplo
         pytest.importorskip("nixl")
     held = Keys.make(tmp_path / "key") if keys else None
     with caplog.at_level(logging.DEBUG, "pdstage"):
-        pair = site.pair(keys=held, transport=transport, prefill={"bootstrap": None})
+        pair = site.pair(keys=held, transport=transport, prefill={"directory": None})
         for room in (1, 2):
             pair.move(room)
         pair.d.close()

@@ -144,7 +144,7 @@ def test_pages_that_were_taken_back_are_sent_to_nobody_else(site):
         room.sender.wait_carried(0.01)
     pair.src.write(2, TOKENS, room.pages)
     d = site.decode(Rank(page=8, hnd=True), progress="thread")
-    other = bound(d, pair.dst, 1, pair.p.bootstrap_address)
+    other = bound(d, pair.dst, 1, pair.p.directory_address)
     for one in (other, room.sender):
         with pytest.raises(PdstageError, match="hold something else by now"):
             one.wait(60.0)

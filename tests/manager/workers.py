@@ -65,7 +65,7 @@ def send_to_a_host_that_vanishes(pipe: Connection, namespace: str, host: str, tr
     enter(namespace)
     pool = Rank(n_pages=256)
     with prefill_node(pool, None, **_at(host, transport)) as node:
-        pipe.send(node.bootstrap_address)
+        pipe.send(node.directory_address)
         pages = pool.allocate(TOKENS)
         pool.write(0, TOKENS, pages)
         sender = node.send(0)

@@ -74,7 +74,7 @@ def address():
 def test_a_devices_copies_cost_what_they_were_measured_to(gpu, address, monkeypatch, tmp_path):
     """Not what the host's do; a calibration file has the last word."""
     monkeypatch.setattr("pdstage.stager._RATE_WAIT_S", 60.0)  # however busy this machine is
-    rank, options = DeviceRank(0), {"bootstrap": address, "transport": "local"}
+    rank, options = DeviceRank(0), {"directory": address, "transport": "local"}
     with prefill_node(rank, staging_nbytes=STAGING_NBYTES, **options) as node:
         made = node.cost_of(node.transport.traits)
         known = CostModel.linear(1e9, 1e-6, 1e-5)
@@ -93,7 +93,7 @@ def test_a_device_that_is_busy_as_a_node_starts(gpu, address, monkeypatch, caplo
     """
     monkeypatch.setattr("pdstage.stager._RATE_WAIT_S", 0.01)
     gpu["held"] = 1
-    node = prefill_node(DeviceRank(0), staging_nbytes=STAGING_NBYTES, bootstrap=address, transport="local")
+    node = prefill_node(DeviceRank(0), staging_nbytes=STAGING_NBYTES, directory=address, transport="local")
     cost = node.cost_of(node.transport.traits)
     assert cost.gather_bytes_per_s == CostModel.linear(1.0, 1.0, 1.0).gather_bytes_per_s
     assert node.stager.launched

@@ -129,7 +129,7 @@ def a_silent_peer(play: Play) -> None:
 def a_directory_that_is_gone(play: Play) -> None:
     play.monkeypatch.setattr(lookup, "_RETRY_CAP_S", 0.1)
     with BootstrapServer() as directory:
-        play.pair(prefill={"bootstrap": directory.address})
+        play.pair(prefill={"directory": directory.address})
         play.until("pdstage_directory_publications_total", 1, outcome="success")
         play.quiet()
         said = play.watched.scrape()("pdstage_directory_publications_total", outcome="success")
@@ -154,15 +154,15 @@ def an_instance_that_is_none(play: Play) -> None:
 def keys_rotated_at_prefill_alone(play: Play) -> None:
     old, new = play.folder / "old.key", play.folder / "new.key"
     Keys.make(old), Keys.make(new)
-    play.pair(prefill={"bootstrap": None, "keys": old}, decode={"keys": old}).move(100)
+    play.pair(prefill={"directory": None, "keys": old}, decode={"keys": old}).move(100)
     play.quiet()
-    pair = play.pair(prefill={"bootstrap": None, "keys": new}, decode={"keys": old})
+    pair = play.pair(prefill={"directory": None, "keys": new}, decode={"keys": old})
     for room in range(6):
         with pytest.raises(UsageError, match="is not let in here"):
             pair.receive(room)
         play.lasts(2)
     play.fires("PdstageLookupsFail")
-    play.pair(prefill={"bootstrap": None, "keys": new}, decode={"keys": new}).move(100)
+    play.pair(prefill={"directory": None, "keys": new}, decode={"keys": new}).move(100)
     play.quiet(11)
 
 
@@ -171,7 +171,7 @@ def etcd_that_ends(play: Play) -> None:
     play.monkeypatch.setattr(etcd, "_EVERY_S", 0.05)
     with Servers(play.folder) as servers:
         (member,) = servers.ready().members
-        pair = play.pair(prefill={"bootstrap": servers.address()})
+        pair = play.pair(prefill={"directory": servers.address()})
         pair.move(1)
         play.quiet()
         for n in range(1, 8):

@@ -63,7 +63,7 @@ def prefill(pipe: Connection) -> None:
     k, v = drawn()
     pool = Pool.of(build(paged_nhd(k, v, total_heads=HEADS, tp=(1, 0))))
     with PrefillNode(pool, Topology(), transport="local", progress="thread") as node:
-        pipe.send(node.bootstrap_address)
+        pipe.send(node.directory_address)
         sender = node.send(ROOM)
         for start in range(0, TOKENS, 256):
             sender.chunk(items=pages(SRC_PAGES), tokens=(start, min(start + 256, TOKENS)))
@@ -81,7 +81,7 @@ def transfer() -> int:
     child = multiprocessing.get_context("spawn").Process(target=prefill, args=(there,))
     child.start()
     with DecodeNode(pool, Topology(), transport="local", progress="thread") as node:
-        receiver = node.receive(ROOM, prefill=here.recv())
+        receiver = node.receive(ROOM, directory=here.recv())
         receiver.bind(items=pages(DST_PAGES), tokens=TOKENS)
         receiver.wait(timeout_s=PATIENCE_S)
         assert receiver.aux == AUX

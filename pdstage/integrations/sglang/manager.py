@@ -133,7 +133,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
         if self.is_prefill:
             # SGLang's server speaks plain HTTP.
-            options["bootstrap"] = PLAIN + Address.joined(_bootstrap_host(self), self.bootstrap_port)
+            options["directory"] = PLAIN + Address.joined(_bootstrap_host(self), self.bootstrap_port)
             options["instance"] = INSTANCE
         is_one = self.system_dp_size == 1
         place = Topology(

@@ -348,7 +348,7 @@ class WorkerSide:
             )
         longest_s = _EARLY_S if remote.is_early else None
         return self.decode.receive(
-            remote.room, prefill=remote.address, instance=remote.instance, deadline_s=_LONGEST_S, wait_s=longest_s
+            remote.room, directory=remote.address, instance=remote.instance, deadline_s=_LONGEST_S, wait_s=longest_s
         )
 
     def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, tuple[int, int]], dict[str, Items]]:

@@ -156,7 +156,7 @@ class Caller:
             pages = pools.pages(run, tokens, number)
             sender.chunk({name: pages}, {name: (0, tokens)})
             sender.finish()
-        pull = Pull(numbers[0], node.bootstrap_address, run, tokens, wait_s, look, at_once)
+        pull = Pull(numbers[0], node.directory_address, run, tokens, wait_s, look, at_once)
         took = self.ask(pull, node, wait_s=wait_s + 5)
         for sender in senders:
             sender.wait_released(wait_s)

@@ -181,7 +181,7 @@ class PrefillRank(_Rank):
 
     def __init__(self, options: Options, place: Topology, lengths: list[int], directory: str) -> None:
         super().__init__(options, options.prefill, place, lengths, 0)
-        self._node = PrefillNode(self._memory.pool, place, bootstrap=directory, **self._given)
+        self._node = PrefillNode(self._memory.pool, place, directory=directory, **self._given)
 
     def open(self, room: int) -> None:
         self._before = self._node.stats()
@@ -238,7 +238,7 @@ class DecodeRank(_Rank):
         self._receivers.clear()
         for room in range(len(self._memory.rooms)):
             name = f"room-{room}" if move is None else f"room-{room}, move {move}"
-            receiver = self._node.receive(name, prefill=self._directory)
+            receiver = self._node.receive(name, directory=self._directory)
             receiver.bind(
                 self._memory.items(room),
                 tokens=self._memory.spans(room),

@@ -79,10 +79,10 @@ def talk(
             node = stack.enter_context(caller.started(transport, wait_s=wait_s))
             words.append(f"{transport} starts on both sides")
         with _step(say, "bootstrap") as words:
-            caller.ask(Find(node.bootstrap_address), node, wait_s=wait_s)
-            words.append(f"the peer finds this side at {node.bootstrap_address}")
+            caller.ask(Find(node.directory_address), node, wait_s=wait_s)
+            words.append(f"the peer finds this side at {node.directory_address}")
         with _step(say, "hello") as words:
-            caller.ask(Meet(caller.next_room(), node.bootstrap_address, wait_s), node, wait_s=wait_s + 5)
+            caller.ask(Meet(caller.next_room(), node.directory_address, wait_s), node, wait_s=wait_s + 5)
             session = next(iter(node.core.sessions.values()), None)
             if session is None:
                 raise PeerError("the session ended as soon as it began", remedy="see the peer's log")

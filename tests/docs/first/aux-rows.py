@@ -5,6 +5,6 @@ class Event:
 
 ours, theirs = rows, MetadataBuffers(columns, n_rows=256)
 decode = DecodeNode(made(), topology, aux="rdma", metadata=theirs)
-receiver, sender = decode.receive("request", prefill=node.bootstrap_address), node.send("request")
+receiver, sender = decode.receive("request", directory=node.directory_address), node.send("request")
 pages, token, hidden, event = [1, 2], 7, torch.ones(4096), Event()
 sender.chunk([3, 4])

@@ -12,4 +12,4 @@ pages, swa_pages = np.arange(79), np.arange(65)
 
 def receive(layout):
     node = DecodeNode(Pool.of(layout), Topology(tp_size=4, tp_rank=rank))
-    return node.receive("request", prefill="127.0.0.1:1")
+    return node.receive("request", directory="127.0.0.1:1")

@@ -109,7 +109,7 @@ class World:
             "metadata": host.metadata, "aux": scenario.rows or "tcp",
         }  # fmt: skip
         if host.writes:
-            node = PrefillNode(host.rank.pool, host.rank.topology, bootstrap="one:1", **options)
+            node = PrefillNode(host.rank.pool, host.rank.topology, directory="one:1", **options)
         else:
             node = DecodeNode(host.rank.pool, host.rank.topology, **options)
         host.staging = node.memory._held
