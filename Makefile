@@ -72,7 +72,7 @@ demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on deco
 	@mkdir -p build
 	$(BIN)/pdstage demo --picture build/demo.svg $(ARGS)
 
-serve: $(ENGINE_VENVS)/$(ENGINE)-cpu/.pdstage-setup  ## Serve a tiny model by two real engines and their own proxy (ENGINE=sglang ARGS="--decode-tp 2").
+serve: $(ENGINE_VENVS)/$(ENGINE)-cpu/.pdstage-setup  ## Serve a tiny model by two real engines and their own router (ENGINE=sglang ARGS="--decode-tp 2").
 	$(FEW_CORES) $(ENGINE_VENVS)/$(ENGINE)-cpu/bin/python -m tests.e2e.serve $(ARGS)
 
 # Named tests run in one process, all of them in several: tests of one file always in the same, the long files first.
@@ -82,6 +82,7 @@ test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x, FULL=1 for everyt
 # One venv for each engine, since their pins exclude each other. All else, torch first, is .venv's: its site-packages come
 # after the engine's own. Without dependencies, which would pull gigabytes for GPUs.
 $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
+	@echo "$(@D) is made: an engine's package and what it imports, for a minute or two" >&2
 	rm -rf $(@D)
 	$(BIN)/python -m venv --without-pip $(@D)
 	$(PIP) --python $(@D)/bin/python $(INSTALL) --no-deps -r $<
@@ -203,6 +204,7 @@ wheel: $(STAMP)  ## Build dist/*.whl.
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
 
 build/wheels-venv/.pdstage-setup: tests/wheels/requirements.txt | $(BIN)/python
+	@echo "$(@D) is made: an engine's package and what it imports, for a minute or two" >&2
 	rm -rf $(@D)
 	$(BIN)/python -m venv --without-pip $(@D)
 	$(PIP) --python $(@D)/bin/python $(INSTALL) -r $<

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
 from pdstage.layout.states import canonical
-from pdstage.layout.topology import Axis  # noqa: TC001  (msgspec resolves the annotation at run time)
+from pdstage.layout.topology import Axis, shard_axis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -353,6 +353,23 @@ def check_inside(view: View, regions: tuple[Region, ...]) -> None:
             remedy="register the whole allocation, or correct the strides",
             key=view.key,
         )
+
+
+def check_heads(layout: Layout, topology: Topology) -> None:
+    """Raises `UsageError` where views hold other KV heads than the rank at that place has."""
+    for view in layout.views():
+        axis, tp = view.axis, (topology.tp_size, topology.tp_rank)
+        if (
+            axis.name == "kv_head"
+            and axis.count < axis.total
+            and axis != (own := shard_axis(axis.name, axis.total, *tp))
+        ):
+            raise UsageError(
+                f"view {view.key} has KV heads {axis.first} to {axis.first + axis.count - 1} of {axis.total}, and rank "
+                f"{tp[1]} of TP {tp[0]} has {own.first} to {own.first + own.count - 1}",
+                remedy=f"say the same to both: tp={tp} for the tensors, or another tp_size and tp_rank for Topology",
+                key=view.key,
+            )
 
 
 def with_views(layout: Layout, changed: Mapping[Key, View]) -> Layout:

@@ -26,6 +26,7 @@ from pdstage.control.zmq import ControlSocket, check_descriptors
 from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout.topology import Topology
+from pdstage.layout.views import check_heads
 from pdstage.manager import status
 from pdstage.manager.driver import Driver, changes_rooms
 from pdstage.manager.handle import Handle, Roster
@@ -92,6 +93,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         self.options = options
         arguments.instance("pool", pool, Pool)
         arguments.instance("topology", topology, Topology)
+        check_heads(pool.layout, topology)
         if pool.on_host and "path" not in given:  # bytes land on the device, and a kernel scatters them
             options["path"] = "staged"
         self.roster = Roster()

@@ -1,4 +1,4 @@
-"""Serves a tiny model by two real engines and a proxy, prefill and decode apart: `make serve ENGINE=vllm`.
+"""Serves a tiny model by two real engines and their router, prefill and decode apart: `make serve ENGINE=vllm`.
 
 The engine is the one whose Python runs this. The model has random weights; token 17 is the word w17.
 """
@@ -32,20 +32,20 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     told.add_argument("--prefill-tp", type=int, default=1, metavar="N", help="prefill's ranks (default: 1)")
     told.add_argument("--decode-tp", type=int, default=1, metavar="N", help="decode's ranks (default: 1)")
     told.add_argument("--transport", default="nixl", help="nixl (the default), local, or another that runs here")
-    told.add_argument("--port", type=int, default=0, help="the proxy's (default: a free one)")
+    told.add_argument("--port", type=int, default=0, help="the router's (default: a free one)")
     told.add_argument("--logs", type=Path, help="keep the servers' logs and the model here")
     return told.parse_args(argv)
 
 
 def vllm(given: argparse.Namespace, logs: Path) -> tuple[Fleet, Server]:
-    """Two vLLM servers, and vLLM's example of a proxy, which is not up yet."""
+    """Two vLLM servers, and vLLM's router, which is not up yet."""
     from tests.e2e.vllm.engines import pair  # noqa: PLC0415
-    from tests.e2e.vllm.proxies import toy  # noqa: PLC0415
+    from tests.e2e.vllm.proxies import router  # noqa: PLC0415
 
     fleet = Fleet(logs)
     row = pair((given.prefill_tp, 128), (given.decode_tp, 128), model=given.model, transport=given.transport)
     prefill, decode = fleet.up(row.prefill, row.decode)
-    return fleet, toy(prefill, decode, logs)
+    return fleet, router(prefill, decode, logs)
 
 
 def sglang(given: argparse.Namespace, logs: Path) -> tuple[Fleet, Server]:

@@ -22,6 +22,7 @@ from pdstage import (
     UsageError,
 )
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
+from pdstage.tensors import build, paged_nhd
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_settings import VIEW
 from tests.rows import either_side
@@ -117,6 +118,15 @@ def test_options(site):
     ):
         with pytest.raises(UsageError, match=culprit):
             prefill_node(Rank(), site.address, **options)
+
+
+def test_heads_of_another_rank_than_the_topology_says():
+    rank = Rank()
+    k = np.zeros((4, 8, 2, 4), np.float32)
+    rank.pool = Pool.of(build(paged_nhd([k], [k + 1], total_heads=4, tp=(2, 1))))
+    words = r"has KV heads 2 to 3 of 4, and rank 0 of TP 1 has 0 to 3; say the same to both: tp=\(1, 0\)"
+    with pytest.raises(UsageError, match=words):
+        prefill_node(rank, None)
 
 
 def test_an_unreachable_bootstrap():

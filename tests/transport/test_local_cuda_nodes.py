@@ -16,7 +16,7 @@ from pdstage.control.bootstrap import BootstrapServer
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
-from pdstage.tools.calibrate.caller import write
+from pdstage.tools.results import save
 from pdstage.transport.local import LocalTransport
 from tests import cuda_double, processes
 from tests.manager.engine import (
@@ -81,7 +81,7 @@ def test_a_devices_copies_cost_what_they_were_measured_to(gpu, address, monkeypa
         assert 0 < made.gather_bytes_per_s == made.scatter_bytes_per_s != known.gather_bytes_per_s
     file = tmp_path / "calibration.json"
     made = Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": known})
-    write(made, file)
+    save(made, file)
     with prefill_node(rank, staging_nbytes=STAGING_NBYTES, calibration=file, **options) as node:
         assert node.cost_of(node.transport.traits) == known
 
