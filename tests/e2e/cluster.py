@@ -219,7 +219,7 @@ def check_replaced(
     """Decode's pods are replaced under load, then prefill's with rooms under way, and one of decode's is killed: no
     request is lost, and who died is fenced.
     """
-    asked = load.prompts(140, seed=601)
+    asked = load.prompts(140, seed=601, longest=300)
     right, model = fleet.right(reference, asked, as_text=as_text), fleet.folder(reference.model)
     fleet.stop()
     with Cluster(engine, folder, model, on_cpu) as cluster:
